@@ -99,7 +99,7 @@ def main() -> None:
                 state, values = real(state, batch)
                 jax.block_until_ready(state)
                 end = time.perf_counter()
-                incidents.look(step, values, state)
+                incidents.check(step, values, state)
                 display.step(step)
                 for name, value in (
                     ("bare", middle - begun),

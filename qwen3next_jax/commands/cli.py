@@ -1,6 +1,4 @@
-"""What the commands share: flags, one-line errors, the platform's quiet start, the compilation
-cache.
-"""
+"""Shared parts of the commands: flags, errors in one line, Ctrl-C, the compilation cache."""
 
 import collections
 import contextlib
@@ -56,11 +54,13 @@ _STDOUT = 1
 
 
 def run(command: types.ModuleType, arguments: str = "") -> None:
-    """Parses flags, runs `command.main()`, exits with its code. A `UserError` becomes one line on
-    standard error and its exit code.
+    """Parses the flags, runs `command.main()` and exits with its code. A `UserError` becomes one
+    line on standard error and an exit code. `--help` shows the command's docstring.
 
-    A command that takes `arguments` besides its flags, which are paths (their name, such as
-    "WORKDIR"), gets them: `main([…])`. `--help` shows the command's docstring.
+    Args:
+      command: the module of the command.
+      arguments: the name of the command's positional arguments, which are paths, such as
+        "WORKDIR"; `main` gets them as a list. "": it has none.
     """
     main = command.main
     flags.DEFINE_list(
@@ -85,7 +85,7 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
         except UserError as error:
             return _report(str(error), error.exit_code)
         except NotImplementedError as error:
-            from qwen3next_jax.ops.implementations import Unsupported  # which imports JAX
+            from qwen3next_jax.ops.implementations import Unsupported  # this imports JAX
 
             if not isinstance(error, Unsupported):
                 raise
@@ -94,16 +94,16 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
             _report("interrupted")
             return ExitCode.INTERRUPTED
         except RuntimeError as error:
-            if not (asked := out_of_memory(error)):
+            if not (requested := out_of_memory(error)):
                 raise
             return _report(
-                f"out of memory ({asked}): ask for fewer rows or tokens at a time, or give it more "
-                "devices; qwen3next plan says what a training step takes"
+                f"out of memory ({requested}): give fewer rows or tokens at a time, or more "
+                "devices; qwen3next plan shows what a training step needs"
             )
 
     keep_freed_memory()
     _Interrupts().start()
-    # JAX tells at INFO which accelerators this machine does not have
+    # At INFO, JAX logs the accelerators that this machine does not have.
     logging.set_verbosity(logging.WARNING)
     try:
         app.run(guarded, flags_parser=functools.partial(_parse, command.__doc__ or ""))
@@ -114,21 +114,21 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
     finally:
         with contextlib.suppress(BrokenPipeError):
             sys.stdout.flush()
-        if _reader_has_gone():  # else Python tells of the rest, which nobody can read, as an error
+        if _reader_has_gone():  # otherwise Python reports unwritten output as an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
 
 
 def _reader_has_gone() -> bool:
-    """Whether nobody reads standard output any more, as after `| head`."""
+    """Whether the reader of standard output has closed it, as `| head` does."""
     poll = select.poll()
     poll.register(_STDOUT, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 class _Interrupts(threading.Thread):
-    """Python raises KeyboardInterrupt when XLA comes back from what it compiles, which can take
-    minutes. Until then this thread answers: the first Ctrl-C with a line, the second by ending
-    the process. A handler of a command's own is left to itself.
+    """Reacts to Ctrl-C while XLA compiles. Python raises KeyboardInterrupt only after the compile,
+    which can take minutes; this thread prints a line at the first Ctrl-C and ends the process at
+    the second. It does nothing if a command has its own handler.
     """
 
     def __init__(self):
@@ -148,8 +148,8 @@ class _Interrupts(threading.Thread):
             if not first:
                 os._exit(ExitCode.INTERRUPTED)
             first = False
-            time.sleep(0.5)  # mostly the command has ended by then
-            os.write(2, b"interrupted: ends with what is under way; again to stop now\n")
+            time.sleep(0.5)  # usually the command ends within this time
+            os.write(2, b"interrupted: ends after the current operation; again to stop now\n")
 
 
 def _report(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
@@ -180,9 +180,12 @@ def _parse(doc: str, argv: Sequence[str]) -> list[str]:
 
 
 def _take_overrides(argv: Sequence[str]) -> list[str]:
-    """Takes `--config.a.b=value` (or `--config.a.b value`) out of the arguments, where the
-    command has `--config`, into `_overrides`. It checks the names, so that the user learns of
-    a misspelled one before any file is read.
+    """Moves `--config.a.b=value` and `--config.a.b value` from the arguments to `_overrides`, if
+    the command has `--config`. Returns the other arguments.
+
+    Raises:
+      UserError: a setting does not exist, or its value is missing. It is raised before any file is
+        read.
     """
     rest, arguments = [argv[0]], collections.deque(argv[1:])
     while arguments:
@@ -198,9 +201,9 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
         name = name.removeprefix("config.")
         default = default_of(name)
         if not equals:
-            # a switch of a mixer, whose type is not known yet, is one that no value follows
-            followed = bool(arguments) and not arguments[0].startswith("--")
-            if isinstance(default, bool) or isinstance(default, FlagText) and not followed:
+            # The type of a mixer's setting is not known yet; without a value it is a boolean.
+            has_value = bool(arguments) and not arguments[0].startswith("--")
+            if isinstance(default, bool) or isinstance(default, FlagText) and not has_value:
                 text = "True"
             elif arguments:
                 text = arguments.popleft()
@@ -211,7 +214,7 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
 
 
 _overrides: list[tuple[str, str]] = []
-_file_values: dict[str, Any] = {}  # of --config, before the overrides
+_file_values: dict[str, Any] = {}  # the settings of the file --config, without the overrides
 
 
 def _own_flags() -> list[str]:
@@ -221,7 +224,7 @@ def _own_flags() -> list[str]:
 
 
 def _help(doc: str) -> str:
-    """What the command's docstring says, and its flags."""
+    """The text of `--help`: the command's docstring and its flags."""
     width = min(shutil.get_terminal_size().columns, 120)
     lines = [doc.strip(), "", "flags:"]
     entries = []
@@ -263,7 +266,7 @@ def _help_of_settings(width: int) -> list[str]:
 
 
 def _entry(name: str, text: str, width: int) -> list[str]:
-    """Lines of `--help`: the name, and the text after it or below it."""
+    """Lines of `--help`: a name, and a text after or below it."""
     if len(name) > 22:
         return [
             f"  {name}",
@@ -273,17 +276,18 @@ def _entry(name: str, text: str, width: int) -> list[str]:
 
 
 def define_config_flag() -> Callable[..., Config | None]:
-    """Defines `--config=FILE.py` and its `--config.group.name=value` overrides; call the result
-    for the validated Config.
+    """Defines `--config=FILE.py` and its overrides `--config.group.name=value`.
 
-    `required=False`: None where the flag is not given. `goes_on=True`: a run that has begun in
-    `--workdir` keeps the vocabulary that it has.
+    Returns:
+      A function (required, may_resume) that returns the validated Config. With `required=False` it
+      returns None if the flag is not given. With `may_resume=True` a run that has begun in
+      `--workdir` keeps its vocabulary.
     """
     holder = flags.DEFINE_string(
         "config", None, "Python file with get_config(), which is run, such as configs/tiny.py"
     )
 
-    def get(required: bool = True, goes_on: bool = False) -> Config | None:
+    def get(required: bool = True, may_resume: bool = False) -> Config | None:
         if holder.value is None and (required or _overrides):
             why = "" if required else f" (--config.{_overrides[0][0]} changes a setting of it)"
             raise UserError(
@@ -294,36 +298,39 @@ def define_config_flag() -> Callable[..., Config | None]:
         values = load_config_file(pathlib.Path(holder.value))
         _file_values.update(copy.deepcopy(values))
         apply_overrides(values, _overrides)
-        return _read(values, goes_on)
+        return _read(values, may_resume)
 
     return get
 
 
-def given_settings(goes_on: bool = False) -> UserInput | None:
-    """What the user gives by `--config` and its overrides; None without `--config`. goes_on: see
-    `define_config_flag`.
+def given_settings(may_resume: bool = False) -> UserInput | None:
+    """The settings that the user gave by `--config` and its overrides; None without `--config`.
+    `may_resume`: as in `define_config_flag`.
     """
     file = flags.FLAGS["config"].value
     if file is None:
         return None
     try:
-        alone = _read(copy.deepcopy(_file_values), goes_on)
-    except UserError:  # the overrides complete it
-        alone = None
-    return UserInput(frozenset(name for name, _ in _overrides), pathlib.Path(file), alone)
+        file_config = _read(copy.deepcopy(_file_values), may_resume)
+    except UserError:  # the file is valid only with the overrides
+        file_config = None
+    return UserInput(frozenset(name for name, _ in _overrides), pathlib.Path(file), file_config)
 
 
-def _read(values: dict[str, Any], goes_on: bool) -> Config:
+def _read(values: dict[str, Any], may_resume: bool) -> Config:
     """The configuration of the nested dict `values`, which the user wrote."""
     name = str(values.get("name", Config().name))
-    fill_from_tokenizer(values, _workdir_of(name) if goes_on else None)
+    fill_from_tokenizer(values, _workdir_of(name) if may_resume else None)
     registry.trust_user_settings(values)
     return from_dict(Config, values)
 
 
 def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path]:
-    """Defines `--workdir`; call the result (with the config's name where it has a default) for
-    the path.
+    """Defines `--workdir`.
+
+    Returns:
+      A function (name) that returns the path. `name`: the name of the configuration, which gives
+      the default.
     """
     text = "folder of the run" + (
         " (default: runs/<name of the config>)" if default_from_config else ""
@@ -333,9 +340,9 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
 
 
 def _workdir_of(name: str | None = None) -> pathlib.Path:
-    """What `--workdir` names; where it is not given, the folder of the config called `name`."""
-    if given := flags.FLAGS["workdir"].value:
-        return local_folder("workdir", given)
+    """The value of `--workdir`; if it is not given, runs/`name`."""
+    if path := flags.FLAGS["workdir"].value:
+        return local_folder("workdir", path)
     if name is None:
         raise UserError(
             "--workdir is missing: expected the folder of a run, such as --workdir=runs/tiny"
@@ -344,8 +351,10 @@ def _workdir_of(name: str | None = None) -> pathlib.Path:
 
 
 def local_folder(flag: str, value: str) -> pathlib.Path:
-    """The path that `--flag=value` names; as a path gs://bucket would be the local folder
-    gs:/bucket.
+    """The path `value` of a flag.
+
+    Raises:
+      UserError: `value` is a URL such as gs://bucket, which pathlib would read as gs:/bucket.
     """
     if "://" in value:
         raise UserError(
@@ -357,22 +366,22 @@ def local_folder(flag: str, value: str) -> pathlib.Path:
 
 
 def define_launch_flags() -> Callable[[], Launch | None]:
-    """Defines `--coordinator`, `--processes` and `--process`; call the result for this process's
-    place among those of the run, from the flags or from what its launcher left in the
-    environment.
+    """Defines `--coordinator`, `--processes` and `--process`.
+
+    Returns:
+      A function that returns the place of this process among the processes of the run, from the
+      flags or from the launcher's environment variables.
     """
     coordinator = flags.DEFINE_string(
         "coordinator",
         None,
         "HOST:PORT of process 0, where the processes of a run meet; SLURM, "
-        "Open MPI and TPU slices tell by themselves",
+        "Open MPI and TPU slices set it",
     )
     processes = flags.DEFINE_integer(
         "processes", None, "number of processes of the run", lower_bound=1
     )
-    process = flags.DEFINE_integer(
-        "process", None, "which of them this one is, from 0", lower_bound=0
-    )
+    process = flags.DEFINE_integer("process", None, "number of this process, from 0", lower_bound=0)
 
     def get() -> Launch | None:
         chips = any(pathlib.Path("/dev").glob("accel[0-9]*")) or any(
@@ -384,9 +393,7 @@ def define_launch_flags() -> Callable[[], Launch | None]:
 
 
 class Loading(NamedTuple):
-    """How a command loads its model: see `load.load_model`. step, mesh, dtype: None where not
-    given.
-    """
+    """The arguments of `load.load_model` from flags; None if a flag is not given."""
 
     step: int | None
     mesh: MeshConfig | None
@@ -394,7 +401,7 @@ class Loading(NamedTuple):
     launch: Launch | None
 
 
-@functools.cache  # in one process several commands may ask for the flags
+@functools.cache  # several commands in one process may define these flags
 def define_loading_flags() -> Callable[[], Loading]:
     """Defines `--step`, `--mesh`, `--dtype` and the flags of `define_launch_flags`. The function
     that it returns gives their values.
@@ -436,7 +443,11 @@ def define_mesh_flag() -> flags.FlagHolder:
 
 
 def read_mesh(text: str | None) -> dict[str, int]:
-    """The axes of `text`, such as "data=64,expert=8", with their sizes."""
+    """Reads axes and sizes from a text such as "data=64,expert=8".
+
+    Raises:
+      UserError: an axis does not exist or is given twice, or a size is no number.
+    """
     sizes: dict[str, int] = {}
     for part in [] if text is None else text.replace(" ", "").split(","):
         axis, _, size = part.partition("=")
@@ -452,8 +463,10 @@ def read_mesh(text: str | None) -> dict[str, int]:
 
 
 def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
-    """→ the architecture of the run or the Hugging Face directory at `path`; where there is
-    neither, that is told before anything is loaded.
+    """Reads the model's settings from the run or the Hugging Face directory at `path`.
+
+    Raises:
+      UserError: `path` is neither. It is raised before anything is loaded.
     """
     from etils import epath
 
@@ -474,7 +487,11 @@ def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
 
 
 def check_writable(flag: str, path: str) -> None:
-    """Refuses a file for results whose folder is not there, before they are computed."""
+    """Checks the path of a file for results, before they are computed.
+
+    Raises:
+      UserError: the path is a folder, or its folder does not exist.
+    """
     require_path(f"--{flag}={path}", path)
     if path and (pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir()):
         reason = (
@@ -486,7 +503,11 @@ def check_writable(flag: str, path: str) -> None:
 
 
 def positive_integers(flag: str, values: Sequence[str]) -> tuple[int, ...]:
-    """The numbers of a comma-separated flag."""
+    """Reads the numbers of a comma-separated flag.
+
+    Raises:
+      UserError: a value is no positive number.
+    """
     if not values or not all(
         value.strip().isdecimal() and 0 < len(value) < 10 and int(value) for value in values
     ):
@@ -497,9 +518,7 @@ def positive_integers(flag: str, values: Sequence[str]) -> tuple[int, ...]:
 
 
 def enable_compilation_cache() -> None:
-    """Keeps compiled programs in the user's cache folder, so that a command's second start does
-    not compile again.
-    """
+    """Stores compiled programs in the user's cache folder, so a command compiles them only once."""
     import jax
 
     if jax.config.jax_compilation_cache_dir is None:
@@ -511,16 +530,16 @@ def enable_compilation_cache() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep freed memory instead of giving it back to the system. Call it before
-    JAX starts its threads.
+    """Makes glibc reuse freed memory instead of returning it to the system. Call it before JAX
+    starts its threads.
 
-    On CPU every run of a program takes its buffers from malloc, which by default maps large ones
-    anew: the kernel then zeroes hundreds of megabytes a step. Keeping them took a step of
-    configs/tiny.py from 0.60 to 0.46 s on 2 cores.
+    On CPU each step allocates its buffers with malloc, which by default maps large ones anew, and
+    the kernel zeroes hundreds of megabytes per step. With reuse, a step of configs/tiny.py took
+    0.46 instead of 0.60 s on 2 cores.
     """
     if not sys.platform.startswith("linux") or not hasattr(libc := ctypes.CDLL(None), "mallopt"):
         return
-    m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # of malloc.h
+    m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # constants of malloc.h
     libc.mallopt(m_trim_threshold, 2**31 - 1)
     libc.mallopt(m_mmap_max, 0)
     libc.mallopt(m_arena_max, 1)

@@ -32,13 +32,13 @@ _json = flags.DEFINE_string("json", "", "file to which all results are also writ
 
 
 def main() -> int:
-    config = get_config(required=False, goes_on=True)
+    config = get_config(required=False, may_resume=True)
     workdir = get_workdir(config.name if config else None)
     for name in _suite.value:
         check_name(EVALUATIONS, name, "--suite")
     cli.check_writable("json", _json.value)
     cli.check_model("workdir", workdir)
-    given = cli.given_settings(goes_on=True)
+    given = cli.given_settings(may_resume=True)
     if config:
         unread.check(config, given, workdir)
     loading = get_loading()
@@ -48,11 +48,11 @@ def main() -> int:
     # Imported here: the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.commands.evaluate import evaluate
     from qwen3next_jax.evals.evaluation import EvalOptions
-    from qwen3next_jax.runs.load import joined
+    from qwen3next_jax.runs.load import join_processes
 
-    with joined(loading.launch, workdir):
+    with join_processes(loading.launch, workdir):
         if config:
-            unread.check(config, given, workdir, find=unread.by_layers)
+            unread.check(config, given, workdir, find=unread.unread_by_layers)
         return evaluate(
             config,
             workdir,

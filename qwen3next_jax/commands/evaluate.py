@@ -13,7 +13,7 @@ from rich.table import Table
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.metrics import MetricValue, to_metric_values
-from qwen3next_jax.config import Config, DataConfig, MeshConfig
+from qwen3next_jax.config import Config, DataConfig, MeshConfig, ModelConfig
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
 from qwen3next_jax.data.pipeline import Data, open_data
@@ -61,7 +61,13 @@ def evaluate(
         check_name(EVALUATIONS, name, "--suite")
     is_run = (path / "run.json").exists() or not (path / "config.json").exists()
     if is_run:
-        config = _config_of_run(config, path)
+        trained = read_config(path)
+        if config is not None:
+            _check_same_weights(config.model, trained.model, path)
+        else:
+            # "" means the copy of the tokenizer in the run's folder; the original file may be gone.
+            data = dataclasses.replace(trained.data, tokenizer="")
+            config = dataclasses.replace(trained, data=data)
     model, tokenizer, step, places, _ = load_model(path, step, mesh, dtype)
     if tokenizer is None:
         raise UserError(
@@ -77,19 +83,24 @@ def evaluate(
     described = config.model if is_run else model.config
     if other := described.differs(model.config):  # reads the run's parameters in another way
         graphdef, _ = abstract_model(described)
+    if config is not None:
+        data, length, batch_size = (
+            config.data,
+            config.train.sequence_length,
+            config.train.batch_size,
+        )
+    else:
+        data = dataclasses.replace(DataConfig(), tokenizer=str(path / "tokenizer.json"))
+        length = max(options.lengths)
+        batch_size = max(1, 8192 // length)
+    vocab_size = model.config.vocab_size
+
+    @functools.cache
+    def open_once() -> Data:
+        return process_0_first(lambda: _open(data, length, batch_size, path, tokenizer, vocab_size))
+
     eval_context = evaluation.EvalContext(
-        described,
-        graphdef,
-        tokenizer,
-        functools.cache(
-            lambda: process_0_first(
-                lambda: _open(
-                    config, path, tokenizer, model.config.vocab_size, max(options.lengths)
-                )
-            )
-        ),
-        options,
-        places,
+        described, graphdef, tokenizer, open_once, options, places
     )
     evaluations = evaluation.make_evaluations(names, eval_context, "--suite")
 
@@ -112,51 +123,45 @@ def evaluate(
     return 0
 
 
-def _config_of_run(config: Config | None, workdir: pathlib.Path) -> Config:
-    """`config`, or the run's own if it is None.
+def _check_same_weights(model: ModelConfig, trained: ModelConfig, workdir: pathlib.Path) -> None:
+    """Checks that `model`, the model of --config, can read the parameters of `trained`, the model
+    of the run in `workdir`.
 
     Raises:
-      UserError: a setting of `config` gives the run's parameters another shape or meaning.
+      UserError: a setting of `model` gives the parameters another shape or meaning.
     """
-    trained = read_config(workdir)
-    different = () if config is None else weights_differ(config.model, trained.model)
-    for name in sorted(different)[:1]:
+    for name in sorted(weights_differ(model, trained))[:1]:
         theirs, ours = (
-            c.mixers if name == "layer_types" else getattr(c, name)
-            for c in (trained.model, config.model)
+            c.mixers if name == "layer_types" else getattr(c, name) for c in (trained, model)
         )
         raise UserError(
             f"{workdir} holds a run whose model differs from --config (model.{name} = {theirs!r} "
             f"there, {ours!r} in --config): give the config it was trained with"
         )
-    if config is not None:
-        return config
-    # "" means the copy of the tokenizer in the run's folder; the original file may be gone.
-    return dataclasses.replace(trained, data=dataclasses.replace(trained.data, tokenizer=""))
 
 
 def _open(
-    config: Config | None, path: pathlib.Path, tokenizer: Tokenizer, vocab_size: int, length: int
+    data: DataConfig,
+    sequence_length: int,
+    batch_size: int,
+    path: pathlib.Path,
+    tokenizer: Tokenizer,
+    vocab_size: int,
 ) -> Data:
+    """Opens the data, and checks that they have the `tokenizer` of the model in `path`.
+
+    Raises:
+      UserError: the data have another tokenizer.
+    """
     with PreparationProgress() as progress:
-        if config is not None:
-            data = open_data(
-                config.data,
-                config.train.sequence_length,
-                config.train.batch_size,
-                vocab_size,
-                progress,
-            )
-            if not same_tokens(data.tokenizer.fingerprint, tokenizer.fingerprint):
-                raise UserError(
-                    f"{path} was trained with another tokenizer than data.tokenizer = "
-                    f"{config.data.tokenizer!r} of the "
-                    f"configuration: give the run's own (a copy is in {path / 'tokenizer'}, "
-                    "unless it is bytes)"
-                )
-            return data
-        data = dataclasses.replace(DataConfig(), tokenizer=str(path / "tokenizer.json"))
-        return open_data(data, length, max(1, 8192 // length), vocab_size, progress)
+        opened = open_data(data, sequence_length, batch_size, vocab_size, progress)
+    if not same_tokens(opened.tokenizer.fingerprint, tokenizer.fingerprint):
+        raise UserError(
+            f"{path} was trained with another tokenizer than data.tokenizer = "
+            f"{data.tokenizer!r} of the configuration: give the run's own (a copy is in "
+            f"{path / 'tokenizer'}, unless it is bytes)"
+        )
+    return opened
 
 
 def _print(title: str, values: list[MetricValue]) -> None:

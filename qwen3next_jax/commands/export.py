@@ -34,10 +34,10 @@ def main() -> int:
     from qwen3next_jax.interop.huggingface import save_hf
     from qwen3next_jax.interop.source import config_for_export
     from qwen3next_jax.interop.writing import require_new
-    from qwen3next_jax.runs.load import joined, load_model
+    from qwen3next_jax.runs.load import join_processes, load_model
 
     require_new(out)
-    with joined(loading.launch, workdir):
+    with join_processes(loading.launch, workdir):
         source, form = _origin_of(workdir)
         model, tokenizer, step, _, identity = load_model(
             workdir, loading.step, loading.mesh, loading.dtype
@@ -70,12 +70,12 @@ def _origin_of(workdir: str) -> tuple[pathlib.Path | None, str]:
     """The Hugging Face directory that the run began with, and its form as far as a record gives it.
     The directory is None if there was none, or if it is unknown and --form says what to write.
     """
-    from qwen3next_jax.runs.origin import began_with
+    from qwen3next_jax.runs.origin import find_origin
 
     if _source.value:
         return cli.local_folder("source", _source.value), ""
     try:
-        return began_with(workdir)
+        return find_origin(workdir)
     except UserError:
         if not _form.value:
             raise

@@ -48,9 +48,9 @@ def main() -> int:
     ends = end_tokens(folder, config.vocab_size)
     loading = get_loading()
     cli.enable_compilation_cache()
-    from qwen3next_jax.runs.load import joined
+    from qwen3next_jax.runs.load import join_processes
 
-    with joined(loading.launch, _model.value):
+    with join_processes(loading.launch, _model.value):
         return _continue(text, loading, template, ends)
 
 

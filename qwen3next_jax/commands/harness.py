@@ -35,7 +35,7 @@ def main() -> int:
     cli.enable_compilation_cache()
     from qwen3next_jax.evals.harness import HarnessModel
     from qwen3next_jax.processes.distributed import is_process_0
-    from qwen3next_jax.runs.load import joined, load_model
+    from qwen3next_jax.runs.load import join_processes, load_model
 
     manager = TaskManager(include_path=_task_dir.value)
     if unknown := [name for name in _tasks.value if not manager.match_tasks([name])]:
@@ -43,7 +43,7 @@ def main() -> int:
             f"--tasks: no task named {unknown[0]!r}"
             + ("" if _task_dir.value else "; task files of your own: --task_dir=FOLDER")
         )
-    with joined(loading.launch, _model.value):
+    with join_processes(loading.launch, _model.value):
         model, tokenizer, _, places, _ = load_model(
             _model.value, loading.step, loading.mesh, loading.dtype or "float32"
         )

@@ -19,7 +19,7 @@ import importlib.util
 import json
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from absl import flags
 from rich.console import Console
@@ -27,9 +27,9 @@ from rich.table import Table
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config, MeshConfig
+from qwen3next_jax.config import Config, MeshConfig, ParallelConfig
 from qwen3next_jax.runs import unread
-from qwen3next_jax.training.stages import resolve_stages
+from qwen3next_jax.training.stages import ResolvedStage, resolve_stages
 
 COMPILED = 5  # of a search
 DOES_NOT_FIT = 1  # exit code
@@ -43,9 +43,9 @@ def main() -> int:
     mesh = cli.read_mesh(_mesh.value)
     whole, given = _config(), cli.given_settings()
     unread.check(whole, given)
-    config = _largest_stage(whole)
+    config = _largest_stage(resolve_stages(whole)).as_single_stage(whole)
     if _mesh.value is not None:
-        config = with_mesh(config, mesh)
+        config = dataclasses.replace(config, parallel=with_mesh(config.parallel, mesh))
     _check_flags()
     out = pathlib.Path(_json.value) if _json.value else None
     if out:
@@ -53,7 +53,7 @@ def main() -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # uses no accelerator of this machine
-    unread.check(whole, given, find=unread.by_layers)
+    unread.check(whole, given, find=unread.unread_by_layers)
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
     from qwen3next_jax.planner.topology import describe_topology
 
@@ -80,13 +80,12 @@ def main() -> int:
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
 
 
-def _largest_stage(config: Config) -> Config:
-    """`config` as a run of its stage with the longest rows (of these, with the most rows)."""
-    stages = resolve_stages(config)
+def _largest_stage(stages: Sequence[ResolvedStage]) -> ResolvedStage:
+    """The stage with the longest rows (of these, with the most rows)."""
     stage = max(stages, key=lambda stage: (stage.sequence_length, stage.batch_size))
     if stage.name:
         print(f"planning for stage {stage.name}, the one with the longest rows")
-    return stage.as_single_stage(config)
+    return stage
 
 
 def _check_flags() -> None:
@@ -140,13 +139,11 @@ def _check_writable(out: pathlib.Path) -> None:
         raise UserError(f"--json={out}: cannot be written ({error.strerror})") from error
 
 
-def with_mesh(config: Config, sizes: dict[str, int]) -> Config:
-    """`config` with a mesh of these sizes. Axes that are not named have size 1; `data`, if not
+def with_mesh(parallel: ParallelConfig, sizes: dict[str, int]) -> ParallelConfig:
+    """`parallel` with a mesh of these sizes. Axes that are not named have size 1; `data`, if not
     named, takes the remaining devices.
     """
-    return dataclasses.replace(
-        config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(**sizes))
-    )
+    return dataclasses.replace(parallel, mesh=MeshConfig(**sizes))
 
 
 def _read_rows() -> tuple[int, ...]:
@@ -188,7 +185,7 @@ def search(
     from qwen3next_jax.planner.search import rank_candidates
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 
-    ranked = rank_candidates(config, topology, fixed, rows)
+    ranked = rank_candidates(config.model, config.train, topology, fixed, rows)
     chosen = [c for c in ranked if not c.reason][:COMPILED]
     if not chosen:  # the arithmetic is rough: the smallest may fit all the same
         chosen = [c for c in ranked if c.bytes < float("inf")][:1]
@@ -206,7 +203,9 @@ def search(
             f"{candidate.seconds:.3g} s)",
             markup=False,
         )
-        plan = make_plan_in_subprocess(candidate.config, topology, level)
+        parallel = dataclasses.replace(config.parallel, mesh=candidate.mesh)
+        candidate_config = dataclasses.replace(config, train=candidate.train, parallel=parallel)
+        plan = make_plan_in_subprocess(candidate_config, topology, level)
         plans.append(dataclasses.replace(plan, cost_model=cost_model))
     plans.sort(key=lambda p: (not p.fits, p.failed, -p.tokens_per_second if p.fits else p.needs))
     _show_search(plans, ranked, console)
@@ -220,7 +219,7 @@ def _show_search(plans: list, ranked: list, console: Console) -> None:
     head = ("mesh", "rows", "remat", "micro-batches", "peak GiB", "step s", "tokens/s", "MFU")
     table = Table(*head, "bound by", title=_title(plans[0]))
     for p in plans:
-        train = p.config.train
+        train = p.train
         figures = [p.reason, "", "", "", p.verdict]
         if p.fits:
             figures = [
@@ -398,8 +397,7 @@ def draw(plans: list, path: pathlib.Path) -> None:
     axes = figure.subplots()
     left = [0.0] * len(plans)
     labels = [
-        f"{mesh_text(p.mesh)}\nremat {p.config.train.remat} × "
-        f"{p.config.train.gradient_accumulation}"
+        f"{mesh_text(p.mesh)}\nremat {p.train.remat} × {p.train.gradient_accumulation}"
         for p in plans
     ]
     for part in plans[0].memory._fields[:-1]:
@@ -414,12 +412,12 @@ def draw(plans: list, path: pathlib.Path) -> None:
 
 
 def _title(plan) -> str:
-    topology, train = plan.topology, plan.config.train
+    topology, train = plan.topology, plan.train
     devices = f"{topology.chips} chips"
     if len(topology.devices) != topology.chips:
         devices += f", {len(topology.devices)} devices"
     return (
-        f"{plan.config.name} on {topology.name} ({devices}), {train.batch_size} × "
+        f"{plan.name} on {topology.name} ({devices}), {train.batch_size} × "
         f"{train.sequence_length} tokens"
     )
 

@@ -31,17 +31,17 @@ _dry_run = flags.DEFINE_boolean(
 
 
 def main() -> int:
-    goes_on = not _restart.value
-    config, launch = get_config(goes_on=goes_on), get_launch()
+    may_resume = not _restart.value
+    config, launch = get_config(may_resume=may_resume), get_launch()
     workdir = get_workdir(config.name)
     if get_max_restarts() and not _dry_run.value:
-        from qwen3next_jax.runs.folder import written
+        from qwen3next_jax.runs.folder import run_files
 
-        find_run = functools.partial(written, workdir) if _restart.value else None
+        find_run = functools.partial(run_files, workdir) if _restart.value else None
         return supervisor.supervise(workdir, get_max_restarts(), find_run=find_run)
     from qwen3next_jax.runs import unread
 
-    given = None if _allow_unread.value else cli.given_settings(goes_on)
+    given = None if _allow_unread.value else cli.given_settings(may_resume)
     unread.check(config, given, workdir, _restart.value)
     # Several processes make this check together, later, so that all of them report its result.
     if launch is None:
@@ -52,7 +52,7 @@ def main() -> int:
     from qwen3next_jax.processes import distributed
 
     with distributed.distributed_run(launch, config.parallel, to_dict(config)):
-        unread.check(config, given, workdir, _restart.value, unread.by_layers)
+        unread.check(config, given, workdir, _restart.value, unread.unread_by_layers)
         if _dry_run.value:
             from qwen3next_jax.runs.dry_run import dry_run
 

@@ -76,7 +76,7 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
 def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
     from qwen3next_jax.data.tokens import load_tokenizer
     from qwen3next_jax.runs import manifest
-    from qwen3next_jax.runs.folder import names_step, read_run
+    from qwen3next_jax.runs.folder import is_step_name, read_run
 
     try:
         record = read_run(workdir)
@@ -91,7 +91,7 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
         except UserError as error:
             yield "tokenizer", str(error)
     for kind, run in (("checkpoints", record and record.get("id", "")), ("dumps", None)):
-        folders = [p for p in (workdir / kind).glob("*") if names_step(p.name)]
+        folders = [p for p in (workdir / kind).glob("*") if is_step_name(p.name)]
         for folder in sorted(folders, key=lambda p: int(p.name)):
             yield f"{kind}/{folder.name}", manifest.find_damage(folder, run=run)
 

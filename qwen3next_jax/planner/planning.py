@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.version import code_version
-from qwen3next_jax.config import Config
+from qwen3next_jax.config import Config, ModelConfig, TrainConfig
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.planner import hlo, schedule
@@ -60,6 +60,8 @@ class Plan:
     gave another error or ended its process, `failed` is true and only `reason` is set.
 
     Attributes:
+      name: name of the configuration.
+      train: the settings of training of its only stage.
       mesh: axis → size.
       optimization_level: of the compiler: "O1" or "default".
       lower_seconds, compile_seconds: wall time of the planner itself.
@@ -75,7 +77,9 @@ class Plan:
       unknown_kernels: names of kernels whose cost is unknown. If there are any, there is no MFU.
     """
 
-    config: Config
+    name: str
+    model: ModelConfig
+    train: TrainConfig
     topology: Topology
     mesh: dict[str, int]
     optimization_level: str
@@ -105,12 +109,12 @@ class Plan:
     @property
     def tokens(self) -> int:
         """Tokens of one step on all devices."""
-        return self.config.train.batch_size * self.config.train.sequence_length
+        return self.train.batch_size * self.train.sequence_length
 
     @property
     def model_flops(self) -> float:
         """FLOPs of the model (without recomputation) of one step on one device."""
-        per_token = flops_per_token(self.config.model, self.config.train.sequence_length)
+        per_token = flops_per_token(self.model, self.train.sequence_length)
         return per_token * self.tokens / len(self.topology.devices)
 
     @property
@@ -141,13 +145,13 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan, JSON-ready. Predictions that it does not have are null."""
-        train = self.config.train
+        train = self.train
         return {
             "topology": self.topology.name,
             "chips": self.topology.chips,
             "devices": len(self.topology.devices),
             "mesh": self.mesh,
-            "config": self.config.name,
+            "config": self.name,
             "batch_size": train.batch_size,
             "sequence_length": train.sequence_length,
             "remat": train.remat,
@@ -274,7 +278,9 @@ def make_plan(
     compiled, failure = _compile(lowered, topology, optimization_level)
     plan = functools.partial(
         Plan,
-        config,
+        config.name,
+        config.model,
+        config.train,
         topology,
         mesh=dict(mesh.shape),
         compiler_options=compiler_options(config.parallel, mesh),

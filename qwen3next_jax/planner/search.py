@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, ModelConfig, TrainConfig
+from qwen3next_jax.config import MESH_AXES, MeshConfig, ModelConfig, TrainConfig
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS, overlap_chunks
@@ -41,30 +41,32 @@ _counts, _flops = functools.cache(parameter_counts), functools.cache(forward_flo
 
 
 class Candidate(NamedTuple):
-    """A configuration with its estimated cost.
+    """A mesh, batch size, remat policy and number of micro-batches with its estimated cost.
 
     Attributes:
+      train: the settings of training, with this batch size, remat policy and micro-batches.
       bytes: HBM that one device needs.
       seconds: time of a step.
       reason: why it cannot be used; "" if it can.
     """
 
-    config: Config
+    train: TrainConfig
+    mesh: MeshConfig
     bytes: float
     seconds: float
     reason: str
 
     @property
     def sizes(self) -> dict[str, int]:
-        return dataclasses.asdict(self.config.parallel.mesh)
+        return dataclasses.asdict(self.mesh)
 
     @property
     def tokens(self) -> int:
-        return self.config.train.batch_size * self.config.train.sequence_length
+        return self.train.batch_size * self.train.sequence_length
 
     @property
     def label(self) -> str:
-        t = self.config.train
+        t = self.train
         k = t.gradient_accumulation
         return (
             f"{mesh_text(self.sizes)}, {t.batch_size:,} rows, remat {t.remat}, {k} "
@@ -73,7 +75,8 @@ class Candidate(NamedTuple):
 
 
 def rank_candidates(
-    config: Config,
+    model: ModelConfig,
+    train: TrainConfig,
     topology: Topology,
     fixed: Mapping[str, int] | None = None,
     rows: Sequence[int] = (),
@@ -84,25 +87,23 @@ def rank_candidates(
     has only its fastest, because a compile takes minutes. The others follow, by bytes.
 
     Args:
-      config: its mesh, remat policy and micro-batches are replaced.
+      train: its remat policy and micro-batches are replaced.
       fixed: sizes of mesh axes that all candidates have.
-      rows: batch sizes to choose from; () means that of `config`.
+      rows: batch sizes to choose from; () means that of `train`.
     """
     found = []
-    for batch in rows or (config.train.batch_size,):
-        batches = dataclasses.replace(config.train, batch_size=batch, gradient_accumulation=1)
-        for mesh in _meshes(config.model, batches, len(topology.devices), fixed or {}):
-            parallel = dataclasses.replace(config.parallel, mesh=mesh)
+    for batch in rows or (train.batch_size,):
+        batches = dataclasses.replace(train, batch_size=batch, gradient_accumulation=1)
+        for mesh in _meshes(model, batches, len(topology.devices), fixed or {}):
             tried = []
             for remat, micro_batches in itertools.product(RECOMPUTED, MICRO_BATCHES):
                 if batch % micro_batches:
                     continue
-                train = dataclasses.replace(
+                settings = dataclasses.replace(
                     batches, remat=remat, gradient_accumulation=micro_batches
                 )
-                candidate = dataclasses.replace(config, train=train, parallel=parallel)
-                estimate = _estimate(config.model, train, mesh, topology)
-                tried.append(Candidate(candidate, *estimate))
+                estimate = _estimate(model, settings, mesh, topology)
+                tried.append(Candidate(settings, mesh, *estimate))
             fitting = [c for c in tried if not c.reason]
             found += sorted(fitting, key=lambda c: c.seconds)[:1]
             found += [c for c in tried if c.reason]

@@ -62,7 +62,9 @@ def make_plan_in_subprocess(
     if found:
         return dataclasses.replace(found, topology=topology)
     return Plan(
-        config,
+        config.name,
+        config.model,
+        config.train,
         topology,
         mesh=config.parallel.mesh.sizes(len(topology.devices)),
         lower_seconds=0.0,

@@ -1,1 +1,1 @@
-"""What makes a run survive and be seen: its folder, checkpoints, records, display."""
+"""Resumable, recorded training runs: folder, checkpoints, metrics, display."""

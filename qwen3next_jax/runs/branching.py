@@ -1,10 +1,10 @@
-"""How a run begins with another one (`train.init_from = RUN` or `RUN@STEP`): with its weights,
-or with its whole state.
+"""Branches: runs that begin with the weights or the whole state of another run, the parent
+(`train.init_from = RUN` or `RUN@STEP`).
 
-The weights alone begin a run like any other: step 0, the data from their first batch. The whole
-state (`train.init_state = "all"`) keeps optimizer and step as well, and reads on after the rows
-that the parent took, as the stages of a run do (`stages`); where data, batch size and the
-guards' window are the same, every bit is that of the parent's own continuation.
+With `train.init_state = "weights"` a branch begins at step 0, with a new optimizer state and the
+first batch of its data. With "all" it takes over the optimizer state and the step too, and its data
+begin after the rows that the parent read (`training.stages`). If data, batch size and the guards'
+window are also the same, its steps equal those of the continued parent bit for bit.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
@@ -35,34 +34,41 @@ from qwen3next_jax.training.state import State, abstract_train_state
 def state_from_parent(
     run: ResolvedRun, data: Sequence[Data], parent: Parent
 ) -> tuple[State, DataCursor]:
-    """(the state before the first step of a run that begins with `parent`, read onto the mesh of
-    the run; the cursor of that step).
+    """Loads the first state of a branch.
+
+    Args:
+      data: the rows of every stage of the run.
+      parent: the run that this run begins with.
+
+    Returns:
+      The state before the first step, on the mesh of the run; the data cursor of that step.
 
     Raises:
-      UserError: the checkpoint is damaged, or of another structure.
+      UserError: the checkpoint of `parent` is damaged, or its parameters have other shapes.
     """
     config = run.config
     folder = pathlib.Path(parent["path"])
     step = parent["step"]
-    # Read before the checkpoint, which is then found to be the one of `parent` and of that run.
+    # The record is read before the checkpoint: `restore` compares the checkpoint with the digest in
+    # `parent`, so the record and the checkpoint belong to the same run.
     record = read_run(folder)
     theirs = config_of(record, folder)
-    # Preparing the data may have taken hours: another run may lie at this path by now.
+    # Preparing the data may have taken hours; another run may have this path by now.
     require(
         record.get("id", "") == parent.get("run", record.get("id", "")),
-        f"{folder}: another run took the place of the one that this run begins with: put it back, "
-        "or begin a new --workdir",
+        f"{folder}: another run has replaced the run that this run begins with: put that one back, "
+        "or start in a new --workdir",
     )
     preflight.compare_structure(run.model, theirs.model, config.train.init_from)
-    check_parent_versions(folder, record, config)
+    check_parent_versions(folder, record, run.model.mtp_depth, config.train.init_state)
     takes_all = config.train.init_state == "all"
-    if takes_all:  # the guards' window may be another one here
+    if takes_all:  # with the parent's guards, whose window may have another length
         wanted = abstract_train_state(run.model, config.optimizer, theirs.guards, run.mesh)
     else:
         wanted = {name: run.abstract_state[name] for name in ("params", "step")}
-    # What the model does not have, such as mtp where it is left out, is not read.
+    # Only the parameters that the model has are read; a model without MTP skips `mtp`.
     with Checkpoints(folder) as checkpoints:
-        state = checkpoints.restore(step, wanted, whole=False, digest=parent["manifest"])
+        state = checkpoints.restore(step, wanted, partial=True, digest=parent["manifest"])
     if not takes_all:
         first = DataCursor(data[0].fingerprint, data[0].batch_size)
         return run.init_state(state["params"]), first
@@ -74,42 +80,53 @@ def state_from_parent(
     return state, now
 
 
-def check_parent_versions(folder: pathlib.Path, record: dict[str, Any], config: Config) -> None:
-    """Raises UserError unless what a run of `config` takes over of the run in `folder`, whose
-    run.json holds `record`, was trained with the mathematics that this code has.
+def check_parent_versions(
+    folder: pathlib.Path, record: dict[str, Any], mtp_depth: int, init_state: str
+) -> None:
+    """Checks that this code has the mathematics with which a parent was trained.
+
+    Args:
+      folder: the folder of the parent.
+      record: the content of the parent's run.json.
+      mtp_depth: `model.mtp_depth` of the run that begins.
+      init_state: `train.init_state` of that run.
+
+    Raises:
+      UserError: a module that the run takes over has another version here.
     """
     theirs = config_of(record, folder)
-    depth = min(theirs.model.mtp_depth, config.model.mtp_depth)
-    taken = dataclasses.replace(theirs, model=dataclasses.replace(theirs.model, mtp_depth=depth))
-    check_versions(folder, record, taken, trains=config.train.init_state == "all")
+    shared_depth = min(theirs.model.mtp_depth, mtp_depth)
+    model = dataclasses.replace(theirs.model, mtp_depth=shared_depth)
+    check_versions(folder, record, model, theirs.optimizer if init_state == "all" else None)
 
 
 def describe(run: ResolvedRun, data: Sequence[Data], parent: Parent | None) -> str:
-    """How a run begins, in words."""
+    """Returns a sentence on how a run begins, for the terminal."""
     config = run.config
     if not config.train.init_from:
-        return "making the first state"
+        return "initializing the first state"
     beginning = f"the Hugging Face directory {config.train.init_from}"
     if parent:
-        older = preflight.passed_over(config.train.init_from, parent)
+        older = preflight.describe_damaged_checkpoints(config.train.init_from, parent)
         beginning = f"{parent['path']} after step {parent['step']}{older}"
     tokens = compare_tokens(config.data, run.model.vocab_size, config.train.init_from)
     text = f"beginning with {beginning}, reading {tokens}: its weights"
     if config.train.init_state == "weights":
-        return f"{text} (step 0, a new optimizer, the data from their first batch)"
+        return f"{text} (step 0, new optimizer state, the first batch of the data)"
     folder = pathlib.Path(parent["path"])
     theirs = read_config(folder)
     their_cursors = recorded_cursors(read_run(folder), theirs.train.batch_size)
     before, now = _cursors(run.stages, data, parent["step"], their_cursors)
+    continues_stream = now.row or now.starts.keys() & {now.fingerprint, *now.streams}
     rows = (
-        "go on after the rows that it took"
-        if now.row or now.starts.keys() & {now.fingerprint, *now.streams}
-        else ("begin with their first row, as they are others")
+        "continue after the rows that it read"
+        if continues_stream
+        else "differ from its data and begin with their first row"
     )
     same_window = before.same_stream(now) and theirs.guards.window == config.guards.window
     return (
         f"{text}, optimizer and step; the data {rows}; the guards' window "
-        f"{'goes on' if same_window else 'begins anew'}"
+        f"{'continues' if same_window else 'starts empty'}"
     )
 
 
@@ -120,8 +137,13 @@ def _cursors(
     theirs: DataCursors,
     data_offset: int = 0,
 ) -> tuple[DataCursor, DataCursor]:
-    """(the cursor of the parent at `step`, the first cursor of this run). `theirs` are the
-    parent's; its state counts `data_offset`.
+    """The data cursors of the parent at `step` and of this run at its first step.
+
+    Args:
+      data: the rows of every stage of this run.
+      step: the number of steps that the parent took.
+      theirs: the cursors of the stages of the parent.
+      data_offset: the number of batches that rewinds of the parent skipped.
     """
     before = theirs[stage_number(theirs, step)]
     rows = next(rows for stage, rows in zip(stages, data, strict=True) if step < stage.last_step)

@@ -1,9 +1,9 @@
-"""The checkpoints of a run: written in the background (Orbax), sealed with digests, verified,
-kept or deleted, read back.
+"""Writes, verifies, deletes and reads the checkpoints of a run.
 
-WORKDIR/checkpoints/STEP/     train state after STEP steps, sealed by a manifest of digests (see
-                              `manifest`)
-WORKDIR/damaged/              checkpoints that were found damaged on resume
+    WORKDIR/checkpoints/STEP/   train state after STEP steps, with a manifest (`runs.manifest`)
+    WORKDIR/damaged/            checkpoints that a resume found damaged
+
+Orbax writes in the background. A checkpoint is complete once it has its manifest.
 """
 
 import concurrent.futures
@@ -23,65 +23,72 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import ExitCode, UserError, require, warn
-from qwen3next_jax.config import CheckpointConfig, Config
+from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
-    check_nothing_lost,
+    check_checkpoints_not_lost,
     config_of,
     read_run,
     run_id,
     saved_steps,
-    unwritable,
+    not_writable,
 )
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training.state import State, abstract_model
 
-# Orbax reports every directory it touches at the level of a warning.
+# Orbax logs every directory that it touches as a warning.
 logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
-# After a failed save it leaves tasks behind, of which asyncio tells at length; the failure itself
-# is told by `Checkpoints`.
+# After a failed save Orbax leaves tasks unfinished, and asyncio logs a traceback for each.
+# `Checkpoints` reports the failure itself.
 logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
 
-# a checkpoint loses its name before its files, so that half of one is never found
+# The first part of the name of a checkpoint that is being deleted. It is renamed before its files
+# are removed, so no reader finds a checkpoint without some of its files.
 _DELETED = ".deleted-"
-# what Orbax and TensorStore raise for a disk that is full or gone
+# the errors of Orbax and TensorStore for a disk that is full or not mounted
 _SAVE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
 class Checkpoints:
-    """The checkpoints of one run. Saving returns at once; leaving the `with` block waits for the
+    """The checkpoints of one run. `save` returns at once; leaving the `with` block waits for the
     last save.
 
-    A checkpoint counts once it is sealed: a damaged or unsealed one is passed over, and said to
-    be. A save that fails is told, not raised: training goes on, and the older checkpoints stay.
-    Nothing is written before `begin`.
+    A checkpoint is valid once it has a manifest. A resume skips damaged and incomplete checkpoints
+    and reports them. If a save fails, training continues, and `events` reports the failure; with
+    several processes the run ends instead. Nothing is written before `begin`.
 
-    Retention keeps the newest `keep_last` whole checkpoints, and those at multiples of
-    `keep_every` and at the ends of stages. Each is read once more, in the background, when the
-    next one is sealed: one that has been damaged since then does not count, and an older one is
+    Retention keeps the newest `keep_last` valid checkpoints and, beside them, those at multiples of
+    `keep_every` and at the ends of stages. When a checkpoint is complete, the background thread
+    reads the one before it again. If that one is damaged, it does not count, and an older one is
     kept in its place.
     """
 
     def __init__(
         self,
         workdir: pathlib.Path,
-        keep: CheckpointConfig | None = None,
+        retention: CheckpointConfig | None = None,
         keep_steps: Container[int] = (),
     ):
-        """`keep` None opens them for reading. `keep_steps`: whose checkpoints stay, too."""
+        """Opens the checkpoints of the run in `workdir`.
+
+        Args:
+          retention: which checkpoints to keep; None: only for reading.
+          keep_steps: steps whose checkpoints are never deleted.
+        """
         self.directory = pathlib.Path(workdir).absolute() / "checkpoints"
-        self._keep, self._keep_steps = keep, keep_steps
+        self._retention, self._keep_steps = retention, keep_steps
         self._checkpointer = _checkpointer()
         self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: tuple[int, concurrent.futures.Future] | None = None
         self._events: list[tuple[str, int, dict[str, Any]]] = []
-        # the newest good step, and the digest of what was found good
-        self._found_good: tuple[int, str | None] | None = None
-        self._read_again: set[int] = set()  # kept ones that were whole after a later one was sealed
+        # the newest valid step, and the digest of its manifest
+        self._verified: tuple[int, str | None] | None = None
+        # steps whose checkpoints were still valid when a later one was complete
+        self._reread: set[int] = set()
 
     def __enter__(self):
         return self
@@ -92,37 +99,43 @@ class Checkpoints:
         self._checkpointer.close()
 
     def steps(self) -> list[int]:
-        """Steps that have a folder, ascending; whether they are whole is another question."""
+        """The steps that have a checkpoint folder, ascending, valid or not."""
         return saved_steps(self.directory.parent)
 
     def newest_good_step(self) -> int | None:
-        """The newest step whose checkpoint is whole; newer damaged ones are reported on standard
-        error. Process 0 looks, and tells the others.
+        """The newest step whose checkpoint is valid; None if there is none. Process 0 reads the
+        files and sends the result to the others; it warns of newer damaged checkpoints.
 
         Raises:
-          UserError: the run that trains here has been saved, but nothing whole is left (see
-          `check_nothing_lost`).
+          UserError: the run had checkpoints, and none of them is valid (see
+            `check_checkpoints_not_lost`).
         """
-        found = broadcast_from_process_0(self._find_good)
-        self._found_good = found and tuple(found)
-        return found and found[0]
+        verified = broadcast_from_process_0(self._find_newest_good)
+        self._verified = verified and tuple(verified)
+        return verified and verified[0]
 
-    def _find_good(self) -> tuple[int, str | None] | None:
+    def _find_newest_good(self) -> tuple[int, str | None] | None:
+        """The newest step whose checkpoint is valid, and the digest of its manifest."""
         for step in reversed(self.steps()):
-            digest = manifest.digest(self.directory / str(step))  # of what is looked at next
-            damage = self._damage(step)
+            # The digest is read before the files, so it belongs to the files that are verified.
+            digest = manifest.digest(self.directory / str(step))
+            damage = self._find_damage(step)
             if damage is None:
                 return step, digest
-            warn(f"{self.directory / str(step)} is passed over: {damage}")
+            warn(f"{self.directory / str(step)} is skipped: {damage}")
             self._events.append(("damaged", step, {"reason": damage}))
-        if self._keep is not None:
-            check_nothing_lost(self.directory.parent)
+        if self._retention is not None:
+            check_checkpoints_not_lost(self.directory.parent)
         return None
 
     def begin(self, newest_good: int) -> None:
-        """Makes room for the checkpoints after step `newest_good`: what lies there is damaged,
-        and is moved to WORKDIR/damaged; what a killed save left is removed. The folder must be the
-        same one to all processes.
+        """Prepares the folder for the checkpoints after step `newest_good`, the newest valid step.
+
+        Moves later checkpoints, which are damaged, to WORKDIR/damaged, and removes the files that a
+        killed save left. All processes must see the same folder.
+
+        Raises:
+          UserError: the folder cannot be written to.
         """
 
         def clear() -> None:
@@ -133,91 +146,95 @@ class Checkpoints:
                     if step > newest_good:
                         self._move_aside(step)
             except OSError as error:
-                raise unwritable(self.directory.parent, error) from error
+                raise not_writable(self.directory.parent, error) from error
 
         broadcast_from_process_0(clear)
 
     def save(self, step: int, state: State) -> None:
-        """Starts to save; waits for the save before to be complete. Its outcome is told by
-        `events`.
+        """Starts to save `state` in the background, after the previous save is complete. `events`
+        reports the result later.
+
+        Raises:
+          UserError: a save failed, and the run has several processes.
         """
         self.wait()
         if broadcast_from_process_0(lambda: step in self.steps()):
             return
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         try:
             self._checkpointer.save(
                 self.directory / str(step), args=ocp.args.PyTreeSave(with_text_keys(state))
             )
         except _SAVE_ERRORS as error:
-            self._failed(step, error)
+            self._report_failure(step, error)
             return
-        self._saving = (step, self._background.submit(self._finish, step, begun))
+        self._saving = (step, self._background.submit(self._finish, step, start_time))
 
     def wait(self) -> None:
-        """Returns once the last save is complete and sealed, or has failed."""
+        """Waits until the last save is complete, with its manifest, or has failed."""
         if self._saving is not None:
             concurrent.futures.wait([self._saving[1]])
             self._collect()
 
     def events(self) -> list[tuple[str, int, dict[str, Any]]]:
-        """What happened since the last call, as (event, step, values): "checkpoint",
-        "save_failed", "damaged". Cheap.
+        """Returns the events since the last call, as (event, step, values). The events are
+        "checkpoint", "save_failed" and "damaged". Does not wait for a save.
         """
         if self._saving is not None and self._saving[1].done():
             self._collect()
-        told, self._events = self._events, []
-        return told
+        events, self._events = self._events, []
+        return events
 
     def restore(
-        self, step: int, abstract_state: State, whole: bool = True, digest: str | None = None
+        self, step: int, abstract_state: State, partial: bool = False, digest: str | None = None
     ) -> State:
-        """The state saved after `step` steps, in the structure, dtypes and shardings of
-        `abstract_state`, which may be a part of it (the parameters without the optimizer's
-        moments) where `whole` is False.
+        """Reads the state after `step` steps.
 
         Args:
-          digest: what `manifest.digest` of the checkpoint, or its first digits, must be.
+          abstract_state: the structure, dtypes and shardings of the result.
+          partial: whether `abstract_state` may be a part of the saved state, such as the parameters
+            without the optimizer's moments.
+          digest: the expected `manifest.digest` of the checkpoint, or its first digits; None: any.
 
         Raises:
-          UserError: there is no such checkpoint, it is damaged, it belongs to another model, it
-          is not the one of `digest`, or it changed while it was read.
+          UserError: there is no such checkpoint, it is damaged, it belongs to another model, it has
+            another digest, or it changed while it was read.
         """
         where = self.directory / str(step)
         if step not in self.steps():
             known = ", ".join(map(str, self.steps())) or "none"
             raise UserError(f"{where}: no such checkpoint; saved steps: {known}")
-        # The folder may be another run's, which deletes old checkpoints while this one reads.
-        before = manifest.stamp(where)
-        found = manifest.digest(where)
-        if digest is not None and not (found or "").startswith(digest):
+        # The folder may belong to another run, which may delete old checkpoints during the read.
+        before = manifest.file_stats(where)
+        actual_digest = manifest.digest(where)
+        if digest is not None and not (actual_digest or "").startswith(digest):
             raise UserError(
-                f"{where}: not the checkpoint of which this run took the digest {digest}: it was "
-                "removed or replaced since: put it back, or begin a new --workdir with a "
-                "checkpoint that stays"
+                f"{where}: not the checkpoint with the digest {digest} that this run found before: "
+                "removed or replaced since: put it back, or start in a new --workdir from a "
+                "checkpoint that is not deleted"
             )
-        if (step, found) != self._found_good and (damage := self._damage(step)):
+        if (step, actual_digest) != self._verified and (damage := self._find_damage(step)):
             raise UserError(f"{where}: damaged: {damage}")
         try:
-            state = read_arrays(where, abstract_state, whole)
-        finally:  # whatever the reader made of files that changed under its hands
-            if manifest.stamp(where) != before:
+            state = read_arrays(where, abstract_state, partial)
+        finally:  # this error replaces whatever error the changed files caused in the reader
+            if manifest.file_stats(where) != before:
                 raise UserError(
-                    f"{where}: removed or replaced while it was read: start again, with a "
-                    "checkpoint that stays (the run that wrote it deletes old ones)"
+                    f"{where}: removed or replaced while it was read: start again from a "
+                    "checkpoint that is not deleted (the run that wrote it deletes old ones)"
                 )
-        # older manifests do not name it
-        if "step" in state and (held := int(state["step"])) != step:
+        # Older manifests have no step, so the state itself is compared.
+        if "step" in state and (saved_step := int(state["step"])) != step:
             raise UserError(
-                f"{where}: it holds the state after step {held}: the folder was renamed or "
+                f"{where}: it holds the state after step {saved_step}: the folder was renamed or "
                 "copied; give it its name back, or remove it"
             )
         return state
 
     # ---- in the background
 
-    def _finish(self, step: int, begun: float) -> list[tuple[str, int, dict[str, Any]]]:
-        """Waits for Orbax, seals, and lets go of what need not be kept. → events."""
+    def _finish(self, step: int, start_time: float) -> list[tuple[str, int, dict[str, Any]]]:
+        """Waits for Orbax, writes the manifest, and deletes old checkpoints. Returns the events."""
         self._checkpointer.wait_until_finished()
         if not is_process_0():
             return []
@@ -227,68 +244,75 @@ class Checkpoints:
         saved = (
             "checkpoint",
             step,
-            {"seconds": round(time.perf_counter() - begun, 3), "bytes": size},
+            {"seconds": round(time.perf_counter() - start_time, 3), "bytes": size},
         )
         try:
             return [saved, *self._delete_old(step)]
-        # such as a file held open on NFS: that one stays, and what was just sealed is whole
+        # On NFS a file may be held open. The new checkpoint is complete all the same.
         except OSError as error:
             warn(
-                f"{self.directory}: an old checkpoint could not be deleted ({error}); what is "
-                "left of it goes at the next start"
+                f"{self.directory}: an old checkpoint could not be deleted ({error}); the next "
+                "start removes its remaining files"
             )
             return [saved]
 
-    def _delete_old(self, sealed: int) -> list[tuple[str, int, dict[str, Any]]]:
+    def _delete_old(self, newest: int) -> list[tuple[str, int, dict[str, Any]]]:
+        """Deletes the checkpoints that retention does not keep. Returns an event for each damaged
+        one. `newest`: the step whose checkpoint was just completed.
+        """
         events, good = [], 0
         for step in reversed(self.steps()):
             folder = self.directory / str(step)
-            if good < self._keep.keep_last:
-                damage = (
-                    None
-                    if step == sealed
-                    else self._damage(step, sizes_only=step in self._read_again)
-                )
+            if good < self._retention.keep_last:
+                damage = None
+                if step != newest:
+                    damage = self._find_damage(step, sizes_only=step in self._reread)
                 if damage is None:
                     good += 1
-                    self._read_again |= {step} - {sealed}
+                    self._reread |= {step} - {newest}
                 else:
                     events.append(("damaged", step, {"reason": damage}))
             elif step not in self._keep_steps and not (
-                self._keep.keep_every and step % self._keep.keep_every == 0
+                self._retention.keep_every and step % self._retention.keep_every == 0
             ):
-                gone = self.directory / f"{_DELETED}{step}"
-                os.rename(folder, gone)
-                shutil.rmtree(gone)
+                renamed = self.directory / f"{_DELETED}{step}"
+                os.rename(folder, renamed)
+                shutil.rmtree(renamed)
         return events
 
     # ---- files
 
-    def _damage(self, step: int, sizes_only: bool = False) -> str | None:
+    def _find_damage(self, step: int, sizes_only: bool = False) -> str | None:
         return manifest.find_damage(
             self.directory / str(step), sizes_only, run_id(self.directory.parent)
         )
 
     def _collect(self) -> None:
+        """Takes the events of the save that has ended."""
         (step, future), self._saving = self._saving, None
         error = future.exception()
         if isinstance(error, _SAVE_ERRORS):
-            self._failed(step, error)
+            self._report_failure(step, error)
         else:
             self._events += future.result()
 
-    def _failed(self, step: int, error: BaseException) -> None:
+    def _report_failure(self, step: int, error: BaseException) -> None:
+        """Reports a failed save and removes its files.
+
+        Raises:
+          UserError: the run has several processes.
+        """
         reason = " ".join(str(error).split())[:200]
-        # what failed here may have worked elsewhere: only a new start makes all alike again
+        # Other processes may have saved; only a new start puts all in the same state.
         if jax.process_count() > 1:
             raise UserError(
                 f"{self.directory / str(step)} could not be saved ({reason}); the older "
-                "checkpoints are as they were: make room, and start all processes again",
+                "checkpoints are unchanged: make room, and start all processes again",
                 ExitCode.NOT_SAVED,
             ) from error
         warn(
-            f"{self.directory / str(step)} could not be saved ({reason}); training goes on, and "
-            "the older checkpoints are as they were"
+            f"{self.directory / str(step)} could not be saved ({reason}); training continues, "
+            "and the older checkpoints are unchanged"
         )
         self._events.append(("save_failed", step, {"reason": reason}))
         self._checkpointer = _checkpointer()  # the old one may still hold the error
@@ -296,51 +320,54 @@ class Checkpoints:
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Removes what a killed or failed save, or a killed deletion, left behind."""
+        """Removes the files that a killed or failed save, or a killed deletion, left."""
         for path in self.directory.iterdir():
             if path.name.startswith(_DELETED) or "orbax-checkpoint-tmp" in path.name:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _move_aside(self, step: int) -> None:
-        """Into damaged/, of which the newest `keep_last` stay: a run that is killed often would
-        fill the disk with them.
+        """Moves a checkpoint to damaged/, and keeps only the newest `keep_last` there; otherwise a
+        run that is killed often would fill the disk.
         """
         target = self.directory.parent / "damaged" / f"{step}-{time.time_ns()}"
         target.parent.mkdir(exist_ok=True)
         os.rename(self.directory / str(step), target)
-        found = [  # what has another name was put there by someone else
+        moved = [  # folders with other names are not ours
             path
             for path in target.parent.iterdir()
             if re.fullmatch("[0-9]+-[0-9]+", path.name) and path.is_dir()
         ]
-        found.sort(key=lambda path: [int(part) for part in path.name.split("-")])
-        for old in found[: -self._keep.keep_last]:
+        moved.sort(key=lambda path: [int(part) for part in path.name.split("-")])
+        for old in moved[: -self._retention.keep_last]:
             shutil.rmtree(old, ignore_errors=True)
 
 
 def _checkpointer() -> ocp.AsyncCheckpointer:
-    # Weights hardly compress (8 %), and uncompressed arrays are saved and read twice as fast.
+    # Weights compress by 8 % only, and uncompressed arrays are saved and read twice as fast.
     return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
 
 
 def write_arrays(folder: pathlib.Path, state: State) -> None:
-    """Writes `state` to the new `folder`, and waits for it."""
+    """Writes `state` to the new `folder`, and waits until it is on the disk."""
     with _checkpointer() as checkpointer:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(with_text_keys(state)))
 
 
-def read_arrays(folder: pathlib.Path, abstract_state: State, whole: bool = True) -> State:
-    """The arrays in `folder` in the structure, dtypes and shardings of `abstract_state`; where
-    not `whole`, of those that it names. Digests are not looked at.
+def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = False) -> State:
+    """Reads the arrays in `folder`, without verifying digests.
+
+    Args:
+      abstract_state: the structure, dtypes and shardings of the result.
+      partial: whether `folder` may hold other arrays too, which are not read.
 
     Raises:
-      UserError: they are of another structure.
+      UserError: the arrays have another structure, or cannot be read.
     """
     pattern = with_text_keys(abstract_state)
     arguments = ocp.args.PyTreeRestore(
         item=pattern,
         restore_args=ocp.checkpoint_utils.construct_restore_args(pattern),
-        partial_restore=not whole,
+        partial_restore=partial,
     )
     try:
         with _checkpointer() as checkpointer:
@@ -354,8 +381,8 @@ def read_arrays(folder: pathlib.Path, abstract_state: State, whole: bool = True)
 
 
 def with_text_keys(state: Any) -> Any:
-    """nnx numbers the entries of a List with ints; Orbax keeps only text keys, so both sides of
-    it see text.
+    """Returns `state` with every key of a dict as text: nnx numbers the entries of a List with
+    ints, and Orbax stores only text keys.
     """
     if type(state) is dict:
         return {str(key): with_text_keys(value) for key, value in state.items()}
@@ -366,8 +393,8 @@ def with_text_keys(state: Any) -> Any:
 
 
 def with_keys_of(restored: Any, pattern: Any) -> Any:
-    """Undoes `with_text_keys`, key by key: as text "10" sorts before "2", so the order of leaves
-    is not the same.
+    """Undoes `with_text_keys`: returns the values of `restored` under the keys of `pattern`.
+    It goes by key, because as text "10" sorts before "2", so the leaves have another order.
     """
     if type(pattern) is dict:
         return {key: with_keys_of(restored[str(key)], value) for key, value in pattern.items()}
@@ -377,14 +404,15 @@ def with_keys_of(restored: Any, pattern: Any) -> Any:
     return restored
 
 
-class Trained(NamedTuple):
+class TrainedModel(NamedTuple):
     """A model from a checkpoint of a run.
 
-    digest: of the checkpoint's manifest, and so of the weights.
+    Attributes:
+      step: number of steps that it was trained.
+      digest: the digest of the checkpoint's manifest, which identifies the weights.
     """
 
     model: Qwen3Next
-    config: Config
     step: int
     digest: str
 
@@ -394,50 +422,52 @@ def load_trained(
     step: int | None = None,
     mesh: Mesh | None = None,
     record: dict[str, Any] | None = None,
-) -> Trained:
-    """A run's newest checkpoint, or the one after `step` steps.
+) -> TrainedModel:
+    """Loads the model from a checkpoint of the run in `workdir`.
 
     Args:
-      mesh: the devices that share it; None: one device.
-      record: the content of its run.json, where the caller has read it.
+      step: number of steps after which the checkpoint was saved; None: the newest valid one.
+      mesh: the devices over which the parameters are sharded; None: one device.
+      record: the content of run.json, if the caller has read it.
 
     Raises:
-      UserError: it cannot be loaded, or another run took its place since `record` was read.
+      UserError: the checkpoint cannot be loaded, or another run has replaced this one since
+        `record` was read.
     """
     record = read_run(workdir) if record is None else record
     config = config_of(record, workdir)
-    check_versions(workdir, record, config)
+    check_versions(workdir, record, config.model)
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.newest_good_step() if step is None else step
-        # What has this digest is loaded, and it is a checkpoint of the run that `record` is of.
+        # `restore` verifies this digest, so the weights come from the run of `record`.
         where = checkpoints.directory / str(step)
         digest = manifest.digest(where)
         require(
             run_id(workdir) == record.get("id", ""),
-            f"{workdir}: another run took its place while it was read: start again",
+            f"{workdir}: another run replaced it while it was read: start again",
         )
         if step is None:
             raise UserError(
-                f"{workdir}: no whole checkpoint; let the run reach its first one "
+                f"{workdir}: no valid checkpoint; let the run reach its first one "
                 f"(checkpoint.every = {config.checkpoint.every})"
             )
         graphdef, params = abstract_model(config.model)
         wanted = {"params": params, "step": jax.ShapeDtypeStruct((), np.int32)}
         abstract = jax.tree.map(
-            lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             wanted,
             tree_shardings(
                 wanted, declared(config.model), single_device_mesh() if mesh is None else mesh
             ),
         )
         leaves, tree = jax.tree.flatten(
-            checkpoints.restore(step, abstract, whole=False, digest=digest)["params"]
+            checkpoints.restore(step, abstract, partial=True, digest=digest)["params"]
         )
-    # restored arrays are committed to their device; committed and uncommitted inputs are different
-    # programs to jit
+    # Restored arrays are committed to their device, and jit compiles committed and uncommitted
+    # inputs separately.
     if mesh is None:
-        # one after another, as there may not be room for all of them twice
+        # one at a time: the device may not have memory for two copies of all
         for i, leaf in enumerate(leaves):
             leaves[i] = jax.device_put(jax.device_get(leaf))
-    digest = digest or manifest.digest(where)  # of one that was sealed since
-    return Trained(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), config, step, digest)
+    digest = digest or manifest.digest(where)  # the manifest may have been written since
+    return TrainedModel(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), step, digest)

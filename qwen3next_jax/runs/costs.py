@@ -1,19 +1,25 @@
-"""What a run costs, counted from its settings: nothing is computed."""
+"""Counts parameters, FLOPs and cache sizes of a run from its settings; the model does not run."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from qwen3next_jax.config import Config, ModelConfig
+from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.inference.cache import cache_bytes
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
-from qwen3next_jax.training.stages import resolve_stages
+from qwen3next_jax.training.stages import ResolvedStage
 
-_CACHE_LENGTH = 1024  # the attention cache grows linearly; this length shows by how much
+_CACHE_LENGTH = 1024  # tokens; the attention cache grows linearly, so any length gives its rate
 
 
 class Costs(NamedTuple):
-    """parameters: all of them. tokens: of the whole run, padding included. flops_per_token:
-    forward and backward, the mean over these tokens. cache_bytes_per_token and state_bytes: what
-    decoding keeps of one row.
+    """Costs of a run.
+
+    Attributes:
+      parameters: number of all parameters.
+      tokens: number of tokens of the whole run, padding included.
+      flops_per_token: FLOPs of forward and backward pass, averaged over these tokens.
+      cache_bytes_per_token: bytes by which the attention cache of one row grows per token.
+      state_bytes: bytes of the recurrent state of one row.
     """
 
     parameters: int
@@ -23,16 +29,16 @@ class Costs(NamedTuple):
     state_bytes: float
 
 
-def count_costs(config: Config) -> Costs:
-    stages = resolve_stages(config)
+def count_costs(model: ModelConfig, stages: Sequence[ResolvedStage]) -> Costs:
+    """Counts the costs of training `model` in `stages` and of decoding with it."""
     tokens = sum(stage.tokens_per_step * stage.steps for stage in stages)
     flops = sum(
-        flops_per_token(config.model, stage.sequence_length) * stage.tokens_per_step * stage.steps
+        flops_per_token(model, stage.sequence_length) * stage.tokens_per_step * stage.steps
         for stage in stages
     )
-    cache = cache_bytes(config.model, 1, _CACHE_LENGTH)
+    cache = cache_bytes(model, 1, _CACHE_LENGTH)
     return Costs(
-        parameters=parameter_counts(config.model).total,
+        parameters=parameter_counts(model).total,
         tokens=tokens,
         flops_per_token=flops / tokens,
         cache_bytes_per_token=cache["slots"] / _CACHE_LENGTH,
@@ -40,8 +46,13 @@ def count_costs(config: Config) -> Costs:
     )
 
 
-def model_amount(model: ModelConfig, sequence_length: int, what: str) -> float:
-    """How many "parameters" a model has, or "flops" per token of rows of this length."""
+def model_size(model: ModelConfig, sequence_length: int, what: str) -> float:
+    """Number of parameters of a model, or its FLOPs per token (forward and backward).
+
+    Args:
+      sequence_length: tokens per row.
+      what: "parameters" or "flops".
+    """
     if what == "parameters":
         return parameter_counts(model).total
     return flops_per_token(model, sequence_length)

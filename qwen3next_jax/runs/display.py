@@ -1,7 +1,6 @@
-"""The run on the terminal: one live panel (rich) where there is one, elsewhere plain lines, one
-per "train" event.
+"""Shows a run: a live panel (rich) on a terminal, otherwise plain lines, one per "train" event.
 
-Both are drawn from the events of metrics.jsonl, so that what is shown is what is recorded.
+Both show the events of metrics.jsonl and nothing else.
 """
 
 import contextlib
@@ -24,17 +23,17 @@ from qwen3next_jax.sharding.mesh import mesh_text
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 
-CELL_WIDTH = 24  # the widest name and value beside each other
+CELL_WIDTH = 24  # characters of the longest name and value together
 XLA_BANNER = 120.0  # seconds of compiling after which XLA prints a banner that looks like a failure
 
 
 def title(run: ResolvedRun, corpus: str, steps_before: int, parent: str = "") -> str:
-    """The first line of the display: what a run is and where it runs.
+    """The first line of the display: name, parameters, devices, data, first step.
 
     Args:
-      corpus: the data in words.
-      parent: the run with whose state, after `steps_before` steps, this one begins now; "" for
-        none.
+      corpus: a description of the data.
+      steps_before: number of steps of the run that are already taken.
+      parent: the run whose state after `steps_before` steps this run begins with; "" for none.
     """
     mesh = run.mesh
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state["params"]))
@@ -54,7 +53,7 @@ def title(run: ResolvedRun, corpus: str, steps_before: int, parent: str = "") ->
 
 
 class Display:
-    """Shows the events it is called with. Use as a context manager."""
+    """Shows the events that it is called with. Use as a context manager."""
 
     def __init__(
         self,
@@ -64,7 +63,15 @@ class Display:
         visible: bool = True,
         console: Console | None = None,
     ):
-        """`visible` False shows nothing, as in all processes of a run but the first."""
+        """Makes a display.
+
+        Args:
+          title: the first line.
+          stages: the stages of the run.
+          steps_before: number of steps of the run that are already taken.
+          visible: whether it shows anything; only process 0 of a run has a visible display.
+          console: the rich console; None: standard output.
+        """
         self._title = title
         self._steps = stages[-1].last_step
         self._tokens = tokens_seen(stages, self._steps)
@@ -113,12 +120,13 @@ class Display:
             self._live.stop()
 
     def step(self, step: int) -> None:
+        """Moves the progress bar to `step`."""
         self._compiling.cancel()
         if self._live:
             self._progress.update(self._task, completed=step)
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """Takes in one event of metrics.jsonl."""
+        """Shows one event of metrics.jsonl."""
         kind, step = event["event"], event["step"]
         line = ""
         if kind == "train":
@@ -165,7 +173,8 @@ class Display:
             self.say(line)
 
     def say(self, line: str) -> None:
-        """One plain line that stays on the screen; a file on a full disk goes without it."""
+        """Prints a plain line that stays on the screen."""
+        # Standard output may be a file on a full disk; the run continues without the line.
         with contextlib.suppress(OSError):
             self._console.print(line, markup=False, soft_wrap=True)
             sys.stdout.flush()
@@ -197,7 +206,7 @@ class Display:
         return Panel(Group(*parts))
 
     def _cells(self) -> list[tuple[str, str]]:
-        """(name, value) of everything about the newest steps."""
+        """The (name, value) pairs that the panel shows of the newest "train" event."""
         v = self._train
         if not v:
             return [("compiling the train step", "…")]
@@ -239,7 +248,7 @@ class Display:
         ]
 
 
-# What a plain line shows of the cells; the rest is in metrics.jsonl.
+# The cells that a plain line shows; metrics.jsonl has the others.
 PLAIN = (
     "stage",
     "loss",
@@ -259,7 +268,7 @@ FAULTS = {
     "spike": "loss spike",
     "no_targets": "nothing to predict",
     "rewind": "rewound",
-    "damaged": "damaged checkpoint passed over",
+    "damaged": "skipped a damaged checkpoint",
     "stop": "stopping",
     "save_failed": "checkpoint not saved",
     "hook_failed": "hook failed",
@@ -267,12 +276,12 @@ FAULTS = {
 
 
 def _number(value: float | str, form: str) -> str:
-    """NaN and infinity are text in an event."""
+    """Formats a number of an event, in which NaN and infinity are already text."""
     return value if isinstance(value, str) else format(value, form)
 
 
 def _scaled(value: float) -> str:
-    """Three digits and a unit: 1.23 G."""
+    """Formats a number with three digits and a unit prefix: 1.23 G."""
     for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
@@ -280,6 +289,7 @@ def _scaled(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
+    """Formats seconds as days, hours, minutes and seconds: 2 d 3:04:05."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -1,6 +1,4 @@
-"""`train.py --dry-run`: everything of a start that can be checked, and what the run would take.
-Nothing is written.
-"""
+"""`train.py --dry-run`: checks the start of a run and prints its size, without writing anything."""
 
 import pathlib
 from collections.abc import Sequence
@@ -17,10 +15,10 @@ from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import restart_has_begun
+from qwen3next_jax.runs.folder import is_restart_unfinished
 from qwen3next_jax.runs.memory import check_state_fits, device_bytes, gigabytes
 from qwen3next_jax.runs.start import prepare_start
-from qwen3next_jax.runs.telemetry import memory
+from qwen3next_jax.runs.telemetry import device_memory
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import make_mesh, mesh_text
 from qwen3next_jax.training.resolve import ResolvedRun
@@ -34,14 +32,21 @@ def dry_run(
     *,
     devices: Sequence[Any] | None = None,
 ) -> ExitCode:
-    """Prints parameters, memory, data, tokens, FLOPs and where the run would start. `devices`:
-    those of the run; None for all that JAX finds.
+    """Prints parameters, memory, data, tokens, FLOPs and the first step of the run.
+
+    Args:
+      workdir: the folder of the run.
+      restart: whether the run starts anew, whatever `workdir` holds.
+      devices: the devices of the run; None: all that JAX finds.
+
+    Returns:
+      The exit code.
 
     Raises:
-      UserError: a mistake that `train` would meet. Two are not looked for: in the text after
-        the first document of each glob, and in the values of the tensors of `train.init_from`.
+      UserError: `train` would raise it too. This function reads only the first document of each
+        glob and no values of the tensors in `train.init_from`; errors there remain for `train`.
     """
-    restart = restart or restart_has_begun(workdir)
+    restart = restart or is_restart_unfinished(workdir)
     mesh = make_mesh(config.parallel, devices)
     run = run_on_all(lambda: prepare_start(config, mesh, workdir, restart))
     data = run_on_all(lambda: _describe_data(run.config.data, run.model.vocab_size))
@@ -49,7 +54,7 @@ def dry_run(
         return ExitCode.DONE
     train = run.config.train
     step = 0 if restart else _newest_step(workdir)
-    parent = preflight.find_parent(run.config, workdir, restart)
+    parent = preflight.find_parent(train, run.config.optimizer, workdir, restart)
     taken = parent["step"] if parent and train.init_state == "all" else step
     for line in partial_ablations(run.model):
         print(line)
@@ -57,20 +62,20 @@ def dry_run(
     print(f"Data: {data}")
     _print_stages(run, taken)
     if step:
-        begin = f"after step {step}"
+        first = f"after step {step}"
     elif not train.init_from:
-        begin = f"from random weights (train.seed = {train.seed})"
+        first = f"with random weights (train.seed = {train.seed})"
     else:
-        begin = _describe_beginning(run, parent)
-    done = "nothing is left to do " if step >= run.steps else ""
-    print(f"Start in {workdir}: {done}{begin}. Nothing has been written")
-    # Last: what a run would take is worth knowing where it does not fit.
+        first = _describe_init_from(run, parent)
+    finished = "no step remains " if step >= run.steps else ""
+    print(f"Start in {workdir}: {finished}{first}. Nothing has been written")
+    # This check is the last, so that a run that does not fit prints its size first.
     check_state_fits(run.abstract_state)
     return ExitCode.DONE
 
 
 def _print_devices(run: ResolvedRun) -> None:
-    """Parameters, devices, the compiler's options and memory."""
+    """Prints parameters, devices, the compiler's options and the memory of the state."""
     params, opt_state = run.abstract_state["params"], run.abstract_state["opt_state"]
     kind = run.mesh.devices.flat[0].device_kind
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -85,19 +90,19 @@ def _print_devices(run: ResolvedRun) -> None:
         "optimizer state": device_bytes(opt_state),
         "gradients": device_bytes(params),
     }
-    limit = memory()[1]
+    limit = device_memory()[1]
     print(
         "Memory of a device: "
         + ", ".join(f"{name} {gigabytes(size)}" for name, size in sizes.items())
         + f": {gigabytes(sum(sizes.values()))}"
         + (f" of {gigabytes(limit)}" if limit else "")
-        + ". Left out: activations, which grow with its tokens in a micro-batch, and what the "
-        "program needs besides (qwen3next plan compiles the real step)"
+        + ". This leaves out activations, which grow with the tokens per device and micro-batch, "
+        "and the program's buffers (qwen3next plan compiles the real step)"
     )
 
 
 def _print_stages(run: ResolvedRun, taken: int) -> None:
-    """Tokens and FLOPs of every stage that is not over after `taken` steps."""
+    """Prints tokens and FLOPs of every stage that does not end within the first `taken` steps."""
     total = 0.0
     for stage in run.stages:
         first = max(stage.steps_before, taken)
@@ -123,34 +128,34 @@ def _print_stages(run: ResolvedRun, taken: int) -> None:
         print(f"Together: {tokens:,} tokens, {total:.4g} FLOPs in {run.steps - taken:,} steps")
 
 
-def _describe_beginning(run: ResolvedRun, parent: preflight.Parent | None) -> str:
-    """What a new run begins with, where `train.init_from` names it."""
+def _describe_init_from(run: ResolvedRun, parent: preflight.Parent | None) -> str:
+    """Describes the model in `train.init_from` with which a new run begins."""
     train = run.config.train
     model = train.init_from
     if parent:
-        older = preflight.passed_over(train.init_from, parent)
+        older = preflight.describe_damaged_checkpoints(train.init_from, parent)
         model = (
             f"{parent['path']}, step {parent['step']}{older}, "
             f"train.init_state = {train.init_state!r}"
         )
     tokens = preflight.compare_tokens(run.config.data, run.model.vocab_size, train.init_from)
-    return f"from {model}, reading {tokens}"
+    return f"with {model}, reading {tokens}"
 
 
 def _describe_data(config: DataConfig, vocab_size: int) -> str:
-    """What there is to train on."""
+    """Describes the training data, and reads the first document of each glob."""
     if config.source != "text":
-        return f"{config.source}, made as it is read"
+        return f"{config.source}, generated during training"
     tokenizer = source_of(config).tokenizer_of(config, vocab_size)
-    found = find_sources(config, tokenizer)
-    for source in found:
+    resolved = find_sources(config, tokenizer)
+    for source in resolved:
         if not source.text_is_gone:
             next(readers.documents(source))
     return (
-        f"{sum(len(source.files) for source in found):,} files, "
-        f"{gigabytes(sum(source.size for source in found))}, tokenizer of "
+        f"{sum(len(source.files) for source in resolved):,} files, "
+        f"{gigabytes(sum(source.size for source in resolved))}, tokenizer of "
         f"{tokenizer.vocab_size:,} tokens; the first document of "
-        f"{'each glob' if len(found) > 1 else 'it'} has been read"
+        f"{'each glob' if len(resolved) > 1 else 'it'} has been read"
     )
 
 

@@ -1,15 +1,14 @@
-"""What a run is: `run.json`, written before its first step and compared at every resume.
+"""The folder of a run: `run.json`, which is written before the first step and compared at every
+resume, the lock, and `--restart`.
 
     WORKDIR/run.json       configuration, data, tokenizer, code, processes, devices, parent, and
-                           every allowed change since
+                           every allowed change since the first start
     WORKDIR/tokenizer/     a copy of the tokenizer, if it came from a file
-    WORKDIR/before-TIME/   what `--restart` moved out of the way; before-TIME.partial/ while it
-                           moves it
+    WORKDIR/before-TIME/   the files that `--restart` moved; before-TIME.partial/ during the move
 
-A folder belongs to a run from its first checkpoint or its first event about a step on. Before
-that whatever its run.json says has trained nothing, and the folder is as good as new. After that
-a folder whose run.json or checkpoints are missing is refused: what a run wrote is never taken for
-another run's, nor written over.
+A folder belongs to a run once it has a checkpoint or an event about a step. Until then a new run
+may replace its run.json. From then on a run starts in the folder only if it is the same run and no
+record is missing, so that no run overwrites the files of another.
 """
 
 import contextlib
@@ -40,42 +39,42 @@ from qwen3next_jax.training.stages import (
     resolve_stages,
 )
 
-# What may differ when a run goes on, and why; it is logged. Any other difference would make it
-# another run.
+# Prefix of the record's keys that may differ at a resume → why. The run logs these changes. Any
+# other difference is an error.
 MAY_CHANGE = {
-    "config.name": "names nothing inside the run",
+    "config.name": "it is only a label",
     "config.data.path": (
         "the files may have moved: their content is checked by the data's fingerprint"
     ),
     "config.data.tokenizer": "its content is checked by its own fingerprint",
     "config.data.prepared_dir": "the rows in it are checked by the data's fingerprint",
     "config.train.steps": (
-        "a longer or shorter run; the learning-rate schedule changes from there on"
+        "a longer or shorter run; the learning-rate schedule changes from that step on"
     ),
     "config.train.stages": (
-        "those to come; of one that has begun only the number of its steps, "
-        "to no less than are taken"
+        "later stages; for the current stage only its number of steps, "
+        "which may not fall below the number taken"
     ),
-    "config.train.log_every": "what is written down",
-    "config.train.hooks": "what a run does besides its steps",
-    "config.train.on_hook_error": "what it does when that fails",
-    "config.train.remat": "memory against time; the same gradients up to rounding",
+    "config.train.log_every": "only how often metrics are written",
+    "config.train.hooks": "actions besides the steps",
+    "config.train.on_hook_error": "the reaction to errors in hooks",
+    "config.train.remat": "it trades memory for time; gradients are equal up to rounding",
     "config.train.step_timeout": "the watchdog",
     "config.train.compile_timeout": "the watchdog",
-    "config.guards.on_spike": "what is done about spikes from there on",
-    "config.guards.spike_z": "what counts as a spike from there on",
-    "config.guards.max_skips": "when a run is given up",
-    "config.parallel": "where arrays lie; the same values up to the order of sums",
-    "config.telemetry": "what is shown, and where",
-    "config.profile": "what is traced",
-    "config.checkpoint": "when is saved, and what is kept",
-    "config.eval": "what is measured on the way",
+    "config.guards.on_spike": "the reaction to later spikes",
+    "config.guards.spike_z": "the threshold for later spikes",
+    "config.guards.max_skips": "the number of skipped updates that ends the run",
+    "config.parallel": "the sharding of arrays; values are equal up to the order of sums",
+    "config.telemetry": "only the display of the run",
+    "config.profile": "only what is traced",
+    "config.checkpoint": "when checkpoints are saved, and which are kept",
+    "config.eval": "measurements during training",
     "code": "other versions may round differently",
     "processes": "the order of the data does not depend on it",
-    "devices": "the same values up to the order of sums",
+    "devices": "values are equal up to the order of sums",
 }
-# Of a process that has taken no step, or whose steps changed nothing.
-_UNTRAINED = {
+# Events that a process also writes if it takes no step, or if its steps update no parameter.
+_UNTRAINED_EVENTS = {
     "start",
     "stop",
     "stage",
@@ -86,7 +85,7 @@ _UNTRAINED = {
     "spike",
     "profile",
 }
-# Names in WORKDIR of what a run writes.
+# Names of the files and folders of a run.
 _RUN_FILES = (
     "run.json",
     "metrics.jsonl",
@@ -100,15 +99,16 @@ _RUN_FILES = (
     "tokenizer",
     "wandb_id",
 )
-_RESTART = "start anew with --restart, which keeps what is there in WORKDIR/before-TIME"
-_PARTIAL = ".partial"  # ends the name of before-TIME until all is in it
-_MOVE = re.compile(r"before-\d{8}-\d{6}(-\d+)?\.partial")
-_FORMAT = 2  # of run.json; 1 had no such field, and could stand in a folder without metrics.jsonl
+_RESTART_ADVICE = "start anew with --restart, which moves the old files to WORKDIR/before-TIME"
+_PARTIAL = ".partial"  # the suffix of before-TIME until all files are moved
+_PARTIAL_NAME = re.compile(r"before-\d{8}-\d{6}(-\d+)?\.partial")
+# The format of run.json. Format 1 has no such field, and its folders may lack metrics.jsonl.
+_FORMAT = 2
 
 
 class RunLock:
-    """Sees to it that one run at a time writes to a folder. The system lets go of it when the
-    process ends, however.
+    """A file lock that lets one process at a time write to a run's folder. Use as a context
+    manager. The operating system releases it whenever the process ends.
     """
 
     def __init__(self, workdir: pathlib.Path):
@@ -121,26 +121,26 @@ class RunLock:
         if self._file is not None:
             self._file.close()
 
-    def held(self, work: Callable[[], Any]) -> Any:
-        """`work()` with the lock, which is then kept until the `with` block's end, or let go if
-        `work` raises.
+    def run_locked(self, function: Callable[[], Any]) -> Any:
+        """Takes the lock and returns `function()`. The lock is released at the end of the `with`
+        block, or if `function` raises.
 
         Raises:
-          UserError: another process holds it, or the folder cannot be written to.
+          UserError: another process has the lock, or the folder cannot be written to.
         """
-        self._hold()
+        self._acquire()
         try:
-            return work()
+            return function()
         except BaseException:
             self._file.close()
             raise
 
-    def _hold(self) -> None:
+    def _acquire(self) -> None:
         try:
             self._workdir.mkdir(parents=True, exist_ok=True)
             self._file = (self._workdir / "lock").open("a")
         except OSError as error:
-            raise unwritable(self._workdir, error) from error
+            raise not_writable(self._workdir, error) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -153,7 +153,12 @@ class RunLock:
 
 
 class Change(NamedTuple):
-    """A difference between the run as it was recorded and as it goes on."""
+    """A difference between the record of a run and the run that resumes.
+
+    Attributes:
+      name: the key in the record, such as "config.train.steps" or "code".
+      old, new: the values; None where the record has no such key.
+    """
 
     name: str
     old: Any
@@ -164,7 +169,7 @@ class Change(NamedTuple):
 
 
 def may_change(name: str) -> bool:
-    """Whether the run may go on with another value of `name` ("config.train.steps", "code", …)."""
+    """Whether a run may resume with another value of `name` ("config.train.steps", "code", …)."""
     return any(name == allowed or name.startswith(allowed + ".") for allowed in MAY_CHANGE)
 
 
@@ -176,28 +181,31 @@ def open_run(
     parent: dict[str, Any] | None = None,
     source: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[Change]]:
-    """Whether this run may start, or go on, in `workdir`; writes nothing. → (what run.json is to
-    hold, or {} where it stays as it is; the allowed changes since the run before).
+    """Checks whether this run may start or resume in `workdir`. Writes nothing.
 
     Args:
-      data_fingerprints: of every stage's data.
-      parent: of the run that it begins with, where it begins with one.
-      source: what `origin.find_source` says of a new run.
+      data_fingerprints: the fingerprint of the data of every stage.
+      tokenizer_fingerprint: the fingerprint of the tokenizer.
+      parent: the run that this run begins with; None if there is none.
+      source: the result of `origin.find_source` for a new run.
+
+    Returns:
+      The new content of run.json, {} if it does not change; the changes since the last start.
 
     Raises:
-      UserError: the folder holds a run with another configuration, data or tokenizer (the first
-        difference is named), or one of which a part is missing.
+      UserError: the folder holds a run with another configuration, data or tokenizer (the message
+        names the first difference), or a run without one of its records.
     """
     import jax
 
     from qwen3next_jax.model.block import versions
 
     devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
-    # see `stages.DataCursor`
+    # Each entry has the fields of a `stages.DataCursor`.
     data = [{"fingerprint": fingerprint} for fingerprint in data_fingerprints]
     now = {
         "format": _FORMAT,
-        "config": _plain(config),
+        "config": _as_json(config),
         "data": data,
         "tokenizer": tokenizer_fingerprint,
         "code": code_version(),
@@ -211,101 +219,103 @@ def open_run(
     changes = _checked_changes(workdir, before, now)
     if not (workdir / "metrics.jsonl").exists():
         warn(
-            f"{workdir / 'metrics.jsonl'} is missing: a new one begins at the step from which the "
-            "run goes on"
+            f"{workdir / 'metrics.jsonl'} is missing: a new one begins at the step at which the "
+            "run resumes"
         )
     if not changes and "format" in before:
         return {}, []
-    # the parent is not looked at again
-    kept = {name: before[name] for name in ("parent", "source", "id") if name in before}
-    return now | kept | {
+    # A resumed run does not read its parent again.
+    unchanged = {name: before[name] for name in ("parent", "source", "id") if name in before}
+    return now | unchanged | {
         "changes": before.get("changes", []) + [[*change] for change in changes]
     }, changes
 
 
 def check_settings(workdir: pathlib.Path, config: Config) -> None:
-    """Raises the UserError that `open_run` would raise for `config`, as far as that is known
-    before data are opened.
+    """Checks `config` as `open_run` does, without the data and the tokenizer.
+
+    Raises:
+      UserError: as `open_run`.
     """
     if (before := trained_run(workdir)) is not None:
-        _checked_changes(workdir, before, {"config": _plain(config)})
+        _checked_changes(workdir, before, {"config": _as_json(config)})
 
 
 def is_trained(workdir: pathlib.Path) -> bool:
-    """Whether a run has taken steps in the folder: it has a checkpoint, or an event about one of
-    its steps.
-    """
+    """Whether a run has taken steps in the folder: it has a checkpoint or an event about a step."""
     return bool(saved_steps(workdir)) or any(
-        event["event"] not in _UNTRAINED for _, event in iterate_events(workdir / "metrics.jsonl")
+        event["event"] not in _UNTRAINED_EVENTS
+        for _, event in iterate_events(workdir / "metrics.jsonl")
     )
 
 
 def saved_steps(workdir: pathlib.Path) -> list[int]:
-    """Steps that have a folder in `workdir`/checkpoints, ascending; whether they are whole is
-    another question.
-    """
+    """The steps that have a folder in `workdir`/checkpoints, ascending, valid or not."""
     folder = workdir / "checkpoints"
     return (
-        sorted(int(p.name) for p in folder.iterdir() if names_step(p.name))
+        sorted(int(p.name) for p in folder.iterdir() if is_step_name(p.name))
         if folder.is_dir()
         else []
     )
 
 
-def names_step(name: str) -> bool:
-    """Whether a folder of this name holds what was saved after a step: digits, as Python writes
-    a number (neither "007" nor "²").
+def is_step_name(name: str) -> bool:
+    """Whether a folder's name is the number of a step, as Python writes it: neither "007" nor
+    "²".
     """
     return re.fullmatch("0|[1-9][0-9]{0,17}", name) is not None
 
 
-def check_nothing_lost(workdir: pathlib.Path) -> None:
-    """Raises UserError where a run without a whole checkpoint has had one: to begin again would
-    write over its record.
+def check_checkpoints_not_lost(workdir: pathlib.Path) -> None:
+    """Checks that a run without a valid checkpoint never had one; otherwise a start at step 0
+    would overwrite its record.
+
+    Raises:
+      UserError: the run had a checkpoint.
     """
-    sealed = [
+    complete = [
         step
         for step in saved_steps(workdir)
         if (workdir / "checkpoints" / str(step) / "manifest.json").exists()
     ]
-    told = [
+    recorded = [
         event["step"]
         for _, event in iterate_events(workdir / "metrics.jsonl")
         if event["event"] == "checkpoint"
     ]
-    if sealed or told:
-        what = "is damaged" if sealed else "is gone"
+    if complete or recorded:
+        state = "is damaged" if complete else "is missing"
         raise UserError(
-            f"{workdir}: the run has been saved, last after step {max(sealed + told)}, but every "
-            f"checkpoint {what}: put "
+            f"{workdir}: the run was saved, last after step {max(complete + recorded)}, but every "
+            f"checkpoint {state}: put "
             f"{workdir / 'checkpoints'} back (is a disk not mounted?), give another --workdir, or "
-            f"{_RESTART}"
+            f"{_RESTART_ADVICE}"
         )
 
 
 def trained_run(workdir: pathlib.Path) -> dict[str, Any] | None:
-    """run.json of a folder in which a run has taken steps, None of any other.
+    """The content of run.json if a run has taken steps in the folder, otherwise None.
 
     Raises:
-      UserError: run.json is missing, or nothing but run.json is there.
+      UserError: run.json, or metrics.jsonl together with the checkpoints, is missing.
     """
     record = (workdir / "run.json").exists()
     if not is_trained(workdir):
-        # written before run.json
+        # A start writes this event before run.json.
         started = any(
             event["event"] == "start" for _, event in iterate_events(workdir / "metrics.jsonl")
         )
         if record and not started and read_run(workdir).get("format"):
             raise UserError(
-                f"{workdir}: it holds the run.json of a run, but neither its checkpoints nor its "
-                f"metrics.jsonl: put them back, give another --workdir, or {_RESTART}"
+                f"{workdir}: it has the run.json of a run, but neither its checkpoints nor its "
+                f"metrics.jsonl: put them back, give another --workdir, or {_RESTART_ADVICE}"
             )
         return None
     if not record:
         raise UserError(
-            f"{workdir}: it holds checkpoints or the record of a run, but not the run.json that "
-            "says of which model, "
-            f"data and tokenizer: put it back, give another --workdir, or {_RESTART}"
+            f"{workdir}: it has checkpoints or the metrics.jsonl of a run, but no run.json, which "
+            "names the run's model, data and tokenizer: put it back, give another --workdir, or "
+            f"{_RESTART_ADVICE}"
         )
     return read_run(workdir)
 
@@ -313,16 +323,25 @@ def trained_run(workdir: pathlib.Path) -> dict[str, Any] | None:
 def _checked_changes(
     workdir: pathlib.Path, before: dict[str, Any], now: dict[str, Any]
 ) -> list[Change]:
+    """Compares two records of a run.
+
+    Args:
+      before: run.json of the run in `workdir`.
+      now: the record of this start; "data" and "tokenizer" may be missing.
+
+    Returns:
+      The differences, all of them allowed.
+
+    Raises:
+      UserError: a difference is not allowed.
+    """
     where = f"{workdir / 'run.json'}: config"
     check_trusted(before["config"], where)
-    # Settings that the run's code did not have yet stand at their defaults, which keep what was
-    # computed before them.
-    trained, step = (
-        from_dict(Config, before["config"], where),
-        max(saved_steps(workdir), default=0),
-    )
-    before = before | {"config": _plain(trained)}
-    if "data" in now:  # of the stages that have begun
+    # A setting that the older code did not have gets its default, which does what that code did.
+    trained = from_dict(Config, before["config"], where)
+    step = max(saved_steps(workdir), default=0)
+    before = before | {"config": _as_json(trained)}
+    if "data" in now:  # compares the data of the stages that have begun
         cursors = recorded_cursors(before, trained.train.batch_size)
         pairs = [
             (old.fingerprint, new["fingerprint"])
@@ -332,17 +351,18 @@ def _checked_changes(
         old_data, new_data = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
         before, now = before | {"data": old_data}, now | {"data": new_data}
     old, new = (
-        flatten(_by_number({name: record.get(name) for name in now})) for record in (before, now)
+        flatten(_with_numbered_stages({name: record.get(name) for name in now}))
+        for record in (before, now)
     )
     changes = [
         Change(name, old.get(name), new.get(name))
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
-        # `versions.check_versions` compares the versions
+        # `versions.check_versions` compares these.
         and name != "format"
         and not name.startswith("versions.")
     ]
-    # which changes the data's fingerprint, too
+    # Another tokenizer also changes the data's fingerprint, so it is reported first.
     changes.sort(key=lambda change: change.name != "tokenizer")
     for change in changes:
         if change.name in ("data", "tokenizer"):
@@ -363,8 +383,10 @@ def _checked_changes(
     return changes
 
 
-def _by_number(record: dict[str, Any]) -> dict[str, Any]:
-    """`record` with the stages' settings, where they are given, as leaves of their own."""
+def _with_numbered_stages(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns `record` with `train.stages` as a dict from index to the settings that the stage
+    overrides, so that `flatten` names each of them.
+    """
     train = record["config"]["train"]
     stages = {
         str(i): {name: value for name, value in stage.items() if value is not None}
@@ -376,8 +398,14 @@ def _by_number(record: dict[str, Any]) -> dict[str, Any]:
 def _check_stages(
     workdir: pathlib.Path, old: Sequence[ResolvedStage], new: Sequence[ResolvedStage], step: int
 ) -> None:
-    """Raises UserError where a stage that has begun by `step` is another one now. `old` are the
-    stages of the run as it was trained.
+    """Checks that the stages that began before `step` are unchanged.
+
+    Args:
+      old: the recorded stages.
+      new: the stages of this start.
+
+    Raises:
+      UserError: one of them differs, or is shorter than the steps that it has taken.
     """
     for i, stage in enumerate(old):
         if stage.steps_before >= max(step, 1):
@@ -388,29 +416,31 @@ def _check_stages(
         )
         if i == len(new):
             raise UserError(
-                f"{where}, but train.stages ends before it: only what comes after it may change"
+                f"{where}, but train.stages ends before it: only later stages may change"
             )
-        over = i + 1 < len(old) and stage.last_step < step
+        is_over = i + 1 < len(old) and stage.last_step < step
         ends = new[i].last_step
-        if over and ends != stage.last_step:
+        if is_over and ends != stage.last_step:
             raise UserError(
-                f"{where}, not {new[i].steps}: train.stages[{i}].steps = {stage.steps} stays"
+                f"{where}, not {new[i].steps}: train.stages[{i}].steps = {stage.steps} "
+                "cannot change"
             )
-        if not over and i + 1 < len(new) and ends < step:
-            raise UserError(f"{where}, not {new[i].steps}: give it as many at least")
-        for name, was, becomes in zip(
+        if not is_over and i + 1 < len(new) and ends < step:
+            raise UserError(f"{where}, not {new[i].steps}: give it at least that many")
+        for name, old_value, new_value in zip(
             ("schedule_start", *itertools.chain(*STAGE_SETTINGS.values())),
-            _settings(stage),
-            _settings(new[i]),
+            _stage_settings(stage),
+            _stage_settings(new[i]),
         ):
-            if was != becomes and f"config.train.{name}" not in MAY_CHANGE:
+            if old_value != new_value and f"config.train.{name}" not in MAY_CHANGE:
                 raise UserError(
-                    f"{where} with {name} = {was!r}, not {becomes!r}: give another --workdir, or "
-                    "the old value"
+                    f"{where} with {name} = {old_value!r}, not {new_value!r}: give another "
+                    "--workdir, or the old value"
                 )
 
 
-def _settings(stage: ResolvedStage) -> list[Any]:
+def _stage_settings(stage: ResolvedStage) -> list[Any]:
+    """The first step of the stage's schedule, and the values of `STAGE_SETTINGS` in order."""
     return [
         stage.schedule_start,
         *(
@@ -422,14 +452,14 @@ def _settings(stage: ResolvedStage) -> list[Any]:
 
 
 def move_aside(workdir: pathlib.Path) -> None:
-    """Moves all that a run wrote into `workdir`/before-TIME. A process that is killed meanwhile
-    leaves before-TIME.partial, and the next call moves the rest (see `restart_has_begun`).
+    """Moves all files of a run into `workdir`/before-TIME. If the process is killed meanwhile,
+    before-TIME.partial remains, and the next call moves the rest (`is_restart_unfinished`).
 
     Raises:
-      UserError: the folder cannot be written to, or a file would take the place of another one.
+      UserError: the folder cannot be written to, or a file would replace another one.
     """
     partial = _partial_move(workdir)
-    if partial is None and not written(workdir):
+    if partial is None and not run_files(workdir):
         return
     try:
         if partial is None:
@@ -439,10 +469,10 @@ def move_aside(workdir: pathlib.Path) -> None:
             partial = workdir / (name + _PARTIAL)
             partial.mkdir()
             fsync(workdir)
-        for name in written(workdir):
+        for name in run_files(workdir):
             require(
                 not os.path.lexists(partial / name),
-                f"{workdir}: {name} is there, and in {partial.name} as well, where a restart moves "
+                f"{workdir}: {name} is there and also in {partial.name}, to which a restart moves "
                 f"it: rename {partial.name}, or give another --workdir",
             )
             (workdir / name).rename(partial / name)
@@ -450,32 +480,34 @@ def move_aside(workdir: pathlib.Path) -> None:
         partial.rename(workdir / partial.name.removesuffix(_PARTIAL))
         fsync(workdir)
     except OSError as error:
-        raise unwritable(workdir, error) from error
+        raise not_writable(workdir, error) from error
 
 
-def restart_has_begun(workdir: pathlib.Path) -> bool:
-    """Whether a process was killed while it moved a run aside. What is left in the folder belongs
-    to that run: the next start moves it as well, whether it is told to restart or not.
+def is_restart_unfinished(workdir: pathlib.Path) -> bool:
+    """Whether a process was killed in `move_aside`. The remaining files belong to the old run, so
+    the next start moves them too, with or without --restart.
     """
     return _partial_move(workdir) is not None
 
 
 def _partial_move(workdir: pathlib.Path) -> pathlib.Path | None:
-    """The folder of a move that was cut short; another program's folder is none."""
-    found = [path for path in workdir.glob(f"before-*{_PARTIAL}") if _MOVE.fullmatch(path.name)]
-    return min(found, default=None)
+    """The folder of an unfinished `move_aside`; None if there is none."""
+    partial_moves = [
+        path for path in workdir.glob(f"before-*{_PARTIAL}") if _PARTIAL_NAME.fullmatch(path.name)
+    ]
+    return min(partial_moves, default=None)
 
 
-def written(workdir: pathlib.Path) -> dict[str, tuple[int, int]]:
-    """Name of each file or folder of a run in `workdir` → its device and inode, which stay the
-    same when it is moved.
+def run_files(workdir: pathlib.Path) -> dict[str, tuple[int, int]]:
+    """Maps the name of each file or folder of a run in `workdir` to its device and inode, which do
+    not change when it is moved.
     """
-    found = {}
+    identities = {}
     for name in _RUN_FILES:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             stat = (workdir / name).lstat()
-            found[name] = (stat.st_dev, stat.st_ino)
-    return found
+            identities[name] = (stat.st_dev, stat.st_ino)
+    return identities
 
 
 def read_config(workdir: pathlib.Path) -> Config:
@@ -484,17 +516,17 @@ def read_config(workdir: pathlib.Path) -> Config:
 
 
 def config_of(record: dict[str, Any], workdir: pathlib.Path) -> Config:
-    """The configuration in `record`, the run.json of `workdir`."""
+    """The configuration in `record`, the content of run.json in `workdir`."""
     values, where = record["config"], f"{workdir / 'run.json'}: config"
     check_trusted(values, where)
     return from_dict(Config, values, where)
 
 
 def read_run(workdir: pathlib.Path) -> dict[str, Any]:
-    """The content of run.json.
+    """Reads run.json, without its digest.
 
     Raises:
-      UserError: there is none, or it is damaged.
+      UserError: the file is missing or damaged.
     """
     path = workdir / "run.json"
     if not path.exists():
@@ -510,15 +542,14 @@ def read_run(workdir: pathlib.Path) -> dict[str, Any]:
         intact = False
     if not intact:
         raise UserError(
-            f"{path}: damaged, or changed by hand: what it says of the run cannot be relied on; "
-            "restore it, or give another --workdir"
+            f"{path}: damaged, or changed by hand: restore it, or give another --workdir"
         )
     return record
 
 
 def run_id(workdir: pathlib.Path) -> str | None:
-    """The id with which run.json was made; "" where older code made it, None where there is none
-    to read.
+    """The id of the run in `workdir`: "" if older code wrote run.json, None if it cannot be
+    read.
     """
     try:
         return read_run(workdir).get("id", "")
@@ -529,9 +560,14 @@ def run_id(workdir: pathlib.Path) -> str | None:
 def write_run_record(
     workdir: pathlib.Path, description: dict[str, Any], tokenizer: Any, new: bool
 ) -> None:
-    """Writes down what the run is, before its first step: `description` as run.json (if it is
-    not empty), and a copy of a tokenizer that came from a file, with which the run can be used
-    wherever it or the file goes. `new`: one that is there is of a start that came to nothing.
+    """Writes run.json and a copy of the tokenizer, before the first step.
+
+    Args:
+      description: the content of run.json; {}: run.json does not change.
+      tokenizer: the tokenizer of the run; only one that came from a file is copied, so that the run
+        needs that file no more.
+      new: whether the run has no checkpoint; a copy in the folder is then from an earlier start
+        that took no step, and is replaced.
     """
     from qwen3next_jax.data.tokens import HuggingFaceTokenizer
 
@@ -547,10 +583,10 @@ def write_run_record(
 
 
 def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
-    """Writes run.json in one piece, with a digest of its content.
+    """Writes run.json atomically, with a digest of its content.
 
     Raises:
-      UserError: it cannot be written.
+      UserError: the file cannot be written.
     """
     path = workdir / "run.json"
     temporary = path.with_suffix(".tmp")
@@ -558,21 +594,22 @@ def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
         with temporary.open("w") as file:
             json.dump(record | {"digest": digests.sha256_json(record)}, file, indent=2)
             file.flush()
-            # else a power failure may leave an empty one, and the run could not go on
+            # otherwise a power failure may leave an empty file, and the run could not resume
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise unwritable(workdir, error) from error
+        raise not_writable(workdir, error) from error
 
 
-def unwritable(workdir: pathlib.Path, error: OSError) -> UserError:
-    """What to raise where the run's folder cannot be written to."""
+def not_writable(workdir: pathlib.Path, error: OSError) -> UserError:
+    """Makes the error for a run's folder that cannot be written to."""
     return UserError(
         f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder"
     )
 
 
-def _plain(config: Config) -> dict[str, Any]:
-    plain = json.loads(json.dumps(to_dict(config)))
-    plain["model"]["layer_types"] = list(config.model.pattern)  # however the file spells it
-    return plain
+def _as_json(config: Config) -> dict[str, Any]:
+    """Returns the settings as run.json holds them, with the resulting list of layers."""
+    settings = json.loads(json.dumps(to_dict(config)))
+    settings["model"]["layer_types"] = list(config.model.pattern)
+    return settings

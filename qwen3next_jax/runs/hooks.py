@@ -1,5 +1,5 @@
-"""What a run does besides its steps, as hooks of `training.loop.Trainer`: `runs.train` registers
-them. A hook is one class here, and knows none of the others.
+"""The hooks of a run: its actions besides the steps. `runs.train` adds them to
+`training.loop.Trainer`. Each hook is one class and uses no other.
 """
 
 import jax
@@ -22,12 +22,12 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursor, ResolvedStage
 from qwen3next_jax.training.state import State
 
-# Metrics of the train step that a "train" event does not hold as they are.
+# Metrics of the train step that a "train" event leaves out, because they are no single numbers.
 NOT_LOGGED = ("expert_load", "grad_norms", "flags")
 
 
 class WatchdogHook(Hook):
-    """Tells the watchdog how long each step, and the hooks after it, may take."""
+    """Sets the watchdog's time limit for each step and for the hooks after it."""
 
     def __init__(self, watchdog: Watchdog, config: TrainConfig):
         self._watchdog = watchdog
@@ -45,12 +45,12 @@ class WatchdogHook(Hook):
         self._step = step
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
-        if step == self._step:  # no other step is under way: the hooks come next
+        if step == self._step:  # no later step has begun: the hooks come next
             self._watchdog.allow(self._config.compile_timeout, "an evaluation or a save", step)
 
 
 class StopHook(Hook):
-    """Stops the run, on all processes after the same step, when one of them caught a signal."""
+    """Stops all processes after the same step when one of them caught a signal."""
 
     def __init__(self, trainer: Trainer, signals: Signals):
         self._trainer = trainer
@@ -58,7 +58,7 @@ class StopHook(Hook):
         self._votes = StopVote()
 
     def before_step(self, step: int, pending: Metrics) -> None:
-        # Read once a step: a signal that comes later counts for the next one.
+        # The signal is read once per step; a later signal counts for the next step.
         self._vote = self._votes.cast(self._signals.caught)
 
     def after_dispatch(self, step: int, pending: Metrics) -> None:
@@ -80,17 +80,17 @@ class ProfilerHook(Hook):
 
 
 class IncidentsHook(Hook):
-    """Looks at what the guards found in every step."""
+    """Reads the flags of the guards after every step."""
 
     def __init__(self, incidents: Incidents):
         self._incidents = incidents
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
-        self._incidents.look(step, metrics, state)
+        self._incidents.check(step, metrics, state)
 
 
 class DisplayHook(Hook):
-    """Shows how far the run is."""
+    """Shows the number of the current step."""
 
     def __init__(self, display: Display):
         self._display = display
@@ -132,7 +132,7 @@ class MetricsHook(Hook):
 
 
 class DiagnosticsHook(Hook):
-    """Measures every layer in a forward pass of its own, and writes a "diagnostics" event."""
+    """Measures every layer in an extra forward pass and writes a "diagnostics" event."""
 
     def __init__(self, run: ResolvedRun, metrics: MetricsFile):
         self._run = run
@@ -161,8 +161,9 @@ class EvaluationHook:
     """Evaluates the held-out rows and the suites, and writes their events.
 
     Attributes:
-      heldout_figure: the newest held-out figure, as text; "" before the first.
-      heldout_loss: the newest held-out loss; 0 before the first.
+      heldout_text: the main metric of the newest held-out evaluation with its name; "" before the
+        first evaluation.
+      heldout_loss: loss of the newest held-out evaluation, in nats per token; 0 before the first.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class EvaluationHook:
         from qwen3next_jax.evals import evaluation
 
         self._metrics = metrics
-        self.heldout_figure = ""
+        self.heldout_text = ""
         self.heldout_loss = 0.0
         run = trainer.run
 
@@ -193,7 +194,7 @@ class EvaluationHook:
         values = self._heldout.run(params)
         self.heldout_loss = values["loss"]
         main = main_values(to_metric_values(values, self._heldout.metrics))[:1]
-        self.heldout_figure = "".join(f"{value.label} {value}" for value in main)
+        self.heldout_text = "".join(f"{value.label} {value}" for value in main)
         self._metrics.write("heldout", info.step, **event_fields(values, self._heldout.metrics))
         for name, suite in self._suites.items():
             measured = event_fields(suite.run(params), suite.metrics)
@@ -201,7 +202,7 @@ class EvaluationHook:
 
 
 class SampleHook:
-    """Continues `eval.sample_prompt` and writes a "sample" event."""
+    """Generates a continuation of `eval.sample_prompt` and writes a "sample" event."""
 
     def __init__(
         self, run: ResolvedRun, metrics: MetricsFile, config: EvalConfig, tokenizer: Tokenizer
@@ -227,7 +228,7 @@ class SampleHook:
 
 
 class CheckpointHook(Hook):
-    """Saves the state, and writes down what became of earlier saves."""
+    """Saves the state, and writes the events of earlier saves."""
 
     def __init__(self, checkpoints: Checkpoints, metrics: MetricsFile):
         self._checkpoints = checkpoints
@@ -240,5 +241,6 @@ class CheckpointHook(Hook):
         self._checkpoints.save(info.step, info.state)
 
     def write_events(self) -> None:
+        """Writes the events of the saves that have ended since the last call."""
         for event, step, values in self._checkpoints.events():
             self._metrics.write(event, step, **values)

@@ -1,13 +1,13 @@
-"""What the host does about the flags that the guards raise: events, the end of a run that went
-wrong, and its dump.
+"""Reads the flags of the guards on the host: writes events, ends a diverging run, and dumps the
+step that ended it.
 
     WORKDIR/dumps/STEP/
       dump.json        reason, documents, code, versions, configuration
-      batch.npz        what the step took
-      state/           what it met (Orbax)
+      batch.npz        the batch of the step
+      state/           the train state before the step (Orbax)
       manifest.json    digests
 
-`qwen3next replay DUMP` runs the offending step again.
+`qwen3next replay DUMP` runs that step again.
 """
 
 import dataclasses
@@ -41,8 +41,12 @@ from qwen3next_jax.training.state import State
 
 
 class Halted(Exception):
-    """The guards ended the run at `step`. `state` is what that step met: no update was applied
-    since.
+    """The guards ended the run at `step`.
+
+    Attributes:
+      reason: why the guards ended it, as text.
+      spike: whether a loss spike ended the run.
+      state: the train state before `step`; later steps updated no parameter.
     """
 
     def __init__(self, step: int, reason: str, spike: bool, state: State):
@@ -51,65 +55,73 @@ class Halted(Exception):
 
 
 class Incidents:
-    """Reads the flags of every step, and writes an event where one is raised."""
+    """Reads the flags of every step, and writes an event for each flag that is set."""
 
     def __init__(
         self, guards: GuardConfig, model: ModelConfig, cursors: DataCursors, metrics: MetricsFile
     ):
-        """`cursors`: where every stage of the run reads the data."""
+        """Makes a reader of flags.
+
+        Args:
+          cursors: the first data cursor of every stage of the run.
+          metrics: the file to which events are written.
+        """
         self._config = guards
         self._model = model
         self._first_steps = {cursor.step + 1 for cursor in cursors if cursor}
         self._metrics = metrics
 
-    def look(self, step: int, values: dict[str, Any], state: State) -> None:
-        """Reads the flags in `values`, the metrics of `step`, which must have ended.
+    def check(self, step: int, values: dict[str, Any], state: State) -> None:
+        """Reads the flags of a step.
+
+        Args:
+          values: the metrics of the step, which must have ended.
+          state: the train state.
 
         Raises:
           Halted: the guards ended the run at this step.
-          UserError: the first batch of a stage has nothing to predict. All processes raise it,
-            as all of them have the same flags.
+          UserError: the first batch of a stage has no token to predict. All processes raise it,
+            because all of them have the same flags.
         """
         flags = int(values["flags"])
         if not flags:
             return
         if flags & NO_TARGETS:
-            self._without_targets(step)
+            self._report_no_targets(step)
         if not flags & ~NO_TARGETS:
             return
-        what = self._describe(flags, values)
+        reason = self._describe(flags, values)
         numbers = {
             name: float(values[name])
             for name in ("total_loss", "grad_norm", "loss_z", "grad_norm_z")
         }
         if flags & SPIKE:
             self._metrics.write(
-                "spike", step, reason=what, skipped=bool(flags & SKIPPED), **numbers
+                "spike", step, reason=reason, skipped=bool(flags & SKIPPED), **numbers
             )
         if flags & SKIPPED:
             self._metrics.write(
-                "skip", step, reason=what, skipped=int(values["skipped"]), **numbers
+                "skip", step, reason=reason, skipped=int(values["skipped"]), **numbers
             )
         if flags & HALTED:
             spike = bool(flags & SPIKE and self._config.on_spike in ("rewind", "stop"))
-            raise Halted(
-                step,
-                what
-                if spike
-                else f"{what}, the last of {self._config.max_skips} skipped updates in a row",
-                spike,
-                state,
-            )
+            if not spike:
+                reason += f", the last of {self._config.max_skips} skipped updates in a row"
+            raise Halted(step, reason, spike, state)
 
-    def _without_targets(self, step: int) -> None:
-        """Of the first batch of a stage the settings are to blame: the run would learn nothing,
-        at a loss of 0. A later one may be a matter of its documents.
+    def _report_no_targets(self, step: int) -> None:
+        """Reports a batch without a token to predict.
+
+        Raises:
+          UserError: it is the first batch of a stage. Then the settings are the likely cause, and
+            the run would learn nothing at a loss of 0. In a later batch the documents may be.
         """
         reason = f"its batch has no token to predict: {why_no_targets(self._model)}"
         require(step not in self._first_steps, f"step {step}: {reason}")
         self._metrics.write("no_targets", step, reason=reason)
 
     def _describe(self, flags: int, values: dict[str, Any]) -> str:
+        """Describes the loss and gradient norm that set `flags`."""
         if flags & NON_FINITE:
             return (
                 f"loss {float(values['total_loss']):.4g}, gradient norm "
@@ -123,9 +135,14 @@ class Incidents:
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
-    """What a step met: everything that is needed to take it again, on one device.
+    """The inputs of one training step, on one device.
 
-    documents: names of the documents in every row of the batch.
+    Attributes:
+      state: the train state before the step.
+      batch: the batch of the step.
+      step: the number of the step.
+      reason: why the guards ended the run at this step.
+      documents: the names of the documents in every row of the batch.
     """
 
     run: ResolvedRun
@@ -139,24 +156,30 @@ class Dump:
 def write_dump(
     workdir: pathlib.Path, config: Config, data: Data, index: int, halt: Halted
 ) -> tuple[pathlib.Path, list[list[str]]]:
-    """Saves what the halted step of a run of `config` met, with batch `index` of `data`, under
-    WORKDIR/dumps/STEP. → (the folder, the documents of every row).
+    """Writes the inputs of the halted step to WORKDIR/dumps/STEP. All processes must call it: they
+    write the state together, and process 0 writes the rest.
 
-    All processes write the state, process 0 the rest.
+    Args:
+      config: the configuration of the run.
+      data: the rows of the stage.
+      index: the index of the batch in `data`.
+
+    Returns:
+      The folder of the dump; the names of the documents of every row.
     """
     folder = pathlib.Path(workdir).absolute() / "dumps" / str(halt.step)
     documents = data.document_names(index)
 
-    def begin() -> None:
-        # of the same step of the same run: it would be written again as it was
+    def write_batch() -> None:
+        # An earlier dump of this step has the same content.
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         batches = data.batches(index)
         np.savez(folder / "batch.npz", **next(batches))
         batches.close()
 
-    broadcast_from_process_0(begin)
-    # The step counter went on while the host looked; everything else stood still.
+    broadcast_from_process_0(write_batch)
+    # Steps after the halted one counted up `step` but changed nothing else.
     state = halt.state | {"step": jnp.full_like(halt.state["step"], halt.step - 1)}
     write_arrays(folder / "state", state)
     if is_process_0():
@@ -174,10 +197,10 @@ def write_dump(
 
 
 def read_dump(folder: pathlib.Path) -> Dump:
-    """Reads what `write_dump` wrote.
+    """Reads a dump of `write_dump`.
 
     Raises:
-      UserError: `folder` is no dump, or a damaged one, or one of other mathematics.
+      UserError: `folder` is no dump, is damaged, or its model has other versions than this code.
     """
     if not (folder / "dump.json").is_file():
         raise UserError(
@@ -189,7 +212,7 @@ def read_dump(folder: pathlib.Path) -> Dump:
     record = json.loads((folder / "dump.json").read_text())
     check_trusted(record["config"], f"{folder / 'dump.json'}: config")
     config = from_dict(Config, record["config"])
-    check_versions(folder, record, config, trains=True)
+    check_versions(folder, record, config.model, config.optimizer)
     run = resolve_run(config, single_device_mesh())
     state = read_arrays(folder.absolute() / "state", run.abstract_state)
     batch = dict(np.load(folder / "batch.npz"))

@@ -1,5 +1,5 @@
-"""Finding a model by path, the folder of a run or a Hugging Face directory, and putting it on a
-mesh, of several processes too.
+"""Loads a model from the folder of a run or from a Hugging Face directory, on a mesh of one or
+several processes.
 """
 
 import contextlib
@@ -28,10 +28,13 @@ from qwen3next_jax.sharding.mesh import check_divides, compute_mesh, make_mesh
 
 
 class LoadedModel(NamedTuple):
-    """tokenizer is None where a Hugging Face directory brings none; step is None there, too.
+    """A model with its tokenizer.
 
-    mesh: on which the parameters lie, as `Qwen3Next.features` takes it: None for one device.
-    identity: a text that names these very weights.
+    Attributes:
+      tokenizer: None if a Hugging Face directory has none.
+      step: number of steps that the run was trained; None for a Hugging Face directory.
+      mesh: the mesh of the parameters, as `Qwen3Next.features` takes it: None for one device.
+      identity: a digest of the weights' files, which differs between any two sets of weights.
     """
 
     model: Qwen3Next
@@ -48,65 +51,73 @@ def load_model(
     dtype: str | None = "float32",
     devices: Sequence[Any] | None = None,
 ) -> LoadedModel:
-    """Loads a run's newest checkpoint (or the one after `step` steps), or the model in a Hugging
-    Face directory.
+    """Loads a model. If there are several processes, all call it, and each reads the shards of its
+    devices.
 
     Args:
-      mesh: the devices that share it; None: the mesh of the run, and for a Hugging Face
-        directory all devices as `data`. Every process reads what its devices hold; several of
-        them call this together.
-      dtype: of a Hugging Face directory's parameters, as `load_hf` takes it; None: what its
-        config.json says. A run's are float32.
-      devices: those that the mesh takes; None for all that JAX finds.
+      path: the folder of a run, or a Hugging Face directory.
+      step: of a run, number of steps after which the checkpoint was saved; None: the newest.
+      mesh: sizes of the mesh's axes; None: those of the run, and for a Hugging Face directory all
+        devices as `data`.
+      dtype: dtype of the parameters of a Hugging Face directory, as for `load_hf`; None: that
+        of its config.json. The parameters of a run are float32.
+      devices: the devices of the mesh; None: all that JAX finds.
 
     Raises:
-      UserError: `path` is neither, or what is there is damaged, or the mesh does not fit the
-      devices or the model.
+      UserError: `path` is neither, its files are damaged, or the mesh does not fit the devices or
+        the model.
     """
     folder = epath.Path(path)
     if (folder / "run.json").exists():
         record = read_run(folder)
         config = config_of(record, folder)
-        places = _mesh(
-            f"{path}: the mesh of its run does not fit here",
+        param_mesh = _make_mesh(
+            f"{path}: the mesh of its run does not fit these devices",
             config.model,
             mesh,
             config.parallel.mesh,
             devices,
         )
-        model, config, step, identity = load_trained(folder, step, places, record)
-        own = folder / "tokenizer"
-        data = dataclasses.replace(config.data, tokenizer=str(own)) if own.exists() else config.data
+        model, step, identity = load_trained(folder, step, param_mesh, record)
+        copy = folder / "tokenizer"
+        data = config.data
+        if copy.exists():
+            data = dataclasses.replace(data, tokenizer=str(copy))
         tokenizer = source_of(data).tokenizer_of(data, config.model.vocab_size)
         if tokenizer.fingerprint != record["tokenizer"]:
             raise UserError(
                 f"{data.tokenizer}: not the tokenizer that {path} was trained with (its "
-                "fingerprint differs from that in run.json): damaged, or another; restore it"
+                "fingerprint differs from that in run.json): restore the original file"
             )
-        return LoadedModel(model, tokenizer, step, places, identity)
+        return LoadedModel(model, tokenizer, step, param_mesh, identity)
     if (folder / "config.json").exists():
         if step is not None:
             raise UserError(
-                f"{path}: a Hugging Face directory holds one model, so --step={step} means "
-                "nothing here"
+                f"{path}: a Hugging Face directory has no steps: leave out --step={step}"
             )
-        tokenizer = folder / "tokenizer.json"
+        tokenizer_file = folder / "tokenizer.json"
         config = read_hf_config(folder)
-        places = _mesh(str(path), config, mesh, MeshConfig(), devices)
-        identity = stamp_hf(folder)  # before they are read: if they change now, it is not theirs
-        model = load_hf(folder, dtype or config.dtype, places)
-        found = (
-            load_tokenizer(str(tokenizer), model.config.vocab_size) if tokenizer.exists() else None
-        )
-        return LoadedModel(model, found, None, places, identity)
+        param_mesh = _make_mesh(str(path), config, mesh, MeshConfig(), devices)
+        # The stamp is read first. If a file changes before the weights are read, the stamp is that
+        # of the old file.
+        identity = stamp_hf(folder)
+        model = load_hf(folder, dtype or config.dtype, param_mesh)
+        tokenizer = None
+        if tokenizer_file.exists():
+            tokenizer = load_tokenizer(str(tokenizer_file), model.config.vocab_size)
+        return LoadedModel(model, tokenizer, None, param_mesh, identity)
     reason = "no such folder" if not folder.exists() else "it has neither run.json nor config.json"
     raise UserError(f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})")
 
 
 @contextlib.contextmanager
-def joined(launch: Launch | None, path: str | pathlib.Path) -> Iterator[None]:
-    """Joins the other processes of a command that loads the model at `path`; the first of them
-    alone prints.
+def join_processes(launch: Launch | None, path: str | pathlib.Path) -> Iterator[None]:
+    """Starts the distributed runtime for a command that loads the model at `path`. Within the
+    `with` block only process 0 prints.
+
+    Args:
+      launch: the place of this process among the processes; None: there is only one.
+      path: the folder of a run, or a Hugging Face directory.
     """
     folder = pathlib.Path(path)
     if (folder / "run.json").exists():
@@ -126,23 +137,34 @@ def joined(launch: Launch | None, path: str | pathlib.Path) -> Iterator[None]:
             yield
 
 
-def _mesh(
+def _make_mesh(
     where: str,
     model: ModelConfig,
-    given: MeshConfig | None,
-    otherwise: MeshConfig,
+    user_mesh: MeshConfig | None,
+    default: MeshConfig,
     devices: Sequence[Any] | None,
 ) -> Mesh | None:
+    """Makes the mesh of the parameters; None for one device.
+
+    Args:
+      where: the first words of an error about the default mesh.
+      user_mesh: the value of --mesh, None if it is not given.
+      default: the mesh without --mesh.
+      devices: the devices of the mesh; None: all that JAX finds.
+
+    Raises:
+      UserError: the mesh does not fit the devices or the model.
+    """
     try:
-        mesh = make_mesh(ParallelConfig(mesh=given or otherwise), devices)
-        # Rows and tokens are filled up to what the axes divide; heads and widths are not.
+        mesh = make_mesh(ParallelConfig(mesh=user_mesh or default), devices)
+        # Rows and tokens are padded to multiples of the axes' sizes; heads and widths are not.
         rows = mesh.shape["data"] * mesh.shape["expert"]
         check_divides(model, rows, 1024 * mesh.shape["context"], mesh, *split_sizes(model))
     except UserError as error:
         raise UserError(
             f"--mesh: {error}"
-            if given
+            if user_mesh
             else f"{where} ({error}); choose another with --mesh, such as --mesh=data=-1 for all "
-            "devices there are"
+            "devices"
         ) from error
     return compute_mesh(mesh)

@@ -1,4 +1,4 @@
-"""What a run takes of its devices' memory, and the one line where that is more than there is."""
+"""The memory that a run needs per device, and the error if there is less."""
 
 import contextlib
 import os
@@ -8,13 +8,13 @@ import jax
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, out_of_memory
-from qwen3next_jax.runs.telemetry import memory
+from qwen3next_jax.runs.telemetry import device_memory
 from qwen3next_jax.training.stages import ResolvedStage
 from qwen3next_jax.training.state import State
 
 
 def device_bytes(state: State) -> int:
-    """Of the part of `state` (shapes and places) that lies on one device."""
+    """Bytes of `state` on one device. Its leaves need only shapes, dtypes and shardings."""
     return sum(
         int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state)
@@ -22,25 +22,28 @@ def device_bytes(state: State) -> int:
 
 
 def check_state_fits(state: State) -> None:
-    """Raises a UserError where the train state alone is larger than a device's memory. (A step
-    also takes gradients and activations: what passes here may still be too large.)
+    """Checks that the train state fits in the memory of a device. A step also needs gradients and
+    activations, so a run that passes may still run out of memory.
+
+    Raises:
+      UserError: the state is larger than the memory.
     """
-    needed, limit, where = device_bytes(state), memory()[1], "a device"
-    if jax.local_devices()[0].platform == "cpu":  # its devices share the memory of their host
+    needed, limit, where = device_bytes(state), device_memory()[1], "a device"
+    if jax.local_devices()[0].platform == "cpu":  # CPU devices share the memory of their host
         needed *= jax.local_device_count()
         limit, where = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), "this machine"
     if limit is not None and needed > limit:
         raise UserError(
             f"the parameters and the optimizer's state take {gigabytes(needed)}, and {where} has "
             f"{gigabytes(limit)}: split them over more devices (parallel.mesh), or make the model "
-            "smaller; qwen3next plan says how much a step takes of each device of a topology"
+            "smaller; qwen3next plan shows the memory of a step on each device of a topology"
         )
 
 
 @contextlib.contextmanager
 def reports_out_of_memory(stage: Callable[[], ResolvedStage]) -> Iterator[None]:
-    """A `with` block in which a step of `stage()` that runs out of memory becomes a UserError,
-    which says how much memory the step wanted.
+    """Turns an out-of-memory error inside the `with` block into a UserError, which states how much
+    memory the step needs. `stage` returns the current stage.
     """
     try:
         yield
@@ -53,9 +56,10 @@ def reports_out_of_memory(stage: Callable[[], ResolvedStage]) -> Iterator[None]:
             f"{train.sequence_length} tokens in train.gradient_accumulation = "
             f"{train.gradient_accumulation} parts, train.remat = {train.remat!r}, on "
             f"{jax.device_count()} devices: try more parts, remat 'block', or more devices; "
-            "qwen3next plan says what a step takes"
+            "qwen3next plan shows what a step needs"
         ) from error
 
 
 def gigabytes(size: float) -> str:
+    """Formats a size in bytes as MB or GB."""
     return f"{size / 1e6:,.1f} MB" if size < 1e9 else f"{size / 1e9:,.1f} GB"

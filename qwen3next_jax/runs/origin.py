@@ -1,40 +1,42 @@
-"""With what the model of a run began, through all runs before it: a Hugging Face directory, whose
-form an export has, or random weights.
+"""The origin of a run's model, through all its parents: a Hugging Face directory or random weights.
+An export has the file format of the Hugging Face directory.
 
-`run.json` holds it as "source" from the beginning of the run on, so that no run before it has to
-stay: null for random weights, else
+The "source" in `run.json` records it, so the parents need not be kept. It is null for random
+weights, otherwise
 
-    path     of the Hugging Face directory
-    form     the value of `model.hf_form` that stands for what it is written as
-    files    of a run that began with the directory itself: see `stamp_hf`
+    path     the path of the Hugging Face directory
+    form     its format, a value of `model.hf_form`
+    files    `stamp_hf` of the directory, if the run itself began with it
 """
 
 import pathlib
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.config import Config
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import config_of, read_run, run_id, trained_run
-from qwen3next_jax.runs.preflight import Parent, names_run
+from qwen3next_jax.runs.preflight import Parent, is_run
 
 
 class Origin(NamedTuple):
-    """directory: the Hugging Face directory, which may be gone; None: random weights. form: of
-    it; "" where no record says.
+    """The origin of a model.
+
+    Attributes:
+      directory: the Hugging Face directory, which may no longer exist; None: random weights.
+      form: the format of the directory, a value of `model.hf_form`; "" if no record has it.
     """
 
     directory: pathlib.Path | None
     form: str = ""
 
 
-def began_with(path: str | pathlib.Path) -> Origin:
-    """With what the model in `path`, a run or a Hugging Face directory, began.
+def find_origin(path: str | pathlib.Path) -> Origin:
+    """Finds the origin of the model in `path`, a run or a Hugging Face directory.
 
     Raises:
-      UserError: only a run before it could say, which is gone, or its path holds something else.
+      UserError: only the record of a parent could have it, and the parent is missing or replaced.
     """
-    folder, seen = pathlib.Path(path), set()
+    folder, visited = pathlib.Path(path), set()
     if not (folder / "run.json").exists():
         return Origin(folder)
     while True:
@@ -42,28 +44,28 @@ def began_with(path: str | pathlib.Path) -> Origin:
         if "source" in record:
             source = record["source"]
             return Origin(pathlib.Path(source["path"]), source["form"]) if source else Origin(None)
-        # a record of older code
+        # The record is from older code, which wrote no source.
         if not (parent := record.get("parent")):
             init_from = config_of(record, folder).train.init_from
             return Origin(pathlib.Path(init_from) if init_from else None)
-        seen.add(folder.resolve())
+        visited.add(folder.resolve())
         child, folder = folder, pathlib.Path(parent["path"])
         require(
-            folder.resolve() not in seen and _is_parent(folder, parent),
-            f"{folder}: not there, or no longer the run that {child} began with, and an export "
-            "has the form of the Hugging Face directory that its model began with: give "
+            folder.resolve() not in visited and _is_parent(folder, parent),
+            f"{folder}: missing, or no longer the run that {child} began with. An export has the "
+            "format of the Hugging Face directory that its model began with: give "
             "--source=DIR, or --form",
         )
 
 
-def find_source(config: Config, parent: Parent | None, files: str) -> dict[str, Any]:
-    """{"source": …} as the run.json of a new run holds it; {} where nobody knows any more.
+def find_source(init_from: str, parent: Parent | None, files: str) -> dict[str, Any]:
+    """Returns {"source": …} for the run.json of a new run; {} if no record has the origin.
 
     Args:
-      parent: the run that it begins with, if it begins with one.
-      files: `stamp_hf` of the Hugging Face directory that it begins with, if it does.
+      init_from: `train.init_from`.
+      parent: the run in `init_from`; None if it is no run.
+      files: `stamp_hf` of the Hugging Face directory in `init_from`; "" if it is none.
     """
-    init_from = config.train.init_from
     if not init_from:
         return {"source": None}
     if parent is None:
@@ -72,19 +74,16 @@ def find_source(config: Config, parent: Parent | None, files: str) -> dict[str, 
         path, form = str(pathlib.Path(init_from).absolute()), read_hf_config(init_from).hf_form
         return {"source": {"path": path, "form": form, "files": files}}
     try:
-        origin = began_with(parent["path"])
+        origin = find_origin(parent["path"])
     except UserError:
         return {}
     directory, form = origin
     return {"source": directory and {"path": str(directory.absolute()), "form": form}}
 
 
-def stamp_of_files(config: Config) -> str:
-    """`stamp_hf` of the Hugging Face directory that a run begins with; "" where it begins with
-    none.
-    """
-    init_from = config.train.init_from
-    if not init_from or names_run(init_from):
+def stamp_init_from(init_from: str) -> str:
+    """`stamp_hf` of the Hugging Face directory `init_from`; "" if `init_from` names none."""
+    if not init_from or is_run(init_from):
         return ""
     from qwen3next_jax.interop.huggingface import stamp_hf
 
@@ -92,15 +91,21 @@ def stamp_of_files(config: Config) -> str:
 
 
 def check_recorded_files(workdir: pathlib.Path, files: str) -> None:
-    """Raises UserError where the run in `workdir` began with a Hugging Face directory of which
-    `files` is not the stamp. A run that has a checkpoint does not look at it again.
+    """Checks that the run in `workdir` began with the same files of a Hugging Face directory.
+
+    Args:
+      files: `stamp_hf` of the directory now; "": no check, because the run has a checkpoint or
+        begins with no such directory.
+
+    Raises:
+      UserError: the files were replaced.
     """
     record = trained_run(workdir) if files else None
     recorded = ((record or {}).get("source") or {}).get("files", files)
     require(
         recorded == files,
-        f"{workdir}: the files of the Hugging Face directory that its run began with were replaced "
-        "since (other sizes or times), and it has no checkpoint of its own yet: put them back, "
+        f"{workdir}: its run began with files of a Hugging Face directory that were replaced since "
+        "(their sizes or times differ), and it has no checkpoint yet: put them back, "
         "give another --workdir, or start anew with --restart",
     )
 
@@ -112,13 +117,13 @@ def check_files(init_from: str, files: str) -> None:
     require(
         stamp_hf(init_from) == files,
         f"train.init_from = {init_from}: its files were replaced since this run began with them "
-        "(other sizes or times): put them back, or begin a new --workdir",
+        "(their sizes or times differ): put them back, or give another --workdir",
     )
 
 
 def _is_parent(folder: pathlib.Path, parent: Parent) -> bool:
-    """Whether `folder` still holds the run that `parent` was taken from, whose checkpoint may be
-    gone. A record without an id is told by the checkpoint alone.
+    """Whether `folder` still has the run that the record `parent` describes. Its checkpoint may be
+    deleted; but if the record has no id of the run, only the checkpoint identifies the run.
     """
     if "run" in parent:
         return run_id(folder) == parent["run"]

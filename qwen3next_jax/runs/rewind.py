@@ -1,4 +1,4 @@
-"""Going back to a checkpoint after a spike, and past the data that brought it."""
+"""Rewinds: after a loss spike, a run restores a checkpoint and skips the data up to the spike."""
 
 from collections.abc import Sequence
 
@@ -15,12 +15,11 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursors, after_rewind
 from qwen3next_jax.training.state import State
 
-MAX_REWINDS = 3  # to one checkpoint
+MAX_REWINDS = 3  # per checkpoint
 
 
 class Rewinder:
-    """Rewinds a run that began with `parent`, or with the Hugging Face directory whose stamp
-    `files` is; gives up when one checkpoint has been tried `MAX_REWINDS` times."""
+    """Rewinds a run, at most `MAX_REWINDS` times to each checkpoint."""
 
     def __init__(
         self,
@@ -32,6 +31,17 @@ class Rewinder:
         checkpoints: Checkpoints,
         metrics: MetricsFile,
     ):
+        """Makes a rewinder. A rewind to step 0 loads the first state again.
+
+        Args:
+          data: the rows of every stage.
+          cursors: the first data cursor of every stage.
+          parent: the run that this run began with; None if there is none.
+          files: `stamp_hf` of the Hugging Face directory that this run began with; "" if there is
+            none.
+          checkpoints: the checkpoints of this run.
+          metrics: the file to which the "rewind" event is written.
+        """
         self._run = run
         self._data = data
         self._cursors = cursors
@@ -39,31 +49,34 @@ class Rewinder:
         self._files = files
         self._checkpoints = checkpoints
         self._metrics = metrics
-        self._times: dict[int, int] = {}  # step → rewinds to it
+        self._rewinds: dict[int, int] = {}  # step → number of rewinds to it
 
     def rewind(self, halt: Halted) -> tuple[int, State] | None:
-        """→ (step, state) of the newest good checkpoint, whose next batch is the one after the
-        spike; None where the run must end.
+        """Restores the newest valid checkpoint.
+
+        Returns:
+          The step and the state of the checkpoint, whose next batch is the one after the spike.
+          None if the run must end.
         """
         if not halt.spike or self._run.config.guards.on_spike != "rewind":
             return None
         self._checkpoints.wait()
         step = self._checkpoints.newest_good_step() or 0
-        self._times[step] = self._times.get(step, 0) + 1
-        if self._times[step] > MAX_REWINDS:
+        self._rewinds[step] = self._rewinds.get(step, 0) + 1
+        if self._rewinds[step] > MAX_REWINDS:
             return None
         data_offset = after_rewind(
             self._cursors, halt.step, int(halt.state["guards"]["data_offset"]), step
         )
-        # A device may not have room for two states.
+        # A device may not have memory for two states.
         jax.tree.map(lambda leaf: leaf.delete(), halt.state)
         if step:
             state = self._checkpoints.restore(step, self._run.abstract_state)
         else:
             state, _ = start_state(self._run, self._data, self._parent, self._files)
         self._checkpoints.begin(step)
-        place = state["guards"]["data_offset"].sharding
-        state["guards"]["data_offset"] = jax.device_put(np.int32(data_offset), place)
+        sharding = state["guards"]["data_offset"].sharding
+        state["guards"]["data_offset"] = jax.device_put(np.int32(data_offset), sharding)
         self._metrics.rewind(step)
         self._metrics.write(
             "rewind", halt.step, to_step=step, data_offset=data_offset, reason=halt.reason

@@ -1,5 +1,6 @@
-"""How a run starts: what is checked before any data are prepared, and its first state."""
+"""The start of a run: the checks before data are prepared, and the first state."""
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 
@@ -25,27 +26,31 @@ SAMPLE_TEMPERATURE = 0.7
 def prepare_start(
     config: Config, mesh: Mesh, workdir: pathlib.Path, restart: bool = False
 ) -> ResolvedRun:
-    """Checks whatever can be checked before data are prepared, and works out the run: what
-    `preflight` looks at, every stage's batches on `mesh`, the versions of a model that was
-    trained before, evaluations and samples, the tensors of `train.init_from`.
+    """Resolves the run, and makes all checks that need no data: those of `preflight`, the batches
+    of every stage on `mesh`, the versions of a trained model, evaluations, samples, and the tensors
+    of a Hugging Face directory.
 
     Raises:
       UserError: names the first mistake.
     """
     preflight.check(config, workdir, restart, records=is_process_0())
-    begins = restart or not saved_steps(workdir)
-    if not begins:
+    is_new = restart or not saved_steps(workdir)
+    if not is_new:
         record = read_run(workdir)
-        check_versions(workdir, record, config_of(record, workdir), trains=True)
-    elif parent := preflight.find_parent(config, workdir, restart):
+        trained = config_of(record, workdir)
+        check_versions(workdir, record, trained.model, trained.optimizer)
+    elif parent := preflight.find_parent(config.train, config.optimizer, workdir, restart):
         folder = pathlib.Path(parent["path"])
-        branching.check_parent_versions(folder, read_run(folder), config)
-    config = preflight.with_tokenizer(config, workdir, restart)
+        branching.check_parent_versions(
+            folder, read_run(folder), config.model.mtp_depth, config.train.init_state
+        )
+    init_from = config.train.init_from
+    data = preflight.with_tokenizer(config.data, init_from, workdir, restart)
+    config = dataclasses.replace(config, data=data)
     run = resolve_run(config, mesh)
     tokenizer = source_of(config.data).tokenizer_of(config.data, run.model.vocab_size)
     check_evaluations(config.eval, run.model, tokenizer)
-    init_from = config.train.init_from
-    if init_from and begins and not preflight.names_run(init_from):
+    if init_from and is_new and not preflight.is_run(init_from):
         require_room("interop", f"train.init_from = {init_from}")
         from qwen3next_jax.interop.huggingface import check_hf
 
@@ -53,9 +58,8 @@ def prepare_start(
     return run
 
 
-def check_settings_alone(config: Config) -> None:
-    """Checks what depends on the settings and the data's files alone: no folder of a run, no
-    devices.
+def check_without_devices(config: Config) -> None:
+    """Checks the settings and the data's files, without devices and the folder of a run.
 
     Raises:
       UserError: names the first mistake.
@@ -70,10 +74,10 @@ def check_settings_alone(config: Config) -> None:
 
 
 def check_evaluations(config: EvalConfig, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Checks that the evaluations and the sample of a run can run on such a model.
+    """Checks that the evaluations and the sample of a run can run on the model.
 
     Raises:
-      UserError: names the one that cannot.
+      UserError: names the evaluation or the sample that cannot.
     """
     if warn_without("evals", "nothing is evaluated"):
         from qwen3next_jax.evals import evaluation
@@ -94,15 +98,19 @@ def start_state(
     parent: preflight.Parent | None = None,
     files: str = "",
 ) -> tuple[State, DataCursor]:
-    """(the state before the first step, the cursor of that step): random weights, or what
-    `train.init_from` names.
+    """Makes the first state of a run: random weights, or the model in `train.init_from`.
 
     Args:
-      parent: the run that `train.init_from` names, if it names one.
-      files: what `stamp_hf` must say of the Hugging Face directory that it names, if it does.
+      data: the rows of every stage.
+      parent: the run in `train.init_from`; None if it names no run.
+      files: the expected `stamp_hf` of the Hugging Face directory in `train.init_from`; "": it is
+        not compared.
+
+    Returns:
+      The state before the first step; the data cursor of that step.
 
     Raises:
-      UserError: what it names is not what it was, is damaged, or of another structure.
+      UserError: the files changed, are damaged, or have parameters of other shapes.
     """
     if parent:
         return branching.state_from_parent(run, data, parent)

@@ -1,5 +1,5 @@
-"""What a run records: `metrics.jsonl` is the truth, and whatever shows a run (the terminal,
-TensorBoard, Weights & Biases, report.html) is given its events. docs/report.md has the schema.
+"""The record of a run: `metrics.jsonl`. Everything that shows a run (the terminal, TensorBoard,
+Weights & Biases, report.html) shows its events. docs/report.md has the schema.
 """
 
 import json
@@ -29,8 +29,8 @@ from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 Event = Mapping[str, Any]
 Listener = Callable[[Event], None]
 
-# Events about the process that ran, not about the curve: they stay true when the steps after a
-# checkpoint are taken again.
+# Events about a process rather than a step. They stay in the file when a run repeats the steps
+# after a checkpoint.
 HISTORY = ("start", "stop", "damaged", "rewind", "save_failed", "hook_failed", "changed")
 
 
@@ -38,28 +38,33 @@ class MetricsFile:
     """Append-only JSON lines, one event each: {"event": "train" | "heldout" | "sample" | …,
     "step": …, "time": …, …}.
 
-    Every event goes to the `listeners` too. Use as a context manager: it closes those listeners
-    that have a `close`.
+    Each event also goes to the listeners. Use as a context manager; at its end the `close` methods
+    of the listeners are called.
     """
 
     def __init__(
         self, path: pathlib.Path | None, steps_before: int, listeners: Sequence[Listener] = ()
     ):
-        """`path` None writes and tells nothing: the processes of a run other than its first.
+        """Opens the file and removes the events after `steps_before`, except those in HISTORY: the
+        process that wrote them ended, and this one repeats the steps. The "start" event (`start`)
+        records how many.
 
-        Events after step `steps_before` are dropped, but for HISTORY: the run that wrote them died,
-        and they are about to be written again. What is known of that run goes into the
-        "start" event (`start`).
+        Args:
+          path: the path of metrics.jsonl; None: nothing is written and no listener is called, as in
+            all processes but the first.
+          steps_before: number of steps of the run that are already taken.
+          listeners: functions that are called with each event.
         """
         self._path, self._listeners = path, tuple(listeners)
         self._file, self._unwritten = None, b""
         if path is not None:
-            taken, end = 0, None
+            last_step, end = 0, None
             for _, event in iterate_events(path):
                 end = event.get("time", end)
-                taken = event["step"] if event["event"] == "train" else taken
-            self._before = {"previous_end": end, "lost_steps": max(taken - steps_before, 0)}
-            self._keep(steps_before)
+                last_step = event["step"] if event["event"] == "train" else last_step
+            lost_steps = max(last_step - steps_before, 0)
+            self._previous = {"previous_end": end, "lost_steps": lost_steps}
+            self._remove_events_after(steps_before)
 
     def __enter__(self):
         return self
@@ -71,18 +76,32 @@ class MetricsFile:
             if hasattr(listener, "close"):
                 listener.close()
 
-    def start(self, steps_before: int, begun: float, **values: Any) -> None:
-        """Writes the "start" event of a process that began at wall time `begun` and goes on
-        after `steps_before` steps.
+    def start(self, steps_before: int, start_time: float, **values: Any) -> None:
+        """Writes the "start" event of a process.
+
+        Args:
+          steps_before: number of steps of the run that are already taken.
+          start_time: the time at which the process began, in seconds since 1970.
+          values: more fields of the event.
         """
         if self._path is not None:
             self.write(
-                "start", steps_before, time=begun, first_step=steps_before, **self._before, **values
+                "start",
+                steps_before,
+                time=start_time,
+                first_step=steps_before,
+                **self._previous,
+                **values,
             )
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """Records an event; `values` are JSON-ready (floats, ints, text, lists and dicts of
-        them, None). What a full disk does not take is kept, and written with a later event.
+        """Writes an event and calls the listeners. If the disk is full, the event stays in memory
+        and is written with a later one.
+
+        Args:
+          event: the kind of event.
+          step: the step of the event.
+          values: the other fields, JSON-ready: floats, ints, text, None, lists and dicts of them.
         """
         if self._path is None:
             return
@@ -91,24 +110,31 @@ class MetricsFile:
             "step": step,
             "time": round(values.pop("time", time.time()), 3),
         } | _finite_or_text(values)
-        told = bool(self._unwritten)
+        has_warned = bool(self._unwritten)
         self._unwritten += json.dumps(record).encode() + b"\n"
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
         except OSError as error:
-            if not told:
-                warn(f"{self._path}: cannot be written ({error.strerror}); kept for later")
+            if not has_warned:
+                warn(f"{self._path}: cannot be written ({error.strerror}); trying again later")
         for listener in self._listeners:
             listener(record)
 
     def rewind(self, step: int) -> None:
-        """Drops the events after `step` (but for HISTORY), which are about to be written again."""
+        """Removes the events after `step`, except those in HISTORY, because the run repeats these
+        steps.
+        """
         if self._path is not None:
             os.close(self._file)
-            self._keep(step)
+            self._remove_events_after(step)
 
-    def _keep(self, last_step: int) -> None:
+    def _remove_events_after(self, last_step: int) -> None:
+        """Replaces the file by one without the later events, and opens it.
+
+        Raises:
+          UserError: the file cannot be written.
+        """
         temporary = self._path.with_suffix(".tmp")
         try:
             with temporary.open("w") as file:
@@ -118,7 +144,7 @@ class MetricsFile:
                     if event["step"] <= last_step or event["event"] in HISTORY
                 )
                 file.flush()
-                os.fsync(file.fileno())  # else a power failure may leave an empty one in its place
+                os.fsync(file.fileno())  # otherwise a power failure may leave an empty file
         except OSError as error:
             raise UserError(
                 f"{self._path}: cannot be written ({error.strerror}): make room, or give another "
@@ -129,9 +155,7 @@ class MetricsFile:
 
 
 def _finite_or_text(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they are written as text, so that every reader can parse
-    the file.
-    """
+    """Returns `value` with NaN and infinity as text, because JSON has no such numbers."""
     if isinstance(value, dict):
         return {name: _finite_or_text(v) for name, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -143,8 +167,11 @@ class Throughput:
     """Speed, model FLOP/s and memory of a stage of a run, for its "train" events."""
 
     def __init__(self, run: ResolvedRun, stage: ResolvedStage, bits_per_nat: float | None):
-        """`bits_per_nat`: bits per byte for each nat per token, 1 / (ln 2 · bytes per token);
-        None where tokens are no text.
+        """Makes a meter for `stage`.
+
+        Args:
+          bits_per_nat: the factor from nats per token to bits per byte,
+            1 / (ln 2 · bytes per token); None if the tokens are no text.
         """
         self._stages = run.stages
         self._stage = stage
@@ -154,21 +181,21 @@ class Throughput:
         self._peak = chip.device_flops * run.mesh.size if chip else None
 
     def measure(
-        self, step: int, loss: float, steps: int, seconds: float, waited: float
+        self, step: int, loss: float, steps: int, seconds: float, data_wait: float
     ) -> dict[str, Any]:
-        """What a "train" event holds beside the step's own metrics.
+        """Returns the fields of a "train" event besides the metrics of the step. The fields mfu and
+        memory_limit are None if the chip is unknown.
 
         Args:
-          steps: the last ones, for which speed is measured.
-          seconds: that these took.
-          waited: seconds of them spent waiting for data.
-
-        Returns:
-          mfu and memory_limit are None where the chip is not known.
+          step: the number of the step.
+          loss: the loss of the step, in nats per token.
+          steps: the number of steps since the last event.
+          seconds: the time of these steps.
+          data_wait: the part of this time in which the loop waited for data, in seconds.
         """
         speed = steps * self._stage.tokens_per_step / seconds
         flops = speed * self._flops_per_token
-        used, limit = memory()
+        used, limit = device_memory()
         bits = {} if self._bits_per_nat is None else {"bits_per_byte": loss * self._bits_per_nat}
         stage = {"stage": self._stage.name} if self._stage.name else {}
         return (
@@ -179,7 +206,7 @@ class Throughput:
                 "tokens_per_second": speed,
                 "steps": steps,
                 "seconds": seconds,
-                "data_wait": waited / seconds,
+                "data_wait": data_wait / seconds,
                 "model_flops_per_second": flops,
                 "mfu": flops / self._peak if self._peak else None,
                 "memory_bytes": used,
@@ -188,9 +215,9 @@ class Throughput:
         )
 
 
-def memory() -> tuple[int, int | None]:
-    """(largest use of this process's fullest device so far, that device's memory) in bytes; on a
-    platform without such figures (CPU) the process's largest resident memory, and None.
+def device_memory() -> tuple[int, int | None]:
+    """The memory of this process's fullest device in bytes: the peak so far, and the limit. On a
+    platform without memory statistics (CPU): the peak resident memory of the process, and None.
     """
     stats = [device.memory_stats() for device in jax.local_devices()]
     stats = [s for s in stats if s and "peak_bytes_in_use" in s]
@@ -202,8 +229,8 @@ def memory() -> tuple[int, int | None]:
 
 
 class ReportWriter:
-    """Writes WORKDIR/report.html at every checkpoint, beside the run: a long record takes
-    seconds to read.
+    """Writes WORKDIR/report.html at every checkpoint and at the end. It uses a thread, because a
+    long record takes seconds to read.
     """
 
     def __init__(self, workdir: pathlib.Path):
@@ -211,7 +238,7 @@ class ReportWriter:
         self._thread: threading.Thread | None = None
 
     def __call__(self, event: Event) -> None:
-        # While one is being written the next is left out; the end of the run writes the last one.
+        # A checkpoint during the write of a report gets no report; `close` writes the last one.
         if event["event"] == "checkpoint" and not (self._thread and self._thread.is_alive()):
             self._thread = threading.Thread(target=self._write, name="report", daemon=True)
             self._thread.start()
@@ -228,7 +255,7 @@ class ReportWriter:
 
         try:
             write_report([self._workdir], self._workdir / "report.html")
-        # the run is worth more than its picture, whatever is wrong with that
+        # No error in the report may end the run.
         except Exception as error:
             warn(
                 f"{self._workdir / 'report.html'} was not written: "
@@ -239,8 +266,8 @@ class ReportWriter:
 def open_metrics(
     run: ResolvedRun, workdir: pathlib.Path, steps_before: int, display: Listener
 ) -> MetricsFile:
-    """The run's metrics.jsonl, shown on `display` and wherever `config.telemetry` says. Only the
-    first process writes.
+    """Opens the run's metrics.jsonl, with the display and the loggers of `config.telemetry` as
+    listeners. Only process 0 writes.
     """
     if jax.process_index():
         return MetricsFile(None, steps_before)
@@ -254,8 +281,8 @@ def open_metrics(
     return MetricsFile(workdir / "metrics.jsonl", steps_before, [*listeners, ReportWriter(workdir)])
 
 
-def surroundings(mesh: Mesh) -> dict[str, Any]:
-    """What a "start" event says about where the run runs."""
+def describe_environment(mesh: Mesh) -> dict[str, Any]:
+    """Returns the fields of a "start" event about hosts, devices and versions."""
     return {
         "hosts": jax.process_count(),
         "devices": mesh.size,
@@ -266,10 +293,10 @@ def surroundings(mesh: Mesh) -> dict[str, Any]:
 
 
 class TensorBoard:
-    """Every number of every event as a scalar under WORKDIR/tensorboard, samples as text."""
+    """Writes each number of each event as a scalar to WORKDIR/tensorboard, and samples as text."""
 
     def __init__(self, workdir: pathlib.Path, steps_before: int):
-        import tensorboardX  # where it is missing, `preflight` has said so
+        import tensorboardX  # `preflight` has checked that it is installed
 
         self._writer = tensorboardX.SummaryWriter(
             str(workdir / "tensorboard"), purge_step=steps_before + 1
@@ -289,8 +316,8 @@ class WeightsAndBiases:
     """Sends every number of every event to the W&B project; a resumed run continues its W&B run."""
 
     def __init__(self, project: str, name: str, settings: dict[str, Any], workdir: pathlib.Path):
-        """`name` of the run, and its `settings`, for the page of `project`."""
-        import wandb  # where it is missing, `preflight` has said so
+        """Opens the W&B run `name` of `project`; its page shows the `settings`."""
+        import wandb  # `preflight` has checked that it is installed
 
         id_file = workdir / "wandb_id"
         if not id_file.exists():
@@ -303,7 +330,7 @@ class WeightsAndBiases:
             dir=str(workdir),
             config=settings,
         )
-        # W&B's own step may not go back, as a resumed run's does
+        # W&B's own step may not decrease, but the step of a resumed run does.
         self._run.define_metric("*", step_metric="step")
 
     def __call__(self, event: Event) -> None:
@@ -315,8 +342,8 @@ class WeightsAndBiases:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event under names like train/loss; lists over layers as
-    diagnostics/beta/layer_03.
+    """Returns the numbers of an event under names like train/loss, and lists over layers under
+    names like diagnostics/beta/layer_03.
     """
     kind = f"suite/{event['suite']}" if event["event"] == "suite" else event["event"]
     result = {}

@@ -1,5 +1,7 @@
-"""A training run from its first start to its last step: checks, data, folder, state, hooks, loop,
-end. `training.loop` takes the steps; what makes them a run that survives is assembled here.
+"""A training run from start to end: checks, data, folder, state, hooks, loop, exit code.
+
+`training.loop` takes the steps. This file adds what lets a run resume: the folder, checkpoints,
+records, signals, the watchdog and rewinds.
 """
 
 import math
@@ -38,7 +40,7 @@ from qwen3next_jax.runs.folder import (
     move_aside,
     open_run,
     read_run,
-    restart_has_begun,
+    is_restart_unfinished,
     saved_steps,
     write_run_record,
 )
@@ -47,7 +49,7 @@ from qwen3next_jax.runs.memory import check_state_fits, reports_out_of_memory
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.rewind import Rewinder
 from qwen3next_jax.runs.start import prepare_start, start_state
-from qwen3next_jax.runs.telemetry import MetricsFile, open_metrics, surroundings
+from qwen3next_jax.runs.telemetry import MetricsFile, open_metrics, describe_environment
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.training.guards import NON_FINITE
 from qwen3next_jax.training.loop import (
@@ -80,20 +82,24 @@ def train(
     make_step: Callable[[ResolvedRun, ResolvedStage], TrainStep] = make_train_step,
     add_hooks: Callable[[Trainer], None] | None = None,
 ) -> ExitCode:
-    """Trains until `train.steps`, from the newest checkpoint in `workdir` or from the start.
+    """Trains to step `train.steps`, from the newest valid checkpoint in `workdir`, if there is one.
 
     Args:
-      restart: moves what is in `workdir` into a folder in it, and starts anew.
-      devices: those of the run; None for all that JAX finds.
-      make_step: makes the update step of a stage, in place of the loop's own.
-      add_hooks: called with the trainer before the first step, to add hooks of your own
+      workdir: the folder of the run.
+      restart: whether the run starts anew; the old files are moved to `workdir`/before-TIME.
+      devices: the devices of the run; None: all that JAX finds.
+      make_step: makes the update step of a stage.
+      add_hooks: called with the trainer before the first step, so that it can add hooks
         (`Trainer.add_hook`).
 
+    Returns:
+      The exit code of the process.
+
     Raises:
-      UserError: a mistake in what the user gave.
+      UserError: a setting, a file or a folder is wrong.
     """
-    begun = time.time()
-    restart = restart or restart_has_begun(workdir)
+    start_time = time.time()
+    restart = restart or is_restart_unfinished(workdir)
 
     # ---- Mesh
     mesh = make_mesh(config.parallel, devices)
@@ -127,7 +133,7 @@ def train(
             Watchdog(workdir, jax.process_index()) as watchdog,
             Profiler(run.config.profile, workdir, metrics.write) as profiler,
         ):
-            metrics.start(start.step, begun, **surroundings(run.mesh))
+            metrics.start(start.step, start_time, **describe_environment(run.mesh))
             _record_start(workdir, opened, start, tokenizer, checkpoints, metrics, display)
 
             # ---- Hooks
@@ -162,35 +168,29 @@ def train(
             checkpoints.wait()
             saving.write_events()
             is_saved = broadcast_from_process_0(lambda: step in checkpoints.steps())
-            trouble = ""
+            divergence = ""
             if step == run.steps:
-                trouble = _trouble_at_last_step(last_metrics, state, evaluation)
-            if trouble:
-                metrics.write("stop", step, reason=trouble, exit_code=int(ExitCode.DIVERGED))
+                divergence = _divergence_at_last_step(last_metrics, state, evaluation)
+            if divergence:
+                metrics.write("stop", step, reason=divergence, exit_code=int(ExitCode.DIVERGED))
 
     # ---- End
-    if not is_saved:
-        return _end(
-            ExitCode.NOT_SAVED,
-            f"step {step} could not be saved in {workdir} (see above): the same command goes on "
-            "from the checkpoint before; make room first",
-        )
-    if step < run.steps:
-        return _end(
-            ExitCode.INTERRUPTED,
-            f"Interrupted: saved after step {step} of {run.steps} in {workdir}. The same "
-            "command goes on from there.",
-        )
-    heldout = evaluation.heldout_figure if evaluation else "not evaluated"
-    done = f"Trained {step} steps: held-out {heldout}."
-    return _end_at_last_step(run, workdir, step, trouble, done, tokenizer)
+    if not is_saved or step < run.steps:
+        return _end_before_last_step(run, workdir, step, is_saved)
+    heldout = evaluation.heldout_text if evaluation else "not evaluated"
+    summary = f"Trained {step} steps: held-out {heldout}."
+    return _end_at_last_step(run, workdir, step, divergence, summary, tokenizer)
 
 
 # ---- Data and folder
 
 
 def _open_data(run: ResolvedRun) -> list[Data]:
-    """The rows of every stage, the same ones on all processes."""
+    """Opens the rows of every stage, and checks that all processes have the same ones.
+
+    Raises:
+      UserError: the data cannot be opened, or differ between processes.
+    """
     with PreparationProgress() as progress:
         data = process_0_first(
             lambda: open_stages(
@@ -203,15 +203,15 @@ def _open_data(run: ResolvedRun) -> list[Data]:
     return data
 
 
-class _Opened(NamedTuple):
-    """What is known of a run when its folder has been opened.
+class _OpenedFolder(NamedTuple):
+    """The folder of a run, locked and compared with its record.
 
     Attributes:
-      parent: the run that a new run begins with, if it begins with one.
-      files: stamp of the files of the Hugging Face directory that it begins with, as this process
-        sees them; "" where it begins with none.
-      record: what run.json is to hold; {} where it stays as it is.
-      changes: what has changed since the run was recorded.
+      parent: the run that a new run begins with; None if there is none.
+      files: `stamp_hf` of the Hugging Face directory that a new run begins with, as this process
+        sees it; "" if there is none.
+      record: the new content of run.json; {} if it does not change.
+      changes: the changes of settings, code and devices since the last start.
     """
 
     parent: preflight.Parent | None
@@ -222,40 +222,43 @@ class _Opened(NamedTuple):
 
 def _open_folder(
     run: ResolvedRun, data: Sequence[Data], workdir: pathlib.Path, restart: bool, lock: RunLock
-) -> _Opened:
-    """Takes the lock of the folder, moves an old run out of it where `restart` says so, and
-    compares the run with the one that is recorded there. Process 0 does so for all.
+) -> _OpenedFolder:
+    """Locks the folder, moves an old run to before-TIME if `restart` is true, and compares the run
+    with run.json. Process 0 does so for all processes.
+
+    Raises:
+      UserError: another process trains in the folder, or it has the files of another run.
     """
     config = run.config
-    begins = broadcast_from_process_0(lambda: restart or not saved_steps(workdir))
-    files = run_on_all(lambda: origin.stamp_of_files(config) if begins else "")
+    is_new = broadcast_from_process_0(lambda: restart or not saved_steps(workdir))
+    files = run_on_all(lambda: origin.stamp_init_from(config.train.init_from) if is_new else "")
 
     def open_folder():
         if restart:
             move_aside(workdir)
-        parent = preflight.find_parent(config, workdir)
+        parent = preflight.find_parent(config.train, config.optimizer, workdir)
         origin.check_recorded_files(workdir, files)
-        source = origin.find_source(config, parent, files) if begins else {}
+        source = origin.find_source(config.train.init_from, parent, files) if is_new else {}
         fingerprints = [rows.fingerprint for rows in data]
         tokens = data[0].tokenizer.fingerprint
         return parent, *open_run(workdir, config, fingerprints, tokens, parent, source)
 
-    parent, record, changes = broadcast_from_process_0(lambda: lock.held(open_folder))
+    parent, record, changes = broadcast_from_process_0(lambda: lock.run_locked(open_folder))
     check_shared_folder(workdir, config.parallel.start_timeout)
-    return _Opened(parent, files, record, changes)
+    return _OpenedFolder(parent, files, record, changes)
 
 
 # ---- State
 
 
 class _Start(NamedTuple):
-    """Where this process begins to train.
+    """The state with which this process begins to train.
 
     Attributes:
-      state: before its first step.
-      step: steps of the run that are taken.
-      cursors: where every stage reads the data.
-      is_new: whether the run has no checkpoint of its own yet.
+      state: the train state before the first step.
+      step: number of steps of the run that are already taken.
+      cursors: the first data cursor of every stage.
+      is_new: whether the run has no checkpoint yet.
     """
 
     state: State
@@ -265,7 +268,7 @@ class _Start(NamedTuple):
 
     @property
     def continues_parent(self) -> bool:
-        """Whether a new run goes on after the steps of its parent."""
+        """Whether this is a new run that begins at the step of its parent."""
         return self.is_new and self.step > 0
 
 
@@ -273,12 +276,14 @@ def _first_state(
     run: ResolvedRun,
     data: Sequence[Data],
     workdir: pathlib.Path,
-    opened: _Opened,
+    opened: _OpenedFolder,
     checkpoints: Checkpoints,
     saved_step: int,
 ) -> _Start:
-    """The state from the checkpoint after `saved_step` steps, or, where that is 0, the one that
-    the run begins with.
+    """Loads the checkpoint after `saved_step` steps, or makes the first state if that is 0.
+
+    Raises:
+      UserError: the checkpoint, or the model in `train.init_from`, cannot be loaded.
     """
     is_new = not saved_step
 
@@ -288,7 +293,7 @@ def _first_state(
         return f"restoring step {saved_step}"
 
     description = broadcast_from_process_0(describe)
-    if is_process_0():  # either can take minutes, and the display needs the state
+    if is_process_0():  # loading can take minutes, and the display starts after it
         print(f"{workdir}: {description}", flush=True)
         for line in partial_ablations(run.model):
             print(line, flush=True)
@@ -301,26 +306,26 @@ def _first_state(
     return _Start(state, int(state["step"]), place_cursors(run.stages, data, cursor), is_new)
 
 
-def _title(run: ResolvedRun, data: Sequence[Data], opened: _Opened, start: _Start) -> str:
+def _title(run: ResolvedRun, data: Sequence[Data], opened: _OpenedFolder, start: _Start) -> str:
     parent = opened.parent["path"] if start.continues_parent else ""
     return title(run, data[0].describe()["title"], start.step, parent)
 
 
 def _record_start(
     workdir: pathlib.Path,
-    opened: _Opened,
+    opened: _OpenedFolder,
     start: _Start,
     tokenizer: Tokenizer,
     checkpoints: Checkpoints,
     metrics: MetricsFile,
     display: Display,
 ) -> None:
-    """Writes down what the run is, before its first step."""
+    """Writes run.json and the changes since the last start, before the first step."""
     record, changes = opened.record, opened.changes
     if record:
         record = record | {"data": [cursor and cursor._asdict() for cursor in start.cursors]}
     broadcast_from_process_0(lambda: write_run_record(workdir, record, tokenizer, start.is_new))
-    if start.continues_parent:  # from here on the branch does not need its parent
+    if start.continues_parent:  # with this checkpoint the branch needs its parent no more
         checkpoints.save(start.step, start.state)
         checkpoints.wait()
     if changes:
@@ -334,11 +339,14 @@ def _record_start(
 def _take_steps(
     trainer: Trainer, state: State, steps_before: int, rewinder: Rewinder, watchdog: Watchdog
 ) -> tuple[int, State, Metrics]:
-    """Trains to the last step, or until a hook stops the run, over every rewind. → as
-    `Trainer.train`.
+    """Trains to the last step, or until a hook stops the run. After a spike it rewinds and
+    continues.
+
+    Returns:
+      The last step, its state and its metrics, as `Trainer.train`.
 
     Raises:
-      Halted: the guards ended the run, and a rewind does not help.
+      Halted: the guards ended the run, and no rewind is left.
     """
     while True:
         try:
@@ -365,10 +373,16 @@ def _add_hooks(
     add_hooks: Callable[[Trainer], None] | None,
     saving: hooks.CheckpointHook,
 ) -> hooks.EvaluationHook | None:
-    """Registers everything that a run does besides its steps. → the hook that evaluates, unless
-    `evals` is not installed.
+    """Adds all hooks to the trainer. They are called in this order; `saving` is the last, so the
+    metrics of a step are written before its checkpoint.
 
-    Hooks are called in this order: what is saved has been measured before.
+    Args:
+      required_hooks: hooks that are called after every step and whose errors end the run.
+      add_hooks: adds the caller's hooks; None: there are none.
+      saving: the hook that saves checkpoints.
+
+    Returns:
+      The hook that evaluates; None if `evals` is not installed.
     """
     run, config = trainer.run, trainer.run.config
     save_every = config.checkpoint.every
@@ -407,16 +421,16 @@ def _add_hooks(
 def _hook_error_policy(
     run: ResolvedRun, metrics: MetricsFile
 ) -> Callable[[str, int, Exception], None]:
-    """What to do about an error in a hook, as `train.on_hook_error` says."""
+    """Returns the function that handles an error in a hook, by `train.on_hook_error`."""
     if run.config.train.on_hook_error == "stop":
         return stop_at_hook_error
 
-    def go_on(name: str, step: int, error: Exception) -> None:
+    def record_and_continue(name: str, step: int, error: Exception) -> None:
         text = describe_hook_error(name, step, error)
         warn(text)
         metrics.write("hook_failed", step, hook=name, reason=text)
 
-    return go_on
+    return record_and_continue
 
 
 # ---- End
@@ -425,29 +439,29 @@ def _hook_error_policy(
 def _end_of_finished_run(
     run: ResolvedRun, workdir: pathlib.Path, step: int, tokenizer: Tokenizer
 ) -> ExitCode:
-    """Ends a start that finds the run at its last step or after it; it writes nothing."""
-    trouble = broadcast_from_process_0(lambda: _trouble_on_record(workdir, step))
-    done = f"{workdir}: already trained to step {step} of {run.steps}."
-    return _end_at_last_step(run, workdir, step, trouble, done, tokenizer)
+    """Ends a start that finds the run at its last step or after it. Writes nothing."""
+    divergence = broadcast_from_process_0(lambda: _recorded_divergence(workdir, step))
+    summary = f"{workdir}: already trained to step {step} of {run.steps}."
+    return _end_at_last_step(run, workdir, step, divergence, summary, tokenizer)
 
 
-def _trouble_on_record(workdir: pathlib.Path, step: int) -> str:
-    """Why the run that reached `step`, its last, is no good; "" where nothing is wrong."""
+def _recorded_divergence(workdir: pathlib.Path, step: int) -> str:
+    """Why metrics.jsonl shows that the run diverged by `step`, its last; "" if it did not."""
     return divergence_reason(
         (event for _, event in iterate_events(workdir / "metrics.jsonl")), step
     )
 
 
-def _trouble_at_last_step(
+def _divergence_at_last_step(
     metrics: Metrics, state: State, evaluation: hooks.EvaluationHook | None
 ) -> str:
-    """Whether the run diverged when the guards had too few steps left to end it. `metrics` and
-    `state` are those of the last step.
+    """Why the run diverged in its last steps, which were too few for the guards to end it; "" if it
+    did not. `metrics` and `state` are those of the last step.
     """
     if int(metrics["flags"]) & NON_FINITE:
         return (
-            f"the last {int(state['guards']['skipped_in_a_row'])} updates were skipped, as "
-            "loss or gradient were not finite"
+            f"the last {int(state['guards']['skipped_in_a_row'])} updates were skipped, because "
+            "the loss or the gradient was not finite"
         )
     if evaluation and not math.isfinite(evaluation.heldout_loss):
         return f"the held-out loss is {evaluation.heldout_loss}"
@@ -455,11 +469,15 @@ def _trouble_at_last_step(
 
 
 def _end_with_dump(
-    trainer: Trainer, cursors, halt: Halted, workdir: pathlib.Path, metrics: MetricsFile
+    trainer: Trainer,
+    cursors: DataCursors,
+    halt: Halted,
+    workdir: pathlib.Path,
+    metrics: MetricsFile,
 ) -> ExitCode:
-    """Ends a halted run with a dump of what the step met."""
-    number = stage_number(cursors, halt.step)
-    index = cursors[number].batch(halt.step, int(halt.state["guards"]["data_offset"]))
+    """Ends a halted run with a dump of the inputs of its last step."""
+    stage_index = stage_number(cursors, halt.step)
+    index = cursors[stage_index].batch(halt.step, int(halt.state["guards"]["data_offset"]))
     folder, documents = write_dump(workdir, trainer.run.config, trainer.data, index, halt)
     metrics.write(
         "stop",
@@ -473,8 +491,25 @@ def _end_with_dump(
     return _end(
         ExitCode.DIVERGED,
         f"stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}"
-        f"{', …' * (len(names) > 8)}. Saved for a look: uv run qwen3next replay "
+        f"{', …' * (len(names) > 8)}. To run the step again: uv run qwen3next replay "
         f"{shlex.quote(str(folder))}. {_advice(trainer.run)}, or guards.on_spike",
+    )
+
+
+def _end_before_last_step(
+    run: ResolvedRun, workdir: pathlib.Path, step: int, is_saved: bool
+) -> ExitCode:
+    """Ends a run that a signal stopped after `step`, or whose last save failed."""
+    if not is_saved:
+        return _end(
+            ExitCode.NOT_SAVED,
+            f"step {step} could not be saved in {workdir} (see above): make room; the same command "
+            "then resumes from the previous checkpoint",
+        )
+    return _end(
+        ExitCode.INTERRUPTED,
+        f"Interrupted: saved after step {step} of {run.steps} in {workdir}. The same command "
+        "resumes from there.",
     )
 
 
@@ -482,17 +517,20 @@ def _end_at_last_step(
     run: ResolvedRun,
     workdir: pathlib.Path,
     step: int,
-    trouble: str,
-    done: str,
+    divergence: str,
+    summary: str,
     tokenizer: Tokenizer,
 ) -> ExitCode:
-    """Ends a run that has reached its last step: badly where there is `trouble`, else with what
-    is `done` and what comes next.
+    """Ends a run at its last step.
+
+    Args:
+      divergence: why the run diverged; "" if it did not.
+      summary: the first sentence of the message of a run that did not diverge.
     """
-    if trouble:
+    if divergence:
         return _end(
             ExitCode.DIVERGED,
-            f"{workdir}: diverged by step {step}, its last: {trouble}. {_advice(run)}",
+            f"{workdir}: diverged by step {step}, its last: {divergence}. {_advice(run)}",
         )
     folder = shlex.quote(str(workdir))
     generate = (
@@ -501,7 +539,7 @@ def _end_at_last_step(
     )
     return _end(
         ExitCode.DONE,
-        f"{done} Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py "
+        f"{summary} Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py "
         f"--workdir={folder}" + generate * tokenizer.reads_text,
     )
 
@@ -514,8 +552,9 @@ def _advice(run: ResolvedRun) -> str:
 
 
 def _end(code: ExitCode, text: str) -> ExitCode:
-    """→ `code`, after `text` on the terminal."""
+    """Prints `text` on process 0, and returns `code`."""
     if is_process_0():
-        good = code in (ExitCode.DONE, ExitCode.INTERRUPTED)
-        print(text if good else f"error: {text}", file=sys.stdout if good else sys.stderr)
+        is_success = code in (ExitCode.DONE, ExitCode.INTERRUPTED)
+        line = text if is_success else f"error: {text}"
+        print(line, file=sys.stdout if is_success else sys.stderr)
     return code

@@ -1,27 +1,36 @@
-"""Settings that a user gives and that change nothing in the run, which is refused.
+"""Finds settings that have no effect on a run, and refuses them if the user gave them.
 
-A setting is only refused where a user gives it for a new run: on the command line, in a sweep, or
-in the config file itself. What a config file holds for its own model may lose its meaning by
-another setting (experts' sizes where the command line asks for none), and a run that has begun
-keeps the settings it was begun with.
+A setting is refused only if the user gives it for a new run: on the command line, in a sweep, or in
+the code of the config file. A setting of the config file may lose its effect because the command
+line overrides another one (experts' sizes after `model.num_experts = 0`); that is allowed. A
+resumed run may keep all its settings.
 """
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.trees import flatten
-from qwen3next_jax.config import FULL, LINEAR, Config, OptimizerConfig, to_dict
+from qwen3next_jax.config import (
+    FULL,
+    LINEAR,
+    Config,
+    OptimizerConfig,
+    ProfileConfig,
+    Stage,
+    TrainConfig,
+    to_dict,
+)
 from qwen3next_jax.config.files import UserInput, names_in_code
 from qwen3next_jax.config.registry import EVALUATIONS, resolve
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.folder import read_config
-from qwen3next_jax.training.stages import STAGE_SETTINGS, resolve_stages
+from qwen3next_jax.training.stages import STAGE_SETTINGS, ResolvedStage, resolve_stages
 
-# Setting → (whether a run of this configuration reads it, why it does not).
-_READ: dict[str, tuple[Callable[[Config], bool], str]] = {
+# Setting → (whether a run of this configuration reads it, the reason if it does not).
+_CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "model.linear_mixer": (
         lambda c: LINEAR in c.model.pattern,
         f"no layer of the pattern is {LINEAR!r}",
@@ -50,7 +59,7 @@ _READ: dict[str, tuple[Callable[[Config], bool], str]] = {
         (lambda c: c.model.num_experts > 0, "the model has no experts (model.num_experts = 0)"),
     ),
     "model.intermediate_size": (lambda c: c.model.has_dense_mlps, "every layer has experts"),
-    # A weight of 0 says what is the case.
+    # A weight of 0 is true without experts, so it is allowed.
     "train.balance_loss_weight": (
         lambda c: c.model.has_experts or not c.train.balance_loss_weight,
         "no layer has experts",
@@ -80,182 +89,208 @@ _READ: dict[str, tuple[Callable[[Config], bool], str]] = {
 
 
 def unread(config: Config) -> dict[str, str]:
-    """Settings that change nothing in a run of `config` → why. "train.stages[1].schedule" is one
-    of a stage. Needs no JAX; `by_layers` knows the rest.
+    """Returns the settings that have no effect on a run of `config`, each with the reason. A
+    setting of a stage is named "train.stages[1].schedule".
+
+    This function does not import JAX; `unread_by_layers` finds the settings of mixers and
+    evaluations.
     """
-    found = {name: why for name, (reads, why) in _READ.items() if not reads(config)}
+    unread_settings = {name: why for name, (reads, why) in _CONDITIONS.items() if not reads(config)}
     read = source_of(config.data).settings(config.data)
     if read is not None:
-        found |= {
+        unread_settings |= {
             f"data.{name}": f"data.source = {config.data.source!r} does not read it"
             for name in flatten(to_dict(config.data))
             if name not in (*read, "source", "seed")
         }
-    found |= _of_profile(config)
-    return found | _of_stages(config, found.get("data.weights"))
+    unread_settings |= _unread_by_profile(config.profile, config.train)
+    resolved = resolve_stages(config)
+    return unread_settings | _unread_by_stages(
+        config.train.stages, resolved, unread_settings.get("data.weights")
+    )
 
 
-def by_layers(config: Config) -> dict[str, str]:
-    """As `unread`: what mixers and evaluations would read."""
+def unread_by_layers(config: Config) -> dict[str, str]:
+    """Returns the settings of mixers and evaluations that have no effect on a run of `config`, each
+    with the reason. It imports JAX.
+    """
     from qwen3next_jax.model.block import unread_by_mixers
 
-    found = {f"model.{name}": why for name, why in unread_by_mixers(config.model).items()}
+    unread_settings = {f"model.{name}": why for name, why in unread_by_mixers(config.model).items()}
     suites = [resolve(EVALUATIONS, name, "eval.suites").settings for name in config.eval.suites]
     if None not in suites:
-        found |= {
+        unread_settings |= {
             f"eval.{name}": f"no evaluation of eval.suites = {config.eval.suites} reads it"
             for name in ("suite_lengths", "suite_pairs")
             if not any(name in read for read in suites)
         }
-    return found
+    return unread_settings
 
 
-Find = Callable[[Config], dict[str, str]]
+Finder = Callable[[Config], dict[str, str]]
 
 
 def check(
     config: Config,
-    given: UserInput | None,
+    user_input: UserInput | None,
     workdir: pathlib.Path | None = None,
     restart: bool = False,
-    find: Find = unread,
+    find: Finder = unread,
 ) -> None:
-    """Raises UserError where a new run is given a setting that it does not read, or that leaves
-    it nothing to train on. A run that has begun goes on with the settings it has.
+    """Checks that a new run has tokens to train on and that the user's settings have an effect. A
+    resumed run may keep the settings in its run.json.
 
     Args:
-      given: what the user gives; None: any settings may be without use.
-      workdir: the folder of the run, where it has one.
-      restart: whether what is in `workdir` is moved away.
-      find: `unread` or `by_layers`.
+      user_input: the settings that the user gave; None: settings may have no effect.
+      workdir: the folder of the run; None: it has none.
+      restart: whether the run starts anew, whatever `workdir` holds.
+      find: `unread` or `unread_by_layers`.
+
+    Raises:
+      UserError: names the first setting without effect, or the reason why there are no tokens.
     """
-    begun = _begun(workdir, restart)
-    check_targets(config, begun)
-    if given is None:
+    resumed = _resumed_config(workdir, restart)
+    check_targets(config, resumed)
+    if user_input is None:
         return
-    settings, before = values(config), values(begun) if begun else {}
-    for name, why in refused(config, given, find).items():
-        require(name in before and before[name] == settings[name], why)
+    settings = settings_by_name(config)
+    recorded = settings_by_name(resumed) if resumed else {}
+    for name, message in find_refused(config, user_input, find).items():
+        require(name in recorded and recorded[name] == settings[name], message)
 
 
-def refused(config: Config, given: UserInput, find: Find) -> dict[str, str]:
-    """The given settings that a run of `config` does not read, by their names → what is wrong. A
-    default is not refused.
+def find_refused(config: Config, user_input: UserInput, find: Finder) -> dict[str, str]:
+    """Returns the settings that the user gave and that have no effect on a run of `config`, each
+    with an error message. Settings with their default value are allowed.
     """
-    settings, found = values(config), {}
+    settings, messages = settings_by_name(config), {}
     changed = {
         name: why for name, why in find(config).items() if settings[name] != DEFAULTS.get(name)
     }
-    in_file, alone = frozenset(), {}
-    if given.file_config and changed:
-        in_file, alone = names_in_code(given.file), find(given.file_config)
+    names_in_file, unread_in_file = frozenset(), {}
+    if user_input.file_config and changed:
+        names_in_file, unread_in_file = names_in_code(user_input.file), find(user_input.file_config)
     for name, why in changed.items():
-        if name.partition("[")[0] in given.overrides:
+        if name.partition("[")[0] in user_input.overrides:
             where = ""
-        elif name.rpartition(".")[2] in in_file and name in alone:
-            where = f"{given.file}: "
+        elif name.rpartition(".")[2] in names_in_file and name in unread_in_file:
+            where = f"{user_input.file}: "
         else:
             continue
-        found[name] = (
-            f"{where}{name} = {settings[name]!r} changes nothing in this run, as {why}: leave it "
-            "out"
+        messages[name] = (
+            f"{where}{name} = {settings[name]!r} has no effect on this run, because {why}: leave "
+            "it out"
         )
-    return found
+    return messages
 
 
-def check_targets(config: Config, begun: Config | None = None) -> None:
-    """Raises UserError where there is nothing to train on, or not what was named. `begun`: the
-    run that goes on; what it has is left to it.
+def check_targets(config: Config, resumed: Config | None = None) -> None:
+    """Checks that `data.path` names files and that every row has tokens to predict.
+
+    Args:
+      resumed: the configuration in run.json of a resumed run, whose settings are allowed; None: the
+        run is new.
+
+    Raises:
+      UserError: `data.path` has no glob, or the prefix of a mask is as long as a row.
     """
     data = config.data
     require(
-        bool(data.globs) or not data.path or bool(begun and begun.data.path == data.path),
+        bool(data.globs) or not data.path or bool(resumed and resumed.data.path == data.path),
         f"data.path = {data.path!r}: it names no file: expected comma-separated globs, or '' for "
         "Python's standard library",
     )
     mixer = config.model.mixer
-    if not mixer or (begun and begun.model.mixer == mixer):
+    if not mixer or (resumed and resumed.model.mixer == mixer):
         return
-    # the mixers are asked, and JAX is imported, only where they have settings
+    # This import loads JAX, so it happens only if mixers have settings.
     from qwen3next_jax.model.visible_targets import check_prefix
 
     for stage in resolve_stages(config):
         check_prefix(config.model, stage.sequence_length)
 
 
-def values(config: Config) -> dict[str, Any]:
-    """Every setting by its dotted name, those that stages set included."""
-    found = flatten(to_dict(config))
+def settings_by_name(config: Config) -> dict[str, Any]:
+    """Returns every setting by its dotted name, with the settings that stages override."""
+    settings = flatten(to_dict(config))
     for i, stage in enumerate(config.train.stages):
-        found |= {
+        settings |= {
             f"train.stages[{i}].{name}": value
             for name, value in vars(stage).items()
             if value is not None
         }
-    return found
+    return settings
 
 
-def _of_profile(config: Config) -> dict[str, str]:
-    """The settings of a profile of steps that the run does not take, as its parent took them."""
-    if not config.profile.steps:
+def _unread_by_profile(profile: ProfileConfig, train: TrainConfig) -> dict[str, str]:
+    """The settings of a profile whose steps the parent took, not this run → why."""
+    if not profile.steps:
         return {}
-    taken = preflight.steps_of_parent(config.train)
-    if taken < config.profile.range[-1]:
+    taken = preflight.steps_of_parent(train)
+    if taken < profile.range[-1]:
         return {}
     why = f"the run begins after step {taken} (train.init_from)"
     return dict.fromkeys(("profile.steps", "profile.memory"), why)
 
 
-def _of_stages(config: Config, no_weights: str | None) -> dict[str, str]:
-    """Of the settings that a stage may have: those that it does not read, and those of the run
-    that no stage reads. `no_weights`: why the data have no weights, if they have none.
+def _unread_by_stages(
+    stages: Sequence[Stage], resolved: Sequence[ResolvedStage], no_weights: str | None
+) -> dict[str, str]:
+    """The settings of a stage that the stage does not read, and the settings of the run that no
+    stage reads → why.
+
+    Args:
+      stages: `train.stages`.
+      resolved: these stages with the values of all settings; the whole run if there are none.
+      no_weights: why nothing reads `data.weights`; None if something reads it.
     """
-    resolved = resolve_stages(config)
-    stages = config.train.stages
-    found = {}
-    for i, (stage, one) in enumerate(zip(stages, resolved)):
-        why = _of_schedule(one.optimizer) | ({"weights": no_weights} if no_weights else {})
-        found |= {
+    unread_settings = {}
+    for i, (stage, resolved_stage) in enumerate(zip(stages, resolved)):
+        why = _unread_by_schedule(resolved_stage.optimizer)
+        if no_weights:
+            why["weights"] = no_weights
+        unread_settings |= {
             f"train.stages[{i}].{name}": why[name]
             for name in why
             if getattr(stage, name) is not None
         }
-    begins = {one.steps_before: stage for one, stage in zip(resolved, stages)}
+    by_first_step = {one.steps_before: stage for one, stage in zip(resolved, stages)}
     for group, names in STAGE_SETTINGS.items():
         for name in names:
-            # the stages whose value is the run's; a schedule is that of the stage it began with
+            # The stages that do not override the run's value. The stage with which a schedule
+            # begins sets the schedule of the stages after it.
             readers = []
             for one in resolved:
                 begin = one.schedule_start if group == "optimizer" else one.steps_before
-                if not stages or getattr(begins[begin], name) is None:
+                if not stages or getattr(by_first_step[begin], name) is None:
                     readers.append(one)
-            reasons = [_of_schedule(one.optimizer).get(name) for one in readers]
+            reasons = [_unread_by_schedule(one.optimizer).get(name) for one in readers]
             if not readers:
-                found[f"{group}.{name}"] = "every stage of train.stages has its own"
+                unread_settings[f"{group}.{name}"] = "every stage of train.stages has its own"
             elif group == "optimizer" and all(reasons):
-                found[f"{group}.{name}"] = reasons[0]
-    return found
+                unread_settings[f"{group}.{name}"] = reasons[0]
+    return unread_settings
 
 
-def _of_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
-    """What the schedule does not read → why."""
+def _unread_by_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
+    """The settings that the learning-rate schedule does not read → why."""
     schedule = optimizer.schedule
-    why, found = f"the schedule is {schedule!r}", {}
+    why, unread_settings = f"the schedule is {schedule!r}", {}
     if schedule != "warmup_stable_decay":
-        found["decay_fraction"] = why
+        unread_settings["decay_fraction"] = why
     if schedule == "constant":
-        found["final_fraction"] = why
-    return found
+        unread_settings["final_fraction"] = why
+    return unread_settings
 
 
-def _begun(workdir: pathlib.Path | None, restart: bool) -> Config | None:
-    """The configuration of the run in `workdir`, where one has begun there."""
+def _resumed_config(workdir: pathlib.Path | None, restart: bool) -> Config | None:
+    """The configuration of the run in `workdir`; None if the run is new."""
     if workdir is None or restart or not (workdir / "run.json").exists():
         return None
     try:
         return read_config(workdir)
-    except UserError:  # which is told where the folder is opened
+    except UserError:  # `open_run` raises it again later
         return None
 
 
-DEFAULTS = values(Config())
+DEFAULTS = settings_by_name(Config())

@@ -1,8 +1,8 @@
-"""With which mathematics a run was trained.
+"""Checks that a run was trained with the mathematics that this code has.
 
-A module whose mathematics changes counts up its `version`, and run.json holds the versions of the
-run's model. Weights that were trained with another version would silently mean something else, so
-they are refused.
+If the mathematics of a module changes, its `version` is increased. run.json holds the versions of
+the run's model. Weights that were trained with another version would give other results without an
+error, so they are refused.
 """
 
 import pathlib
@@ -12,39 +12,42 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.version import git
-from qwen3next_jax.config import Config
+from qwen3next_jax.config import ModelConfig, OptimizerConfig
 from qwen3next_jax.config.registry import is_trusted
 
 
 class _Change(NamedTuple):
-    """A change of mathematics from before versions were written down.
+    """A change of mathematics that is older than the versions in run.json.
 
     Attributes:
-      name: of what changed, as messages show it.
-      trust: the word after --trust with which a user vouches for a run of unknown code.
-      commit: the first one with the new mathematics.
-      in_weights: whether it changed what weights mean; if not, only how they are trained.
-      affects: whether it changed anything for a run of this configuration.
+      name: the module or setting that changed, for messages.
+      trust: the value of --trust with which a user states that a run of unknown code has the new
+        mathematics.
+      commit: the first commit with the new mathematics.
+      in_weights: whether the weights give other results; if not, only their training does.
+      affects: whether the change affects a run with this model and optimizer. The optimizer is None
+        only if `in_weights` is true.
     """
 
     name: str
     trust: str
     commit: str
     in_weights: bool
-    affects: Callable[[Config], bool]
+    affects: Callable[[ModelConfig, OptimizerConfig | None], bool]
 
 
-def _mtp_layer_is(mixer: str) -> Callable[[Config], bool]:
-    return lambda config: config.model.mtp_depth > 0 and config.model.full_mixer == mixer
+def _mtp_layer_is(mixer: str) -> Callable[[ModelConfig, OptimizerConfig | None], bool]:
+    return lambda model, optimizer: model.mtp_depth > 0 and model.full_mixer == mixer
 
 
-def _splits_heads_side_by_side(config: Config) -> bool:
-    """Whether Muon takes heads alone that lie side by side in a part of a parameter."""
+def _splits_heads_side_by_side(model: ModelConfig, optimizer: OptimizerConfig) -> bool:
+    """Whether Muon orthogonalises each head separately, and a parameter has several heads in one
+    part.
+    """
     from qwen3next_jax.model import declared
 
-    optimizer = config.optimizer
     return (optimizer.name, optimizer.muon.per_head) == ("muon", True) and any(
-        part.heads > 1 for parameter in declared(config.model).values() for part in parameter.parts
+        part.heads > 1 for parameter in declared(model).values() for part in parameter.parts
     )
 
 
@@ -55,7 +58,7 @@ _CHANGES = (
         "gdn2",
         "c4831c447c9daa4279017641b02c9c77a02be147",
         True,
-        lambda config: "gdn2" in {name for name, _ in config.model.layer_kinds},
+        lambda model, optimizer: "gdn2" in {name for name, _ in model.layer_kinds},
     ),
     *(
         _Change(
@@ -74,43 +77,51 @@ _CHANGES = (
 
 
 def check_versions(
-    where: pathlib.Path, record: Mapping[str, Any], config: Config, trains: bool = False
+    where: pathlib.Path,
+    record: Mapping[str, Any],
+    model: ModelConfig,
+    optimizer: OptimizerConfig | None = None,
 ) -> None:
-    """Raises UserError where a run was trained with another version of its model's mathematics
-    than this code has, or with code of which nobody can say it.
+    """Checks that this code has the mathematics with which a run was trained.
 
     Args:
       where: the folder of the record, for messages.
-      record: "versions" and "code", as run.json and the dump of a step hold them.
-      config: of the recorded run.
-      trains: whether its training goes on, so that the optimizer's mathematics counts as well.
+      record: run.json or dump.json, with "versions" and "code".
+      model: the model of the recorded run.
+      optimizer: the optimizer with which the training of the recorded run continues; its
+        mathematics is checked too. None: only the weights are used.
+
+    Raises:
+      UserError: a version differs, or the record does not show it.
     """
     from qwen3next_jax.model.block import versions
 
     code = record.get("code", "unknown")
     advice = "use the run with that code, or train anew in another --workdir"
     recorded = record.get("versions")
-    for name, version in versions(config.model).items():
+    for name, version in versions(model).items():
         theirs = (recorded or {}).get(name, 1)
         require(
             theirs == version,
             f"{where}: its model was trained with version {theirs} of {name} (code {code}), and "
             f"this code has version {version}, with other mathematics: {advice}",
         )
-    if recorded:  # by code that is newer than all of _CHANGES
+    if recorded:  # the code that wrote the record is newer than all of _CHANGES
         return
     for change in _CHANGES:
-        if not (change.in_weights or trains) or not change.affects(config):
+        if optimizer is None and not change.in_weights:
+            continue
+        if not change.affects(model, optimizer):
             continue
         is_older = _is_older(str(code), change.commit)
         if is_older is None and is_trusted(change.trust):
             continue
         require(
             is_older is not None,
-            f"{where}: nothing tells whether it was trained with the mathematics that "
-            f"{change.name} has here: it names no versions, and this checkout's history does not "
-            f"hold both its code ({code}) and the change (commit {change.commit[:12]}). If it was "
-            f"trained with newer code than that, give --trust={change.trust}; otherwise {advice}",
+            f"{where}: unknown whether it was trained with the mathematics that {change.name} has "
+            "here: its record has no versions, and this checkout's history lacks its code "
+            f"({code}) or the change (commit {change.commit[:12]}). If its code is newer than that "
+            f"commit, give --trust={change.trust}; otherwise {advice}",
         )
         require(
             not is_older,
@@ -120,8 +131,8 @@ def check_versions(
 
 
 def _is_older(code: str, commit: str) -> bool | None:
-    """Whether the `code` that a record names is older than `commit`; None where the checkout's
-    history does not tell.
+    """Whether `code`, the version in a record, is older than `commit`; None if the history of the
+    checkout lacks one of them.
     """
     code = code.removesuffix("+")
     if not re.fullmatch("[0-9a-f]{7,40}", code):

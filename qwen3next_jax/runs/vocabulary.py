@@ -1,37 +1,38 @@
-"""The vocabulary of a model that leaves it to the tokenizer of its data."""
+"""Sets the vocabulary of a model with `model.vocab_size = 0` to that of the data's tokenizer."""
 
 import pathlib
 from typing import Any
 
-from qwen3next_jax.runs.folder import restart_has_begun, trained_run
+from qwen3next_jax.runs.folder import is_restart_unfinished, trained_run
 
 
 def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = None) -> None:
-    """Sets `model.vocab_size` and `model.eos_token_id` in the nested dict `values`, where
-    `model.vocab_size` is 0 and the run trains on text.
+    """Sets `model.vocab_size` and `model.eos_token_id` if `model.vocab_size` is 0 and the run
+    trains on text.
 
-    They are those of the run in `workdir`, if one has begun there: it does not need the tokenizer
-    or the parent that it began with any more. Otherwise they are those of the tokenizer that
-    `data.tokenizer` names, or, where that is not given, that `train.init_from` brings.
+    A resumed run keeps the values in its run.json, without opening its tokenizer or parent. For a
+    new run they come from the tokenizer `data.tokenizer`, or, if that is "", from the tokenizer of
+    the model in `train.init_from`.
 
     Args:
-      workdir: the folder of a run that may go on; None where a new one begins.
+      values: the settings as a nested dict; it is changed in place.
+      workdir: the folder of a run that may resume; None: the run is new.
 
     Raises:
-      UserError: the tokenizer cannot be used, `train.init_from` names nothing that is there, or
-        what the run in `workdir` wrote is not complete.
+      UserError: the tokenizer cannot be loaded, `train.init_from` does not exist, or a record of
+        the run in `workdir` is missing.
     """
     model = values.get("model", {})
     data = values.get("data", {})
     if model.get("vocab_size") != 0 or data.get("source", "text") != "text":
         return
-    begun = trained_run(workdir) if workdir and not restart_has_begun(workdir) else None
-    if begun is not None:
-        trained = begun["config"]["model"]
+    record = trained_run(workdir) if workdir and not is_restart_unfinished(workdir) else None
+    if record is not None:
+        trained = record["config"]["model"]
         model["vocab_size"] = trained["vocab_size"]
         model["eos_token_id"] = trained["eos_token_id"]
         return
-    # These take their time to load.
+    # Imported here because these modules take long to load.
     from qwen3next_jax.data.tokens import load_tokenizer
     from qwen3next_jax.runs.preflight import tokenizer_of_model
 

@@ -7,7 +7,7 @@ import pathlib
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config.files import UserInput
 from qwen3next_jax.runs import unread
-from qwen3next_jax.runs.start import check_settings_alone
+from qwen3next_jax.runs.start import check_without_devices
 from qwen3next_jax.sweeps.points import Point, Sweep
 
 
@@ -20,8 +20,8 @@ def unread_settings(sweep: Sweep, point: Point) -> dict[str, str]:
     """The settings that are given to a point and have no effect on it → why."""
     given = given_settings(sweep, point)
     found: dict[str, str] = {}
-    for find in (unread.unread, unread.by_layers):
-        found |= unread.refused(point.config, given, find)
+    for find in (unread.unread, unread.unread_by_layers):
+        found |= unread.find_refused(point.config, given, find)
     return found
 
 
@@ -55,6 +55,6 @@ def check_points(sweep: Sweep) -> None:
     """Raises UserError that names the first point which could not run to its end."""
     for point in sweep.points:
         try:
-            check_settings_alone(point.config)
+            check_without_devices(point.config)
         except UserError as error:
             raise UserError(f"point {point.name}: {error}") from error

@@ -370,12 +370,12 @@ def _matching_width(
       UserError: `model` has more than `first` at any width.
     """
     # Imported here, because it loads JAX: a mistake in the file is reported before that.
-    from qwen3next_jax.runs.costs import model_amount
+    from qwen3next_jax.runs.costs import model_size
 
     name = "moe_intermediate_size" if model.has_experts else "intermediate_size"
 
     def amount(model: ModelConfig) -> float:
-        return model_amount(model, sequence_length, match)
+        return model_size(model, sequence_length, match)
 
     def with_width(width: int) -> ModelConfig:
         return dataclasses.replace(model, **{name: width})

@@ -23,6 +23,7 @@ from qwen3next_jax.common.metrics import (
 )
 from qwen3next_jax.runs.costs import count_costs
 from qwen3next_jax.sweeps.points import Point, Sweep
+from qwen3next_jax.training.stages import resolve_stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,8 @@ class Result:
     @property
     def costs(self) -> dict[str, float]:
         """Costs that follow from the configuration: parameters, FLOPs per token, cache."""
-        costs = count_costs(self.point.config)._asdict()
+        config = self.point.config
+        costs = count_costs(config.model, resolve_stages(config))._asdict()
         del costs["tokens"]
         return costs
 

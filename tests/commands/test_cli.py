@@ -71,7 +71,7 @@ def _run(*command, **environment):
         ),
         (
             ["train.py", TINY, "--config.eval.suite_rows=3"],
-            "eval.suite_rows = 3 changes nothing in this run, as eval.suites is empty",
+            "eval.suite_rows = 3 has no effect on this run, because eval.suites is empty",
         ),
         (
             ["train.py", TINY, "--config.name=../../evil"],

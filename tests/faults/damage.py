@@ -31,7 +31,7 @@ def _fallback(workdir: pathlib.Path) -> int | None:
 
     with contextlib.redirect_stderr(io.StringIO()) as said, Checkpoints(workdir) as checkpoints:
         step = checkpoints.newest_good_step()
-    return step if step == checkpoints.steps()[-1] or "is passed over" in said.getvalue() else None
+    return step if step == checkpoints.steps()[-1] or "is skipped" in said.getvalue() else None
 
 
 def flips_in_checkpoint(lab: Lab, count: int, goes_on: int = 50) -> list[Trial]:
@@ -103,7 +103,7 @@ def newest_checkpoints(lab: Lab, k: int) -> list[Trial]:
         flip_bit(path, position, bit)
     assert lab.run(workdir) == 0, lab.log(workdir)
     told = all(
-        f"checkpoints/{folder.name} is passed over" in lab.log(workdir) for folder in folders[:k]
+        f"checkpoints/{folder.name} is skipped" in lab.log(workdir) for folder in folders[:k]
     )
     return [
         Trial(

@@ -218,8 +218,8 @@ def test_mesh_flag(text, message):
     from qwen3next_jax.commands.plan import with_mesh
 
     with pytest.raises(UserError, match=message):
-        with_mesh(config(), read_mesh(text))
-    assert with_mesh(config(), read_mesh("expert=2,tensor=2")).parallel.mesh == MeshConfig(
+        with_mesh(ParallelConfig(), read_mesh(text))
+    assert with_mesh(ParallelConfig(), read_mesh("expert=2,tensor=2")).mesh == MeshConfig(
         data=-1, expert=2, tensor=2
     )
 
@@ -325,7 +325,7 @@ def test_real_train_step(plan):
     assert 0 < plan.mfu < plan.as_dict()["mfu_today"] < 0.5 and {"data", "expert"} == {
         axis for c in plan.collectives for axis in c.axes
     }
-    assert {c.times for c in plan.collectives} >= {1, len(plan.config.model.stacks[-1])}
+    assert {c.times for c in plan.collectives} >= {1, len(plan.model.stacks[-1])}
 
 
 def test_a_layer_alone_gathers_weights_and_exchanges_rows():
@@ -541,28 +541,28 @@ def test_a_planner_killed_early_leaves_no_compiler():
 @needs_compiler
 def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
     found = rank_candidates(
-        Config(train=TrainConfig(batch_size=7, sequence_length=4096)),
+        ModelConfig(),
+        TrainConfig(batch_size=7, sequence_length=4096),
         topology.describe_topology("v6e:16x16"),
         rows=(256, 512),
     )
     fitting = [c for c in found if not c.reason]
     assert fitting and found[: len(fitting)] == fitting
     per_token = [c.seconds / c.tokens for c in fitting]
-    assert per_token == sorted(per_token) and {c.config.train.batch_size for c in fitting} == {
+    assert per_token == sorted(per_token) and {c.train.batch_size for c in fitting} == {
         256,
         512,
     }
     # the fastest remat of each
-    assert len({(c.config.parallel.mesh, c.config.train.batch_size) for c in fitting}) == len(
-        fitting
-    )
+    assert len({(c.mesh, c.train.batch_size) for c in fitting}) == len(fitting)
     assert all(np.prod(list(c.sizes.values())) == 256 for c in found)
     assert any("GiB of 31 GiB" in c.reason for c in found) and any(
         "does not divide" in c.reason for c in found
     )
     assert set(RECOMPUTED) == set(typing.get_args(typing.get_type_hints(TrainConfig)["remat"]))
     on_v5e = rank_candidates(
-        Config(train=TrainConfig(batch_size=256, sequence_length=4096)),
+        ModelConfig(),
+        TrainConfig(batch_size=256, sequence_length=4096),
         topology.describe_topology("v5e:16x16"),
         {"expert": 16},
     )
@@ -570,7 +570,8 @@ def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
     # Axes that the user named stay; a row is split where it is long, or where rows are fewer than
     # devices.
     named = rank_candidates(
-        Config(train=TrainConfig(batch_size=256, sequence_length=4096)),
+        ModelConfig(),
+        TrainConfig(batch_size=256, sequence_length=4096),
         topology.describe_topology("v6e:16x16"),
         {"expert": 4},
     )
@@ -587,7 +588,8 @@ def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
         (512, 262_144, (8, 8, 8, 1)),
     ):
         few = rank_candidates(
-            Config(train=TrainConfig(batch_size=rows, sequence_length=length)),
+            ModelConfig(),
+            TrainConfig(batch_size=rows, sequence_length=length),
             topology.describe_topology("v5p:8x8x8"),
             dict(data=sizes[0], expert=sizes[1]),
         )
@@ -596,7 +598,7 @@ def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
         )
     assert all(c.sizes["context"] == 1 for c in found)
     # Nobody would train 81 B parameters without recomputation on 32 GB chips in one piece.
-    assert all(c.config.train.remat != "none" for c in fitting[:3])
+    assert all(c.train.remat != "none" for c in fitting[:3])
 
 
 @needs_compiler

@@ -36,7 +36,7 @@ from qwen3next_jax.runs import branching, checkpoint, load, manifest, preflight,
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, write_run
 from qwen3next_jax.runs.load import load_model
-from qwen3next_jax.runs.origin import Origin, began_with, find_source
+from qwen3next_jax.runs.origin import Origin, find_origin, find_source
 from qwen3next_jax.runs.start import start_state
 from qwen3next_jax.training.stages import open_stages
 from tests.in_process import dry_run, resolved, train
@@ -124,7 +124,7 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, t
     assert train(dataclasses.replace(config, name="renamed"), tmp_path / "branch") == 0
     same(saved(tmp_path / "branch", STEPS), trained)
     assert read_run(tmp_path / "branch")["parent"] == record
-    assert began_with(tmp_path / "branch") == Origin(None)
+    assert find_origin(tmp_path / "branch") == Origin(None)
 
 
 def opened(run):
@@ -135,7 +135,7 @@ def opened(run):
 def begun(config, mesh=None):
     """→ (its first state, the cursor of its first step)."""
     run = resolved(config, mesh)
-    parent = preflight.find_parent(config, pathlib.Path("nowhere"))
+    parent = preflight.find_parent(config.train, config.optimizer, pathlib.Path("nowhere"))
     return start_state(run, opened(run), parent)
 
 
@@ -180,7 +180,7 @@ def test_the_whole_state_on_other_data(parent, change, row, anew):
     "init_from, change, message",
     [
         ("{}/nowhere@10", {}, "there is no folder .*nowhere"),
-        ("{}/nowhere", {}, "it is no folder here: expected a run"),
+        ("{}/nowhere", {}, "it does not exist here: expected a run"),
         ("{}@15", {}, "it has no checkpoint of step 15; saved steps: 10, 20, 30"),
         (
             "{}@20",
@@ -192,7 +192,7 @@ def test_the_whole_state_on_other_data(parent, change, row, anew):
             {"optimizer": {"name": "muon"}},
             "its optimizer.name is 'adamw', here it is 'muon'",
         ),
-        ("{}", {}, "train.steps = 30 is the total, of which 30 are taken"),
+        ("{}", {}, "train.steps = 30 includes the 30 steps"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_is_read(
@@ -233,7 +233,7 @@ def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when
     if when == "as it is digested":
         monkeypatch.setattr(manifest, "find_damage", digested)
     with pytest.raises(UserError, match=f"checkpoints/{BRANCHED}: ") as told:
-        found = preflight.find_parent(config, tmp_path / "nowhere")
+        found = preflight.find_parent(config.train, config.optimizer, tmp_path / "nowhere")
         run = resolved(config)
         if when == "before it is read":
             happens()
@@ -284,7 +284,7 @@ def test_an_older_step_than_the_newest_is_said(parent, tmp_path):
     os.truncate(max((theirs / "checkpoints" / "30").rglob("d/*")), 1)
     for init_from, says in ((theirs, True), (f"{theirs}@20", False)):
         config = with_(train={"init_from": str(init_from)})
-        found = preflight.find_parent(config, tmp_path)
+        found = preflight.find_parent(config.train, config.optimizer, tmp_path)
         run = resolved(config)
         text = branching.describe(run, opened(run), found)
         assert found["step"] == 20 and "step 20" in text and ("step 30" in text) == says
@@ -307,7 +307,7 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
     record("third", "3", "second", run="2")
     record("from older", "4", "older", manifest=digests.sha256("{}")[:20])
     for folder in ("first", "third", "from older"):
-        assert began_with(tmp_path / folder).directory == tmp_path / "hf"
+        assert find_origin(tmp_path / folder).directory == tmp_path / "hf"
 
     record("replaced", "5", "first", run="another")
     record("unknown", "6", "older")
@@ -320,7 +320,7 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
     ways = {"replaced": "first", "unknown": "older", "moved": "moved", "of files": "files"}
     for folder, named in (ways | {"one": "one", "two": "two"}).items():
         with pytest.raises(UserError, match=f"{tmp_path}/{named}: .*--source"):
-            began_with(tmp_path / folder)
+            find_origin(tmp_path / folder)
 
     for folder, source in (
         ("first", {"path": f"{tmp_path}/hf", "form": ""}),
@@ -328,9 +328,8 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
         ("unknown", None),
     ):
         parent = {"path": f"{tmp_path}/{folder}"}
-        begins = with_(train={"init_from": parent["path"]})
         expected = {} if folder == "unknown" else {"source": source}
-        assert find_source(begins, parent, "") == expected
+        assert find_source(parent["path"], parent, "") == expected
     shutil.rmtree(tmp_path / "first")
     for folder, source in (
         ("second", {"path": f"{tmp_path}/hf", "form": "qwen3_5"}),
@@ -338,7 +337,7 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
     ):
         write_run(tmp_path / folder, read_run(tmp_path / folder) | {"source": source})
         directory = source and tmp_path / "hf"
-        assert began_with(tmp_path / folder) == Origin(directory, source["form"] if source else "")
+        assert find_origin(tmp_path / folder) == Origin(directory, source["form"] if source else "")
 
 
 def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are_read(
@@ -363,7 +362,7 @@ def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are
             lambda: preflight.check(
                 dataclasses.replace(CONFIG, model=wider, train=begins), tmp_path / "new"
             ),
-            lambda: evaluate._config_of_run(dataclasses.replace(CONFIG, model=wider), folder),
+            lambda: evaluate._check_same_weights(wider, bound, folder),
         ):
             with (
                 contextlib.nullcontext()
@@ -431,7 +430,8 @@ def test_a_run_from_before_versions_is_told_by_its_commit(
         return "" if known else None
 
     def check(code, trains=in_weights):
-        versions.check_versions(tmp_path, record | {"code": code}, config, trains)
+        continued = config.optimizer if trains else None
+        versions.check_versions(tmp_path, record | {"code": code}, config.model, continued)
 
     monkeypatch.setattr(versions, "git", git)
     monkeypatch.setattr(registry, "_trusted", set())
@@ -468,11 +468,11 @@ def test_a_branch_killed_before_it_was_saved_begins_with_the_step_that_it_began_
 ):
     """Although its parent has saved later ones since."""
     config = with_(train={"init_from": str(parent)})
-    assert preflight.find_parent(config, tmp_path)["step"] == STEPS
+    assert preflight.find_parent(config.train, config.optimizer, tmp_path)["step"] == STEPS
     # a record of older code has no id of the parent, and still is that of the same one
     older = {"step": BRANCHED, "manifest": "0" * 20, "path": str(parent)}
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "time": 1.0}\n')
     for begun in (older, older | {"run": "0"}):
         write_run(tmp_path, {"parent": begun})
-        found = preflight.find_parent(config, tmp_path)
+        found = preflight.find_parent(config.train, config.optimizer, tmp_path)
         assert found["step"] == BRANCHED and found.keys() == begun.keys()

@@ -202,13 +202,13 @@ def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):
 def test_a_folder_takes_one_run_at_a_time(tmp_path):
     other = RunLock(tmp_path)  # locks of one process exclude each other as those of two do
     with RunLock(tmp_path) as lock:
-        assert lock.held(lambda: 3) == 3
+        assert lock.run_locked(lambda: 3) == 3
         with pytest.raises(UserError, match="another process is training in it"):
-            other.held(lambda: None)
+            other.run_locked(lambda: None)
     with pytest.raises(ZeroDivisionError):
-        other.held(lambda: 1 / 0)
+        other.run_locked(lambda: 1 / 0)
     with RunLock(tmp_path) as lock:
-        assert lock.held(lambda: 4) == 4
+        assert lock.run_locked(lambda: 4) == 4
 
 
 def test_the_documents_tables_are_those_of_the_code():

@@ -77,9 +77,9 @@ def test_a_move_that_was_cut_short_is_finished(tmp_path, monkeypatch, renames):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(pathlib.Path, "rename", killed)
         folder.move_aside(run)
-    assert folder.restart_has_begun(run)
+    assert folder.is_restart_unfinished(run)
     folder.move_aside(run)
-    assert not folder.restart_has_begun(run)
+    assert not folder.is_restart_unfinished(run)
     (aside,) = run.iterdir()
     assert {name: (aside / name).read_text() for name in contents} == contents
     # a run that was begun meanwhile by code that does not know of the move

@@ -114,11 +114,11 @@ def test_resumed_around_a_boundary_it_is_the_run_that_was_resumed_at_one(staged,
         ),
         (
             with_stages(Stage(9), Stage(11), *STAGES[2:]),
-            r"stage main has taken 10 steps, not 9: train.stages\[0\].steps = 10 stays",
+            r"stage main has taken 10 steps, not 9: train.stages\[0\].steps = 10 cannot change",
         ),
         (
             with_stages(STAGES[0], Stage(4), Stage(16, schedule="linear")),
-            "stage long has taken 5 steps, not 4: give it as many at least",
+            "stage long has taken 5 steps, not 4: give it at least that many",
         ),
         (
             with_stages(STAGES[0], steps=10),

@@ -56,7 +56,7 @@ HELDOUT = {
 def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsFile(path, 0) as metrics:
-        metrics.start(0, begun=100.0, devices=1)
+        metrics.start(0, start_time=100.0, devices=1)
         for step in (10, 20, 30):
             metrics.write(
                 "train",
@@ -70,7 +70,7 @@ def test_a_resumed_run_keeps_what_is_true_and_drops_what_comes_again(tmp_path):
     with path.open("a") as file:
         file.write('{"event": "train", "st')  # torn by a kill
     with MetricsFile(path, 20) as metrics:
-        metrics.start(20, begun=200.0)
+        metrics.start(20, start_time=200.0)
         metrics.write("train", 40, time=240.0)
         metrics.rewind(30)
         metrics.write("train", 35, time=245.0)
@@ -97,7 +97,7 @@ def test_other_processes_write_and_show_nothing(tmp_path, capsys):
         MetricsFile(None, 0, [lambda event: pytest.fail("process 1 shows an event")]) as metrics,
         Display("title", stages_of(10), 0, visible=False) as display,
     ):
-        metrics.start(0, begun=1.0)
+        metrics.start(0, start_time=1.0)
         metrics.write("train", 1)
         metrics.rewind(0)
         display(TRAIN)

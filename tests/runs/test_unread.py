@@ -18,7 +18,7 @@ from qwen3next_jax.sweeps.points import load_sweep
 
 ROOT = Path(__file__).parents[2]
 TINY, MQAR, STAGES = (f"configs/{name}.py" for name in ("tiny", "mqar", "stages"))
-FINDERS = (unread.unread, unread.by_layers)
+FINDERS = (unread.unread, unread.unread_by_layers)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def given(file, **overrides):
 
 def refused(file, **overrides):
     config, settings = given(file, **overrides)
-    return {name for find in FINDERS for name in unread.refused(config, settings, find)}
+    return {name for find in FINDERS for name in unread.find_refused(config, settings, find)}
 
 
 PATTERN = "('gated_deltanet', 'gated_attention') * 2"
