@@ -58,8 +58,8 @@ def _run(*command, **environment):
             "--config=configs/tiy.py: no such file (did you mean 'tiny.py'?)",
         ),
         (["train.py", "--config=configs"], "--config=configs: a folder"),
-        (["-m", "qwen3next_jax", "plan", TINY, UNREAD], "eval.suite_rows = 3 changes nothing"),
-        (["eval.py", TINY, UNREAD, f"--workdir={HF}"], "eval.suite_rows = 3 changes nothing"),
+        (["-m", "qwen3next_jax", "plan", TINY, UNREAD], "eval.suite_rows = 3 has no effect"),
+        (["eval.py", TINY, UNREAD, f"--workdir={HF}"], "eval.suite_rows = 3 has no effect"),
         (["train.py", TINY, "steps=5"], "unexpected argument 'steps=5'"),
         (
             ["train.py", TINY, "--config.model.num_experts_per_tok=9"],
