@@ -243,7 +243,7 @@ def test_a_run_that_goes_on_keeps_its_vocabulary_when_its_parent_is_gone(tmp_pat
     values["model"]["vocab_size"] = 0
     values["train"]["init_from"] = str(tmp_path / "gone")
     # no parent is no reason to read bytes
-    with pytest.raises(UserError, match="train.init_from = .*gone: it is no folder here"):
+    with pytest.raises(UserError, match="train.init_from = .*gone: it does not exist here"):
         fill_from_tokenizer(values, tmp_path)
     write_run(tmp_path, {"config": {"model": {"vocab_size": 2000, "eos_token_id": 7}}})
     (tmp_path / "checkpoints/4").mkdir(parents=True)
