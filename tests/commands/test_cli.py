@@ -58,8 +58,8 @@ def _run(*command, **environment):
             "--config=configs/tiy.py: no such file (did you mean 'tiny.py'?)",
         ),
         (["train.py", "--config=configs"], "--config=configs: a folder"),
-        (["-m", "qwen3next_jax", "plan", TINY, UNREAD], "eval.suite_rows = 3 changes nothing"),
-        (["eval.py", TINY, UNREAD, f"--workdir={HF}"], "eval.suite_rows = 3 changes nothing"),
+        (["-m", "qwen3next_jax", "plan", TINY, UNREAD], "eval.suite_rows = 3 has no effect"),
+        (["eval.py", TINY, UNREAD, f"--workdir={HF}"], "eval.suite_rows = 3 has no effect"),
         (["train.py", TINY, "steps=5"], "unexpected argument 'steps=5'"),
         (
             ["train.py", TINY, "--config.model.num_experts_per_tok=9"],
@@ -243,7 +243,7 @@ def test_a_run_that_goes_on_keeps_its_vocabulary_when_its_parent_is_gone(tmp_pat
     values["model"]["vocab_size"] = 0
     values["train"]["init_from"] = str(tmp_path / "gone")
     # no parent is no reason to read bytes
-    with pytest.raises(UserError, match="train.init_from = .*gone: it is no folder here"):
+    with pytest.raises(UserError, match="train.init_from = .*gone: it does not exist here"):
         fill_from_tokenizer(values, tmp_path)
     write_run(tmp_path, {"config": {"model": {"vocab_size": 2000, "eos_token_id": 7}}})
     (tmp_path / "checkpoints/4").mkdir(parents=True)
