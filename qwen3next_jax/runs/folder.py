@@ -250,6 +250,14 @@ def saved_steps(workdir: pathlib.Path) -> list[int]:
     )
 
 
+def sealed_steps(workdir: pathlib.Path) -> list[int]:
+    """Those of `saved_steps` whose checkpoint has a manifest: a run that was killed before it wrote
+    its first manifest begins again.
+    """
+    checkpoints = workdir / "checkpoints"
+    return [s for s in saved_steps(workdir) if (checkpoints / str(s) / "manifest.json").exists()]
+
+
 def names_step(name: str) -> bool:
     """Whether a folder of this name holds what was saved after a step: digits, as Python writes
     a number (neither "007" nor "²").
@@ -261,11 +269,7 @@ def check_nothing_lost(workdir: pathlib.Path) -> None:
     """Raises UserError where a run without a whole checkpoint has had one: to begin again would
     write over its record.
     """
-    sealed = [
-        step
-        for step in saved_steps(workdir)
-        if (workdir / "checkpoints" / str(step) / "manifest.json").exists()
-    ]
+    sealed = sealed_steps(workdir)
     told = [
         event["step"]
         for _, event in iterate_events(workdir / "metrics.jsonl")

@@ -28,6 +28,7 @@ from qwen3next_jax.runs.folder import (
     restart_has_begun,
     run_id,
     saved_steps,
+    sealed_steps,
     trained_run,
 )
 from qwen3next_jax.training.stages import resolve_stages
@@ -77,7 +78,7 @@ def check(
         check_settings(workdir, config)
     config = with_tokenizer(config, workdir, restart)
     # a run that goes on needs it no more
-    if config.train.init_from and (restart or not saved_steps(workdir)):
+    if config.train.init_from and (restart or not sealed_steps(workdir)):
         init_from = config.train.init_from
         check_structure(config.model, init_from, find_parent(config, workdir, restart))
         compare_tokens(config.data, config.model.vocab_size, init_from)
@@ -212,7 +213,7 @@ def steps_of_parent(train: TrainConfig) -> int:
         return 0
     require_path(f"train.init_from = {train.init_from!r}", train.init_from)
     path, step = _split(train.init_from)
-    return max(saved_steps(path), default=0) if step is None else step
+    return max(sealed_steps(path), default=0) if step is None else step
 
 
 def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) -> Parent | None:
@@ -226,7 +227,7 @@ def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) ->
         the sizes are looked at; their digests when it is read.
     """
     train, where = config.train, f"train.init_from = {config.train.init_from}"
-    if not train.init_from or not restart and saved_steps(workdir):
+    if not train.init_from or not restart and sealed_steps(workdir):
         return None
     _check_is_there(train.init_from)
     path, step = _split(train.init_from)

@@ -13,7 +13,7 @@ from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.block import check_mixers
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
 from qwen3next_jax.runs import branching, origin, preflight
-from qwen3next_jax.runs.folder import config_of, read_run, saved_steps
+from qwen3next_jax.runs.folder import config_of, read_run, sealed_steps
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import DataCursor, resolve_stages
@@ -33,7 +33,7 @@ def prepare_start(
       UserError: names the first mistake.
     """
     preflight.check(config, workdir, restart, records=is_process_0())
-    begins = restart or not saved_steps(workdir)
+    begins = restart or not sealed_steps(workdir)
     if not begins:
         record = read_run(workdir)
         check_versions(workdir, record, config_of(record, workdir), trains=True)

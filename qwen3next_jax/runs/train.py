@@ -38,7 +38,7 @@ from qwen3next_jax.runs.folder import (
     open_run,
     read_run,
     restart_has_begun,
-    saved_steps,
+    sealed_steps,
     write_run_record,
 )
 from qwen3next_jax.runs.incidents import Halted, Incidents, write_dump
@@ -226,7 +226,7 @@ def _open_folder(
     compares the run with the one that is recorded there. Process 0 does so for all.
     """
     config = run.config
-    begins = broadcast_from_process_0(lambda: restart or not saved_steps(workdir))
+    begins = broadcast_from_process_0(lambda: restart or not sealed_steps(workdir))
     files = run_on_all(lambda: origin.stamp_of_files(config) if begins else "")
 
     def open_folder():
