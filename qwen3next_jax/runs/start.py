@@ -112,7 +112,12 @@ def start_state(
         return run.init_state(), cursor
     from qwen3next_jax.interop.huggingface import load_params
 
-    if files:
-        run_on_all(lambda: origin.check_files(init_from, files))
+    def check_files():
+        if files:
+            run_on_all(lambda: origin.check_files(init_from, files))
+
+    check_files()
     preflight.check_structure(run.model, init_from)
-    return run.init_state(load_params(init_from, run.abstract_state["params"])), cursor
+    params = load_params(init_from, run.abstract_state["params"])
+    check_files()  # they may have been replaced while they were read
+    return run.init_state(params), cursor
