@@ -42,10 +42,18 @@ def check_bounds(group: Any, where: str, bounds: Mapping[str, str]) -> None:
 def declared_bounds(cls: type) -> dict[str, str]:
     """{setting: bound} of the config dataclass `cls`, of fields such as
     `window: Annotated[int, "at least 1"]`.
+
+    Raises:
+      ValueError: there is no such bound.
     """
     hints = typing.get_type_hints(cls, include_extras=True)
-    found = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {name: bound for name, bounds in found.items() for bound in bounds if bound in BOUNDS}
+    found = {name: bound for name in hints for bound in getattr(hints[name], "__metadata__", ())}
+    for name, bound in found.items():
+        if bound not in BOUNDS:
+            raise ValueError(
+                f"{cls.__qualname__}.{name}: bound {bound!r}: expected one of {[*BOUNDS]}"
+            )
+    return found
 
 
 def check_declared_bounds(group: Any, where: str) -> None:

@@ -6,11 +6,13 @@ python tests/zoo/test_mixer_settings.py prints the table of docs/mixers.md.
 import dataclasses
 import json
 import pathlib
+from typing import Annotated
 
 import pytest
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MixerConfig, ModelConfig, from_dict, to_dict
+from qwen3next_jax.config.bounds import declared_bounds
 from qwen3next_jax.config.describe import mixer_settings
 from qwen3next_jax.config.files import apply_overrides
 from qwen3next_jax.config.mixer import _EARLIER_DEFAULTS
@@ -32,6 +34,17 @@ def test_equal_models_have_equal_settings():
     again = from_dict(Config, json.loads(json.dumps(to_dict(config))))
     assert again == config and hash(again.model) == hash(config.model)
     assert again.model.settings_of("sliding_window").window == 8
+
+
+def test_a_bound_that_there_is_not_is_an_error():
+    """It would check nothing."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        window: Annotated[int, "at least one"] = 1
+
+    with pytest.raises(ValueError, match="Settings.window: bound 'at least one': expected one of"):
+        declared_bounds(Settings)
 
 
 def test_a_flag_is_of_the_type_that_the_mixer_declares(tmp_path, monkeypatch):
