@@ -347,6 +347,7 @@ def _workdir_of(name: str | None = None) -> pathlib.Path:
         raise UserError(
             "--workdir is missing: expected the folder of a run, such as --workdir=runs/tiny"
         )
+    require_path(f"name = {name[:120]!r}", name)
     return pathlib.Path("runs") / name
 
 

@@ -259,6 +259,14 @@ def saved_steps(workdir: pathlib.Path) -> list[int]:
     )
 
 
+def complete_steps(workdir: pathlib.Path) -> list[int]:
+    """The steps of the checkpoints in `workdir` that have a manifest. A run that was killed before
+    it wrote its first manifest begins again.
+    """
+    checkpoints = workdir / "checkpoints"
+    return [s for s in saved_steps(workdir) if (checkpoints / str(s) / "manifest.json").exists()]
+
+
 def is_step_name(name: str) -> bool:
     """Whether a folder's name is the number of a step, as Python writes it: neither "007" nor
     "²".
@@ -273,11 +281,7 @@ def check_checkpoints_not_lost(workdir: pathlib.Path) -> None:
     Raises:
       UserError: the run had a checkpoint.
     """
-    complete = [
-        step
-        for step in saved_steps(workdir)
-        if (workdir / "checkpoints" / str(step) / "manifest.json").exists()
-    ]
+    complete = complete_steps(workdir)
     recorded = [
         event["step"]
         for _, event in iterate_events(workdir / "metrics.jsonl")

@@ -35,6 +35,7 @@ from qwen3next_jax.runs.folder import (
     is_restart_unfinished,
     run_id,
     saved_steps,
+    complete_steps,
     trained_run,
 )
 from qwen3next_jax.training.stages import resolve_stages
@@ -88,7 +89,7 @@ def check(
     data = with_tokenizer(config.data, config.train.init_from, workdir, restart)
     config = dataclasses.replace(config, data=data)
     # A resumed run does not read `train.init_from`.
-    if config.train.init_from and (restart or not saved_steps(workdir)):
+    if config.train.init_from and (restart or not complete_steps(workdir)):
         init_from = config.train.init_from
         parent = find_parent(config.train, config.optimizer, workdir, restart)
         check_structure(config.model, init_from, parent)
@@ -238,7 +239,7 @@ def steps_of_parent(train: TrainConfig) -> int:
         return 0
     require_path(f"train.init_from = {train.init_from!r}", train.init_from)
     path, step = _split_step(train.init_from)
-    return max(saved_steps(path), default=0) if step is None else step
+    return max(complete_steps(path), default=0) if step is None else step
 
 
 def find_parent(
@@ -262,7 +263,7 @@ def find_parent(
       UserError: the parent does not exist or has no such step, or its state does not fit this run.
     """
     where = f"train.init_from = {train.init_from}"
-    if not train.init_from or not restart and saved_steps(workdir):
+    if not train.init_from or not restart and complete_steps(workdir):
         return None
     _check_is_there(train.init_from)
     path, step = _split_step(train.init_from)

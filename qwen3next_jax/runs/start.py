@@ -14,7 +14,7 @@ from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.block import check_mixers
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
 from qwen3next_jax.runs import branching, origin, preflight
-from qwen3next_jax.runs.folder import config_of, read_run, saved_steps
+from qwen3next_jax.runs.folder import config_of, read_run, complete_steps
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import DataCursor, resolve_stages
@@ -34,7 +34,7 @@ def prepare_start(
       UserError: names the first mistake.
     """
     preflight.check(config, workdir, restart, records=is_process_0())
-    is_new = restart or not saved_steps(workdir)
+    is_new = restart or not complete_steps(workdir)
     if not is_new:
         record = read_run(workdir)
         trained = config_of(record, workdir)
@@ -120,7 +120,12 @@ def start_state(
         return run.init_state(), cursor
     from qwen3next_jax.interop.huggingface import load_params
 
-    if files:
-        run_on_all(lambda: origin.check_files(init_from, files))
+    def check_files():
+        if files:
+            run_on_all(lambda: origin.check_files(init_from, files))
+
+    check_files()
     preflight.check_structure(run.model, init_from)
-    return run.init_state(load_params(init_from, run.abstract_state["params"])), cursor
+    params = load_params(init_from, run.abstract_state["params"])
+    check_files()  # they may have been replaced while they were read
+    return run.init_state(params), cursor

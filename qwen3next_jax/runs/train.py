@@ -41,7 +41,7 @@ from qwen3next_jax.runs.folder import (
     open_run,
     read_run,
     is_restart_unfinished,
-    saved_steps,
+    complete_steps,
     write_run_record,
 )
 from qwen3next_jax.runs.incidents import Halted, Incidents, write_dump
@@ -230,7 +230,7 @@ def _open_folder(
       UserError: another process trains in the folder, or it has the files of another run.
     """
     config = run.config
-    is_new = broadcast_from_process_0(lambda: restart or not saved_steps(workdir))
+    is_new = broadcast_from_process_0(lambda: restart or not complete_steps(workdir))
     files = run_on_all(lambda: origin.stamp_init_from(config.train.init_from) if is_new else "")
 
     def open_folder():

@@ -156,15 +156,25 @@ def _clipped_swiglu(gate_up):
 
 
 def _clipped_swiglu_mlp(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID, bias_ED, sizes_E):
-    experts = len(sizes_E)
-    expert_Q = jnp.repeat(jnp.arange(experts), sizes_E, total_repeat_length=len(x_QD))
     gate_up = gate_up.reshape(*gate_up.shape[:2], -1)  # [E, D, 2, I] or [E, D, 2·I]
-    gate_up_bias = gate_up_bias.reshape(experts, -1)
+    gate_up_bias = gate_up_bias.reshape(len(sizes_E), -1)
     hidden_QI = keeping_inputs(
-        _clipped_swiglu, grouped_matmul(x_QD, gate_up, sizes_E) + gate_up_bias[expert_Q]
+        _clipped_swiglu,
+        grouped_matmul(x_QD, gate_up, sizes_E) + _of_rows(gate_up_bias, sizes_E, len(x_QD)),
     )
     # The shards of `tensor` are summed later: each adds its part of the bias.
-    return grouped_matmul(hidden_QI, down_EID, sizes_E) + bias_ED[expert_Q] / tensor_shards
+    bias_QD = _of_rows(bias_ED, sizes_E, len(x_QD)) / tensor_shards
+    return grouped_matmul(hidden_QI, down_EID, sizes_E) + bias_QD
+
+
+def _of_rows(bias_EF, sizes_E, rows):
+    """The bias of each row's expert, [rows, F]. It is a product: the gradient of `bias[expert]`
+    would be a scatter-add, which loses most of the sum in bfloat16.
+    """
+    experts = len(sizes_E)
+    expert_Q = jnp.repeat(jnp.arange(experts), sizes_E, total_repeat_length=rows)
+    is_own_QE = jax.nn.one_hot(expert_Q, experts, dtype=bias_EF.dtype)
+    return jnp.matmul(is_own_QE, bias_EF, precision=jax.lax.Precision.HIGHEST)
 
 
 # ---- references

@@ -74,6 +74,10 @@ def _run(*command, **environment):
             "eval.suite_rows = 3 has no effect on this run, because eval.suites is empty",
         ),
         (
+            ["train.py", TINY, "--config.model.vocab_size=0", f"--config.name={'n' * 300}"],
+            "a name of 300 bytes: expected at most 255",
+        ),
+        (
             ["train.py", TINY, "--config.name=../../evil"],
             "name = '../../evil': expected the name of a folder, without '/'",
         ),

@@ -472,6 +472,7 @@ def test_a_branch_killed_before_it_was_saved_begins_with_the_step_that_it_began_
     # a record of older code has no id of the parent, and still is that of the same one
     older = {"step": BRANCHED, "manifest": "0" * 20, "path": str(parent)}
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "time": 1.0}\n')
+    (tmp_path / "checkpoints" / "11").mkdir(parents=True)  # of which the manifest is not there yet
     for begun in (older, older | {"run": "0"}):
         write_run(tmp_path, {"parent": begun})
         found = preflight.find_parent(config.train, config.optimizer, tmp_path)

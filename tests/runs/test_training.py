@@ -33,7 +33,8 @@ from qwen3next_jax.config import (
     to_dict,
 )
 from qwen3next_jax.data.tokens import load_tokenizer
-from qwen3next_jax.interop.huggingface import save_hf, stamp_hf
+from qwen3next_jax.interop import huggingface
+from qwen3next_jax.interop.huggingface import load_params, save_hf, stamp_hf
 from qwen3next_jax.model import declared
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
@@ -282,7 +283,7 @@ def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 256
 
 
-def test_starts_from_a_hugging_face_directory(config, finished, tmp_path):
+def test_starts_from_a_hugging_face_directory(config, finished, tmp_path, monkeypatch):
     model = load_trained(finished).model
     save_hf(model, tmp_path / "hf", load_tokenizer("bytes"))
     again = dataclasses.replace(
@@ -310,7 +311,17 @@ def test_starts_from_a_hugging_face_directory(config, finished, tmp_path):
         "".join(line for line in events.open() if json.loads(line)["event"] != "checkpoint")
     )
     start_state(run, data, files=files)
-    os.utime(tmp_path / "hf" / "model.safetensors", (1, 1))
+    weights = tmp_path / "hf" / "model.safetensors"
+
+    def replaced_while_it_is_read(*args):
+        os.utime(weights, (2, 2))
+        return load_params(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(huggingface, "load_params", replaced_while_it_is_read)
+        with pytest.raises(UserError, match="files .*were replaced"):
+            start_state(run, data, files=files)
+    os.utime(weights, (1, 1))
     for begin in (
         lambda: start_state(run, data, files=files),
         lambda: train(again, tmp_path / "begun"),

@@ -215,6 +215,23 @@ def test_other_experts_decode_and_split(name):
     )
 
 
+def test_gradients_of_experts_biases_are_sums_of_many_rows_in_bfloat16():
+    """A scatter-add in bfloat16 would stop at 256 where it adds ones."""
+    rows, sizes = 2048, jnp.array([1500, 548])
+    x, up, down = jnp.zeros((rows, 4)), jnp.zeros((2, 4, 2, 3)), jnp.zeros((2, 3, 4))
+    biases = jnp.zeros((2, 2, 3)), jnp.zeros((2, 4))
+
+    def loss(biases):
+        x_, up_, up_bias, down_, down_bias = (
+            a.astype(jnp.bfloat16) for a in (x, up, biases[0], down, biases[1])
+        )
+        y = experts._clipped_swiglu_mlp(1, x_, up_, up_bias, down_, down_bias, sizes)
+        return jnp.sum(y.astype(jnp.float32))
+
+    _, down_bias = jax.jit(jax.grad(loss))(biases)
+    np.testing.assert_allclose(down_bias, jnp.repeat(sizes[:, None], 4, axis=1), rtol=0.01)
+
+
 def test_deep_norm_starts_smaller():
     def start(name):
         c = dataclasses.replace(BASE, block=BlockConfig(placement=name))
