@@ -12,7 +12,9 @@ from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.moe import MoEConfig
+from qwen3next_jax.config.ngram import PLEConfig
 from qwen3next_jax.config.registry import MIXERS, check_name, resolve
+from qwen3next_jax.config.streams import StreamsConfig
 
 # in `layer_types`: what `linear_mixer` and `full_mixer` name
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -50,6 +52,10 @@ class ModelConfig:
     mixer: MixerConfig = MixerConfig()
     # what else a block may be made of
     block: BlockConfig = BlockConfig()
+    # several residual streams
+    streams: StreamsConfig = StreamsConfig()
+    # embeddings of n-grams that layers add
+    ple: PLEConfig = PLEConfig()
 
     num_attention_heads: int = 16
     num_key_value_heads: int = 2
@@ -103,6 +109,8 @@ class ModelConfig:
     beta_gate: bool = True
     # of recurrent layers
     linear_output_gate: bool = True
+    # the function of that gate
+    output_gate_type: Literal["silu", "sigmoid"] = "silu"
     attention_output_gate: bool = True
     # of attention
     qk_norm: bool = True
@@ -117,8 +125,10 @@ class ModelConfig:
     # matmul operands; norms, gates, router and states stay float32
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # What Hugging Face files hold it as (docs/families.md); nothing that is computed depends on it.
-    # "qwen3_5": beside a vision tower.
-    hf_form: Literal["qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear"] = "qwen3_next"
+    # "qwen3_5", "qwen4_exp": beside a vision tower.
+    hf_form: Literal[
+        "qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear", "qwen4_exp_text", "qwen4_exp"
+    ] = "qwen3_next"
     # "trunk", "mtp": where a layer's experts are one tensor there
     hf_fused_experts: tuple[Literal["trunk", "mtp"], ...] = ()
 
@@ -145,6 +155,8 @@ class ModelConfig:
         self._check_heads()
         self._check_mlps()
         self.block.check(self)
+        self.streams.check(self)
+        self.ple.check(self)
         given = MixerConfig(**self.mixer).checked(name for name, _ in self.layer_kinds)
         object.__setattr__(self, "mixer", given)
 
@@ -270,9 +282,10 @@ class ModelConfig:
         """The layers of each block that is traced: the first blocks stand for one layer each,
         the others for every repeat of their place in the period behind them (3 recurrent + 1
         attention, 12 times, in the released model). A pattern without a period is traced layer
-        by layer.
+        by layer. A layer with an embedding of its own (`ple`) stands alone.
         """
-        return _stacks(self.layer_kinds[: self.num_hidden_layers])
+        embeddings = map(self.ple.number, range(self.num_hidden_layers))
+        return _stacks(tuple(zip(self.layer_kinds, embeddings)))
 
     def differs(self, other: "ModelConfig") -> tuple[str, ...]:
         """The settings in which the two describe different models, however each spells its

@@ -59,6 +59,7 @@ MIXERS = {
     "lambda_window": "qwen3next_jax.zoo.long_context:LambdaWindow",
     "parallel_windows": "qwen3next_jax.zoo.long_context:ParallelWindows",
     "selected_tokens": "qwen3next_jax.zoo.long_context:SelectedTokens",
+    "qsa": "qwen3next_jax.zoo.qsa:QSA",
 }
 # Where the norms around a mixer and an MLP stand; N is a norm, f the mixer or the MLP:
 # model.block.placement.
@@ -68,6 +69,8 @@ PLACEMENTS = {
     "olmo2": "qwen3next_jax.zoo.block_parts:Olmo2",  # x + N(f(x))
     "sandwich": "qwen3next_jax.zoo.block_parts:Sandwich",  # x + N'(f(N(x)))
     "deep": "qwen3next_jax.zoo.block_parts:Deep",  # N(α x + f(x))
+    # several streams, mixed for f and written by f through gates: model.streams
+    "gated_residual": "qwen3next_jax.zoo.gated_residual:GatedResidual",
 }
 # Dense MLPs; experts are SwiGLU in every model: model.block.mlp.
 MLPS = {
@@ -96,6 +99,10 @@ ROPE_SCALINGS = {
     "linear": "qwen3next_jax.zoo.block_parts:linear",
     "ntk": "qwen3next_jax.zoo.block_parts:ntk",
     "truncated": "qwen3next_jax.zoo.block_parts:truncated",
+}
+# What a layer adds to the residual stream before its mixer, of the tokens: model.ple.embedding.
+LAYER_EMBEDDINGS = {
+    "ngram": "qwen3next_jax.zoo.ngram_embedding:NgramEmbedding",
 }
 # Optimizers: optimizer.name. A group of settings of its own stands in `OptimizerConfig` under its
 # name.
@@ -132,6 +139,7 @@ SETTINGS = {
     "model.block.norm": NORMS,
     "model.block.positions": POSITIONS,
     "model.block.rope_scaling": ROPE_SCALINGS,
+    "model.ple.embedding": LAYER_EMBEDDINGS,
     "optimizer.name": OPTIMIZERS,
     "eval.suites": EVALUATIONS,
     "data.source": DATA_SOURCES,

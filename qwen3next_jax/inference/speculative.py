@@ -117,11 +117,12 @@ def prefill(model: Qwen3Next, mesh, state: Drafting, tokens_BX, begin) -> Drafti
     size = tokens_BX.shape[1] - 1
     t_BT = jnp.broadcast_to(begin + jnp.arange(size, dtype=jnp.int32), (len(tokens_BX), size))
     inside_BT = (t_BT < state.position[:, None]).astype(jnp.int32)
-    hidden_BTD, cache = model.decode(tokens_BX[:, :size], t_BT, state.cache, inside_BT, mesh)
-    return state._replace(
-        cache=cache,
-        mtp_cache=_predictor(model, mesh)(hidden_BTD, tokens_BX[:, 1:], t_BT, state.mtp_cache)[1],
+    x_BTD, cache = model.decode(
+        tokens_BX[:, :size], t_BT, state.cache, inside_BT, mesh, leave=False
     )
+    state_BTD = model.mtp.state(x_BTD, model.leave(x_BTD))
+    *_, mtp_cache = _predictor(model, mesh)(state_BTD, tokens_BX[:, 1:], t_BT, state.mtp_cache)
+    return state._replace(cache=cache, mtp_cache=mtp_cache)
 
 
 def advance(
@@ -144,7 +145,7 @@ def advance(
 
     def one(carry):
         step, state, emitted = carry
-        new_BJ, accepted_B, hidden_BJD, cache = _verify(
+        new_BJ, accepted_B, state_BJD, cache = _verify(
             model, mesh, greedy, filters, state, sampling, seed
         )
         live_B = state.left > 0
@@ -171,7 +172,7 @@ def advance(
             greedy,
             filters,
             state._replace(cache=cache),
-            hidden_BJD,
+            state_BJD,
             new_BJ,
             accepted_B,
             sampling,
@@ -194,14 +195,21 @@ def _verify(
     model: Qwen3Next, mesh, greedy: bool, filters: bool, state: Drafting, sampling: Sampling, seed
 ):
     """→ (tokens [B, J] that follow the pending one, right up to index `accepted`; accepted [B];
-    trunk states [B, J, D] from the pending token on; the cache after the accepted drafts).
+    trunk states [B, J, D] for the module from the pending token on; the cache after the accepted
+    drafts).
     """
     k = state.drafts.shape[1]
     offset_J = jnp.arange(k + 1, dtype=jnp.int32)
     tokens_BJ = jnp.concatenate((state.token[:, None], state.drafts), axis=1)
-    hidden_BJD, cache = model.decode(
-        tokens_BJ, state.position[:, None] + offset_J, state.cache, mesh=mesh, each=True
+    x_BJD, cache = model.decode(
+        tokens_BJ,
+        state.position[:, None] + offset_J,
+        state.cache,
+        mesh=mesh,
+        each=True,
+        leave=False,
     )
+    hidden_BJD = model.leave(x_BJD)
     logits_BJV = model.logits(hidden_BJD)
     if greedy:
         new_BJ = likeliest(logits_BJV)
@@ -228,7 +236,8 @@ def _verify(
         own_B = draw(jnp.log(rest_BV), seed, state.position + 1 + accepted_B, purpose=2)
         drafts_BJ = jnp.pad(state.drafts, ((0, 0), (0, 1)))
         new_BJ = jnp.where(offset_J < accepted_B[:, None], drafts_BJ, own_B[:, None])
-    return new_BJ, accepted_B, hidden_BJD, after_token(model.config, cache, accepted_B)
+    state_BJD = model.mtp.state(x_BJD, hidden_BJD)
+    return new_BJ, accepted_B, state_BJD, after_token(model.config, cache, accepted_B)
 
 
 def _draft(
@@ -237,7 +246,7 @@ def _draft(
     greedy: bool,
     filters: bool,
     state: Drafting,
-    hidden_BJD,
+    state_BJD,
     new_BJ,
     accepted_B,
     sampling: Sampling,
@@ -250,11 +259,11 @@ def _draft(
     predict = _predictor(model, mesh)
     t_BJ = state.position[:, None] + jnp.arange(k + 1, dtype=jnp.int32)
     # Of the accepted tokens only keys and values are needed: XLA leaves the rest of this call out.
-    _, cache = predict(hidden_BJD, new_BJ, t_BJ, state.mtp_cache)
-    hidden_B1D, token_B1, t_B1 = (_take(x, accepted_B[:, None]) for x in (hidden_BJD, new_BJ, t_BJ))
+    *_, cache = predict(state_BJD, new_BJ, t_BJ, state.mtp_cache)
+    state_B1D, token_B1, t_B1 = (_take(x, accepted_B[:, None]) for x in (state_BJD, new_BJ, t_BJ))
     drafts, log_q = [], []
     for d in range(k):
-        hidden_B1D, cache = predict(hidden_B1D, token_B1, t_B1 + d, cache)
+        hidden_B1D, state_B1D, cache = predict(state_B1D, token_B1, t_B1 + d, cache)
         logits_BV = model.logits(hidden_B1D[:, 0])
         if greedy:
             draft_B, log_q_BV = likeliest(logits_BV), state.log_q[:, d]
@@ -271,21 +280,22 @@ def _draft(
 
 def _predictor(model: Qwen3Next, mesh):
     """One depth of the module: (states [B, T, D], tokens beside them [B, T], positions [B, T],
-    cache) → (states, cache).
+    cache) → (normed states for the head, states for the next depth, cache).
     """
     graphdef, params = nnx.split(model.mtp)
     module = nnx.merge(graphdef, gather(params, mesh, model.config.dtype))
 
-    def predict(hidden_BTD, tokens_BT, t_BT, cache):
+    def predict(state_BTD, tokens_BT, t_BT, cache):
         in_place = mixer_class(model.config.full_mixer).in_place
         cache = cache if in_place else jax.tree.map(lambda leaf: leaf[0], cache)
-        hidden_BTD, _, cache = module(
-            hidden_BTD,
+        hidden_BTD, state_BTD, _, cache = module(
+            state_BTD,
             model.embed(tokens_BT, mesh, time=None),
             Context(t_BT, mesh=mesh, time=None),
             cache,
         )
-        return hidden_BTD, cache if in_place else jax.tree.map(lambda leaf: leaf[None], cache)
+        cache = cache if in_place else jax.tree.map(lambda leaf: leaf[None], cache)
+        return hidden_BTD, state_BTD, cache
 
     return predict
 

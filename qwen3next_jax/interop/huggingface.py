@@ -30,10 +30,10 @@ from qwen3next_jax.interop.hf_config import (
     read_hf_config,
     text_group,
 )
-from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters
+from qwen3next_jax.interop.layout import Parameter, check_hf_form, constants, parameters
 from qwen3next_jax.interop.shard_slices import ShardSlice
 from qwen3next_jax.interop.source import read_source
-from qwen3next_jax.interop.weights import Weights, name_some
+from qwen3next_jax.interop.weights import Weights, name_some, some
 from qwen3next_jax.interop.writing import PartialExport, Tensor, files_of, write_json
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.parameters import Declared
@@ -81,6 +81,12 @@ def _tensors(tree: Any, config: ModelConfig, dtype: str | None = None) -> Iterat
             for tensor in parameter.entry.slices:
                 blocks = functools.partial(reader.blocks, leaf, parameter, tensor, layer)
                 yield Tensor(prefix + tensor.name, written, tensor.shape, blocks)
+
+
+def _constants(config: ModelConfig) -> Iterator[Tensor]:
+    """The tensors that hold no parameters."""
+    for name, value in constants(config).items():
+        yield Tensor(name, value.dtype, value.shape, lambda value=value: iter([value]))
 
 
 def check_hf(path: str | os.PathLike) -> ModelConfig:
@@ -240,6 +246,8 @@ def _check_tensors(checkpoint: Checkpoint, wanted: Iterable[Parameter]) -> None:
         for prefix in parameter.prefixes
         for tensor in parameter.entry.slices
     }
+    _check_constants(checkpoint)
+    names -= constants(config).keys()
     missing = expected.keys() - names
     if missing:
         raise UserError(
@@ -260,6 +268,22 @@ def _check_tensors(checkpoint: Checkpoint, wanted: Iterable[Parameter]) -> None:
             raise UserError(
                 f"{directory}: tensor {name} has shape {list(weights.shape(name))}: "
                 f"expected {list(shape)} by config.json"
+            )
+
+
+def _check_constants(checkpoint: Checkpoint) -> None:
+    """Raises UserError where the checkpoint holds other numbers than its settings ask for. It may
+    leave them out.
+    """
+    for name, expected in constants(checkpoint.config).items():
+        if name not in checkpoint.weights.names:
+            continue
+        found = checkpoint.weights.read_integers(name)
+        if not np.array_equal(found, expected):
+            raise UserError(
+                f"{checkpoint.directory}: tensor {name} holds {some(found.ravel().astype(str))}: "
+                f"expected {some(expected.astype(str))} by config.json, as its n-grams would have "
+                "other rows"
             )
 
 
@@ -318,7 +342,9 @@ def save_hf(
     origin = read_source(source, config, vision, out_dir)
     if origin.directory is not None:
         require_undamaged(origin.directory)
-    files = files_of([*_tensors(params, config, dtype), *origin.vision_tensors])
+    files = files_of(
+        [*_tensors(params, config, dtype), *_constants(config), *origin.vision_tensors]
+    )
     fields = format_hf_config(config, dtype or str(params["embedding"][...].dtype), origin.fields)
     if identity:
         written = [[t.name, t.dtype.name, t.shape] for file in files.values() for t in file]

@@ -8,10 +8,12 @@ mixer that is not this package's own (`hf_entries`, docs/extending.md).
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import ModelConfig, to_dict
-from qwen3next_jax.interop.entries import Entries, Entry, below, one, swiglu, vector
+from qwen3next_jax.interop.entries import Entries, Entry, below, one, swiglu
 from qwen3next_jax.interop.families import FORMS
 from qwen3next_jax.interop.families.form import WITHOUT_MEANING, Form
 from qwen3next_jax.model import declared
@@ -71,23 +73,37 @@ def _parameters(config: ModelConfig, declarations: Mapping[str, Declared]) -> It
             full_path = path + entry.path
             yield Parameter(full_path, entry, prefixes, declarations.get(full_path))
 
-    yield from group("", (form.trunk,), _embedding_and_norm(config))
+    yield from group("", (form.trunk,), _embedding(config))
+    yield from group("", (form.trunk,), form.final_norm(config))
     if not config.tie_word_embeddings:
         yield from group("", ("",), _head(config))
     for position, layers in enumerate(config.stacks):
         prefixes = tuple(f"{form.trunk}layers.{layer}." for layer in layers)
         entries = _layer(form, config, *config.layer_kinds[layers[0]])
         yield from group(f"layers/{position}/", prefixes, entries)
+        number = config.ple.number(layers[0])
+        if number is not None:
+            entries = form.layer_embedding(config, number)
+            yield from group(f"layers/{position}/embedding/", prefixes, entries)
     if config.mtp_depth:
         yield from group("mtp/", ("mtp.",), form.multi_token_prediction(config))
         entries = _layer(form, config, *config.layer_kinds[-1])
         yield from group("mtp/block/", ("mtp.layers.0.",), entries)
 
 
-def _embedding_and_norm(config: ModelConfig) -> Iterator[Entry]:
+def constants(config: ModelConfig) -> dict[str, np.ndarray]:
+    """The tensors that hold no parameters: name → the integers that the settings ask for."""
+    form = FORMS[config.hf_form]
+    return {
+        f"{form.trunk}layers.{layer - 1}.{name}": value
+        for layer in config.ple.layer_ids
+        for name, value in form.layer_constants(config, config.ple.number(layer - 1)).items()
+    }
+
+
+def _embedding(config: ModelConfig) -> Iterator[Entry]:
     size = (config.vocab_size, config.hidden_size)
     yield one("embedding", "embed_tokens.weight", (0, 1), size)
-    yield vector("final_norm", "norm.weight", config.hidden_size)
 
 
 def _head(config: ModelConfig) -> Iterator[Entry]:
@@ -96,8 +112,7 @@ def _head(config: ModelConfig) -> Iterator[Entry]:
 
 def _layer(form: Form, config: ModelConfig, mixer: str, sparse: bool) -> Iterator[Entry]:
     """The entries of a layer with this mixer, and with experts or a dense MLP."""
-    yield vector("mixer_norm", "input_layernorm.weight", config.hidden_size)
-    yield vector("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
+    yield from form.layer_norms(config)
     yield from below("mixer", _mixer_entries(form, mixer)(config))
     if sparse:
         yield from below("mlp", form.experts(config))

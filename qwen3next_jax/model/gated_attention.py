@@ -69,9 +69,22 @@ class GatedAttention(Mixer):
         """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache with these tokens'
         keys and values written).
         """
-        c, dtype = self.config, x_BTD.dtype
         if cache is None and self.uses_fused_layout(x_BTD, context):
             return *self._fused(x_BTD, context), None
+        q_BTNK, k_BTMK, v_BTMK, gate_BTNK = self.project(x_BTD, context)
+        o_BTNK, after = self.attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
+        diagnostics = {}
+        if context.collect_stats and cache is None:
+            diagnostics = self.diagnostics(q_BTNK, k_BTMK, gate_BTNK, context)
+        return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, after
+
+    def project(
+        self, x_BTD: jax.Array, context: Context
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """x [B, T, D] → queries [B, T, N, K], keys and values [B, T, M, K], and the output's gate
+        [B, T, N, K] (None: there is none).
+        """
+        c, dtype = self.config, x_BTD.dtype
         query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
         query_gate_BTNK2 = save_for_backward(
             constrain(query_gate_BTNK2, context.mesh, "batch", context.time, "heads", None)
@@ -91,12 +104,7 @@ class GatedAttention(Mixer):
             q_BTNK = self.normed(q_BTNK, self.q_norm[...])
             k_BTMK = self.normed(k_BTMK, self.k_norm[...])
         q_BTNK, k_BTMK = (self.placed(x, context.positions) for x in (q_BTNK, k_BTMK))
-
-        o_BTNK, after = self.attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
-        diagnostics = {}
-        if context.collect_stats and cache is None:
-            diagnostics = self.diagnostics(q_BTNK, k_BTMK, gate_BTNK, context)
-        return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, after
+        return q_BTNK, k_BTMK, v_BTMK, gate_BTNK
 
     def uses_fused_layout(self, x_BTD: jax.Array, context: Context) -> bool:
         """Whether heads lie side by side between the projections and the kernels of

@@ -21,6 +21,7 @@ Switch = Literal[
     "erase",
     "beta_gate",
     "linear_output_gate",
+    "output_gate_type",
     "attention_output_gate",
     "qk_norm",
     "delta_rule",

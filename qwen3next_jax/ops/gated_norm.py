@@ -1,4 +1,4 @@
-"""RMS norm of each head times a SiLU gate.
+"""RMS norm of each head times a SiLU gate, or a sigmoid one.
 
 B batch, T time, C = H · V channels of H heads.
 """
@@ -11,14 +11,19 @@ import jax.numpy as jnp
 from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 
-def gated_norm(o, gate, weight, eps: float):
+GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+
+
+def gated_norm(o, gate, weight, eps: float, gate_type: str = "silu"):
     """o / rms(o of its head) · weight · silu(gate) in o's dtype, computed in float32.
 
-    On a TPU and a Hopper GPU it is one pass over memory each way.
+    On a TPU and a Hopper GPU it is one pass over memory each way; with another gate XLA's form.
 
     Args:
-      o, gate: [B, T, H · V]. weight: [V].
+      o, gate: [B, T, H · V]. weight: [V]. gate_type: one of `GATES`.
     """
+    if gate_type != "silu":
+        return jax.checkpoint(functools.partial(in_xla, eps, gate_type=gate_type))(o, gate, weight)
     chosen = choose("gated_norm", None, FORMS, o=o, weight=weight, eps=eps)
     return _operator(chosen, eps, o, gate, weight)
 
@@ -37,7 +42,7 @@ _operator.defvjp(
 )
 
 
-def in_xla(eps, o, gate, weight):
+def in_xla(eps, o, gate, weight, gate_type: str = "silu"):
     wide = jnp.promote_types(jnp.float32, o.dtype)
     heads = o.astype(wide).reshape(*o.shape[:2], -1, weight.shape[0])
     normed = (
@@ -45,7 +50,7 @@ def in_xla(eps, o, gate, weight):
         * jax.lax.rsqrt(jnp.mean(jnp.square(heads), axis=-1, keepdims=True) + eps)
         * weight.astype(wide)
     )
-    return (normed.reshape(o.shape) * jax.nn.silu(gate.astype(wide))).astype(o.dtype)
+    return (normed.reshape(o.shape) * GATES[gate_type](gate.astype(wide))).astype(o.dtype)
 
 
 def _in_xla_backward(eps, o, gate, weight, dy):
