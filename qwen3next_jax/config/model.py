@@ -155,7 +155,6 @@ class ModelConfig:
         self._check_heads()
         self._check_mlps()
         self.block.check(self)
-        self.streams.check(self)
         self.ple.check(self)
         given = MixerConfig(**self.mixer).checked(name for name, _ in self.layer_kinds)
         object.__setattr__(self, "mixer", given)

@@ -72,6 +72,8 @@ PLACEMENTS = {
     # several streams, mixed for f and written by f through gates: model.streams
     "gated_residual": "qwen3next_jax.zoo.gated_residual:GatedResidual",
 }
+# Those of them that have several residual streams (model.streams).
+WITH_STREAMS = ("gated_residual",)
 # Dense MLPs; experts are SwiGLU in every model: model.block.mlp.
 MLPS = {
     "swiglu": "qwen3next_jax.model.moe:DenseMLP",

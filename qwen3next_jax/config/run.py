@@ -20,6 +20,7 @@ MESH_AXES = ("data", "expert", "context", "tensor")
 # is computed again (in bfloat16, only cheap elementwise results are). "block": the input of each
 # block. "dots": also the results of its projections. "offload": the input of each block, in the
 # host's memory.
+IndexerTraining = Literal["frozen", "dense", "sparse"]
 Remat = Literal["none", "block", "dots", "offload"]
 Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 
@@ -117,6 +118,7 @@ class Stage:
     gradient_accumulation: int | None = None
     sequence_length: int | None = None
     remat: Remat | None = None
+    indexer_training: IndexerTraining | None = None
     weights: tuple[float, ...] | None = None
     # A stage that sets one of the four below gets a learning-rate schedule of its own, over its own
     # steps and without warm-up. A stage that sets none continues the schedule of the stage before,
@@ -167,6 +169,11 @@ class TrainConfig:
     mtp_loss_weight: float = 0.1
     # weight of the router z-loss
     router_z_loss_weight: float = 0.0
+    # How the indexers of sparse attention train: not at all, on dense attention (a warm-up), or on
+    # what they select. Their loss trains nothing else.
+    indexer_training: IndexerTraining = "frozen"
+    # weight of the indexers' loss, a mean over their layers
+    indexer_loss_weight: float = 1.0
     # how far one step moves the bias of model.moe.router_bias
     router_bias_rate: float = 0.001
     # steps between two lines of metrics
@@ -192,6 +199,7 @@ class TrainConfig:
                 "at least 2": "sequence_length",
                 "0 … 2^32 - 1": "seed",
                 "0 or more": "balance_loss_weight mtp_loss_weight router_z_loss_weight "
+                "indexer_loss_weight "
                 "router_bias_rate step_timeout compile_timeout",
             },
         )

@@ -1,16 +1,14 @@
 """The group `model.streams`: residual streams, where `model.block.placement` has several."""
 
 import dataclasses
-from typing import Any
 
-from qwen3next_jax.common.errors import require
 from qwen3next_jax.config.bounds import check_bounds
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamsConfig:
     """Settings of hyper-connections, under the names of transformers' `config.json` for
-    `qwen4_exp`. Only the placement "gated_residual" reads them.
+    `qwen4_exp`.
     """
 
     # residual streams, each as wide as the model
@@ -20,11 +18,3 @@ class StreamsConfig:
 
     def __post_init__(self):
         check_bounds(self, "model.streams", {"at least 1": "hc_count hc_lowrank"})
-
-    def check(self, model: Any) -> None:
-        """Raises UserError where `model`, the ModelConfig, has a norm that streams do not have."""
-        require(
-            model.block.placement != "gated_residual" or model.block.norm == "rms",
-            f"model.block.norm = {model.block.norm!r} with model.block.placement = "
-            "'gated_residual': expected 'rms'",
-        )

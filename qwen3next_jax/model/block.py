@@ -74,6 +74,11 @@ def unread_by_mixers(config: ModelConfig) -> dict[str, str]:
     }
 
 
+def has_indexer(config: ModelConfig) -> bool:
+    """Whether a mixer of the model trains an indexer by a loss of its own."""
+    return any(mixer_class(name).has_loss for name, _ in config.layer_kinds)
+
+
 def partial_ablations(config: ModelConfig) -> list[str]:
     """What each ablation reaches that does not reach all layers, in words."""
     lines = []
@@ -119,13 +124,20 @@ def versions(config: ModelConfig) -> dict[str, int]:
     return {name: getattr(part, "version", 1) for name, part in parts.items()}
 
 
-def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int]:
-    """What the layers' mixers ask of a mesh (see `sharding.mesh.check_divides`): the settings
-    that `tensor` must divide, and the tokens read of a neighbour.
+def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int, list[str]]:
+    """What the layers ask of a mesh (see `sharding.mesh.check_divides`): the settings that
+    `tensor` must divide, the tokens read of a neighbour, and the parts that need whole rows.
     """
-    mixers = [mixer_class(name) for name in dict.fromkeys(name for name, _ in config.layer_kinds)]
-    splits = {setting: size for mixer in mixers for setting, size in mixer.splits(config).items()}
-    return splits, max(mixer.halo(config) for mixer in mixers)
+    mixers = {name: mixer_class(name) for name, _ in config.layer_kinds}
+    splits = {
+        setting: size
+        for mixer in mixers.values()
+        for setting, size in mixer.splits(config).items()
+    }
+    whole_rows = [f"the mixer {name!r}" for name, mixer in mixers.items() if mixer.whole_rows]
+    if config.ple.layer_ids and config.ple.module().whole_rows:
+        whole_rows.append(f"the embedding {config.ple.embedding!r} of model.ple.layer_ids")
+    return splits, max(mixer.halo(config) for mixer in mixers.values()), whole_rows
 
 
 def layer_cache(config: ModelConfig, layer: int, batch: int, length: int) -> dict[str, Any]:
@@ -184,19 +196,23 @@ class Block(nnx.Module):
         )
         if self.embedding is not None:
             x_BTD, cache, embedding_cache = self._add_embedding(x_BTD, context, cache)
-        xs_BTD, contexts = [], []
+        xs_BTD, contexts, mixer_losses = [], [], []
         for rows_BTD, own in split_rows(
             x_BTD, context, row_groups(x_BTD, self.config, context.mesh) if several else 1
         ):
             mixed_BTD, diagnostics, cache = mix(whole(self.before(rows_BTD, "mixer")), own, cache)
             xs_BTD.append(save_for_backward(whole(self.after(rows_BTD, mixed_BTD, "mixer"))))
             contexts.append(own)
+            if "mixer_loss" in diagnostics:
+                mixer_losses.append(diagnostics.pop("mixer_loss"))
         inputs_BTD = [whole(self.before(rows_BTD, "mlp")) for rows_BTD in xs_BTD]
         y_BTD, aux = self.mlp(inputs_BTD, contexts) if sparse else self.mlp(inputs_BTD[0], context)
         x_BTD = merge_rows(
             [whole(self.after(x, y, "mlp")) for x, y in zip(xs_BTD, y_BTD if sparse else [y_BTD])],
             context,
         )
+        if mixer_losses:
+            aux["mixer_loss"] = sum(mixer_losses)
         if context.collect_stats:
             aux["diagnostics"] = (
                 diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.stats_mask)

@@ -53,7 +53,8 @@ class Features(NamedTuple):
     none. mtp_router: the same for the one layer of the MTP module, summed over depths; {} if
     none. hidden_states, router_logits: per layer, where asked for; else None. diagnostics: per
     layer a dict of small arrays (see the layers' classes), the MTP module's at depth 0 last,
-    where asked for.
+    where asked for. mixer_losses: [] of each layer whose mixer has a loss of its own, in order,
+    the sum over its tokens; mtp_mixer_loss: of the MTP module, over all depths, or None.
     """
 
     hidden: jax.Array
@@ -63,6 +64,8 @@ class Features(NamedTuple):
     hidden_states: tuple[jax.Array, ...] | None = None
     router_logits: tuple[jax.Array, ...] | None = None
     diagnostics: tuple[dict[str, jax.Array], ...] | None = None
+    mixer_losses: tuple[jax.Array, ...] = ()
+    mtp_mixer_loss: jax.Array | None = None
 
 
 class Output(NamedTuple):
@@ -150,10 +153,11 @@ class Qwen3Next(nnx.Module):
         capture: bool = False,
         diagnose: bool = False,
         mesh: Mesh | None = None,
+        indexer: str = "frozen",
     ) -> Features:
         """The forward pass up to, but without, the output head. `remat`: what is kept for the
         backward (see `remat`). `mesh`: the devices that share it, parameters lying as
-        `sharding.rules` says; None for one device.
+        `sharding.rules` says; None for one device. `indexer`: see `Context`.
         """
         b, t = tokens.shape
         if segment_ids is None:
@@ -166,7 +170,7 @@ class Qwen3Next(nnx.Module):
             context = Context(
                 document_positions(segment_ids), segment_ids, segment_ids > 0, diagnose, mesh
             )
-        context = self._with_tokens(context, tokens)
+        context = self._with_tokens(context._replace(indexer=indexer), tokens)
         embedded = self.embed(tokens, mesh)
         named = (
             all(vars(mixer_class(name)).get("names_kept") for name in self.config.mixers)
@@ -178,7 +182,9 @@ class Qwen3Next(nnx.Module):
             self.layers, self.config, entered, context, remat=remat, capture=capture
         )
         hidden = constrain(self.leave(x), mesh, "batch", "time", None)
-        mtp_hidden, mtp_router, mtp_diagnostics = self._run_mtp(x, hidden, embedded, context, remat)
+        mtp_hidden, mtp_router, mtp_diagnostics, mtp_mixer_loss = self._run_mtp(
+            x, hidden, embedded, context, remat
+        )
 
         hidden_states = (
             (entered, *(layer["x"] for layer in per_layer[:-1]), hidden) if capture else None
@@ -198,7 +204,15 @@ class Qwen3Next(nnx.Module):
             (*(layer["diagnostics"] for layer in per_layer), *mtp_diagnostics) if diagnose else None
         )
         return Features(
-            hidden, mtp_hidden, router, mtp_router, hidden_states, router_logits, diagnostics
+            hidden,
+            mtp_hidden,
+            router,
+            mtp_router,
+            hidden_states,
+            router_logits,
+            diagnostics,
+            tuple(layer["mixer_loss"] for layer in per_layer if "mixer_loss" in layer),
+            mtp_mixer_loss,
         )
 
     def decode(
@@ -341,11 +355,11 @@ class Qwen3Next(nnx.Module):
 
     def _run_mtp(self, x, hidden, embedded, context: Context, remat: str):
         """→ (per depth the normed states, router statistics summed over depths, [diagnostics of
-        depth 0] or []).
+        depth 0] or [], the mixer's own loss summed over depths or None).
         """
         states, total, diagnostics = [], {}, []
         if not self.config.mtp_depth:
-            return (), {}, []
+            return (), {}, [], None
         state = self.mtp.state(x, hidden)
         segment_ids = (
             jnp.ones(hidden.shape[:2], jnp.int32)
@@ -374,7 +388,8 @@ class Qwen3Next(nnx.Module):
                 diagnostics.append(aux.pop("diagnostics"))
             total = jax.tree.map(jnp.add, total, aux) if total else aux
             states.append(hidden)
-        return tuple(states), total, diagnostics[:1]
+        mixer_loss = total.pop("mixer_loss", None)
+        return tuple(states), total, diagnostics[:1], mixer_loss
 
 
 @functools.lru_cache(maxsize=256)

@@ -57,6 +57,8 @@ class Mixer(nnx.Module):
     in_place: of slots: the mixer gets the caches of all layers that are stacked with it,
       [layers, B, …], and writes into `context.layer`'s, as cutting it out and putting it back
       would be a copy for every token.
+    has_loss: it trains an indexer by a loss of its own (`Context.indexer`, `loss_tokens`).
+    whole_rows: the mesh axis `context` cannot split the rows that it works on.
     names_kept: its products and operators name what the backward pass needs of them
       (`ops.blocks.save_for_backward`). Not inherited.
     """
@@ -72,6 +74,8 @@ class Mixer(nnx.Module):
     version: ClassVar[int] = 1
     cache_kind: ClassVar[Literal["state", "slots"]] = "state"
     in_place: ClassVar[bool] = False
+    has_loss: ClassVar[bool] = False
+    whole_rows: ClassVar[bool] = False
     names_kept: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
@@ -86,6 +90,9 @@ class Mixer(nnx.Module):
     ) -> tuple[jax.Array, dict[str, Any], dict | None]:
         """x [B, T, D] → ([B, T, D], diagnostics (small arrays; {} unless `context.collect_stats`),
         the cache after these tokens).
+
+        A mixer that trains parts of its own by a loss of its own puts that loss beside the
+        diagnostics, as "mixer_loss" [], the sum over its `loss_tokens`.
         """
         raise NotImplementedError
 
@@ -117,6 +124,15 @@ class Mixer(nnx.Module):
     def settings(cls, config: ModelConfig) -> Any:
         """The values of `Settings` in this configuration."""
         return config.mixer.read(cls.Settings)
+
+    @classmethod
+    def loss_tokens(
+        cls, config: ModelConfig, positions_BT: jax.Array, counted_BT: jax.Array
+    ) -> jax.Array:
+        """[B, T] bool: the tokens, of those that count, over which the mixer's own loss is a mean.
+        `positions_BT`: of each token in its document.
+        """
+        return counted_BT
 
     @classmethod
     def tokens_seen_ahead(cls, config: ModelConfig) -> float:

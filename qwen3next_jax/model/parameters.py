@@ -26,8 +26,18 @@ from qwen3next_jax.sharding.rules import check_axes
 # `optimizer.decay_norm_weights` says so rate         of decays, and constants: starts from a
 # distribution (or a value) that weight decay would erase, so it never decays balance      of a
 # router: the experts' load moves it (`training.router_bias`), no gradient and no decay does
+# indexer      of sparse attention: a loss of its own trains it, or it is frozen; never decays
 Kind = Literal[
-    "matrix", "embedding", "head", "router", "convolution", "vector", "norm", "rate", "balance"
+    "matrix",
+    "embedding",
+    "head",
+    "router",
+    "convolution",
+    "vector",
+    "norm",
+    "rate",
+    "balance",
+    "indexer",
 ]
 
 
@@ -80,7 +90,9 @@ class Declared:
 
     def decays(self, norm_weights: bool) -> bool:
         """Whether weight decay acts on it. `norm_weights`: on those of norms, too."""
-        return self.kind not in ("rate", "balance") and (norm_weights or self.kind != "norm")
+        return self.kind not in ("rate", "balance", "indexer") and (
+            norm_weights or self.kind != "norm"
+        )
 
 
 class Make:

@@ -6,6 +6,7 @@ another setting (experts' sizes where the command line asks for none), and a run
 keeps the settings it was begun with.
 """
 
+import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,8 @@ from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import FULL, LINEAR, Config, OptimizerConfig, to_dict
 from qwen3next_jax.config.files import Given, names_in
-from qwen3next_jax.config.registry import EVALUATIONS, resolve
+from qwen3next_jax.config.ngram import PLEConfig
+from qwen3next_jax.config.registry import EVALUATIONS, WITH_STREAMS, resolve
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.runs.folder import read_config
 from qwen3next_jax.training.stages import SETTINGS, resolve_stages
@@ -47,6 +49,24 @@ _READ: dict[str, tuple[Callable[[Config], bool], str]] = {
             "model.mlp_only_layers",
         ),
         (lambda c: c.model.num_experts > 0, "the model has no experts (model.num_experts = 0)"),
+    ),
+    **dict.fromkeys(
+        ("model.streams.hc_count", "model.streams.hc_lowrank"),
+        (
+            lambda c: c.model.block.placement in WITH_STREAMS,
+            "there is one residual stream (model.block.placement)",
+        ),
+    ),
+    **dict.fromkeys(
+        (f"model.ple.{field.name}" for field in dataclasses.fields(PLEConfig)),
+        (
+            lambda c: bool(c.model.ple.layer_ids),
+            "no layer embeds n-grams (model.ple.layer_ids = ())",
+        ),
+    ),
+    "train.indexer_loss_weight": (
+        lambda c: any(stage.train.indexer_training != "frozen" for stage in resolve_stages(c)),
+        "no stage trains an indexer (train.indexer_training)",
     ),
     "model.intermediate_size": (lambda c: c.model.has_dense_mlps, "every layer has experts"),
     # A weight of 0 says what is the case.
@@ -95,9 +115,17 @@ def unread(config: Config) -> dict[str, str]:
 
 def by_layers(config: Config) -> dict[str, str]:
     """As `unread`: what mixers and evaluations would read."""
-    from qwen3next_jax.model.block import unread_by_mixers
+    from qwen3next_jax.model.block import has_indexer, unread_by_mixers
 
     found = {f"model.{name}": why for name, why in unread_by_mixers(config.model).items()}
+    if not has_indexer(config.model):
+        why = "no mixer of the model has an indexer"
+        stages = [f"train.stages[{i}]" for i, _ in enumerate(config.train.stages)]
+        found |= {
+            f"{group}.indexer_training": why
+            for group in ("train", *stages)
+            if f"{group}.indexer_training" in values(config)
+        }
     suites = [resolve(EVALUATIONS, name, "eval.suites").settings for name in config.eval.suites]
     if None not in suites:
         found |= {

@@ -80,6 +80,7 @@ def check_divides(
     mesh: Mesh,
     split_by_mixers: Mapping[str, int],
     halo: int,
+    whole_rows: Sequence[str] = (),
 ) -> None:
     """Checks that every axis of `mesh` divides what it splits.
 
@@ -88,6 +89,7 @@ def check_divides(
       length: tokens of a row.
       split_by_mixers: what the model's mixers split over `tensor` (`Mixer.splits`), by name.
       halo: tokens of the neighbour before it that a device reads, where `context` splits rows.
+      whole_rows: parts of the model that work on whole rows.
 
     Raises:
       UserError: names the axis, what it does not divide, and the nearest sizes that divide it.
@@ -127,6 +129,10 @@ def check_divides(
     rules = {
         # attention shares out half blocks
         "context": [
+            (
+                f" splits rows, and {' and '.join(whole_rows)} needs whole ones",
+                lambda n: n == 1 or not whole_rows,
+            ),
             (
                 f": twice that does not divide train.sequence_length = {length}",
                 lambda n: n == 1 or length % (2 * n) == 0,

@@ -64,7 +64,7 @@ def make_gradients(
 
     def gradients(params: dict, batch: Batch):
         batch = mask_seen_targets(model, batch)
-        counts: Counts = count_targets(batch, model.mtp_depth)
+        counts: Counts = count_targets(batch, model.mtp_depth, model)
         if stage.micro_batches == 1:
             grads, parts = of_micro_batch(params, batch, counts)
         else:

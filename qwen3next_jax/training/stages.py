@@ -20,7 +20,13 @@ from qwen3next_jax.data.preparation import Progress
 
 # What a stage may set, by the group of settings that it belongs to.
 SETTINGS = {
-    "train": ("batch_size", "gradient_accumulation", "sequence_length", "remat"),
+    "train": (
+        "batch_size",
+        "gradient_accumulation",
+        "sequence_length",
+        "remat",
+        "indexer_training",
+    ),
     "data": ("weights",),
     "optimizer": ("learning_rate", "schedule", "decay_fraction", "final_fraction"),
 }

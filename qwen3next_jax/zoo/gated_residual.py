@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import Block
 from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm
@@ -42,6 +43,11 @@ class StreamMix(nnx.Module):
 
     def __init__(self, config: ModelConfig, make: Make, injects: bool = True):
         self.config = config
+        require(
+            config.block.norm == "rms",
+            f"model.block.norm = {config.block.norm!r} with model.block.placement = "
+            f"{config.block.placement!r}: expected 'rms', the norm of each stream",
+        )
         s, r, d = config.streams.hc_count, config.streams.hc_lowrank, config.hidden_size
         self.norm = make.norm(s * d)
         self.down = make.matrix((s, d, r), ". embed -> .")

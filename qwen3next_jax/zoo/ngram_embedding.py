@@ -42,8 +42,10 @@ _SMALLEST_SCORE = 1e-6
 
 class NgramEmbedding(nnx.Module):
     """What one layer adds. `number`: which of the model's n-gram embeddings it is, from 0: each
-    has hash functions and a table of its own.
+    has hash functions and a table of its own. `whole_rows`: as that of `model.mixer.Mixer`.
     """
+
+    whole_rows = True
 
     def __init__(self, config: ModelConfig, make: Make, number: int):
         self.config, self.number = config, number
