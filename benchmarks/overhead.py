@@ -86,7 +86,7 @@ def main() -> None:
         )
         metrics = MetricsFile(pathlib.Path(folder) / "metrics.jsonl", 0, [display])
         incidents, throughput = (
-            Incidents(config.guards, metrics),
+            Incidents(config.guards, config.model, (), metrics),
             Throughput(run, *run.stages, 1.0),
         )
         times: dict[str, list[float]] = {"bare": [], "real": [], "look": []}

@@ -25,22 +25,24 @@ from qwen3next_jax.config import (
     OptimizerConfig,
     TelemetryConfig,
     TrainConfig,
+    registry,
     to_dict,
 )
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.moe import MoEConfig
-from qwen3next_jax.config.run import SyntheticConfig
+from qwen3next_jax.config.run import MuonConfig, SyntheticConfig
 from qwen3next_jax.model.gated_attention import GatedAttention
-from qwen3next_jax.runs import branching, checkpoint, manifest, preflight
-from qwen3next_jax.runs import folder as run_folder
+from qwen3next_jax.runs import branching, checkpoint, load, manifest, preflight, versions
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, write_run
-from qwen3next_jax.runs.load import began_with
+from qwen3next_jax.runs.load import load_model
+from qwen3next_jax.runs.origin import Origin, began_with, find_source
 from qwen3next_jax.runs.start import start_state
 from qwen3next_jax.training.stages import open_stages
 from tests.in_process import dry_run, resolved, train
 
 STEPS, BRANCHED = 30, 10
+MUON_PER_HEAD = {"name": "muon", "muon": MuonConfig(per_head=True)}
 CONFIG = Config(
     model=ModelConfig(
         vocab_size=32,
@@ -122,6 +124,7 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, t
     assert train(dataclasses.replace(config, name="renamed"), tmp_path / "branch") == 0
     same(saved(tmp_path / "branch", STEPS), trained)
     assert read_run(tmp_path / "branch")["parent"] == record
+    assert began_with(tmp_path / "branch") == Origin(None)
 
 
 def opened(run):
@@ -240,6 +243,41 @@ def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize("when", ["record", "settings", "newest step", "structure"])
+def test_a_run_exchanged_while_it_is_read_is_refused(parent, tmp_path, monkeypatch, when):
+    folder, other = tmp_path / "run", tmp_path / "other"
+    for copy in (folder, other):
+        shutil.copytree(parent, copy)
+    state = saved(parent, STEPS)
+    state["params"] = jax.tree.map(lambda leaf: leaf + 1, state["params"])
+    shutil.rmtree(other / "checkpoints")
+    write_run(other, read_run(other) | {"id": "other"})
+    with Checkpoints(other, CheckpointConfig()) as checkpoints:
+        checkpoints.save(STEPS, state)
+
+    def then_exchanged(function):
+        def call(*arguments):
+            result = function(*arguments)
+            monkeypatch.undo()
+            folder.rename(tmp_path / "away")
+            other.rename(folder)
+            return result
+
+        return call
+
+    module, name = {
+        "record": (load, "read_run"),
+        "settings": (checkpoint, "check_versions"),
+        "newest step": (Checkpoints, "newest_good_step"),
+        "structure": (checkpoint, "abstract_model"),
+    }[when]
+    assert load_model(folder).step == STEPS
+    monkeypatch.setattr(module, name, then_exchanged(getattr(module, name)))
+    with pytest.raises(UserError, match=f"^{folder}.*: (another run|not the checkpoint)") as told:
+        load_model(folder)
+    assert "\n" not in str(told.value)
+
+
 def test_an_older_step_than_the_newest_is_said(parent, tmp_path):
     theirs = tmp_path / "parent"
     shutil.copytree(parent, theirs)
@@ -253,6 +291,8 @@ def test_an_older_step_than_the_newest_is_said(parent, tmp_path):
 
 
 def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
+    """Of older records; newer ones hold it themselves, whatever became of the runs before."""
+
     def record(folder, its_id, parent=None, **of_parent):
         config = with_(train={"init_from": parent or f"{tmp_path}/hf"})
         record = {"config": to_dict(config)} | ({"id": its_id} if its_id else {})
@@ -267,7 +307,7 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
     record("third", "3", "second", run="2")
     record("from older", "4", "older", manifest=digests.sha256("{}")[:20])
     for folder in ("first", "third", "from older"):
-        assert began_with(tmp_path / folder) == tmp_path / "hf"
+        assert began_with(tmp_path / folder).directory == tmp_path / "hf"
 
     record("replaced", "5", "first", run="another")
     record("unknown", "6", "older")
@@ -281,6 +321,24 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
     for folder, named in (ways | {"one": "one", "two": "two"}).items():
         with pytest.raises(UserError, match=f"{tmp_path}/{named}: .*--source"):
             began_with(tmp_path / folder)
+
+    for folder, source in (
+        ("first", {"path": f"{tmp_path}/hf", "form": ""}),
+        ("from older", {"path": f"{tmp_path}/hf", "form": ""}),
+        ("unknown", None),
+    ):
+        parent = {"path": f"{tmp_path}/{folder}"}
+        begins = with_(train={"init_from": parent["path"]})
+        expected = {} if folder == "unknown" else {"source": source}
+        assert find_source(begins, parent, "") == expected
+    shutil.rmtree(tmp_path / "first")
+    for folder, source in (
+        ("second", {"path": f"{tmp_path}/hf", "form": "qwen3_5"}),
+        ("unknown", None),
+    ):
+        write_run(tmp_path / folder, read_run(tmp_path / folder) | {"source": source})
+        directory = source and tmp_path / "hf"
+        assert began_with(tmp_path / folder) == Origin(directory, source["form"] if source else "")
 
 
 def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are_read(
@@ -317,7 +375,7 @@ def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are
 
 def test_weights_of_another_version_are_refused_by_name(parent, tmp_path, monkeypatch):
     """Where a run goes on, begins with another one, is loaded; a record without versions counts as
-    the first, and of a mixer that changed before there were any, as its commit says.
+    the first.
     """
     folder = tmp_path / "parent"
     shutil.copytree(parent, folder)
@@ -339,28 +397,63 @@ def test_weights_of_another_version_are_refused_by_name(parent, tmp_path, monkey
                     meets()
     assert not (tmp_path / "branch" / "checkpoints").exists()
 
-    of_gdn2 = dataclasses.replace(CONFIG.model, full_mixer="gdn2")
-    config = to_dict(dataclasses.replace(CONFIG, model=of_gdn2))
-    changed = run_folder._CHANGED_UNVERSIONED["gdn2"]
+
+@pytest.mark.parametrize(
+    "model, optimizer, change, trust, in_weights",
+    [
+        ({"full_mixer": "gdn2"}, {}, "gdn2", "gdn2", True),
+        ({"full_mixer": "lightning", "mtp_depth": 1}, {}, "lightning in multi", "lightning", True),
+        ({"full_mixer": "hgrn2", "mtp_depth": 1}, {}, "hgrn2 in multi", "hgrn2", True),
+        ({"full_mixer": "gla"}, MUON_PER_HEAD, "muon.per_head", "muon", False),
+        # which changed nothing for these
+        ({"full_mixer": "lightning"}, {}, None, "", True),
+        ({}, MUON_PER_HEAD, None, "", False),
+    ],
+    ids=str,
+)
+def test_a_run_from_before_versions_is_told_by_its_commit(
+    parent, tmp_path, monkeypatch, model, optimizer, change, trust, in_weights
+):
+    """A record that does not tell is refused, too, unless the user vouches for it."""
+    config = with_(
+        model={"linear_num_key_heads": 1, "linear_num_value_heads": 2} | model, optimizer=optimizer
+    )
+    record = {"config": to_dict(config)}
+    commits = [found.commit for found in versions._CHANGES if change and change in found.name]
     # commits of a history in which the change stands between the first and the last
-    history = ["a" * 12, changed, "b" * 12]
+    history = ["a" * 12, *commits, "b" * 12]
 
     def git(command, *arguments):
-        commits = [argument.split("^")[0] for argument in arguments if argument[0] != "-"]
-        if not set(commits) <= set(history):
+        named = [argument.split("^")[0] for argument in arguments if argument[0] != "-"]
+        if not set(named) <= set(history):
             return None
-        ancestor = command == "cat-file" or history.index(commits[0]) <= history.index(commits[1])
-        return "" if ancestor else None
+        known = command == "cat-file" or history.index(named[0]) <= history.index(named[1])
+        return "" if known else None
 
-    monkeypatch.setattr(run_folder, "git", git)
-    for code, version in ((history[0], 0), (f"{history[0]}+", 0), (history[2], 1), ("0.1.0", 1)):
-        write_run(folder, record | {"config": config, "code": code})
-        with (
-            contextlib.nullcontext()
-            if version
-            else pytest.raises(UserError, match="version 0 of gdn2")
-        ):
-            run_folder.check_versions(folder)
+    def check(code, trains=in_weights):
+        versions.check_versions(tmp_path, record | {"code": code}, config, trains)
+
+    monkeypatch.setattr(versions, "git", git)
+    monkeypatch.setattr(registry, "_trusted", set())
+    check("b" * 12)
+    if change is None:
+        check("a" * 12, trains=True)
+        check("0.1.0", trains=True)
+        return
+    for code, says in (
+        ("a" * 12, f"version 0 of .*{change}"),
+        ("a" * 12 + "+", f"version 0 of .*{change}"),
+        ("0.1.0", f"--trust={trust}"),
+        ("c" * 12, f"--trust={trust}"),
+    ):
+        with pytest.raises(UserError, match=says):
+            check(code, trains=True)
+        if not in_weights:
+            check(code, trains=False)
+    registry.trust(trust)
+    check("0.1.0", trains=True)
+    with pytest.raises(UserError, match="version 0"):
+        check("a" * 12, trains=True)
 
 
 def test_a_dry_run_of_a_branch_counts_what_it_has_left(parent, tmp_path, capsys):

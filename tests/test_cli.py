@@ -13,11 +13,14 @@ import pytest
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
 from qwen3next_jax.config.files import apply_overrides, load_config_file
+from qwen3next_jax.runs.folder import write_run
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 from qwen3next_jax.sweeps.points import load_sweep
 
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = "--config=configs/tiny.py"
+UNREAD = "--config.eval.suite_rows=3"
+HF = "tests/fixtures/qwen3_next_tiny"
 GENERATE = ("-m", "qwen3next_jax", "generate", "--prompt=x")
 
 
@@ -55,6 +58,8 @@ def _run(*command, **environment):
             "--config=configs/tiy.py: no such file (did you mean 'tiny.py'?)",
         ),
         (["train.py", "--config=configs"], "--config=configs: a folder"),
+        (["-m", "qwen3next_jax", "plan", TINY, UNREAD], "eval.suite_rows = 3 changes nothing"),
+        (["eval.py", TINY, UNREAD, f"--workdir={HF}"], "eval.suite_rows = 3 changes nothing"),
         (["train.py", TINY, "steps=5"], "unexpected argument 'steps=5'"),
         (
             ["train.py", TINY, "--config.model.num_experts_per_tok=9"],
@@ -230,6 +235,19 @@ def test_the_tokenizer_sets_what_the_model_leaves_to_it():
     values["model"]["vocab_size"] = 0
     fill_from_tokenizer(values)
     assert (values["model"]["vocab_size"], values["model"]["eos_token_id"]) == (257, 256)
+
+
+def test_a_run_that_goes_on_keeps_its_vocabulary_when_its_parent_is_gone(tmp_path):
+    values = default_config()
+    values["model"]["vocab_size"] = 0
+    values["train"]["init_from"] = str(tmp_path / "gone")
+    # no parent is no reason to read bytes
+    with pytest.raises(UserError, match="train.init_from = .*gone: it is no folder here"):
+        fill_from_tokenizer(values, tmp_path)
+    write_run(tmp_path, {"config": {"model": {"vocab_size": 2000, "eos_token_id": 7}}})
+    (tmp_path / "checkpoints/4").mkdir(parents=True)
+    fill_from_tokenizer(values, tmp_path)
+    assert (values["model"]["vocab_size"], values["model"]["eos_token_id"]) == (2000, 7)
 
 
 def test_the_example_in_the_help_of_sweeps_is_a_sweep():

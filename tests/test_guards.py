@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen3next_jax.common.errors import ExitCode
+from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.config import (
     CheckpointConfig,
     Config,
@@ -27,7 +27,9 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.runs.incidents import read_dump
 from qwen3next_jax.sweeps.results import is_done
 from qwen3next_jax.training import guards
 from qwen3next_jax.training.loss import total_loss
@@ -50,6 +52,7 @@ MODEL = ModelConfig(
 )
 # segment ids that mark a batch whose loss is made NaN, or a thousand times too large
 POISON, SURGE = 101, 102
+ALONE = 103  # one whose tokens are each a document of its own, so that none is to be predicted
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +95,9 @@ def _marked(self, start, *share):
             batch = batch | {
                 "segment_ids": np.where(batch["segment_ids"] == 1, MARKS[i], batch["segment_ids"])
             }
+            if MARKS[i] == ALONE:
+                alone = np.arange(1, batch["segment_ids"].shape[1] + 1, dtype=np.int32)
+                batch["segment_ids"] = np.broadcast_to(alone, batch["segment_ids"].shape)
         yield batch
 
 
@@ -181,7 +187,26 @@ def test_a_nan_is_skipped_and_everything_else_goes_on(config, poisoned, tmp_path
     _same(_state(nan, tmp_path / "resumed", 16), _state(nan, tmp_path / "run", 16))
 
 
-def test_too_many_skips_end_the_run_with_a_dump_that_replays(config, poisoned, tmp_path, capsys):
+def test_a_batch_with_nothing_to_predict_is_said_and_ends_the_run_if_it_is_the_first(
+    config, poisoned, tmp_path
+):
+    poisoned({6: ALONE})
+    assert train(config, tmp_path / "later") == 0
+    (event,) = _events(tmp_path / "later", "no_targets")
+    assert event["step"] == 7 and _losses(tmp_path / "later")[7] == 0
+    poisoned({0: ALONE})
+    of_prefix = dataclasses.replace(
+        MODEL, full_mixer="masked_attention", mixer={"mask": "prefix", "prefix_tokens": 5}
+    )
+    for model, why in ((MODEL, "two tokens"), (of_prefix, "prefix_tokens = 5")):
+        with pytest.raises(UserError, match=f"^step 1: its batch has no token .*{why}"):
+            train(dataclasses.replace(config, model=model), tmp_path / "first")
+        assert not _events(tmp_path / "first", "train")
+
+
+def test_too_many_skips_end_the_run_with_a_dump_that_replays(
+    config, poisoned, tmp_path, capsys, monkeypatch
+):
     poisoned({6: POISON, 7: POISON, 8: POISON})
     assert train(config, tmp_path) == ExitCode.DIVERGED
     (stop,) = _events(tmp_path, "stop")
@@ -192,6 +217,10 @@ def test_too_many_skips_end_the_run_with_a_dump_that_replays(config, poisoned, t
     )
     assert result.returncode == 0 and "halted because of loss nan" in result.stdout, result.stderr
     assert "embedding" in result.stdout and ".txt" in result.stdout
+    # the same step of a run that was trained with another version of its mixer
+    monkeypatch.setattr(GatedAttention, "version", 2, raising=False)
+    with pytest.raises(UserError, match="version 1 of gated_attention .* version 2"):
+        read_dump(tmp_path / "dumps" / "9")
 
 
 def test_a_spike_rewinds_and_passes_over_the_data_since_the_checkpoint(config, poisoned, tmp_path):

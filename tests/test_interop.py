@@ -2,7 +2,10 @@
 test_reference.py's.
 """
 
+import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import os
@@ -322,6 +325,45 @@ def test_a_killed_export_goes_on_with_the_files_that_are_whole(tmp_path, monkeyp
     save_hf(model, tmp_path / "other", identity="b")
     assert len(written) == count and content(tmp_path / "place") == content(tmp_path / "expected")
     assert {path.name for path in tmp_path.iterdir()} == {"expected", "out", "other", "place"}
+
+
+def test_an_export_killed_at_its_end_is_complete_or_goes_on(tmp_path, monkeypatch):
+    model, finish, done = new_model(), PartialExport.finish, False
+    save_hf(model, tmp_path / "expected")
+    for operations in itertools.count():
+        out, left = tmp_path / f"out{operations}", iter(range(operations))
+
+        def killed(path, *target, operation):
+            if next(left, None) is None:
+                raise KeyboardInterrupt  # which nothing here answers, as SIGKILL
+            return operation(path, *target)
+
+        def killed_at_its_end(*arguments):
+            with monkeypatch.context() as patch:
+                for name in ("rename", "unlink", "rmdir"):
+                    operation = getattr(pathlib.Path, name)
+                    patch.setattr(
+                        pathlib.Path, name, functools.partialmethod(killed, operation=operation)
+                    )
+                finish(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(PartialExport, "finish", killed_at_its_end)
+            with contextlib.suppress(KeyboardInterrupt):
+                save_hf(model, out, identity="a")
+                done = True
+        if not out.exists():
+            save_hf(model, out, identity="a")
+            assert not list(tmp_path.glob(f".{out.name}.*"))
+        assert content(out) == content(tmp_path / "expected")
+        if done:
+            break
+    # at least: the record of the other files, each of them, progress.json, the directory
+    assert operations > 6
+    (tmp_path / ".foreign.progress.json").write_text("{}")
+    with pytest.raises(UserError, match=r"\.foreign\.progress\.json: in the way of an export"):
+        save_hf(model, tmp_path / "foreign", identity="a")
+    assert (tmp_path / ".foreign.progress.json").read_text() == "{}"
 
 
 def test_a_directory_that_changes_while_it_is_read_is_refused(eight_layers, tmp_path, monkeypatch):

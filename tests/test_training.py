@@ -5,6 +5,7 @@ and refusals.
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -32,7 +33,7 @@ from qwen3next_jax.config import (
     to_dict,
 )
 from qwen3next_jax.data.tokens import load_tokenizer
-from qwen3next_jax.interop.huggingface import save_hf
+from qwen3next_jax.interop.huggingface import save_hf, stamp_hf
 from qwen3next_jax.model import declared
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
@@ -282,8 +283,8 @@ def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(
 
 
 def test_starts_from_a_hugging_face_directory(config, finished, tmp_path):
-    model, _, _ = load_trained(finished)
-    save_hf(model, tmp_path / "hf")
+    model = load_trained(finished).model
+    save_hf(model, tmp_path / "hf", load_tokenizer("bytes"))
     again = dataclasses.replace(
         config, train=dataclasses.replace(config.train, init_from=str(tmp_path / "hf"))
     )
@@ -295,6 +296,27 @@ def test_starts_from_a_hugging_face_directory(config, finished, tmp_path):
     with pytest.raises(UserError, match="hidden_size is 16, model.hidden_size = 32"):
         wider = dataclasses.replace(again, model=dataclasses.replace(MODEL, hidden_size=32))
         start_state(resolved(wider), data)
+
+    # A rewind to step 0 reads the files again, and so does a start after a kill before the first
+    # checkpoint: the same ones, or none.
+    short = dataclasses.replace(again, train=dataclasses.replace(again.train, steps=1))
+    assert train(short, tmp_path / "begun") == 0
+    files = stamp_hf(tmp_path / "hf")
+    source = {"path": str(tmp_path / "hf"), "form": "qwen3_next", "files": files}
+    assert read_run(tmp_path / "begun")["source"] == source
+    shutil.rmtree(tmp_path / "begun" / "checkpoints")
+    events = tmp_path / "begun" / "metrics.jsonl"
+    events.write_text(
+        "".join(line for line in events.open() if json.loads(line)["event"] != "checkpoint")
+    )
+    start_state(run, data, files=files)
+    os.utime(tmp_path / "hf" / "model.safetensors", (1, 1))
+    for begin in (
+        lambda: start_state(run, data, files=files),
+        lambda: train(again, tmp_path / "begun"),
+    ):
+        with pytest.raises(UserError, match="files .*were replaced"):
+            begin()
 
 
 def test_a_run_reads_the_tokens_of_the_model_that_it_begins_with(config, finished, tmp_path):

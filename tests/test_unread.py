@@ -47,6 +47,7 @@ NO_MTP = {"model__mtp_depth": "0"}
 ALL_FULL = NO_MTP | {"model__layer_types": "full_attention," * 3 + "full_attention"}
 ALL_LINEAR = NO_MTP | {"model__full_attention_interval": "0"}
 MIXED = {"model__layer_types": "kda,gated_attention,kda,gated_attention"}
+BRANCH = {"train__init_from": "run@10", "train__init_state": "all"}
 PREFIX = {"model__full_mixer": "masked_attention", "model__mixer__mask": "prefix"}
 
 
@@ -89,6 +90,7 @@ PREFIX = {"model__full_mixer": "masked_attention", "model__mixer__mask": "prefix
         (TINY, {"eval__suites": "induction"}, "eval.suite_pairs", "3"),
         (MQAR, {}, "eval.sample_prompt", "1"),
         (TINY, {}, "profile.steps", "501:503"),
+        (TINY, BRANCH, "profile.steps", "9:11"),
     ],
 )
 def test_what_a_user_gives_must_be_read(file, others, setting, text):
@@ -115,6 +117,7 @@ def test_what_a_user_gives_must_be_read(file, others, setting, text):
         (STAGES, {"optimizer__final_fraction": "0.5", "optimizer__schedule": "linear"}),
         (TINY, {"eval__suites": "heldout,mqar", "eval__suite_pairs": "3", "eval__suite_rows": "2"}),
         (TINY, {"profile__steps": "500:502"}),
+        (TINY, BRANCH | {"profile__steps": "9:12"}),
         (TINY, PREFIX | {"model__mixer__prefix_tokens": "255"}),
     ],
 )

@@ -67,7 +67,8 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
         "trust",
         [],
         "packages of your own whose parts (my_package.module:Name) a run.json may name: to load "
-        "such a run is to run their code",
+        "such a run is to run their code. Also modules (gdn2) of a run whose record does not say "
+        "with which of their versions it was trained",
     )
 
     def guarded(argv: Sequence[str]) -> int | None:
@@ -268,13 +269,16 @@ def _entry(name: str, text: str, width: int) -> list[str]:
 
 def define_config_flag() -> Callable[..., Config | None]:
     """Defines `--config=FILE.py` and its `--config.group.name=value` overrides; call the result
-    for the validated Config (`required=False`: None where the flag is not given).
+    for the validated Config.
+
+    `required=False`: None where the flag is not given. `goes_on=True`: a run that has begun in
+    `--workdir` keeps the vocabulary that it has.
     """
     holder = flags.DEFINE_string(
         "config", None, "Python file with get_config(), which is run, such as configs/tiny.py"
     )
 
-    def get(required: bool = True) -> Config | None:
+    def get(required: bool = True, goes_on: bool = False) -> Config | None:
         if holder.value is None and (required or _overrides):
             why = "" if required else f" (--config.{_overrides[0][0]} changes a setting of it)"
             raise UserError(
@@ -285,23 +289,31 @@ def define_config_flag() -> Callable[..., Config | None]:
         values = load_config_file(pathlib.Path(holder.value))
         _file_values.update(copy.deepcopy(values))
         apply_overrides(values, _overrides)
-        fill_from_tokenizer(values)
-        registry.trust_written(values)
-        return from_dict(Config, values)
+        return _read(values, goes_on)
 
     return get
 
 
-def given_settings() -> Given:
-    """What the user gives by `--config` and its overrides."""
-    values = copy.deepcopy(_file_values)
+def given_settings(goes_on: bool = False) -> Given | None:
+    """What the user gives by `--config` and its overrides; None without `--config`. goes_on: see
+    `define_config_flag`.
+    """
+    file = flags.FLAGS["config"].value
+    if file is None:
+        return None
     try:
-        fill_from_tokenizer(values)
-        alone = from_dict(Config, values)
+        alone = _read(copy.deepcopy(_file_values), goes_on)
     except UserError:  # the overrides complete it
         alone = None
-    file = pathlib.Path(flags.FLAGS["config"].value)
-    return Given(frozenset(name for name, _ in _overrides), file, alone)
+    return Given(frozenset(name for name, _ in _overrides), pathlib.Path(file), alone)
+
+
+def _read(values: dict[str, Any], goes_on: bool) -> Config:
+    """The configuration of the nested dict `values`, which the user wrote."""
+    name = str(values.get("name", Config().name))
+    fill_from_tokenizer(values, _workdir_of(name) if goes_on else None)
+    registry.trust_written(values)
+    return from_dict(Config, values)
 
 
 def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path]:
@@ -311,18 +323,19 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
     text = "folder of the run" + (
         " (default: runs/<name of the config>)" if default_from_config else ""
     )
-    holder = flags.DEFINE_string("workdir", None, text)
+    flags.DEFINE_string("workdir", None, text)
+    return _workdir_of
 
-    def get(name: str | None = None) -> pathlib.Path:
-        if holder.value:
-            return local_folder("workdir", holder.value)
-        if name is None:
-            raise UserError(
-                "--workdir is missing: expected the folder of a run, such as --workdir=runs/tiny"
-            )
-        return pathlib.Path("runs") / name
 
-    return get
+def _workdir_of(name: str | None = None) -> pathlib.Path:
+    """What `--workdir` names; where it is not given, the folder of the config called `name`."""
+    if given := flags.FLAGS["workdir"].value:
+        return local_folder("workdir", given)
+    if name is None:
+        raise UserError(
+            "--workdir is missing: expected the folder of a run, such as --workdir=runs/tiny"
+        )
+    return pathlib.Path("runs") / name
 
 
 def local_folder(flag: str, value: str) -> pathlib.Path:

@@ -10,6 +10,7 @@ from absl import flags
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
+from qwen3next_jax.runs import unread
 
 get_config = cli.define_config_flag()
 get_workdir = cli.define_workdir_flag(default_from_config=True)
@@ -31,12 +32,15 @@ _json = flags.DEFINE_string("json", "", "a file that gets all results, too")
 
 
 def main() -> int:
-    config = get_config(required=False)
+    config = get_config(required=False, goes_on=True)
     workdir = get_workdir(config.name if config else None)
     for name in _suite.value:
         check_name(EVALUATIONS, name, "--suite")
     cli.check_writable("json", _json.value)
     cli.check_model("workdir", workdir)
+    given = cli.given_settings(goes_on=True)
+    if config:
+        unread.check(config, given, workdir)
     loading = get_loading()
     lengths, pairs = (cli.positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs))
     print(f"{workdir}: loading and compiling", file=sys.stderr, flush=True)
@@ -47,6 +51,8 @@ def main() -> int:
     from qwen3next_jax.runs.load import joined
 
     with joined(loading.launch, workdir):
+        if config:
+            unread.check(config, given, workdir, find=unread.by_layers)
         return evaluate(
             config,
             workdir,

@@ -37,14 +37,14 @@ def main() -> int:
 
     require_new(out)
     with joined(loading.launch, workdir):
-        source = _source_of(workdir)
+        source, form = _origin_of(workdir)
         model, tokenizer, step, _, identity = load_model(
             workdir, loading.step, loading.mesh, loading.dtype
         )
         # a run ends its documents with its tokenizer's token, whatever the config's number says
         if step is not None:
             model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
-        model.config = in_form(model.config, _form.value, source)
+        model.config = in_form(model.config, _form.value, source, form)
         save_hf(
             model,
             out,
@@ -65,20 +65,20 @@ def main() -> int:
     return 0
 
 
-def _source_of(workdir: str) -> pathlib.Path | None:
-    """The Hugging Face directory that the model began with; None where there is none, or where
-    nobody knows any more and --form says what to write.
+def _origin_of(workdir: str) -> tuple[pathlib.Path | None, str]:
+    """(the Hugging Face directory that the model began with; None where there is none, or where
+    nobody knows any more and --form says what to write; its form as far as a record says it).
     """
-    from qwen3next_jax.runs.load import began_with
+    from qwen3next_jax.runs.origin import began_with
 
     if _source.value:
-        return cli.local_folder("source", _source.value)
+        return cli.local_folder("source", _source.value), ""
     try:
         return began_with(workdir)
     except UserError:
         if not _form.value:
             raise
-        return None
+        return None, ""
 
 
 def _interrupt(number: int, frame: object) -> None:

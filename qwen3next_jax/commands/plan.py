@@ -25,6 +25,7 @@ from rich.table import Table
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MeshConfig
+from qwen3next_jax.runs import unread
 from qwen3next_jax.training.stages import resolve_stages
 
 COMPILED = 5  # of a search
@@ -33,7 +34,9 @@ DOES_NOT_FIT = 1  # exit code
 
 def main() -> int:
     named = cli.read_mesh(_mesh.value)
-    config = _config()
+    config = whole = _config()
+    given = cli.given_settings()
+    unread.check(config, given)
     stage = max(resolve_stages(config), key=lambda stage: (stage.sequence_length, stage.batch_size))
     if stage.name:
         print(f"planning for stage {stage.name}, the one of the longest rows")
@@ -60,6 +63,7 @@ def main() -> int:
 
     # nothing runs; an accelerator of this machine is left alone
     jax.config.update("jax_platforms", "cpu")
+    unread.check(whole, given, find=unread.by_layers)
     from qwen3next_jax.planner.process import make_plan_apart
     from qwen3next_jax.planner.topology import describe
 

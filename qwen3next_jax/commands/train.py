@@ -29,7 +29,8 @@ _dry_run = flags.DEFINE_boolean(
 
 
 def main() -> int:
-    config, launch = get_config(), get_launch()
+    goes_on = not _restart.value
+    config, launch = get_config(goes_on=goes_on), get_launch()
     workdir = get_workdir(config.name)
     if get_max_restarts() and not _dry_run.value:
         from qwen3next_jax.runs.folder import written
@@ -38,7 +39,7 @@ def main() -> int:
         return supervisor.supervise(workdir, get_max_restarts(), find_run=find_run)
     from qwen3next_jax.runs import unread
 
-    given = None if _allow_unread.value else cli.given_settings()
+    given = None if _allow_unread.value else cli.given_settings(goes_on)
     unread.check(config, given, workdir, _restart.value)
     # several processes look together, so that what one of them finds is told by all
     if launch is None:

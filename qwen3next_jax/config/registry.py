@@ -208,6 +208,11 @@ def trust(package: str) -> None:
     _trusted.add(package)
 
 
+def is_trusted(package: str) -> bool:
+    """Whether `trust` was called with this name."""
+    return package in _trusted
+
+
 def trust_written(settings: Mapping[str, Any]) -> None:
     """Trusts the packages of all parts that nested settings name, which a user wrote."""
     for _, name in _import_strings(settings):

@@ -103,7 +103,9 @@ def _all_rows(weights: Weights, name: str) -> Iterator[np.ndarray]:
     yield weights.read(name)
 
 
-def in_form(config: ModelConfig, form: str | None, source: pathlib.Path | None) -> ModelConfig:
+def in_form(
+    config: ModelConfig, form: str | None, source: pathlib.Path | None, recorded_form: str = ""
+) -> ModelConfig:
     """`config` for an export in the form `form`, with experts fused where they are in `source`.
 
     Args:
@@ -111,6 +113,7 @@ def in_form(config: ModelConfig, form: str | None, source: pathlib.Path | None) 
       form: a value of `model.hf_form`; None: the form of `source`.
       source: the Hugging Face directory that the model began with; None: there is none, and the
         form is the config's own.
+      recorded_form: that of `source`, where a record says it, for the message when it is gone.
 
     Raises:
       UserError: `source` is not there, and nothing else says the form.
@@ -120,7 +123,7 @@ def in_form(config: ModelConfig, form: str | None, source: pathlib.Path | None) 
     require(
         (source / "config.json").is_file(),
         f"{source}: not there, and an export has the form of the Hugging Face directory that its "
-        "model began with: give --source=DIR, or --form",
+        f"model began with: give --source=DIR, or --form{recorded_form and '=' + recorded_form}",
     )
     theirs = read_hf_config(source)
     return dataclasses.replace(

@@ -2,9 +2,12 @@
 killed continues with the file at which it was.
 
 The directory grows beside its place, as `.NAME.partial`, file by file. A file counts once it is
-complete, on the disk, and in progress.json with its digest. At the end the directory is renamed.
-progress.json names every file before the file gets its name, so any file that it does not name is
-somebody else's, and is left alone.
+complete, on the disk, and in progress.json with its digest. progress.json names every file before
+the file gets its name, so any file that it does not name is somebody else's, and is left alone.
+
+At the end progress.json moves out, to `.NAME.progress.json`, then the directory is renamed, then
+progress.json is removed. So a directory under its own name never holds it. The next attempt takes
+back a progress.json that a killed one had moved out.
 """
 
 import concurrent.futures
@@ -30,6 +33,8 @@ from qwen3next_jax.common.errors import UserError, require, as_user_error, warn
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30
 _PROGRESS = "progress.json"
+# What reading a progress.json that no export wrote raises.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 # A file of weights while it is written.
 _INCOMPLETE = re.compile(r"model(-[0-9]+-of-[0-9]+)?\.safetensors\.tmp")
 # The folder of the files beside the weights, until progress.json names them.
@@ -122,6 +127,8 @@ class PartialExport:
         # where `out` is a link, the folder that it names: no directory takes a link's place
         self._place = out.resolve()
         self.folder = self._place.parent / f".{self._place.name}.partial"
+        # where progress.json is while the directory is renamed
+        self._moved_progress = self._place.parent / f".{self._place.name}.{_PROGRESS}"
         self._files = files
         self._identity = identity
         self._complete: dict[str, dict[str, Any]] = {}  # as progress.json has them
@@ -146,6 +153,7 @@ class PartialExport:
                     ours = self._written_by_exports([*self._complete, *self._other_files])
                     self._remove(sorted(ours, key=lambda name: name == _PROGRESS))
                     self.folder.rmdir()
+                    self._moved_progress.unlink(missing_ok=True)
         os.close(self._lock)
 
     def begin(self) -> list[str]:
@@ -166,6 +174,7 @@ class PartialExport:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         require_new(self.out)  # another export may have ended meanwhile
         with _writable(self.folder):
+            self._take_progress_back()
             self._complete, others = self._find_complete()
             self._is_ours = True
             # progress.json names the others until a new one replaces it
@@ -211,10 +220,10 @@ class PartialExport:
             self._add_other_files(write_other_files)
             for file in self._write_digests():
                 fsync(file)
+            (self.folder / _PROGRESS).rename(self._moved_progress)
             self.folder.rename(self._place)
-            # not before: an attempt cannot continue in a folder without it
-            (self._place / _PROGRESS).unlink()
             fsync(self._place.parent)
+            self._moved_progress.unlink()
 
     def _write_index(self) -> None:
         weight_map = {
@@ -247,6 +256,25 @@ class PartialExport:
         (self.folder / DIGESTS).write_text("".join(lines))
         return [*files, self.folder / DIGESTS]
 
+    def _take_progress_back(self) -> None:
+        """Moves progress.json back into the folder, where a killed attempt had moved it out.
+
+        Raises:
+          UserError: what is in its place was not written by an export.
+        """
+        if not self._moved_progress.exists():
+            return
+        with as_user_error(
+            f"{self._moved_progress}: in the way of an export, and not written by one: move it "
+            "away, or give another folder",
+            *_UNREADABLE,
+        ):
+            _read_progress(self._moved_progress)
+        if (self.folder / _PROGRESS).exists():  # a later attempt has begun since
+            self._moved_progress.unlink()
+        else:
+            self._moved_progress.rename(self.folder / _PROGRESS)
+
     def _find_complete(self) -> tuple[dict[str, dict[str, Any]], set[str]]:
         """The files that progress.json names and that are as it says, and the names of all others.
 
@@ -259,8 +287,8 @@ class PartialExport:
         in_the_way = f"{self.folder}: in the way of an export, and not the rest of one"
         advice = "move it away, or give another folder"
         try:
-            identity, recorded, other_files = self._read_progress()
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            identity, recorded, other_files = _read_progress(self.folder / _PROGRESS)
+        except _UNREADABLE as error:
             raise UserError(f"{in_the_way} (no {_PROGRESS} that can be read): {advice}") from error
         foreign = sorted(present - self._written_by_exports([*recorded, *other_files]))
         require(
@@ -284,19 +312,6 @@ class PartialExport:
         complete = {name: recorded[name] for name, good in zip(names, answers, strict=True) if good}
         return complete, present - complete.keys()
 
-    def _read_progress(self) -> tuple[str | None, dict[str, dict[str, Any]], set[str]]:
-        """The identity, the files of weights, and the names of the other files that an earlier
-        attempt recorded. Raises an error of Python's where the file is not of an export.
-        """
-        record = json_files.read(self.folder / _PROGRESS)
-        if record.keys() - {"rest"} != {"identity", "files"}:
-            raise ValueError("of something else")
-        recorded = {
-            str(name): {"bytes": file["bytes"], "sha256": file["sha256"]}
-            for name, file in record["files"].items()
-        }
-        return record["identity"], recorded, {str(name) for name in record.get("rest", [])}
-
     def _written_by_exports(self, recorded: Iterable[str]) -> set[str]:
         """The names in the folder that belong to the export that recorded these files."""
         ours = {*recorded, _PROGRESS, f"{_PROGRESS}.tmp", _OTHER_FILES, INDEX, DIGESTS}
@@ -317,6 +332,20 @@ class PartialExport:
             {"identity": self._identity, "files": self._complete, "rest": self._other_files},
         )
         (self.folder / f"{_PROGRESS}.tmp").rename(self.folder / _PROGRESS)
+
+
+def _read_progress(file: pathlib.Path) -> tuple[str | None, dict[str, dict[str, Any]], set[str]]:
+    """The identity, the files of weights, and the names of the other files that an earlier
+    attempt recorded. Raises an error of Python's where the file is not of an export.
+    """
+    record = json_files.read(file)
+    if record.keys() - {"rest"} != {"identity", "files"}:
+        raise ValueError("of something else")
+    recorded = {
+        str(name): {"bytes": values["bytes"], "sha256": values["sha256"]}
+        for name, values in record["files"].items()
+    }
+    return record["identity"], recorded, {str(name) for name in record.get("rest", [])}
 
 
 def _writable(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:

@@ -60,6 +60,17 @@ def check_prefix(config: ModelConfig, length: int) -> None:
     )
 
 
+def why_no_targets(config: ModelConfig) -> str:
+    """Why no token of a batch is a target, and what to do."""
+    ahead = tokens_seen_ahead(config)
+    if ahead:
+        return (
+            f"with {_mask(config)} none of its documents is longer than the prefix of {ahead} "
+            "tokens: expected longer documents, or a shorter prefix"
+        )
+    return "expected documents of two tokens or more, some of which count as targets"
+
+
 def check_prompts(config: ModelConfig, prompts: Sequence, chunk: int) -> None:
     """Raises UserError where the prefix of a prompt does not go through the model at once. A
     prompt goes through it `chunk` tokens at a time, all but the last one.

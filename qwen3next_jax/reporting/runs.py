@@ -17,7 +17,7 @@ from qwen3next_jax.common.events import each_event
 from qwen3next_jax.common.trees import flatten
 
 POINTS = 400  # of a drawn line: about the pixels of a chart
-FAULTS = ("skip", "spike", "rewind", "damaged", "save_failed", "hook_failed", "stop")
+FAULTS = ("skip", "spike", "no_targets", "rewind", "damaged", "save_failed", "hook_failed", "stop")
 # How wall time is spent. Training counts towards goodput: the time of steps that are part of the
 # run as it now is.
 TRAINING, STARTING, OTHER, LOST, DOWN = (

@@ -7,14 +7,19 @@ that the parent took, as the stages of a run do (`stages`); where data, batch si
 guards' window are the same, every bit is that of the parent's own continuation.
 """
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import check_versions, read_config, read_run
+from qwen3next_jax.runs.folder import config_of, read_config, read_run
 from qwen3next_jax.runs.preflight import Parent, compare_tokens
+from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.training import guards
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
@@ -39,10 +44,15 @@ def start_state(run: ResolvedRun, data: Sequence[Data], parent: Parent) -> tuple
     step = parent["step"]
     # Read before the checkpoint, which is then found to be the one of `parent` and of that run.
     record = read_run(folder)
-    theirs = read_config(folder)
+    theirs = config_of(record, folder)
     # Preparing the data may have taken hours: another run may lie at this path by now.
-    preflight.check_structure(run.model, config.train.init_from, parent)
-    check_versions(folder)
+    require(
+        record.get("id", "") == parent.get("run", record.get("id", "")),
+        f"{folder}: another run took the place of the one that this run begins with: put it back, "
+        "or begin a new --workdir",
+    )
+    preflight.compare_structure(run.model, theirs.model, config.train.init_from)
+    check_parent_versions(folder, record, config)
     takes_all = config.train.init_state == "all"
     if takes_all:  # the guards' window may be another one here
         wanted = abstract_train_state(run.model, config.optimizer, theirs.guards, run.mesh)
@@ -60,6 +70,16 @@ def start_state(run: ResolvedRun, data: Sequence[Data], parent: Parent) -> tuple
     same_window = before.same_stream(now) and theirs.guards.window == config.guards.window
     state["guards"] = guards.reset(config.guards, state["guards"], 0, same_window)
     return state, now
+
+
+def check_parent_versions(folder: pathlib.Path, record: dict[str, Any], config: Config) -> None:
+    """Raises UserError unless what a run of `config` takes over of the run in `folder`, whose
+    run.json holds `record`, was trained with the mathematics that this code has.
+    """
+    theirs = config_of(record, folder)
+    depth = min(theirs.model.mtp_depth, config.model.mtp_depth)
+    taken = dataclasses.replace(theirs, model=dataclasses.replace(theirs.model, mtp_depth=depth))
+    check_versions(folder, record, taken, trains=config.train.init_state == "all")
 
 
 def describe(run: ResolvedRun, data: Sequence[Data], parent: Parent | None) -> str:

@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Container
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,19 +22,20 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 
-from qwen3next_jax.common.errors import ExitCode, UserError, warn
+from qwen3next_jax.common.errors import ExitCode, UserError, require, warn
 from qwen3next_jax.config import CheckpointConfig, Config
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_leader
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
     check_nothing_lost,
-    check_versions,
-    read_config,
+    config_of,
+    read_run,
     run_id,
     saved_steps,
     unwritable,
 )
+from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.sharding.rules import shardings
 from qwen3next_jax.training.state import State, abstract_model
@@ -78,7 +79,8 @@ class Checkpoints:
         self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: tuple[int, concurrent.futures.Future] | None = None
         self._events: list[tuple[str, int, dict[str, Any]]] = []
-        self._found_good: int | None = None
+        # the newest good step, and the digest of what was found good
+        self._found_good: tuple[int, str | None] | None = None
         self._read_again: set[int] = set()  # kept ones that were whole after a later one was sealed
 
     def __enter__(self):
@@ -101,14 +103,16 @@ class Checkpoints:
           UserError: the run that trains here has been saved, but nothing whole is left (see
           `check_nothing_lost`).
         """
-        self._found_good = broadcast_from_process_0(self._find_good)
-        return self._found_good
+        found = broadcast_from_process_0(self._find_good)
+        self._found_good = found and tuple(found)
+        return found and found[0]
 
-    def _find_good(self) -> int | None:
+    def _find_good(self) -> tuple[int, str | None] | None:
         for step in reversed(self.steps()):
+            digest = manifest.digest(self.directory / str(step))  # of what is looked at next
             damage = self._damage(step)
             if damage is None:
-                return step
+                return step, digest
             warn(f"{self.directory / str(step)} is passed over: {damage}")
             self._events.append(("damaged", step, {"reason": damage}))
         if self._keep is not None:
@@ -185,13 +189,14 @@ class Checkpoints:
             raise UserError(f"{where}: no such checkpoint; saved steps: {known}")
         # The folder may be another run's, which deletes old checkpoints while this one reads.
         before = manifest.stamp(where)
-        if digest is not None and not (manifest.digest(where) or "").startswith(digest):
+        found = manifest.digest(where)
+        if digest is not None and not (found or "").startswith(digest):
             raise UserError(
                 f"{where}: not the checkpoint of which this run took the digest {digest}: it was "
                 "removed or replaced since: put it back, or begin a new --workdir with a "
                 "checkpoint that stays"
             )
-        if step != self._found_good and (damage := self._damage(step)):
+        if (step, found) != self._found_good and (damage := self._damage(step)):
             raise UserError(f"{where}: damaged: {damage}")
         try:
             state = read_arrays(where, abstract_state, whole)
@@ -372,16 +377,45 @@ def with_keys_of(restored: Any, pattern: Any) -> Any:
     return restored
 
 
-def load_trained(
-    workdir: pathlib.Path, step: int | None = None, mesh: Mesh | None = None
-) -> tuple[Qwen3Next, Config, int]:
-    """(model, configuration, step) of a run's newest checkpoint, or of the one after `step`
-    steps; on `mesh`, or (None) one device.
+class Trained(NamedTuple):
+    """A model from a checkpoint of a run.
+
+    digest: of the checkpoint's manifest, and so of the weights.
     """
-    config = read_config(workdir)
-    check_versions(workdir)
+
+    model: Qwen3Next
+    config: Config
+    step: int
+    digest: str
+
+
+def load_trained(
+    workdir: pathlib.Path,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    record: dict[str, Any] | None = None,
+) -> Trained:
+    """A run's newest checkpoint, or the one after `step` steps.
+
+    Args:
+      mesh: the devices that share it; None: one device.
+      record: the content of its run.json, where the caller has read it.
+
+    Raises:
+      UserError: it cannot be loaded, or another run took its place since `record` was read.
+    """
+    record = read_run(workdir) if record is None else record
+    config = config_of(record, workdir)
+    check_versions(workdir, record, config)
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.newest_good_step() if step is None else step
+        # What has this digest is loaded, and it is a checkpoint of the run that `record` is of.
+        where = checkpoints.directory / str(step)
+        digest = manifest.digest(where)
+        require(
+            run_id(workdir) == record.get("id", ""),
+            f"{workdir}: another run took its place while it was read: start again",
+        )
         if step is None:
             raise UserError(
                 f"{workdir}: no whole checkpoint; let the run reach its first one "
@@ -394,11 +428,14 @@ def load_trained(
             wanted,
             shardings(wanted, declared(config.model), one_device() if mesh is None else mesh),
         )
-        leaves, tree = jax.tree.flatten(checkpoints.restore(step, abstract, whole=False)["params"])
+        leaves, tree = jax.tree.flatten(
+            checkpoints.restore(step, abstract, whole=False, digest=digest)["params"]
+        )
     # restored arrays are committed to their device; committed and uncommitted inputs are different
     # programs to jit
     if mesh is None:
         # one after another, as there may not be room for all of them twice
         for i, leaf in enumerate(leaves):
             leaves[i] = jax.device_put(jax.device_get(leaf))
-    return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), config, step
+    digest = digest or manifest.digest(where)  # of one that was sealed since
+    return Trained(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), config, step, digest)

@@ -288,6 +288,7 @@ PLAIN = (
 FAULTS = {
     "skip": "update skipped",
     "spike": "loss spike",
+    "no_targets": "nothing to predict",
     "rewind": "rewound",
     "damaged": "damaged checkpoint passed over",
     "stop": "stopping",

@@ -29,8 +29,8 @@ from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.common.events import each_event
 from qwen3next_jax.common.trees import flatten
-from qwen3next_jax.common.version import code_version, git
-from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
+from qwen3next_jax.common.version import code_version
+from qwen3next_jax.config import Config, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.training.stages import (
     SETTINGS,
@@ -99,9 +99,6 @@ _WRITTEN = (
     "wandb_id",
 )
 _RESTART = "start anew with --restart, which keeps what is there in WORKDIR/before-TIME"
-# Records from before versions were written down count as version 1 of everything; those of code
-# before the commit named here, which gave a mixer other mathematics, as version 0 of it.
-_CHANGED_UNVERSIONED = {"gdn2": "c4831c447c9daa4279017641b02c9c77a02be147"}
 _PARTIAL = ".partial"  # ends the name of before-TIME until all is in it
 _MOVE = re.compile(r"before-\d{8}-\d{6}(-\d+)?\.partial")
 _FORMAT = 2  # of run.json; 1 had no such field, and could stand in a folder without metrics.jsonl
@@ -175,16 +172,19 @@ def open_run(
     data_fingerprints: list[str],
     tokenizer_fingerprint: str,
     parent: dict[str, Any] | None = None,
+    source: dict[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[Change]]:
     """Whether this run may start, or go on, in `workdir`; writes nothing. → (what run.json is to
     hold, or {} where it stays as it is; the allowed changes since the run before).
-    `data_fingerprints`: of every stage's data. `parent`: of the run that it begins with, where
-    it begins with one.
+
+    Args:
+      data_fingerprints: of every stage's data.
+      parent: of the run that it begins with, where it begins with one.
+      source: what `origin.find_source` says of a new run.
 
     Raises:
       UserError: the folder holds a run with another configuration, data or tokenizer (the first
-      difference is named), or one
-        of which a part is missing.
+        difference is named), or one of which a part is missing.
     """
     import jax
 
@@ -205,7 +205,7 @@ def open_run(
     } | ({"parent": parent} if parent else {})
     before = trained_run(workdir)
     if before is None:
-        return now | {"id": uuid.uuid4().hex, "changes": []}, []
+        return now | (source or {}) | {"id": uuid.uuid4().hex, "changes": []}, []
     changes = _checked_changes(workdir, before, now)
     if not (workdir / "metrics.jsonl").exists():
         warn(
@@ -215,7 +215,7 @@ def open_run(
     if not changes and "format" in before:
         return {}, []
     # the parent is not looked at again
-    kept = {name: before[name] for name in ("parent", "id") if name in before}
+    kept = {name: before[name] for name in ("parent", "source", "id") if name in before}
     return now | kept | {
         "changes": before.get("changes", []) + [[*change] for change in changes]
     }, changes
@@ -336,7 +336,7 @@ def _checked_changes(
         Change(name, old.get(name), new.get(name))
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
-        # the versions are compared by `check_versions`
+        # `versions.check_versions` compares the versions
         and name != "format"
         and not name.startswith("versions.")
     ]
@@ -419,46 +419,6 @@ def _settings(stage: ResolvedStage) -> list[Any]:
     ]
 
 
-def check_versions(workdir: pathlib.Path) -> None:
-    """Raises UserError where the run in `workdir` was trained with another version of its model's
-    mathematics than this code has: its weights would silently mean something else.
-    """
-    from qwen3next_jax.model.block import versions
-
-    record, model = read_run(workdir), read_config(workdir).model
-    recorded = record.get("versions") or _unversioned(workdir, record, model)
-    for name, version in versions(model).items():
-        if recorded.get(name, 1) != version:
-            raise UserError(
-                f"{workdir}: its model was trained with version {recorded.get(name, 1)} of {name} "
-                f"(code {record.get('code')}), and this code has version {version}, with other "
-                "mathematics: use the run with that code, or train anew in another --workdir"
-            )
-
-
-def _unversioned(
-    workdir: pathlib.Path, record: dict[str, Any], model: ModelConfig
-) -> dict[str, int]:
-    """The versions other than 1 with which older code trained `model`, as far as the checkout's
-    history tells by the commit that `record` names.
-    """
-    code, older = str(record.get("code", "")).removesuffix("+"), {}
-    for name in {name for name, _ in model.layer_kinds} & _CHANGED_UNVERSIONED.keys():
-        changed = _CHANGED_UNVERSIONED[name]
-        known = re.fullmatch("[0-9a-f]{7,40}", code) and None not in (
-            git("cat-file", "-e", f"{commit}^{{commit}}") for commit in (code, changed)
-        )
-        if not known:
-            warn(
-                f"{workdir}: trained with code {code or 'unknown'}, of which this checkout's "
-                f"history does not tell whether it is older than {changed[:12]}, where {name} got "
-                "other mathematics: if it is, its weights mean something else here"
-            )
-        elif git("merge-base", "--is-ancestor", changed, code) is None:
-            older[name] = 0
-    return older
-
-
 def move_aside(workdir: pathlib.Path) -> None:
     """Moves all that a run wrote into `workdir`/before-TIME. A process that is killed meanwhile
     leaves before-TIME.partial, and the next call moves the rest (see `restart_has_begun`).
@@ -518,7 +478,12 @@ def written(workdir: pathlib.Path) -> dict[str, tuple[int, int]]:
 
 def read_config(workdir: pathlib.Path) -> Config:
     """The configuration of the run in `workdir`."""
-    values, where = read_run(workdir)["config"], f"{workdir / 'run.json'}: config"
+    return config_of(read_run(workdir), workdir)
+
+
+def config_of(record: dict[str, Any], workdir: pathlib.Path) -> Config:
+    """The configuration in `record`, the run.json of `workdir`."""
+    values, where = record["config"], f"{workdir / 'run.json'}: config"
     check_trusted(values, where)
     return from_dict(Config, values, where)
 

@@ -1,8 +1,11 @@
 """What the host does about the flags that the guards raise: events, the end of a run that went
 wrong, and its dump.
 
-    WORKDIR/dumps/STEP/    dump.json (reason, documents, configuration), batch.npz, state/
-    (Orbax), manifest.json
+    WORKDIR/dumps/STEP/
+      dump.json        reason, documents, code, versions, configuration
+      batch.npz        what the step took
+      state/           what it met (Orbax)
+      manifest.json    digests
 
 `qwen3next replay DUMP` runs the offending step again.
 """
@@ -17,18 +20,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config, GuardConfig, from_dict
+from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.version import code_version
+from qwen3next_jax.config import Config, GuardConfig, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.model.block import versions
+from qwen3next_jax.model.visible_targets import why_no_targets
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_leader
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import read_arrays, write_arrays
 from qwen3next_jax.runs.telemetry import MetricsFile
+from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.sharding.mesh import one_device
 from qwen3next_jax.training.gradients import Batch
-from qwen3next_jax.training.guards import HALTED, NON_FINITE, SKIPPED, SPIKE
+from qwen3next_jax.training.guards import HALTED, NO_TARGETS, NON_FINITE, SKIPPED, SPIKE
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
+from qwen3next_jax.training.stages import DataCursors
 from qwen3next_jax.training.state import State
 
 
@@ -43,10 +51,15 @@ class Halted(Exception):
 
 
 class Incidents:
-    """Reads the guards' flags of every step, and writes an event where one is raised."""
+    """Reads the flags of every step, and writes an event where one is raised."""
 
-    def __init__(self, config: GuardConfig, metrics: MetricsFile):
-        self._config = config
+    def __init__(
+        self, guards: GuardConfig, model: ModelConfig, cursors: DataCursors, metrics: MetricsFile
+    ):
+        """`cursors`: where every stage of the run reads the data."""
+        self._config = guards
+        self._model = model
+        self._first_steps = {cursor.step + 1 for cursor in cursors if cursor}
         self._metrics = metrics
 
     def look(self, step: int, values: dict[str, Any], state: State) -> None:
@@ -54,9 +67,15 @@ class Incidents:
 
         Raises:
           Halted: the guards ended the run at this step.
+          UserError: the first batch of a stage has nothing to predict. All processes raise it,
+            as all of them have the same flags.
         """
         flags = int(values["flags"])
         if not flags:
+            return
+        if flags & NO_TARGETS:
+            self._without_targets(step)
+        if not flags & ~NO_TARGETS:
             return
         what = self._describe(flags, values)
         numbers = {
@@ -81,6 +100,14 @@ class Incidents:
                 spike,
                 state,
             )
+
+    def _without_targets(self, step: int) -> None:
+        """Of the first batch of a stage the settings are to blame: the run would learn nothing,
+        at a loss of 0. A later one may be a matter of its documents.
+        """
+        reason = f"its batch has no token to predict: {why_no_targets(self._model)}"
+        require(step not in self._first_steps, f"step {step}: {reason}")
+        self._metrics.write("no_targets", step, reason=reason)
 
     def _describe(self, flags: int, values: dict[str, Any]) -> str:
         if flags & NON_FINITE:
@@ -110,10 +137,10 @@ class Dump:
 
 
 def write_dump(
-    workdir: pathlib.Path, settings: dict[str, Any], data: Data, index: int, halt: Halted
+    workdir: pathlib.Path, config: Config, data: Data, index: int, halt: Halted
 ) -> tuple[pathlib.Path, list[list[str]]]:
-    """Saves what the halted step met, with batch `index` of `data` and the run's `settings`,
-    under WORKDIR/dumps/STEP. → (the folder, the documents of every row).
+    """Saves what the halted step of a run of `config` met, with batch `index` of `data`, under
+    WORKDIR/dumps/STEP. → (the folder, the documents of every row).
 
     All processes write the state, process 0 the rest.
     """
@@ -137,7 +164,9 @@ def write_dump(
             "step": halt.step,
             "reason": halt.reason,
             "documents": documents,
-            "config": settings,
+            "code": code_version(),
+            "versions": versions(config.model),
+            "config": to_dict(config),
         }
         (folder / "dump.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
         manifest.write_manifest(folder)
@@ -148,7 +177,7 @@ def read_dump(folder: pathlib.Path) -> Dump:
     """Reads what `write_dump` wrote.
 
     Raises:
-      UserError: `folder` is no dump, or a damaged one.
+      UserError: `folder` is no dump, or a damaged one, or one of other mathematics.
     """
     if not (folder / "dump.json").is_file():
         raise UserError(
@@ -159,7 +188,9 @@ def read_dump(folder: pathlib.Path) -> Dump:
         raise UserError(f"{folder}: damaged: {damage}")
     record = json.loads((folder / "dump.json").read_text())
     check_trusted(record["config"], f"{folder / 'dump.json'}: config")
-    run = resolve_run(from_dict(Config, record["config"]), one_device())
+    config = from_dict(Config, record["config"])
+    check_versions(folder, record, config, trains=True)
+    run = resolve_run(config, one_device())
     state = read_arrays(folder.absolute() / "state", run.abstract_state)
     batch = dict(np.load(folder / "batch.npz"))
     return Dump(

@@ -12,21 +12,18 @@ from typing import Any, NamedTuple
 from etils import epath
 from jax.sharding import Mesh
 
-from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, to_dict
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 from qwen3next_jax.interop.hf_config import read_hf_config
-from qwen3next_jax.interop.huggingface import load_hf
+from qwen3next_jax.interop.huggingface import load_hf, stamp_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.processes import distributed
 from qwen3next_jax.processes.launch import Launch
-from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import load_trained
-from qwen3next_jax.runs.folder import read_config, read_run
-from qwen3next_jax.runs.preflight import is_parent
+from qwen3next_jax.runs.folder import config_of, read_config, read_run
 from qwen3next_jax.sharding.mesh import check_divides, compute_mesh, make_mesh
 
 
@@ -68,7 +65,8 @@ def load_model(
     """
     folder = epath.Path(path)
     if (folder / "run.json").exists():
-        config = read_config(folder)
+        record = read_run(folder)
+        config = config_of(record, folder)
         places = _mesh(
             f"{path}: the mesh of its run does not fit here",
             config.model,
@@ -76,14 +74,11 @@ def load_model(
             config.parallel.mesh,
             devices,
         )
-        model, config, step = load_trained(folder, step, places)
-        where = folder / "checkpoints" / str(step)
-        identity = manifest.digest(where)
-        require(identity is not None, f"{where}: removed while it was read: start again")
+        model, config, step, identity = load_trained(folder, step, places, record)
         own = folder / "tokenizer"
         data = dataclasses.replace(config.data, tokenizer=str(own)) if own.exists() else config.data
         tokenizer = source_of(data).tokenizer_of(data, config.model.vocab_size)
-        if tokenizer.fingerprint != read_run(folder)["tokenizer"]:
+        if tokenizer.fingerprint != record["tokenizer"]:
             raise UserError(
                 f"{data.tokenizer}: not the tokenizer that {path} was trained with (its "
                 "fingerprint differs from that in run.json): damaged, or another; restore it"
@@ -98,43 +93,14 @@ def load_model(
         tokenizer = folder / "tokenizer.json"
         config = read_hf_config(folder)
         places = _mesh(str(path), config, mesh, MeshConfig(), devices)
-        # Looked at before they are read: of files that change in between the identity is then no
-        # other files'.
-        files = sorted(
-            (file.name, file.stat().st_size, file.stat().st_mtime_ns)
-            for file in os.scandir(folder)
-            if file.is_file()
-        )
+        identity = stamp_hf(folder)  # before they are read: if they change now, it is not theirs
         model = load_hf(folder, dtype or config.dtype, places)
         found = (
             load_tokenizer(str(tokenizer), model.config.vocab_size) if tokenizer.exists() else None
         )
-        return LoadedModel(model, found, None, places, digests.sha256_json(files))
+        return LoadedModel(model, found, None, places, identity)
     reason = "no such folder" if not folder.exists() else "it has neither run.json nor config.json"
     raise UserError(f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})")
-
-
-def began_with(path: str | pathlib.Path) -> pathlib.Path | None:
-    """The Hugging Face directory that a run began with, or the run that it began with, and so
-    on; None where there was none. The directory may be gone.
-
-    Raises:
-      UserError: a run on the way is gone, or its path holds something else by now.
-    """
-    folder, seen = pathlib.Path(path), set()
-    if not (folder / "run.json").exists():
-        return folder
-    while parent := read_run(folder).get("parent"):
-        seen.add(folder.resolve())
-        child, folder = folder, pathlib.Path(parent["path"])
-        require(
-            folder.resolve() not in seen and is_parent(folder, parent),
-            f"{folder}: not there, or no longer the run that {child} began with, and an export "
-            "has the form of the Hugging Face directory that its model began with: give "
-            "--source=DIR, or --form",
-        )
-    init_from = read_config(folder).train.init_from
-    return pathlib.Path(init_from) if init_from else None
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, require_path, as_user_error
 from qwen3next_jax.common.rooms import require_room
-from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig
+from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig, TrainConfig
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.synthetic import TaskTokens
@@ -21,6 +21,7 @@ from qwen3next_jax.data.tokens import load_tokenizer, same_tokens
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
     check_settings,
+    config_of,
     is_trained,
     read_config,
     read_run,
@@ -114,18 +115,18 @@ def _gives(name: str, fingerprint: str) -> bool:
 
 def tokenizer_of_model(init_from: str) -> str:
     """The data.tokenizer with which the model that `train.init_from` names was trained; "bytes"
-    where it names none, or nothing that is there.
+    where it names none.
 
     Raises:
-      UserError: it names a Hugging Face directory without a tokenizer.json, or is no path.
+      UserError: what it names is not there, or a Hugging Face directory without a tokenizer.json.
     """
-    require_path(f"train.init_from = {init_from!r}", init_from)
+    if not init_from:
+        return "bytes"
+    _check_is_there(init_from)
     path, _ = _split(init_from)
-    if init_from and (path / "run.json").exists():
+    if names_run(init_from):
         own, name = path / "tokenizer", read_config(path).data.tokenizer
         return str(own) if own.exists() else name or "bytes"
-    if not init_from or not (path / "config.json").exists():
-        return "bytes"
     file = path / "tokenizer.json"
     require(
         file.exists(),
@@ -185,6 +186,35 @@ def names_run(init_from: str) -> bool:
     return step is not None or (path / "run.json").exists()
 
 
+def _check_is_there(init_from: str) -> None:
+    """Raises UserError unless `train.init_from` names a folder that may be a run, or a Hugging
+    Face directory.
+    """
+    where = f"train.init_from = {init_from}"
+    require_path(where, init_from)
+    path, step = _split(init_from)
+    if step is not None and "://" not in init_from:
+        require(path.is_dir(), f"{where}: there is no folder {path}")
+        return
+    found = "has neither run.json nor config.json" if path.is_dir() else "is no folder here"
+    require(
+        (path / "run.json").exists() or (path / "config.json").exists(),
+        f"{where}: it {found}: expected a run (RUN or RUN@STEP) or a Hugging Face directory, "
+        "either local or on a mounted file system",
+    )
+
+
+def steps_of_parent(train: TrainConfig) -> int:
+    """Steps that a run has behind it when it begins: those of the run that `train.init_from`
+    names, where it takes over the whole state. 0 where that has no checkpoint.
+    """
+    if not train.init_from or train.init_state != "all":
+        return 0
+    require_path(f"train.init_from = {train.init_from!r}", train.init_from)
+    path, step = _split(train.init_from)
+    return max(saved_steps(path), default=0) if step is None else step
+
+
 def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) -> Parent | None:
     """The run that `train.init_from` names; None where it names none, and where the run in
     `workdir` has a checkpoint of its own. A run that was killed before its first one begins with
@@ -198,26 +228,21 @@ def find_parent(config: Config, workdir: pathlib.Path, restart: bool = False) ->
     train, where = config.train, f"train.init_from = {config.train.init_from}"
     if not train.init_from or not restart and saved_steps(workdir):
         return None
+    _check_is_there(train.init_from)
     path, step = _split(train.init_from)
-    if not names_run(train.init_from) or "://" in train.init_from:
-        found = "has neither run.json nor config.json" if path.is_dir() else "is no folder here"
-        require(
-            (path / "config.json").exists(),
-            f"{where}: it {found}: expected a run (RUN or RUN@STEP) or a Hugging Face directory, "
-            "either local or on a mounted file system",
-        )
+    if not names_run(train.init_from):
         require(
             train.init_state == "weights",
             f"{where}: a Hugging Face directory has no optimizer state: set train.init_state = "
             "'weights'",
         )
         return None
-    require(path.is_dir(), f"{where}: there is no folder {path}")
     require(
         path.resolve() != workdir.resolve(),
         f"{where}: that is the folder of this run: give another --workdir",
     )
-    theirs, saved, theirs_id = read_config(path), saved_steps(path), run_id(path)
+    record, saved = read_run(path), saved_steps(path)
+    theirs, theirs_id = config_of(record, path), record.get("id", "")
     begun = read_run(workdir).get("parent", {}) if not restart and is_trained(workdir) else {}
     if step is None:
         step = begun.get("step")
@@ -286,16 +311,6 @@ def passed_over(init_from: str, parent: Parent) -> str:
     )
 
 
-def is_parent(folder: pathlib.Path, parent: Parent) -> bool:
-    """Whether `folder` still holds the run that `parent` was taken from, whose checkpoint may be
-    gone. A record without an id is told by the checkpoint alone.
-    """
-    if "run" in parent:
-        return run_id(folder) == parent["run"]
-    digest = manifest.digest(folder / "checkpoints" / str(parent["step"])) or ""
-    return digest[:20] == parent["manifest"]
-
-
 def _split(init_from: str) -> tuple[pathlib.Path, int | None]:
     """RUN@STEP → (RUN, STEP); (RUN, None) where no step is named, or a folder has that very
     name.
@@ -317,6 +332,13 @@ def check_structure(model: ModelConfig, init_from: str, parent: Parent | None = 
         from qwen3next_jax.interop.hf_config import read_hf_config
 
         found_model = read_hf_config(init_from)
+    compare_structure(model, found_model, init_from)
+
+
+def compare_structure(model: ModelConfig, found_model: ModelConfig, init_from: str) -> None:
+    """Raises UserError unless `found_model`, that of `train.init_from`, has the structure of
+    `model`.
+    """
     for name in weights_differ(model, found_model):
         if (
             name not in NOT_STRUCTURE

@@ -19,7 +19,8 @@ MAX_REWINDS = 3  # to one checkpoint
 
 
 class Rewinder:
-    """Rewinds a run; gives up when one checkpoint has been tried `MAX_REWINDS` times."""
+    """Rewinds a run that began with `parent`, or with the Hugging Face directory whose stamp
+    `files` is; gives up when one checkpoint has been tried `MAX_REWINDS` times."""
 
     def __init__(
         self,
@@ -27,6 +28,7 @@ class Rewinder:
         data: Sequence[Data],
         cursors: DataCursors,
         parent: Parent | None,
+        files: str,
         checkpoints: Checkpoints,
         metrics: MetricsFile,
     ):
@@ -34,6 +36,7 @@ class Rewinder:
         self._data = data
         self._cursors = cursors
         self._parent = parent
+        self._files = files
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._times: dict[int, int] = {}  # step → rewinds to it
@@ -57,7 +60,7 @@ class Rewinder:
         if step:
             state = self._checkpoints.restore(step, self._run.abstract_state)
         else:
-            state, _ = start_state(self._run, self._data, self._parent)
+            state, _ = start_state(self._run, self._data, self._parent, self._files)
         self._checkpoints.begin(step)
         place = state["guards"]["data_offset"].sharding
         state["guards"]["data_offset"] = jax.device_put(np.int32(data_offset), place)

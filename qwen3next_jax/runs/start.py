@@ -11,9 +11,10 @@ from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import Data, source_of
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.block import check_mixers
-from qwen3next_jax.processes.distributed import is_leader
-from qwen3next_jax.runs import branching, preflight
-from qwen3next_jax.runs.folder import check_versions, saved_steps
+from qwen3next_jax.processes.distributed import is_leader, run_on_all
+from qwen3next_jax.runs import branching, origin, preflight
+from qwen3next_jax.runs.folder import config_of, read_run, saved_steps
+from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import DataCursor, resolve_stages
 from qwen3next_jax.training.state import State
@@ -34,9 +35,11 @@ def prepare_start(
     preflight.check(config, workdir, restart, records=is_leader())
     begins = restart or not saved_steps(workdir)
     if not begins:
-        check_versions(workdir)
+        record = read_run(workdir)
+        check_versions(workdir, record, config_of(record, workdir), trains=True)
     elif parent := preflight.find_parent(config, workdir, restart):
-        check_versions(pathlib.Path(parent["path"]))
+        folder = pathlib.Path(parent["path"])
+        branching.check_parent_versions(folder, read_run(folder), config)
     config = preflight.with_tokenizer(config, workdir, restart)
     run = resolve_run(config, mesh)
     tokenizer = source_of(config.data).tokenizer_of(config.data, run.model.vocab_size)
@@ -84,10 +87,20 @@ def check_evaluations(config: EvalConfig, model: ModelConfig, tokenizer: Tokeniz
 
 
 def start_state(
-    run: ResolvedRun, data: Sequence[Data], parent: preflight.Parent | None = None
+    run: ResolvedRun,
+    data: Sequence[Data],
+    parent: preflight.Parent | None = None,
+    files: str = "",
 ) -> tuple[State, DataCursor]:
     """(the state before the first step, the cursor of that step): random weights, or what
-    `train.init_from` names. `parent` is the run that it names, if it names one.
+    `train.init_from` names.
+
+    Args:
+      parent: the run that `train.init_from` names, if it names one.
+      files: what `stamp_hf` must say of the Hugging Face directory that it names, if it does.
+
+    Raises:
+      UserError: what it names is not what it was, is damaged, or of another structure.
     """
     if parent:
         return branching.start_state(run, data, parent)
@@ -97,5 +110,7 @@ def start_state(
         return run.init_state(), cursor
     from qwen3next_jax.interop.huggingface import load_params
 
+    if files:
+        run_on_all(lambda: origin.check_files(init_from, files))
     preflight.check_structure(run.model, init_from)
     return run.init_state(load_params(init_from, run.abstract_state["params"])), cursor

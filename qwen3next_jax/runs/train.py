@@ -8,15 +8,16 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from qwen3next_jax.common.errors import ExitCode, warn
 from qwen3next_jax.common.events import each_event, ended_badly
 from qwen3next_jax.common.rooms import has_room
-from qwen3next_jax.config import Config, to_dict
+from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
+from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.processes.distributed import (
@@ -27,15 +28,17 @@ from qwen3next_jax.processes.distributed import (
     run_on_all,
 )
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
-from qwen3next_jax.runs import branching, hooks, preflight
+from qwen3next_jax.runs import branching, hooks, origin, preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.display import Display, PreparationProgress, title
 from qwen3next_jax.runs.folder import (
+    Change,
     RunLock,
     move_aside,
     open_run,
     read_run,
     restart_has_begun,
+    saved_steps,
     write_run_record,
 )
 from qwen3next_jax.runs.incidents import Halted, Incidents, write_dump
@@ -56,6 +59,7 @@ from qwen3next_jax.training.loop import (
 )
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
+    DataCursors,
     ResolvedStage,
     first_cursor,
     open_stages,
@@ -89,104 +93,55 @@ def train(
     """
     begun = time.time()
     restart = restart or restart_has_begun(workdir)
-    leader = is_leader()  # the process that records and shows the run
 
     # ---- Mesh
     mesh = make_mesh(config.parallel, devices)
     run = run_on_all(lambda: prepare_start(config, mesh, workdir, restart))
-    config = run.config  # with the tokenizer that the run really has
     run_on_all(lambda: check_state_fits(run.abstract_state))
 
     # ---- Data
-    with PreparationProgress() as progress:
-        data = process_0_first(
-            lambda: open_stages(run.stages, run.model.vocab_size, progress if leader else None)
-        )
+    data = _open_data(run)
     tokenizer = data[0].tokenizer
-    fingerprints = [rows.fingerprint for rows in data]
-    run_on_all(
-        lambda: None,
-        {"data fingerprint": " ".join(fingerprints), "tokenizer": tokenizer.fingerprint},
-    )
 
     # ---- Folder
     lock = RunLock(workdir)
-
-    def open_folder():
-        if restart:
-            move_aside(workdir)
-        parent = preflight.find_parent(config, workdir)
-        return parent, *open_run(workdir, config, fingerprints, tokenizer.fingerprint, parent)
-
-    parent, description, changes = broadcast_from_process_0(lambda: lock.held(open_folder))
-    check_shared(workdir, config.parallel.start_timeout)
+    opened = _open_folder(run, data, workdir, restart, lock)
     stage_ends = [stage.last_step for stage in run.stages]
-    with lock, Checkpoints(workdir, config.checkpoint, stage_ends) as checkpoints:
-        first_step = checkpoints.newest_good_step() or 0
-        if first_step >= run.steps:
-            trouble = broadcast_from_process_0(lambda: _trouble_on_record(workdir, first_step))
-            done = f"{workdir}: already trained to step {first_step} of {run.steps}."
-            return _end_at_last_step(run, workdir, first_step, trouble, done, tokenizer)
-        checkpoints.begin(first_step)
-        check_shared(checkpoints.directory, config.parallel.start_timeout)
+    with lock, Checkpoints(workdir, run.config.checkpoint, stage_ends) as checkpoints:
+        saved_step = checkpoints.newest_good_step() or 0
+        if saved_step >= run.steps:
+            return _end_of_finished_run(run, workdir, saved_step, tokenizer)
+        checkpoints.begin(saved_step)
+        check_shared(checkpoints.directory, run.config.parallel.start_timeout)
 
         # ---- State
-        is_new = not first_step
-        if leader:  # either can take minutes, and the display needs the state
-            what = (
-                branching.describe(run, data, parent) if is_new else f"restoring step {first_step}"
-            )
-            print(f"{workdir}: {what}", flush=True)
-            for line in partial_ablations(run.model):
-                print(line, flush=True)
-        if is_new:
-            state, cursor = start_state(run, data, parent)
-        else:
-            state = checkpoints.restore(first_step, run.abstract_state)
-            cursor = first_cursor(recorded_cursors(read_run(workdir), config.train.batch_size))
-        first_step = int(state["step"])  # a branch with the whole state begins at its parent's
-        cursors = place_cursors(run.stages, data, cursor)
-        if description:
-            description["data"] = [cursor and cursor._asdict() for cursor in cursors]
+        start = _first_state(run, data, workdir, opened, checkpoints, saved_step)
 
-        # ---- Hooks
-        begins_in_branch = is_new and first_step
-        headline = title(
-            run,
-            data[0].describe()["title"],
-            first_step,
-            parent["path"] if begins_in_branch else "",
-        )
         with (
-            Display(headline, run.stages, first_step, leader) as display,
-            open_metrics(run, workdir, first_step, display) as metrics,
+            Display(
+                _title(run, data, opened, start), run.stages, start.step, is_leader()
+            ) as display,
+            open_metrics(run, workdir, start.step, display) as metrics,
             Signals(display.say) as signals,
             Watchdog(workdir, jax.process_index()) as watchdog,
-            Profiler(config.profile, workdir, metrics.write) as profiler,
+            Profiler(run.config.profile, workdir, metrics.write) as profiler,
         ):
-            metrics.start(first_step, begun, **surroundings(run.mesh))
-            broadcast_from_process_0(
-                lambda: write_run_record(workdir, description, tokenizer, is_new)
-            )
-            if begins_in_branch:  # from here on the branch does not need its parent
-                checkpoints.save(first_step, state)
-                checkpoints.wait()
-            if changes:
-                metrics.write("changed", first_step, changes=[[*change] for change in changes])
-                display.say(
-                    "\n".join(f"changed since the run before: {change}" for change in changes)
-                )
-            trainer = Trainer(run, data, cursors, make_step, _hook_error_policy(run, metrics))
+            metrics.start(start.step, begun, **surroundings(run.mesh))
+            _record_start(workdir, opened, start, tokenizer, checkpoints, metrics, display)
+
+            # ---- Hooks
+            trainer = Trainer(run, data, start.cursors, make_step, _hook_error_policy(run, metrics))
             saving = hooks.CheckpointHook(checkpoints, metrics)
+            incidents = Incidents(run.config.guards, run.model, start.cursors, metrics)
             evaluation = _add_hooks(
                 trainer,
                 metrics,
                 tokenizer,
                 required_hooks=(
-                    hooks.WatchdogHook(watchdog, config.train),
+                    hooks.WatchdogHook(watchdog, run.config.train),
                     hooks.StopHook(trainer, signals),
                     hooks.ProfilerHook(profiler),
-                    hooks.IncidentsHook(Incidents(config.guards, metrics)),
+                    hooks.IncidentsHook(incidents),
                     hooks.DisplayHook(display),
                 ),
                 add_hooks=add_hooks,
@@ -194,18 +149,15 @@ def train(
             )
 
             # ---- Loop
-            rewinder = Rewinder(run, data, cursors, parent, checkpoints, metrics)
-            while True:
-                try:
-                    with reports_out_of_memory(lambda: trainer.stage):
-                        step, state, last_metrics = trainer.train(state, first_step)
-                    break
-                except Halted as halt:
-                    watchdog.allow(config.train.compile_timeout, "a rewind or a dump", halt.step)
-                    rewound = rewinder.rewind(halt)
-                    if rewound is None:
-                        return _end_with_dump(trainer, cursors, halt, workdir, metrics)
-                    first_step, state = rewound
+            rewinder = Rewinder(
+                run, data, start.cursors, opened.parent, opened.files, checkpoints, metrics
+            )
+            try:
+                step, state, last_metrics = _take_steps(
+                    trainer, start.state, start.step, rewinder, watchdog
+                )
+            except Halted as halt:
+                return _end_with_dump(trainer, start.cursors, halt, workdir, metrics)
             checkpoints.wait()
             saving.write_events()
             is_saved = broadcast_from_process_0(lambda: step in checkpoints.steps())
@@ -231,6 +183,172 @@ def train(
     heldout = evaluation.heldout_figure if evaluation else "not evaluated"
     done = f"Trained {step} steps: held-out {heldout}."
     return _end_at_last_step(run, workdir, step, trouble, done, tokenizer)
+
+
+# ---- Data and folder
+
+
+def _open_data(run: ResolvedRun) -> list[Data]:
+    """The rows of every stage, the same ones on all processes."""
+    with PreparationProgress() as progress:
+        data = process_0_first(
+            lambda: open_stages(run.stages, run.model.vocab_size, progress if is_leader() else None)
+        )
+    fingerprints = " ".join(rows.fingerprint for rows in data)
+    tokens = data[0].tokenizer.fingerprint
+    run_on_all(lambda: None, {"data fingerprint": fingerprints, "tokenizer": tokens})
+    return data
+
+
+class _Opened(NamedTuple):
+    """What is known of a run when its folder has been opened.
+
+    Attributes:
+      parent: the run that a new run begins with, if it begins with one.
+      files: stamp of the files of the Hugging Face directory that it begins with, as this process
+        sees them; "" where it begins with none.
+      record: what run.json is to hold; {} where it stays as it is.
+      changes: what has changed since the run was recorded.
+    """
+
+    parent: preflight.Parent | None
+    files: str
+    record: dict[str, Any]
+    changes: Sequence[Change]
+
+
+def _open_folder(
+    run: ResolvedRun, data: Sequence[Data], workdir: pathlib.Path, restart: bool, lock: RunLock
+) -> _Opened:
+    """Takes the lock of the folder, moves an old run out of it where `restart` says so, and
+    compares the run with the one that is recorded there. Process 0 does so for all.
+    """
+    config = run.config
+    begins = broadcast_from_process_0(lambda: restart or not saved_steps(workdir))
+    files = run_on_all(lambda: origin.stamp_of_files(config) if begins else "")
+
+    def open_folder():
+        if restart:
+            move_aside(workdir)
+        parent = preflight.find_parent(config, workdir)
+        origin.check_recorded_files(workdir, files)
+        source = origin.find_source(config, parent, files) if begins else {}
+        fingerprints = [rows.fingerprint for rows in data]
+        tokens = data[0].tokenizer.fingerprint
+        return parent, *open_run(workdir, config, fingerprints, tokens, parent, source)
+
+    parent, record, changes = broadcast_from_process_0(lambda: lock.held(open_folder))
+    check_shared(workdir, config.parallel.start_timeout)
+    return _Opened(parent, files, record, changes)
+
+
+# ---- State
+
+
+class _Start(NamedTuple):
+    """Where this process begins to train.
+
+    Attributes:
+      state: before its first step.
+      step: steps of the run that are taken.
+      cursors: where every stage reads the data.
+      is_new: whether the run has no checkpoint of its own yet.
+    """
+
+    state: State
+    step: int
+    cursors: DataCursors
+    is_new: bool
+
+    @property
+    def is_behind_parent(self) -> bool:
+        """Whether a new run goes on behind the steps of its parent."""
+        return self.is_new and self.step > 0
+
+
+def _first_state(
+    run: ResolvedRun,
+    data: Sequence[Data],
+    workdir: pathlib.Path,
+    opened: _Opened,
+    checkpoints: Checkpoints,
+    saved_step: int,
+) -> _Start:
+    """The state from the checkpoint after `saved_step` steps, or, where that is 0, the one that
+    the run begins with.
+    """
+    is_new = not saved_step
+
+    def describe() -> str:
+        if is_new:
+            return branching.describe(run, data, opened.parent)
+        return f"restoring step {saved_step}"
+
+    description = broadcast_from_process_0(describe)
+    if is_leader():  # either can take minutes, and the display needs the state
+        print(f"{workdir}: {description}", flush=True)
+        for line in partial_ablations(run.model):
+            print(line, flush=True)
+    if is_new:
+        state, cursor = start_state(run, data, opened.parent, opened.files)
+    else:
+        state = checkpoints.restore(saved_step, run.abstract_state)
+        cursor = first_cursor(recorded_cursors(read_run(workdir), run.config.train.batch_size))
+    # A branch with the whole state begins at the step of its parent.
+    return _Start(state, int(state["step"]), place_cursors(run.stages, data, cursor), is_new)
+
+
+def _title(run: ResolvedRun, data: Sequence[Data], opened: _Opened, start: _Start) -> str:
+    begins_behind = opened.parent["path"] if start.is_behind_parent else ""
+    return title(run, data[0].describe()["title"], start.step, begins_behind)
+
+
+def _record_start(
+    workdir: pathlib.Path,
+    opened: _Opened,
+    start: _Start,
+    tokenizer: Tokenizer,
+    checkpoints: Checkpoints,
+    metrics: MetricsFile,
+    display: Display,
+) -> None:
+    """Writes down what the run is, before its first step."""
+    record, changes = opened.record, opened.changes
+    if record:
+        record = record | {"data": [cursor and cursor._asdict() for cursor in start.cursors]}
+    broadcast_from_process_0(lambda: write_run_record(workdir, record, tokenizer, start.is_new))
+    if start.is_behind_parent:  # from here on the branch does not need its parent
+        checkpoints.save(start.step, start.state)
+        checkpoints.wait()
+    if changes:
+        metrics.write("changed", start.step, changes=[[*change] for change in changes])
+        display.say("\n".join(f"changed since the run before: {change}" for change in changes))
+
+
+# ---- Loop
+
+
+def _take_steps(
+    trainer: Trainer, state: State, first_step: int, rewinder: Rewinder, watchdog: Watchdog
+) -> tuple[int, State, Metrics]:
+    """Trains to the last step, or until a hook stops the run, over every rewind. → as
+    `Trainer.train`.
+
+    Raises:
+      Halted: the guards ended the run, and a rewind does not help.
+    """
+    while True:
+        try:
+            with reports_out_of_memory(lambda: trainer.stage):
+                return trainer.train(state, first_step)
+        except Halted as halt:
+            watchdog.allow(
+                trainer.run.config.train.compile_timeout, "a rewind or a dump", halt.step
+            )
+            rewound = rewinder.rewind(halt)
+            if rewound is None:
+                raise
+            first_step, state = rewound
 
 
 # ---- Hooks
@@ -301,6 +419,15 @@ def _hook_error_policy(
 # ---- End
 
 
+def _end_of_finished_run(
+    run: ResolvedRun, workdir: pathlib.Path, step: int, tokenizer: Tokenizer
+) -> ExitCode:
+    """Ends a start that finds the run at its last step or behind it; it writes nothing."""
+    trouble = broadcast_from_process_0(lambda: _trouble_on_record(workdir, step))
+    done = f"{workdir}: already trained to step {step} of {run.steps}."
+    return _end_at_last_step(run, workdir, step, trouble, done, tokenizer)
+
+
 def _trouble_on_record(workdir: pathlib.Path, step: int) -> str:
     """Why the run that reached `step`, its last, is no good; "" where nothing is wrong."""
     return ended_badly((event for _, event in each_event(workdir / "metrics.jsonl")), step)
@@ -328,8 +455,7 @@ def _end_with_dump(
     """Ends a halted run with a dump of what the step met."""
     number = stage_number(cursors, halt.step)
     index = cursors[number].batch(halt.step, int(halt.state["guards"]["data_offset"]))
-    config = trainer.run.config
-    folder, documents = write_dump(workdir, to_dict(config), trainer.data, index, halt)
+    folder, documents = write_dump(workdir, trainer.run.config, trainer.data, index, halt)
     metrics.write(
         "stop",
         halt.step,

@@ -18,6 +18,7 @@ from qwen3next_jax.config.files import Given, names_in
 from qwen3next_jax.config.ngram import PLEConfig
 from qwen3next_jax.config.registry import EVALUATIONS, WITH_STREAMS, resolve
 from qwen3next_jax.data.pipeline import source_of
+from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.folder import read_config
 from qwen3next_jax.training.stages import SETTINGS, resolve_stages
 
@@ -110,6 +111,7 @@ def unread(config: Config) -> dict[str, str]:
             for name in flatten(to_dict(config.data))
             if name not in (*read, "source", "seed")
         }
+    found |= _of_profile(config)
     return found | _of_stages(config, found.get("data.weights"))
 
 
@@ -140,11 +142,20 @@ Find = Callable[[Config], dict[str, str]]
 
 
 def check(
-    config: Config, given: Given | None, workdir: pathlib.Path, restart: bool, find: Find = unread
+    config: Config,
+    given: Given | None,
+    workdir: pathlib.Path | None = None,
+    restart: bool = False,
+    find: Find = unread,
 ) -> None:
     """Raises UserError where a new run is given a setting that it does not read, or that leaves
-    it nothing to train on. A run that has begun in `workdir` goes on with the settings it has.
-    given: None: any settings may be without use. find: `unread` or `by_layers`.
+    it nothing to train on. A run that has begun goes on with the settings it has.
+
+    Args:
+      given: what the user gives; None: any settings may be without use.
+      workdir: the folder of the run, where it has one.
+      restart: whether what is in `workdir` is moved away.
+      find: `unread` or `by_layers`.
     """
     begun = _begun(workdir, restart)
     check_targets(config, begun)
@@ -212,6 +223,17 @@ def values(config: Config) -> dict[str, Any]:
     return found
 
 
+def _of_profile(config: Config) -> dict[str, str]:
+    """The settings of a profile of steps that the run does not take, as its parent took them."""
+    if not config.profile.steps:
+        return {}
+    taken = preflight.steps_of_parent(config.train)
+    if taken < config.profile.range[-1]:
+        return {}
+    why = f"the run begins after step {taken} (train.init_from)"
+    return dict.fromkeys(("profile.steps", "profile.memory"), why)
+
+
 def _of_stages(config: Config, no_weights: str | None) -> dict[str, str]:
     """Of the settings that a stage may have: those that it does not read, and those of the run
     that no stage reads. `no_weights`: why the data have no weights, if they have none.
@@ -254,9 +276,9 @@ def _of_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
     return found
 
 
-def _begun(workdir: pathlib.Path, restart: bool) -> Config | None:
+def _begun(workdir: pathlib.Path | None, restart: bool) -> Config | None:
     """The configuration of the run in `workdir`, where one has begun there."""
-    if restart or not (workdir / "run.json").exists():
+    if workdir is None or restart or not (workdir / "run.json").exists():
         return None
     try:
         return read_config(workdir)

@@ -14,8 +14,8 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage
 
 Batch = dict[str, jax.Array]
-# (params, batch) → (gradients, parts of the loss, tokens) of the whole batch
-Gradients = Callable[[dict, Batch], tuple[dict, dict[str, jax.Array], jax.Array]]
+# (params, batch) → (gradients, parts of the loss, counts) of the whole batch
+Gradients = Callable[[dict, Batch], tuple[dict, dict[str, jax.Array], Counts]]
 
 
 def make_gradients(
@@ -45,7 +45,7 @@ def make_gradients(
 
     def load_of_micro_batch(params, batch, counts):
         features = nnx.merge(run.graphdef, params).features(
-            batch["tokens"], batch["segment_ids"], mesh=mesh
+            batch["tokens"], batch["segment_ids"], mesh=mesh, indexer=train.indexer_training
         )
         return expert_load(features, model, counts)
 
@@ -73,7 +73,7 @@ def make_gradients(
             grads = jax.lax.with_sharding_constraint(
                 grads, shardings(run.abstract_state["params"], declared(model), mesh)
             )
-        return grads, parts, counts.tokens
+        return grads, parts, counts
 
     return gradients
 

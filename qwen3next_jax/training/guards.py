@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from qwen3next_jax.config import GuardConfig
 
 NON_FINITE, SPIKE, SKIPPED, HALTED = 1, 2, 4, 8  # bits of a step's flags
+NO_TARGETS = 16  # one more: the batch had no token to predict, which the step itself sees
 
 # A window without spread would make a spike of any change: spread counts as at least this share of
 # the median, and of what follows, so that a solved task, whose losses and gradients are near 0, has

@@ -76,7 +76,7 @@ def make_train_step(
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         # Gradients of the whole batch, micro-batch after micro-batch.
-        grads, loss_parts, tokens = gradients(state["params"], batch)
+        grads, loss_parts, counts = gradients(state["params"], batch)
         grad_norm = optax.tree.norm(grads)
 
         # Whether loss or gradient went wrong, so that the update is skipped.
@@ -97,7 +97,8 @@ def make_train_step(
         metrics |= {
             "grad_norm": grad_norm,
             "grad_norms": norms_by_layer(run.model, grads),
-            "tokens": tokens,
+            "tokens": counts.tokens,
+            "flags": metrics["flags"] | guards.NO_TARGETS * ~counts.has_targets,
             # The optimizer has not seen the skipped steps, so neither has its schedule.
             "learning_rate": schedule(state["step"] - state["guards"]["skipped"]),
         }

@@ -29,14 +29,19 @@ from qwen3next_jax.model.multi_token_prediction import target_positions, targets
 
 class Counts(NamedTuple):
     """Of the whole batch, float32: targets of the next-token loss, targets of each MTP depth,
-    non-padding tokens, over all MTP depths the tokens whose target lies in their document, and
-    the tokens of the mixers' own losses, of a layer of the trunk and over all MTP depths.
+    non-padding tokens, and over all MTP depths the tokens whose target lies in their document.
+    Each is at least 1, as sums are divided by it.
+
+    has_targets: bool, whether the next-token loss has any target.
+    mixer_tokens, mtp_mixer_tokens: those of the indexers' loss, of a layer of the trunk and over
+    all MTP depths; None where there is no such loss.
     """
 
     targets: jax.Array
     mtp_targets: tuple[jax.Array, ...]
     tokens: jax.Array
     mtp_tokens: jax.Array
+    has_targets: jax.Array
     mixer_tokens: jax.Array | None = None
     mtp_mixer_tokens: jax.Array | None = None
 
@@ -44,21 +49,23 @@ class Counts(NamedTuple):
 def count_targets(
     batch: dict[str, jax.Array], mtp_depth: int, model: ModelConfig | None = None
 ) -> Counts:
-    """What the sums over this batch are divided by (at least 1, so that padding alone gives 0).
-    `model`: also those of its mixers' own losses.
+    """What the sums over this batch are divided by (at least 1, so that padding alone gives 0),
+    and whether it has anything to predict. `model`: whose indexers' loss is counted, too.
     """
 
     def total(mask):
         return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
     depths = range(mtp_depth)
+    targets = jnp.sum(target_positions(batch, 1), dtype=jnp.float32)
     counts = Counts(
-        total(target_positions(batch, 1)),
+        jnp.maximum(targets, 1.0),
         tuple(total(target_positions(batch, 2 + d)) for d in depths),
         total(batch["segment_ids"] > 0),
         sum(
             (total(targets_in_document(batch["segment_ids"], 2 + d)) for d in depths), jnp.zeros(())
         ),
+        targets > 0,
     )
     if model is None or not has_indexer(model):
         return counts
