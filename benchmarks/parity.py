@@ -38,7 +38,7 @@ REFERENCES = {  # checkpoint → the directory with its cases
     "qwen3_5_moe_wrapper_fused_mtp_tiny": "qwen3_5_moe_tiny",
     "kimi_linear_tiny": "kimi_linear_tiny",
     "qwen4_exp_text_tiny": "qwen4_exp_text_tiny",
-    "qwen4_exp_wrapper_tiny": "qwen4_exp_wrapper_tiny",
+    "qwen4_exp_wrapper_tiny": "qwen4_exp_text_tiny",
 }
 FIXTURES = ROOT / "tests" / "fixtures"
 

@@ -1,8 +1,8 @@
 """Qwen3.8-Flash-Next (August 2026), dimension by dimension: 125.7 B parameters of which a token
 passes 6 B, an n-gram embedding of 51.2 B, and 2.6 B of multi-token prediction.
 
-    uv run train.py --config=configs/qwen3_8_flash_next.py --config.train.init_from=QWEN3_8_FLASH_NEXT
-    --config.data.path='my/texts/**/*.jsonl'
+    uv run train.py --config=configs/qwen3_8_flash_next.py
+    --config.train.init_from=QWEN3_8_FLASH_NEXT --config.data.path='my/texts/**/*.jsonl'
 
 goes on from the released weights (QWEN3_8_FLASH_NEXT: the folder they were downloaded to);
 docs/qwen3_8_flash_next.md says what is known and what is not. `qwen3_8_flash_tiny.py` is the same

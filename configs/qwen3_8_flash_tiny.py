@@ -3,9 +3,9 @@ Rows of 256 tokens with a budget of 64, so that the indexer leaves keys out.
 
     uv run train.py --config=configs/qwen3_8_flash_tiny.py
 
-Each part is a switch: --config.model.block.placement=pre, --config.model.full_mixer=gated_attention
-with --config.model.mixer.indexer_budget=2048 and the like left out, --config.model.ple.layer_ids='()',
---config.model.output_gate_type=silu.
+Each part is a switch of its own: --config.model.block.placement=pre,
+--config.model.ple.layer_ids='()', --config.model.output_gate_type=silu, and for attention to all
+keys --config.model.mixer.indexer_budget=256.
 """
 
 from ml_collections import ConfigDict

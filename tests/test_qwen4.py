@@ -12,19 +12,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding
 from mixer_references import errors
 from safetensors.numpy import load_file, save_file
 
 from qwen3next_jax import ModelConfig, Qwen3Next, load_hf, save_hf
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import FULL, LINEAR, MixerConfig, from_dict, to_dict
+from qwen3next_jax.config import (
+    FULL,
+    LINEAR,
+    MeshConfig,
+    MixerConfig,
+    ParallelConfig,
+    TrainConfig,
+    from_dict,
+    to_dict,
+)
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.ngram import PLEConfig
 from qwen3next_jax.config.streams import StreamsConfig
 from qwen3next_jax.inference import complete
 from qwen3next_jax.interop.layout import check_hf_form
+from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.sharding.mesh import check_divides, make_mesh
+from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
+from qwen3next_jax.training.loss import count_targets, total_loss
 from qwen3next_jax.zoo import gated_residual, ngram_embedding, qsa
 
 EOS = 3
@@ -277,7 +291,13 @@ def states(model, rows):
     return _states(graph)(params, rows)
 
 
-@pytest.mark.parametrize("name, drafts", zip(VARIANTS, (3, 1, 2)))
+@pytest.mark.parametrize(
+    "name, drafts",
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * bool(case[1] < 3))
+        for case in zip(VARIANTS, (3, 1, 2))
+    ],
+)
 def test_drafts_give_the_plain_text(name, drafts):
     """Ragged prompts, past the budget; the plain text is the whole sequence's own."""
     model = model_of(config_of(name))
@@ -336,6 +356,71 @@ def test_the_indexer_learns_by_its_formula(mode, ratio, budget):
     assert not any(np.any(d) for d in (*d_params.values(), d_x))
 
 
+@pytest.mark.parametrize("mode", ["frozen", "sparse"])
+def test_rows_of_two_tokens(mode):
+    """Shorter than a block, a convolution and an n-gram: finite losses and gradients."""
+    config = config_of()
+    graph, params = nnx.split(model_of(config))
+    batch = {"tokens": tokens_of((2, 2)), "segment_ids": np.ones((2, 2), np.int32)}
+
+    def loss(params):
+        counts = count_targets(batch, 1, config)
+        train = TrainConfig(indexer_training=mode)
+        return total_loss(nnx.merge(graph, params), batch, train, counts)[0]
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(params)
+    assert np.isfinite(value) and all(np.isfinite(d).all() for d in jax.tree.leaves(gradient))
+
+
+# ---- a mesh
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"data": 2, "expert": 2, "tensor": 2}, {"data": 8}])
+def test_a_mesh_gives_what_one_device_gives(axes):
+    """The loss, the indexers' among it, and all gradients."""
+    config = config_of(layer_types=(FULL, LINEAR), num_hidden_layers=2)
+    model = model_of(config)
+    graph, params = nnx.split(model)
+    segments = np.repeat([1, 2, 0], (17, 20, 3)).astype(np.int32)[None].repeat(8, axis=0)
+    batch = {"tokens": tokens_of((8, 40)), "segment_ids": segments}
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)), jax.devices()[:8])
+
+    def gradient(mesh):
+        def loss(params, batch):
+            counts = count_targets(batch, 1, config)
+            train = TrainConfig(indexer_training="sparse")
+            return total_loss(nnx.merge(graph, params), batch, train, counts, mesh=mesh)[0]
+
+        return jax.jit(jax.value_and_grad(loss))
+
+    one = gradient(None)(params, batch)
+    placed = jax.tree.map(
+        lambda p: p.replace(
+            jax.device_put(p[...], NamedSharding(mesh, storage_spec(p.declared, p.shape, mesh)))
+        ),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
+    many = gradient(mesh)(placed, jax.device_put(batch, batch_sharding(mesh)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            a, b, rtol=1e-4, atol=1e-5 * max(1.0, float(np.abs(a).max()))
+        ),
+        one,
+        many,
+    )
+
+
+def test_context_is_refused():
+    sizes = {"data": 1, "expert": 1, "context": 2, "tensor": 1}
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    with pytest.raises(UserError) as error:
+        check_divides(config_of(), 2, 64, mesh, *split_sizes(config_of()))
+    words = ["context = 2", "'qsa'", "'ngram'", "nearest valid sizes of context: 1"]
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
 # ---- checkpoints
 
 
@@ -347,8 +432,10 @@ def test_an_export_has_the_same_bits(name, tmp_path):
         model = model_of(config)
         save_hf(model, tmp_path / form)
         back = load_hf(tmp_path / form)
+        assert back.config.mixers == config.mixers
+        spelled = ("layer_types", "full_attention_interval", "decay_init")
         assert back.config == dataclasses.replace(
-            config, layer_types=back.config.layer_types, decay_init=back.config.decay_init
+            config, **{name: getattr(back.config, name) for name in spelled}
         )
         same = jax.tree.map(
             lambda a, b: a.dtype == b.dtype and np.array_equal(a, b),
@@ -385,7 +472,7 @@ def exported(tmp_path_factory):
     "change, words",
     [
         (lambda t: t.pop(SHARD.format(2)), ["lack", SHARD.format(2)]),
-        (_narrow, [SHARD.format(1), "[53, 3]", "[54, 3]"]),
+        (_narrow, [SHARD.format(1), "[59, 3]", "[60, 3]"]),
         (_one_more, ["beyond", SHARD.format(4)]),
         (_other_hash, [f"{BLOCK}.layer_multipliers", "n-grams"]),
         (
@@ -426,7 +513,7 @@ def test_attention_layers_have_two_names(exported, tmp_path):
         ("ple", {"layer_ids": (2, 2)}, ["layer_ids", "layer 2 twice"]),
         ("ple", {"ngram_vocab_size_base": 2**61}, [f"{2**61}", f"{2**63}", f"{2**31 - 1}"]),
         ("ple", {"embed_dim": 13}, ["embed_dim = 13", "4 heads"]),
-        ("ple", {"split_ngram_parts": 5}, ["split_ngram_parts = 5", "216 rows"]),
+        ("ple", {"split_ngram_parts": 7}, ["split_ngram_parts = 7", "240 rows"]),
         (None, {"eos_token_id": -1}, ["eos_token_id = -1", "layer_ids"]),
         (None, {"block": {"placement": "gated_residual", "norm": "layer"}}, ["norm", "'rms'"]),
     ],
@@ -446,7 +533,7 @@ def test_settings_that_do_not_fit_are_one_line(group, values, words):
         ({"ple": dataclasses.replace(BASE.ple, layer_ids=(4,))}, ["layer 4", "'qsa'"]),
         ({"block": BlockConfig()}, ["placement", "'gated_residual'"]),
         ({"mlp_only_layers": (0,)}, ["mlp_only_layers", "experts in every layer"]),
-        ({"hf_form": "qwen3_next"}, ["qsa", "gated_attention"]),
+        ({"hf_form": "qwen3_next"}, ["qsa (layers 3", "qwen3_next"]),
     ],
 )
 def test_what_transformers_does_not_have_is_not_exported(changes, words):

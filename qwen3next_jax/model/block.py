@@ -130,9 +130,7 @@ def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int, list[str]]:
     """
     mixers = {name: mixer_class(name) for name, _ in config.layer_kinds}
     splits = {
-        setting: size
-        for mixer in mixers.values()
-        for setting, size in mixer.splits(config).items()
+        setting: size for mixer in mixers.values() for setting, size in mixer.splits(config).items()
     }
     whole_rows = [f"the mixer {name!r}" for name, mixer in mixers.items() if mixer.whole_rows]
     if config.ple.layer_ids and config.ple.module().whole_rows:

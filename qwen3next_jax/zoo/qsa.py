@@ -267,6 +267,8 @@ class QSA(GatedAttention):
 
     def _indexer_loss(self, q_BTNK, k_BTMK, index_q_BTHI, of_rows: Blocks, context: Context):
         """[] the sum of the KL divergence over the tokens of `loss_tokens`."""
+        if not of_rows.k.shape[1]:  # rows shorter than a block
+            return jnp.zeros(())
 
         def run(q, k, *rest):
             settings = self.settings(self.config)
@@ -287,6 +289,8 @@ class QSA(GatedAttention):
 
     def _overlap(self, q_BTNK, k_BTMK, index_q_BTHI, of_rows: Blocks, context: Context):
         settings = self.settings(self.config)
+        if not of_rows.k.shape[1]:
+            return jnp.zeros(())
 
         def run(q, k, *rest):
             return overlap(q, k, *rest, settings, self._head_axis(context))
@@ -330,7 +334,7 @@ class QSA(GatedAttention):
     def init_cache(cls, config, batch, length):
         s = cls.settings(config)
         index_k = (batch, length, s.indexer_head_dim)
-        block_k = (batch, length // s.indexer_compress_ratio, s.indexer_head_dim)
+        block_k = (batch, max(length // s.indexer_compress_ratio, 1), s.indexer_head_dim)
         return super().init_cache(config, batch, length) | {
             "index_k": jnp.zeros(index_k, config.dtype),
             "block_k": jnp.zeros(block_k, config.dtype),
