@@ -1,10 +1,11 @@
 """One layer of a model on a described TPU slice: milliseconds and bytes through HBM of its
-parts, by the planner's rules.
+parts, by the planner's cost models (docs/planner.md).
 
     python benchmarks/block_plan.py [--config=configs/qwen3_next_80b_a3b.py]
     [--topology=v5p:2x2x2] [--mesh=expert=8] [--rows=1]
         [--tokens=4096] [--mixer=gated_deltanet] [--layers=1] [--remat=block] [--level=O1]
-        [--options=NAME=VALUE,…] [--by=part|instruction] [--rules=new|today] [--hlo=FOLDER]
+        [--options=NAME=VALUE,…] [--by=part|instruction]
+        [--cost_model=schedule|roofline] [--hlo=FOLDER]
 
 The layer (a mixer and experts) runs forward and backward, as inside a train step: `--layers` of
 them are the body of a scan of two trips, over `--rows` rows of `--tokens` a chip, parameters
@@ -31,11 +32,11 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import unknown_kernels
-from qwen3next_jax.planner.roofline import RULES, estimate
-from qwen3next_jax.planner.topology import describe
+from qwen3next_jax.planner.roofline import COST_MODELS, estimate_time
+from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.sharding.rules import activation_spec, constrain, gather, storage_spec
+from qwen3next_jax.sharding.rules import activation_spec, constrain, gather_params, storage_spec
 
 PERIODS = 2  # trips of the loop over layers
 
@@ -63,15 +64,15 @@ def main():
     )
     parser.add_argument("--options", default="", help="as config.parallel.compiler_options")
     parser.add_argument("--by", choices=("part", "instruction"), default="part")
-    parser.add_argument("--rules", choices=RULES, default=RULES[0])
+    parser.add_argument("--cost_model", choices=COST_MODELS, default=COST_MODELS[0])
     parser.add_argument("--hlo", type=pathlib.Path)
     arguments = parser.parse_args()
     if not arguments.config.is_file():
         parser.error(f"--config={arguments.config}: no such file")
     dumped = arguments.hlo or pathlib.Path(tempfile.mkdtemp(prefix="schedules-"))
-    schedule.dump_to(dumped)
+    schedule.enable_schedule_dump(dumped)
     jax.config.update("jax_platforms", "cpu")
-    topology = describe(arguments.topology)
+    topology = describe_topology(arguments.topology)
     sizes = {"data": 1} | {
         axis: int(size) for axis, size in (part.split("=") for part in arguments.mesh.split(","))
     }
@@ -98,29 +99,31 @@ def main():
         text = compiled.as_text()
         (dumped / "program.hlo").write_text(text)
     program = hlo.parse(text)
-    schedules = schedule.read(dumped, program)
+    schedules = schedule.read_schedules(dumped, program)
 
     def part(instruction):
         shapes = [f"{s.dtype}{list(s.dims)}" for s in instruction.shapes]
-        return program.part(
+        return program.source_function(
             instruction
         ) + f" | {instruction.name} {instruction.op_name} {shapes}" * (
             arguments.by == "instruction"
         )
 
-    for rules in RULES:
-        e = estimate(program, mesh, topology.chip, topology.shape, schedules, rules, part)
+    for cost_model in COST_MODELS:
+        e = estimate_time(program, mesh, topology.chip, topology.shape, schedules, cost_model, part)
         print(
             f"{arguments.config.stem}, {arguments.mixer}, {arguments.topology} {arguments.mesh}, "
             f"{arguments.rows} × {arguments.tokens} tokens a chip, {PERIODS} × {arguments.layers} "
-            f"layers, rules {rules}: "
+            f"layers, cost model {cost_model}: "
             f"{e.seconds * 1e3:.2f} ms, {e.hbm_bytes / 1e9:.2f} GB, {e.flops / 1e12:.2f} TFLOP; "
             + ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in e.bound.items())
         )
     print("kernels of unknown cost:", unknown_kernels(program, schedules))
-    e = estimate(program, mesh, topology.chip, topology.shape, schedules, arguments.rules, part)
+    e = estimate_time(
+        program, mesh, topology.chip, topology.shape, schedules, arguments.cost_model, part
+    )
     print("| ms | GB | TFLOP | |\n|---|---|---|---|")
-    for name, p in e.parts.items():
+    for name, p in e.by_source.items():
         if p.seconds >= 5e-6 or p.hbm_bytes >= 5e6:
             print(
                 f"| {p.seconds * 1e3:.2f} | {p.hbm_bytes / 1e9:.2f} | {p.flops / 1e12:.2f} | "
@@ -158,7 +161,9 @@ def compile_layer(
     spread = mesh if mesh.size > 1 else None
 
     def apply(params, x):
-        x, aux, _ = nnx.merge(graphdef, gather(params, spread, config.dtype))(x, context(x), None)
+        x, aux, _ = nnx.merge(graphdef, gather_params(params, spread, config.dtype))(
+            x, context(x), None
+        )
         return constrain(x, spread, "batch", "time", None), {
             name: aux[name] for name in ("load", "probability", "z", "tokens")
         }

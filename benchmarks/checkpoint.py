@@ -21,7 +21,7 @@ from qwen3next_jax.commands import cli
 from qwen3next_jax.config import CheckpointConfig, Config, from_dict
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.sharding.mesh import one_device
+from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import resolve_run
 
@@ -89,7 +89,7 @@ def cost_of_a_save(steps: int, repeats: int) -> None:
     from configs import tiny
 
     config = from_dict(Config, tiny.get_config().to_dict())
-    run = resolve_run(config, one_device())
+    run = resolve_run(config, single_device_mesh())
     state = run.init_state()
     step = make_train_step(run, *run.stages)
     rng = np.random.default_rng(0)

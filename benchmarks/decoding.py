@@ -1,24 +1,29 @@
-"""Decoding on this machine: speed and cache by context length, drafting, transformers.
+"""Measures decoding on this machine: speed and cache size by context length, drafting, and
+transformers for comparison.
 
     python benchmarks/decoding.py [--part=contexts] [--contexts=1024,4096,…]
-    [--plot=docs/decoding.png] python benchmarks/decoding.py --part=drafting --model=runs/tiny
+        [--plot=docs/decoding.png]
+    python benchmarks/decoding.py --part=drafting --model=runs/tiny
     python benchmarks/decoding.py --part=rounds --model=runs/tiny
     python benchmarks/decoding.py --part=replay --model=runs/tiny
     python benchmarks/decoding.py --part=memory [--length=262144]
     python benchmarks/decoding.py --part=transformers --model=runs/tiny
-    --python=/path/to/python/with/torch
+        --python=/path/to/python/with/torch
 
-contexts: prefill and decode throughput and bytes of cache of one row, random weights: three
-recurrent layers to one of attention, against attention alone and recurrent layers alone of the
-same number of parameters (the width of the experts makes up for the difference). drafting:
-`speculative` = 1 … against plain decoding, greedy, in turns, batch 1 and 8; the same tokens or
-it ends. What a round costs, in plain steps, is how many tokens a pass has to give for drafts to
-pay; with --config of random weights, whose drafts are refused, that alone. rounds: what a round
-of drafting costs and its parts alone, verifying and drafting, each in a loop of its own in one
-program, 64 tokens in. replay: what taking back a rejected draft costs: the recurrent states kept
-after each of K+1 tokens, or 2K+1 tokens run again. memory: a prompt of that length through a
-small model in chunks; peak memory of the process beyond what it had before. transformers: greedy
-generation of both from the same weights, tokens per CPU second, in turns.
+contexts: throughput of prefill and of decoding, and bytes of cache, of one row. It compares three
+    models with random weights and the same number of parameters: three recurrent layers to one of
+    attention, attention alone, and recurrent layers alone; the width of the experts makes up for
+    the difference.
+drafting: `speculative` = 1 … against plain decoding, greedy, in turns, with 1 and 8 rows; it ends
+    with an error if the tokens differ. "A round, in plain steps" is how many tokens a pass has to
+    give for drafts to pay; with --config (random weights, whose drafts are rejected) only that.
+rounds: the time of a round of drafting, and of its parts alone: verifying and drafting, each in a
+    loop of one program, from position 64 on.
+replay: the time of undoing a rejected draft: with the recurrent states returned after each of K+1
+    tokens, or by running 2K+1 tokens again.
+memory: a prompt of that length goes through a small model in chunks; the growth of the process's
+    peak memory.
+transformers: greedy generation by both from the same weights, in turns; tokens per CPU second.
 """
 
 import argparse
@@ -43,8 +48,8 @@ from qwen3next_jax import ModelConfig, Qwen3Next, save_hf
 from qwen3next_jax.commands import cli
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.inference import plain, speculative
-from qwen3next_jax.inference.cache import after_token, cache_bytes
-from qwen3next_jax.inference.decode import cache_length, generate, joined
+from qwen3next_jax.inference.cache import cache_after_token, cache_bytes
+from qwen3next_jax.inference.decode import cache_length, generate, concatenate_pieces
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model.flops import parameter_counts
 from qwen3next_jax.runs.load import load_model
@@ -120,7 +125,7 @@ def _timed(model: Qwen3Next, prompts: list[np.ndarray], new: int, **options):
     pieces += stream
     seconds, cpu = time.perf_counter() - first, time.process_time() - cpu
     return (
-        joined(pieces, len(prompts)),
+        concatenate_pieces(pieces, len(prompts)),
         first - started,
         seconds,
         cpu,
@@ -313,7 +318,7 @@ def _rounds(args: argparse.Namespace) -> None:
                 0, rounds, lambda _, carry: one(model, carry), (state, hidden_BJD)
             )[0]
 
-        start = lambda: form.start(
+        start = lambda: form.init_state(
             model, 512, *(jnp.full(batch, n, jnp.int32) for n in (32, 64, 10**6)), **options
         )
         run = jax.jit(run, donate_argnums=1).lower(params, start()).compile()
@@ -362,7 +367,7 @@ def _replay(args: argparse.Namespace) -> None:
                 )
                 hidden_BTD, cache = model.decode(tokens_BT, positions_BT, cache, each=each)
                 if each:
-                    cache = after_token(model.config, cache, jnp.full(batch, size - 1))
+                    cache = cache_after_token(model.config, cache, jnp.full(batch, size - 1))
                 return cache, (
                     tokens_BT + jnp.argmax(model.logits(hidden_BTD), axis=-1)
                 ) % model.config.vocab_size
@@ -455,7 +460,7 @@ def _transformers(args: argparse.Namespace) -> None:
             for _ in range(args.runs + 1):
                 stream = generate(model, prompts, max_new_tokens=new)
                 cpu = time.process_time()
-                tokens = joined(stream, batch)
+                tokens = concatenate_pieces(stream, batch)
                 ours.append(batch * new / (time.process_time() - cpu))
                 peer.stdin.write(
                     json.dumps({"prompts": [prompt.tolist() for prompt in prompts], "new": new})

@@ -89,7 +89,7 @@ def show(name: str, lowered, top: int):
     for file in glob.glob(f"{folder}/*"):
         os.remove(file)
     begun = time.time()
-    compiled = lowered.compile(planning.ROUGH_CODE)
+    compiled = lowered.compile(planning.FAST_GPU_COMPILE)
     seconds, memory, text = time.time() - begun, compiled.memory_analysis(), compiled.as_text()
     program = hlo.parse(text)
     sizes = [s.bytes for computation, instruction, _ in program.walk() for s in instruction.shapes]
@@ -271,7 +271,7 @@ def show_kernels(options, place):
     from qwen3next_jax.kernels.gpu import delta_rule as pallas_gpu
     from qwen3next_jax.kernels.gpu import gated_norm as norm
     from qwen3next_jax.kernels.gpu import grouped_matmul as products
-    from qwen3next_jax.ops.delta_rule.chunk_math import Inputs
+    from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
     t, g, h, k, v = (
         getattr(options, name) for name in ("tokens", "key_heads", "value_heads", "key", "value")
@@ -286,15 +286,15 @@ def show_kernels(options, place):
         Inputs(keys, keys, values, numbers, numbers, shaped(1, t, dtype=jnp.int32)),
         shaped(1, h, k, v, dtype=jnp.float32),
     )
-    settings = dict(size=64, normalize_qk=True, erase=True, interpret=False)
-    pieces = options.pieces or pallas_gpu.Problem.of(x, normalize=True, erase=True).pieces
-    settings |= dict(pieces=pieces)
-    forward = functools.partial(pallas_gpu.forward, inverses=None, save=True, **settings)
+    settings = Settings(64, normalize_qk=True, erase=True)
+    pieces = options.pieces or pallas_gpu.Problem.of(x, settings).pieces
+    common = dict(settings=settings, interpret=False, pieces=pieces)
+    forward = functools.partial(pallas_gpu.forward, inverses=None, save=True, **common)
     saved = [
         jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=place)
         for y in jax.eval_shape(forward, x, state)[2:]
     ]
-    backward = functools.partial(pallas_gpu.backward, **settings)
+    backward = functools.partial(pallas_gpu.backward, **common)
     if options.only in "delta rule":
         print(f"{t} tokens, {g} key heads of {k}, {h} value heads of {v}, in {pieces} piece(s)")
     counts = kernel_counts(g, h, k, v, pieces)
@@ -420,12 +420,12 @@ def compile_all(options):
     from qwen3next_jax.kernels import self_test
     from qwen3next_jax.ops.compile_target import compiling_for
     from qwen3next_jax.planner.planning import abstract_batch
-    from qwen3next_jax.planner.topology import describe
+    from qwen3next_jax.planner.topology import describe_topology
     from qwen3next_jax.sharding.mesh import make_mesh
     from qwen3next_jax.training.loop import make_train_step
     from qwen3next_jax.training.resolve import resolve_run
 
-    topology = describe(f"h100:1x{options.gpus}")
+    topology = describe_topology(f"h100:1x{options.gpus}")
     config = from_dict(Config, runpy.run_path(options.config)["get_config"]().to_dict())
     config = dataclasses.replace(
         config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(data=options.gpus))

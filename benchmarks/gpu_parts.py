@@ -35,7 +35,7 @@ from qwen3next_jax.kernels.gpu import tokamax as tokamax_release
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
 from qwen3next_jax.ops import attention, gated_delta_rule, grouped_matmul
-from qwen3next_jax.sharding.mesh import one_device
+from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import resolve_run
 
@@ -409,7 +409,7 @@ def train(args, note, what, config):
     shape = config.train.batch_size, config.train.sequence_length
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
     batch = {"tokens": jnp.asarray(tokens), "segment_ids": jnp.ones(shape, jnp.int32)}
-    run = resolve_run(config, one_device())
+    run = resolve_run(config, single_device_mesh())
     state = run.init_state()
     step, compile_seconds = compiled(what, make_train_step(run, *run.stages).lower, state, batch)
     seconds = []

@@ -6,7 +6,7 @@ and bytes through HBM of its parts.
         [--level=O1]
 
 `--rows` are of one device; the head lies over the mesh and is gathered, as a train step's; its
-gradient goes back there. By the planner's rules (docs/planner.md). No TPU takes part.
+gradient goes back there. By the planner's cost models (docs/planner.md). No TPU takes part.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from jax.sharding import NamedSharding
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.ops import linear_cross_entropy
 from qwen3next_jax.planner import hlo, schedule
-from qwen3next_jax.planner.roofline import RULES, estimate
-from qwen3next_jax.planner.topology import describe
+from qwen3next_jax.planner.roofline import COST_MODELS, estimate_time
+from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.sharding.rules import TOKENS, P, gather_local, storage_spec
+from qwen3next_jax.sharding.rules import TOKENS, P, gather_in_shard, storage_spec
 
 
 def main():
@@ -41,9 +41,9 @@ def main():
     )
     arguments = parser.parse_args()
     dumped = tempfile.mkdtemp(prefix="schedules-")
-    schedule.dump_to(dumped)
+    schedule.enable_schedule_dump(dumped)
     jax.config.update("jax_platforms", "cpu")
-    topology = describe(arguments.topology)
+    topology = describe_topology(arguments.topology)
     sizes = {"data": 1} | {
         axis: int(size) for axis, size in (part.split("=") for part in arguments.mesh.split(","))
     }
@@ -56,7 +56,7 @@ def main():
 
     def step(x, w, targets, weights):
         def head(x, w):
-            w = gather_local(w.astype(x.dtype), declared, shape, mesh)
+            w = gather_in_shard(w.astype(x.dtype), declared, shape, mesh)
             return linear_cross_entropy(x, w, targets, weights)
 
         (loss, figures), gradients = jax.value_and_grad(head, argnums=(0, 1), has_aux=True)(x, w)
@@ -85,20 +85,20 @@ def main():
         {"optimization_level": arguments.level} if arguments.level else {}
     )
     program = hlo.parse(lowered.compile(options).as_text())
-    schedules = schedule.read(dumped, program)
+    schedules = schedule.read_schedules(dumped, program)
 
     def part(instruction):
         return f"{instruction.name} {[f'{s.dtype}{list(s.dims)}' for s in instruction.shapes][:2]}"
 
-    for rules in reversed(RULES):
-        e = estimate(program, mesh, topology.chip, topology.shape, schedules, rules, part)
+    for cost_model in reversed(COST_MODELS):
+        e = estimate_time(program, mesh, topology.chip, topology.shape, schedules, cost_model, part)
         print(
-            f"rules {rules}: {e.seconds * 1e3:.2f} ms, {e.hbm_bytes / 1e9:.1f} GB, "
+            f"cost model {cost_model}: {e.seconds * 1e3:.2f} ms, {e.hbm_bytes / 1e9:.1f} GB, "
             f"{e.flops / 1e12:.2f} TFLOP; "
             + ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in e.bound.items())
         )
     print("| ms | GB | TFLOP | |\n|---|---|---|---|")
-    for name, p in e.parts.items():
+    for name, p in e.by_source.items():
         if p.seconds >= 1e-4:
             print(
                 f"| {p.seconds * 1e3:.2f} | {p.hbm_bytes / 1e9:.2f} | {p.flops / 1e12:.2f} | "

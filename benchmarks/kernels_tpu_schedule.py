@@ -23,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwen3next_jax.ops import attention, attention_heads, causal_conv1d
 from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.planner import hlo, schedule
-from qwen3next_jax.planner.compiled import is_kernel, stated_bytes, visited
-from qwen3next_jax.planner.topology import describe
+from qwen3next_jax.planner.compiled import is_kernel, stated_bytes, visited_grid_share
+from qwen3next_jax.planner.topology import describe_topology
 
 
 def main():
@@ -43,9 +43,9 @@ def main():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     folder = tempfile.mkdtemp(prefix="schedules-")
-    schedule.dump_to(folder)
+    schedule.enable_schedule_dump(folder)
     jax.config.update("jax_platforms", "cpu")
-    topology = describe(arguments.topology)
+    topology = describe_topology(arguments.topology)
     chip, mesh = topology.chip, Mesh(np.array(topology.devices[:1]), ("data",))
 
     def of(*shape, dtype=jnp.bfloat16):
@@ -92,13 +92,13 @@ def main():
             .compile()
         )
     program = hlo.parse(compiled.as_text())
-    schedules = schedule.read(folder, program)
+    schedules = schedule.read_schedules(folder, program)
     registers = arguments.tokens * arguments.channels / 1024 / cores
     print("| kernel | ms | ms of copies | cycles a register |\n|---|---|---|---|")
     for computation in program.computations.values():
         for i in computation.values():
             if is_kernel(i) and i.name in schedules:
-                cycles = schedules[i.name].cycles * visited(computation, i)
+                cycles = schedules[i.name].cycles * visited_grid_share(computation, i)
                 copies = (stated_bytes(i) or schedules[i.name].copied) / (
                     chip.hbm_bandwidth / chip.devices_per_chip
                 )

@@ -29,7 +29,7 @@ from qwen3next_jax.model import declared
 from qwen3next_jax.runs.display import Display
 from qwen3next_jax.runs.incidents import Incidents
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
-from qwen3next_jax.sharding.mesh import one_device
+from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.gradients import make_gradients
 from qwen3next_jax.training.loop import make_train_step
@@ -73,7 +73,7 @@ def main() -> None:
         "segment_ids": jnp.ones(shape, jnp.int32),
     }
 
-    run = resolve_run(config, one_device())
+    run = resolve_run(config, single_device_mesh())
     bare, real = bare_step(run), make_train_step(run, *run.stages)
     state = run.init_state()
     bare_state = jax.tree.map(jnp.copy, (state["params"], state["opt_state"]))

@@ -6,7 +6,7 @@ layers of two products in a scan of four.
 
 Each layer's two matrices are stored over `data` and gathered where they are used, forward and
 again backward, as the model's are; a row of 4,096 tokens a chip. Milliseconds by the planner's
-rules ("today"), with the program's own compiler options. No TPU takes part.
+roofline model, with the program's own compiler options. No TPU takes part.
 """
 
 import argparse
@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.planner import hlo
-from qwen3next_jax.planner.roofline import estimate
-from qwen3next_jax.planner.topology import describe
+from qwen3next_jax.planner.roofline import estimate_time
+from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import make_mesh
 
@@ -37,7 +37,7 @@ def main():
     parser.add_argument("--levels", default="O1,default")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    topology = describe(arguments.topology)
+    topology = describe_topology(arguments.topology)
     sizes = {
         axis: int(size) for axis, size in (part.split("=") for part in arguments.mesh.split(","))
     }
@@ -83,12 +83,12 @@ def main():
         options = compiler_options(ParallelConfig(), mesh) | (
             {} if level == "default" else {"optimization_level": level}
         )
-        e = estimate(
+        e = estimate_time(
             hlo.parse(lowered.compile(options).as_text()),
             mesh,
             topology.chip,
             topology.shape,
-            rules="today",
+            cost_model="roofline",
         )
         print(
             f"{level}: {1e3 * e.seconds:.2f} ms; "

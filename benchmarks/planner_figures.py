@@ -1,5 +1,5 @@
-"""The tables of docs/planner.md and of remat in docs/parallel.md, and the plot of step time
-against chips, from the plans of docs/planner.
+"""Prints the tables of docs/notes/2026-11-23-planner.md and of remat in docs/parallel.md, and plots
+step time against chips, from the plans of docs/planner.
 
     python benchmarks/planner_figures.py [--compile=v6e_16x16_default,v5e_16x16 | --compile=all]
     [--scaling=docs/planner/scaling.png]
@@ -93,7 +93,8 @@ def main():
     remat = [plans.pop(f"remat_{policy}") for policy in REMAT if f"remat_{policy}" in plans]
     print(
         "| slice | chips | mesh | tokens a step | remat × micro-batches | peak GiB | step s | "
-        "tokens/s | MFU `new`, `today`; of the ideal | waits for | compile s (CPU s), GiB, level |"
+        "tokens/s | MFU `schedule`, `roofline`; of the ideal | waits for | "
+        "compile s (CPU s), GiB, level |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for p in plans.values():
@@ -206,12 +207,13 @@ def row(p):
 
 
 def mfu(p):
-    """By both rules, and the ideal's share of the step; plans from before there were rules have
-    their kernels' products alone.
+    """MFU by both cost models, and the share of the step that the ideal takes. A plan that was
+    written before there were two has its kernels' products alone.
     """
     if "ideal" not in p:
         return f"({p['mfu']:.1%})"
-    return f"{p['mfu']:.1%}, {p['mfu_today']:.1%}; {p['ideal']['seconds'] / p['step_seconds']:.0%}"
+    roofline = p["mfu_roofline"] if "mfu_roofline" in p else p["mfu_today"]
+    return f"{p['mfu']:.1%}, {roofline:.1%}; {p['ideal']['seconds'] / p['step_seconds']:.0%}"
 
 
 def limit(p):

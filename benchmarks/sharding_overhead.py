@@ -19,7 +19,7 @@ import numpy as np
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.config import Config, from_dict
-from qwen3next_jax.sharding.mesh import one_device
+from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training import resolve
 from qwen3next_jax.training.loop import make_train_step
 
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of each of the two")
     arguments = parser.parse_args()
     config = from_dict(Config, runpy.run_path(arguments.config)["get_config"]().to_dict())
-    shape, mesh = (config.train.batch_size, config.train.sequence_length), one_device()
+    shape, mesh = (config.train.batch_size, config.train.sequence_length), single_device_mesh()
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape)
     batch = {"tokens": jnp.asarray(tokens, jnp.int32), "segment_ids": jnp.ones(shape, jnp.int32)}
 

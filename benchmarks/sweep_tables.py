@@ -1,9 +1,10 @@
-"""The tables of docs/sweeps.md, from a sweep's results.json: one row per value of the x axis,
-every seed's figure.
+"""Prints the tables of docs/notes/2026-11-23-sweeps.md from the results.json of
+a sweep: one row for each value on the x axis, with the results of every seed in a cell.
 
-python benchmarks/sweep_tables.py docs/sweeps/mqar.json "heldout accuracy" [more figures] python
-benchmarks/sweep_tables.py docs/sweeps/mqar.json            # which figures there are, and the
-findings
+    # lists the metrics that the sweep measured, and its findings
+    python benchmarks/sweep_tables.py docs/sweeps/mqar.json
+    # prints a table for each metric that is named
+    python benchmarks/sweep_tables.py docs/sweeps/mqar.json "heldout accuracy"
 """
 
 import argparse
@@ -16,62 +17,56 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=pathlib.Path)
-    parser.add_argument("figures", nargs="*")
+    parser.add_argument("metrics", nargs="*")
     arguments = parser.parse_args()
     results = json.loads(arguments.results.read_text())
     points, axes = results["points"], results["axes"]
-    known = [
-        name
-        for name in dict.fromkeys(key for point in points for key in point)
-        if name not in axes and name not in ("point", "command")
-    ]
-    if unknown := [figure for figure in arguments.figures if figure not in known]:
-        parser.error(f"no such figures as {', '.join(unknown)}: there are {', '.join(known)}")
-    if not arguments.figures:
+    not_metrics = {*axes, "point", "command"}
+    names = dict.fromkeys(key for point in points for key in point)
+    known = [name for name in names if name not in not_metrics]
+    if unknown := [metric for metric in arguments.metrics if metric not in known]:
+        parser.error(f"no such metrics as {', '.join(unknown)}: there are {', '.join(known)}")
+    if not arguments.metrics:
         print("\n".join([*known, "", *results["findings"]]))
-    x = results["x"]
-    seeds = [axis for axis in axes if axis.rpartition(".")[2] == "seed"]
+    for metric in arguments.metrics:
+        _print_table(points, axes, results["x"], metric)
+    minutes = sum(point["seconds"] for point in points) / 60
+    print(f"\n{len(points)} points, {minutes:.0f} minutes in all")
+
+
+def _print_table(points: list[dict], axes: dict[str, list], x: str, metric: str) -> None:
+    """Prints a table in Markdown.
+
+    A row is a value of the axis `x`. A column is a combination of the values of all other axes
+    except seeds. A cell has the metric of all points with these values.
+    """
+    seeds = [axis for axis in axes if _last_part(axis) == "seed"]
     others = [axis for axis in axes if axis != x and axis not in seeds]
-    for figure in arguments.figures:
-        columns = list(
-            dict.fromkeys(
-                tuple(point[axis] for axis in others) for point in points if figure in point
+    measured = [point for point in points if metric in point]
+    columns = list(dict.fromkeys(tuple(point[axis] for axis in others) for point in measured))
+    titles = [
+        ", ".join(f"{_last_part(axis)} {value}" for axis, value in zip(others, column)) or metric
+        for column in columns
+    ]
+    seed_notes = [f", {_last_part(axis)} {', '.join(axes[axis])}" for axis in seeds if axis != x]
+    print(f"\n{metric}{''.join(seed_notes)}\n")
+    print(f"| {_last_part(x)} | {' | '.join(titles)} |\n|---|" + "---|" * len(columns))
+    for value in axes[x]:
+        row = [point for point in measured if point[x] == value]
+        cells = [
+            " ".join(
+                f"{point[metric]:.4g}"
+                for point in row
+                if tuple(point[axis] for axis in others) == column
             )
-        )
-        names = [
-            ", ".join(f"{axis.rpartition('.')[2]} {value}" for axis, value in zip(others, column))
             for column in columns
         ]
-        averaged = [
-            f", {axis.rpartition('.')[2]} {', '.join(axes[axis])}" for axis in seeds if axis != x
-        ]
-        print(f"\n{figure}{''.join(averaged)}\n")
-        print(
-            f"| {x.rpartition('.')[2]} | "
-            + " | ".join(name or figure for name in names)
-            + " |\n|---|"
-            + "---|" * len(columns)
-        )
-        for value in axes[x]:
-            cells = [
-                [
-                    point[figure]
-                    for point in points
-                    if point[x] == value
-                    and tuple(point[axis] for axis in others) == column
-                    and figure in point
-                ]
-                for column in columns
-            ]
-            print(
-                f"| {value} | "
-                + " | ".join(" ".join(f"{number:.4g}" for number in cell) for cell in cells)
-                + " |"
-            )
-    print(
-        f"\n{len(points)} points, {sum(point['seconds'] for point in points) / 60:.0f} minutes in "
-        "all"
-    )
+        print(f"| {value} | {' | '.join(cells)} |")
+
+
+def _last_part(setting: str) -> str:
+    """Returns the last part of a setting's name: "seed" of "train.seed"."""
+    return setting.rpartition(".")[2]
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from qwen3next_jax import Qwen3Next, save_hf
 from qwen3next_jax.commands import cli
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.sharding.mesh import one_device
+from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import resolve_run
 
@@ -81,7 +81,7 @@ def text_batches(config: Config) -> np.ndarray:
 
 class Ours:
     def __init__(self, config: Config, model: Qwen3Next, batches: np.ndarray):
-        run = resolve_run(config, one_device())
+        run = resolve_run(config, single_device_mesh())
         self.state = run.init_state(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
         self.train_step = make_train_step(run, *run.stages)
         self.steps = 0

@@ -221,7 +221,9 @@ def part_whole(title: str, folder: str, port: int, process: int, processes: int)
     from qwen3next_jax.sharding.mesh import compute_mesh, make_mesh
 
     folder = pathlib.Path(folder)
-    distributed.start(Launch("flags", f"127.0.0.1:{port}", processes, process), ParallelConfig())
+    distributed.initialize(
+        Launch("flags", f"127.0.0.1:{port}", processes, process), ParallelConfig()
+    )
     mesh = compute_mesh(make_mesh(ParallelConfig()))
     meter = _Meter()
     model = load_hf(folder / "model", "bfloat16", mesh)

@@ -1,11 +1,14 @@
-"""Multi-query associative recall (Zoology): two layers of width 64 that must look up values by
-key. Two minutes on a laptop.
+"""Multi-query associative recall (Zoology, arXiv 2312.04927): two layers of width 64 must look up
+values by their keys. The task makes its rows on the fly; 0.1 million parameters.
 
     uv run train.py --config=configs/mqar.py
 
-The order of the layers decides: a recurrent layer first and attention second learns 8 and 16
-pairs (--config.data.synthetic.pairs=16) within some 350 steps, no other order does in 1,200.
-docs/sweeps.md has the figures.
+Time: about 2 minutes on a 2-core AMD EPYC without accelerator.
+Result: an accuracy of 1.0 on 8 pairs, in all of three seeds (docs/notes/2026-11-23-sweeps.md).
+
+The order of the layers decides: with a recurrent layer first and attention second, the model learns
+8 and 16 pairs (--config.data.synthetic.pairs=16) within about 350 steps; with any other order it
+does not learn them in 1,200.
 """
 
 from ml_collections import ConfigDict
@@ -32,7 +35,8 @@ def get_config() -> ConfigDict:
     model.num_experts = 0
     model.intermediate_size = 128
     model.mtp_depth = 0
-    # the released model's 10 million, made for 262k tokens, hardly turns in 64: see docs/sweeps.md
+    # the released model's 10 million, made for 262k tokens, hardly turns in 64:
+    # see docs/notes/2026-11-23-sweeps.md
     model.rope_theta = 10_000.0
     model.dtype = "float32"
 

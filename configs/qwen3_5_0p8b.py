@@ -1,13 +1,14 @@
-"""The text model of the released Qwen3.5-0.8B, dimension by dimension: dense, tied, 752,393,024
-parameters and 20,452,864 of multi-token prediction.
+"""The text model of the released Qwen3.5-0.8B with all its dimensions: dense, with tied embeddings,
+752,393,024 parameters and 20,452,864 of multi-token prediction.
 
-    uv run train.py --config=configs/qwen3_5_0p8b.py --config.train.init_from=QWEN3_5_0P8B
-    --config.data.path='my/texts/**/*.jsonl'
-    uv run qwen3next export --workdir=runs/qwen3_5_0p8b --out=hf/continued
-    --dtype=bfloat16
+To continue training from the released weights, downloaded to the folder QWEN3_5_0P8B, and to export
+the result in the released format, with the vision tower of that folder:
 
-goes on from the released weights (QWEN3_5_0P8B: the folder they were downloaded to), and writes
-them as they came, with the vision tower of that folder beside them (docs/families.md).
+    uv run train.py --config=configs/qwen3_5_0p8b.py --config.train.init_from=QWEN3_5_0P8B \\
+        --config.data.path='my/texts/**/*.jsonl'
+    uv run qwen3next export --workdir=runs/qwen3_5_0p8b --out=hf/continued --dtype=bfloat16
+
+docs/families.md describes the formats that can be read and written.
 """
 
 from ml_collections import ConfigDict

@@ -1,17 +1,17 @@
-"""The released Qwen3-Next-80B-A3B, dimension by dimension (the defaults of `ModelConfig`):
+"""The released Qwen3-Next-80B-A3B with all its dimensions, which are the defaults of `ModelConfig`:
 81,324,862,720 parameters.
 
-    uv run train.py --config=configs/qwen3_next_80b_a3b.py
-    --config.train.init_from=PATH_TO_THE_RELEASED_WEIGHTS …
+    uv run train.py --config=configs/qwen3_next_80b_a3b.py \\
+        --config.train.init_from=PATH_TO_THE_RELEASED_WEIGHTS …
 
-What to begin with on a slice, with --config.parallel.mesh.expert=8 on each: what the planner's
-`--search --rows=…` ranks high by its arithmetic and has been compiled; that, and how fast it
-should be, is in docs/planner.md.
+Settings to begin with on a TPU slice, each with --config.parallel.mesh.expert=8. The planner's
+`--search --rows=…` ranks them high by its arithmetic, and they have been compiled, but not run;
+docs/notes/2026-11-23-planner.md has the expected speed.
 
-    v5p:8x8x8     --config.train.batch_size=2048 --config.train.remat=dots    8M tokens a step,
-                  16,384 a chip v6e:16x16     --config.train.batch_size=1024
-                  4M tokens a step, 16,384 a chip tpu7x:4x4x4   --config.train.batch_size=512
-                  --config.train.remat=dots     2M tokens a step, 16,384 a device
+    slice         --config.train.batch_size   --config.train.remat   tokens a step   a device
+    v5p:8x8x8     2048                        dots                   8M              16,384
+    v6e:16x16     1024                        block                  4M              16,384
+    tpu7x:4x4x4   512                         dots                   2M              16,384
 """
 
 from ml_collections import ConfigDict

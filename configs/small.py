@@ -1,9 +1,13 @@
-"""The canonical small model: about 100M parameters, 44M of them active per token; one accelerator.
+"""The small reference model: 104 million parameters, of which 44 million are active per token. It
+needs one accelerator.
 
-    uv run train.py --config=configs/small.py --config.data.path='my/texts/**/*.jsonl'
-    --config.data.tokenizer=tokenizer.json
+    uv run train.py --config=configs/small.py --config.data.path='my/texts/**/*.jsonl' \\
+        --config.data.tokenizer=tokenizer.json
 
-With no data given it trains on the Python standard library's source, byte by byte.
+Without data.path it trains on the source code of the Python standard library, byte by byte.
+
+Time: a step of 65,536 tokens takes 0.244 s on one H100 with the kernels and 0.395 s without
+(docs/gpu.md), so 5,000 steps take 20 to 33 minutes.
 """
 
 from ml_collections import ConfigDict

@@ -1,14 +1,19 @@
-"""A run of three stages, minutes on a laptop: the model of configs/tiny.py on short rows, on
-rows four times as long, and annealed.
+"""A run of three stages: the model of configs/tiny.py trains on short rows, then on rows four times
+as long, then with a decaying learning rate.
 
     uv run train.py --config=configs/stages.py
 
-prints "step 251  stage long begins: 75 steps of 2 × 1,024 tokens; compiling for it" and ends
-with "Trained 400 steps: held-out bits per byte 2.1956", from 2.3594 at the end of the first
-stage (on short rows) and 2.4502 at that of the second. `train.stages` on the command line:
---config.train.steps=300 "--config.train.stages=({'steps': 250}, {'steps': 50, 'schedule':
-'linear'})". What a stage may set, what it reads and what may change when the run goes on:
-docs/reliability.md.
+Time: minutes on a laptop.
+Result: "Trained 400 steps: held-out bits per byte 2.1956". After the first stage (on short rows) it
+is 2.3594, after the second 2.4502. Each stage is announced: "step 251  stage long begins: 75 steps
+of 2 × 1,024 tokens; compiling for it".
+
+Stages on the command line:
+
+    --config.train.steps=300 \\
+    "--config.train.stages=({'steps': 250}, {'steps': 50, 'schedule': 'linear'})"
+
+docs/reliability.md says what a stage can set, and what may change when a run resumes.
 """
 
 from ml_collections import ConfigDict

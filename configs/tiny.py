@@ -1,7 +1,10 @@
-"""Minutes on a laptop: a byte-level hybrid with experts and multi-token prediction, on the
-Python standard library.
+"""A byte-level hybrid model with experts and multi-token prediction, small enough for a laptop. It
+trains on the source code of the Python standard library; 2.7 million parameters.
 
-uv run train.py --config=configs/tiny.py
+    uv run train.py --config=configs/tiny.py
+
+Time: 2 min 58 s on a 2-core AMD EPYC without accelerator, with preparation and compilation.
+Result: 1.94 to 1.96 held-out bits per byte after 500 steps (README.md).
 """
 
 from ml_collections import ConfigDict

@@ -1,18 +1,18 @@
-"""The one entry of the package: `qwen3next VERB …`, or `python -m qwen3next_jax VERB …`."""
+"""The entry point of the package: `qwen3next VERB …`, or `python -m qwen3next_jax VERB …`."""
 
 import importlib
 import os
 import sys
 
 VERBS = {
-    "train": "train a model, or go on with a run",
+    "train": "train a model, or continue a run",
     "eval": "evaluate a run or a Hugging Face directory",
     "generate": "continue a prompt, or chat",
     "export": "write a run as a Hugging Face directory",
-    "report": "write a page that shows runs",
+    "report": "write a page with the charts of runs",
     "sweep": "run an ablation sweep and write its report",
-    "plan": "compile the step for a slice that is not there: memory and time",
-    "verify": "compare runs, exports and prepared data with their digests",
+    "plan": "predict memory and time of a step on a slice, without the slice",
+    "verify": "check runs, exports and prepared data against their digests",
     "replay": "run the step again at which the guards ended a run",
     "harness": "run lm-evaluation-harness tasks",
 }
@@ -30,13 +30,13 @@ def main() -> None:
         hint = did_you_mean(verb, VERBS) or f": expected one of {', '.join(VERBS)}"
         print(f"error: {verb}: no such verb{hint}", file=sys.stderr)
         sys.exit(2)
-    # A config may name parts of a user's own, which lie where the command was started.
+    # A config may name a user's own modules, which are in the folder where the command starts.
     sys.path.append(os.getcwd())
     run(verb, arguments[1:])
 
 
 def run(verb: str, arguments: list[str]) -> None:
-    """Runs the verb with these arguments, and exits with its code."""
+    """Runs a verb with these arguments, and exits with its exit code."""
     from qwen3next_jax.commands import cli
 
     command = importlib.import_module(f"qwen3next_jax.commands.{verb}")

@@ -1,52 +1,52 @@
-"""Shared by all tests: the CPU platform with eight virtual devices, and a persistent compilation
-cache.
+"""Setup of all tests: the CPU platform with eight virtual devices, a persistent compilation cache,
+and skipping of tests that need a folder which is missing.
 """
 
 import gc
 import os
 import pathlib
 
-# Programs compiled by one test are read back by the next, and by the processes that tests start.
+# Tests, and the processes that they start, reuse the programs that earlier tests compiled.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
     pathlib.Path(__file__).parents[1] / "runs" / "test_compilation_cache"
 )
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Nearly all of the suite's time is compilation, and LLVM's optimisations are a third of that. A
-# program in one part, not in 32 for as many cores, and without LLVM's expensive passes takes
-# another eighth less (13 % of five tests of the delta rule, in CPU time).
+# Nearly all of the suite's time is compilation, and a third of that is LLVM's optimisation, which
+# these flags turn off. Without LLVM's expensive passes, and without splitting a program into 32
+# parts for as many cores, five tests of the delta rule took 13 % less CPU time.
 EIGHT_DEVICES = " --xla_force_host_platform_device_count=8"
-QUICK = (
+FAST_COMPILATION = (
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_parallel_codegen_split_count=1"
 )
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + QUICK + EIGHT_DEVICES
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + FAST_COMPILATION + EIGHT_DEVICES
 
 import jax  # noqa: E402
 
-jax.devices()  # the flags are read now
-# processes that tests start see one device
+jax.devices()  # XLA reads the flags now
+# Processes that tests start have one device.
 os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace(EIGHT_DEVICES, "")
 
 import pytest  # noqa: E402
 
 from qwen3next_jax.common.errors import UserError  # noqa: E402
 
-# Tracing makes millions of small objects that die by themselves; Python's usual looks for cycles
-# among them are a fifth of its time.
+# Tracing makes millions of small objects without reference cycles. Python's garbage collector would
+# search them for cycles so often that it took a fifth of the time of tracing.
 gc.freeze()
 gc.set_threshold(50_000, 20, 100)
 
 
 PACKAGE = pathlib.Path(__file__).parents[1] / "qwen3next_jax"
-# Folders that an installation may lack, and what a test file imports that needs them.
+# Folder that may be deleted → texts in test files that need it.
 PLUGINS = {
     "kernels": (
         "qwen3next_jax.kernels",
         "benchmarks.experts_precision",
         "from test_delta_rule import",
     ),
-    "zoo": ("qwen3next_jax.zoo", "from test_block import"),
+    "zoo": ("qwen3next_jax.zoo", "from test_block import", "import channel_delta_rule"),
 }
 MISSING = tuple(name for name in PLUGINS if not (PACKAGE / name).exists())
 collect_ignore = [
@@ -58,13 +58,13 @@ collect_ignore = [
 
 def pytest_terminal_summary(terminalreporter):
     if MISSING:
-        rooms = ", ".join(f"qwen3next_jax/{name}" for name in MISSING)
-        left_out = ", ".join(collect_ignore)
-        terminalreporter.line(f"{rooms}: missing, which these need: {left_out}")
+        folders = ", ".join(f"qwen3next_jax/{name}" for name in MISSING)
+        skipped = ", ".join(collect_ignore)
+        terminalreporter.line(f"{folders}: missing, so these files are skipped: {skipped}")
 
 
-def _skips_what_is_missing():
-    """A test that asks for a part of a folder that was removed is skipped with the error's line."""
+def _skip_if_folder_is_missing():
+    """Skips a test that raises an error because a folder is missing."""
     try:
         return (yield)
     except UserError as error:
@@ -75,9 +75,9 @@ def _skips_what_is_missing():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
-    return (yield from _skips_what_is_missing())
+    return (yield from _skip_if_folder_is_missing())
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    return (yield from _skips_what_is_missing())
+    return (yield from _skip_if_folder_is_missing())

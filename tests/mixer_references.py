@@ -103,6 +103,13 @@ def _gradient(name, config):
     return jax.jit(jax.value_and_grad(theirs, argnums=(0, 1), has_aux=True))
 
 
+def _away_from_zero(p, rng):
+    """A parameter that starts at zero, such as a bias, with random numbers in its place."""
+    if p.declared.kind != "rate" or np.any(p[...]):
+        return p
+    return p.replace(jnp.asarray(0.3 * rng.normal(size=p.shape), p.dtype))
+
+
 def errors(name, config, dtype, length, seed=0, added=None, of_reference=False):
     """Largest relative error of (output, any gradient) of a layer in `dtype` against its
     reference in float64, given the same numbers.
@@ -117,6 +124,11 @@ def errors(name, config, dtype, length, seed=0, added=None, of_reference=False):
     rounded = lambda x: jnp.asarray(x, dtype).astype(jnp.float32)
     params = jax.tree.map(
         lambda p: p.replace(rounded(p[...]) if p.declared.operand else p[...]),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
+    params = jax.tree.map(
+        lambda p: _away_from_zero(p, rng),
         params,
         is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
     )

@@ -1,19 +1,25 @@
 """The examples of docs/extending.md, which tests run as they stand there."""
 
+import importlib
 import pathlib
 import re
+import sys
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "extending.md"
 
 
 def example(name: str, folder: pathlib.Path) -> str:
-    """Writes the page's file `name` into `folder`; its code."""
+    """Writes the page's file `name` into `folder`, from which the next import of it reads; its
+    code.
+    """
     code = next(
         block
         for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
         if block.startswith(f"# {name}\n")
     )
     (folder / name).write_text(code)
+    sys.modules.pop(name.removesuffix(".py"), None)  # another test's, of another folder
+    importlib.invalidate_caches()
     return code
 
 

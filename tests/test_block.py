@@ -3,6 +3,7 @@ formula in float64, and what it refuses.
 """
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -10,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 from mixer_references import errors
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.mixer import MixerConfig
-from qwen3next_jax.config.registry import MLPS, NORMS, PLACEMENTS, WITH_STREAMS
+from qwen3next_jax.config.moe import MoEConfig
+from qwen3next_jax.config.registry import EXPERTS, MLPS, NORMS, PLACEMENTS, WITH_STREAMS
 from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import Qwen3Next, declared
@@ -25,6 +28,9 @@ from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context, rotate
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.visible_targets import mask_seen_targets
+from qwen3next_jax.sharding.mesh import make_mesh
+from qwen3next_jax.sharding.rules import batch_sharding, gather, storage_spec
+from qwen3next_jax.zoo import experts
 from qwen3next_jax.zoo.block_parts import EXAMPLES, Learned, Sinusoidal, block_reference
 
 BASE = ModelConfig(
@@ -66,7 +72,7 @@ def test_a_block_is_its_formula(name):
     }
     c = dataclasses.replace(BASE, **settings)
     graph, params = nnx.split(
-        c.block.of("placement")(c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,))
+        c.block.resolve("placement")(c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,))
     )
     rng = np.random.default_rng(0)
     x, dy = rng.normal(size=(2, T, c.hidden_size))
@@ -99,12 +105,125 @@ def test_a_block_is_its_formula(name):
     )
 
 
+def mixture(name, **settings):
+    """A model of two layers with these experts, wide enough that some are clipped."""
+    given = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 12}
+    given |= {"shared_expert_intermediate_size": 8} | experts.EXAMPLES[name] | settings
+    return dataclasses.replace(BASE, **given | {"moe": MoEConfig(**given.get("moe", {}))})
+
+
+def away_from_zero(params, rng):
+    """`params` with random numbers in place of all that start at zero."""
+    return jax.tree.map(
+        lambda p: (
+            p
+            if np.any(p[...])
+            else p.replace(jnp.asarray(0.3 * rng.normal(size=p.shape), jnp.float32))
+        ),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_their_formula(name):
+    """Outputs and gradients in float32, biases away from 0; some gates are clipped."""
+    c, rng = mixture(name), np.random.default_rng(0)
+    graph, params = nnx.split(c.moe.mixture()(c, Make(c, nnx.Rngs(0))))
+    params = away_from_zero(params, rng)
+    x, dy = rng.normal(size=(2, T, c.hidden_size))
+    x *= 4
+    positions = jnp.arange(T, dtype=jnp.int32)[None]
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def ours(params, x):
+        (y,), _ = nnx.merge(graph, params)([x[None]], [Context(positions)])
+        return jnp.sum(y[0] * dy), y[0]
+
+    (_, y), gradients = ours(params, jnp.asarray(x, jnp.float32))
+    got = (y, nnx.to_pure_dict(gradients[0]), gradients[1])
+
+    def theirs(p, x, dy):
+        y = experts.experts_reference(c, p, x)
+        return jnp.sum(y * dy), y
+
+    with jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda a: jnp.asarray(np.asarray(a, np.float64)), (nnx.to_pure_dict(params), x, dy)
+        )
+        (_, y), gradients = jax.value_and_grad(theirs, argnums=(0, 1), has_aux=True)(*wide)
+        if "expert_gate_up" in wide[0]:
+            gates = np.einsum("td,edi->tei", wide[1], wide[0]["expert_gate_up"][:, :, 0])
+            assert (gates > experts.LIMIT).any()
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=5e-6 * np.abs(b).max()),
+        got,
+        (y, *gradients),
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in EXPERTS if name != "swiglu"])
+def test_other_experts_decode_and_split(name):
+    """Steps from the cache give what one pass of the model gives; two shards of experts, of
+    their width and of the rows give what one device gives, gradients included.
+    """
+    c, rng = mixture(name), np.random.default_rng(0)
+    graph, params = nnx.split(nnx.jit(lambda: Qwen3Next(c, rngs=nnx.Rngs(0)))())
+    params = away_from_zero(params, rng)
+    tokens = rng.integers(0, 32, (2, T)).astype(np.int32)
+
+    @jax.jit
+    def whole_and_steps(params):
+        model = nnx.merge(graph, params)
+        cache, hidden = model.init_cache(2, T), []
+        for part in (slice(0, 9), slice(9, 10), slice(10, 11), slice(11, 12)):
+            places = jnp.broadcast_to(jnp.arange(T)[part], tokens[:, part].shape)
+            x, cache = model.decode(tokens[:, part], places, cache)
+            hidden.append(x)
+        return model(tokens).logits, model.logits(jnp.concatenate(hidden, axis=1))
+
+    whole, steps = whole_and_steps(params)
+    np.testing.assert_allclose(steps, whole, rtol=0, atol=2e-5)
+
+    graph, params = nnx.split(c.moe.mixture()(c, Make(c, nnx.Rngs(0))))
+    params = away_from_zero(params, rng)
+    x = jnp.asarray(rng.normal(size=(4, T, c.hidden_size)), jnp.float32)
+    positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (4, T))
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, expert=2, tensor=2)), jax.devices()[:8])
+
+    def gradient(mesh):
+        def loss(params, x):
+            layer = nnx.merge(graph, gather(params, mesh, c.dtype))
+            (y,), _ = layer([x], [Context(positions, mesh=mesh)])
+            return jnp.sum(jnp.sin(y)), y
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+    placed = jax.tree.map(
+        lambda p: p.replace(
+            jax.device_put(p[...], NamedSharding(mesh, storage_spec(p.declared, p.shape, mesh)))
+        ),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
+    one = gradient(None)(params, x)
+    many = gradient(mesh)(placed, jax.device_put(x, batch_sharding(mesh)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(a).max()),
+        one,
+        many,
+    )
+
+
 def test_deep_norm_starts_smaller():
     def start(name):
         c = dataclasses.replace(BASE, block=BlockConfig(placement=name))
         return nnx.to_pure_dict(
             nnx.state(
-                c.block.of("placement")(c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,))
+                c.block.resolve("placement")(
+                    c, "gated_attention", False, Make(c, nnx.Rngs(0)), (0,)
+                )
             )
         )
 
@@ -231,7 +350,7 @@ def test_stretched_rotations():
         ("ntk", (theta * 4 ** (8 / 6)) ** (-2 * i / 8)),
         ("truncated", truncated),
     ):
-        slower, gain = BlockConfig(rope_scaling=name).of("rope_scaling")(4, theta, 4.0, 64)
+        slower, gain = BlockConfig(rope_scaling=name).resolve("rope_scaling")(4, theta, 4.0, 64)
         np.testing.assert_allclose(plain * slower, frequency, rtol=1e-6)
         assert gain == 1
     c = dataclasses.replace(
@@ -286,7 +405,7 @@ def test_positions_that_are_added():
         ),
         (
             {"block": BlockConfig(rope_scaling="ntk")},
-            r"model.block.rope_scaling = 'ntk' with model.yarn_factor = 1 .*: nothing is stretched",
+            r"model.block.rope_scaling = 'ntk' with model.yarn_factor = 1 .*: it has no effect",
         ),
         (
             {"yarn_factor": 2.0, "full_mixer": "alibi"},

@@ -139,7 +139,7 @@ def test_verify_names_the_damaged_checkpoint(tmp_path):
     assert _verify(tmp_path).returncode == 0
     _flip(tmp_path / "checkpoints" / "10")
     result = _verify(tmp_path)
-    assert result.returncode == 1 and "3 looked at, 1 damaged" in result.stdout
+    assert result.returncode == 1 and "3 checked, 1 damaged" in result.stdout
     assert re.search(r"checkpoints/10 .*damaged.*SHA-256 differs", result.stdout) and re.search(
         r"checkpoints/20 +ok", result.stdout
     )

@@ -148,6 +148,7 @@ def test_help_shows_the_commands_own_flags(command):
     assert (
         ("--config=" in result.stdout)
         == ("--config.train.steps=1000" in result.stdout)
+        == ("gated_attention:" in result.stdout)  # the settings of mixers
         == (command[0] != "-m")
     )
 

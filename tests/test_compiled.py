@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.planner import hlo
 from qwen3next_jax.planner.compiled import (
-    collectives,
-    flops,
+    program_collectives,
+    instruction_flops,
     hbm_bytes,
-    memory,
+    memory_use,
     replica_groups,
     shard_bytes,
 )
@@ -100,7 +100,7 @@ KNOWN = {
 def test_collectives_inside_a_scan(mesh, name):
     body, kind, axes, group, sent = KNOWN[name]
     text = compile_text(mesh, looped(mesh, body), ((8 * M, N), P(AXES)))
-    (found,) = collectives(hlo.parse(text), mesh)
+    (found,) = program_collectives(hlo.parse(text), mesh)
     assert (found.kind, found.axes, found.times) == (kind, axes, TRIPS)
     assert found.group == group and found.sent == sent and found.total == TRIPS * sent
 
@@ -139,7 +139,7 @@ ENTRY %main (p: bf16[62,128], q: f32[64,128]) -> f32[64,128] {
 
 
 def test_an_all_reduce_of_which_each_device_keeps_its_slice_is_a_reduce_scatter(mesh):
-    found = collectives(hlo.parse(FUSED), mesh)
+    found = program_collectives(hlo.parse(FUSED), mesh)
     assert [(c.kind, c.axes, c.sent) for c in found] == [
         ("reduce-scatter", ("data", "expert"), 64 * 128 * 2 * 3 / 4),
         ("reduce-scatter", ("data", "expert"), 2 * 64 * 128 * 4 * 3 / 4),
@@ -156,7 +156,7 @@ def test_a_ragged_exchange_sends_what_both_buffers_hold(mesh):
 }
 """  # noqa: E501
     for operands in ("%a, %b", "%b, %a"):
-        (found,) = collectives(hlo.parse(text.replace("OPERANDS", operands)), mesh)
+        (found,) = program_collectives(hlo.parse(text.replace("OPERANDS", operands)), mesh)
         assert (found.kind, found.axes, found.sent) == (
             "ragged-all-to-all",
             ("tensor",),
@@ -217,7 +217,7 @@ def test_flops_of_products_in_nested_loops(mesh):
     text = compile_text(one, f, ((b, t, k), P()), ((b, k, v), P()))
     # the order of the two products is the compiler's
     either = {2 * b * t * k * v * 2, 2 * b * (k * v * k + t * k * k)}
-    assert total(text, flops) in {12 * n for n in either} | {
+    assert total(text, instruction_flops) in {12 * n for n in either} | {
         2 * b * k * v * k + 12 * 2 * b * t * k * k
     }
 
@@ -277,7 +277,7 @@ def test_text_of_the_tpu_compiler():
         LOOP.replace("constant(11)", "constant(12)").replace("direction=LT", "direction=LE")
     )
     assert last.trips(last.computations["main"], last.computations["main"]["while"]) == 7  # and 0
-    assert total(LOOP, flops) == 4242  # stated by a kernel whose attributes span lines
+    assert total(LOOP, instruction_flops) == 4242  # stated by a kernel whose attributes span lines
     update = program.computations["body"]["z"]
     assert hbm_bytes(program, program.computations["body"], update) == 2 * 4 * 8 * 128  # in place
     # from VMEM
@@ -292,7 +292,7 @@ def test_text_of_the_tpu_compiler():
     "name, part", [("jvp()/while", "activations"), ("transpose(jvp())/while", "gradients")]
 )
 def test_memory_by_part(name, part):
-    found = memory(Compiled(), hlo.parse(LOOP.replace("LOOPNAME", name)), {}, {})
+    found = memory_use(Compiled(), hlo.parse(LOOP.replace("LOOPNAME", name)), {}, {})
     assert (
         getattr(found, part) == 4 * 6 * 8 * 128 and found.temporaries == 100_000 - 4 * 6 * 8 * 128
     )
@@ -335,8 +335,11 @@ def test_products_as_convolutions(attributes, base, kernel, out, expected):
         f"ENTRY %m () -> f32[] {{\n  %a = {a} parameter(0)\n  %b = {b} parameter(1)\n"
         f"  ROOT %c = {c} convolution(%a, %b), {attributes}\n}}\n"
     )
-    assert total(text, flops) == expected
+    assert total(text, instruction_flops) == expected
     assert (
-        total(text.replace(", dim", ", operand_precision={highest,highest}, dim", 1), flops)
+        total(
+            text.replace(", dim", ", operand_precision={highest,highest}, dim", 1),
+            instruction_flops,
+        )
         == 6 * expected
     )

@@ -222,7 +222,7 @@ def grid_and_block(inputs):
     p = tiling.Problem(
         jnp.asarray(inputs["q"], jnp.float32), jnp.asarray(inputs["v"], jnp.float32), CHUNK
     )
-    return p.grid, p.block
+    return p.grid, p.block_heads
 
 
 def test_kernel_with_many_heads(monkeypatch):
@@ -230,7 +230,7 @@ def test_kernel_with_many_heads(monkeypatch):
     key head.
     """
     monkeypatch.setattr(chip, "vmem_bytes", lambda: 128 * 2**20)
-    monkeypatch.setattr(head_pairs, "TOGETHER", 3)
+    monkeypatch.setattr(head_pairs, "PAIRS_AT_ONCE", 3)
     inputs, cotangents = problem(time=CHUNK, groups=2, heads=8)
     assert grid_and_block(inputs) == ((1, 1, 1), 8)
     check(inputs, cotangents, "pallas_tpu", jnp.float32, *BARS[jnp.float32])

@@ -33,7 +33,7 @@ from test_delta_rule import (
 
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import delta_rule as pallas_gpu
-from qwen3next_jax.kernels.gpu import delta_rule_self_test
+from qwen3next_jax.kernels.gpu import delta_rule_passes, delta_rule_problem, delta_rule_self_test
 from qwen3next_jax.ops import gated_delta_rule
 from qwen3next_jax.ops.delta_rule import chunked
 
@@ -44,9 +44,8 @@ def races_are_errors():
     to holds NaN.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            pallas_gpu, "INTERPRETER", plgpu.InterpretGPUParams(detect_races=True, on_race="raise")
-        )
+        interpreter = plgpu.InterpretGPUParams(detect_races=True, on_race="raise")
+        patch.setattr(delta_rule_problem, "INTERPRETER", interpreter)
         yield
 
 
@@ -234,8 +233,8 @@ def plant(monkeypatch, spoiled=None, error=None):
         gradients = chunked.backward(*arguments, parallel=False, **settings)
         return tuple(x * 1.1 if i == spoiled else x for i, x in enumerate(gradients))
 
-    monkeypatch.setattr(pallas_gpu, "forward", forward)
-    monkeypatch.setattr(pallas_gpu, "backward", backward)
+    monkeypatch.setattr(delta_rule_passes, "forward", forward)
+    monkeypatch.setattr(delta_rule_passes, "backward", backward)
 
 
 def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monkeypatch, tmp_path):

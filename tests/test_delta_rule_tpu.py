@@ -176,17 +176,17 @@ def main(chip, *names):
 
 @pytest.mark.parametrize("wide", ["key_bytes", "value_bytes"])
 def test_tiling_fits_its_budget_or_says_so(wide):
-    sizes = dict(share=2, size=64, key=128, value=128, key_bytes=2, value_bytes=2)
+    sizes = dict(heads_per_key=2, chunk_size=64, key=128, value=128, key_bytes=2, value_bytes=2)
     choose = lambda heads=32, vmem=128 * 2**20, cores=1, **others: Tiling.choose(
         heads, vmem=vmem, cores=cores, **sizes | others
     )
     small = choose(vmem=16 * 2**20)
-    assert small.block < choose().block == 32
-    assert small.vmem_bytes <= 16 * 2**20 and 32 % small.block == small.block % 2 == 0
-    assert choose(cores=2).block == 16 and choose(heads=2, cores=2).block == 2
+    assert small.block_heads < choose().block_heads == 32
+    assert small.vmem_bytes <= 16 * 2**20 and 32 % small.block_heads == small.block_heads % 2 == 0
+    assert choose(cores=2).block_heads == 16 and choose(heads=2, cores=2).block_heads == 2
     assert choose(**{wide: 4}).vmem_bytes > choose().vmem_bytes
     with pytest.raises(NotImplementedError, match="1048576 bytes of VMEM"):
-        choose(share=32, vmem=2**20)
+        choose(heads_per_key=32, vmem=2**20)
     with pytest.raises(ValueError, match="even multiple of the 2 that share"):
         Tiling(3, **sizes)
 

@@ -1,5 +1,5 @@
-"""Evaluations: each measured on a model whose answers are known, and refused where it cannot
-run.
+"""Evaluations measure models whose answers are known, and are refused for models on which they
+cannot run.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from page import example, line
 
 from qwen3next_jax.commands import evaluate
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.figures import named, record
+from qwen3next_jax.common.metrics import to_metric_values, event_fields
 from qwen3next_jax.config import (
     Config,
     DataConfig,
@@ -31,12 +31,12 @@ from qwen3next_jax.data.synthetic import TaskTokens
 from qwen3next_jax.data.tokens import ByteTokenizer
 from qwen3next_jax.evals import continuation, evaluation, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
-from qwen3next_jax.evals.sinks import sinks
+from qwen3next_jax.evals.sinks import measure_sinks
 from qwen3next_jax.inference.decode import complete
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.sharding.mesh import compute_mesh, make_mesh
 from qwen3next_jax.sweeps.points import Point
-from qwen3next_jax.sweeps.results import main_figures, read_result
+from qwen3next_jax.sweeps.results import main_metrics, read_result
 from qwen3next_jax.training.state import abstract_model
 from tests.in_process import resolved
 
@@ -72,9 +72,10 @@ NANO = Config(
 )
 
 
-def knows(known):
-    """A scorer that guesses right wherever `known(tokens [B, T])` [B, T-1] is true, with the
-    loss 0.5 of token 1, 1.5 of 2, …
+def scorer_that_knows(known):
+    """Returns a scorer whose guess is right wherever `known(tokens [B, T])` [B, T-1] is true.
+
+    Its losses are 0.5 for token 1, 1.5 for token 2, and so on.
     """
 
     def score(tokens, segment_ids=None):
@@ -87,14 +88,14 @@ def knows(known):
 
 def test_task_accuracy_is_the_share_of_right_answers():
     always, never = (
-        knows(lambda t: np.ones(t[:, 1:].shape, bool)),
-        knows(lambda t: np.zeros(t[:, 1:].shape, bool)),
+        scorer_that_knows(lambda t: np.ones(t[:, 1:].shape, bool)),
+        scorer_that_knows(lambda t: np.zeros(t[:, 1:].shape, bool)),
     )
     for task in ("mqar", "induction", "copy"):
         assert recall.task_accuracy(always, task, 64, 64, rows=10) == 1.0
         assert recall.task_accuracy(never, task, 64, 64, rows=10) == 0.0
-    # Half of a copy's 31 targets lie in the last 16 places.
-    late = knows(lambda t: np.arange(t.shape[1] - 1)[None] >= 47)
+    # 16 of the 31 targets of a copy are in the last 16 positions.
+    late = scorer_that_knows(lambda t: np.arange(t.shape[1] - 1)[None] >= 47)
     assert recall.task_accuracy(late, "copy", 64, 64, rows=300) == pytest.approx(16 / 31)
 
 
@@ -102,7 +103,7 @@ def test_texts_end_at_their_own_stop_strings_and_decoding_with_the_last(monkeypa
     said, steps = ["one\nmore and more and", "two; three", "ends", "ends"], []
 
     def scripted(model, prompts, *, max_new_tokens, **options):
-        assert len(prompts) == 4  # three, filled up
+        assert len(prompts) == 4  # the three prompts, and the last one repeated
         for i in range(max_new_tokens):
             steps.append(i)
             yield [np.array([ord(c) for c in text[i : i + 1]], np.int32) for text in said]
@@ -112,7 +113,7 @@ def test_texts_end_at_their_own_stop_strings_and_decoding_with_the_last(monkeypa
 
     def texts(*stops):
         steps.clear()
-        return continuation.continued(
+        return continuation.generate_until(
             None, ByteTokenizer(), prompts, stops, rows=4, max_new_tokens=20
         )
 
@@ -145,22 +146,28 @@ def test_needle_accuracy_wants_the_whole_answer():
         return known
 
     tokenizer = ByteTokenizer()
-    assert recall.needle_accuracy(knows(all_but_the_last), tokenizer, 2, 256, 10, TEXT) == (
+    assert recall.needle_accuracy(
+        scorer_that_knows(all_but_the_last), tokenizer, 2, 256, 10, TEXT
+    ) == (
         0.5,
         pytest.approx(1 - 1 / 16),
     )
     with pytest.raises(UserError, match="niah at 50 tokens: fact, question and answer alone take"):
-        recall.needle_accuracy(knows(all_but_the_last), tokenizer, 2, 50, 10, TEXT)
+        recall.needle_accuracy(scorer_that_knows(all_but_the_last), tokenizer, 2, 50, 10, TEXT)
     with pytest.raises(UserError, match="needs .* tokens of text and the data has 10 held out"):
-        recall.needle_accuracy(knows(all_but_the_last), tokenizer, 2, 256, 10, TEXT[:10])
+        recall.needle_accuracy(
+            scorer_that_knows(all_but_the_last), tokenizer, 2, 256, 10, TEXT[:10]
+        )
 
 
 def test_loss_by_position_counts_from_the_start_of_each_document_and_a_tasks_targets_alone():
     segments = np.array([[1, 1, 1, 1, 2, 2, 2, 0]], np.int32)
     text = {"tokens": np.zeros((1, 8), np.int32), "segment_ids": segments}
-    values = perplexity.loss_by_position(knows(lambda t: t[:, 1:] == 0), [text], np.full(1, 2))
-    # Losses of tokens 1 … 7 are 0.5, 1.5, …; of document 1 tokens 1-3 count, of document 2 tokens 5
-    # and 6 at places 1 and 2.
+    values = perplexity.loss_by_position(
+        scorer_that_knows(lambda t: t[:, 1:] == 0), [text], np.full(1, 2)
+    )
+    # Tokens 1 … 7 have the losses 0.5, 1.5, …. Targets are tokens 1-3 of the first document, at
+    # positions 1-3, and tokens 5 and 6 of the second, at positions 1 and 2.
     assert values["loss/1-1"] == (0.5 + 4.5) / 2 and values["targets/1-1"] == 2
     assert values["loss/2-3"] == (1.5 + 2.5 + 5.5) / 3 and values["targets/2-3"] == 3
     assert values["loss"] == 14.5 / 5 and values["bits_per_byte"] == pytest.approx(
@@ -168,13 +175,13 @@ def test_loss_by_position_counts_from_the_start_of_each_document_and_a_tasks_tar
     )
     task = text | {"segment_ids": np.ones_like(segments), "target_mask": np.arange(8)[None] == 2}
     values = perplexity.loss_by_position(
-        knows(lambda t: t[:, 1:] == 0), [task], np.zeros(1, np.int32)
+        scorer_that_knows(lambda t: t[:, 1:] == 0), [task], np.zeros(1, np.int32)
     )
     assert values["loss"] == 1.5 and values["targets"] == 1
 
 
 def test_sinks_are_means_over_heads_and_layers_and_the_largest_activations():
-    # a recurrent layer, then attention of two heads, one of which is a sink
+    # Layer 0 is recurrent; layer 1 is attention with two heads, one of them a sink.
     def step(params, tokens, segment_ids):
         return (
             {"activation_max": tokens.max(), "activation_median": 2.0},
@@ -183,7 +190,7 @@ def test_sinks_are_means_over_heads_and_layers_and_the_largest_activations():
                 "activation_median": 0.5,
                 "first_token_share": np.array([0.1, tokens[0, 0] / 10]),
             },
-            # the MTP module
+            # the MTP module, which must not count
             {
                 "activation_max": 99.0,
                 "activation_median": 0.5,
@@ -192,7 +199,7 @@ def test_sinks_are_means_over_heads_and_layers_and_the_largest_activations():
         )
 
     batches = [{"tokens": np.full((1, 2), n), "segment_ids": np.ones((1, 2))} for n in (4, 8)]
-    assert sinks(step, None, batches, 2) == pytest.approx(
+    assert measure_sinks(step, None, batches, 2) == pytest.approx(
         {
             "first_token_share": (0.1 + 0.6) / 2,
             "first_token_heads": 0.5,
@@ -252,15 +259,15 @@ def test_sinks_are_means_over_heads_and_layers_and_the_largest_activations():
 def test_what_cannot_run_is_refused_before_anything_is_computed(
     names, options, tokens, model, message
 ):
-    options = evaluation.Options(**{"lengths": (256, 2048), "pairs": (4, 64)} | options)
+    options = evaluation.EvalOptions(**{"lengths": (256, 2048), "pairs": (4, 64)} | options)
     config = ModelConfig(**{"vocab_size": 257, "max_position_embeddings": 2048} | model)
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
-        evaluation.check(names, options, config, tokens)
+        evaluation.check_evaluations(names, options, config, tokens)
 
 
 def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys):
-    """It is refused, run, printed, reported and compared by its declaration alone; what it does
-    not declare is shown plainly.
+    """The example of docs/extending.md is checked, run, printed, reported and compared by sweeps
+    without any further code. A number that it does not declare is shown under its own name.
     """
     code = example("my_evaluation.py", tmp_path)
     (tmp_path / "my_evaluation.py").write_text(
@@ -268,34 +275,39 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(EVALUATIONS, *line("EVALUATIONS"))
-    config, options = ModelConfig(max_position_embeddings=64), evaluation.Options(lengths=(8, 16))
+    config, options = (
+        ModelConfig(max_position_embeddings=64),
+        evaluation.EvalOptions(lengths=(8, 16)),
+    )
     with pytest.raises(
         UserError, match="suite repetition needs a context of 256 tokens, the model's is 64"
     ):
-        evaluation.check(("repetition",), evaluation.Options(), config, IDS)
-    subject = evaluation.Subject(config, None, IDS, None, options)
+        evaluation.check_evaluations(("repetition",), evaluation.EvalOptions(), config, IDS)
+    eval_context = evaluation.EvalContext(config, None, IDS, None, options)
     monkeypatch.setattr(
-        evaluation.Subject,
+        evaluation.EvalContext,
         "scorer",
-        lambda self, params: knows(lambda t: np.arange(t.shape[1] - 1) % 2 < t[:, :1] + 1),
+        lambda self, params: scorer_that_knows(
+            lambda t: np.arange(t.shape[1] - 1) % 2 < t[:, :1] + 1
+        ),
     )
-    (made,) = evaluation.make(("repetition",), subject).values()
+    (made,) = evaluation.make_evaluations(("repetition",), eval_context).values()
     values = made.run(None)
     assert values == {"accuracy/8 tokens": 1.0, "accuracy/16 tokens": 1.0, "rows_read": 32}
 
-    evaluate._print("repetition", named(values, made.figures))
+    evaluate._print("repetition", to_metric_values(values, made.metrics))
     printed = capsys.readouterr().out
     assert "accuracy 8 tokens" in printed and "100.0%" in printed and "rows read" in printed
 
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "run.json").write_text('{"config": {}}')
-    # as runs recorded it before figures were declared
+    # an event of an earlier version, which recorded no declarations
     old = {"event": "suite", "suite": "gone", "loss/1-1": 2.0, "overall": "nan"}
     events = [
         {"event": "heldout", "loss": 1.0},
         old,
-        {"event": "suite", "suite": "repetition", **record(values, made.figures)},
+        {"event": "suite", "suite": "repetition", **event_fields(values, made.metrics)},
     ]
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps(event | {"step": 5, "time": 1.0}) + "\n" for event in events)
@@ -316,12 +328,12 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
         Config(train=TrainConfig(steps=5), eval=EvalConfig(suites=("repetition",))),
     )
     result = read_result(point, folder)
-    assert {name: value.value for name, value in result.measured.items()} == {
+    assert {name: value.value for name, value in result.metrics.items()} == {
         "heldout loss": 1.0,
         "gone loss/1-1": 2.0,
         **{f"repetition {name}": value for name, value in values.items()},
     }
-    assert [name for name, figure in main_figures([result]).items() if figure.better] == [
+    assert [name for name, figure in main_metrics([result]).items() if figure.better] == [
         "repetition accuracy/8 tokens",
         "repetition accuracy/16 tokens",
     ]
@@ -335,13 +347,13 @@ def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
         mesh = make_mesh(
             ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[: math.prod(axes.values())]
         )
-        options = evaluation.Options(rows=3, pairs=(3,))  # rows that do not divide
-        subject = evaluation.Subject(
+        # three rows, which two devices cannot divide evenly
+        options = evaluation.EvalOptions(rows=3, pairs=(3,))
+        eval_context = evaluation.EvalContext(
             NANO.model, graphdef, data.tokenizer, lambda: data, options, compute_mesh(mesh)
         )
         params = resolved(NANO, mesh).init_state()["params"]
-        # of "sinks" test_diagnostics.py measures the step
-        evaluations = evaluation.make(("heldout", "mqar"), subject)
+        evaluations = evaluation.make_evaluations(("heldout", "mqar"), eval_context)
         found.append(
             {
                 f"{name} {kind}": value
@@ -367,7 +379,7 @@ def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
 def test_scores_are_the_models_log_probabilities():
     graphdef, _ = abstract_model(NANO.model)
     params = resolved(NANO).init_state()["params"]
-    # the shape of the program above
+    # the shape of the test above, so that its compiled program is used again
     tokens = np.random.default_rng(0).integers(0, 32, (3, 64)).astype(np.int32)
     segments = np.repeat([[1, 2]], 32, axis=1).repeat(3, axis=0).astype(np.int32)
     nll, guess = make_scorer(make_score_step(graphdef), params)(tokens, segments)
@@ -379,3 +391,22 @@ def test_scores_are_the_models_log_probabilities():
     ]
     np.testing.assert_allclose(nll, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(guess, jnp.argmax(logits, axis=-1))
+
+
+def test_evaluations_written_for_earlier_versions_keep_working():
+    from qwen3next_jax.reporting.figures import Figure
+
+    class Old(evaluation.Evaluation):
+        figures = {"rows": Figure("rows", "count")}
+
+        @classmethod
+        def context(cls, options):
+            return max(options.lengths)
+
+        def run(self, params):
+            return {"rows": self.subject.options.rows}
+
+    options = evaluation.EvalOptions(rows=7, lengths=(40,))
+    old = Old(evaluation.EvalContext(ModelConfig(), None, IDS, None, options))
+    assert old.metrics["rows"].title == "rows" and old.required_context(options) == 40
+    assert old.run(None) == {"rows": 7}

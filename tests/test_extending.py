@@ -1,22 +1,27 @@
-"""What docs/extending.md adds: an optimizer and a data source by a line of the registry (its mixer
-is in test_mixers.py, its evaluation in test_evals.py), and all four by import strings alone.
+"""The examples of docs/extending.md, as they stand there: an optimizer and a data source by a line
+of the registry (Retention is in test_mixers.py, the evaluation in test_evals.py), and all of them
+by import strings alone.
 """
 
 import dataclasses
 import json
+import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from flax.nnx import Rngs
 from page import example, line
 
-from qwen3next_jax import Qwen3Next
+from qwen3next_jax import Qwen3Next, load_hf, save_hf
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
     Config,
     DataConfig,
     EvalConfig,
+    MixerConfig,
     ModelConfig,
     MuonConfig,
     OptimizerConfig,
@@ -26,6 +31,9 @@ from qwen3next_jax.config import (
 from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.model import declared
+from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.layers import Context, document_positions
+from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.runs.load import load_model
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from tests.in_process import train
@@ -99,27 +107,92 @@ def test_a_new_source_is_read_by_index_and_its_mistakes_are_one_line():
         dataclasses.replace(OptimizerConfig(name="lion"), muon=MuonConfig(momentum=0.9))
 
 
-def test_a_run_of_the_user_s_own_parts_by_import_strings(tmp_path, monkeypatch):
-    """A mixer, an optimizer, an evaluation and a data source that no table has train together.
-    Who only has the folder of the run has to say that he trusts their code.
+SMALL = ModelConfig(
+    vocab_size=32,
+    hidden_size=32,
+    num_hidden_layers=2,
+    full_attention_interval=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=2,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    num_experts=0,
+    intermediate_size=32,
+    max_position_embeddings=512,
+    mtp_depth=0,
+    dtype="float32",
+    initializer_range=0.2,
+)
+
+
+def test_a_new_mixer_with_one_setting(tmp_path):
+    """It computes what the zoo's window does on packed documents, counts its pairs, and its
+    setting has a type, a bound and a name that others refuse.
     """
-    example("my_mixer.py", tmp_path)
-    example("my_evaluation.py", tmp_path)
+    mixer_class("sliding_window")  # is there, or the test is skipped
+    example("my_windowed.py", tmp_path)
+
+    def layer(name):
+        config = dataclasses.replace(SMALL, linear_mixer=name, mixer=MixerConfig(window=5))
+        return mixer_class(name)(config, Make(config, Rngs(0)), (0,))
+
+    own, known = layer("my_windowed:Windowed"), layer("sliding_window")
+    segments = jnp.asarray([[1] * 9 + [2] * 7])
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 16, 32)), jnp.float32)
+    context = Context(document_positions(segments), segments)
+    run = nnx.jit(lambda layer: layer(x, context)[0])
+    np.testing.assert_allclose(run(own), run(known), rtol=0, atol=1e-5)
+    for length in (3, 16):
+        assert own.forward_flops(own.config, length) == known.forward_flops(known.config, length)
+    for settings, message in [
+        ({"window": 0}, "model.mixer.window = 0: expected at least 1"),
+        ({"window": "5"}, "model.mixer.window = '5' is of type str: expected int"),
+        ({"windw": 5}, "model.mixer.windw = 5: no mixer has such a setting"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            dataclasses.replace(
+                SMALL, linear_mixer="my_windowed:Windowed", mixer=MixerConfig(**settings)
+            )
+
+
+def test_a_new_mixer_is_stored_by_its_entries(tmp_path, monkeypatch):
+    for name in ("my_mixer.py", "my_stored_mixer.py"):
+        example(name, tmp_path)
+    monkeypatch.setattr(registry, "_trusted", set())
+    model = Qwen3Next(
+        dataclasses.replace(SMALL, linear_mixer="my_stored_mixer:StoredRetention"), rngs=Rngs(0)
+    )
+    save_hf(model, tmp_path / "out")
+    with pytest.raises(UserError, match="--trust=my_stored_mixer"):
+        load_hf(tmp_path / "out")
+    registry.trust("my_stored_mixer")
+    again = load_hf(tmp_path / "out")
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.state(m) for m in (again, model)))
+
+
+def test_a_run_of_the_user_s_own_parts_by_import_strings(tmp_path, monkeypatch, capsys):
+    """A mixer, a hook, an optimizer, an evaluation and a data source that no table has train
+    together. Who only has the folder of the run has to say that he trusts their code.
+    """
+    for name in ("my_mixer.py", "my_evaluation.py", "my_hooks.py"):
+        example(name, tmp_path)
     monkeypatch.setattr(registry, "_trusted", set())
     config = Config(
-        model=ModelConfig(
-            **dict(vocab_size=32, hidden_size=32, num_hidden_layers=2, layer_types=()),
-            **dict(linear_mixer="my_mixer:Retention", full_attention_interval=2),
-            **dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16, mtp_depth=0),
-            **dict(linear_num_key_heads=2, linear_num_value_heads=2, dtype="float32"),
-            **dict(linear_key_head_dim=16, linear_value_head_dim=16, num_experts=0),
-            **dict(intermediate_size=32, max_position_embeddings=512),
-        ),
+        model=dataclasses.replace(SMALL, linear_mixer="my_mixer:Retention"),
         data=DataConfig(source="my_source:Counting"),
-        train=TrainConfig(steps=2, batch_size=4, sequence_length=16, log_every=1),
+        train=TrainConfig(
+            steps=10,
+            batch_size=4,
+            sequence_length=16,
+            log_every=5,
+            hooks=("my_hooks:add",),
+        ),
         optimizer=OptimizerConfig(name="my_optimizer:direction", warmup_steps=1),
         eval=EvalConfig(
-            **dict(every=2, rows=4, sample_tokens=0, suite_rows=2, suite_lengths=(8,)),
+            **dict(every=10, rows=4, sample_tokens=0, suite_rows=2, suite_lengths=(8,)),
             suites=("my_evaluation:Repetition",),
         ),
     )
@@ -128,12 +201,13 @@ def test_a_run_of_the_user_s_own_parts_by_import_strings(tmp_path, monkeypatch):
     events = [json.loads(line) for line in (workdir / "metrics.jsonl").open()]
     losses = [event["loss"] for event in events if event["event"] == "train"]
     suites = [event for event in events if event["event"] == "suite"]
+    assert re.search(r"^10 \d+\.\d+$", capsys.readouterr().out, re.MULTILINE)
     assert len(losses) == 2 and np.isfinite(losses).all() and "accuracy/8 tokens" in str(suites)
 
     with pytest.raises(UserError, match=r"model\.linear_mixer = 'my_mixer:Retention' .*--trust"):
         load_model(workdir)
     for package in ("my_mixer", "my_optimizer", "my_source", "my_evaluation"):
         registry.trust(package)
-    assert load_model(workdir).step == 2
+    assert load_model(workdir).step == 10
     with pytest.raises(UserError, match=r"'no_package:Mixer' cannot be imported \(ModuleNotFound"):
         Qwen3Next(dataclasses.replace(config.model, linear_mixer="no_package:Mixer"), rngs=Rngs(0))

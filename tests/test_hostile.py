@@ -20,7 +20,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.data.tokens import ByteTokenizer, load_tokenizer
 from qwen3next_jax.inference.sampling import Sampling, log_probabilities
-from qwen3next_jax.inference.texts import ChatTemplate, end_tokens
+from qwen3next_jax.inference.chat import ChatTemplate, end_tokens
 from qwen3next_jax.interop.checksums import verify_hf
 from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config
 from qwen3next_jax.interop.huggingface import check_hf

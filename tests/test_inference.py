@@ -1,4 +1,6 @@
-"""Cached decoding and drafting against the plain forward pass."""
+"""Cached decoding and drafting give what the forward pass over whole rows gives; bad requests are
+refused.
+"""
 
 import dataclasses
 import functools
@@ -20,11 +22,11 @@ from qwen3next_jax.commands import generate as generate_command
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.data.tokens import load_tokenizer
-from qwen3next_jax.inference import complete, decode, generate, plain, texts
-from qwen3next_jax.inference.cache import cache_bytes, rounded_length
-from qwen3next_jax.inference.decode import joined
+from qwen3next_jax.inference import chat, complete, decode, generate, plain
+from qwen3next_jax.inference.cache import cache_bytes, round_up_length
+from qwen3next_jax.inference.decode import concatenate_pieces
 from qwen3next_jax.inference.sampling import Sampling, log_probabilities
-from qwen3next_jax.inference.texts import ChatTemplate, end_tokens
+from qwen3next_jax.inference.chat import ChatTemplate, end_tokens
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layers import Context
@@ -35,8 +37,8 @@ from qwen3next_jax.sharding.rules import storage_spec
 
 FIXTURE = pathlib.Path(__file__).parent / "fixtures" / "qwen3_next_tiny"
 
-# Wide initial weights and slow decay: with the usual ones a random model hardly depends on its
-# context, and a wrong cache would go unnoticed.
+# With the usual initial weights a random model hardly depends on its context, and a test would not
+# notice a wrong cache. So the weights are large and the decay is slow.
 CONFIG = ModelConfig(
     vocab_size=257,
     hidden_size=32,
@@ -63,15 +65,15 @@ CONFIG = ModelConfig(
 TOLERANCE = dict(rtol=1e-4, atol=1e-4)
 
 
-# tokens generated everywhere, so that all tests share one cache length and its compiled programs
+# All tests generate this many tokens, so that they share one cache length and its programs.
 NEW = 32
 
 
-def made(config):
+def make_model(config):
     return nnx.jit(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))()
 
 
-def jitted(model, method):
+def jit_method(model, method):
     graphdef, params = nnx.split(model)
     function = jax.jit(lambda params, *args: method(nnx.merge(graphdef, params), *args))
     return lambda *args: function(params, *args)
@@ -79,12 +81,12 @@ def jitted(model, method):
 
 @pytest.fixture(scope="module")
 def model():
-    return made(CONFIG)
+    return make_model(CONFIG)
 
 
 @pytest.fixture(scope="module")
 def forward(model):
-    return jitted(model, lambda model, tokens: model(tokens))
+    return jit_method(model, lambda model, tokens: model(tokens))
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def greedy(model, prompts):
-    """The greedy continuations and [4, 64] whole rows, padded."""
+    """The greedy continuations, and [4, 64] the prompts with their continuations, padded."""
     new = complete(model, prompts, max_new_tokens=NEW)
     return new, np.stack(
         [np.pad(np.concatenate(pair), (0, 64 - len(pair[0]) - NEW)) for pair in zip(prompts, new)]
@@ -103,12 +105,10 @@ def greedy(model, prompts):
 
 
 def test_cached_states_are_those_of_the_whole_sequence(model, forward, greedy):
-    """Rows cut at different places into a prefill (of no tokens, one, some, as many as fit) and
-    what follows.
-    """
+    """Each row starts with a chunk of another size: no tokens, one, some, all of the chunk."""
     _, whole = greedy
     expected = forward(whole).logits
-    decode_some = jitted(model, Qwen3Next.decode)
+    decode_some = jit_method(model, Qwen3Next.decode)
     first, step = np.array([[0], [1], [6], [16]]), np.arange(16)
     cache = model.init_cache(4, 64)
     for start, count in (
@@ -130,7 +130,7 @@ def test_cached_states_are_those_of_the_whole_sequence(model, forward, greedy):
 
 
 def test_greedy_continuations_of_a_ragged_batch(forward, prompts, greedy):
-    """Every new token is the forward pass's own choice."""
+    """Every new token is the most likely one of the forward pass."""
     new, whole = greedy
     choice = np.argmax(forward(whole).logits, axis=-1)
     for i, prompt in enumerate(prompts):
@@ -139,19 +139,19 @@ def test_greedy_continuations_of_a_ragged_batch(forward, prompts, greedy):
 
 
 def test_prefill_in_chunks_is_one_prefill(model, prompts):
-    fill = jitted(model, lambda model, *args: plain.prefill(model, None, *args))
+    fill = jit_method(model, lambda model, *args: plain.prefill(model, None, *args))
 
     def cache_after(chunk):
         last_B, known_B = (
             jnp.array([f(prompt) for prompt in prompts], jnp.int32)
             for f in (lambda p: p[-1], lambda p: len(p) - 1)
         )
-        rows = plain.start(model, 64, last_B, known_B, known_B)
+        rows = plain.init_state(model, 64, last_B, known_B, known_B)
         for begin, tokens_BT in decode.prompt_chunks(prompts, chunk=chunk):
             rows = fill(rows, tokens_BT, begin)
         return rows.cache
 
-    # Slots past a row's end hold padding, which differs; nobody reads it before it is overwritten.
+    # Slots past a row's end hold padding, which may differ: it is overwritten before it is read.
     known = np.arange(64) < np.array([[len(prompt) - 1] for prompt in prompts])
     for whole, chunked in zip(cache_after(64), cache_after(16)):
         for name in whole:
@@ -173,8 +173,8 @@ def test_samples_depend_on_seed_row_and_position_only(model, prompts):
     assert not np.array_equal(twins[0], twins[1])
 
 
-def left_out(logits, temperature, top_k, top_p, min_p):
-    """The distribution that is sampled, as the settings' descriptions say it."""
+def filtered_distribution(logits, temperature, top_k, top_p, min_p):
+    """Computes the sampled distribution [V] as the docstring of `Sampling` describes it."""
     p = np.exp((logits - logits.max()) / np.float32(temperature), dtype=np.float64)
     order = np.argsort(-p, kind="stable")
     kept = order[: top_k or None]
@@ -185,7 +185,7 @@ def left_out(logits, temperature, top_k, top_p, min_p):
     return q / q.sum()
 
 
-def test_filters_leave_what_they_say():
+def test_filters_keep_the_tokens_that_their_descriptions_say():
     rng = np.random.default_rng(0)
     filtered = jax.jit(lambda *args: jnp.exp(log_probabilities(*args, filters=True)))
     for _ in range(200):
@@ -197,12 +197,16 @@ def test_filters_leave_what_they_say():
         )
         logits = rng.normal(size=30).astype(np.float32) * 2
         np.testing.assert_allclose(
-            filtered(logits, Sampling(*numbers)), left_out(logits, *numbers), rtol=1e-5, atol=1e-7
+            filtered(logits, Sampling(*numbers)),
+            filtered_distribution(logits, *numbers),
+            rtol=1e-5,
+            atol=1e-7,
         )
 
     logits = np.array([-7.0, 90.0, 3.0, 89.9], np.float32)
     likeliest = np.array([0.0, 1.0, 0.0, 0.0])
-    least = {"temperature": 1e-38, "top_p": 1e-45}  # of float32, and far below
+    # the smallest float32 numbers; then numbers far below float32
+    least = {"temperature": 1e-38, "top_p": 1e-45}
     for name in least:
         for number in (least[name], 1e-60, 1e-300):
             numbers = Sampling(1.0)._replace(**{name: number})
@@ -211,15 +215,15 @@ def test_filters_leave_what_they_say():
             for filters in (False, True)[name == "top_p" :]:
                 p = jnp.exp(log_probabilities(logits, numbers, filters))
                 np.testing.assert_array_equal(p, likeliest, f"{name} = {number}")
-    # All, though their sum is rounded to 1 before the last one.
+    # All tokens are kept, though rounding makes the sum of probabilities 1 before the last one.
     logits = np.linspace(1, 0, 150_000, dtype=np.float32)
     assert (filtered(logits, Sampling(1.0, min_p=1e-3)) > 0).all()
 
 
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_samples_follow_the_distribution(drafts):
-    """χ² of the first three tokens together, against the forward pass. In a vocabulary of six,
-    drafts are accepted and refused alike.
+    """A χ² test compares the frequencies of the first three tokens with the probabilities of the
+    forward pass. With a vocabulary of six, some drafts are accepted and some rejected.
     """
     config = dataclasses.replace(
         CONFIG,
@@ -230,12 +234,20 @@ def test_samples_follow_the_distribution(drafts):
         num_experts=0,
         intermediate_size=32,
     )
-    model, batch, options = made(config), 64, dict(temperature=0.9, top_k=5, top_p=0.95, min_p=0.02)
+    model, batch, options = (
+        make_model(config),
+        64,
+        dict(temperature=0.9, top_k=5, top_p=0.95, min_p=0.02),
+    )
     prompt = np.array([1, 4, 2, 5, 3])
     pairs = np.array([(a, b) for a in range(6) for b in range(6)])
     rows = np.concatenate([np.tile(prompt, (36, 1)), pairs], axis=1)
-    logits = np.asarray(jitted(model, lambda model, tokens: model(tokens).logits)(rows))
-    p = {(i, n): left_out(logits[i, n], *options.values()) for i in range(36) for n in (4, 5, 6)}
+    logits = np.asarray(jit_method(model, lambda model, tokens: model(tokens).logits)(rows))
+    p = {
+        (i, n): filtered_distribution(logits[i, n], *options.values())
+        for i in range(36)
+        for n in (4, 5, 6)
+    }
     expected = np.array(
         [p[i, 4][a] * p[i, 5][b] * p[i, 6] for i, (a, b) in enumerate(pairs)]
     ).reshape(6, 6, 6)
@@ -244,15 +256,15 @@ def test_samples_follow_the_distribution(drafts):
         stream = generate(
             model, [prompt] * batch, max_new_tokens=3, seed=seed, speculative=drafts, **options
         )
-        for a, b, c in joined(stream, batch):
+        for a, b, c in concatenate_pieces(stream, batch):
             observed[a, b, c] += 1
         if drafts:
             assert 0.2 < stream.accepted[0] / stream.drafted[0] < 0.95
     assert not np.any(observed[expected == 0])
     expected *= observed.sum()
     common = expected >= 5
-    # χ² over the common outcomes: mean about their number n, variance about 2n; five standard
-    # deviations.
+    # For n common outcomes, χ² has a mean of about n and a variance of about 2n. The bound is five
+    # standard deviations above the mean.
     assert common.sum() >= 20
     assert np.sum(
         (observed - expected)[common] ** 2 / expected[common]
@@ -278,29 +290,32 @@ def test_rows_stop_one_by_one(model, prompts, greedy):
     "drafts", [*(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 4)), 3]
 )
 def test_speculation_is_exact_whatever_the_drafts(drafts, model, prompts, greedy):
-    """Drafts are replaced by ones whose leading part is right. After every round the tokens are
-    those of plain decoding and the new drafts the module's best, without a cache: of the trunk's
-    states, and then of its own for the token before.
+    """The test replaces the drafts of every round by drafts of which the first few are right.
+
+    After the round, the new tokens are those of plain decoding. Each new draft is the module's most
+    likely token, computed without a cache from the trunk's hidden states for the first draft, and
+    from the module's own state of the token before for the others.
     """
 
-    @functools.partial(jitted, model)
-    def behind(model, tokens, position, drafts):
-        t, row, hidden, worse = jnp.arange(64), jnp.arange(4), model.features(tokens).hidden, []
+    @functools.partial(jit_method, model)
+    def best_logit_minus_drafts(model, tokens, position, drafts):
+        t, row, hidden = jnp.arange(64), jnp.arange(4), model.features(tokens).hidden
+        differences = []
         for d in range(drafts.shape[1]):
             out = model.mtp(
                 hidden, model.embed(jnp.roll(tokens, -1, axis=1)), Context(jnp.tile(t, (4, 1)))
             )[0]
             out = out[row, position - 1 + d]
             logits = model.logits(out)
-            worse.append(jnp.max(logits, axis=-1) - logits[row, drafts[:, d]])
+            differences.append(jnp.max(logits, axis=-1) - logits[row, drafts[:, d]])
             hidden = hidden.at[row, position + d].set(out)
-        return jnp.stack(worse)
+        return jnp.stack(differences)
 
     graphdef, params = nnx.split(model)
     whole = np.pad(greedy[1], ((0, 0), (0, drafts)))
     rng = np.random.default_rng(drafts)
-    run = decode.programs(graphdef, drafts=drafts)
-    state = run.start(
+    run = decode.get_programs(graphdef, drafts=drafts)
+    state = run.init_state(
         model,
         64,
         *(
@@ -341,7 +356,11 @@ def test_speculation_is_exact_whatever_the_drafts(drafts, model, prompts, greedy
                 whole[i, : after + 1],
                 state.drafts[i],
             )
-        np.testing.assert_array_less(behind(tokens, state.position, state.drafts), 1e-3)
+        # Nobody reads the drafts of a row that has ended.
+        shortfall = best_logit_minus_drafts(tokens, state.position, state.drafts)[
+            :, state.remaining > 0
+        ]
+        np.testing.assert_array_less(shortfall, 1e-3)
     assert np.all(accepted > 0) and accepted[0] < 4 * 8
 
 
@@ -365,7 +384,7 @@ def test_drafting_on_a_mesh_is_drafting_on_one_device(axes, model, prompts, gree
 
 
 def test_states_after_each_token(model):
-    """What a mixer says at once is what any mixer says token by token."""
+    """A mixer's own `each_token` gives what the default gives, which goes token by token."""
     rng = np.random.default_rng(0)
     graphdef, params = nnx.split(model.layers[0].mixer)
     mixer = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], params))
@@ -383,9 +402,9 @@ def test_states_after_each_token(model):
 
 
 @pytest.mark.parametrize(("tokens", "skewed"), [(1, False), (3, False), (20, False), (20, True)])
-def test_few_tokens_pass_the_experts_that_they_chose(tokens, skewed):
-    """One by one, all experts at once, and in several passes where most tokens chose the same
-    two.
+def test_decode_moe_is_the_weighted_sum_of_the_chosen_experts(tokens, skewed):
+    """The three cases of `decode_moe`: chosen experts one by one, all experts at once, and several
+    passes because most tokens chose the same two.
     """
     rng = np.random.default_rng(tokens)
     x, gate_up, down = (
@@ -411,11 +430,11 @@ def test_few_tokens_pass_the_experts_that_they_chose(tokens, skewed):
         )
     )
     np.testing.assert_allclose(run(jnp.float32(x)), expected, **TOLERANCE)
-    x[-1] = np.inf  # is no other token's
+    x[-1] = np.inf  # must not change the output of any other token
     np.testing.assert_allclose(run(jnp.float32(x))[:-1], expected[:-1], **TOLERANCE)
 
 
-def test_prompts_of_like_lengths_share_their_programs(model, prompts):
+def test_prompts_of_similar_lengths_share_their_programs(model, prompts):
     compiled = []
     for n in (20, 23, 29, 31):
         new = complete(
@@ -425,16 +444,18 @@ def test_prompts_of_like_lengths_share_their_programs(model, prompts):
     assert set(compiled) <= {20}
 
 
-def test_a_conversation_compiles_what_later_prompts_take_and_has_room_for(model, monkeypatch):
+def test_a_chat_compiles_the_chunk_sizes_of_later_prompts_that_fit_into_its_cache(
+    model, monkeypatch
+):
     sizes = []
     monkeypatch.setattr(
-        decode.Programs,
+        decode.DecodePrograms,
         "compiled",
         lambda _, name, on_compile, params, state, x, *rest: sizes.append(x.shape[-1:]),
     )
-    for room, chunks in ((512, {512, 64}), (256, {64})):
+    for length, chunks in ((512, {512, 64}), (256, {64})):
         sizes.clear()
-        generate(model, [np.arange(5)], max_new_tokens=8, room=room)
+        generate(model, [np.arange(5)], max_new_tokens=8, min_cache_length=length)
         assert {size for (size,) in filter(None, sizes)} == chunks
 
 
@@ -447,7 +468,7 @@ def test_recurrent_cache_is_constant(model):
 
 
 def test_cache_lengths_are_few_and_close():
-    lengths = {n: rounded_length(n) for n in range(1, 20_000)}
+    lengths = {n: round_up_length(n) for n in range(1, 20_000)}
     assert all(n <= length <= max(64, 1.25 * n) for n, length in lengths.items())
     assert len(set(lengths.values())) < 40
 
@@ -497,7 +518,7 @@ def command(monkeypatch):
 
 def test_command_prints_the_text_and_nothing_else(command, tmp_path, capsys):
     config = dataclasses.replace(CONFIG, num_hidden_layers=2, layer_types=(), mtp_depth=0)
-    model, tokenizer = made(config), load_tokenizer("bytes")
+    model, tokenizer = make_model(config), load_tokenizer("bytes")
     save_hf(model, tmp_path / "model", tokenizer)
     assert (
         command(model=str(tmp_path / "model"), prompt="x", max_new_tokens=20, temperature=0.0) == 0
@@ -538,8 +559,8 @@ def test_command_prints_the_text_and_nothing_else(command, tmp_path, capsys):
     ids=lambda value: str(value)[:40],
 )
 def test_chat_templates(template, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(texts, "_SECONDS", 1)
-    monkeypatch.setattr(texts, "_MEMORY", 1 << 28)
+    monkeypatch.setattr(chat, "_MAX_CPU_SECONDS", 1)
+    monkeypatch.setattr(chat, "_MAX_BYTES", 1 << 28)
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<E>", "chat_template": template})
     )

@@ -1,5 +1,5 @@
-"""Hugging Face directories in and out: nothing lost, nothing misread in silence. Orientation is
-test_reference.py's.
+"""Import and export of Hugging Face directories: no value is lost, and a damaged or unsupported
+directory is refused. test_reference.py compares the results of imported models with transformers'.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.interop import arrays, writing
 from qwen3next_jax.interop.families import FORMS, qwen3_next
-from qwen3next_jax.interop.families.form import WITHOUT_MEANING
+from qwen3next_jax.interop.families.form import NOT_IN_FILES
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.layout import parameters
-from qwen3next_jax.interop.source import in_form
+from qwen3next_jax.interop.source import config_for_export
 from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.interop.writing import PartialExport
 from qwen3next_jax.model.block import mixer_class
@@ -120,15 +120,13 @@ VARIANTS = {
 
 
 def new_model(**changes) -> Qwen3Next:
-    return Qwen3Next(
-        dataclasses.replace(SMALL, layer_types=(), **changes)
-        if "layer_types" not in changes
-        else dataclasses.replace(SMALL, **changes),
-        rngs=nnx.Rngs(0),
-    )
+    """A small model with random weights, whose settings are SMALL with `changes`."""
+    config = dataclasses.replace(SMALL, **{"layer_types": (), **changes})
+    return Qwen3Next(config, rngs=nnx.Rngs(0))
 
 
 def bits(model: Qwen3Next) -> dict[str, tuple]:
+    """Parameter → (shape, dtype, bytes)."""
     flat = jax.tree_util.tree_flatten_with_path(nnx.state(model, nnx.Param))[0]
     return {
         jax.tree_util.keystr(path): (leaf.shape, str(leaf.dtype), np.asarray(leaf).tobytes())
@@ -137,11 +135,13 @@ def bits(model: Qwen3Next) -> dict[str, tuple]:
 
 
 def content(directory: pathlib.Path) -> dict[str, bytes]:
+    """File name → bytes of all files in a directory."""
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
 @pytest.fixture(scope="module")
 def eight_layers(tmp_path_factory) -> pathlib.Path:
+    """An export of a model with eight layers, which tests do not change."""
     folder = tmp_path_factory.mktemp("interop") / "eight"
     save_hf(new_model(num_hidden_layers=8), folder)
     return folder
@@ -149,14 +149,14 @@ def eight_layers(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def checkpoint(tmp_path) -> pathlib.Path:
-    """A copy of the reference checkpoint to damage."""
+    """A copy of the reference checkpoint, which a test may damage."""
     for name in ("config.json", "model.safetensors"):
         shutil.copy(REFERENCE / name, tmp_path)
     return tmp_path
 
 
 def edit_config(directory: pathlib.Path, **changes) -> None:
-    """Sets fields; those given as None are removed."""
+    """Sets fields of config.json. A field with the value None is removed."""
     fields = json.loads((directory / "config.json").read_text()) | changes
     (directory / "config.json").write_text(
         json.dumps({k: v for k, v in fields.items() if v is not None})
@@ -164,6 +164,7 @@ def edit_config(directory: pathlib.Path, **changes) -> None:
 
 
 def edit_tensors(directory: pathlib.Path, edit) -> None:
+    """Calls `edit` with the dict of all tensors, and stores the result."""
     tensors = load_file(directory / "model.safetensors")
     edit(tensors)
     save_file(tensors, directory / "model.safetensors")
@@ -172,7 +173,7 @@ def edit_tensors(directory: pathlib.Path, edit) -> None:
 SMALLEST = from_dict(Config, qwen3_5_0p8b.get_config().to_dict()).model
 
 
-# of the second, transformers' class has the trunk's 752,393,024 parameters
+# For the second model, transformers' class counts 752,393,024 parameters in the trunk.
 @pytest.mark.parametrize(
     ("config", "inventory"),
     [(ModelConfig(), (75_944, 81_324_862_720)), (SMALLEST, (335, 752_393_024 + 20_452_864))],
@@ -187,16 +188,16 @@ def test_export_then_import_gives_the_same_bits_and_config(tmp_path, variant):
     model = new_model(**VARIANTS[variant])
     save_hf(model, tmp_path / "out")
     again = load_hf(tmp_path / "out")
-    # are not stored in every form
-    unread = {"intermediate_size"} if model.config.num_experts else preflight.OF_EXPERTS
-    assert set(again.config.differs(model.config)) <= unread
+    # settings that not every form stores
+    not_stored = {"intermediate_size"} if model.config.num_experts else preflight.OF_EXPERTS
+    assert set(again.config.differs(model.config)) <= not_stored
     assert bits(again) == bits(model)
 
 
 def test_forms_are_those_of_the_setting_and_name_settings_and_mixers_that_exist():
     assert FORMS.keys() == set(typing.get_args(typing.get_type_hints(ModelConfig)["hf_form"]))
     for form in FORMS.values():
-        assert form.settings | WITHOUT_MEANING <= ModelConfig.__dataclass_fields__.keys()
+        assert form.settings | NOT_IN_FILES <= ModelConfig.__dataclass_fields__.keys()
         assert form.mixers.keys() <= registry.MIXERS.keys()
 
 
@@ -235,6 +236,7 @@ def test_an_own_mixer_brings_its_entries_and_no_class_inherits_them(tmp_path, mo
 
 
 def _mesh(**sizes):
+    """A mesh of the first virtual devices, with these numbers of devices along its axes."""
     return make_mesh(
         ParallelConfig(mesh=MeshConfig(**sizes)), jax.devices()[: math.prod(sizes.values())]
     )
@@ -254,7 +256,7 @@ def test_a_mesh_changes_no_bit_of_an_import_or_an_export(
 ):
     whole = load_hf(eight_layers, dtype)
     save_hf(whole, tmp_path / "whole")
-    monkeypatch.setattr(arrays, "MAX_PIECE_BYTES", 4000)  # one piece, or many
+    monkeypatch.setattr(arrays, "MAX_PIECE_BYTES", 4000)  # so that parameters take many pieces
     sharded = load_hf(eight_layers, dtype, _mesh(**mesh))
     assert bits(sharded) == bits(whole)
     experts = sharded.layers[0].mlp.expert_gate_up[...]
@@ -264,7 +266,7 @@ def test_a_mesh_changes_no_bit_of_an_import_or_an_export(
 
 
 def test_what_other_processes_hold_is_read_by_all_with_its_bits():
-    """How an array that spans processes is read, on one that does not."""
+    """The function that reads arrays that span processes, with an array of this process only."""
     mesh = _mesh(data=2, expert=2, tensor=2)
     for dtype in (jnp.float32, jnp.bfloat16):
         values = jax.random.normal(jax.random.key(0), (3, 8, 4, 6), dtype).at[:, ::3].set(-0.0)
@@ -284,43 +286,46 @@ def test_a_killed_export_goes_on_with_the_files_that_are_whole(tmp_path, monkeyp
     model, write, written = new_model(), PartialExport.write, []
     save_hf(model, tmp_path / "expected")
 
-    def killed_at(count):
-        def one(export, name, blocks):
+    def kill_after(count):
+        """Makes exports fail once `count` files in all were written; -1: never."""
+
+        def write_or_die(export, name, blocks):
             if len(written) == count:
-                (export.folder / f"{name}.tmp").write_bytes(b"half")  # as SIGKILL leaves it
+                # what a SIGKILL leaves behind
+                (export.folder / f"{name}.tmp").write_bytes(b"half")
                 raise KeyboardInterrupt
             written.append(name)
             write(export, name, blocks)
 
-        monkeypatch.setattr(PartialExport, "write", one)
+        monkeypatch.setattr(PartialExport, "write", write_or_die)
 
-    killed_at(3)
-    for _ in range(2):  # the second attempt gets nowhere and loses nothing
+    kill_after(3)
+    for _ in range(2):  # the second attempt writes no file and loses none
         with pytest.raises(KeyboardInterrupt):
             save_hf(model, tmp_path / "out", identity="a")
         assert not (tmp_path / "out").exists() and "3 of " in capsys.readouterr().err
     damaged = tmp_path / ".out.partial" / written[1]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    killed_at(-1)
+    kill_after(-1)
     save_hf(model, tmp_path / "out", identity="a")
-    # only the damaged one is written again
+    # of the files of the first attempt, only the damaged one is written again
     assert written[3] == written[1] and not {written[0], written[2]} & set(written[3:])
     assert content(tmp_path / "out") == content(tmp_path / "expected")
 
     count = len(written)
-    killed_at(count + 3)
+    kill_after(count + 3)
     with pytest.raises(KeyboardInterrupt):
         save_hf(model, tmp_path / "other", identity="a")
-    killed_at(-1)
+    kill_after(-1)
     with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot be written"):
-        # the disk fails at the very end
+        # the disk fails after the last file
         patch.setattr(writing, "fsync", lambda path: open(path / "none"))
-        save_hf(model, tmp_path / "other", identity="b")  # other weights: nothing is kept
+        save_hf(model, tmp_path / "other", identity="b")  # other weights: no file is kept
     assert written[count + 3 : count + 6] == written[count : count + 3]
     count = len(written)
     (tmp_path / "place").mkdir()
     (tmp_path / "other").symlink_to(tmp_path / "place")
-    # where that of a link's folder would be
+    # the partial folder of an export to a link is beside the folder that the link names
     (tmp_path / ".other.partial").rename(tmp_path / ".place.partial")
     save_hf(model, tmp_path / "other", identity="b")
     assert len(written) == count and content(tmp_path / "place") == content(tmp_path / "expected")
@@ -404,7 +409,7 @@ def test_bfloat16_shards_and_an_own_digest_file(tmp_path, monkeypatch):
     assert bits(load_hf(tmp_path / "out", dtype="bfloat16")) == bits(model)
     save_hf(load_hf(tmp_path / "float32"), tmp_path / "cast", dtype="bfloat16")
     assert content(tmp_path / "cast") == content(tmp_path / "out")
-    # as serving software reads it
+    # the dtypes in the files, which serving software reads
     tensors = {
         name: tensor.dtype.name for shard in shards for name, tensor in load_file(shard).items()
     }
@@ -434,7 +439,7 @@ def test_plain_dicts_and_gradients_map_as_the_state_does():
     model = new_model()
     state = nnx.state(model, nnx.Param)
     doubled = jax.tree.map(lambda x: 2 * x, nnx.to_pure_dict(state))
-    # as a restored checkpoint has it
+    # a restored checkpoint has string keys
     doubled["layers"] = {str(i): layer for i, layer in doubled["layers"].items()}
     ours, twice = hf_tensors(state, model.config), hf_tensors(doubled, model.config)
     assert ours.keys() == twice.keys()
@@ -445,6 +450,7 @@ def test_fused_experts_read_as_the_separate_ones(checkpoint):
     expected = bits(load_hf(checkpoint))
 
     def fuse(tensors):
+        """Replaces the tensors of single experts by fused ones."""
         for layer in [
             name.removesuffix("gate.weight")
             for name in list(tensors)
@@ -454,10 +460,8 @@ def test_fused_experts_read_as_the_separate_ones(checkpoint):
                 np.stack([tensors.pop(f"{layer}experts.{e}.{part}_proj.weight") for e in range(8)])
                 for part in ("gate", "up", "down")
             )
-            tensors[f"{layer}experts.gate_up_proj"], tensors[f"{layer}experts.down_proj"] = (
-                np.concatenate((gate, up), 1),
-                down,
-            )
+            tensors[f"{layer}experts.gate_up_proj"] = np.concatenate((gate, up), 1)
+            tensors[f"{layer}experts.down_proj"] = down
 
     edit_tensors(checkpoint, fuse)
     assert bits(load_hf(checkpoint)) == expected
@@ -498,31 +502,32 @@ def test_an_export_takes_over_what_its_model_began_with_or_says_that_it_does_not
     assert fields["vision_config"] == original["vision_config"]
     assert fields["text_config"]["rope_parameters"] == original["text_config"]["rope_parameters"]
 
-    model.config = in_form(model.config, "qwen3_5_text", None)
+    model.config = config_for_export(model.config, "qwen3_5_text", None)
     model.config = dataclasses.replace(model.config, hf_fused_experts=())
     save_hf(model, tmp_path / "text")
-    split, text = (
-        load_file(REFERENCE.parent / "qwen3_5_moe_tiny" / "model.safetensors"),
-        load_file(tmp_path / "text" / "model.safetensors"),
-    )
-    assert split.keys() == text.keys() and all(
-        np.array_equal(split[name], text[name]) for name in split
-    )
-    with pytest.raises(UserError, match="gone: not there, and an export has the form"):
-        in_form(model.config, None, tmp_path / "gone")
+    expected = load_file(REFERENCE.parent / "qwen3_5_moe_tiny" / "model.safetensors")
+    exported = load_file(tmp_path / "text" / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    assert all(np.array_equal(exported[name], expected[name]) for name in expected)
+    with pytest.raises(UserError, match="gone: .*--source=DIR, or --form"):
+        config_for_export(model.config, None, tmp_path / "gone")
     with pytest.raises(
         UserError,
-        match="its hidden_size is 64, the model's 48: expected the checkpoint that the model began "
-        "with",
+        match="its hidden_size is 64, the model's 48",
     ):
         save_hf(model, tmp_path / "other", source=REFERENCE)
 
 
+# Each of these returns a function that damages a directory.
+
+
 def _drop(*names):
+    """Removes tensors."""
     return lambda d: edit_tensors(d, lambda t: [t.pop(name) for name in names])
 
 
 def _put(**tensors):
+    """Adds or replaces tensors; "__" in a name stands for a dot."""
     return lambda d: edit_tensors(
         d, lambda t: t.update({name.replace("__", "."): value for name, value in tensors.items()})
     )
@@ -542,35 +547,32 @@ def _as_pickle(directory):
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
 
 
-def _later(reference, nested=None, **changes):
-    """Puts another reference in its place and edits its config.json, at the top and in
-    `text_config`.
+def _replace(reference, nested=None, **changes):
+    """Replaces the checkpoint by another reference checkpoint, and sets fields of its config.json:
+    `changes` at the top level, `nested` in `text_config`. None removes a field.
     """
 
-    def inflict(directory):
+    def damage(directory):
         for name in ("config.json", "model.safetensors"):
             shutil.copy(REFERENCE.parent / reference / name, directory)
         fields = json.loads((directory / "config.json").read_text())
-        inner = (
-            {
-                "text_config": {
-                    k: v for k, v in (fields["text_config"] | nested).items() if v is not None
-                }
-            }
-            if nested
-            else {}
-        )
-        edit_config(directory, **inner, **changes)
+        text_config = {}
+        if nested:
+            text = fields["text_config"] | nested
+            text_config["text_config"] = {k: v for k, v in text.items() if v is not None}
+        edit_config(directory, **changes, **text_config)
 
-    return inflict
+    return damage
 
 
 def _index(**weight_map):
+    """Adds an index that maps tensor names to file names."""
     return lambda d: (d / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": weight_map})
     )
 
 
+# Name → (function that damages a directory, part of the expected message).
 DAMAGE = {
     "no config": (lambda d: (d / "config.json").unlink(), "config.json: cannot be read"),
     "config no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json: not JSON"),
@@ -637,52 +639,52 @@ DAMAGE = {
         "max_position_embeddings = 512, and YaRN reaches 4 × 256 positions",
     ),
     "no text model": (
-        _later("qwen3_5_wrapper_tiny", text_config=None),
+        _replace("qwen3_5_wrapper_tiny", text_config=None),
         "text_config = None: expected the fields of the text model",
     ),
     "other text model": (
-        _later("qwen3_5_wrapper_tiny", {"model_type": "llama"}),
+        _replace("qwen3_5_wrapper_tiny", {"model_type": "llama"}),
         "text_config.model_type = 'llama' in a qwen3_5: exp",
     ),
     "tied and untied": (
-        _later("qwen3_5_wrapper_tiny", {"tie_word_embeddings": True}),
+        _replace("qwen3_5_wrapper_tiny", {"tie_word_embeddings": True}),
         "tie_word_embeddings is true and false",
     ),
     "nested layers": (
-        _later("qwen3_5_wrapper_tiny", {"num_hidden_layers": 5, "layer_types": None}),
+        _replace("qwen3_5_wrapper_tiny", {"num_hidden_layers": 5, "layer_types": None}),
         "5 layers, the weights have 4",
     ),
     "gate": (
-        _later("qwen3_5_tiny", attn_output_gate=False),
+        _replace("qwen3_5_tiny", attn_output_gate=False),
         "attn_output_gate = False is not supported: expected True",
     ),
     "gate's function": (
-        _later("qwen3_5_tiny", output_gate_type="sigmoid"),
+        _replace("qwen3_5_tiny", output_gate_type="sigmoid"),
         "'sigmoid' is not supported: expected 'swish' or 'silu'",
     ),
     "MTP embeddings": (
-        _later("qwen3_5_tiny", mtp_use_dedicated_embeddings=True),
+        _replace("qwen3_5_tiny", mtp_use_dedicated_embeddings=True),
         "mtp_use_dedicated_embeddings = True is not supported",
     ),
     "not renormalised": (
-        _later("qwen3_5_moe_tiny", norm_topk_prob=False),
+        _replace("qwen3_5_moe_tiny", norm_topk_prob=False),
         "norm_topk_prob = False is not supported",
     ),
-    "other family": (_later("qwen3_5_tiny", model_type="qwen3_5_moe_text"), "the weights lack"),
+    "other family": (_replace("qwen3_5_tiny", model_type="qwen3_5_moe_text"), "the weights lack"),
     "positions": (
-        _later("kimi_linear_tiny", mla_use_nope=False),
+        _replace("kimi_linear_tiny", mla_use_nope=False),
         "mla_use_nope = False is not supported: expected True",
     ),
     "wide values": (
-        _later("kimi_linear_tiny", v_head_dim=8),
+        _replace("kimi_linear_tiny", v_head_dim=8),
         "v_head_dim = 8 is not supported: expected 16, as qk_nope_head_dim",
     ),
     "two names": (
-        _later("kimi_linear_tiny", num_experts_per_tok=3),
+        _replace("kimi_linear_tiny", num_experts_per_tok=3),
         "num_experts_per_tok = 3, and 2 under its other name",
     ),
     "layers left out": (
-        _later("kimi_linear_tiny", layer_types=None, linear_attn_config={"kda_layers": [1]}),
+        _replace("kimi_linear_tiny", layer_types=None, linear_attn_config={"kda_layers": [1]}),
         "each of the 5 layers",
     ),
     "rope parameters": (
@@ -755,8 +757,8 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_named_in_one_line(checkpoint, damage):
-    inflict, message = DAMAGE[damage]
-    inflict(checkpoint)
+    apply_damage, message = DAMAGE[damage]
+    apply_damage(checkpoint)
     with pytest.raises(UserError) as error:
         load_hf(checkpoint)
     text = str(error.value)
@@ -812,8 +814,8 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
             save_hf(new_model(), tmp_path / "other")
         raise KeyboardInterrupt
 
-    # raises KeyboardInterrupt, as export's does
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # SIGTERM raises KeyboardInterrupt, as in the command `export`
+    previous_handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for save, error in (
             (fail, UserError),
@@ -823,7 +825,7 @@ def test_export_never_overwrites_and_never_leaves_a_part(tmp_path, monkeypatch):
             with pytest.raises(error):
                 save_hf(new_model(), tmp_path / "other", Tokenizer(save))
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
     assert sorted(f.name for f in tmp_path.rglob("*")) == [
         ".new.partial",
         "notes.txt",

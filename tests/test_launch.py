@@ -17,8 +17,8 @@ from qwen3next_jax.processes.launch import (
     TPU_VM,
     Launch,
     find_launch,
-    first_host,
-    own_gpus,
+    first_node,
+    gpus_of_process,
     tasks_on_node,
 )
 
@@ -72,9 +72,9 @@ def test_slurm():
     assert (
         launch.source,
         _host(launch),
-        launch.processes,
-        launch.process,
-        launch.local_devices,
+        launch.num_processes,
+        launch.process_id,
+        launch.local_device_ids,
     ) == ("SLURM", "gpu07", 8, 6, (2,))
     assert find_launch(SLURM | {"SLURM_PROCID": "0"}).coordinator == launch.coordinator
     # two steps may share a host
@@ -93,7 +93,7 @@ def test_slurm():
     ],
 )
 def test_first_host(nodes, first):
-    assert first_host(nodes) == first
+    assert first_node(nodes) == first
 
 
 def test_tasks_on_node():
@@ -114,12 +114,18 @@ def test_tasks_on_node():
 )
 def test_own_gpus(visible, here, per_process):
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert [own_gpus(environment, local, here) for local in range(here)] == per_process
+    assert [gpus_of_process(environment, local, here) for local in range(here)] == per_process
 
 
 def test_open_mpi():
     four = find_launch(OPEN_MPI_4)
-    assert (four.source, _host(four), four.processes, four.process, four.local_devices) == (
+    assert (
+        four.source,
+        _host(four),
+        four.num_processes,
+        four.process_id,
+        four.local_device_ids,
+    ) == (
         "Open MPI",
         "10.96.0.1",
         4,
@@ -133,7 +139,7 @@ def test_open_mpi():
     assert _host(find_launch(OPEN_MPI_5 | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"})) == "127.0.0.1"
     # mpirun in a batch script: SLURM's variables are those of its first task, in every rank.
     inside = find_launch(SLURM | OPEN_MPI_5 | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"})
-    assert (_host(inside), inside.process) == ("gpu07", 3)
+    assert (_host(inside), inside.process_id) == ("gpu07", 3)
     assert find_launch(OPEN_MPI_5, coordinator="10.0.0.2:8476").coordinator == "10.0.0.2:8476"
 
 
@@ -179,7 +185,7 @@ def test_a_machine_with_chips_asks_its_metadata():
             (None, None, None),
             "SLURM_NODEID is not set",
         ),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, (None, None, None), "tells of 1 nodes"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, (None, None, None), "lists 1 node"),
         (
             SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2"},
             (None, None, None),
@@ -204,11 +210,11 @@ def test_mistakes_are_named(environment, flags, message):
 def test_another_version_of_the_code_or_of_a_library_or_setting_is_refused_by_name(
     monkeypatch, name
 ):
-    digests = distributed._code_digests() | distributed._settings(to_dict(Config()))
+    digests = distributed._code_digests() | distributed._compared_settings(to_dict(Config()))
     assert name in digests
     said = [
-        {"host": f"host{i}", "about": about}
-        for i, about in enumerate((digests, digests | {name: "another"}))
+        {"host": f"host{i}", "compared": compared}
+        for i, compared in enumerate((digests, digests | {name: "another"}))
     ]
     monkeypatch.setattr(distributed.jax, "process_count", lambda: 2)
     monkeypatch.setattr(
@@ -263,11 +269,11 @@ def test_a_jax_without_the_key_value_store_is_told_before_anyone_waits(monkeypat
         UserError,
         match="JAX .* has no jax._src.distributed.global_state.client .*install a JAX that has it",
     ):
-        distributed.start(Launch("flags", "localhost:1", processes=2, process=0), None)
+        distributed.initialize(Launch("flags", "localhost:1", num_processes=2, process_id=0), None)
 
 
 def test_whatever_one_process_meets_is_told_to_all(capsys):
-    assert distributed._tried(lambda: 1 / 0) == (
+    assert distributed._try_work(lambda: 1 / 0) == (
         None,
         {"error": "ZeroDivisionError: division by zero", "code": 1},
     )

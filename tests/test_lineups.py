@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.lineups import NAMES, counted
 
-QUICK = ("deepseek_v3", "gemma3_1b", "nemotron3_nano", "olmo2_7b")
+QUICK = ("gemma3_1b", "gpt_oss_20b", "nemotron3_nano", "olmo2_7b")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,17 @@
-"""The group `model.mixer`: values that the mixers of the model declare."""
+"""The group `model.mixer`: values that the mixers of the model declare.
+
+python tests/test_mixer_settings.py prints the table of docs/mixers.md.
+"""
 
 import dataclasses
 import json
+import pathlib
 
 import pytest
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MixerConfig, ModelConfig, from_dict, to_dict
+from qwen3next_jax.config.describe import mixer_settings
 from qwen3next_jax.config.files import apply_overrides
 from qwen3next_jax.config.mixer import _EARLIER_DEFAULTS
 from qwen3next_jax.config.registry import MIXERS
@@ -46,7 +51,7 @@ def test_a_flag_is_of_the_type_that_the_mixer_declares(tmp_path, monkeypatch):
     apply_overrides(values, [(f"model.mixer.{name}", text) for name, text in given.items()])
     config = from_dict(Config, values)
     assert dict(config.model.mixer) == {"own_rate": 3.0, "own_name": "5"}
-    values["model"]["linear_mixer"] = "sliding_window"
+    values["model"]["linear_mixer"] = "gated_deltanet"
     with pytest.raises(UserError, match="model.mixer.own_name = '5': no mixer has such a setting"):
         from_dict(Config, values)
 
@@ -61,6 +66,7 @@ def test_a_flag_is_of_the_type_that_the_mixer_declares(tmp_path, monkeypatch):
     ],
 )
 def test_a_value_that_no_mixer_takes(mixer, settings, message):
+    mixer_class("sliding_window")  # is there, or the test is skipped
     with pytest.raises(UserError, match=f"model.mixer.{message}"):
         model(mixer, **settings)
 
@@ -81,3 +87,33 @@ def test_what_a_mixer_says_of_its_settings_is_so(name):
     if mixer.weights_of is not None:  # it then reads all that gives those weights their meaning
         others = {field.name for field in dataclasses.fields(mixer.weights_of.Settings)}
         assert mixer.weights_of is GatedAttention and names - set(mixer.read_time) == others
+
+
+# ---- the page
+# --------------------------------------------------------------------------------------------------
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "mixers.md"
+
+
+def table() -> str:
+    """Every setting with its default, what it may be, its meaning and the mixers that read it."""
+    readers = {}
+    for mixer, own in mixer_settings().items():
+        for setting in own:
+            readers.setdefault(setting, []).append(f"`{mixer}`")
+    rows = ["| setting | default | expected | meaning | mixers |", "|---|---|---|---|---|"]
+    for setting, mixers in sorted(readers.items(), key=lambda item: item[0].name):
+        name, default, allowed, meaning = setting
+        allowed = allowed or {bool: "True, False", int: "a whole number"}[type(default)]
+        rows.append(f"| `{name}` | {default} | {allowed} | {meaning} | {', '.join(mixers)} |")
+    return "\n".join(rows)
+
+
+def test_the_page_has_every_setting_as_the_mixers_declare_it():
+    mixer_class("sliding_window")  # is there, or the test is skipped
+    assert all(setting.meaning for own in mixer_settings().values() for setting in own)
+    assert table() in PAGE.read_text(), "python tests/test_mixer_settings.py prints the table"
+
+
+if __name__ == "__main__":
+    print(table())

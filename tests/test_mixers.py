@@ -45,7 +45,7 @@ from qwen3next_jax.ops import attention_heads, gated_delta_rule, gated_norm
 from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.ops.implementations import Form
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.sharding.rules import batch_sharding, gather, storage_spec
+from qwen3next_jax.sharding.rules import batch_sharding, gather_params, storage_spec
 from tests.in_process import resolved, step_of
 
 T, CUTS = 32, (0, 5, 6, 20, 32)
@@ -306,7 +306,7 @@ def test_a_mesh_gives_what_one_device_gives(mixer, axis):
 
     def gradient(mesh):
         def loss(params, x):
-            used = gather(params, mesh, BASE.dtype)
+            used = gather_params(params, mesh, BASE.dtype)
             y, _, _ = _run(
                 graph, used, x, Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh)
             )
@@ -451,7 +451,7 @@ def test_flat_arrays_between_the_kernels_change_nothing(monkeypatch):
         def loss(params, x):
             y, _, _ = _run(
                 graph,
-                gather(params, mesh, config.dtype),
+                gather_params(params, mesh, config.dtype),
                 x,
                 Context(document_positions(ids), ids, mesh=mesh),
             )

@@ -1,5 +1,5 @@
-"""Rules, meshes and their errors, the exchange of experts, and checkpoints between meshes;
-equality is test_parallel_equality.py.
+"""Sharding rules, meshes and their errors, expert parallelism, checkpoints between meshes, and
+rematerialisation. test_parallel_equality.py compares whole runs on meshes with one device.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from qwen3next_jax.model import expert_parallelism as exchange
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.compile_target import compiling_for
-from qwen3next_jax.planner.topology import describe
+from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding import gathering
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.sharding.rules import AXES, local, shardings, storage_spec
+from qwen3next_jax.sharding.rules import LOGICAL_AXES, per_shard, tree_shardings, storage_spec
 from tests.in_process import resolved
 
 RELEASED = Config(train=TrainConfig(batch_size=64, sequence_length=4096))
@@ -54,6 +54,7 @@ SMALL = Config(
 
 
 def _mesh(**axes):
+    """A mesh of the first virtual devices, with these numbers of devices along its axes."""
     return make_mesh(
         ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)),
         jax.devices()[: math.prod(axes.values())],
@@ -61,7 +62,6 @@ def _mesh(**axes):
 
 
 # ---- rules
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,9 @@ def _mesh(**axes):
     ids=str,
 )
 def test_everything_large_is_stored_in_parts_and_stacks_are_whole(axes, change):
-    """Every leaf of the released model's state."""
+    """All arrays of the released model's train state: those above 1 MiB are split over all eight
+    devices, and no stack of layers is split along its layers.
+    """
     if change and "expert" in axes:
         axes = {"data": 8}
     config = dataclasses.replace(
@@ -95,7 +97,7 @@ def test_what_follows_no_parameter_is_an_error():
     with pytest.raises(
         ValueError, match="opt_state/mu/layers/0/mixer/new_proj: follows no declared parameter"
     ):
-        shardings(
+        tree_shardings(
             {"opt_state": {"mu": {"layers": [{"mixer": {"new_proj": jnp.zeros((2, 2))}}]}}},
             declared(RELEASED.model),
             _mesh(data=2),
@@ -104,20 +106,20 @@ def test_what_follows_no_parameter_is_an_error():
 
 def test_every_logical_axis_is_needed_and_dimensions_take_what_divides_them():
     parameters = declared(RELEASED.model)
-    assert {axis for p in parameters.values() for axis in p.axes} == set(AXES)
-    # What splits a dimension while computing is outermost, then the longest of what only stores it.
+    assert {axis for p in parameters.values() for axis in p.axes} == set(LOGICAL_AXES)
+    # The first axis of a dimension splits it in computation too; the others split only its storage.
     for name, axes, expected in (
         ("mixer/q_proj", {"data": 2, "tensor": 4}, P(None, "data", "tensor", None)),
         ("mixer/k_proj", {"data": 2, "tensor": 4}, P(None, "data", None, "tensor")),
         ("mlp/expert_down", {"data": 4, "tensor": 2}, P(None, None, ("tensor", "data"), None)),
         ("mixer/k_proj", {"data": 2, "context": 4}, P(None, ("context", "data"), None, None)),
     ):
-        p = parameters[f"layers/3/{name}"]
-        assert storage_spec(p, p.stack + p.shape, _mesh(**axes)) == expected
+        parameter = parameters[f"layers/3/{name}"]
+        shape = parameter.stack + parameter.shape
+        assert storage_spec(parameter, shape, _mesh(**axes)) == expected
 
 
 # ---- meshes
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -220,19 +222,18 @@ def test_axes_that_do_not_divide(mesh, model, train, message):
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_slices_lie_along_data():
-    """Two slices of 64 chips: every other axis stays inside one."""
-    describe("v5p:4x4x4")  # sets what libtpu reads when it is loaded
+    """Two slices of 64 chips: only the axis `data` crosses slices."""
+    describe_topology("v5p:4x4x4")  # sets the variables that libtpu reads when it is loaded
     devices = topologies.get_topology_desc(
         platform="tpu", topology_name="v5p:4x4x4", num_slices=2
     ).devices
     grid = make_mesh(
         ParallelConfig(mesh=MeshConfig(data=4, expert=8, context=2, tensor=2)), devices
     ).devices
-    slices = np.vectorize(lambda device: device.slice_index)(grid)
+    slice_index = np.vectorize(lambda device: device.slice_index)(grid)
     assert len(set(grid.flat)) == 128
-    np.testing.assert_array_equal(
-        slices, np.broadcast_to(np.arange(4).reshape(4, 1, 1, 1) // 2, slices.shape)
-    )
+    along_data = np.arange(4).reshape(4, 1, 1, 1) // 2
+    np.testing.assert_array_equal(slice_index, np.broadcast_to(along_data, slice_index.shape))
     with pytest.raises(
         UserError,
         match="parallel.mesh.data = 1 over 2 TPU slices: "
@@ -242,34 +243,37 @@ def test_slices_lie_along_data():
 
 
 # ---- experts
-# --------------------------------------------------------------------------------------------------
 
 
-def _routed(split, x, weight, expert, gate_up, down):
-    f = (
-        functools.partial(exchange.expert_parallel_moe, axis="expert", axes=("data", "expert"))
-        if split
-        else expert_forms.sorted_moe
-    )
-    if split:
+def _outputs_and_gradients(mesh, x, weight, expert, gate_up, down):
+    """(output of the experts, its four gradients): expert parallel on `mesh`; None: one device."""
+    if mesh is None:
+        moe = expert_forms.sorted_moe
+    else:
         rows, experts = P(("data", "expert")), P("expert")
-        f = local(f, split, (rows, rows, rows, experts, experts), rows)
-    y, pullback = jax.vjp(lambda x, w, g, d: f(x, w, expert, g, d), x, weight, gate_up, down)
+        moe = functools.partial(
+            exchange.expert_parallel_moe, axis="expert", axes=("data", "expert")
+        )
+        moe = per_shard(moe, mesh, (rows, rows, rows, experts, experts), rows)
+    y, pullback = jax.vjp(lambda x, w, g, d: moe(x, w, expert, g, d), x, weight, gate_up, down)
     return y, *pullback(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
 
 
 @pytest.mark.parametrize(
-    "shards, chunk, half",
+    "gathered_shards, chunk_bytes, overlap_rows",
     [(8, 2048, 16), (8, 2**29, 512), (1, 4096, 512)],
     ids=("gathered", "at once", "exchanged"),
 )
-def test_split_experts_are_exact_at_any_imbalance(shards, chunk, half, monkeypatch):
-    """Balanced; every choice on one shard, which overflows what there is room for; a shard and
-    an expert with nothing. Two chunks of 32 tokens, the gathered ones in halves, or all at once.
+def test_split_experts_are_exact_at_any_imbalance(
+    gathered_shards, chunk_bytes, overlap_rows, monkeypatch
+):
+    """Three kinds of choices: balanced; all on one shard, beyond its capacity; a shard and an
+    expert without choices. The tokens go through the experts in chunks (the gathered ones in two
+    overlapping halves), or all at once.
     """
-    monkeypatch.setattr(exchange, "GATHERED_SHARDS", shards)
-    monkeypatch.setattr(exchange, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(exchange, "OVERLAP_ROWS", half)
+    monkeypatch.setattr(exchange, "GATHERED_SHARDS", gathered_shards)
+    monkeypatch.setattr(exchange, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(exchange, "OVERLAP_ROWS", overlap_rows)
     monkeypatch.setattr(exchange, "_capacity", lambda balanced: balanced // 2 + 3)
     rng = np.random.default_rng(0)
     x, gate_up, down = (
@@ -277,14 +281,15 @@ def test_split_experts_are_exact_at_any_imbalance(shards, chunk, half, monkeypat
         for s in ((512, 16), (8, 16, 2, 12), (8, 12, 16))
     )
     weight = jnp.asarray(rng.random((512, 2)), jnp.float32)
-    run = jax.jit(functools.partial(_routed, _mesh(data=2, expert=4)))
+    run = jax.jit(functools.partial(_outputs_and_gradients, _mesh(data=2, expert=4)))
     for choices in (
         rng.permuted(np.tile(np.arange(8), (512, 1)), axis=1)[:, :2],
         np.tile([2, 3], (512, 1)),
         rng.permuted(np.tile([0, 1, 5, 7], (512, 1)), axis=1)[:, :2],
     ):
         arguments = (x, weight, jnp.asarray(choices, jnp.int32), gate_up, down)
-        for got, expected in zip(run(*arguments), _routed(None, *arguments), strict=True):
+        expected_values = _outputs_and_gradients(None, *arguments)
+        for got, expected in zip(run(*arguments), expected_values, strict=True):
             # Sums of up to 512 products of float32: a few times √512 roundings of 6e-8.
             np.testing.assert_allclose(
                 got, expected, rtol=0, atol=5e-6 * float(np.abs(expected).max())
@@ -293,22 +298,15 @@ def test_split_experts_are_exact_at_any_imbalance(shards, chunk, half, monkeypat
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_gather_for_a_tpu_has_the_gradient_of_any_other(dim):
-    """In 37 tiles of lanes, which are filled up to 38; other widths are left alone."""
+    """For a TPU, 37 tiles of lanes are padded to 38; other platforms do not pad."""
     mesh, spec = _mesh(data=8), P("data") if dim == 0 else P(None, "data")
-    x_RD = (
-        jnp.arange(16 * 37 * gathering.LANES, dtype=jnp.float32).reshape(
-            (16, -1) if dim == 0 else (-1, 16)
-        )
-        / 2**14
-    )
+    shape = (16, -1) if dim == 0 else (-1, 16)
+    x_RD = jnp.arange(16 * 37 * gathering.LANES, dtype=jnp.float32).reshape(shape) / 2**14
 
     def gradient(x_RD):
         def loss(x_RD):
-            return jnp.sum(
-                jnp.sin(
-                    gathering.all_gather(x_RD, "data", dim) * (1.0 + jax.lax.axis_index("data"))
-                )
-            )
+            gathered = gathering.all_gather(x_RD, "data", dim)
+            return jnp.sum(jnp.sin(gathered * (1.0 + jax.lax.axis_index("data"))))
 
         return jax.shard_map(
             jax.grad(loss), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
@@ -317,18 +315,14 @@ def test_a_gather_for_a_tpu_has_the_gradient_of_any_other(dim):
     expected = sum(device * np.cos(np.float64(x_RD) * device) for device in range(1, 9))
     for platform, columns in (("cpu", 37), ("tpu", 38)):
         with compiling_for(platform):
-            scattered = jax.make_jaxpr(lambda x: gradient(x))(x_RD).pretty_print(use_color=False)
+            jaxpr = jax.make_jaxpr(lambda x: gradient(x))(x_RD).pretty_print(use_color=False)
             got = gradient(x_RD)
-        assert (
-            f"f32[16,{columns * gathering.LANES}]"
-            if dim == 0
-            else f"f32[{columns * gathering.LANES},16]"
-        ) in scattered
+        width = columns * gathering.LANES
+        assert (f"f32[16,{width}]" if dim == 0 else f"f32[{width},16]") in jaxpr
         np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
 # ---- checkpoints between meshes
-# ----------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
@@ -348,20 +342,18 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
             pattern = resolved(SMALL, _mesh(**axes)).abstract_state
             restored = checkpoints.restore(1, pattern)
             jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), expected)
-            for leaf, place in zip(
-                jax.tree.leaves(restored), jax.tree.leaves(pattern), strict=True
-            ):
-                assert leaf.sharding.is_equivalent_to(place.sharding, leaf.ndim)
+            leaves = zip(jax.tree.leaves(restored), jax.tree.leaves(pattern), strict=True)
+            for leaf, abstract in leaves:
+                assert leaf.sharding.is_equivalent_to(abstract.sharding, leaf.ndim)
 
 
 # ---- remat
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["block", "dots", "kept", "offload"])
 def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
-    """A block of two matmuls and "attention", a scan over three: the residuals by shape and
-    place, and the gradient.
+    """A scan over three blocks of two matmuls and an operation named "attention": how many
+    residuals are saved and in which memory, and the gradient.
     """
     weights = jax.random.normal(jax.random.key(0), (3, 2, 8, 8)) / 3
     x = jax.random.normal(jax.random.key(1), (5, 8))
@@ -378,7 +370,7 @@ def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
         return jnp.sum(jax.lax.scan(lambda x, w: (block(w, x), None), x, weights)[0] ** 2)
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    # 4 roundings of the largest, 16
+    # four rounding errors of the largest element, 16
     np.testing.assert_allclose(
         gradient(weights, policy), gradient(weights, "none"), rtol=1e-6, atol=4e-6
     )
@@ -387,26 +379,26 @@ def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
         leaf.sharding.memory_kind for leaf in jax.tree.leaves(pullback) if leaf.shape == (3, 5, 8)
     ]
     default = jax.devices()[0].default_memory().kind
-    assert (
-        saved
-        == {
-            "block": [default] * 2,
-            "dots": [default] * 3,
-            "kept": [default] * 3,
-            "offload": ["pinned_host"],
-        }[policy]
-    )
+    expected = {
+        "block": [default] * 2,
+        "dots": [default] * 3,
+        "kept": [default] * 3,
+        "offload": ["pinned_host"],
+    }
+    assert saved == expected[policy]
 
 
 @pytest.mark.parametrize("policy, gathers", [("block", 3), ("dots", 2), ("kept", 2)])
 def test_rows_gathered_at_once_are_gathered_again_by_block_alone(policy, gathers):
-    """Those of x forward, those of dy backward, and those of x again: 128 rows of 8 shards."""
+    """The rows of x are gathered forward, those of dy backward, and, under "block", those of x
+    again backward: 128 rows of 8 shards.
+    """
     x, weight, gate_up, down = (
         jnp.ones(s) for s in ((128, 16), (128, 2), (8, 16, 2, 12), (8, 12, 16))
     )
     f = functools.partial(exchange.expert_parallel_moe, axis="expert", axes=("expert",))
     split = P("expert")
-    layer = local(
+    layer = per_shard(
         lambda w, x: f(x, weight[:16], jnp.zeros((16, 2), jnp.int32), *w),
         _mesh(expert=8),
         (split, split),

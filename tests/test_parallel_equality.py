@@ -1,11 +1,11 @@
-"""On any mesh the same run: loss, every gradient and 20 steps of a whole model, float32, on
-eight virtual devices against one.
+"""A run is the same on any mesh: the loss, every gradient and 20 steps of a whole model in float32,
+on eight virtual devices and on one.
 
-The suite takes a sharp subset, one depth of prediction and four steps; `pytest -m slow
-tests/test_parallel_equality.py` takes every axis alone at 2, 4 and 8, the products 2×2×2 of
-every three axes, and both exchanges of the experts. Eight devices for the whole suite (conftest)
-cost the other tests nothing: they use the first one, and a program for one device is the same
-program.
+The suite tests one mesh with one depth of multi-token prediction and four steps. `pytest -m slow
+tests/test_parallel_equality.py` tests every axis alone with 2, 4 and 8 devices, the meshes 2×2×2 of
+any three axes, and both ways to exchange the experts' tokens. The eight virtual devices (conftest)
+cost the other tests nothing: these use the first device, and a program for one device is the same
+whether there are others or not.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding
 from tests.in_process import resolved, step_of
 
-# Two periods; two key/value heads, so that tensor = 4 and 8 share them. Parameters of this size
-# keep rounding errors at 1.5e-6 of a gradient; four times larger ones amplify them to 1e-5. The
-# seed has no near-tie in the router.
+# Two periods of layers. There are two key/value heads, so that with tensor = 4 or 8 several devices
+# share one. With initial weights of this size, rounding errors are 1.5e-6 of a gradient; weights
+# four times larger amplify them to 1e-5. With this seed, the router has no near-ties.
 MODEL = ModelConfig(
     vocab_size=64,
     hidden_size=32,
@@ -69,18 +69,20 @@ CONFIG = Config(
         router_z_loss_weight=0.001,
     ),
 )
-# rows over `data` alone are split in test_mixers.py, too
+# The mesh of the suite, without the axis `data`, which test_mixers.py tests.
 SUBSET = (dict.fromkeys(MESH_AXES[1:], 2),)
-ALONE = tuple({axis: size} for axis in MESH_AXES for size in (2, 4, 8))
+SINGLE_AXES = tuple({axis: size} for axis in MESH_AXES for size in (2, 4, 8))
 PRODUCTS = tuple(dict.fromkeys(axes, 2) for axes in itertools.combinations(MESH_AXES, 3))
 
 
 def _batch(seed: int) -> dict[str, np.ndarray]:
-    """Four documents a row, cut anywhere; padding at the end of some rows."""
+    """A batch with four documents of random lengths in each row, and padding at the end of some
+    rows.
+    """
     rng = np.random.default_rng(seed)
     b, t = CONFIG.train.batch_size, CONFIG.train.sequence_length
-    cuts = np.sort(rng.random((b, t - 1)).argsort(axis=1)[:, :3] + 1, axis=1)
-    segments = 1 + np.sum(np.arange(t) >= cuts[..., None], axis=1)
+    starts = np.sort(rng.random((b, t - 1)).argsort(axis=1)[:, :3] + 1, axis=1)
+    segments = 1 + np.sum(np.arange(t) >= starts[..., None], axis=1)
     segments[::3, -5:] = 0
     return {
         "tokens": rng.integers(0, 16, (b, t)).astype(np.int32),
@@ -88,7 +90,8 @@ def _batch(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def _on(axes: dict[str, int], depth: int):
+def _config_and_mesh(axes: dict[str, int], depth: int):
+    """The configuration, with `depth` of multi-token prediction, and its mesh with these axes."""
     config = dataclasses.replace(
         CONFIG,
         model=dataclasses.replace(MODEL, mtp_depth=depth),
@@ -100,56 +103,56 @@ def _on(axes: dict[str, int], depth: int):
 
 @functools.cache
 def _first_params(depth: int):
-    """That they are drawn alike on every mesh is seen in test_evals.py."""
-    return jax.device_get(resolved(*_on({}, depth)).init_state()["params"])
+    """The initial parameters. test_evals.py tests that they are the same on every mesh."""
+    return jax.device_get(resolved(*_config_and_mesh({}, depth)).init_state()["params"])
 
 
 def _run(axes: dict[str, int], depth: int, steps: int):
-    """(metrics of the first step, its gradient, of each of the first `steps` its total loss, and
-    after it the routers' biases).
+    """Trains `steps` steps on a mesh.
+
+    Returns:
+      (metrics of the first step, its gradient, total loss of each step, routers' biases after each
+      step).
     """
-    config, mesh = _on(axes, depth)
+    config, mesh = _config_and_mesh(axes, depth)
     state = resolved(config, mesh).init_state(_first_params(depth))
     step = step_of(config, mesh)
     losses, biases = [], []
     for i in range(steps):
         state, metrics = step(state, jax.device_put(_batch(i), batch_sharding(mesh)))
-        # Adam's first moment is then (1 - beta1) times the gradient, which nothing has clipped
         if i == 0:
-            adam = next(
-                s
-                for s in jax.tree.leaves(state["opt_state"], is_leaf=lambda s: hasattr(s, "mu"))
-                if hasattr(s, "mu")
-            )
+            # Adam's first moment is now (1 - beta1) times the gradient, which is not clipped.
+            states = jax.tree.leaves(state["opt_state"], is_leaf=lambda s: hasattr(s, "mu"))
+            adam = next(s for s in states if hasattr(s, "mu"))
             first = jax.device_get((metrics, adam.mu))
         losses.append(float(metrics["total_loss"]))
-        biases.append(
-            [
-                np.asarray(block["mlp"]["router_bias"])
-                for block in (*state["params"]["layers"].values(), state["params"]["mtp"]["block"])
-            ]
-        )
+        params = state["params"]
+        blocks = (*params["layers"].values(), params["mtp"]["block"])
+        biases.append([np.asarray(block["mlp"]["router_bias"]) for block in blocks])
     return *first, losses, biases
 
 
 @functools.cache
-def _alone(depth: int):
+def _run_on_one_device(depth: int):
+    """As `_run`, on one device, with all steps."""
     metrics, gradient, losses, biases = _run({}, depth, CONFIG.train.steps)
     assert losses[-1] < losses[0] - 0.1 and np.abs(biases[-1][0]).max() > 0.002
     return metrics, gradient, losses, biases
 
 
 def _check(axes, depth=MODEL.mtp_depth, steps=CONFIG.train.steps):
-    (metrics, gradient, losses, biases), alone = _run(axes, depth, steps), _alone(depth)
+    """Compares a run on a mesh with the run on one device."""
+    metrics, gradient, losses, biases = _run(axes, depth, steps)
+    *expected_first_step, expected_losses, expected_biases = _run_on_one_device(depth)
     for (path, expected), got in zip(
-        jax.tree_util.tree_leaves_with_path(alone[:2]),
+        jax.tree_util.tree_leaves_with_path(tuple(expected_first_step)),
         jax.tree.leaves((metrics, gradient)),
         strict=True,
     ):
         error = np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30)
         assert error <= 1e-5, f"{jax.tree_util.keystr(path)}: {error:.1e}"
-    np.testing.assert_allclose(losses, alone[2][:steps], rtol=0, atol=1e-4)
-    jax.tree.map(np.testing.assert_array_equal, biases, alone[3][:steps])
+    np.testing.assert_allclose(losses, expected_losses[:steps], rtol=0, atol=1e-4)
+    jax.tree.map(np.testing.assert_array_equal, biases, expected_biases[:steps])
 
 
 @pytest.mark.parametrize("axes", SUBSET, ids=str)
@@ -158,7 +161,7 @@ def test_the_run_equals_that_on_one_device(axes, monkeypatch):
     rows = jax.ShapeDtypeStruct(
         (CONFIG.train.batch_size, CONFIG.train.sequence_length, MODEL.hidden_size), jnp.float32
     )
-    groups = functools.partial(row_groups, config=MODEL, mesh=_on(axes, 1)[1])
+    groups = functools.partial(row_groups, config=MODEL, mesh=_config_and_mesh(axes, 1)[1])
     assert groups(rows) == 2 and groups(rows.update(shape=(6, 64, 32))) == 1, (
         "even rows go through the layers in two groups"
     )
@@ -166,7 +169,9 @@ def test_the_run_equals_that_on_one_device(axes, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [axes for axes in ALONE + PRODUCTS if axes not in SUBSET], ids=str)
+@pytest.mark.parametrize(
+    "axes", [axes for axes in SINGLE_AXES + PRODUCTS if axes not in SUBSET], ids=str
+)
 def test_the_run_on_every_mesh(axes, monkeypatch):
     monkeypatch.setattr(exchange, "OVERLAP_ROWS", 1)
     _check(axes)
@@ -175,7 +180,7 @@ def test_the_run_on_every_mesh(axes, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
-    [{"expert": 2}, {"expert": 4}, {"expert": 8}, *(p for p in PRODUCTS if "expert" in p)],
+    [{"expert": 2}, {"expert": 4}, {"expert": 8}, *(axes for axes in PRODUCTS if "expert" in axes)],
     ids=str,
 )
 def test_the_run_with_choices_exchanged(axes, monkeypatch):

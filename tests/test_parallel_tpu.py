@@ -1,8 +1,8 @@
-"""What only a TPU runs, through its compiler, for described chips: the exchange of experts'
-choices by ragged_all_to_all.
+"""Compiles code that only a TPU can run, with the TPU's compiler, for described chips: the exchange
+of the experts' tokens by ragged_all_to_all.
 
-`-m slow` compiles whole sharded train steps with their Pallas kernels inside shard_map. One
-process a topology, because the compiler reads its environment once.
+`-m slow` also compiles whole sharded train steps with their Pallas kernels inside shard_map. Each
+topology has a process of its own, because the compiler reads its environment once.
 """
 
 import importlib.util
@@ -24,12 +24,12 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.model.expert_parallelism import expert_parallel_moe
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.sharding.rules import local
-from qwen3next_jax.planner.topology import describe
+from qwen3next_jax.sharding.rules import per_shard
+from qwen3next_jax.planner.topology import describe_topology
 
-mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=1, expert=16)), describe("v5e:4x4").devices)
+mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=1, expert=16)), describe_topology("v5e:4x4").devices)
 rows, experts = P(("data", "expert")), P("expert")
-run = local(functools.partial(expert_parallel_moe, axis="expert", axes=("data", "expert", "context")), mesh,
+run = per_shard(functools.partial(expert_parallel_moe, axis="expert", axes=("data", "expert", "context")), mesh,
             (rows, rows, rows, experts, experts), rows)
 
 def gradients(x, weight, expert, gate_up, down):
@@ -48,7 +48,7 @@ STEP = """
 import sys
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.planner.topology import describe
+from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.planner.planning import abstract_batch
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import resolve_run
@@ -60,7 +60,7 @@ config = Config(
                       num_experts_per_tok=4, moe_intermediate_size=256, shared_expert_intermediate_size=256, mtp_depth=0),
     train=TrainConfig(batch_size=4, sequence_length=512, remat="offload"),
     parallel=ParallelConfig(mesh=MeshConfig(**{"data": 1} | {axis: int(size) for axis, size in axes.items()})))
-mesh = make_mesh(config.parallel, describe(topology).devices)
+mesh = make_mesh(config.parallel, describe_topology(topology).devices)
 run = resolve_run(config, mesh)
 stage, = run.stages
 step = make_train_step(run, stage).lower(run.abstract_state, abstract_batch(run, stage)).compile()
@@ -68,7 +68,8 @@ print("tpu_custom_call" in step.as_text())
 """  # noqa: E501
 
 
-def _compiles(program: str, *arguments: str) -> str:
+def _output_of(program: str, *arguments: str) -> str:
+    """Runs a Python program in a process of its own and returns what it prints."""
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
@@ -87,7 +88,7 @@ def _compiles(program: str, *arguments: str) -> str:
 
 @needs_compiler
 def test_beyond_eight_shards_choices_travel_by_ragged_all_to_all():
-    assert _compiles(EXCHANGE) == "True"
+    assert _output_of(EXCHANGE) == "True"
 
 
 @needs_compiler
@@ -97,4 +98,4 @@ def test_beyond_eight_shards_choices_travel_by_ragged_all_to_all():
     [("v5p:2x2x1", "expert=2,tensor=2"), ("v6e:2x2", "data=4"), ("v5p:2x2x1", "data=2,context=2")],
 )
 def test_the_sharded_step_compiles_with_its_kernels(topology, axes):
-    assert _compiles(STEP, topology, axes) == "True"
+    assert _output_of(STEP, topology, axes) == "True"

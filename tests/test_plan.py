@@ -26,9 +26,9 @@ import pytest
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.model.layer_stack import UNROLLED
-from qwen3next_jax.planner import planning, process, topology
-from qwen3next_jax.planner.process import make_plan_apart
-from qwen3next_jax.planner.search import RECOMPUTED, candidates
+from qwen3next_jax.planner import planning, subprocess_plan, topology
+from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
+from qwen3next_jax.planner.search import RECOMPUTED, rank_candidates
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import make_mesh
@@ -112,13 +112,13 @@ def test_unknown_topology_lists_the_known(name):
     with pytest.raises(
         UserError, match=rf"--topology={name}: unknown.*v5p: 2x2x1.*tpu7x.*h100, h200: HOSTSxGPUS"
     ):
-        topology.describe(name)
+        topology.describe_topology(name)
 
 
 def test_gpus_need_their_compiler(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match="--topology=h100:16x8: .*uv run --extra gpu"):
-        topology.describe("h100:16x8")
+        topology.describe_topology("h100:16x8")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_slice_larger_than_a_pod(name, chips):
         match=f"--topology={name}: {chips} chips, but the largest slice of {name[:3].strip(':')} "
         "has",
     ):
-        topology.describe(name)
+        topology.describe_topology(name)
 
 
 @needs_compiler
@@ -141,7 +141,7 @@ def test_what_the_compiler_lacks_is_said_before_a_compile(monkeypatch):
     ):
         planning.make_plan(
             Config(parallel=ParallelConfig(mesh=MeshConfig(data=2, expert=16))),
-            topology.describe("v5e:4x8"),
+            topology.describe_topology("v5e:4x8"),
         )
 
 
@@ -164,7 +164,7 @@ def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile
         "find_spec",
         lambda name: None if name == "matplotlib" and "2x2" in slice_ else there(name),
     )
-    monkeypatch.setattr(process, "make_plan_apart", None)
+    monkeypatch.setattr(subprocess_plan, "make_plan_in_subprocess", None)
     monkeypatch.setattr(command_module, "_config", config)
     for flag, value in dict(
         _topology=slice_,
@@ -173,6 +173,8 @@ def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile
         _search=False,
         _rows=[],
         _quick=False,
+        _cost_model_flag=None,
+        _rules=None,
     ).items():
         monkeypatch.setattr(command_module, flag, types.SimpleNamespace(value=value))
     with pytest.raises(UserError, match=message):
@@ -180,10 +182,24 @@ def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile
     assert not (tmp_path / "new").exists()
 
 
+def test_rules_is_read_as_the_earlier_name_of_cost_model(monkeypatch):
+    import qwen3next_jax.commands.plan as command_module
+
+    def cost_model(cost_model, rules):
+        for name, value in (("_cost_model_flag", cost_model), ("_rules", rules)):
+            monkeypatch.setattr(command_module, name, types.SimpleNamespace(value=value))
+        return command_module._cost_model()
+
+    assert cost_model(None, None) == cost_model(None, "new") == "schedule"
+    assert cost_model(None, "today") == cost_model("roofline", "today") == "roofline"
+    with pytest.raises(UserError, match="--cost_model=schedule and --rules=today"):
+        cost_model("schedule", "today")
+
+
 def test_libtpu_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install libtpu matplotlib"):
-        topology.describe("v5p:2x2x1")
+        topology.describe_topology("v5p:2x2x1")
 
 
 @pytest.mark.parametrize(
@@ -221,15 +237,15 @@ def test_mesh_flag(text, message):
 )
 def test_mesh_that_does_not_fit_devices_or_model(mesh, message):
     # it comes whole out of the compiler's process
-    plan = make_plan_apart if "data 3" in message else planning.make_plan
+    plan = make_plan_in_subprocess if "data 3" in message else planning.make_plan
     with pytest.raises(UserError, match=message):
-        plan(config(**mesh), topology.describe("v6e:2x2"))
+        plan(config(**mesh), topology.describe_topology("v6e:2x2"))
 
 
 @needs_compiler
 def test_compiler_options_are_the_chips_unless_the_run_has_its_own():
     mesh, own = (
-        make_mesh(ParallelConfig(), topology.describe(name).devices)
+        make_mesh(ParallelConfig(), topology.describe_topology(name).devices)
         for name in ("v6e:2x2", "v6e:1x1")
     )
     chips = compiler_options(ParallelConfig(), mesh)
@@ -247,7 +263,7 @@ def test_compiler_options_are_the_chips_unless_the_run_has_its_own():
         == compiler_options(ParallelConfig(), make_mesh(ParallelConfig()))
     )
     for text, message in (
-        ("xla_no=1", "the compiler: .*No such compile option: 'xla_no'"),
+        ("xla_no=1", "xla_no=1.*No such compile option: 'xla_no'"),
         ("fast", "'fast': expected NAME=VALUE"),
     ):
         with pytest.raises(UserError, match=message):
@@ -271,8 +287,9 @@ def plan(request):
         layer_types=(),
         num_hidden_layers=periods * max(request.param, 1),
     )
-    return make_plan_apart(
-        dataclasses.replace(config(data=2, expert=2), model=of_kind), topology.describe("v6e:2x2")
+    return make_plan_in_subprocess(
+        dataclasses.replace(config(data=2, expert=2), model=of_kind),
+        topology.describe_topology("v6e:2x2"),
     )
 
 
@@ -296,14 +313,14 @@ def test_real_train_step(plan):
     assert 1.2 < plan.estimate.flops / plan.model_flops < 3
     assert sum(plan.estimate.bound.values()) == pytest.approx(plan.estimate.seconds)
     # Every schedule makes it longer; a part says where, and what it needs at the least is shorter.
-    today = plan.estimates["today"]
-    assert today.seconds < plan.estimate.seconds and plan.ideal.seconds < min(
-        today.seconds, plan.ideal.realistic * 1.001
+    roofline = plan.estimates["roofline"]
+    assert roofline.seconds < plan.estimate.seconds and plan.ideal.seconds < min(
+        roofline.seconds, plan.ideal.realistic * 1.001
     )
-    assert sum(part.seconds for part in plan.estimate.parts.values()) == pytest.approx(
+    assert sum(part.seconds for part in plan.estimate.by_source.values()) == pytest.approx(
         plan.estimate.seconds
     )
-    assert any("GatedDeltaNet." in name for name in plan.estimate.parts)
+    assert any("GatedDeltaNet." in name for name in plan.estimate.by_source)
     assert dataclasses.replace(plan, unknown_kernels=("k",)).mfu is None
     assert 0 < plan.mfu < plan.as_dict()["mfu_today"] < 0.5 and {"data", "expert"} == {
         axis for c in plan.collectives for axis in c.axes
@@ -363,7 +380,7 @@ def test_what_does_not_fit_is_a_row_not_a_traceback(monkeypatch):
         return jax.jit(step)
 
     monkeypatch.setattr(planning, "make_train_step", too_large)
-    plan = planning.make_plan(config(data=4), topology.describe("v6e:2x2"))
+    plan = planning.make_plan(config(data=4), topology.describe_topology("v6e:2x2"))
     assert not plan.fits and plan.needs > plan.usable_hbm
     assert plan.usable_hbm == pytest.approx(CHIPS["v6e"].usable_hbm, rel=1e-3)
     assert (
@@ -380,7 +397,7 @@ def test_what_the_compiler_takes_and_the_chip_does_not_have_does_not_fit(monkeyp
         "make_train_step",
         lambda config, mesh: jax.jit(lambda state, batch: jnp.sum(batch["tokens"])),
     )
-    slice_ = topology.describe("v6e:2x2")
+    slice_ = topology.describe_topology("v6e:2x2")
     small = slice_._replace(chip=dataclasses.replace(slice_.chip, usable_hbm=1000.0))
     assert planning.make_plan(config(data=4), slice_, "O1").fits
     plan = planning.make_plan(config(data=4), small, "O1")
@@ -404,7 +421,7 @@ def test_another_error_of_the_compiler_is_a_row_not_a_traceback(monkeypatch):
             raise jax.errors.JaxRuntimeError("INTERNAL: Mosaic failed\nat length")
 
     monkeypatch.setattr(planning, "make_train_step", lambda config, mesh: Lowered())
-    plan = planning.make_plan(config(data=4), topology.describe("v6e:2x2"))
+    plan = planning.make_plan(config(data=4), topology.describe_topology("v6e:2x2"))
     assert (
         plan.verdict == "failed" and plan.reason == "the compiler's error: INTERNAL: Mosaic failed"
     )
@@ -453,7 +470,7 @@ def test_a_compiler_that_ends_its_process_is_one_line(
     from qwen3next_jax.commands.plan import show
 
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", program))
-    plan = make_plan_apart(config(data=4), topology.describe("v6e:2x2"))
+    plan = make_plan_in_subprocess(config(data=4), topology.describe_topology("v6e:2x2"))
     assert (
         plan.verdict == "failed"
         and plan.reason == reason
@@ -485,7 +502,7 @@ def test_an_interrupt_ends_the_compiler(tmp_path, monkeypatch):
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            make_plan_apart(config(data=4), topology.describe("v6e:2x2"))
+            make_plan_in_subprocess(config(data=4), topology.describe_topology("v6e:2x2"))
     finally:
         signal.signal(signal.SIGINT, before)
     status = pathlib.Path("/proc", pid.read_text().strip(), "status")
@@ -502,8 +519,8 @@ def test_a_planner_killed_early_leaves_no_compiler():
     """
     program = (
         "import os, signal, subprocess, sys\n"
-        "subprocess.Popen([sys.executable, '-m', 'qwen3next_jax.planner.process', "
-        "str(os.getpid()), '1'])\nos.kill(os.getpid(), signal.SIGKILL)"
+        "subprocess.Popen([sys.executable, '-m', 'qwen3next_jax.planner.subprocess_plan', "
+        "str(os.getpid()), '1', 'schedules'])\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program],
@@ -523,9 +540,9 @@ def test_a_planner_killed_early_leaves_no_compiler():
 
 @needs_compiler
 def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
-    found = candidates(
+    found = rank_candidates(
         Config(train=TrainConfig(batch_size=7, sequence_length=4096)),
-        topology.describe("v6e:16x16"),
+        topology.describe_topology("v6e:16x16"),
         rows=(256, 512),
     )
     fitting = [c for c in found if not c.reason]
@@ -544,17 +561,17 @@ def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
         "does not divide" in c.reason for c in found
     )
     assert set(RECOMPUTED) == set(typing.get_args(typing.get_type_hints(TrainConfig)["remat"]))
-    on_v5e = candidates(
+    on_v5e = rank_candidates(
         Config(train=TrainConfig(batch_size=256, sequence_length=4096)),
-        topology.describe("v5e:16x16"),
+        topology.describe_topology("v5e:16x16"),
         {"expert": 16},
     )
     assert all("ragged_all_to_all" in c.reason for c in on_v5e if "does not divide" not in c.reason)
     # Axes that the user named stay; a row is split where it is long, or where rows are fewer than
     # devices.
-    named = candidates(
+    named = rank_candidates(
         Config(train=TrainConfig(batch_size=256, sequence_length=4096)),
-        topology.describe("v6e:16x16"),
+        topology.describe_topology("v6e:16x16"),
         {"expert": 4},
     )
     assert all(c.sizes["expert"] == 4 for c in named) and {c.sizes["tensor"] for c in named} == {
@@ -569,9 +586,9 @@ def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
         (16, 32_768, (2, 8, 32, 1)),
         (512, 262_144, (8, 8, 8, 1)),
     ):
-        few = candidates(
+        few = rank_candidates(
             Config(train=TrainConfig(batch_size=rows, sequence_length=length)),
-            topology.describe("v5p:8x8x8"),
+            topology.describe_topology("v5p:8x8x8"),
             dict(data=sizes[0], expert=sizes[1]),
         )
         assert any(tuple(c.sizes.values()) == sizes and "divide" not in c.reason for c in few), (
@@ -603,10 +620,10 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
             else plan
         )
 
-    monkeypatch.setattr(process, "make_plan_apart", pretend)
+    monkeypatch.setattr(subprocess_plan, "make_plan_in_subprocess", pretend)
     console = Console(record=True, width=200, file=open(os.devnull, "w"))
     released = Config(train=TrainConfig(batch_size=256, sequence_length=4096))
-    found = search(released, topology.describe("v6e:16x16"), "", console, {})
+    found = search(released, topology.describe_topology("v6e:16x16"), "", console, {})
     text = console.export_text()
     assert len(compiled) == len(found) == 5 == len(set(compiled))
     assert [p.verdict for p in found] == 3 * ["fits"] + ["does not fit", "failed"]
@@ -620,7 +637,7 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
     with pytest.raises(UserError, match="no mesh of 256 devices divides.*nearest valid sizes"):
         search(
             Config(train=TrainConfig(batch_size=7, sequence_length=4097)),
-            topology.describe("v6e:16x16"),
+            topology.describe_topology("v6e:16x16"),
             "",
             console,
             {},
@@ -629,4 +646,6 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
         UserError,
         match="no mesh of 256 devices with data=3, expert=2 divides this model and batch$",
     ):
-        search(Config(), topology.describe("v6e:16x16"), "", console, {"data": 3, "expert": 2})
+        search(
+            Config(), topology.describe_topology("v6e:16x16"), "", console, {"data": 3, "expert": 2}
+        )

@@ -62,7 +62,7 @@ def test_the_first_signal_is_noted_at_once_and_the_second_ends_the_process(tmp_p
     assert process.wait(0.8) == ExitCode.ABORTED
     errors = process.communicate()[1]
     assert (
-        f"{number.name}: saving after the step under way; again to stop now" in errors
+        f"{number.name}: saving after the current step; again to stop now" in errors
         and "second signal" in errors
     )
 

@@ -1,5 +1,5 @@
-"""The report: numbers reduced without losing what matters, and a page that a real browser shows
-whole.
+"""The report: series are shortened without losing spikes, wall time is divided correctly, a browser
+shows the whole page, and damaged records do not prevent it.
 """
 
 import html
@@ -16,8 +16,8 @@ from qwen3next_jax.reporting import runs
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.reporting.runs import DOWN, LOST, OTHER, STARTING, TRAINING
 
-# Run in the page: every label inside its drawing, no two labels of a drawing over each other,
-# nothing wider than the window.
+# This script runs in the page. It finds labels outside their drawing, labels over each other, empty
+# charts, and a page wider than the window; and it points at a chart, which must show values.
 AUDIT = """<script>window.addEventListener("load", () => {
   const found = [], shown = e => { const b = e.getBoundingClientRect(); return b.width > 0 && b.height > 0; };
   for (const figure of document.querySelectorAll("figure")) {
@@ -88,7 +88,7 @@ def test_no_spike_is_lost_when_a_series_is_shortened():
     x = np.arange(100_000.0)
     y = np.sin(x / 1e4)
     y[31_415], y[500:700], y[92_653] = 99.0, np.nan, np.inf
-    series = runs.shorten(x, y, 400)
+    series = runs.downsample(x, y, 400)
     assert len(series.x) <= 400 and (np.diff(series.x) > 0).all() and np.nanmax(series.high) == 99.0
     inside = np.isfinite(series.y)
     assert (series.low[inside] <= series.y[inside]).all() and (
@@ -99,8 +99,8 @@ def test_no_spike_is_lost_when_a_series_is_shortened():
 
 
 def test_goodput_is_the_share_of_training_that_stayed():
-    """20 s to start, 10 steps of 1 s, 5 s of evaluation, 10 steps, killed 10 lost steps later,
-    30 s down, 15 s to start, 10 steps.
+    """The run takes 20 s to start, 10 steps of 1 s, 5 s of evaluation, 10 steps; it is killed 10
+    steps later, which are lost. After 30 s it starts again, takes 15 s, and 10 steps.
     """
     events = [
         {
@@ -125,8 +125,8 @@ def test_goodput_is_the_share_of_training_that_stayed():
         },
         {"event": "train", "step": 30, "time": 110.0, "seconds": 10.0},
     ]
-    run = runs.make_run("r", {}, events)
-    share = runs.goodput(runs.wall_time(run))
+    run = runs.run_from_events("r", {}, events)
+    share = runs.goodput(runs.wall_time_spans(run))
     assert {use: round(value * 110, 6) for use, value in share.items()} == {
         TRAINING: 30,
         STARTING: 35,
@@ -134,7 +134,7 @@ def test_goodput_is_the_share_of_training_that_stayed():
         LOST: 10,
         DOWN: 30,
     }
-    _, columns = runs.wall_time_columns(runs.wall_time(run), 37)
+    _, columns = runs.wall_time_columns(runs.wall_time_spans(run), 37)
     np.testing.assert_allclose(columns.sum(axis=1), 1, atol=1e-9)
     np.testing.assert_allclose(columns.mean(axis=0), list(share.values()), atol=1e-9)
     assert [(fault.kind, fault.step) for fault in runs.faults(run)] == [("restart", 20)]
@@ -146,15 +146,15 @@ def test_a_step_logged_with_its_compilation_is_no_training():
         {"event": "train", "step": 1, "time": 9.0, "seconds": 8.0},
         {"event": "train", "step": 2, "time": 10.0, "seconds": 1.0},
     ]
-    assert runs.goodput(runs.wall_time(runs.make_run("r", {}, events)))[TRAINING] == pytest.approx(
-        0.1
-    )
+    assert runs.goodput(runs.wall_time_spans(runs.run_from_events("r", {}, events)))[
+        TRAINING
+    ] == pytest.approx(0.1)
 
 
 def test_differences_name_what_differs(folder):
     names = [
         name
-        for name, _ in runs.differences(
+        for name, _ in runs.setting_differences(
             [runs.load_run(folder / name) for name in ("small", "other")]
         )
     ]
@@ -230,9 +230,7 @@ def test_settings_of_a_wrong_type_do_not_end_a_report(tmp_path, name, value):
 
 
 def test_lines_of_a_wrong_type_do_not_end_a_report(tmp_path):
-    """Each alone between two good ones (which of several would matter is then known), and all
-    together.
-    """
+    """Each bad line is tested alone between two good ones, and then all of them together."""
     (tmp_path / "run.json").write_text('{"config": {}}')
     good = [
         '{"event": "start", "step": 0, "time": 0.0, "first_step": 0}',
@@ -247,7 +245,7 @@ def test_lines_of_a_wrong_type_do_not_end_a_report(tmp_path):
 
 
 def test_a_record_with_holes_still_gives_a_page(tmp_path):
-    """NaN as text, missing values, one event only, names that HTML would take for itself."""
+    """The record has NaN as text, missing values, a single event of a kind, and HTML in names."""
     (tmp_path / "run.json").write_text(json.dumps({"config": {"name": "<b>&"}}))
     events = [
         {"event": "train", "step": 1, "time": 1.0, "loss": "nan", "grad_norm": "inf"},

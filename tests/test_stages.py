@@ -151,7 +151,7 @@ def test_only_what_comes_may_change(staged, tmp_path, config, message):
     [
         (
             [{"steps": 5}, {"steps": 5}],
-            "train.steps = 9, but the steps of train.stages, 5 . 5, come to 10",
+            "train.steps = 9, but the steps of train.stages, 5 . 5, sum to 10",
         ),
         (
             [{"steps": 9, "sequence_lenght": 8}],

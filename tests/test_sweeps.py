@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.common.errors import ExitCode, UserError
-from qwen3next_jax.common.figures import Figure, named
+from qwen3next_jax.common.metrics import Metric, to_metric_values
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import apply_overrides, load_config_file
 from qwen3next_jax.evals.heldout import Heldout
@@ -29,8 +29,8 @@ from qwen3next_jax.sweeps.results import (
     Result,
     findings,
     is_done,
-    lines_of,
-    pareto,
+    metric_along_x,
+    pareto_front,
     read_result,
     to_csv,
     to_json,
@@ -96,7 +96,7 @@ def test_points_are_all_combinations_with_plain_commands(tmp_path):
     assert {p.config.train.steps for p in sweep.points} == {7} and {
         p.config.model.hidden_size for p in sweep.points
     } == {64, 128}
-    command = runner.command(sweep, sweep.points[4], Path("w"))
+    command = runner.train_arguments(sweep, sweep.points[4], Path("w"))
     assert (
         "--config.model.full_attention_interval=4" in command
         and "--workdir=w/points/ratio=3-1,size=a,seed=0" in command
@@ -236,7 +236,7 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
         ),
         (
             {"axes": {"model.hidden_size": [32, 512]}, "match": "parameters"},
-            "point hidden_size=512 has more parameters than the first one",
+            "point hidden_size=512 has more parameters than the first point",
         ),
         (
             {
@@ -399,7 +399,7 @@ def test_a_killed_sweep_goes_on(tmp_path):
     metrics = workdir / "points" / "seed=0" / "metrics.jsonl"
     told = []
     here = runner.Runner(
-        load_sweep(path), workdir, workers=1, retries=0, tell=told.append, after=told.append
+        load_sweep(path), workdir, workers=1, retries=0, log=told.append, on_point_end=told.append
     )
     first = subprocess.Popen(start, stdout=subprocess.PIPE, text=True)
     _wait(lambda: metrics.exists() and '"train"' in metrics.read_text())
@@ -442,8 +442,8 @@ def _runner(tmp_path, monkeypatch, script, seeds=(0,), retries=2):
         tmp_path / "w",
         workers=1,
         retries=retries,
-        tell=told.append,
-        after=lambda failed: after.append(dict(failed)),
+        log=told.append,
+        on_point_end=lambda failed: after.append(dict(failed)),
     )
     return found, told, after
 
@@ -564,7 +564,7 @@ def test_a_point_is_done_when_all_its_evaluations_are_there(tmp_path):
         with path.open("a") as file:
             file.write(json.dumps(event | last) + "\n")
         assert is_done(tmp_path, point.config.train.steps, point.config.eval.suites) == done
-    assert {name: value.value for name, value in read_result(point, tmp_path).measured.items()} == {
+    assert {name: value.value for name, value in read_result(point, tmp_path).metrics.items()} == {
         "heldout loss": 1.0,
         "heldout accuracy": 0.5,
         "position loss": 1.0,
@@ -599,9 +599,10 @@ def _results(tmp_path, figures):
 
 def measured(values):
     """As a run that declared its figures records them."""
-    declared = Heldout.figures | {"accuracy": Figure("accuracy", "share", "higher", main=True)}
+    declared = Heldout.metrics | {"accuracy": Metric("accuracy", "share", "higher", main=True)}
     return {
-        name: named({name.partition(" ")[2]: value}, declared)[0] for name, value in values.items()
+        name: to_metric_values({name.partition(" ")[2]: value}, declared)[0]
+        for name, value in values.items()
     }
 
 
@@ -625,12 +626,16 @@ def test_findings_say_no_more_than_the_seeds_do(tmp_path):
     assert findings(sweep, one)[0].endswith(
         "One seed only: differences of this size may be chance."
     )
-    assert lines_of(sweep, results, "heldout bits_per_byte")[""]["1:1"].mean == pytest.approx(2.1)
+    assert metric_along_x(sweep, results, "heldout bits_per_byte")[""]["1:1"].mean == pytest.approx(
+        2.1
+    )
 
 
 def test_pareto_keeps_what_nothing_beats_in_both():
     points = [(0, 0.5), (1, 0.5), (1, 0.7), (2, 0.6), (3, 0.9)]
-    assert pareto(points, higher=True) == [0, 2, 4] and pareto(points, higher=False) == [0]
+    assert pareto_front(points, higher=True) == [0, 2, 4] and pareto_front(
+        points, higher=False
+    ) == [0]
 
 
 def test_report_and_table_hold_every_point_and_its_command(tmp_path):

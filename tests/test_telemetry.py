@@ -1,4 +1,6 @@
-"""The record of a run: what survives a resume, and that whatever shows a run shows the record."""
+"""The record of a run: which events a resumed run keeps, and that terminal, TensorBoard and Weights
+& Biases show the recorded numbers.
+"""
 
 import io
 import sys
@@ -10,7 +12,7 @@ from rich.console import Console
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import read_events
-from qwen3next_jax.common.figures import record
+from qwen3next_jax.common.metrics import event_fields
 from qwen3next_jax.config import Config, ProfileConfig, TrainConfig
 from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.runs import display as display_module
@@ -45,7 +47,9 @@ HELDOUT = {
     "event": "heldout",
     "step": 125,
     "time": 2.0,
-    **record({"loss": 1.9, "bits_per_byte": 2.741, "mtp_acceptance/0": 0.75}, Heldout.figures),
+    **event_fields(
+        {"loss": 1.9, "bits_per_byte": 2.741, "mtp_acceptance/0": 0.75}, Heldout.metrics
+    ),
 }
 
 
@@ -90,7 +94,7 @@ def stages_of(steps):
 
 def test_other_processes_write_and_show_nothing(tmp_path, capsys):
     with (
-        MetricsFile(None, 0, [lambda event: pytest.fail("told")]) as metrics,
+        MetricsFile(None, 0, [lambda event: pytest.fail("process 1 shows an event")]) as metrics,
         Display("title", stages_of(10), 0, visible=False) as display,
     ):
         metrics.start(0, begun=1.0)
@@ -100,18 +104,19 @@ def test_other_processes_write_and_show_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_long_compilation_is_said_to_be_one_before_xla_complains(monkeypatch, capsys):
-    monkeypatch.setattr(display_module, "XLA_BANNER", 10.05)  # said 10 s before
+def test_a_long_compilation_is_announced_before_xla_warns_about_it(monkeypatch, capsys):
+    monkeypatch.setattr(display_module, "XLA_BANNER", 10.05)  # the message comes 10 s earlier
     with Display("title", stages_of(10), 0) as display:
         time.sleep(0.3)
     assert "nothing is wrong" in capsys.readouterr().out
     with Display("title", stages_of(10), 0) as display:
-        display.step(0)  # the first step has been handed over: it is compiled
+        display.step(0)  # the first step was dispatched, so it is compiled
         time.sleep(0.3)
     assert "nothing is wrong" not in capsys.readouterr().out
 
 
 def _screen(width: int) -> str:
+    """Returns the text of the live display on a terminal of this width, after some events."""
     console = Console(
         file=io.StringIO(), force_terminal=True, width=width, height=50, color_system=None
     )
@@ -163,7 +168,7 @@ def test_the_live_display_shows_everything_at_any_width(width):
         assert shown in screen, shown
 
 
-def test_plain_lines_elsewhere(capsys):
+def test_without_a_terminal_the_display_prints_plain_lines(capsys):
     with Display("title", stages_of(500), 0) as display:
         for event in (
             TRAIN | {"mfu": 0.401},
@@ -223,7 +228,7 @@ def test_tensorboard_holds_every_number(tmp_path):
     assert any(tag.startswith("sample") for tag in found)
 
 
-def test_weights_and_biases_goes_on_as_the_same_run(tmp_path, monkeypatch):
+def test_a_resumed_run_continues_its_weights_and_biases_run(tmp_path, monkeypatch):
     class Run(list):
         def log(self, values):
             self.append(values)
@@ -257,7 +262,7 @@ def test_weights_and_biases_goes_on_as_the_same_run(tmp_path, monkeypatch):
     assert list(run) == [{"train/loss": 1.5, "step": 7}] * 2
 
 
-def test_scalars_leave_out_what_is_no_number():
+def test_scalars_are_the_numbers_of_an_event():
     assert scalars(
         {
             "event": "stop",

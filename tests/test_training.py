@@ -40,14 +40,14 @@ from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, write_run_record
 from qwen3next_jax.runs.load import load_model
 from qwen3next_jax.runs.start import start_state
-from qwen3next_jax.sharding.mesh import one_device
+from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training import stages
 from qwen3next_jax.training.gradients import make_gradients
 from qwen3next_jax.training.optimizer import learning_rate_schedule
 from qwen3next_jax.training.state import abstract_model
 from tests.in_process import resolved, train
 
-ONE_DEVICE = one_device()
+ONE_DEVICE = single_device_mesh()
 MODEL = ModelConfig(
     vocab_size=257,
     hidden_size=16,

@@ -8,7 +8,7 @@ import pytest
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
-from qwen3next_jax.config.files import Given, apply_overrides, load_config_file
+from qwen3next_jax.config.files import UserInput, apply_overrides, load_config_file
 from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.runs import unread
 from qwen3next_jax.runs.folder import write_run
@@ -27,12 +27,12 @@ def in_the_repository(monkeypatch):
 
 
 def given(file, **overrides):
-    """(configuration, Given) of a config file and the texts of its overrides; "__" is a dot."""
+    """(configuration, UserInput) of a config file and the texts of its overrides; "__" is a dot."""
     alone = load_config_file(Path(file))
     values = copy.deepcopy(alone)
     names = {name.replace("__", "."): text for name, text in overrides.items()}
     apply_overrides(values, list(names.items()))
-    settings = Given(frozenset(names), Path(file), from_dict(Config, alone))
+    settings = UserInput(frozenset(names), Path(file), from_dict(Config, alone))
     return from_dict(Config, values), settings
 
 
@@ -128,7 +128,7 @@ def test_what_is_read_or_not_the_user_s_is_not_refused(file, overrides):
 
 def test_a_file_is_held_to_what_it_says_itself(tmp_path, monkeypatch):
     # which counts parameters, and takes seconds
-    monkeypatch.setattr(points, "_matched", lambda *_: ("model.intermediate_size", 8))
+    monkeypatch.setattr(points, "_matching_width", lambda *_: ("model.intermediate_size", 8))
     own = tmp_path / "own.py"
     head = "from configs.tiny import get_config as tiny\ndef get_config():\n    config = tiny()\n"
     dense = "    config.model.num_experts = 0\n"
@@ -145,7 +145,7 @@ def test_a_file_is_held_to_what_it_says_itself(tmp_path, monkeypatch):
         if "get_sweep" in functions:
             sweep = load_sweep(file)
             check_settings(sweep)
-            assert "--allow-unread" not in runner.command(sweep, sweep.points[0], Path("w"))
+            assert "--allow-unread" not in runner.train_arguments(sweep, sweep.points[0], Path("w"))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_sweep_may_give_what_some_points_read(tmp_path, monkeypatch):
     monkeypatch.setattr(points, "load_config_file", lambda *_: load_config_file(ROOT / TINY))
     sweep = load_sweep("sweep.py")
     check_settings(sweep)
-    allowed = ["--allow-unread" in runner.command(sweep, p, tmp_path) for p in sweep.points]
+    allowed = ["--allow-unread" in runner.train_arguments(sweep, p, tmp_path) for p in sweep.points]
     assert allowed == [True, False]
     record["axes"] = {"ratio": ["0:1"], "train.seed": [0, 1]}
     with pytest.raises(UserError, match="point ratio=0-1,seed=0: model.linear_mixer = 'kda'"):

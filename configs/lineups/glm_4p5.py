@@ -1,12 +1,10 @@
-"""GLM-4.5 355B-A32B (2508.06471; zai-org/GLM-4.5). Not here: biases of queries, keys and values;
-the number is that of its files, 358,337,791,296, without multi-token prediction, whose tables
-they repeat.
+"""GLM-4.5 355B-A32B (2508.06471; zai-org/GLM-4.5), complete. The number is that of its files,
+358,337,791,296, without multi-token prediction, whose tables they repeat.
 """
 
 from configs.lineups.lineup import LIKE_DEEPSEEK, lineup
 
-PUBLISHED = 352_797_829_024
-LACKS = {"biases of attention": 92 * (96 + 8 + 8) * 128}
+PUBLISHED, LACKS = 352_797_829_024, {}
 
 
 def get_config():
@@ -16,6 +14,7 @@ def get_config():
         hidden_size=5120,
         num_hidden_layers=92,
         full_attention_interval=1,
+        full_mixer="biased_attention",
         num_attention_heads=96,
         num_key_value_heads=8,
         head_dim=128,
@@ -30,5 +29,6 @@ def get_config():
         intermediate_size=12_288,
         mtp_depth=1,
         rms_norm_eps=1e-5,
+        mixer={"attention_bias": "qkv"},
         moe=LIKE_DEEPSEEK | {"routed_scaling_factor": 2.5},
     )

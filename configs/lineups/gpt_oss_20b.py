@@ -1,15 +1,11 @@
-"""gpt-oss-20b (2508.10925; openai/gpt-oss-20b): every other layer a window of 128. Not here:
-biases of attention, router and experts, the sink logits of the layers without a window, the
-clipped activation of the experts.
+"""gpt-oss-20b (2508.10925; openai/gpt-oss-20b): every other layer a window of 128, a sink logit
+for each head of every layer, biases everywhere. All parameters are here. YaRN's borders between
+frequencies are rounded here, and not there.
 """
 
 from configs.lineups.lineup import lineup
 
-ATTENTION, EXPERTS = 64 * 64 + 2 * 8 * 64 + 2880, 32 + 32 * (2 * 2880 + 2880)
-PUBLISHED, LACKS = (
-    20_914_757_184,
-    {"biases": 24 * (ATTENTION + EXPERTS), "sink logits of full attention": 12 * 64},
-)
+PUBLISHED, LACKS = 20_914_757_184, {}
 
 
 def get_config():
@@ -20,6 +16,7 @@ def get_config():
         num_hidden_layers=24,
         full_attention_interval=2,
         linear_mixer="sliding_window",
+        full_mixer="sink_attention",
         num_attention_heads=64,
         num_key_value_heads=8,
         head_dim=64,
@@ -32,5 +29,6 @@ def get_config():
         moe_intermediate_size=2880,
         shared_expert_intermediate_size=0,
         rms_norm_eps=1e-5,
-        mixer={"window": 128, "sink_logit": True},
+        mixer={"window": 128, "sink_logit": True, "attention_bias": "qkvo"},
+        moe={"experts": "clipped_swiglu"},
     )

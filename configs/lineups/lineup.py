@@ -1,5 +1,6 @@
-"""What the line-ups share: a published model as settings of this project. Each file says what it
-is short of; `benchmarks/lineups.py` prints the parameters of all beside the published ones.
+"""What the line-ups share: a published model as settings of this project. Each file names what
+the published model has and this one lacks; `benchmarks/lineups.py` prints the parameters of all
+beside the published numbers.
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
 """Nemotron 3 Nano 30B-A3B (2512.20848; nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16), its 52
-layers in pairs, mixer (M, *) and experts (E). Not here: experts of two matrices and relu²
-(SwiGLU has a third).
+layers in pairs, mixer (M, *) and experts (E). Not here: biases of the convolutions. Two counts
+differ: a mixer without experts behind it has its second norm all the same, and the router's bias
+is a parameter.
 """
 
 from configs.lineups.lineup import LIKE_DEEPSEEK, lineup
@@ -9,7 +10,6 @@ LAYERS = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 PUBLISHED = 31_577_937_344
 LACKS = {
     "biases of convolutions": 23 * 6144,
-    "the third matrix of experts": -23 * (128 * 1856 + 3712) * 2688,
     "norms where there is no MLP": -6 * 2688,
     "router's bias is a parameter here": -23 * 128,
 }
@@ -39,5 +39,5 @@ def get_config():
         mlp_only_layers=tuple(i for i, (_, experts) in enumerate(pairs) if not experts),
         block={"mlp": "none"},
         rms_norm_eps=1e-5,
-        moe=LIKE_DEEPSEEK | {"routed_scaling_factor": 2.5},
+        moe=LIKE_DEEPSEEK | {"experts": "relu2", "routed_scaling_factor": 2.5},
     )

@@ -1,9 +1,11 @@
-"""Recall of two layers by their kinds and order: 4 patterns × {8, 16} pairs × 3 seeds of
+"""Compares the kinds and the order of two layers on recall: 4 patterns × 8 or 16 pairs × 3 seeds of
 configs/mqar.py.
 
     uv run qwen3next sweep configs/sweeps/mqar.py
 
-docs/sweeps.md has what it gave.
+Time: 42 minutes on a 2-core AMD EPYC without accelerator.
+Result: only a recurrent layer followed by attention learns the task
+(docs/notes/2026-11-23-sweeps.md).
 """
 
 LINEAR, FULL = "linear_attention", "full_attention"

@@ -1,11 +1,15 @@
-"""Loss and recall against the ratio of linear to full attention layers: 5 ratios × 2 seeds ×
-(text, recall), 8 tiny layers.
+"""Compares ratios of linear to full attention layers on text and on recall: 5 ratios × 2 seeds ×
+(text, recall); 8 tiny layers.
 
-    uv run qwen3next sweep configs/sweeps/ratio.py
+    uv run qwen3next sweep configs/sweeps/ratio.py --workers=2
 
-Text is the tiny run's corpus; recall is a model of as many parameters trained on multi-query
-associative recall, since a model that has read one megabyte of text recalls nothing.
-docs/sweeps.md has what it gave.
+Time: 18 minutes on a 2-core AMD EPYC without accelerator.
+Result: recurrent layers alone have the lowest loss on text; recall needs attention in at least one
+of four layers (docs/notes/2026-11-23-sweeps.md).
+
+The text is the corpus of configs/tiny.py. Recall is measured on a model with as many parameters
+that is trained on multi-query associative recall, because a model that has read one megabyte of
+text recalls nothing.
 """
 
 LAYERS = {

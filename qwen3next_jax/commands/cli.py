@@ -41,12 +41,12 @@ from qwen3next_jax.config import (
     from_dict,
     registry,
 )
-from qwen3next_jax.config.describe import settings
+from qwen3next_jax.config.describe import list_settings, mixer_settings
 from qwen3next_jax.config.files import (
-    Given,
+    UserInput,
     apply_overrides,
     load_config_file,
-    setting,
+    default_of,
 )
 from qwen3next_jax.config.reading import FlagText
 from qwen3next_jax.processes.launch import Launch, find_launch
@@ -196,7 +196,7 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
             rest.append(argument)
             continue
         name = name.removeprefix("config.")
-        default = setting(name)
+        default = default_of(name)
         if not equals:
             # a switch of a mixer, whose type is not known yet, is one that no value follows
             followed = bool(arguments) and not arguments[0].startswith("--")
@@ -245,7 +245,7 @@ def _help_of_settings(width: int) -> list[str]:
     """Lines of `--help`: every setting by group, with its default and its meaning."""
     lines = ["", "settings, with their defaults:"]
     group = None
-    for name, default, meaning in settings(Config):
+    for name, default, allowed, meaning in list_settings(Config):
         if name.rpartition(".")[0] != group:
             group = name.rpartition(".")[0]
             lines.append("")
@@ -253,7 +253,12 @@ def _help_of_settings(width: int) -> list[str]:
             default = ",".join(map(str, default))
         if isinstance(default, MixerConfig):
             name, default = f"{name}.SETTING", "…"
-        lines += _entry(f"--config.{name}={default}", meaning, width)
+        text = f"{allowed}: {meaning}" if allowed and meaning else allowed or meaning
+        lines += _entry(f"--config.{name}={default}", text, width)
+        if name == "model.mixer.SETTING":
+            for mixer, own in mixer_settings().items():
+                text = ", ".join(f"{setting.name}={setting.default}" for setting in own)
+                lines += _entry(f"  {mixer}:", text, width)
     return lines
 
 
@@ -294,7 +299,7 @@ def define_config_flag() -> Callable[..., Config | None]:
     return get
 
 
-def given_settings(goes_on: bool = False) -> Given | None:
+def given_settings(goes_on: bool = False) -> UserInput | None:
     """What the user gives by `--config` and its overrides; None without `--config`. goes_on: see
     `define_config_flag`.
     """
@@ -305,14 +310,14 @@ def given_settings(goes_on: bool = False) -> Given | None:
         alone = _read(copy.deepcopy(_file_values), goes_on)
     except UserError:  # the overrides complete it
         alone = None
-    return Given(frozenset(name for name, _ in _overrides), pathlib.Path(file), alone)
+    return UserInput(frozenset(name for name, _ in _overrides), pathlib.Path(file), alone)
 
 
 def _read(values: dict[str, Any], goes_on: bool) -> Config:
     """The configuration of the nested dict `values`, which the user wrote."""
     name = str(values.get("name", Config().name))
     fill_from_tokenizer(values, _workdir_of(name) if goes_on else None)
-    registry.trust_written(values)
+    registry.trust_user_settings(values)
     return from_dict(Config, values)
 
 

@@ -1,7 +1,7 @@
 """Evaluates a run or a Hugging Face directory: `python eval.py --workdir=runs/tiny
 [--suite=heldout,mqar,niah --lengths=256,1024]`.
 
-Without `--config` a run's own configuration holds; one that is given may name other data.
+Without `--config` the run's own configuration applies; a `--config` may name other data.
 """
 
 import sys
@@ -25,10 +25,10 @@ _pairs = flags.DEFINE_list("pairs", ["4", "8", "16"], "numbers of pairs of mqar"
 _rows = flags.DEFINE_integer(
     "rows",
     None,
-    "rows of each evaluation (default: all of heldout and position, 128 or 32 of the others)",
+    "rows of each evaluation (default: all for heldout and position, 128 or 32 for the others)",
     lower_bound=1,
 )
-_json = flags.DEFINE_string("json", "", "a file that gets all results, too")
+_json = flags.DEFINE_string("json", "", "file to which all results are also written")
 
 
 def main() -> int:
@@ -45,9 +45,9 @@ def main() -> int:
     lengths, pairs = (cli.positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs))
     print(f"{workdir}: loading and compiling", file=sys.stderr, flush=True)
     cli.enable_compilation_cache()
-    # after the flags: a mistyped flag should not wait for JAX
+    # Imported here: the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.commands.evaluate import evaluate
-    from qwen3next_jax.evals.evaluation import Options
+    from qwen3next_jax.evals.evaluation import EvalOptions
     from qwen3next_jax.runs.load import joined
 
     with joined(loading.launch, workdir):
@@ -57,7 +57,7 @@ def main() -> int:
             config,
             workdir,
             tuple(_suite.value),
-            Options(_rows.value, lengths, pairs),
+            EvalOptions(_rows.value, lengths, pairs),
             _json.value,
             loading.step,
             loading.mesh,

@@ -1,5 +1,5 @@
-"""What `eval.py` runs: evaluations by name on a run's newest checkpoint or on a Hugging Face
-directory, as tables and JSON.
+"""Runs evaluations by name on a run's newest checkpoint or on a Hugging Face directory, and prints
+them as tables and writes them as JSON; for `eval.py`.
 """
 
 import dataclasses
@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.figures import Value, named
+from qwen3next_jax.common.metrics import MetricValue, to_metric_values
 from qwen3next_jax.config import Config, DataConfig, MeshConfig
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
 from qwen3next_jax.data.pipeline import Data, open_data
 from qwen3next_jax.data.tokens import Tokenizer, same_tokens
 from qwen3next_jax.evals import evaluation
-from qwen3next_jax.processes.distributed import is_leader, process_0_first
+from qwen3next_jax.processes.distributed import is_process_0, process_0_first
 from qwen3next_jax.runs.display import PreparationProgress
 from qwen3next_jax.runs.folder import read_config
 from qwen3next_jax.runs.load import load_model
@@ -32,27 +32,30 @@ def evaluate(
     config: Config | None,
     path: pathlib.Path,
     names: tuple[str, ...] = ("heldout",),
-    options: evaluation.Options = evaluation.Options(),
+    options: evaluation.EvalOptions = evaluation.EvalOptions(),
     json_path: str = "",
     step: int | None = None,
     mesh: MeshConfig | None = None,
     dtype: str = "float32",
 ) -> int:
-    """Runs the evaluations `names`, prints a table of each as it ends. Returns the exit code.
+    """Runs evaluations and prints a table of each as it ends. Returns the exit code.
+
+    If there are several processes, all call this, and process 0 prints and writes.
 
     Args:
-      config: what rows are read; None is the run's own, and for a Hugging Face directory the
-      default corpus. One that is given
-        must name the same architecture, and may name other data; of a run, also another way to
-        read the same parameters (`config.compatibility`) and another context.
+      config: which data are read. None means the run's own configuration, or for a Hugging Face
+        directory the default corpus. A configuration must have the model of the run; it may have
+        other data, another context, and settings that read the same parameters in another way
+        (`config.compatibility`).
       path: the folder of a run, or a Hugging Face directory.
-      json_path: where the results go as well. A run's go to RUN/eval/NAME.json in any case, but
-      not where it is read in another way. step, mesh, dtype: see `load_model`. Several processes
-      call this together, and the first of them writes.
+      names: names of evaluations.
+      json_path: file to which the results are written, "" for none. The results of a run are also
+        written to RUN/eval/NAME.json, unless the configuration reads its parameters in another way.
+      step, mesh, dtype: as for `load_model`.
 
     Raises:
-      UserError: an evaluation does not exist or cannot run on this model (said before anything
-      is computed).
+      UserError: an evaluation does not exist or cannot run on this model; raised before anything
+        is computed.
     """
     for name in names:
         check_name(EVALUATIONS, name, "--suite")
@@ -68,13 +71,13 @@ def evaluate(
         data = dataclasses.replace(config.data, tokenizer=tokenizer_of_model(str(path)))
         config = dataclasses.replace(config, data=data)
     if is_run:
-        # The rows of the stage that was trained last.
-        config = stage_at(resolve_stages(config), step).alone(config)
+        # Evaluates with the row length and batch size of the stage that was trained last.
+        config = stage_at(resolve_stages(config), step).as_single_stage(config)
     graphdef, params = nnx.split(model, nnx.Param)
     described = config.model if is_run else model.config
-    if other := described.differs(model.config):  # the run's parameters, read in another way
+    if other := described.differs(model.config):  # reads the run's parameters in another way
         graphdef, _ = abstract_model(described)
-    subject = evaluation.Subject(
+    eval_context = evaluation.EvalContext(
         described,
         graphdef,
         tokenizer,
@@ -88,15 +91,17 @@ def evaluate(
         options,
         places,
     )
-    evaluations = evaluation.make(names, subject, "--suite")
+    evaluations = evaluation.make_evaluations(names, eval_context, "--suite")
 
     results = {}
-    title = (
-        f"{path} after step {step}" if step is not None else str(path)
-    ) + f" read with another {', '.join(other)}" * bool(other)
+    title = str(path)
+    if step is not None:
+        title += f" after step {step}"
+    if other:
+        title += f" read with another {', '.join(other)}"
     for name, one in evaluations.items():
         values = one.run(nnx.to_pure_dict(params))
-        _print(f"{name} · {title}", named(values, one.figures))
+        _print(f"{name} · {title}", to_metric_values(values, one.metrics))
         results[name] = {"step": step} | values
         if is_run and not other:
             _write(path / "eval" / f"{name}.json", results[name])
@@ -108,6 +113,11 @@ def evaluate(
 
 
 def _config_of_run(config: Config | None, workdir: pathlib.Path) -> Config:
+    """`config`, or the run's own if it is None.
+
+    Raises:
+      UserError: a setting of `config` gives the run's parameters another shape or meaning.
+    """
     trained = read_config(workdir)
     different = () if config is None else weights_differ(config.model, trained.model)
     for name in sorted(different)[:1]:
@@ -119,10 +129,10 @@ def _config_of_run(config: Config | None, workdir: pathlib.Path) -> Config:
             f"{workdir} holds a run whose model differs from --config (model.{name} = {theirs!r} "
             f"there, {ours!r} in --config): give the config it was trained with"
         )
-    # with the tokenizer of which the run keeps a copy, wherever the file is that it was read from
-    return config or dataclasses.replace(
-        trained, data=dataclasses.replace(trained.data, tokenizer="")
-    )
+    if config is not None:
+        return config
+    # "" means the copy of the tokenizer in the run's folder; the original file may be gone.
+    return dataclasses.replace(trained, data=dataclasses.replace(trained.data, tokenizer=""))
 
 
 def _open(
@@ -149,17 +159,18 @@ def _open(
         return open_data(data, length, max(1, 8192 // length), vocab_size, progress)
 
 
-def _print(title: str, values: list[Value]) -> None:
-    """One line a value; a row for each of several places where every figure has each (loss at
-    1-1, at 2-3, …).
+def _print(title: str, values: list[MetricValue]) -> None:
+    """Prints the values as a table. If several metrics were measured under the same conditions
+    (loss and bits per byte at positions 1-1, 2-3, …), a row is a condition and a column a metric;
+    otherwise a row is a value.
     """
-    cells = {(value.kind, value.place): str(value) for value in values}
-    titles = {value.kind: value.figure.title for value in values}
-    places = list(dict.fromkeys(value.place for value in values))
-    if len(cells) == len(titles) * len(places) > len(titles):
+    cells = {(value.kind, value.condition): str(value) for value in values}
+    titles = {value.kind: value.metric.title for value in values}
+    conditions = list(dict.fromkeys(value.condition for value in values))
+    if len(cells) == len(titles) * len(conditions) > len(titles):
         table = Table("", *titles.values())
-        for place in places:
-            table.add_row(place or "all", *(cells[kind, place] for kind in titles))
+        for condition in conditions:
+            table.add_row(condition or "all", *(cells[kind, condition] for kind in titles))
     else:
         table = Table("", "", show_header=False)
         for value in values:
@@ -170,7 +181,7 @@ def _print(title: str, values: list[Value]) -> None:
 
 
 def _write(path: pathlib.Path, values: dict) -> None:
-    if not is_leader():
+    if not is_process_0():
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

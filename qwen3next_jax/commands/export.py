@@ -3,10 +3,10 @@
     qwen3next export --workdir=runs/tiny --out=exported [--step=N]
     [--dtype=bfloat16] [--mesh=data=8]
 
-The weights are read onto the run's mesh and written tensor by tensor. The same command after a
-kill keeps the files that are whole. A run that began with a Hugging Face directory is written in
-that one's form, with what it has beside the text model (docs/families.md): --form for another,
---source where it has moved, --novision without its vision tower.
+The weights are read onto the run's mesh and written tensor by tensor. After a kill the same
+command keeps the files that are complete. If the run began with a Hugging Face directory, the
+export has the form of that directory and copies its other parts (docs/families.md): --form chooses
+another form, --source says where that directory is now, --novision leaves out its vision tower.
 """
 
 import dataclasses
@@ -26,12 +26,13 @@ def main() -> int:
     out = cli.local_folder("out", _out.value)
     cli.check_model("workdir", workdir)
     loading = get_loading()
-    # as Ctrl-C: nothing stays under the name, what is whole is kept beside it
+    # SIGTERM acts as Ctrl-C: the final folder does not appear, and complete files are kept in a
+    # folder beside it.
     signal.signal(signal.SIGTERM, _interrupt)
     cli.enable_compilation_cache()
-    # Imported here, so that a mistyped flag is answered at once.
+    # Imported here: the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.interop.huggingface import save_hf
-    from qwen3next_jax.interop.source import in_form
+    from qwen3next_jax.interop.source import config_for_export
     from qwen3next_jax.interop.writing import require_new
     from qwen3next_jax.runs.load import joined, load_model
 
@@ -41,10 +42,10 @@ def main() -> int:
         model, tokenizer, step, _, identity = load_model(
             workdir, loading.step, loading.mesh, loading.dtype
         )
-        # a run ends its documents with its tokenizer's token, whatever the config's number says
+        # A run ends documents with its tokenizer's token, whatever id the configuration has.
         if step is not None:
             model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
-        model.config = in_form(model.config, _form.value, source, form)
+        model.config = config_for_export(model.config, _form.value, source, form)
         save_hf(
             model,
             out,
@@ -66,8 +67,8 @@ def main() -> int:
 
 
 def _origin_of(workdir: str) -> tuple[pathlib.Path | None, str]:
-    """(the Hugging Face directory that the model began with; None where there is none, or where
-    nobody knows any more and --form says what to write; its form as far as a record says it).
+    """The Hugging Face directory that the run began with, and its form as far as a record gives it.
+    The directory is None if there was none, or if it is unknown and --form says what to write.
     """
     from qwen3next_jax.runs.origin import began_with
 
@@ -92,13 +93,13 @@ _form = flags.DEFINE_enum(
     "form",
     None,
     ["qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear"],
-    "what to write it as (default: as what it began)",
+    "form of the export (default: that of the directory that the run began with)",
 )
 _source = flags.DEFINE_string(
     "source",
     None,
-    "the Hugging Face directory that it began with (default: where the run's configuration says)",
+    "the Hugging Face directory that the run began with (default: from the run's configuration)",
 )
 _vision = flags.DEFINE_bool(
-    "vision", True, "whether that one's vision tower is taken over, where the form has one"
+    "vision", True, "copy the vision tower of that directory, if the form has one"
 )

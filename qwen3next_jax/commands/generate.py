@@ -1,10 +1,10 @@
-"""Continues a prompt with a trained model, streaming to the terminal, or chats with it.
+"""Continues a prompt with a trained model and streams the text to the terminal, or chats with it.
 
     qwen3next generate --model=WORKDIR_OR_HF_DIR --prompt="def "
     qwen3next generate --model=HF_DIR --chat
 
-Standard output gets whole texts, the prompt and its continuation, and of a chat the answers.
-Standard error gets the figures.
+Standard output gets the prompt and its continuation, or the answers of a chat. Standard error gets
+the figures: times, tokens per second, memory of the cache.
 """
 
 import math
@@ -33,12 +33,12 @@ def main() -> int:
             f"--max_new_tokens={_max_new_tokens.value}: expected less than the model's context, "
             f"{context}"
         )
-    # Imported here, so that a mistyped flag is answered at once.
+    # Imported here: the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.inference import speculative
-    from qwen3next_jax.inference.texts import ChatTemplate, end_tokens
+    from qwen3next_jax.inference.chat import ChatTemplate, end_tokens
 
     if _speculative.value:
-        speculative.check(config, _speculative.value)
+        speculative.check_drafts(config, _speculative.value)
     folder = pathlib.Path(_model.value)
     template = (
         ChatTemplate(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder)
@@ -77,33 +77,37 @@ def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
     )
     try:
         if template is not None:
-            # Chats grow: each cache has room for four times what the one before had, so that little
-            # is compiled again.
-            rooms = [room for i in range(6, 12) if (room := 4**i) < model.config.context_length] + [
-                model.config.context_length
-            ]
 
             def answer(text: str) -> str:
                 needed = len(tokenizer.encode(text)) + _max_new_tokens.value
-                return _answer(
-                    model,
-                    tokenizer,
-                    text,
-                    request | {"room": next((room for room in rooms if room >= needed), needed)},
-                )
+                capacity = _cache_capacity(needed, model.config.context_length)
+                return _answer(model, tokenizer, text, request | {"min_cache_length": capacity})
 
-            _talk(template, answer)
+            _chat_loop(template, answer)
         elif _samples.value == 1:
-            _answer(model, tokenizer, text, request, begins_with=text)
+            _answer(model, tokenizer, text, request, echo=text)
         else:
-            _several(model, tokenizer, text, request)
-    # the reader (`| head`) has seen enough; keep Python from flushing into it at exit
+            _print_samples(model, tokenizer, text, request)
     except BrokenPipeError:
+        # The reader of standard output (`| head`) has closed it. Python must not flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
+def _cache_capacity(needed: int, context_length: int) -> int:
+    """Tokens that the cache of a chat has room for. A chat grows, and each capacity is compiled
+    anew, so they are powers of 4.
+    """
+    capacities = [4**i for i in range(6, 12) if 4**i < context_length] + [context_length]
+    return next((capacity for capacity in capacities if capacity >= needed), needed)
+
+
 def _prompt_text() -> str:
+    """The prompt from the flags, a file or standard input; "" for a chat.
+
+    Raises:
+      UserError: not exactly one of them is given, or it is empty, unreadable or not UTF-8.
+    """
     given = [
         name
         for name, value in (
@@ -144,7 +148,7 @@ def _prompt_text() -> str:
 
 
 def _check_flags() -> None:
-    """What of the flags contradicts each other, before anything is loaded, JAX included."""
+    """Raises UserError if flags contradict each other, before anything is loaded."""
     for flag in (_temperature, _top_p, _min_p):
         if not math.isfinite(flag.value):
             raise UserError(f"--{flag.name}={flag.value}: expected a finite number")
@@ -153,62 +157,61 @@ def _check_flags() -> None:
     for flag in (_top_k, _top_p, _min_p):
         if _temperature.value == 0 and flag.value != flag.default:
             raise UserError(
-                f"--{flag.name}={flag.value} with --temperature=0, which takes the likeliest "
-                "token all the same: expected one of the two"
+                f"--{flag.name}={flag.value} with --temperature=0, which always takes the "
+                "likeliest token: expected one of the two"
             )
     if _samples.value > 1 and _temperature.value == 0:
         raise UserError(
-            f"--samples={_samples.value} with --temperature=0: they would all be the same; give a "
-            "temperature, or one sample"
+            f"--samples={_samples.value} with --temperature=0: all samples would be the same; give "
+            "a temperature, or one sample"
         )
     if _samples.value > 1 and _chat.value:
         raise UserError(f"--samples={_samples.value} with --chat: expected one of the two")
 
 
-class _Clock:
-    """When decoding began and when its pieces came, and the line about it."""
+class _Timer:
+    """Measures decoding and prints its figures."""
 
     def __init__(self):
-        self._begun = time.perf_counter()
-        self._told = False
-        self._compiled = 0.0
-        self._pieces: list[tuple[float, int]] = []
+        self._began = time.perf_counter()
+        self._compiles = False
+        self._compile_seconds = 0.0
+        self._pieces: list[tuple[float, int]] = []  # (when, how many tokens) came
 
-    def compiling(self) -> None:
-        if not self._told:
-            print(
-                "compiling, or loading what an earlier start compiled …",
-                file=sys.stderr,
-                flush=True,
-            )
-        self._told = True
+    def on_compile(self) -> None:
+        if not self._compiles:
+            print("compiling, or loading a compiled program …", file=sys.stderr, flush=True)
+        self._compiles = True
 
     def start(self) -> None:
+        """Decoding begins; until now programs were compiled."""
         now = time.perf_counter()
-        self._compiled, self._begun = now - self._begun, now
+        self._compile_seconds, self._began = now - self._began, now
 
-    def piece(self, tokens: int) -> None:
+    def add_piece(self, tokens: int) -> None:
         self._pieces.append((time.perf_counter(), tokens))
 
-    def tell(self, model, prompts: list, stream, room: int = 0) -> None:
+    def print_figures(self, model, prompts: list, stream, min_cache_length: int = 0) -> None:
+        """`min_cache_length`: the least length of the cache, in tokens."""
         from qwen3next_jax.inference import decode
         from qwen3next_jax.inference.cache import cache_bytes
 
         size = cache_bytes(
             model.config,
             len(prompts),
-            decode.cache_length(prompts, _max_new_tokens.value, _speculative.value, room),
+            decode.cache_length(
+                prompts, _max_new_tokens.value, _speculative.value, min_cache_length
+            ),
         )
-        parts = [f"compiled or loaded in {self._compiled:.1f} s"] * self._told + [
-            f"prompt of {len(prompts[0])} tokens"
-        ]
+        parts = []
+        if self._compiles:
+            parts.append(f"compiled or loaded in {self._compile_seconds:.1f} s")
+        parts.append(f"prompt of {len(prompts[0])} tokens")
         if self._pieces:
-            parts[-1] += f" and first new one in {self._pieces[0][0] - self._begun:.3f} s"
-            later, seconds = (
-                sum(n for _, n in self._pieces[1:]),
-                self._pieces[-1][0] - self._pieces[0][0],
-            )
-            parts += [f"then {later} tokens at {later / seconds:,.0f} tokens/s"] if later else []
+            (first, _), (last, _) = self._pieces[0], self._pieces[-1]
+            parts[-1] += f" and first new one in {first - self._began:.3f} s"
+            if later := sum(n for _, n in self._pieces[1:]):
+                parts.append(f"then {later} tokens at {later / (last - first):,.0f} tokens/s")
         if _speculative.value and any(stream.drafted):
             rates = ", ".join(f"{rate:.2f}" for rate in stream.accepted / stream.drafted)
             parts.append(
@@ -223,18 +226,18 @@ class _Clock:
 
 
 def _begin(model, prompts: list, request: dict):
-    """→ (clock, stream of new tokens)."""
+    """Starts decoding. Returns a started timer and the stream of new tokens."""
     from qwen3next_jax.inference import decode
 
-    clock = _Clock()
-    stream = decode.generate(model, prompts, on_compile=clock.compiling, **request)
-    clock.start()
-    return clock, stream
+    timer = _Timer()
+    stream = decode.generate(model, prompts, on_compile=timer.on_compile, **request)
+    timer.start()
+    return timer, stream
 
 
-def _answer(model, tokenizer, text: str, request: dict, begins_with: str = "") -> str:
-    """What follows `text`, written to standard output as it comes, behind `begins_with`, up to
-    Ctrl-C.
+def _answer(model, tokenizer, text: str, request: dict, echo: str = "") -> str:
+    """Writes `echo` and the continuation of `text` to standard output, as tokens come. Ctrl-C ends
+    it. Returns the continuation.
     """
     from qwen3next_jax.inference.streaming import DecodeStream
 
@@ -247,40 +250,42 @@ def _answer(model, tokenizer, text: str, request: dict, begins_with: str = "") -
 
     for token in prompt[-16:]:
         texts.add(token)
-    clock, stream = _begin(model, [prompt], request)
-    print(begins_with, end="", flush=True)
+    timer, stream = _begin(model, [prompt], request)
+    print(echo, end="", flush=True)
     try:
         for (tokens,) in stream:
-            clock.piece(len(tokens))
+            timer.add_piece(len(tokens))
             write("".join(map(texts.add, tokens)))
     except KeyboardInterrupt:
         pass
     write(texts.end())
     print(flush=True)
-    clock.tell(model, [prompt], stream, request.get("room", 0))
+    timer.print_figures(model, [prompt], stream, request.get("min_cache_length", 0))
     return "".join(written)
 
 
-def _several(model, tokenizer, text: str, request: dict) -> None:
-    """Each sample is written when all have ended."""
+def _print_samples(model, tokenizer, text: str, request: dict) -> None:
+    """Writes several samples, when all have ended."""
     prompts = [tokenizer.encode(text)] * _samples.value
-    clock, stream = _begin(model, prompts, request)
+    timer, stream = _begin(model, prompts, request)
     new: list[list[int]] = [[] for _ in prompts]
     try:
         for piece in stream:
-            clock.piece(sum(map(len, piece)))
+            timer.add_piece(sum(map(len, piece)))
             for row, tokens in zip(new, piece):
                 row.extend(tokens)
     except KeyboardInterrupt:
         pass
     for i, row in enumerate(new):
         print(f"--- sample {i + 1} of {len(new)} ---\n{text}{tokenizer.decode(row)}", flush=True)
-    clock.tell(model, prompts, stream)
+    timer.print_figures(model, prompts, stream)
 
 
-def _talk(template: Callable[[list[dict[str, str]]], str], answer: Callable[[str], str]) -> None:
-    """Reads a line, answers it, until the input ends. What the model cannot answer is told, and
-    leaves the conversation of a terminal.
+def _chat_loop(
+    template: Callable[[list[dict[str, str]]], str], answer: Callable[[str], str]
+) -> None:
+    """Reads lines and answers each, until the input ends. On a terminal, a message that the model
+    cannot answer is dropped after an error line; elsewhere it ends the chat.
     """
     messages: list[dict[str, str]] = []
     if sys.stdin.isatty():
@@ -324,11 +329,11 @@ _max_new_tokens = flags.DEFINE_integer(
 _samples = flags.DEFINE_integer(
     "samples",
     1,
-    "continuations of the prompt; several are shown when they have ended",
+    "continuations of the prompt; several are printed when all have ended",
     lower_bound=1,
 )
 _temperature = flags.DEFINE_float(
-    "temperature", 0.7, "of sampling; 0 takes the likeliest token", lower_bound=0
+    "temperature", 0.7, "sampling temperature; 0 takes the likeliest token", lower_bound=0
 )
 _top_k = flags.DEFINE_integer(
     "top_k", 0, "sample from so many of the likeliest tokens; 0: all", lower_bound=0
@@ -347,7 +352,7 @@ _min_p = flags.DEFINE_float(
     0,
     1,
 )
-_seed = flags.DEFINE_integer("seed", 0, "of sampling", lower_bound=0, upper_bound=2**32 - 1)
+_seed = flags.DEFINE_integer("seed", 0, "seed of sampling", lower_bound=0, upper_bound=2**32 - 1)
 _speculative = flags.DEFINE_integer(
     "speculative",
     0,

@@ -34,7 +34,7 @@ def main() -> int:
         ) from error
     cli.enable_compilation_cache()
     from qwen3next_jax.evals.harness import HarnessModel
-    from qwen3next_jax.processes.distributed import is_leader
+    from qwen3next_jax.processes.distributed import is_process_0
     from qwen3next_jax.runs.load import joined, load_model
 
     manager = TaskManager(include_path=_task_dir.value)
@@ -61,10 +61,10 @@ def main() -> int:
             num_fewshot=_fewshot.value,
             limit=_limit.value,
             task_manager=manager,
-            bootstrap_iters=0,
-        )  # which would fork beside JAX's threads
+            bootstrap_iters=0,  # bootstrapping would fork a process that has JAX's threads
+        )
         print(make_table(results))
-        if _json.value and is_leader():
+        if _json.value and is_process_0():
             kept = {name: results[name] for name in ("results", "versions", "n-samples", "n-shot")}
             pathlib.Path(_json.value).write_text(json.dumps(kept, indent=2, default=str) + "\n")
     return ExitCode.DONE
@@ -88,4 +88,4 @@ _speculative = flags.DEFINE_integer(
     "tokens drafted per pass where a task generates, up to 4; 0: none",
     lower_bound=0,
 )
-_json = flags.DEFINE_string("json", "", "a file that gets the results, too")
+_json = flags.DEFINE_string("json", "", "file to which the results are also written")

@@ -1,22 +1,25 @@
-"""Will it fit, and how fast should it run? Compiles the real train step for a TPU slice, on a
-machine without one.
+"""Predicts whether a configuration fits on a TPU slice and how fast it trains there: compiles the
+real train step for the slice, on a machine without one.
 
     qwen3next plan --config=configs/qwen3_next_80b_a3b.py --topology=v5p:8x8x8
     --mesh=data=64,expert=8
-        [--search [--rows=512,1024]] [--quick] [--rules=new|today] [--json=plan.json]
+        [--search [--rows=512,1024]] [--quick] [--cost_model=schedule|roofline]
+        [--json=plan.json]
     uv run --extra gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
     --mesh=data=8
 
-`--search` ranks meshes, rows a step, remat policies and micro-batches by arithmetic and compiles
-the best five; axes that `--mesh` names stay as they are. `--json` also draws the memory by part
-beside the file. How to read the figures, and what they leave out: docs/planner.md. Of GPUs
-(hosts x GPUs of a host) there are memory, products and what is sent, and no times.
+`--search` ranks meshes, batch sizes, remat policies and micro-batches by arithmetic and compiles
+the best five; all of them have the axis sizes that `--mesh` names. `--json` also draws the memory
+of each plan into a .png of the same name. docs/planner.md explains the figures. For GPUs (hosts x
+GPUs of a host) there are memory, products and network, and no times.
 """
 
 import dataclasses
 import importlib.util
 import json
 import pathlib
+import sys
+from collections.abc import Iterator
 
 from absl import flags
 from rich.console import Console
@@ -30,19 +33,63 @@ from qwen3next_jax.training.stages import resolve_stages
 
 COMPILED = 5  # of a search
 DOES_NOT_FIT = 1  # exit code
+# the values of --rules, the earlier name of --cost_model
+_RULES = {"new": "schedule", "today": "roofline"}
 
 
 def main() -> int:
-    named = cli.read_mesh(_mesh.value)
-    config = whole = _config()
-    given = cli.given_settings()
-    unread.check(config, given)
-    stage = max(resolve_stages(config), key=lambda stage: (stage.sequence_length, stage.batch_size))
-    if stage.name:
-        print(f"planning for stage {stage.name}, the one of the longest rows")
-    config = stage.alone(config)
+    if _rules.value:
+        print(f"--rules={_rules.value} is now --cost_model={_cost_model()}", file=sys.stderr)
+    mesh = cli.read_mesh(_mesh.value)
+    whole, given = _config(), cli.given_settings()
+    unread.check(whole, given)
+    config = _largest_stage(whole)
     if _mesh.value is not None:
-        config = with_mesh(config, named)
+        config = with_mesh(config, mesh)
+    _check_flags()
+    out = pathlib.Path(_json.value) if _json.value else None
+    if out:
+        _check_out(out)
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # uses no accelerator of this machine
+    unread.check(whole, given, find=unread.by_layers)
+    from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
+    from qwen3next_jax.planner.topology import describe_topology
+
+    level, cost_model = "O1" if _quick.value else "", _cost_model()
+    topology, console = describe_topology(_topology.value), Console(highlight=False)
+    if out:
+        _check_writable(out)
+    if _search.value and not topology.chip.torus:
+        raise UserError(
+            f"--search: there is no prediction of time for {topology.name}: expected a TPU slice, "
+            "or one --mesh"
+        )
+    if _search.value:
+        fixed = {axis: size for axis, size in mesh.items() if size != -1}
+        plans = search(config, topology, level, console, fixed, _read_rows(), cost_model)
+    else:
+        plan = make_plan_in_subprocess(config, topology, level)
+        plans = [dataclasses.replace(plan, cost_model=cost_model)]
+        show(plans[0], console)
+    if out:
+        records = [plan.as_dict() for plan in plans]
+        out.write_text(json.dumps(records if _search.value else records[0], indent=1) + "\n")
+        draw(plans, out.with_suffix(".png"))
+    return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
+
+
+def _largest_stage(config: Config) -> Config:
+    """`config` as a run of its stage with the longest rows (of these, with the most rows)."""
+    stages = resolve_stages(config)
+    stage = max(stages, key=lambda stage: (stage.sequence_length, stage.batch_size))
+    if stage.name:
+        print(f"planning for stage {stage.name}, the one with the longest rows")
+    return stage.as_single_stage(config)
+
+
+def _check_flags() -> None:
     if _rows.value and not _search.value:
         raise UserError(
             f"--rows={','.join(_rows.value)}: is for --search; without it: "
@@ -50,62 +97,40 @@ def main() -> int:
         )
     if not _topology.value:
         raise UserError("--topology is missing: expected a slice such as --topology=v5p:8x8x8")
-    out = pathlib.Path(_json.value) if _json.value else None
-    for path in (out, out.with_suffix(".png")) if out else ():
+
+
+def _check_out(out: pathlib.Path) -> None:
+    """Raises UserError if the files of `--json` exist, or matplotlib is missing."""
+    for path in (out, out.with_suffix(".png")):
         if path.exists():
             raise UserError(f"--json={out}: {path} exists: choose another name, or remove it")
-    if out and importlib.util.find_spec("matplotlib") is None:
+    if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f"--json={out}: the plot of memory beside it needs matplotlib, which is not "
             "installed: use `uv run --extra plan …`, or run `pip install libtpu matplotlib`"
         )
-    import jax
 
-    # nothing runs; an accelerator of this machine is left alone
-    jax.config.update("jax_platforms", "cpu")
-    unread.check(whole, given, find=unread.by_layers)
-    from qwen3next_jax.planner.process import make_plan_apart
-    from qwen3next_jax.planner.topology import describe
 
-    level = "O1" if _quick.value else ""
-    topology, console = describe(_topology.value), Console(highlight=False)
-    if out:
-        _check_writable(out)
-    if _search.value and not topology.chip.torus:
+def _cost_model() -> str:
+    """The value of `--cost_model`, or of its earlier name `--rules`.
+
+    Raises:
+      UserError: both are given and name different models.
+    """
+    renamed = _RULES.get(_rules.value)
+    if renamed and _cost_model_flag.value not in (None, renamed):
         raise UserError(
-            f"--search: nothing says how long a step lasts on {topology.name}: expected a TPU "
-            "slice, or one --mesh"
+            f"--cost_model={_cost_model_flag.value} and --rules={_rules.value}: expected "
+            "--cost_model alone; --rules is its earlier name"
         )
-    if _search.value:
-        plans = search(
-            config,
-            topology,
-            level,
-            console,
-            {axis: size for axis, size in named.items() if size != -1},
-            _read_rows(),
-        )
-    else:
-        plans = [by_rules(make_plan_apart(config, topology, level))]
-        show(plans[0], console)
-    if out:
-        found = [plan.as_dict() for plan in plans]
-        out.write_text(json.dumps(found if _search.value else found[0], indent=1) + "\n")
-        draw(plans, out.with_suffix(".png"))
-    return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
-
-
-def by_rules(plan):
-    """`plan` with the times that `--rules` asks for."""
-    return dataclasses.replace(plan, rules=_rules.value) if flags.FLAGS.is_parsed() else plan
+    return _cost_model_flag.value or renamed or "schedule"
 
 
 def _check_writable(out: pathlib.Path) -> None:
-    """Before minutes of compiling, not after."""
+    """Raises UserError if `--json` cannot be written; before minutes of compiling, not after."""
     if out.suffix == ".png":
         raise UserError(
-            f"--json={out}: the plot of memory would take its place: give another ending, such as "
-            ".json"
+            f"--json={out}: the plot of memory would replace it: give another ending, such as .json"
         )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -116,8 +141,8 @@ def _check_writable(out: pathlib.Path) -> None:
 
 
 def with_mesh(config: Config, sizes: dict[str, int]) -> Config:
-    """`config` with a mesh of these axes, the others 1; `data` takes what is left unless it is
-    named.
+    """`config` with a mesh of these sizes. Axes that are not named have size 1; `data`, if not
+    named, takes the remaining devices.
     """
     return dataclasses.replace(
         config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(**sizes))
@@ -125,6 +150,7 @@ def with_mesh(config: Config, sizes: dict[str, int]) -> Config:
 
 
 def _read_rows() -> tuple[int, ...]:
+    """The value of `--rows`. Raises UserError if it is no list of positive numbers."""
     try:
         rows = tuple(int(n) for n in _rows.value)
     except ValueError:
@@ -144,18 +170,28 @@ def search(
     console: Console,
     fixed: dict[str, int],
     rows: tuple[int, ...] = (),
+    cost_model: str = "schedule",
 ) -> list:
-    """Compiles what the arithmetic ranks highest, fastest first in the result, and shows why the
-    others are out.
-    """
-    from qwen3next_jax.planner.process import make_plan_apart
-    from qwen3next_jax.planner.search import candidates
-    from qwen3next_jax.sharding.mesh import mesh_text
+    """Compiles the candidates that rank highest, and shows them and why the others do not fit.
 
-    ranked = candidates(config, topology, fixed, rows)
-    chosen = [c for c in ranked if not c.reason][:COMPILED] or [
-        c for c in ranked if c.bytes < float("inf")
-    ][:1]
+    Args:
+      level: the compiler's optimization level; "" for its default.
+      fixed: sizes of mesh axes that all candidates have.
+      rows: batch sizes to choose from; () means that of `config`.
+
+    Returns:
+      The plans, the fastest first.
+
+    Raises:
+      UserError: no mesh divides the model and batch.
+    """
+    from qwen3next_jax.planner.search import rank_candidates
+    from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
+
+    ranked = rank_candidates(config, topology, fixed, rows)
+    chosen = [c for c in ranked if not c.reason][:COMPILED]
+    if not chosen:  # the arithmetic is rough: the smallest may fit all the same
+        chosen = [c for c in ranked if c.bytes < float("inf")][:1]
     if not chosen:
         wanted = " with " + ", ".join(f"{axis}={n}" for axis, n in fixed.items()) if fixed else ""
         reason = f"; the first: {ranked[0].reason}" if ranked else ""
@@ -170,51 +206,45 @@ def search(
             f"{candidate.seconds:.3g} s)",
             markup=False,
         )
-        plans.append(by_rules(make_plan_apart(candidate.config, topology, level)))
+        plan = make_plan_in_subprocess(candidate.config, topology, level)
+        plans.append(dataclasses.replace(plan, cost_model=cost_model))
     plans.sort(key=lambda p: (not p.fits, p.failed, -p.tokens_per_second if p.fits else p.needs))
-    table = Table(
-        "mesh",
-        "rows",
-        "remat",
-        "micro-batches",
-        "peak GiB",
-        "step s",
-        "tokens/s",
-        "MFU",
-        "bound by",
-        title=_title(plans[0]),
-    )
+    _show_search(plans, ranked, console)
+    return plans
+
+
+def _show_search(plans: list, ranked: list, console: Console) -> None:
+    """The tables of a search: the plans, and the candidates that do not fit."""
+    from qwen3next_jax.sharding.mesh import mesh_text
+
+    head = ("mesh", "rows", "remat", "micro-batches", "peak GiB", "step s", "tokens/s", "MFU")
+    table = Table(*head, "bound by", title=_title(plans[0]))
     for p in plans:
-        row = [
-            mesh_text(p.mesh),
-            f"{p.config.train.batch_size:,}",
-            p.config.train.remat,
-            str(p.config.train.gradient_accumulation),
-        ]
-        figures = (
-            [
+        train = p.config.train
+        figures = [p.reason, "", "", "", p.verdict]
+        if p.fits:
+            figures = [
                 f"{p.needs / 2**30:.1f}",
                 f"{p.estimate.seconds:.4g}",
                 f"{p.tokens_per_second:,.0f}",
                 percent(p.mfu),
                 p.binding,
             ]
-            if p.fits
-            else [p.reason, "", "", "", p.verdict]
+        table.add_row(
+            mesh_text(p.mesh),
+            f"{train.batch_size:,}",
+            train.remat,
+            str(train.gradient_accumulation),
+            *figures,
         )
-        table.add_row(*row, *figures)
     console.print(table)
-    out = [c for c in ranked if c.reason]
-    if out:
-        table = Table(
-            "not compiled",
-            "why (by arithmetic)",
-            title=f"{len(out)} of {len(ranked)} candidates do not fit, the nearest first",
-        )
-        for c in out[:10]:
+    excluded = [c for c in ranked if c.reason]
+    if excluded:
+        title = f"{len(excluded)} of {len(ranked)} candidates do not fit, the nearest first"
+        table = Table("not compiled", "why (by arithmetic)", title=title)
+        for c in excluded[:10]:
             table.add_row(c.label, c.reason)
         console.print(table)
-    return plans
 
 
 def percent(mfu: float | None) -> str:
@@ -222,114 +252,141 @@ def percent(mfu: float | None) -> str:
 
 
 def show(plan, console: Console) -> None:
-    """The tables of one plan."""
-    from qwen3next_jax.planner.planning import traffic
-    from qwen3next_jax.sharding.compiler_options import options_text
+    """Prints the tables and sentences of one plan."""
     from qwen3next_jax.sharding.mesh import mesh_text
 
-    per = "device" if plan.topology.chip.devices_per_chip > 1 else "chip"
+    console.print(_title(plan), markup=False)
     if not plan.fits:
         console.print(
-            f"{_title(plan)}\n{mesh_text(plan.mesh)} {plan.verdict}: {plan.reason} (compile "
+            f"{mesh_text(plan.mesh)} {plan.verdict}: {plan.reason} (compile "
             f"{plan.compile_seconds:.0f} s)",
             markup=False,
         )
         return
-    usable = plan.usable_hbm
-    console.print(_title(plan), markup=False)
-    table = Table(f"HBM per {per}", "GiB")
-    for name, size in plan.memory._asdict().items():
-        table.add_row(
-            name,
-            f"{size / 2**30:.4g}"
-            + (f" of {usable / 2**30:.4g} ({size / usable:.0%})" if name == "peak" else ""),
-        )
-    console.print(table)
+    device = "device" if plan.topology.chip.devices_per_chip > 1 else "chip"
+    console.print(_memory_table(plan, device))
     if plan.collectives:
-        table = Table("mesh axes", "collective", "times", f"GB sent per {per}")
-        for (axes, kind), (size, count) in traffic(plan.collectives).items():
-            table.add_row("+".join(axes), kind, f"{count:,.0f}", f"{size / 1e9:.4g}")
-        console.print(table)
+        console.print(_network_table(plan, device))
     if not plan.estimates:
-        console.print(
-            f"{mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of "
-            f"{usable / 2**30:.1f} GiB. Products: "
-            f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {per}, "
-            f"{plan.gpu_flops / 1e12:.4g} executed. All in XLA's "
-            "forms: kernels are tried on the GPU itself. Nothing says how long a step lasts. "
-            f"Lowered in {plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s",
-            markup=False,
-        )
+        console.print(_gpu_summary(plan, device), markup=False)
         return
-    e = plan.estimate
+    console.print(_waits_table(plan))
+    console.print(_sources_table(plan))
+    for line in _summary(plan, device):
+        console.print(line, markup=False)
+
+
+def _memory_table(plan, device: str) -> Table:
+    usable = plan.usable_hbm
+    table = Table(f"HBM per {device}", "GiB")
+    for name, size in plan.memory._asdict().items():
+        text = f"{size / 2**30:.4g}"
+        if name == "peak":
+            text += f" of {usable / 2**30:.4g} ({size / usable:.0%})"
+        table.add_row(name, text)
+    return table
+
+
+def _network_table(plan, device: str) -> Table:
+    from qwen3next_jax.planner.planning import traffic
+
+    table = Table("mesh axes", "collective", "times", f"GB sent per {device}")
+    for (axes, kind), (size, count) in traffic(plan.collectives).items():
+        table.add_row("+".join(axes), kind, f"{count:,.0f}", f"{size / 1e9:.4g}")
+    return table
+
+
+def _waits_table(plan) -> Table:
+    estimate = plan.estimate
     table = Table("waiting for", "s", "share")
-    for name, seconds in e.bound.items():
-        table.add_row(name, f"{seconds:.4g}", f"{seconds / e.seconds:.0%}")
-    console.print(table)
+    for name, seconds in estimate.bound.items():
+        table.add_row(name, f"{seconds:.4g}", f"{seconds / estimate.seconds:.0%}")
+    return table
+
+
+def _sources_table(plan) -> Table:
+    """The functions of this package whose instructions take at least 1 % of the step."""
+    estimate = plan.estimate
     table = Table("part", "ms", "GB through HBM", "TFLOP")
-    for name, part in plan.estimate.parts.items():
-        if part.seconds >= 0.01 * e.seconds:
+    for name, cost in estimate.by_source.items():
+        if cost.seconds >= 0.01 * estimate.seconds:
             table.add_row(
                 name,
-                f"{1e3 * part.seconds:,.1f}",
-                f"{part.hbm_bytes / 1e9:,.1f}",
-                f"{part.flops / 1e12:,.2f}",
+                f"{1e3 * cost.seconds:,.1f}",
+                f"{cost.hbm_bytes / 1e9:,.1f}",
+                f"{cost.flops / 1e12:,.2f}",
             )
-    console.print(table)
-    console.print(options_text(plan.compiler_options), markup=False)
+    return table
+
+
+def _fits(plan) -> str:
+    from qwen3next_jax.sharding.mesh import mesh_text
+
+    return (
+        f"{mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of "
+        f"{plan.usable_hbm / 2**30:.1f} GiB."
+    )
+
+
+def _gpu_summary(plan, device: str) -> str:
+    return (
+        f"{_fits(plan)} Products: {plan.model_flops / 1e12:.4g} TFLOP of the model per {device}, "
+        f"{plan.gpu_flops / 1e12:.4g} executed. The program contains XLA's forms alone, because "
+        "kernels are tested on the GPU itself. There is no prediction of time. Lowered in "
+        f"{plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s"
+    )
+
+
+def _summary(plan, device: str) -> Iterator[str]:
+    """The sentences about a plan with estimates of time."""
+    from qwen3next_jax.sharding.compiler_options import options_text
+
+    estimate, ideal = plan.estimate, plan.ideal
+    yield options_text(plan.compiler_options)
     if plan.optimization_level != "default":
-        console.print(
+        yield (
             f"compiled at optimization level {plan.optimization_level}: at the default level, "
-            "which training uses, times differ",
-            markup=False,
+            "which training uses, times differ"
         )
-    console.print(
-        f"{mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of {usable / 2**30:.1f} "
-        f"GiB. Step {e.seconds:.4g} s, "
-        f"bound by {plan.binding}; {plan.tokens_per_second:,.0f} tokens/s, MFU "
-        f"{percent(plan.mfu)} by the rules of --rules={plan.rules}"
-        + "".join(
-            f", {percent(plan.mfu_in(other.seconds))} ({other.seconds:.4g} s) by {name}"
-            for name, other in plan.estimates.items()
-            if name != plan.rules
-        ),
-        markup=False,
+    others = "".join(
+        f", {percent(plan.mfu_in(other.seconds))} ({other.seconds:.4g} s) by {name}"
+        for name, other in plan.estimates.items()
+        if name != plan.cost_model
     )
-    ideal = plan.ideal
+    yield (
+        f"{_fits(plan)} Step {estimate.seconds:.4g} s, bound by {plan.binding}; "
+        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {percent(plan.mfu)} by "
+        f"--cost_model={plan.cost_model}{others}"
+    )
     needs = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in ideal.bound.items())
-    console.print(
+    yield (
         f"ideal: max({needs}) = {ideal.seconds:.3g} s, MFU {percent(plan.mfu_in(ideal.seconds))}; "
-        "with 75 % of the peak in dense "
-        f"products and 60 % in grouped ones {ideal.realistic:.3g} s, "
-        f"{percent(plan.mfu_in(ideal.realistic))}. This step takes "
-        f"{e.seconds / ideal.seconds:.2f} times the first",
-        markup=False,
+        "with 75 % of the peak in dense products and 60 % in grouped ones "
+        f"{ideal.realistic:.3g} s, {percent(plan.mfu_in(ideal.realistic))}. This step takes "
+        f"{estimate.seconds / ideal.seconds:.2f} times the first"
     )
-    console.print(
-        f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {per}, {e.flops / 1e12:.4g} "
-        "executed, "
-        f"{e.hbm_bytes / 1e9:.4g} GB through HBM; lowered in {plan.lower_seconds:.0f} s, compiled "
-        f"in {plan.compile_seconds:.0f} s ({plan.compile_cpu_seconds:.0f} s of CPU), "
-        f"{plan.compile_bytes / 2**30:.1f} GiB of memory taken",
-        markup=False,
+    yield (
+        f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {device}, "
+        f"{estimate.flops / 1e12:.4g} executed, {estimate.hbm_bytes / 1e9:.4g} GB through HBM; "
+        f"lowered in {plan.lower_seconds:.0f} s, compiled in {plan.compile_seconds:.0f} s "
+        f"({plan.compile_cpu_seconds:.0f} s of CPU), {plan.compile_bytes / 2**30:.1f} GiB of "
+        "memory used"
     )
     if plan.unstated_loops:
-        console.print(
+        yield (
             "counted once, as the program does not say how often they run: "
-            f"{len(plan.unstated_loops)} loops, such as "
-            f"{plan.unstated_loops[0]}. The experts' rounds are one under even load.",
-            markup=False,
+            f"{len(plan.unstated_loops)} loops, such as {plan.unstated_loops[0]}. With an even "
+            "load the experts' rounds run once."
         )
     if plan.unknown_kernels:
-        console.print(
-            f"no MFU, as nothing says what {len(plan.unknown_kernels)} kernels cost, such as "
-            f"{plan.unknown_kernels[0]}: the step is longer than this",
-            markup=False,
+        yield (
+            f"no MFU, as the cost of {len(plan.unknown_kernels)} kernels is unknown, such as "
+            f"{plan.unknown_kernels[0]}: the step takes longer than this"
         )
 
 
 def draw(plans: list, path: pathlib.Path) -> None:
-    """A bar of memory by part for every plan that fits, against what the chip has."""
+    """Draws a bar of memory by part for every plan that fits, and the line of the usable memory."""
     plans = [plan for plan in plans if plan.fits]
     if not plans:
         return
@@ -357,12 +414,12 @@ def draw(plans: list, path: pathlib.Path) -> None:
 
 
 def _title(plan) -> str:
-    t, train = plan.topology, plan.config.train
-    devices = f"{t.chips} chips" + (
-        f", {len(t.devices)} devices" if len(t.devices) != t.chips else ""
-    )
+    topology, train = plan.topology, plan.config.train
+    devices = f"{topology.chips} chips"
+    if len(topology.devices) != topology.chips:
+        devices += f", {len(topology.devices)} devices"
     return (
-        f"{plan.config.name} on {t.name} ({devices}), {train.batch_size} × "
+        f"{plan.config.name} on {topology.name} ({devices}), {train.batch_size} × "
         f"{train.sequence_length} tokens"
     )
 
@@ -378,21 +435,27 @@ _search = flags.DEFINE_bool(
 _rows = flags.DEFINE_list(
     "rows",
     [],
-    "rows a step among which --search chooses the fastest for each token; none: the "
-    "configuration's",
+    "batch sizes from which --search chooses the fastest per token (default: the config's)",
 )
 _quick = flags.DEFINE_bool(
     "quick",
     False,
-    "compile at optimization level O1, in less time: for memory and network; times differ from "
-    "those of training's level",
+    "compile at optimization level O1, in less time: memory and network hold, times differ from "
+    "those of the level that training uses",
+)
+_cost_model_flag = flags.DEFINE_enum(
+    "cost_model",
+    None,
+    ("schedule", "roofline"),
+    "schedule (default): every instruction lasts at least the cycles that the compiler scheduled; "
+    "roofline: kernels alone do",
 )
 _rules = flags.DEFINE_enum(
     "rules",
-    "new",
-    ("new", "today"),
-    "where the compiler's schedule counts: in every instruction, or in kernels only",
+    None,
+    tuple(_RULES),
+    "the earlier name of --cost_model: new means schedule, today means roofline",
 )
 _json = flags.DEFINE_string(
-    "json", None, "file to write; the plot of memory goes beside it as .png"
+    "json", None, "file to write; a plot of memory is written beside it as .png"
 )

@@ -1,6 +1,7 @@
-"""Runs the step again at which the guards ended a run, and says which gradients were not all right.
+"""Runs the step again at which the guards ended a run, and prints every parameter and gradient that
+was not finite.
 
-qwen3next replay WORKDIR/dumps/STEP
+    qwen3next replay WORKDIR/dumps/STEP
 """
 
 import pathlib
@@ -12,7 +13,7 @@ from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.trees import path_string
 
-ARGUMENTS = "DUMP"  # what stands behind the flags
+ARGUMENTS = "DUMP"  # the positional arguments, for --help
 
 
 def main(arguments: list[str]) -> int:
@@ -24,7 +25,7 @@ def main(arguments: list[str]) -> int:
             "as WORKDIR/dumps/STEP"
         )
     cli.enable_compilation_cache()
-    # Imported here, so that a mistyped flag is answered at once.
+    # Imported here: the user learns of a wrong flag before JAX loads.
     import jax
     import numpy as np
 
@@ -74,7 +75,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _summary(values) -> tuple[str, str]:
-    """(L2 norm, number of values that are not finite)."""
+    """The L2 norm, and the number of values that are not finite ("" for none), as text."""
     import numpy as np
 
     bad = int(np.sum(~np.isfinite(values)))

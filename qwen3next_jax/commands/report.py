@@ -1,9 +1,8 @@
-"""Writes a page that shows runs: `qwen3next report WORKDIR [WORKDIR …]
-[--out=FILE.html]`.
+"""Writes a page with the charts of runs: `qwen3next report WORKDIR [WORKDIR …] [--out=FILE.html]`.
 
-One run: WORKDIR/report.html, which training also writes at every checkpoint. Several:
-report.html in the current folder, the runs on the same axes, with the settings that differ.
-docs/report.md explains every chart.
+For one run it writes WORKDIR/report.html, as training does at every checkpoint. For several it
+writes report.html in the current folder, with the runs on the same axes and the settings in which
+they differ. docs/report.md explains every chart.
 """
 
 import pathlib
@@ -13,10 +12,10 @@ from absl import flags
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.reporting.page import write_report
 
-ARGUMENTS = "WORKDIR …"  # what stands behind the flags
+ARGUMENTS = "WORKDIR …"  # the positional arguments, for --help
 
 _OUT = flags.DEFINE_string(
-    "out", None, "file to write (default: WORKDIR/report.html of one run, report.html of several)"
+    "out", None, "file to write (default: WORKDIR/report.html for one run, report.html for several)"
 )
 
 
@@ -26,11 +25,8 @@ def main(arguments: list[str]) -> int:
             "the folder of a run is missing: expected qwen3next report WORKDIR [WORKDIR …]"
         )
     workdirs = [pathlib.Path(argument) for argument in arguments]
-    out = (
-        pathlib.Path(_OUT.value)
-        if _OUT.value
-        else (workdirs[0] if len(workdirs) == 1 else pathlib.Path()) / "report.html"
-    )
+    folder = workdirs[0] if len(workdirs) == 1 else pathlib.Path()
+    out = pathlib.Path(_OUT.value) if _OUT.value else folder / "report.html"
     try:
         write_report(workdirs, out)
     except OSError as error:

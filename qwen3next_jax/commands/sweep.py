@@ -3,10 +3,10 @@
     qwen3next sweep configs/sweeps/ratio.py [--workdir=runs/sweeps/ratio] [--workers=2]
         [--emit] [--set optimizer.learning_rate=1e-3]
 
-The same command after an interruption goes on where it was; finished points are not run again.
-report.html and results.csv in the workdir are rewritten whenever a point ends. With --emit the
-points run elsewhere, each by the command printed for it; once all have, this command without
---emit writes their report. A sweep file is Python and is run as such.
+After an interruption the same command continues the sweep; finished points are not run again.
+Whenever a point ends, report.html and results.csv in the workdir are rewritten. With --emit, the
+command prints one line per point for another machine to run; when all points have run, the command
+without --emit writes their report. A sweep file is Python code and is executed.
 """
 
 import ast
@@ -20,7 +20,7 @@ from absl import flags
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import ExitCode, UserError
 
-ARGUMENTS = "SWEEP_FILE"  # what stands behind the flags
+ARGUMENTS = "SWEEP_FILE"  # the positional arguments, for --help
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     path = arguments[0]
     changes = _changes(_set.value)
-    # Imported here, so that a mistyped flag, and a mistake in the file, is answered at once.
+    # Imported here: the user learns of a wrong flag, or a mistake in the file, before JAX loads.
     from qwen3next_jax.sweeps.points import load_sweep
 
     sweep = load_sweep(path, changes)
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     workdir = cli.local_folder(
         "workdir", _workdir.value or f"runs/sweeps/{pathlib.Path(path).stem}"
     )
-    if not (workdir / "sweep.json").exists():  # a sweep that has begun goes on as it is
+    if not (workdir / "sweep.json").exists():  # a sweep that has begun keeps its settings
         check_settings(sweep)
     runner.open_sweep(sweep, workdir)
     if _emit.value:
@@ -55,21 +55,26 @@ def main(arguments: Sequence[str]) -> int:
     commands = {point.name: runner.shell_command(sweep, point, workdir) for point in sweep.points}
     console = Console(highlight=False)
 
-    def tell(line: str) -> None:
+    def log(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    def after(failed: dict[str, str]) -> None:
+    def update_report(failed: dict[str, str]) -> None:
         results = [
-            read_result(point, runner.folder(workdir, point), failed.get(point.name, ""))
+            read_result(point, runner.point_folder(workdir, point), failed.get(point.name, ""))
             for point in sweep.points
         ]
         write_report(sweep, results, commands, pathlib.Path(path).stem, workdir)
 
-    tell(f"{path}: {len(sweep.points)} points in {workdir}, {_workers.value} at a time")
+    log(f"{path}: {len(sweep.points)} points in {workdir}, {_workers.value} at a time")
     code = runner.Runner(
-        sweep, workdir, workers=_workers.value, retries=_retries.value, tell=tell, after=after
+        sweep,
+        workdir,
+        workers=_workers.value,
+        retries=_retries.value,
+        log=log,
+        on_point_end=update_report,
     ).run()
-    tell(f"Report: {workdir / 'report.html'} · figures: {workdir / 'results.csv'}")
+    log(f"Report: {workdir / 'report.html'} · figures: {workdir / 'results.csv'}")
     return code
 
 

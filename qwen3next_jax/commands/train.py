@@ -15,16 +15,18 @@ get_launch = cli.define_launch_flags()
 get_workdir = cli.define_workdir_flag(default_from_config=True)
 get_max_restarts = supervisor.define_flag()
 _restart = flags.DEFINE_boolean(
-    "restart", False, "start anew: what is in the workdir is moved into WORKDIR/before-TIME"
+    "restart", False, "begin a new run: moves what is in the workdir into WORKDIR/before-TIME"
 )
 _allow_unread = flags.DEFINE_boolean(
     "allow-unread",
     False,
-    "settings that change nothing in this run are no mistake; a sweep says so where its other "
-    "points read them",
+    "accept settings that have no effect on this run; a sweep uses it if they have one on its "
+    "other points",
 )
 _dry_run = flags.DEFINE_boolean(
-    "dry-run", False, "check everything, print what the run would take, write nothing"
+    "dry-run",
+    False,
+    "check everything, print the memory and disk that the run needs, write nothing",
 )
 
 
@@ -41,7 +43,7 @@ def main() -> int:
 
     given = None if _allow_unread.value else cli.given_settings(goes_on)
     unread.check(config, given, workdir, _restart.value)
-    # several processes look together, so that what one of them finds is told by all
+    # Several processes make this check together, later, so that all of them report its result.
     if launch is None:
         from qwen3next_jax.runs import preflight
 
@@ -49,7 +51,7 @@ def main() -> int:
     cli.enable_compilation_cache()
     from qwen3next_jax.processes import distributed
 
-    with distributed.joined(launch, config.parallel, to_dict(config)):
+    with distributed.distributed_run(launch, config.parallel, to_dict(config)):
         unread.check(config, given, workdir, _restart.value, unread.by_layers)
         if _dry_run.value:
             from qwen3next_jax.runs.dry_run import dry_run

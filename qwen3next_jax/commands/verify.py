@@ -1,11 +1,11 @@
-"""Compares runs, exports and prepared data with the digests they carry: a table, and exit code 1
-where anything is damaged.
+"""Compares runs, exports and prepared data with their recorded digests. Prints a table; the exit
+code is 1 if anything is damaged.
 
     qwen3next verify PATH [PATH …]
 
-A PATH is the folder of a run (its run.json, tokenizer, checkpoints and dumps), a Hugging Face
-directory with SHA256SUMS, or a folder of prepared rows (or the one that holds several of them:
-`data.prepared_dir`), of whose shards every row is read, but not the padding between rows.
+A PATH is the folder of a run (checks run.json, the tokenizer, checkpoints and dumps), a Hugging
+Face directory with SHA256SUMS, a folder of prepared rows, or a folder of several such folders
+(`data.prepared_dir`). Every row of prepared data is read, but not the padding between rows.
 """
 
 import pathlib
@@ -18,16 +18,16 @@ from rich.table import Table
 
 from qwen3next_jax.common.errors import ExitCode, UserError, escape_control
 
-ARGUMENTS = "PATH"  # what stands behind the flags
+ARGUMENTS = "PATH"  # the positional arguments, for --help
 
-Finding = tuple[str, str | None]  # what was looked at, and what is wrong with it
+Finding = tuple[str, str | None]  # what was checked, and what is wrong with it (None: nothing)
 
 
 def main(arguments: list[str]) -> int:
     if not arguments:
         raise UserError("expected a folder: qwen3next verify runs/tiny")
-    console, damaged, looked = Console(highlight=False), 0, 0
-    if not console.is_terminal:  # whole lines for whoever reads them
+    console, damaged, checked = Console(highlight=False), 0, 0
+    if not console.is_terminal:  # a program reads the lines: they must not be wrapped
         console.width = 10_000
     table = Table("", "what", "state", box=SIMPLE)
     for path in map(pathlib.Path, arguments):
@@ -37,32 +37,26 @@ def main(arguments: list[str]) -> int:
                 escape(escape_control(name)),
                 "ok" if damage is None else f"[bold red]damaged[/]: {escape(damage)}",
             )
-            looked, damaged = looked + 1, damaged + (damage is not None)
+            checked, damaged = checked + 1, damaged + (damage is not None)
     console.print(table)
-    print(f"{looked} looked at, {damaged} damaged")
+    print(f"{checked} checked, {damaged} damaged")
     return ExitCode.CRASHED if damaged else ExitCode.DONE
 
 
 def verify(path: pathlib.Path) -> Iterator[Finding]:
-    """Looks at everything under `path`, whatever it is.
+    """Checks everything under `path`.
 
     Raises:
-      UserError: it is nothing that this project writes, or an export that carries no digests.
+      UserError: `path` is no folder that this project writes, or an export without digests.
     """
     if (path / "run.json").exists() or (path / "checkpoints").is_dir():
         return _verify_run(path)
     if (path / "config.json").exists():
         return _verify_export(path)
-    prepared = (
-        [path]
-        if (path / "metadata.json").exists() or list(path.glob("*.array_record"))
-        else sorted(
-            p
-            for p in path.glob("*")
-            if p.is_dir() and not p.name.startswith(".") and list(p.glob("*.array_record"))
-        )
-    )
-    if prepared:
+    if (path / "metadata.json").exists() or list(path.glob("*.array_record")):
+        return _verify_prepared([path])
+    folders = (p for p in path.glob("*") if p.is_dir() and not p.name.startswith("."))
+    if prepared := sorted(p for p in folders if list(p.glob("*.array_record"))):
         return _verify_prepared(prepared)
     reason = (
         "no such folder"
@@ -104,8 +98,8 @@ def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
     findings = list(verify_hf(directory))
     if not findings:
         raise UserError(
-            f"{directory}: it has no SHA256SUMS, and safetensors carry no digests: nothing to "
-            "verify it by"
+            f"{directory}: it has no SHA256SUMS, and safetensors files carry no digests: there is "
+            "nothing to compare it with"
         )
     return iter(findings)
 

@@ -1,23 +1,28 @@
-"""Reading metrics.jsonl, the record of a run; docs/report.md has the schema."""
+"""Reads metrics.jsonl, the record of a run: one JSON object per line, each an event.
+
+docs/report.md lists the events and their fields.
+"""
 
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import ExitCode
 
-_LARGEST = 2**63  # of a number: more is damage, and NumPy has no room for it
+# Numbers of larger magnitude mean that the file is damaged; NumPy's integers cannot hold them.
+_LARGEST = 2**63
 
 
-def each_event(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, event) of every event in `path` in the order written; none where there is no file.
-    A line torn by a kill is not an event, nor is one whose fields are not what the schema says,
-    so that no reader has to look twice. One at a time: the record of a long run does not have to
-    fit in memory.
+def iterate_events(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (line, event) for every valid event in the file, in the order they were written.
+
+    Yields nothing if the file does not exist. Skips a line that a kill left incomplete, and an
+    event whose fields do not have the types that the schema gives them; a reader need not check
+    them again. Reads one line at a time, because the record of a long run may not fit in memory.
 
     Raises:
-      OSError: `path` is something other than a regular file, or cannot be read.
+      OSError: `path` is not a regular file, or cannot be read.
     """
     if not path.exists():
         return
@@ -28,29 +33,39 @@ def each_event(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 event = json_files.parse(line)
             except ValueError:
                 continue
-            whole = _REQUIRED <= event.keys() and (event["event"] != "suite" or "suite" in event)
-            if whole and all(_FIELDS.get(name, _is_plain)(value) for name, value in event.items()):
+            if _is_valid(event):
                 yield line, event
 
 
 def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Every event in `path`."""
-    return [event for _, event in each_event(path)]
+    """Returns every valid event in the file."""
+    return [event for _, event in iterate_events(path)]
 
 
-def ended_badly(events: Iterable[dict[str, Any]], step: int) -> str:
-    """Why the run of these `events` is no good although it reached `step`, its last: what its
-    "stop" event says that came after the last evaluation there. "" where there is none.
+def divergence_reason(events: Iterable[dict[str, Any]], step: int) -> str:
+    """Returns why the guards stopped a run at its last step; "" if they did not.
+
+    A run can take its last step and still have diverged. It then writes a "stop" event with the
+    exit code DIVERGED after the last evaluation of that step.
     """
     reason = ""
     for event in events:
-        if event["step"] == step and event["event"] in ("heldout", "stop"):
-            reason = (
-                str(event.get("reason"))
-                if event["event"] == "stop" and event.get("exit_code") == ExitCode.DIVERGED
-                else ""
-            )
+        if event["step"] != step:
+            continue
+        if event["event"] == "heldout":
+            reason = ""
+        elif event["event"] == "stop":
+            diverged = event.get("exit_code") == ExitCode.DIVERGED
+            reason = str(event.get("reason")) if diverged else ""
     return reason
+
+
+def _is_valid(event: dict[str, Any]) -> bool:
+    if not event.keys() >= _REQUIRED:
+        return False
+    if event["event"] == "suite" and "suite" not in event:
+        return False
+    return all(_FIELD_CHECKS.get(name, _is_drawable)(value) for name, value in event.items())
 
 
 def _is_number(value: Any) -> bool:
@@ -65,20 +80,19 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_plain(value: Any) -> bool:
-    """Numbers (NaN and infinity are text), text, nothing, or lists and objects of them: what a
-    reader can draw or leave out.
+def _is_drawable(value: Any) -> bool:
+    """Whether a report can draw `value` or leave it out: a number, text, null, or a list or
+    object of these. Integers must be in range.
     """
-    return (
-        value is None
-        or isinstance(value, (str, bool, float))
-        or _is_number(value)
-        or isinstance(value, (list, dict))
-        and all(map(_is_plain, value.values() if isinstance(value, dict) else value))
-    )
+    if isinstance(value, dict):
+        return all(map(_is_drawable, value.values()))
+    if isinstance(value, list):
+        return all(map(_is_drawable, value))
+    return value is None or isinstance(value, (str, bool, float)) or _is_number(value)
 
 
 def _is_matrix(value: Any) -> bool:
+    """Whether `value` is a list of rows of numbers, all of the same length."""
     return isinstance(value, list) and all(
         isinstance(row, list)
         and len(row) == len(value[0]) > 0
@@ -89,38 +103,43 @@ def _is_matrix(value: Any) -> bool:
 
 
 def _is_changes(value: Any) -> bool:
+    """Whether `value` is a list of [setting, old value, new value]."""
     return isinstance(value, list) and all(
         isinstance(change, list) and len(change) == 3 and _is_text(change[0]) for change in value
     )
 
 
-def _is_groups(value: Any) -> bool:
+def _is_parameter_groups(value: Any) -> bool:
+    """Whether `value` maps names of parameter groups to {statistic: number}."""
     return isinstance(value, dict) and all(
-        isinstance(group, dict) and all(map(_is_plain, group.values())) for group in value.values()
+        isinstance(group, dict) and all(map(_is_drawable, group.values()))
+        for group in value.values()
     )
 
 
-def _is_figures(value: Any) -> bool:
-    """What an evaluation declared of its numbers (`figures.Figure`)."""
+def _is_metrics(value: Any) -> bool:
+    """Whether `value` maps kinds of numbers to the fields of a `metrics.Metric`."""
     return isinstance(value, dict) and all(
-        isinstance(figure, dict)
-        and _is_text(figure.get("title"))
-        and all(_is_text(figure.get(name, "")) for name in ("unit", "better"))
-        for figure in value.values()
+        isinstance(metric, dict)
+        and _is_text(metric.get("title"))
+        and all(_is_text(metric.get(name, "")) for name in ("unit", "better"))
+        for metric in value.values()
     )
 
 
 def _is_list(value: Any) -> bool:
-    return isinstance(value, list) and _is_plain(value)
+    return isinstance(value, list) and _is_drawable(value)
 
 
-def _or_none(check):
+def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Returns a check that also accepts None."""
     return lambda value: value is None or check(value)
 
 
-# What readers take for granted; any other field is as `_is_plain` has it.
+# The fields that every event must have, and the types of fields that readers rely on. Any other
+# field must be drawable.
 _REQUIRED = {"event", "step", "time"}
-_FIELDS = {
+_FIELD_CHECKS = {
     "event": _is_text,
     "step": _is_count,
     "time": _is_number,
@@ -132,8 +151,8 @@ _FIELDS = {
     "commit": _or_none(_is_text),
     "suite": _is_text,
     "changes": _is_changes,
-    "groups": _is_groups,
-    "figures": _is_figures,
+    "groups": _is_parameter_groups,
+    "figures": _is_metrics,
     "router_entropy": _or_none(_is_list),
     "expert_load": _is_matrix,
 }

@@ -1,4 +1,4 @@
-"""Every setting of a run: frozen dataclasses, the only home of defaults and of validation."""
+"""All settings of a run, as frozen dataclasses: their defaults and the checks of their values."""
 
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.model import FULL, LINEAR, ModelConfig

@@ -1,55 +1,63 @@
-"""The rest of a block beside the released model's: norms and where they stand, dense MLPs,
-positions. The group `model.block`.
+"""The settings `model.block`: norms, their placement, dense MLPs and positions, where a model
+differs from the released one.
 """
 
 import dataclasses
 from typing import Any
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.config.registry import SETTINGS, check_name, resolve
+from qwen3next_jax.config import registry
+from qwen3next_jax.config.registry import SETTINGS, check_name
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """What a block is made of beside its mixer: lines of the tables above. A model that differs
-    here has no Hugging Face form.
+    """The parts of a block besides its mixer; docs/block.md lists them. Each setting names a
+    part in a table of config/registry.py. A model that differs from these defaults has no Hugging
+    Face form.
     """
 
+    # where the norms are: a name of PLACEMENTS in config/registry.py
     placement: str = "pre"
+    # the norms around mixers and MLPs and after the last layer: a name of NORMS
     norm: str = "rms"
+    # the MLP of layers without experts: a name of MLPS
     mlp: str = "swiglu"
+    # positions that are added to the embeddings: a name of POSITIONS
     positions: str = "none"
+    # how model.yarn_factor stretches rotary positions: a name of ROPE_SCALINGS
     rope_scaling: str = "yarn"
 
-    def of(self, setting: str) -> Any:
-        """What the setting's name stands for."""
-        return resolve(
+    def resolve(self, setting: str) -> Any:
+        """Imports and returns the part that the setting names."""
+        return registry.resolve(
             SETTINGS[f"model.block.{setting}"], getattr(self, setting), f"model.block.{setting}"
         )
 
     def check(self, model: Any) -> None:
-        """Raises UserError where `model`, the ModelConfig, does not read a setting, or has no
-        such line.
+        """Raises UserError if a setting names no part, or has no effect in `model` (the ModelConfig
+        that these settings belong to).
         """
         for field in dataclasses.fields(self):
             setting = f"model.block.{field.name}"
             check_name(SETTINGS[setting], getattr(self, field.name), setting)
         require(
             self.mlp == "swiglu" or model.has_dense_mlps,
-            f"model.block.mlp = {self.mlp!r}: every layer has experts, which are SwiGLU: expected "
-            "'swiglu', or layers without experts (model.num_experts = 0, model.mlp_only_layers)",
+            f"model.block.mlp = {self.mlp!r}: every layer has experts, which are "
+            "model.moe.experts: expected 'swiglu', or layers without experts "
+            "(model.num_experts = 0, model.mlp_only_layers)",
         )
         require(
             self.rope_scaling == "yarn" or model.yarn_factor > 1 and model.rotary_dim > 0,
             f"model.block.rope_scaling = {self.rope_scaling!r} with model.yarn_factor = "
             f"{model.yarn_factor:g} and {model.rotary_dim} "
-            "rotated dimensions: nothing is stretched: expected a factor above 1 and rotations, "
+            "rotated dimensions: it has no effect: expected a factor above 1 and rotations, "
             "or 'yarn'",
         )
         require(
             model.yarn_factor == 1 or model.rotary_dim > 0,
             f"model.yarn_factor = {model.yarn_factor:g} with 0 rotated dimensions "
-            "(model.head_dim × model.partial_rotary_factor): nothing is stretched: expected 1",
+            "(model.head_dim × model.partial_rotary_factor): it has no effect: expected 1",
         )
         require(
             self.positions != "sinusoidal" or model.hidden_size % 2 == 0,

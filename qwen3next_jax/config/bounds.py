@@ -1,10 +1,12 @@
-"""Bounds of settings, by the words that an error tells them in."""
+"""Checks that numbers are within bounds; each bound has the name that error messages show."""
 
+import typing
 from collections.abc import Mapping
 from typing import Any
 
 from qwen3next_jax.common.errors import require
 
+# Name of a bound → whether a number is within it.
 BOUNDS = {
     "a positive number": lambda x: x > 0,
     "0 or more": lambda x: x >= 0,
@@ -19,8 +21,15 @@ BOUNDS = {
 
 
 def check_bounds(group: Any, where: str, bounds: Mapping[str, str]) -> None:
-    """Raises: UserError: a setting of `group` ("model", "train", …) is beyond its bound.
-    `bounds`: {bound: "names of its settings"}.
+    """Checks the settings of one group.
+
+    Args:
+      group: a config dataclass, such as a TrainConfig.
+      where: the name of the group in messages, such as "train".
+      bounds: name of a bound → the names of the settings that it applies to, separated by spaces.
+
+    Raises:
+      UserError: a setting is out of its bound.
     """
     for bound, names in bounds.items():
         for name in names.split():
@@ -28,3 +37,18 @@ def check_bounds(group: Any, where: str, bounds: Mapping[str, str]) -> None:
                 BOUNDS[bound](getattr(group, name)),
                 f"{where}.{name} = {getattr(group, name)}: expected {bound}",
             )
+
+
+def declared_bounds(cls: type) -> dict[str, str]:
+    """{setting: bound} of the config dataclass `cls`, of fields such as
+    `window: Annotated[int, "at least 1"]`.
+    """
+    hints = typing.get_type_hints(cls, include_extras=True)
+    found = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+    return {name: bound for name, bounds in found.items() for bound in bounds if bound in BOUNDS}
+
+
+def check_declared_bounds(group: Any, where: str) -> None:
+    """`check_bounds` of the bounds that the fields of `group` declare."""
+    for name, bound in declared_bounds(type(group)).items():
+        check_bounds(group, where, {bound: name})

@@ -1,5 +1,5 @@
-"""Whether the weights of one model may be read by another, such as those of gated attention under
-a Λ-shaped window.
+"""Whether a model can use weights that were trained as another model, such as those of gated
+attention in a model whose attention has a Λ-shaped window.
 """
 
 import dataclasses
@@ -7,55 +7,67 @@ from typing import Any
 
 from qwen3next_jax.config.registry import MIXERS, resolve
 
-# How far a text may reach. Weights serve under other values, unless a mixer or the positions of
-# the model name the setting in their `meaning`.
-REACH = frozenset(("max_position_embeddings", "yarn_factor"))
+# Settings of the longest text. Weights can be used with other values of these, unless a mixer or
+# the positions of the model list the setting in `meaning`.
+CONTEXT_LENGTH_SETTINGS = frozenset(("max_position_embeddings", "yarn_factor"))
 
 
 def weights_differ(model: Any, trained: Any) -> tuple[str, ...]:
-    """The settings in which `model` cannot take the weights of `trained` (both ModelConfig), of
-    `model.differs(trained)`.
+    """The settings that prevent `model` from using weights that were trained as `trained`.
 
-    A mixer says in `Mixer.weights_of` whose weights are its own, too, and in `Mixer.read_time`
-    which settings change how weights are read, and not what they mean. Mixers are imported, and
-    JAX with them, only where a setting that they declare differs.
+    Mixers declare which differences are harmless: `Mixer.weights_of` names another mixer with the
+    same weights, and `Mixer.read_time` lists settings that change how a model uses its weights but
+    not what they mean. This function imports mixers, and with them JAX, only if a setting that
+    mixers declare differs.
+
+    Args:
+      model: the ModelConfig of the model that shall use the weights.
+      trained: the ModelConfig of the model that was trained.
+
+    Returns:
+      names of settings of ModelConfig, a subset of `model.differs(trained)`; () if the weights fit.
     """
     differ = model.differs(trained)
-    free = {"block"} if _same_but_rotations(model, trained) else set()
-    if "layer_types" in differ and _same_layers(model, trained):
-        free.add("layer_types")
+    harmless = {"block"} if _same_but_rope_scaling(model, trained) else set()
+    if "layer_types" in differ and _same_weights_per_layer(model, trained):
+        harmless.add("layer_types")
     if "mixer" in differ and _weight_settings(model) == _weight_settings(trained):
-        free.add("mixer")
-    if REACH.intersection(differ):
-        free |= REACH - _meaning(model)
-    return tuple(name for name in differ if name not in free)
+        harmless.add("mixer")
+    if CONTEXT_LENGTH_SETTINGS.intersection(differ):
+        harmless |= CONTEXT_LENGTH_SETTINGS - _settings_with_meaning(model)
+    return tuple(name for name in differ if name not in harmless)
 
 
-def _same_but_rotations(model: Any, trained: Any) -> bool:
+def _same_but_rope_scaling(model: Any, trained: Any) -> bool:
+    """Whether the settings `model.block` differ in `rope_scaling` at most."""
     return model.block == dataclasses.replace(trained.block, rope_scaling=model.block.rope_scaling)
 
 
-def _same_layers(model: Any, trained: Any) -> bool:
-    def spelled(config):
+def _same_weights_per_layer(model: Any, trained: Any) -> bool:
+    """Whether each layer has a mixer with the same weights, stacked in the same way."""
+
+    def weights(config):
         names = (*config.mixers, *(config.full_mixer,) * (config.mtp_depth > 0))
         classes = [resolve(MIXERS, name, "mixer") for name in names]
         return [cls.weights_of or cls for cls in classes], config.stacks
 
-    return spelled(model) == spelled(trained)
+    return weights(model) == weights(trained)
 
 
 def _weight_settings(config: Any) -> set[tuple[str, Any]]:
-    """(name, value) of every setting of the model's mixers that gives their weights a meaning."""
-    found = set()
+    """(name, value) of all settings of the model's mixers that determine what the weights mean."""
+    items = set()
     for name in {name for name, _ in config.layer_kinds}:
         mixer = resolve(MIXERS, name, "mixer")
         settings = config.mixer.read(mixer.Settings)
-        found |= {item for item in vars(settings).items() if item[0] not in mixer.read_time}
-    return found
+        items |= {item for item in vars(settings).items() if item[0] not in mixer.read_time}
+    return items
 
 
-def _meaning(model: Any) -> frozenset[str]:
-    """The settings that give parameters of `model` their meaning, as its modules declare them."""
+def _settings_with_meaning(model: Any) -> frozenset[str]:
+    """The settings that determine what the weights mean, as the mixers and the positions of the
+    model declare them.
+    """
     modules = [resolve(MIXERS, name, "mixer") for name, _ in model.layer_kinds]
-    modules.append(model.block.of("positions"))
+    modules.append(model.block.resolve("positions"))
     return frozenset(name for module in modules for name in module.meaning)

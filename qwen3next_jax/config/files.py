@@ -1,5 +1,6 @@
-"""Configuration files, which are Python, and the settings that a command line changes in them.
-What a file does wrong is one line that names it and the line of it.
+"""Reads config files, which are Python code, and applies the command line's overrides to them.
+
+An error in a config file becomes a UserError of one line that names the file and the line in it.
 """
 
 import ast
@@ -13,35 +14,43 @@ from typing import Any, NamedTuple
 from qwen3next_jax.common.errors import UserError, did_you_mean, require_path, short_repr
 from qwen3next_jax.config import Config, default_config
 from qwen3next_jax.config.mixer import is_mixer_setting
-from qwen3next_jax.config.reading import FlagText, parse
+from qwen3next_jax.config.reading import FlagText, parse_flag
 
 
-class Given(NamedTuple):
-    """What a user gives. overrides: names of the settings on the command line. file: the config
-    file; alone: its configuration without them, None where it has none by itself.
+class UserInput(NamedTuple):
+    """The settings that a user gave, before defaults complete them.
+
+    Attributes:
+      overrides: the dotted names of the settings on the command line.
+      file: the path of the config file.
+      file_config: the configuration of the file without the command line's overrides; None if
+        the file is not valid without them.
     """
 
     overrides: frozenset[str]
     file: pathlib.Path
-    alone: Config | None
+    file_config: Config | None
 
 
 def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
-    """What `function()` of a Python file returns. `flag` ("--config=") is what the user wrote
-    before the path.
+    """Calls a function of a Python file without arguments and returns its result.
+
+    Args:
+      path: the path of the file.
+      function: the function's name.
+      flag: what the user wrote before the path, such as "--config=", for messages.
 
     Raises:
-      UserError: there is no such file or function, or whatever the file does wrong.
+      UserError: there is no such file or function, or the file's code raises an error.
     """
     require_path(f"{flag}{path}", path)
     if not path.is_file():
-        reason = (
-            "a folder" if path.is_dir() else "no regular file" if path.exists() else "no such file"
-        )
-        raise UserError(
-            f"{flag}{path}: "
-            f"{reason}{did_you_mean(path.name, [f.name for f in path.parent.glob('*.py')])}"
-        )
+        if path.is_dir():
+            reason = "a folder"
+        else:
+            reason = "not a regular file" if path.exists() else "no such file"
+        python_files = [file.name for file in path.parent.glob("*.py")]
+        raise UserError(f"{flag}{path}: {reason}{did_you_mean(path.name, python_files)}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None:
         raise UserError(f"{flag}{path}: expected a Python file, whose name ends in .py")
@@ -55,76 +64,89 @@ def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
             f"{flag}{error.filename or path}, line {error.lineno}: {error.msg}"
         ) from error
     except (Exception, SystemExit) as error:
-        lines = [
-            frame.lineno
-            for frame in traceback.extract_tb(error.__traceback__)
-            if frame.filename == str(path)
-        ]
-        where = f", line {lines[-1]}" if lines else ""
-        said = str(error)
-        # a ConfigDict's AttributeError is the text of a KeyError: quoted, its lines and quotes
-        # escaped
-        if said.startswith(("'", '"')):
-            with contextlib.suppress(ValueError, SyntaxError):
-                said = str(ast.literal_eval(said))
-        raise UserError(
-            f"{flag}{path}{where}: {type(error).__name__}"
-            + (f": {' '.join(said.split())}" if said else "")
-        ) from error
+        raise UserError(f"{flag}{path}{_describe_error(error, path)}") from error
     raise UserError(f"{flag}{path}: it has no function {function}()")
 
 
+def _describe_error(error: BaseException, path: pathlib.Path) -> str:
+    """The end of a message: the last line of the file `path` in the traceback, and the error, as
+    in ", line 3: ValueError: …".
+    """
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(path)
+    ]
+    line = f", line {lines[-1]}" if lines else ""
+    message = str(error)
+    # The AttributeError of a ConfigDict has the text of a KeyError, which is a quoted string.
+    if message.startswith(("'", '"')):
+        with contextlib.suppress(ValueError, SyntaxError):
+            message = str(ast.literal_eval(message))
+    message = " ".join(message.split())
+    return f"{line}: {type(error).__name__}" + (f": {message}" if message else "")
+
+
 def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, Any]:
-    """The nested dict of settings that `get_config()` of a file returns.
+    """Calls `get_config()` of a config file and returns the settings as a nested dict.
+
+    Args:
+      path: the path of the file.
+      flag: what the user wrote before the path, for messages.
 
     Raises:
-      UserError: see `call_file`, or it returns something else.
+      UserError: as `call_file` raises it, or `get_config()` returns no ConfigDict.
     """
     config = call_file(path, "get_config", flag)
     if not hasattr(config, "to_dict"):
-        what = "nothing (is a `return config` missing?)" if config is None else short_repr(config)
+        found = "nothing (is a `return config` missing?)" if config is None else short_repr(config)
         raise UserError(
-            f"{flag}{path}: get_config() returned {what}: expected the ConfigDict of a run, as in "
+            f"{flag}{path}: get_config() returned {found}: expected the ConfigDict of a run, as in "
             "configs/tiny.py"
         )
     return config.to_dict()
 
 
-def names_in(path: pathlib.Path) -> frozenset[str]:
-    """The names that stand in the code of a Python file. A setting that is not among them is one
-    that the file has from another file, or from the defaults.
+def names_in_code(path: pathlib.Path) -> frozenset[str]:
+    """The names of attributes and keyword arguments in the code of a Python file, and its strings;
+    of a dotted string, the last part. If a config file's code does not name a setting, the file has
+    the setting from another file or from the defaults.
     """
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            names.add(node.attr)
         elif isinstance(node, ast.keyword) and node.arg:
-            found.add(node.arg)
+            names.add(node.arg)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value.rpartition(".")[2])
-    return frozenset(found)
+            names.add(node.value.rpartition(".")[2])
+    return frozenset(names)
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[tuple[str, str]]) -> None:
-    """Sets each (dotted name, text) of a command line in the nested dict `values`.
+    """Applies the overrides of a command line to the nested dict `values`.
+
+    Args:
+      values: the settings, which this function changes.
+      overrides: (dotted name of a setting, text of its value), in the order of the command line.
 
     Raises:
-      UserError: a text that is not of the setting's type.
+      UserError: there is no such setting, or the text is not a value of its type.
     """
     for name, text in overrides:
-        default, group = setting(name), values
+        default, group = default_of(name), values
         *groups, key = name.split(".")
         for part in groups:
             group = group.setdefault(part, {})
-        group[key] = parse(text, default, f"--config.{name}={text}")
+        group[key] = parse_flag(text, default, f"--config.{name}={text}")
 
 
-def setting(name: str) -> Any:
-    """The default of the setting with a dotted name. Of a mixer's setting it is FlagText(""), as
-    only the mixers of the model know its type.
+def default_of(name: str) -> Any:
+    """The default of the setting with a dotted name. For a mixer's setting this is FlagText(""),
+    because only the mixers of the model know its type.
 
     Raises:
-      UserError: there is none, or it is a group of settings.
+      UserError: there is no such setting, or it is a group of settings.
     """
     settings: Any = default_config()
     path = name.split(".")

@@ -1,8 +1,8 @@
-"""The group `model.mixer`: the settings of the token mixers that a model's layers name.
+"""The settings `model.mixer`: the settings of the mixers that a model's layers name.
 
-Which settings there are depends on those mixers. Each mixer declares, as a dataclass, the settings
-that it reads (`Mixer.Settings` in `model/mixer.py`). This file holds the values that were given,
-and checks them against those declarations. Where no value was given, no mixer is imported.
+Each mixer declares the settings that it reads as a dataclass (`Mixer.Settings` in
+`model/mixer.py`). `MixerConfig` holds the values that a user gave and checks them against these
+declarations. If the user gave no value, no mixer is imported.
 """
 
 import dataclasses
@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, did_you_mean
-from qwen3next_jax.config.reading import FlagText, from_dict, parse
+from qwen3next_jax.config.bounds import check_declared_bounds
+from qwen3next_jax.config.reading import FlagText, from_dict, parse_flag
 from qwen3next_jax.config.registry import MIXERS, resolve
 
-# Every run.json of earlier versions holds all of these settings, most of them at these defaults.
-# Such a record loads whether or not the mixers that read them are installed.
+# A run.json of an earlier version holds all of these settings, most of them with these values,
+# which were their defaults. It loads even if the mixers that read the settings are not installed.
 _EARLIER_DEFAULTS = {
     "feature_map": "elu",
     "normaliser": True,
@@ -41,17 +42,17 @@ _EARLIER_DEFAULTS = {
 
 
 def is_mixer_setting(name: str) -> bool:
-    """Whether the dotted name is one of a mixer's setting. Whether there is a mixer that reads it
-    is known once the model is.
+    """Whether a dotted name has the form of a mixer's setting. Whether a mixer of the model reads
+    it can be checked only when the model is known.
     """
     return name.startswith("model.mixer.") and name.removeprefix("model.mixer.").isidentifier()
 
 
 class MixerConfig(Mapping[str, Any]):
-    """Values of mixers' settings, such as `MixerConfig(window=512)`; hashable.
+    """Values of mixers' settings, such as `MixerConfig(window=512)`; immutable and hashable.
 
-    In a ModelConfig it holds no value that is a default, so that two models are equal if and only
-    if their configs are.
+    In a ModelConfig it holds only values that differ from the defaults, so that two models are
+    equal if and only if their configs are equal.
     """
 
     def __init__(self, **values: Any):
@@ -76,89 +77,119 @@ class MixerConfig(Mapping[str, Any]):
         return MixerConfig(**self._values | dict(values))
 
     def read(self, settings: type) -> Any:
-        """The settings of one mixer, whose dataclass is `settings`: the values given here, the
-        defaults of the rest.
+        """The settings of one mixer: the values held here, and defaults for all others.
+
+        Args:
+          settings: the mixer's dataclass, `Mixer.Settings`.
+
+        Returns:
+          an instance of `settings`.
 
         Raises:
-          UserError: a value is not of the setting's type, or `settings` refuses it.
+          UserError: a value has the wrong type, or `settings` refuses it.
         """
         return _read(self, settings)
 
     def checked(self, mixers: Iterable[str]) -> "MixerConfig":
-        """These values for a model whose layers name `mixers`: of the right types, without
-        defaults.
+        """Checks the values for a model whose layers name `mixers`.
+
+        Returns:
+          the values that differ from their defaults, converted to the types of their settings.
 
         Raises:
-          UserError: a value is not of its setting's type, the mixer refuses it, or none of
-          `mixers` has such a setting and the value is not its default.
+          UserError: a value has the wrong type, the mixer refuses it, or none of `mixers` has the
+            setting and the value is not its default.
         """
         given = dict(self)
         if given.keys() >= _EARLIER_DEFAULTS.keys():
-            given = {name: value for name, value in self.items() if not _is_earlier(name, value)}
+            given = {n: value for n, value in self.items() if not _is_earlier_default(n, value)}
         if not given:
             return MixerConfig()
-        readers = {name: resolve(MIXERS, name, "mixer").Settings for name in dict.fromkeys(mixers)}
-        read = [from_dict(reader, _of(reader, given), "model.mixer") for reader in readers.values()]
+        declared = {name: resolve(MIXERS, name, "mixer").Settings for name in dict.fromkeys(mixers)}
+        of_mixers = [_checked_settings(settings, given) for settings in declared.values()]
         changed = {}
         for name, value in given.items():
-            values = [getattr(one, name) for one in read if name in _defaults(type(one))]
-            defaults = [_defaults(type(one))[name] for one in read if name in _defaults(type(one))]
-            if not values:
-                _check_unread(name, value, tuple(readers))
-            elif values != defaults:
+            readers = [settings for settings in of_mixers if name in _defaults(type(settings))]
+            if not readers:
+                _check_unread(name, value, tuple(declared))
+                continue
+            values = [getattr(settings, name) for settings in readers]
+            if values != [_defaults(type(settings))[name] for settings in readers]:
                 changed[name] = values[0]
         return MixerConfig(**changed)
 
 
 @functools.lru_cache(maxsize=256)
 def _read(values: MixerConfig, settings: type) -> Any:
-    return from_dict(settings, _of(settings, values), "model.mixer")
+    return _checked_settings(settings, values)
 
 
-def _of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `values` that the dataclass `settings` has; a flag's text as its type's value."""
+def _checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
+    """The dataclass `settings` with those of `values` that it declares.
+
+    Raises:
+      UserError: a value is of the wrong type or out of its bound.
+    """
+    built = from_dict(settings, _values_of(settings, values), "model.mixer")
+    check_declared_bounds(built, "model.mixer")
+    return built
+
+
+def _values_of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the settings that the dataclass `settings` has, with texts of flags parsed."""
     defaults = _defaults(settings)
-    return {name: _typed(name, values[name], defaults[name]) for name in values if name in defaults}
+    return {
+        name: _parse_if_flag(name, values[name], defaults[name])
+        for name in values
+        if name in defaults
+    }
 
 
-def _typed(name: str, value: Any, default: Any) -> Any:
+def _parse_if_flag(name: str, value: Any, default: Any) -> Any:
+    """`value`, or, if it is the text of a flag, the value of the type of `default` in that text."""
     if not isinstance(value, FlagText):
         return value
-    return parse(value, default, f"--config.model.mixer.{name}={value}")
+    return parse_flag(value, default, f"--config.model.mixer.{name}={value}")
 
 
 def _defaults(settings: type) -> dict[str, Any]:
+    """Name → default of the settings of a mixer's dataclass."""
     return {field.name: field.default for field in dataclasses.fields(settings)}
 
 
 def without_earlier_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Recorded settings by their dotted names, without mixers' settings that only earlier versions
-    would have recorded.
+    """Removes mixers' settings that only earlier versions would have recorded.
+
+    Args:
+      settings: dotted name → value, as a run.json records them.
     """
     return {
         name: value
         for name, value in settings.items()
-        if not (is_mixer_setting(name) and _is_earlier(name.rpartition(".")[2], value))
+        if not (is_mixer_setting(name) and _is_earlier_default(name.rpartition(".")[2], value))
     }
 
 
-def _is_earlier(name: str, value: Any) -> bool:
+def _is_earlier_default(name: str, value: Any) -> bool:
+    """Whether the value is the one that earlier versions recorded as a default of the setting."""
     default = _EARLIER_DEFAULTS.get(name)
     return type(value) is type(default) and value == default
 
 
-def _check_unread(name: str, value: Any, used: tuple[str, ...]) -> None:
-    """Raises UserError unless `value` is the default of a setting `name` that some mixer of the
-    registry has. `used`: the model's mixers, which do not read it.
+def _check_unread(name: str, value: Any, model_mixers: tuple[str, ...]) -> None:
+    """Checks the value of a setting that none of the model's mixers (`model_mixers`) has.
+
+    Raises:
+      UserError: no mixer of the registry has the setting, or the value is not its default.
     """
     known = {}
     for mixer in MIXERS:
         try:
             known[mixer] = _defaults(resolve(MIXERS, mixer, "mixer").Settings)
-        except UserError:  # its folder has been removed
+        except UserError:  # the mixer's folder was deleted
             continue
     readers = {mixer: defaults[name] for mixer, defaults in known.items() if name in defaults}
-    if any(_typed(name, value, default) == default for default in readers.values()):
+    if any(_parse_if_flag(name, value, default) == default for default in readers.values()):
         return
     if not readers:
         names = dict.fromkeys(name for defaults in known.values() for name in defaults)
@@ -168,6 +199,6 @@ def _check_unread(name: str, value: Any, used: tuple[str, ...]) -> None:
         )
     raise UserError(
         f"model.mixer.{name} = {value!r}: no layer of this model reads it (its mixers: "
-        f"{', '.join(used)}; {', '.join(readers)} would): expected "
+        f"{', '.join(model_mixers)}; {', '.join(readers)} would): expected "
         f"{next(iter(readers.values()))!r}"
     )

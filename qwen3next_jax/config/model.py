@@ -37,18 +37,17 @@ class ModelConfig:
     vocab_size: int = 151_936
     hidden_size: int = 2048
     num_hidden_layers: int = 48
-    # one layer of every so many is full attention; 0: none is
+    # one layer of every interval is full attention; 0: none is
     full_attention_interval: int = 4
-    # which one of them: the released model's is the last
+    # which layer of the interval that is; in the released model the last
     full_attention_placement: Literal["last", "middle", "first"] = "last"
-    # explicitly: mixers of config/registry.py, "linear_attention", "full_attention"; (): by the
-    # interval
+    # every layer's mixer by name, "linear_attention" or "full_attention"; (): by the interval
     layer_types: tuple[str, ...] = ()
-    # what "linear_attention" stands for, and the interval's other layers
+    # the mixer of "linear_attention" layers, a name of config/registry.py (docs/mixers.md)
     linear_mixer: str = "gated_deltanet"
-    # what "full_attention" stands for; the multi-token prediction module's, too
+    # the mixer of "full_attention" layers and of the multi-token prediction module
     full_mixer: str = "gated_attention"
-    # settings of the mixers that the layers name: docs/mixers.md lists them
+    # settings of the mixers that the layers name; docs/mixers.md says what each means
     mixer: MixerConfig = MixerConfig()
     # what else a block may be made of
     block: BlockConfig = BlockConfig()
@@ -63,7 +62,8 @@ class ModelConfig:
     partial_rotary_factor: float = 0.25
     rope_theta: float = 10_000_000.0
     max_position_embeddings: int = 262_144
-    # texts so many times as long, by YaRN (2309.00071; `block.rope_scaling`: others); 1: off
+    # how many times max_position_embeddings texts may be, by YaRN (2309.00071) or as
+    # block.rope_scaling names; 1: off
     yarn_factor: float = 1.0
 
     linear_num_key_heads: int = 16
@@ -71,11 +71,11 @@ class ModelConfig:
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
     linear_conv_kernel_dim: int = 4
-    # Start values of A_log and dt_bias. "ones" (transformers, Megatron): A ~ U(0.01, 16), dt_bias =
-    # 1, median decay at the start 3e-5. "log_uniform" (fla, OLMo-Hybrid): A ~ U(0, 16), dt
-    # log-uniform in [1e-3, 0.1], median decay 0.94.
+    # Start values of A_log and dt_bias. "ones" (transformers, Megatron): A ~ U(0.01, 16),
+    # dt_bias = 1; the median decay is 3e-5 at the start. "log_uniform" (fla, OLMo-Hybrid):
+    # A ~ U(0, 16), dt log-uniform in [1e-3, 0.1]; the median decay is 0.94.
     decay_init: Literal["ones", "log_uniform"] = "ones"
-    # What computes the recurrence (docs/delta_rule.md): the platform's best, or one by name.
+    # implementation of the delta rule (docs/delta_rule.md); auto: the platform's best
     delta_rule: Literal[
         "auto", "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu"
     ] = "auto"
@@ -87,10 +87,10 @@ class ModelConfig:
     # 0: no shared expert
     shared_expert_intermediate_size: int = 512
     norm_topk_prob: bool = True
-    # layer i has experts iff (i + 1) % step == 0 and i is not in mlp_only_layers
+    # layer i has experts iff (i + 1) % decoder_sparse_step == 0 and i is not in mlp_only_layers
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
-    # another router than the released model's
+    # other routers and other experts than the released model's
     moe: MoEConfig = MoEConfig()
     # width of dense MLP layers
     intermediate_size: int = 5120
@@ -98,8 +98,11 @@ class ModelConfig:
     # tokens predicted beyond the next one; 0: no multi-token prediction module
     mtp_depth: int = 1
     tie_word_embeddings: bool = False
+
     # Ablations. The released model has all of these; a model without one of them has no Hugging
-    # Face form. of recurrent layers; off: SiLU alone
+    # Face form.
+
+    # of recurrent layers; off: SiLU alone
     short_convolution: bool = True
     # off: the state is never forgotten (g = 0), DeltaNet
     decay_gate: bool = True
@@ -124,12 +127,13 @@ class ModelConfig:
     eos_token_id: int = -1
     # matmul operands; norms, gates, router and states stay float32
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    # What Hugging Face files hold it as (docs/families.md); nothing that is computed depends on it.
-    # "qwen3_5", "qwen4_exp": beside a vision tower.
+    # which Hugging Face format exports of the model have (docs/families.md); nothing that is
+    # computed depends on it
     hf_form: Literal[
         "qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear", "qwen4_exp_text", "qwen4_exp"
     ] = "qwen3_next"
-    # "trunk", "mtp": where a layer's experts are one tensor there
+    # where the experts of a layer are one tensor in that format: in the trunk, in multi-token
+    # prediction
     hf_fused_experts: tuple[Literal["trunk", "mtp"], ...] = ()
 
     def __post_init__(self):
@@ -207,8 +211,8 @@ class ModelConfig:
         self.moe.check(self)
 
     def settings_of(self, mixer: str) -> Any:
-        """What the mixer of that name reads of the group `mixer`, as the dataclass that it
-        declares.
+        """The settings of the group `mixer` that the mixer of that name reads, as the dataclass
+        that it declares.
         """
         return self.mixer.read(resolve(MIXERS, mixer, "mixer").Settings)
 
@@ -232,7 +236,7 @@ class ModelConfig:
 
     @property
     def pattern(self) -> tuple[str, ...]:
-        """What every layer is, in the words of `layer_types`."""
+        """The kind of every layer, as `layer_types` would name it."""
         interval = self.full_attention_interval
         place = {"last": interval - 1, "middle": interval // 2, "first": 0}[
             self.full_attention_placement
@@ -268,7 +272,7 @@ class ModelConfig:
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer has, the multi-token prediction module's included."""
+        """Whether any layer has experts, the multi-token prediction module's included."""
         return any(sparse for _, sparse in self.layer_kinds)
 
     @property
@@ -278,17 +282,18 @@ class ModelConfig:
 
     @property
     def stacks(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of each block that is traced: the first blocks stand for one layer each,
-        the others for every repeat of their place in the period behind them (3 recurrent + 1
-        attention, 12 times, in the released model). A pattern without a period is traced layer
-        by layer. A layer with an embedding of its own (`ple`) stands alone.
+        """The layers of each block that is traced. The first blocks are one layer each. Each of
+        the others is one layer of the period that follows (3 recurrent + 1 attention in the
+        released model), stacked over the period's repeats (12). A pattern without a period is
+        traced layer by layer.
+        A layer with an embedding of its own (`ple`) stands alone.
         """
         embeddings = map(self.ple.number, range(self.num_hidden_layers))
         return _stacks(tuple(zip(self.layer_kinds, embeddings)))
 
     def differs(self, other: "ModelConfig") -> tuple[str, ...]:
-        """The settings in which the two describe different models, however each spells its
-        layers.
+        """The names of the settings in which the two models differ. How a config spells its
+        layers (by interval, or by `layer_types`) makes no difference.
         """
         spelled = {
             "layer_types",

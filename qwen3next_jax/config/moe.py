@@ -1,5 +1,5 @@
-"""What mixtures of experts have beside the released model's (softmax scores, a gated shared
-expert): the group `model.moe`.
+"""The settings `model.moe`: experts, routers and shared experts that differ from the released
+model's, which has SwiGLU experts, softmax scores and a gated shared expert.
 """
 
 import dataclasses
@@ -7,28 +7,33 @@ from typing import Any, Literal
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.config.registry import EXPERTS, check_name, resolve
 
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """DeepSeek-V3's router (2412.19437, section 2.1.2), setting by setting, under the names of
-    its `config.json` where it has them. Several shared experts are one that is as wide as all of
-    them: `model.shared_expert_intermediate_size`.
+    """The parts of DeepSeek-V3's router (2412.19437, section 2.1.2), a setting for each, with the
+    names that its `config.json` uses. Several shared experts equal one expert with the sum of their
+    widths: `model.shared_expert_intermediate_size`.
     """
 
-    # a token's scores, of its router logits
+    # what an expert computes, the shared expert too: a name of EXPERTS in config/registry.py
+    experts: str = "swiglu"
+    # the function that turns a token's router logits into scores of the experts
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    # Experts are chosen by score + bias and weighed by the score. No gradient moves the bias: after
-    # a step, `train.router_bias_rate` is added to that of every expert that got less than its
-    # share, and taken from the others' (2408.15664).
+    # whether the router has a bias per expert: it chooses experts by score + bias and weighs their
+    # outputs by the score. No gradient moves the bias: after each step, train.router_bias_rate is
+    # added to the bias of experts with less than their share of the load, and subtracted from the
+    # bias of experts with more (2408.15664)
     router_bias: bool = False
-    # groups of experts, of which a token's are chosen from the `topk_group` whose two best scores
-    # sum to most
+    # number of groups that the experts are divided into
     n_group: int = 1
+    # number of groups from which a token's experts are chosen: those whose two highest scores have
+    # the largest sum
     topk_group: int = 1
-    # times the weights of the chosen experts
+    # factor on the weights of the chosen experts
     routed_scaling_factor: float = 1.0
-    # off: the shared expert's output is added as it is
+    # whether a sigmoid gate scales the shared expert's output; off: it is added unscaled
     shared_expert_gate: bool = True
 
     def __post_init__(self):
@@ -38,15 +43,21 @@ class MoEConfig:
             {"at least 1": "n_group topk_group", "a positive number": "routed_scaling_factor"},
         )
 
+    def mixture(self) -> Any:
+        """The class that `experts` names."""
+        return resolve(EXPERTS, self.experts, "model.moe.experts")
+
     def check(self, model: Any) -> None:
-        """Raises UserError where `model`, the settings that this is a group of, has no use for
-        them, or sizes that do not fit.
+        """Raises UserError if a setting has no effect in `model` (the ModelConfig that these
+        settings belong to), or does not fit the number of experts.
         """
+        check_name(EXPERTS, self.experts, "model.moe.experts")
         for field in dataclasses.fields(self):
-            value, used = getattr(self, field.name), model.has_experts
-            used &= field.name != "shared_expert_gate" or model.shared_expert_intermediate_size > 0
+            value, has_effect = getattr(self, field.name), model.has_experts
+            if field.name == "shared_expert_gate":
+                has_effect &= model.shared_expert_intermediate_size > 0
             require(
-                used or value == field.default,
+                has_effect or value == field.default,
                 f"model.moe.{field.name} = {value!r}: no layer of this model reads it: expected "
                 f"{field.default!r}",
             )

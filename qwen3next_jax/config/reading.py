@@ -1,4 +1,4 @@
-"""Configurations from and to nested plain dicts, every name and type checked."""
+"""Converts config dataclasses to nested plain dicts and back, and checks all names and types."""
 
 import ast
 import dataclasses
@@ -13,34 +13,39 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 class FlagText(str):
-    """The text of a flag of which only code that is not imported yet knows the setting's type: of
-    a mixer's setting.
+    """The text of a flag for a mixer's setting. Its type is declared by the mixer, which is not
+    imported yet, so the text is parsed later.
     """
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config dataclass as nested plain dicts (JSON-ready; tuples stay tuples)."""
-    return _plain(config)
+    """Converts a config dataclass to nested dicts, which JSON can hold; tuples stay tuples."""
+    return _to_plain(config)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+            field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)
         }
     if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
+        return {name: _to_plain(inner) for name, inner in value.items()}
     if isinstance(value, tuple):
-        return tuple(map(_plain, value))
+        return tuple(map(_to_plain, value))
     return value
 
 
 def from_dict(cls: type, values: dict[str, Any], path: str = "config") -> Any:
-    """Builds the config dataclass `cls` from a nested dict, checking names and types.
+    """Builds the config dataclass `cls` from a nested dict, and checks names and types.
+
+    Args:
+      cls: the dataclass.
+      values: name of a field → value; a group of settings is a dict.
+      path: the dotted name of the group, for messages.
 
     Raises:
-      UserError: an unknown key (the nearest known one is suggested), a value of the wrong type,
-      or one that `cls` refuses.
+      UserError: a key is unknown (the message suggests the most similar setting), a value has the
+        wrong type, or `cls` refuses a value.
     """
     hints = typing.get_type_hints(cls)
     arguments = {}
@@ -49,11 +54,12 @@ def from_dict(cls: type, values: dict[str, Any], path: str = "config") -> Any:
         if key not in hints:
             hint = did_you_mean(key, hints) or f"; known here: {', '.join(hints)}"
             raise UserError(f"{where}: no such setting{hint}")
-        arguments[key] = _checked(value, hints[key], where)
+        arguments[key] = _check_value(value, hints[key], where)
     return cls(**arguments)
 
 
-def _checked(value: Any, hint: Any, where: str) -> Any:
+def _check_value(value: Any, hint: Any, where: str) -> Any:
+    """Converts a value to the type `hint` of its field, or raises UserError."""
     if dataclasses.is_dataclass(hint):
         require(
             isinstance(value, dict), f"{where} = {short_repr(value)}: expected a group of settings"
@@ -67,7 +73,7 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         return hint(**value)
     origin = typing.get_origin(hint)
     if type(None) in typing.get_args(hint):
-        return None if value is None else _checked(value, typing.get_args(hint)[0], where)
+        return None if value is None else _check_value(value, typing.get_args(hint)[0], where)
     if origin is Literal:
         choices = typing.get_args(hint)
         require(
@@ -79,12 +85,13 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
     if origin is tuple:
         require(isinstance(value, (tuple, list)), f"{where} = {short_repr(value)}: expected a list")
         return tuple(
-            _checked(v, typing.get_args(hint)[0], f"{where}[{i}]") for i, v in enumerate(value)
+            _check_value(v, typing.get_args(hint)[0], f"{where}[{i}]") for i, v in enumerate(value)
         )
-    return _checked_scalar(value, hint, where)
+    return _check_scalar(value, hint, where)
 
 
-def _checked_scalar(value: Any, hint: type, where: str) -> Any:
+def _check_scalar(value: Any, hint: type, where: str) -> Any:
+    """As `_check_value`, for a bool, int, float or str."""
     if isinstance(value, int) and not isinstance(value, bool):
         require(
             -(2**64) < value < 2**64, f"{where} = {short_repr(value)}: expected at most 64 bits"
@@ -98,7 +105,7 @@ def _checked_scalar(value: Any, hint: type, where: str) -> Any:
     )
     require(
         hint is not str or _is_unicode(value),
-        f"{where} = {short_repr(value)}: expected text that UTF-8 can write",
+        f"{where} = {short_repr(value)}: expected text that UTF-8 can encode",
     )
     require(
         hint is not float or math.isfinite(value), f"{where} = {value}: expected a finite number"
@@ -107,7 +114,9 @@ def _checked_scalar(value: Any, hint: type, where: str) -> Any:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, which a name that is not UTF-8 leaves."""
+    """Whether UTF-8 can encode `text`. It cannot encode surrogates, which Python puts in place of
+    bytes of a file name that are not UTF-8.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -115,12 +124,17 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def parse(text: str, default: Any, where: str) -> Any:
-    """The value that the text of a flag stands for, of the type of the setting's default; with a
-    FlagText as default the text itself, to be parsed later.
+def parse_flag(text: str, default: Any, where: str) -> Any:
+    """Parses the text of a flag as a value of the type of `default`. If `default` is a FlagText,
+    the result is the text as a FlagText, to be parsed later.
+
+    Args:
+      text: the text behind the flag's "=".
+      default: the setting's default.
+      where: the flag as the user wrote it, for messages.
 
     Raises:
-      UserError: it is not of that type; `where` is what the user wrote.
+      UserError: the text is not a value of that type.
     """
     if isinstance(default, FlagText):
         return FlagText(text)

@@ -1,14 +1,14 @@
-"""Every name that a setting may give to a part of the program, and the part that it stands for.
+"""The registry: tables from names in settings to the classes and functions that they stand for.
 
-One table per kind of part: a name, and where its code is ("package.module:Name"). The tables hold
-strings, so that they can stand here, below the rooms that they name: a config is checked without
-an import, and a run imports only the parts that it uses. No other file names a plugin.
+There is one table for each kind of part (mixers, norms, optimizers, …). It maps a name to an import
+string, "package.module:Name". Because these are strings, checking a config imports nothing, and a
+run imports only the parts that it uses. No other file names a plugin.
 
-Where a setting takes a name of a table, it also takes "my_package.module:Name", a part of the
-user's own (docs/extending.md). To import such a part is to run its code. So a name of this form
-counts only where a user wrote it: in a config file, in a flag, in Python. The records that
-this package reads (a run.json, a Hugging Face directory) may name one only if its package is
-trusted (`trust`, the flag --trust).
+A setting that takes a name of a table also takes an import string of the user's own code,
+"my_package.module:Name" (docs/extending.md). Importing it runs that code. Therefore an import
+string is accepted only from the user: in a config file, in a flag, in Python. Files that this
+package reads (a run.json, a Hugging Face directory) may contain one only if its package is trusted
+(`trust`, the flag --trust).
 """
 
 import importlib
@@ -18,7 +18,7 @@ from typing import Any
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, error_message, require
 
-# Token mixers: model.layer_types, model.linear_mixer, model.full_mixer.
+# Token mixers, for model.layer_types, model.linear_mixer and model.full_mixer.
 MIXERS = {
     "gated_deltanet": "qwen3next_jax.model.gated_deltanet:GatedDeltaNet",
     "gated_attention": "qwen3next_jax.model.gated_attention:GatedAttention",
@@ -49,6 +49,8 @@ MIXERS = {
     "hyena": "qwen3next_jax.zoo.hyena:Hyena",
     "bahdanau": "qwen3next_jax.zoo.additive_attention:Bahdanau",
     "luong": "qwen3next_jax.zoo.additive_attention:Luong",
+    "biased_attention": "qwen3next_jax.zoo.biased_attention:BiasedAttention",
+    "sink_attention": "qwen3next_jax.zoo.biased_attention:SinkAttention",
     "nope_attention": "qwen3next_jax.zoo.pairwise:NoPEAttention",
     "masked_attention": "qwen3next_jax.zoo.pairwise:Masked",
     "alibi": "qwen3next_jax.zoo.pairwise:ALiBi",
@@ -61,8 +63,7 @@ MIXERS = {
     "selected_tokens": "qwen3next_jax.zoo.long_context:SelectedTokens",
     "qsa": "qwen3next_jax.zoo.qsa:QSA",
 }
-# Where the norms around a mixer and an MLP stand; N is a norm, f the mixer or the MLP:
-# model.block.placement.
+# Placements of a block's norms, for model.block.placement; N is a norm, f the mixer or the MLP.
 PLACEMENTS = {
     "pre": "qwen3next_jax.model.block:Block",  # x + f(N(x))
     "post": "qwen3next_jax.zoo.block_parts:Post",  # N(x + f(x))
@@ -74,7 +75,7 @@ PLACEMENTS = {
 }
 # Those of them that have several residual streams (model.streams).
 WITH_STREAMS = ("gated_residual",)
-# Dense MLPs; experts are SwiGLU in every model: model.block.mlp.
+# Dense MLPs: model.block.mlp.
 MLPS = {
     "swiglu": "qwen3next_jax.model.moe:DenseMLP",
     "geglu": "qwen3next_jax.zoo.block_parts:GeGLU",
@@ -83,46 +84,53 @@ MLPS = {
     "relu2": "qwen3next_jax.zoo.block_parts:SquaredReLU",
     "none": "qwen3next_jax.zoo.block_parts:NoMLP",
 }
-# Every norm but the recurrent layers' own: model.block.norm.
+# Mixtures of experts, by what an expert computes: model.moe.experts.
+EXPERTS = {
+    "swiglu": "qwen3next_jax.model.moe:SparseMoE",
+    "relu2": "qwen3next_jax.zoo.experts:SquaredReLUExperts",
+    "clipped_swiglu": "qwen3next_jax.zoo.experts:ClippedSwiGLUExperts",
+}
+# Norms, for model.block.norm; the norms inside of recurrent layers are not affected.
 NORMS = {
     "rms": "qwen3next_jax.model.layers:rms_norm",
     "layer": "qwen3next_jax.zoo.block_parts:LayerNorm",  # minus the mean, and with a bias
 }
-# Positions that are added to the embeddings; rotations belong to the mixers:
-# model.block.positions.
+# Positions that are added to the embeddings, for model.block.positions. (Rotations are part of the
+# mixers.)
 POSITIONS = {
     "none": "qwen3next_jax.model.positions:NoPositions",
     "sinusoidal": "qwen3next_jax.zoo.block_parts:Sinusoidal",
     "learned": "qwen3next_jax.zoo.block_parts:Learned",
 }
-# How rotary positions reach `yarn_factor` times as far: model.block.rope_scaling.
+# Ways to stretch rotary positions to texts `yarn_factor` times as long, for
+# model.block.rope_scaling.
 ROPE_SCALINGS = {
     "yarn": "qwen3next_jax.model.layers:yarn",
     "linear": "qwen3next_jax.zoo.block_parts:linear",
     "ntk": "qwen3next_jax.zoo.block_parts:ntk",
     "truncated": "qwen3next_jax.zoo.block_parts:truncated",
 }
-# What a layer adds to the residual stream before its mixer, of the tokens: model.ple.embedding.
+# What a layer adds to the residual stream before its mixer, for model.ple.embedding.
 LAYER_EMBEDDINGS = {
     "ngram": "qwen3next_jax.zoo.ngram_embedding:NgramEmbedding",
 }
-# Optimizers: optimizer.name. A group of settings of its own stands in `OptimizerConfig` under its
-# name.
+# Optimizers, for optimizer.name. Settings that only one optimizer has are a group of
+# `OptimizerConfig` with the optimizer's name.
 OPTIMIZERS = {
     "adamw": "qwen3next_jax.training.optimizers.adamw:direction",
     "muon": "qwen3next_jax.training.optimizers.muon:direction",
 }
-# Evaluations: eval.suites, and eval.py --suite.
+# Evaluations, for eval.suites and the flag --suite of eval.py.
 EVALUATIONS = {
     "heldout": "qwen3next_jax.evals.heldout:Heldout",
-    "position": "qwen3next_jax.evals.perplexity:Position",
+    "position": "qwen3next_jax.evals.perplexity:LossByPosition",
     "mqar": "qwen3next_jax.evals.recall:AssociativeRecall",
     "induction": "qwen3next_jax.evals.recall:Induction",
     "copy": "qwen3next_jax.evals.recall:Copy",
-    "niah": "qwen3next_jax.evals.recall:Needles",
-    "sinks": "qwen3next_jax.evals.sinks:Sinks",
+    "niah": "qwen3next_jax.evals.recall:NeedleInAHaystack",
+    "sinks": "qwen3next_jax.evals.sinks:AttentionSinks",
 }
-# What a run trains on: data.source.
+# Sources of training data, for data.source.
 DATA_SOURCES = {
     "text": "qwen3next_jax.data.pipeline:TrainData",
     "mqar": "qwen3next_jax.data.synthetic:SyntheticData",
@@ -131,13 +139,14 @@ DATA_SOURCES = {
     "backcopy": "qwen3next_jax.data.synthetic:SyntheticData",
 }
 
-# Every setting that names a part, and its table.
+# Setting that names a part → its table.
 SETTINGS = {
     "model.layer_types": MIXERS,
     "model.linear_mixer": MIXERS,
     "model.full_mixer": MIXERS,
     "model.block.placement": PLACEMENTS,
     "model.block.mlp": MLPS,
+    "model.moe.experts": EXPERTS,
     "model.block.norm": NORMS,
     "model.block.positions": POSITIONS,
     "model.block.rope_scaling": ROPE_SCALINGS,
@@ -149,7 +158,7 @@ SETTINGS = {
 
 Table = Mapping[str, str]
 _IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-_trusted: set[str] = set()
+_trusted: set[str] = set()  # packages that files may name
 
 
 def is_import_string(name: Any) -> bool:
@@ -158,8 +167,15 @@ def is_import_string(name: Any) -> bool:
 
 
 def check_name(table: Table, name: str, setting: str) -> None:
-    """Raises UserError unless the table has `name`, or `name` is an import string; imports
-    nothing. `setting` says where it was given, such as "data.source".
+    """Checks a name in a setting, without importing what it stands for.
+
+    Args:
+      table: the table of the setting.
+      name: the name.
+      setting: the setting's dotted name, such as "data.source", for messages.
+
+    Raises:
+      UserError: the table does not have `name`, and `name` is not an import string.
     """
     require(
         name in table or is_import_string(name),
@@ -169,41 +185,49 @@ def check_name(table: Table, name: str, setting: str) -> None:
 
 
 def resolve(table: Table, name: str, setting: str) -> Any:
-    """Imports what `name` stands for.
+    """Imports and returns what a name in a setting stands for.
+
+    Args:
+      table: the table of the setting.
+      name: a name in the table, or an import string.
+      setting: the setting's dotted name, for messages.
 
     Raises:
-      UserError: the table does not have `name`, or the import fails.
+      UserError: as `check_name` raises it, or the import fails.
     """
     check_name(table, name, setting)
-    place = table.get(name, name)
-    module, _, attribute = place.partition(":")
+    import_string = table.get(name, name)
+    module, _, attribute = import_string.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a module's code can raise anything
-        found = f"{type(error).__name__}: {error_message(error)}"
+        reason = f"{type(error).__name__}: {error_message(error)}"
         if name not in table:
             raise UserError(
-                f"{setting} = {name!r} cannot be imported ({found}): correct the name or the "
-                "module, or start where Python finds it"
+                f"{setting} = {name!r} cannot be imported ({reason}): correct the name or the "
+                "module, or start in a folder from which Python can import it"
             ) from error
-        if isinstance(error, ModuleNotFoundError) and _is_missing_room(error.name, module):
+        if isinstance(error, ModuleNotFoundError) and _is_missing_folder(error.name, module):
             raise UserError(
                 f"{setting} = {name!r}: this installation does not have "
                 f"{error.name.replace('.', '/')}: restore that folder, or choose another"
             ) from error
         raise UserError(
-            f"{setting} = {name!r}: the registry's {name!r}: {place!r} cannot be imported "
-            f"({found}): correct the line or the module"
+            f"{setting} = {name!r}: the registry's {name!r}: {import_string!r} cannot be "
+            f"imported ({reason}): correct the line or the module"
         ) from error
 
 
-def _is_missing_room(missing: str | None, module: str) -> bool:
+def _is_missing_folder(missing: str | None, module: str) -> bool:
+    """Whether importing `module` failed because a folder of this package, `missing`, is missing."""
     return bool(missing) and missing.startswith("qwen3next_jax.") and module.startswith(missing)
 
 
 def trust(package: str) -> None:
-    """Lets the records that this package reads name parts of `package`, the first part of an
-    import string.
+    """Allows files that this package reads to contain import strings of `package`.
+
+    Args:
+      package: the name of a top-level package, such as "my_package".
     """
     _trusted.add(package)
 
@@ -213,15 +237,21 @@ def is_trusted(package: str) -> bool:
     return package in _trusted
 
 
-def trust_written(settings: Mapping[str, Any]) -> None:
-    """Trusts the packages of all parts that nested settings name, which a user wrote."""
+def trust_user_settings(settings: Mapping[str, Any]) -> None:
+    """Trusts the packages of all import strings in nested settings that a user wrote."""
     for _, name in _import_strings(settings):
         trust(_package(name))
 
 
 def check_trusted(settings: Mapping[str, Any], where: str) -> None:
-    """Raises UserError where the nested settings of a run, read from a record, name a part of a
-    package that is not trusted. `where` names the record.
+    """Checks nested settings that were read from a file.
+
+    Args:
+      settings: the settings, as a nested dict.
+      where: the name of the file, for messages.
+
+    Raises:
+      UserError: a setting has an import string whose package is not trusted.
     """
     for setting, name in _import_strings(settings):
         package = _package(name)
@@ -234,11 +264,12 @@ def check_trusted(settings: Mapping[str, Any], where: str) -> None:
 
 
 def _package(import_string: str) -> str:
+    """The top-level package of an import string."""
     return re.split(r"[.:]", import_string)[0]
 
 
 def _import_strings(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """(setting, import string) of all settings that name a part so."""
+    """(dotted name of a setting, import string), for all import strings in nested settings."""
     for key, value in settings.items():
         setting = f"{path}{key}"
         if isinstance(value, Mapping):

@@ -16,22 +16,23 @@ from qwen3next_jax.config.reading import to_dict
 from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS, check_name, is_import_string
 
 MESH_AXES = ("data", "expert", "context", "tensor")
-# What the forward pass saves for the backward pass, which computes the rest again. "none": nothing
-# is computed again (in bfloat16, only cheap elementwise results are). "block": the input of each
-# block. "dots": also the results of its projections. "offload": the input of each block, in the
-# host's memory.
 IndexerTraining = Literal["frozen", "dense", "sparse"]
+# What the forward pass saves for the backward pass, which computes everything else again:
+#   "none"     all results; in bfloat16, all but those of cheap elementwise operations
+#   "block"    the input of each block
+#   "dots"     also the results of the block's projections
+#   "offload"  the input of each block, in the host's memory
 Remat = Literal["none", "block", "dots", "offload"]
 Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticConfig:
-    """Settings of the synthetic tasks (`data/synthetic.py`)."""
+    """Settings of the synthetic tasks (`data/synthetic.py`); mqar is associative recall."""
 
     # mqar: number of key-value pairs in a row
     pairs: int = 8
-    # mqar: the distance d of a query from its pair has probability ∝ d^(gap_power - 1)
+    # mqar: a query follows its pair at distance d with a probability ∝ d^(gap_power - 1)
     gap_power: float = 0.01
 
     def __post_init__(self):
@@ -42,10 +43,10 @@ class SyntheticConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What the run trains on, and how it becomes rows of `train.sequence_length` tokens."""
+    """What the run trains on, and how documents become rows of `train.sequence_length` tokens."""
 
-    # "text" reads the files of data.path; other sources, such as "mqar", are tasks that are made
-    # from data.seed (config/registry.py)
+    # "text" reads the files of data.path; the other sources, such as "mqar", generate synthetic
+    # tasks from data.seed (config/registry.py lists them)
     source: str = "text"
     synthetic: SyntheticConfig = SyntheticConfig()
     # comma-separated globs, local or gs://, of text files (.txt, .md, .py, …), .jsonl and .parquet
@@ -71,7 +72,8 @@ class DataConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
-        # Older run.json files say "bytes", which was the default, even for tasks without tokenizer.
+        # Older run.json files say "bytes", the default of that time, even for tasks that have no
+        # tokenizer.
         if self.source != "text" and self.tokenizer == "bytes":
             object.__setattr__(self, "tokenizer", "")
         check_name(DATA_SOURCES, self.source, "data.source")
@@ -91,28 +93,30 @@ class DataConfig:
         )
         require(
             min(self.weights, default=0) >= 0 < max(self.weights, default=1),
-            f"data.weights = {self.weights}: expected numbers of 0 or more, one at least above it",
+            f"data.weights = {self.weights}: expected numbers of 0 or more, at least one above 0",
         )
         globs = len(self.globs)
         require(
             not self.weights or len(self.weights) == max(globs, 1),
             f"data.weights has {len(self.weights)} numbers for {globs} globs in data.path: "
-            "expected one each",
+            "expected one number for each",
         )
 
     @property
     def globs(self) -> tuple[str, ...]:
-        return tuple(g.strip() for g in self.path.split(",") if g.strip())
+        """The globs in `path`."""
+        return tuple(glob.strip() for glob in self.path.split(",") if glob.strip())
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage of a run: a number of steps, and settings of train, data and optimizer that hold
-    during them. None leaves a setting as the run has it.
+    """One stage of a run: a number of steps, and the values that settings of train, data and
+    optimizer have during these steps. A setting that is None has the run's value.
     """
 
+    # optimizer steps of the stage
     steps: int = 0
-    # name in records and reports; "": the number of the stage
+    # the stage's name in records and reports; "": its number, from 1
     name: str = ""
     batch_size: int | None = None
     gradient_accumulation: int | None = None
@@ -120,9 +124,9 @@ class Stage:
     remat: Remat | None = None
     indexer_training: IndexerTraining | None = None
     weights: tuple[float, ...] | None = None
-    # A stage that sets one of the four below gets a learning-rate schedule of its own, over its own
-    # steps and without warm-up. A stage that sets none continues the schedule of the stage before,
-    # which then runs over the steps of both.
+    # A stage that sets one of the four settings below has its own learning-rate schedule, over its
+    # own steps and without warm-up. A stage that sets none of them continues the schedule of the
+    # stage before it; that schedule then covers the steps of both.
     learning_rate: float | None = None
     schedule: Schedule | None = None
     decay_fraction: float | None = None
@@ -140,7 +144,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """How long the run trains, on batches of what shape, from which weights, on which loss."""
+    """The length of the run, the shape of its batches, its initial weights, and its loss."""
 
     # optimizer steps of the whole run
     steps: int = 1000
@@ -153,17 +157,19 @@ class TrainConfig:
     sequence_length: int = 2048
     # number of micro-batches that a step is split into
     gradient_accumulation: int = 1
-    # decides the initial weights
+    # seed of the random initial weights
     seed: int = 0
-    # where the initial weights come from: a Hugging Face directory, or a run (RUN for its newest
-    # checkpoint, RUN@STEP for another); "": random
+    # source of the initial weights: a Hugging Face directory, or the folder of a run (RUN for its
+    # newest checkpoint, RUN@STEP for another one); "": random weights
     init_from: str = ""
-    # what to take from a run in train.init_from: its weights, or also its optimizer state, step
-    # and place in the data
+    # what to load from a run in train.init_from: "weights", or "all": also its optimizer state, its
+    # step and its position in the data
     init_state: Literal["weights", "all"] = "weights"
-    # rematerialisation: how much the backward pass computes again to save memory (model/remat.py)
+    # which results the backward pass computes again, to save memory. "none": none of them. "block":
+    # all inside of a block. "dots": all but the results of projections. "offload": as "block", and
+    # the inputs of blocks wait in the host's memory (model/remat.py)
     remat: Remat = "none"
-    # weight of the experts' load-balancing loss, which is 1 when the load is balanced perfectly
+    # weight of the experts' load-balancing loss, which is 1 if the load is perfectly balanced
     balance_loss_weight: float = 0.001
     # weight of the multi-token prediction loss, a mean over its depths
     mtp_loss_weight: float = 0.1
@@ -174,20 +180,20 @@ class TrainConfig:
     indexer_training: IndexerTraining = "frozen"
     # weight of the indexers' loss, a mean over their layers
     indexer_loss_weight: float = 1.0
-    # how far one step moves the bias of model.moe.router_bias
+    # how much one step adds to, or subtracts from, a bias of model.moe.router_bias
     router_bias_rate: float = 0.001
     # steps between two lines of metrics
     log_every: int = 10
-    # functions of your own, 'my_package.module:function': each is called with the run's Trainer
-    # before the first step, and may add hooks
+    # functions of your own, each as 'my_package.module:function': the run calls each of them with
+    # its Trainer before the first step, so that it can add hooks
     hooks: tuple[str, ...] = ()
-    # what happens when a hook fails without which the run can train: an evaluation, a sample,
-    # the diagnostics, one of your own
+    # whether the run ends or continues after an error in a hook that training does not need: an
+    # evaluation, a sample, the diagnostics, a hook of your own
     on_hook_error: Literal["stop", "continue"] = "stop"
-    # seconds after which a step that does not end makes the run write its stack traces and exit;
-    # 0: never
+    # seconds that a step may take: after that the run writes its stack traces and exits; 0: no
+    # limit
     step_timeout: float = 1800.0
-    # the same for the first step and for evaluations, which may have to compile
+    # the same limit for the first step and for evaluations, which may include compilation; 0: none
     compile_timeout: float = 7200.0
 
     def __post_init__(self):
@@ -223,16 +229,17 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MuonConfig:
-    """Settings that only Muon has. It shares the others with AdamW, which updates all parameters
-    that are no matrices.
+    """Settings that only Muon has. Muon updates matrices; AdamW, with the settings of the
+    optimizer, updates all other parameters.
     """
 
+    # decay rate per step of the running mean of the gradients
     momentum: float = 0.95
     # number of Newton–Schulz iterations
     steps: int = 5
     # dtype of the Newton–Schulz iterations
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # whether each head's part of a projection is orthogonalised by itself
+    # whether each head's part of a projection is orthogonalised separately
     per_head: bool = False
 
     def __post_init__(self):
@@ -243,31 +250,37 @@ class MuonConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer, with decoupled weight decay and gradient clipping, and its learning rate: a
-    warm-up, then the schedule.
+    """The optimizer, with gradient clipping and decoupled weight decay, and its learning rate: a
+    linear warm-up, then the schedule.
     """
 
-    # a name of OPTIMIZERS in config/registry.py; settings that only one optimizer has are a group
-    # of its name
+    # a name of OPTIMIZERS in config/registry.py; settings that only one optimizer has are in the
+    # group of its name
     name: str = "adamw"
     muon: MuonConfig = MuonConfig()
     # the highest learning rate, reached at the end of the warm-up
     learning_rate: float = 4e-4
+    # how the learning rate falls after the warm-up: along a cosine; linearly over the last
+    # decay_fraction of the steps; linearly over all steps; not at all
     schedule: Schedule = "cosine"
-    # steps over which the learning rate rises from 0; at most train.steps count
+    # steps over which the learning rate rises from 0
     warmup_steps: int = 100
-    # warmup_stable_decay: the last share of the steps, during which the learning rate falls
+    # warmup_stable_decay: the share of the steps, at the end, during which the learning rate falls
     decay_fraction: float = 0.2
-    # the learning rate at the last step as a share of the highest, for all schedules but "constant"
+    # the learning rate of the last step as a share of the highest, for all schedules but "constant"
     final_fraction: float = 0.1
+    # Adam's decay rate, per step, of the mean of the gradients
     beta1: float = 0.9
+    # Adam's decay rate, per step, of the mean of the squared gradients
     beta2: float = 0.95
+    # added to the root of the mean of the squared gradients, by which Adam divides
     eps: float = 1e-8
+    # each step subtracts learning rate × weight_decay × parameter
     weight_decay: float = 0.1
-    # whether weight decay acts on norm weights, as in the released model's training; it never acts
-    # on A_log and dt_bias
+    # whether weight decay applies to norm weights, as in the training of the released model; it
+    # never applies to A_log and dt_bias
     decay_norm_weights: bool = True
-    # largest global norm of the gradients; 0: no clipping
+    # the global norm of the gradients above which they are scaled down to it; 0: no clipping
     clip_norm: float = 1.0
 
     def __post_init__(self):
@@ -293,18 +306,19 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
-    """What the train step does about bad updates. It never applies an update whose loss or gradient
-    is not finite; these settings are about spikes, sudden jumps upwards.
+    """What the train step does when the loss or the gradient norm has a spike, a sudden jump
+    upwards. It never applies an update whose loss or gradient is not finite.
     """
 
     # "continue" applies the update, "skip" does not, "rewind" returns to the last checkpoint and
     # passes over the data since, "stop" ends the run
     on_spike: Literal["continue", "skip", "rewind", "stop"] = "continue"
-    # robust z-score, over the window, above which a loss or gradient norm is a spike
+    # a loss or gradient norm is a spike if it lies more than this many (robust) standard deviations
+    # above the median of the window
     spike_z: float = 10.0
-    # number of steps that the z-score looks back; there are no spikes before so many steps
+    # number of past steps in the window; before that many steps nothing counts as a spike
     window: int = 128
-    # number of skipped updates in a row that ends the run
+    # the run ends after this many skipped updates in a row
     max_skips: int = 10
 
     def __post_init__(self):
@@ -321,13 +335,13 @@ class CheckpointConfig:
 
     # steps between two checkpoints; the last step is always saved
     every: int = 500
-    # how many of the newest whole checkpoints to keep
+    # number of complete checkpoints to keep, the newest ones
     keep_last: int = 3
-    # also keep the checkpoints at multiples of so many steps; 0: none
+    # also keep all checkpoints whose step is a multiple of this number; 0: none
     keep_every: int = 0
 
     def __post_init__(self):
-        # With keep_last = 1 the older checkpoint would be deleted before the newer is complete.
+        # With keep_last = 1 the older checkpoint would be deleted before the newer one is complete.
         check_bounds(
             self,
             "checkpoint",
@@ -343,17 +357,17 @@ class EvalConfig:
     every: int = 250
     # held-out rows of an evaluation during training; eval.py uses all rows
     rows: int = 64
-    # text that the sample of an evaluation continues
+    # text that the model continues at each evaluation, as a sample
     sample_prompt: str = "def "
     # tokens of the sample; 0: no sample
     sample_tokens: int = 96
-    # more evaluations at the same steps: names of EVALUATIONS in config/registry.py
+    # further evaluations at the same steps: names of EVALUATIONS in config/registry.py
     suites: tuple[str, ...] = ()
-    # rows of each suite
+    # number of rows of each of these evaluations
     suite_rows: int = 64
-    # row lengths, in tokens, of the suites induction, copy and niah
+    # row lengths, in tokens, of the evaluations induction, copy and niah
     suite_lengths: tuple[int, ...] = (256,)
-    # numbers of key-value pairs of the suite mqar
+    # numbers of key-value pairs of the evaluation mqar
     suite_pairs: tuple[int, ...] = (4, 8, 16)
 
     def __post_init__(self):
@@ -375,15 +389,15 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How many devices each axis of the mesh has; -1, once at most: all that are left."""
+    """Number of devices along each axis of the mesh. One axis may be -1: all remaining devices."""
 
-    # splits the rows of a batch, and the storage of parameters and optimizer state (FSDP)
+    # devices that share the rows of a batch, and the stored parameters and optimizer state (FSDP)
     data: int = -1
-    # splits the rows of a batch, and the experts
+    # devices that share the experts, and the rows of a batch
     expert: int = 1
-    # splits the tokens of a row
+    # devices that share the tokens of a row
     context: int = 1
-    # splits heads, and the widths of MLPs
+    # devices that share the heads and the widths of MLPs
     tensor: int = 1
 
     def __post_init__(self):
@@ -399,7 +413,7 @@ class MeshConfig:
         )
 
     def sizes(self, devices: int) -> dict[str, int]:
-        """{axis: number of devices} of a mesh of `devices` devices in all.
+        """Axis → number of devices, for a mesh of `devices` devices in all.
 
         Raises:
           UserError: the sizes do not multiply to `devices`.
@@ -418,15 +432,15 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelConfig:
-    """How the run is spread over devices and processes."""
+    """How the devices and processes share the run."""
 
     mesh: MeshConfig = MeshConfig()
-    # seconds that the processes of the run wait for each other at the start
+    # seconds that the processes of the run wait for each other when they start
     start_timeout: float = 300.0
-    # seconds after which a silent process counts as dead and the others end
+    # seconds without a sign of life after which a process counts as dead and the others exit
     heartbeat_timeout: float = 100.0
-    # options of the XLA compiler, "NAME=VALUE,…"; they replace those that
-    # sharding/compiler_options.py gives for the chip
+    # options of the XLA compiler, as "NAME=VALUE,…"; they replace the options that
+    # sharding/compiler_options.py has for the chip
     compiler_options: str = ""
 
     def __post_init__(self):
@@ -439,11 +453,11 @@ class TelemetryConfig:
     has (docs/report.md).
     """
 
-    # steps between two measurements of every layer, each of which costs a forward pass; 0: never
+    # steps between two measurements of all layers, each of which costs a forward pass; 0: never
     diagnostics_every: int = 100
     # whether to write scalars and samples for TensorBoard into WORKDIR/tensorboard
     tensorboard: bool = False
-    # project on Weights & Biases that gets the metrics; "": none
+    # project on Weights & Biases to which the metrics are sent; "": none
     wandb: str = ""
 
     def __post_init__(self):
@@ -456,7 +470,7 @@ class ProfileConfig:
 
     # the steps to trace: "10:13" traces steps 10, 11 and 12; "": none
     steps: str = ""
-    # whether to write, after these steps, what holds the device's memory (for pprof)
+    # whether to write a profile of the devices' memory, for pprof, after these steps
     memory: bool = False
 
     def __post_init__(self):
@@ -474,16 +488,16 @@ class ProfileConfig:
 
     @property
     def range(self) -> range:
-        """The steps to trace."""
+        """The steps to trace; empty if there are none."""
         first, _, end = (self.steps or "0:0").partition(":")
         return range(int(first), int(end))
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A whole run."""
+    """All settings of a run."""
 
-    # name of the run; its folder is runs/<name> unless --workdir gives another
+    # name of the run; its folder is runs/<name>, unless the flag --workdir names another
     name: str = "default"
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -523,5 +537,5 @@ class Config:
 
 
 def default_config() -> dict[str, Any]:
-    """Nested dict of every default, from which the files in `configs/` start."""
+    """The defaults of all settings as a nested dict, with which the files in `configs/` begin."""
     return to_dict(Config())

@@ -1,1 +1,1 @@
-"""Evaluations: what a trained model is worth on text it has not seen."""
+"""Evaluations: measurements of a trained model on rows that it was not trained on."""

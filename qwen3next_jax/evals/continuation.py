@@ -1,15 +1,15 @@
-"""What a model says after a text, up to a stop string: rows of a batch decoded together."""
+"""Text generation for evaluations: a batch of prompts, each continued until a stop string."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.inference.decode import generate, joined
+from qwen3next_jax.inference.decode import concatenate_pieces, generate
 from qwen3next_jax.model import Qwen3Next
 
 
-def continued(
+def generate_until(
     model: Qwen3Next,
     tokenizer: Tokenizer,
     prompts: Sequence[np.ndarray],
@@ -18,27 +18,34 @@ def continued(
     rows: int,
     **options,
 ) -> list[str]:
-    """The text after each prompt, up to the end of a document or the first of its stop strings.
+    """Returns the text that the model generates after each prompt, up to the end of the document
+    or the first stop string.
+
+    Decoding ends as soon as every row has met one of its stop strings.
 
     Args:
-      prompts: at most `rows` of them; what is missing is filled up, so that batches of all sizes
-      run one compiled program. stops: of each prompt, the strings before which its text ends.
-      Decoding ends when every row has met one. options: as of `generate`.
+      prompts: int arrays of token ids, at least one and at most `rows`.
+      stops: for each prompt, the strings before which its text ends.
+      rows: the number of rows that are decoded. The last prompt is repeated to fill the batch, so
+        that batches of all sizes run the same compiled program.
+      options: further arguments of `inference.generate`.
     """
     filled = [*prompts, *[prompts[-1]] * (rows - len(prompts))]
     pieces: list[list[np.ndarray]] = []
-    texts: list[str] = []
+    texts = [""] * len(prompts)
     for piece in generate(model, filled, stop_ids=(tokenizer.eos_id,), **options):
         pieces.append(piece)
-        texts = [tokenizer.decode(tokens) for tokens in joined(pieces, rows)[: len(prompts)]]
-        # none new: it has ended
+        tokens_of_rows = concatenate_pieces(pieces, rows)[: len(prompts)]
+        texts = [tokenizer.decode(tokens) for tokens in tokens_of_rows]
         if all(
-            not len(new) or any(stop in text for stop in of)
-            for new, text, of in zip(piece, texts, stops)
+            # a row without new tokens has met the end of its document
+            not len(new_tokens) or any(stop in text for stop in row_stops)
+            for new_tokens, text, row_stops in zip(piece, texts, stops)
         ):
             break
-    texts = texts or [""] * len(prompts)
-    return [
-        min((text.split(stop)[0] for stop in of), key=len, default=text)
-        for text, of in zip(texts, stops)
-    ]
+    return [_text_before(text, row_stops) for text, row_stops in zip(texts, stops)]
+
+
+def _text_before(text: str, stops: Sequence[str]) -> str:
+    """Returns the part of `text` before the first occurrence of any of the stop strings."""
+    return min((text.split(stop)[0] for stop in stops), key=len, default=text)

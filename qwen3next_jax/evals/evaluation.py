@@ -1,5 +1,7 @@
-"""What an evaluation is: a class of its own file and a line of `config.registry`; and running
-them by name on one model.
+"""The interface of an evaluation, and functions that check and construct evaluations by name.
+
+An evaluation is a subclass of `Evaluation`, named by an entry of `config.registry.EVALUATIONS` or
+by the import string "package.module:Class".
 """
 
 import dataclasses
@@ -11,56 +13,74 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.common.figures import Figure
+from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.config import EvalConfig, ModelConfig
 from qwen3next_jax.config.registry import EVALUATIONS, resolve
 from qwen3next_jax.data.pipeline import Batch, Data
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.evals.scoring import Scorer, make_score_step, make_scorer
 
-_TEXT_IDS = 256  # in byte-level vocabularies the ids below are the single bytes
+_BYTE_IDS = 256  # token ids below this are the single bytes in a byte-level vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """rows per evaluation; lengths in tokens (of induction, copy, niah); pairs (of mqar)."""
+class EvalOptions:
+    """What the user may choose about every evaluation.
 
-    rows: int | None = None  # None: each evaluation's own number
+    Attributes:
+      rows: number of rows that each evaluation reads; None: the evaluation's own number.
+      lengths: row lengths in tokens, for induction, copy and niah.
+      pairs: numbers of key-value pairs in a row, for mqar.
+    """
+
+    rows: int | None = None
     lengths: tuple[int, ...] = (256,)
     pairs: tuple[int, ...] = (4, 8, 16)
 
 
-def options_of(config: EvalConfig) -> Options:
-    """What a run's configuration asks for during training."""
-    return Options(config.suite_rows, config.suite_lengths, config.suite_pairs)
+def options_from_config(config: EvalConfig) -> EvalOptions:
+    """Returns the options of the evaluations that run during training."""
+    return EvalOptions(config.suite_rows, config.suite_lengths, config.suite_pairs)
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
-    """The model that is evaluated, and on what.
+class EvalContext:
+    """The model that evaluations measure, and the data that they measure it on.
 
-    graphdef: of the `Qwen3Next`, whose parameters come with every call. open_data: gives the
-    data whose held-out rows count; called only by the evaluations that read them. mesh: on which
-    the parameters lie, as `Qwen3Next.features` takes it; None: one device. On a mesh of several
-    processes each
-      of them runs every evaluation, with the same rows.
+    The parameters are not here: `Evaluation.run` takes them, so that one compiled evaluation
+    measures the model at several steps of training.
+
+    Attributes:
+      config: the model's configuration.
+      graphdef: the graph definition of the `Qwen3Next`; `nnx.merge` adds parameters to it.
+      tokenizer: turns text into the model's tokens.
+      open_data: opens the data with the held-out rows. Only evaluations that read held-out rows
+        call it.
+      options: what the user chose.
+      mesh: the mesh on which the parameters lie, or None for a single device. If several
+        processes share the mesh, each of them runs every evaluation on the same rows.
     """
 
     config: ModelConfig
     graphdef: nnx.GraphDef
     tokenizer: Tokenizer
     open_data: Callable[[], Data]
-    options: Options = Options()
+    options: EvalOptions = EvalOptions()
     mesh: Mesh | None = None
 
     def heldout(self, rows: int | None = None) -> Iterator[Batch]:
-        """Held-out rows in batches on the host: `options.rows`, else `rows`, else all.
-        `scoring.place` takes them to the mesh.
+        """Yields batches of held-out rows as host arrays; `scoring.place_on_mesh` moves them to
+        the mesh.
+
+        Args:
+          rows: the number of rows if `options.rows` is None; None: all rows.
         """
         return self.open_data().heldout(self.options.rows or rows)
 
     def scorer(self, params: dict) -> Scorer:
-        """Loss and best guess at every token of given rows."""
+        """Returns a function that computes, for the rows that it is given, the loss of every token
+        and the token that the model finds most likely in its place.
+        """
         return make_scorer(self._score_step, params, self.mesh)
 
     @functools.cached_property
@@ -69,51 +89,77 @@ class Subject:
 
 
 class Evaluation:
-    """One evaluation of one model, compiled once and run on any of its parameters. A subclass
-    says what it gives and needs.
+    """The base class of evaluations. An instance compiles its programs once and can then measure
+    any parameters of its model.
 
-    figures: of every kind of number that `run` gives. A number that is measured in several
-    places is named "kind/place". needs_text: whether the model's tokens have to stand for text.
-    settings: "suite_lengths" and "suite_pairs", where it reads them; None: it may read both.
+    Attributes:
+      metrics: the declaration of every kind of number that `run` returns. A metric measured under
+        several conditions has a value named "kind/condition" for each.
+      needs_text: whether the evaluation requires a model whose tokens stand for text.
+      settings: the settings of `EvalConfig` that the evaluation reads, out of "suite_lengths" and
+        "suite_pairs"; None: it may read both. A setting that no evaluation reads is refused.
     """
 
-    figures: ClassVar[Mapping[str, Figure]] = {}
+    metrics: ClassVar[Mapping[str, Metric]] = {}
     needs_text: ClassVar[bool] = False
     settings: ClassVar[tuple[str, ...] | None] = None
 
-    def __init__(self, subject: Subject):
-        self.subject = subject
+    def __init__(self, eval_context: EvalContext):
+        self.eval_context = eval_context
+
+    def __init_subclass__(cls, **options):
+        """Accepts the names that evaluations written for earlier versions use."""
+        super().__init_subclass__(**options)
+        for old, new in {"figures": "metrics", "context": "required_context"}.items():
+            if old in cls.__dict__ and new not in cls.__dict__:
+                setattr(cls, new, cls.__dict__[old])
+
+    @property
+    def subject(self) -> EvalContext:
+        """The old name of `eval_context`, which evaluations outside this package may use."""
+        return self.eval_context
 
     @classmethod
-    def context(cls, options: Options) -> int:
-        """Tokens of the longest row that it makes itself."""
+    def required_context(cls, options: EvalOptions) -> int:
+        """Returns the length in tokens of the longest row that the evaluation makes; 0 if it makes
+        none.
+        """
         return 0
 
     @classmethod
-    def check(cls, options: Options, config: ModelConfig, tokenizer: Tokenizer) -> None:
-        """Raises: UserError: it cannot run on such a model, for a reason that `needs_text` and
-        `context` do not tell.
+    def check(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
+        """Checks requirements on a model beyond `needs_text` and `required_context`.
+
+        Raises:
+          UserError: the evaluation cannot run on a model of this config.
         """
 
     def run(self, params: dict) -> dict[str, float]:
-        """Evaluates `params`, which lie on the mesh as those of the train state do. Every
-        process returns the same numbers.
+        """Evaluates the model with these parameters and returns the measured numbers by name.
+
+        Args:
+          params: the model's parameters, sharded over the mesh like those of the train state.
+
+        Returns:
+          the same numbers in every process.
         """
         raise NotImplementedError
 
 
-def check(
+def check_evaluations(
     names: Sequence[str],
-    options: Options,
+    options: EvalOptions,
     config: ModelConfig,
     tokenizer: Tokenizer,
     setting: str = "eval.suites",
 ) -> None:
-    """Refuses what cannot run on a model, before anything is computed. `setting`: where the
-    names were given.
+    """Checks that every named evaluation can run on the model, before anything is compiled.
+
+    Args:
+      setting: the setting or flag that holds the names; error messages name it.
 
     Raises:
-      UserError: names the evaluation, and what it needs.
+      UserError: names the evaluation, and what it requires.
     """
     require(
         options.rows is None or options.rows >= 1,
@@ -121,10 +167,11 @@ def check(
     )
     for name in names:
         evaluation: type[Evaluation] = resolve(EVALUATIONS, name, setting)
-        needed, longest = evaluation.context(options), config.context_length
+        required = evaluation.required_context(options)
+        available = config.context_length
         require(
-            needed <= longest,
-            f"suite {name} needs a context of {needed} tokens, the model's is {longest} "
+            required <= available,
+            f"suite {name} needs a context of {required} tokens, the model's is {available} "
             "(max_position_embeddings × yarn_factor): give smaller lengths or fewer pairs",
         )
         require(
@@ -137,14 +184,16 @@ def check(
             raise UserError(f"suite {name}: {error}") from error
 
 
-def make(
-    names: Sequence[str], subject: Subject, setting: str = "eval.suites"
+def make_evaluations(
+    names: Sequence[str], eval_context: EvalContext, setting: str = "eval.suites"
 ) -> dict[str, Evaluation]:
-    """The evaluations of these names, ready to run. Raises as `check` does."""
-    check(names, subject.options, subject.config, subject.tokenizer, setting)
-    return {name: resolve(EVALUATIONS, name, setting)(subject) for name in names}
+    """Checks the named evaluations as `check_evaluations` does, and constructs them."""
+    check_evaluations(
+        names, eval_context.options, eval_context.config, eval_context.tokenizer, setting
+    )
+    return {name: resolve(EVALUATIONS, name, setting)(eval_context) for name in names}
 
 
-def made_up_ids(config: ModelConfig, tokenizer: Tokenizer) -> int:
-    """Rows that are made up use token ids below this."""
-    return min(config.vocab_size, _TEXT_IDS) if tokenizer.reads_text else config.vocab_size
+def synthetic_vocab_size(config: ModelConfig, tokenizer: Tokenizer) -> int:
+    """Returns the number of token ids that synthetic rows use: ids 0 … number - 1."""
+    return min(config.vocab_size, _BYTE_IDS) if tokenizer.reads_text else config.vocab_size

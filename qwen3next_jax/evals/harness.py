@@ -1,7 +1,9 @@
-"""The model as lm-evaluation-harness sees it (optional: `pip install 'qwen3next-jax[evals]'`).
+"""The interface that lm-evaluation-harness requires of a model.
 
-Log-likelihoods come from one forward pass over context and continuation, generation from the
-cached decoder. Letters: B batch, T time.
+The harness is optional: `pip install 'qwen3next-jax[evals]'`. A forward pass over context and
+continuation gives log-likelihoods; the cached decoder generates text.
+
+Letters: B batch, T time.
 """
 
 from collections.abc import Sequence
@@ -14,19 +16,27 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.evals.continuation import continued
+from qwen3next_jax.evals.continuation import generate_until
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.inference import speculative as drafting
 from qwen3next_jax.model import Qwen3Next
 
-_NEW_TOKENS = 256  # generated at most where a task does not say
+_MAX_NEW_TOKENS = 256  # the limit for tasks that set none
 
 
 class HarnessModel(TemplateLM):
-    """Args: `max_length`: longest context with its continuation, in tokens; a context that is
-    longer loses its beginning. `batch_size`: rows of one forward pass. `mesh`: on which the
-    parameters lie; None for one device. `speculative`: tokens drafted per pass where text is
-    generated.
+    """A model and its tokenizer, as lm-evaluation-harness calls them.
+
+    Args:
+      max_length: the most tokens of context and continuation together; a longer context loses its
+        beginning. At most the model's context length.
+      batch_size: rows of one forward pass.
+      mesh: the mesh on which the parameters lie; None for a single device.
+      speculative: tokens that the multi-token prediction module drafts per pass when the model
+        generates text; 0: none.
+
+    Raises:
+      UserError: the model cannot draft so many tokens.
     """
 
     def __init__(
@@ -39,15 +49,13 @@ class HarnessModel(TemplateLM):
         speculative: int = 0,
     ):
         super().__init__()
-        self.model, self._tokenizer, self.batch_size, self._mesh = (
-            model,
-            tokenizer,
-            batch_size,
-            mesh,
-        )
+        self.model = model
+        self.batch_size = batch_size
+        self._tokenizer = tokenizer
+        self._mesh = mesh
         self._speculative = speculative
         if speculative:
-            drafting.check(model.config, speculative)
+            drafting.check_drafts(model.config, speculative)
         self.max_length = min(max_length, model.config.context_length)
         graphdef, params = nnx.split(model, nnx.Param)
         self._score = make_scorer(make_score_step(graphdef, mesh), nnx.to_pure_dict(params), mesh)
@@ -73,8 +81,14 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests, disable_tqdm: bool = False, **kwargs
     ) -> list[tuple[float, bool]]:
-        """(log-probability of the continuation, whether greedy decoding would give it) of each
-        (text, context, continuation).
+        """Scores continuations.
+
+        Args:
+          requests: (text, context token ids, continuation token ids) of each.
+
+        Returns:
+          for each, the log-probability of the continuation (nats) and whether greedy decoding
+          would give it.
         """
         rows = [
             (context + continuation)[-(self.max_length + 1) :]
@@ -88,20 +102,24 @@ class HarnessModel(TemplateLM):
                 f" (the model's context is {self.model.config.context_length})"
             )
         results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-        for batch in _batches([len(row) for row in rows], self.batch_size):
-            tokens_BT, segment_ids_BT = _padded([rows[i] for i in batch], self.batch_size)
+        for batch in _batches_by_length([len(row) for row in rows], self.batch_size):
+            tokens_BT, segment_ids_BT = _pad_rows([rows[i] for i in batch], self.batch_size)
             nll_BT, guess_BT = self._score(tokens_BT, segment_ids_BT)
             for b, i in enumerate(batch):
                 end = len(rows[i]) - 1
-                place = slice(end - counts[i], end)
+                continuation = slice(end - counts[i], end)
+                is_greedy = guess_BT[b, continuation] == tokens_BT[b, 1:][continuation]
                 results[i] = (
-                    -float(nll_BT[b, place].sum(dtype=np.float64)),
-                    bool((guess_BT[b, place] == tokens_BT[b, 1:][place]).all()),
+                    -float(nll_BT[b, continuation].sum(dtype=np.float64)),
+                    bool(is_greedy.all()),
                 )
                 self.cache_hook.add_partial("loglikelihood", requests[i][0], results[i])
         return results
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        """Returns the log-probability (nats) of each whole text, scored in windows of at most
+        `max_length` tokens.
+        """
         totals = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
@@ -116,68 +134,76 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """Greedy, or sampled where a task asks for it, up to the first of the task's stop
-        strings.
+        """Continues each context up to the first of the task's stop strings.
+
+        Decoding is greedy, unless the task sets `do_sample`.
         """
+        # Requests with the same limit and temperature are decoded together.
         groups: dict[tuple[int, float], list[int]] = {}
-        for i, (_, options) in enumerate(request.args for request in requests):
-            new = int(options.get("max_gen_toks", _NEW_TOKENS))
-            if new >= self.max_length:
-                raise UserError(
-                    f"a task generates {new} tokens, and max_length = {self.max_length} leaves no "
-                    "room for a prompt: give a larger --max_length (the model's context is "
-                    f"{self.model.config.context_length})"
-                )
-            temperature = (
-                float(options.get("temperature", 0.0)) if options.get("do_sample", False) else 0.0
-            )
-            groups.setdefault((new, temperature), []).append(i)
+        for i, request in enumerate(requests):
+            groups.setdefault(self._limit_and_temperature(request.args[1]), []).append(i)
         texts = [""] * len(requests)
-        for (new, temperature), members in groups.items():
-            prompts = [self._prompt(requests[i].args[0], self.max_length - new) for i in members]
-            for batch in _batches([len(prompt) for prompt in prompts], self.batch_size):
-                stops = [_stops(requests[members[i]].args[1]) for i in batch]
-                found = continued(
+        for (max_new_tokens, temperature), members in groups.items():
+            longest = self.max_length - max_new_tokens
+            prompts = [self._encode_prompt(requests[i].args[0], longest) for i in members]
+            for batch in _batches_by_length([len(prompt) for prompt in prompts], self.batch_size):
+                stops = [_stop_strings(requests[members[i]].args[1]) for i in batch]
+                new_texts = generate_until(
                     self.model,
                     self._tokenizer,
                     [prompts[i] for i in batch],
                     stops,
                     rows=self.batch_size,
-                    max_new_tokens=new,
+                    max_new_tokens=max_new_tokens,
                     temperature=temperature,
                     mesh=self._mesh,
                     speculative=self._speculative,
-                    seed=members[batch[0]],
-                )  # samples differ between batches
-                for i, text in zip(batch, found):
+                    seed=members[batch[0]],  # different for every batch
+                )
+                for i, text in zip(batch, new_texts):
                     texts[members[i]] = text
                     self.cache_hook.add_partial("generate_until", requests[members[i]].args, text)
         return texts
 
-    def _prompt(self, context: str, longest: int) -> np.ndarray:
+    def _limit_and_temperature(self, options: dict) -> tuple[int, float]:
+        """Returns the most tokens to generate and the sampling temperature, 0 for greedy."""
+        max_new_tokens = int(options.get("max_gen_toks", _MAX_NEW_TOKENS))
+        if max_new_tokens >= self.max_length:
+            raise UserError(
+                f"a task generates {max_new_tokens} tokens, and max_length = {self.max_length} "
+                "leaves no room for a prompt: give a larger --max_length (the model's context is "
+                f"{self.model.config.context_length})"
+            )
+        sampled = options.get("do_sample", False)
+        return max_new_tokens, float(options.get("temperature", 0.0)) if sampled else 0.0
+
+    def _encode_prompt(self, context: str, longest: int) -> np.ndarray:
+        """Returns the last `longest` tokens of the context; of an empty one, the prefix token."""
         return np.array((self.tok_encode(context) or [self.prefix_token_id])[-longest:], np.int32)
 
 
-def _stops(options: dict) -> list[str]:
+def _stop_strings(options: dict) -> list[str]:
+    """Returns the stop strings of a task's generation options: "until" is a string or a list."""
     until = options.get("until") or []
     return [stop for stop in ([until] if isinstance(until, str) else until) if stop]
 
 
-def _batches(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices in batches of like lengths, the longest first, so that memory runs out at once or
-    never.
+def _batches_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Groups indices into batches of similar length, the longest first: if memory runs out, it
+    does so in the first batch.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     return [order[i : i + size] for i in range(0, len(order), size)]
 
 
-def _padded(rows: Sequence[Sequence[int]], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, segment_ids) [count, T], T a power of two so that few shapes are compiled."""
+def _pad_rows(rows: Sequence[Sequence[int]], count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (tokens, segment_ids) [count, T] with the rows at the start, padded with zeros. T is
+    a power of two, so that few shapes are compiled.
+    """
     length = max(16, 1 << (max(map(len, rows)) - 1).bit_length())
-    tokens_BT, segment_ids_BT = (
-        np.zeros((count, length), np.int32),
-        np.zeros((count, length), np.int32),
-    )
+    tokens_BT = np.zeros((count, length), np.int32)
+    segment_ids_BT = np.zeros((count, length), np.int32)
     for b, row in enumerate(rows):
-        tokens_BT[b, : len(row)], segment_ids_BT[b, : len(row)] = row, 1
+        tokens_BT[b, : len(row)] = row
+        segment_ids_BT[b, : len(row)] = 1
     return tokens_BT, segment_ids_BT

@@ -1,5 +1,5 @@
-"""Held-out loss, perplexity and bits per byte, and per depth of multi-token prediction its loss
-and acceptance.
+"""The held-out evaluation: loss, perplexity, bits per byte and accuracy of the next token, and
+the loss and the acceptance of drafts at every depth of multi-token prediction (MTP).
 
 Letters: B batch, T time, D model, V vocabulary.
 """
@@ -14,9 +14,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from qwen3next_jax.common.figures import Figure
-from qwen3next_jax.evals.evaluation import Evaluation, Subject
-from qwen3next_jax.evals.scoring import place
+from qwen3next_jax.common.metrics import Metric
+from qwen3next_jax.evals.evaluation import Evaluation, EvalContext
+from qwen3next_jax.evals.scoring import place_on_mesh
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.multi_token_prediction import target_positions
 from qwen3next_jax.model.visible_targets import mask_seen_targets
@@ -25,42 +25,46 @@ Batch = dict[str, jax.Array]
 
 
 class Heldout(Evaluation):
-    """What is judged is the loss in bits per byte, or the accuracy where tokens are no text."""
+    """The evaluation "heldout". Its main metric is bits per byte, or, if the model's tokens do not
+    stand for text, accuracy.
+    """
 
-    figures = {
-        "bits_per_byte": Figure("bits per byte", "bits", "lower", main=True),
-        "loss": Figure("loss, nats per token", "nats", "lower"),
-        "perplexity": Figure("perplexity per token", "", "lower"),
-        "accuracy": Figure("accuracy", "share", "higher"),
-        "mtp_loss": Figure("MTP loss at depth", "nats", "lower"),
-        "mtp_acceptance": Figure("drafts accepted at depth", "share", "higher", main=True),
-        "targets": Figure("tokens predicted", "count"),
-        "bytes": Figure("bytes predicted", "count"),
+    metrics = {
+        "bits_per_byte": Metric("bits per byte", "bits", "lower", main=True),
+        "loss": Metric("loss, nats per token", "nats", "lower"),
+        "perplexity": Metric("perplexity per token", "", "lower"),
+        "accuracy": Metric("accuracy", "share", "higher"),
+        "mtp_loss": Metric("MTP loss at depth", "nats", "lower"),
+        "mtp_acceptance": Metric("drafts accepted at depth", "share", "higher", main=True),
+        "targets": Metric("tokens predicted", "count"),
+        "bytes": Metric("bytes predicted", "count"),
     }
 
     settings = ()
 
-    def __init__(self, subject: Subject):
-        super().__init__(subject)
-        self._step = make_heldout_step(subject.graphdef, subject.mesh)
-        if not subject.tokenizer.reads_text:
-            self.figures = self.figures | {
-                "accuracy": dataclasses.replace(self.figures["accuracy"], main=True)
-            }
+    def __init__(self, eval_context: EvalContext):
+        super().__init__(eval_context)
+        self._step = make_heldout_step(eval_context.graphdef, eval_context.mesh)
+        if not eval_context.tokenizer.reads_text:
+            accuracy = dataclasses.replace(self.metrics["accuracy"], main=True)
+            self.metrics = self.metrics | {"accuracy": accuracy}
 
     def run(self, params: dict) -> dict[str, float]:
-        batches = (place(batch, self.subject.mesh) for batch in self.subject.heldout())
-        return evaluate_heldout(self._step, params, batches, self.subject.tokenizer.token_bytes)
+        context = self.eval_context
+        batches = (place_on_mesh(batch, context.mesh) for batch in context.heldout())
+        return evaluate_heldout(self._step, params, batches, context.tokenizer.token_bytes)
 
 
 def make_heldout_step(
     graphdef: nnx.GraphDef, mesh: Mesh | None = None
 ) -> Callable[[dict, Batch, jax.Array], dict[str, jax.Array]]:
-    """→ jitted `step(params, batch, token_bytes)` → sums over the batch, to be added up and
-    given to `summarise`.
+    """Returns a jitted function (params, batch, token_bytes) → sums over the tokens of the batch.
 
-    token_bytes: [V] int32, UTF-8 bytes of each token (0 for special ones). mesh: as in
-    `Qwen3Next.features`.
+    `token_bytes` [V] int32 is the number of UTF-8 bytes of each token, 0 for special tokens.
+    `summarise` turns the sums over all batches into metrics.
+
+    Args:
+      mesh: as in `Qwen3Next.features`.
     """
 
     def step(params, batch, token_bytes):
@@ -70,37 +74,41 @@ def make_heldout_step(
         features = model.features(tokens_BT, segment_ids_BT, mesh=mesh)
 
         def predict(hidden_BTD, offset):
-            """(sum of losses, [B, T] whether the token `offset` later is a target, [B, T] best
-            guess for it).
+            """Predicts from every position the token `offset` positions later.
+
+            Returns:
+              the sum of the losses in nats; is_target [B, T] bool, whether that token is a
+              target; guess [B, T], the most likely token.
             """
-            inside_BT = target_positions(batch, offset)
+            is_target_BT = target_positions(batch, offset)
             nll, _, guess_BT, _ = model.cross_entropy(
                 hidden_BTD,
                 jnp.roll(tokens_BT, -offset, axis=1),
-                inside_BT.astype(jnp.float32),
+                is_target_BT.astype(jnp.float32),
                 mesh,
             )
-            return nll, inside_BT, guess_BT
+            return nll, is_target_BT, guess_BT
 
-        nll, inside_BT, trunk_guess_BT = predict(features.hidden, 1)
-        bytes_BT = jnp.where(inside_BT, token_bytes[jnp.roll(tokens_BT, -1, axis=1)], 0)
-        hit_BT = inside_BT & (trunk_guess_BT == jnp.roll(tokens_BT, -1, axis=1))
+        nll, is_target_BT, trunk_guess_BT = predict(features.hidden, 1)
+        next_token_BT = jnp.roll(tokens_BT, -1, axis=1)
+        bytes_BT = jnp.where(is_target_BT, token_bytes[next_token_BT], 0)
+        correct_BT = is_target_BT & (trunk_guess_BT == next_token_BT)
         sums = {
             "nll": nll,
-            "targets": jnp.sum(inside_BT),
+            "targets": jnp.sum(is_target_BT),
             "bytes": jnp.sum(bytes_BT),
-            "correct": jnp.sum(hit_BT),
+            "correct": jnp.sum(correct_BT),
         }
-        # A draft is accepted as far as it says what the trunk itself would have said, one depth
-        # after another.
-        agreed_BT = jnp.ones_like(inside_BT)
+        # Greedy decoding accepts the draft of depth d if it and the drafts of all lower depths are
+        # the tokens that the trunk itself would choose.
+        accepted_BT = jnp.ones_like(is_target_BT)
         for d, hidden_BTD in enumerate(features.mtp_hidden):
-            nll, inside_BT, guess_BT = predict(hidden_BTD, 2 + d)
-            agreed_BT &= guess_BT == jnp.roll(trunk_guess_BT, -(1 + d), axis=1)
+            nll, is_target_BT, guess_BT = predict(hidden_BTD, 2 + d)
+            accepted_BT &= guess_BT == jnp.roll(trunk_guess_BT, -(1 + d), axis=1)
             sums |= {
                 f"mtp_nll/{d}": nll,
-                f"mtp_targets/{d}": jnp.sum(inside_BT),
-                f"mtp_accepted/{d}": jnp.sum(agreed_BT & inside_BT),
+                f"mtp_targets/{d}": jnp.sum(is_target_BT),
+                f"mtp_accepted/{d}": jnp.sum(accepted_BT & is_target_BT),
             }
         return sums
 
@@ -110,7 +118,12 @@ def make_heldout_step(
 def evaluate_heldout(
     step: Callable, params: dict, batches: Iterable[Batch], token_bytes: np.ndarray
 ) -> dict[str, float]:
-    """Runs `step` over `batches` and summarises: see `summarise`."""
+    """Runs `step` over the batches, adds its sums up, and returns what `summarise` makes of them.
+
+    Args:
+      step: the function that `make_heldout_step` returned.
+      token_bytes: [V] int32, the number of UTF-8 bytes of each token, 0 for special tokens.
+    """
     token_bytes = jnp.asarray(token_bytes)
     total: dict[str, float] = {}
     for batch in batches:
@@ -120,13 +133,17 @@ def evaluate_heldout(
 
 
 def summarise(total: dict[str, float]) -> dict[str, float]:
-    """Sums → loss (nats per token), perplexity, accuracy, bits_per_byte, and mtp_loss/d,
-    mtp_acceptance/d per depth.
+    """Turns the sums over all batches into metrics.
 
-    Where tokens stand for no text (synthetic tasks) there is no bits_per_byte.
-
-    Acceptance at depth d is the share of positions whose drafts 0 … d all match the trunk's own
-    greedy tokens.
+    Returns:
+      loss: nats per token.
+      perplexity: per token.
+      accuracy: the share of targets that are the trunk's most likely token.
+      bits_per_byte: absent if tokens do not stand for text (synthetic tasks).
+      targets, bytes: the number of tokens, and of their UTF-8 bytes, that were predicted.
+      mtp_loss/d: nats per token, for each MTP depth d.
+      mtp_acceptance/d: the share of positions at which the drafts of depths 0 … d all match the
+        trunk's own greedy tokens.
     """
     targets = max(total["targets"], 1.0)
     loss = total["nll"] / targets
@@ -140,8 +157,8 @@ def summarise(total: dict[str, float]) -> dict[str, float]:
     result |= {"targets": total["targets"], "bytes": total["bytes"]}
     depth = 0
     while f"mtp_nll/{depth}" in total:
-        possible = max(total[f"mtp_targets/{depth}"], 1.0)
-        result[f"mtp_loss/{depth}"] = total[f"mtp_nll/{depth}"] / possible
-        result[f"mtp_acceptance/{depth}"] = total[f"mtp_accepted/{depth}"] / possible
+        drafts = max(total[f"mtp_targets/{depth}"], 1.0)
+        result[f"mtp_loss/{depth}"] = total[f"mtp_nll/{depth}"] / drafts
+        result[f"mtp_acceptance/{depth}"] = total[f"mtp_accepted/{depth}"] / drafts
         depth += 1
     return result

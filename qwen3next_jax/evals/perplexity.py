@@ -1,4 +1,5 @@
-"""Loss by position in the document: does a long context help?
+"""Measures the loss by the token's position in its document, which shows whether the model uses a
+long context.
 
 Letters: B batch, T time.
 """
@@ -8,66 +9,78 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from qwen3next_jax.common.figures import Figure
+from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.evals.evaluation import Evaluation
 from qwen3next_jax.evals.scoring import Scorer
 
 Batch = dict[str, np.ndarray]
 
 
-class Position(Evaluation):
-    figures = {
-        "loss": Figure("loss, nats per token", "nats", "lower"),
-        "bits_per_byte": Figure("bits per byte", "bits", "lower"),
-        "targets": Figure("tokens predicted", "count"),
+class LossByPosition(Evaluation):
+    """The evaluation "position": held-out loss by position in the document."""
+
+    metrics = {
+        "loss": Metric("loss, nats per token", "nats", "lower"),
+        "bits_per_byte": Metric("bits per byte", "bits", "lower"),
+        "targets": Metric("tokens predicted", "count"),
     }
     settings = ()
 
     def run(self, params: dict) -> dict[str, float]:
         return loss_by_position(
-            self.subject.scorer(params), self.subject.heldout(), self.subject.tokenizer.token_bytes
+            self.eval_context.scorer(params),
+            self.eval_context.heldout(),
+            self.eval_context.tokenizer.token_bytes,
         )
 
 
 def loss_by_position(
     scorer: Scorer, batches: Iterable[Batch], token_bytes: np.ndarray
 ) -> dict[str, float]:
-    """Mean loss of tokens by how many tokens of their document precede them, in buckets that
-    double: 1, 2-3, 4-7, …
+    """Computes the mean loss of tokens by the number of tokens before them in their document.
+
+    The buckets double in size: 1, 2-3, 4-7, … tokens before.
+
+    Args:
+      batches: host arrays "tokens" and "segment_ids" [B, T]; "target_mask" [B, T], where present,
+        says which tokens count.
+      token_bytes: [V] int32, the number of UTF-8 bytes of each token.
 
     Returns:
-      loss/FIRST-LAST in nats per token and, where tokens stand for bytes,
-      bits_per_byte/FIRST-LAST, for every bucket with tokens, then loss and bits_per_byte over
-      all; targets/FIRST-LAST counts them.
+      loss/FIRST-LAST: nats per token, for every bucket that has tokens.
+      bits_per_byte/FIRST-LAST: absent if tokens do not stand for text.
+      targets/FIRST-LAST: the number of tokens in the bucket.
+      loss, bits_per_byte, targets: the same over all buckets.
     """
-    sums: dict[int, np.ndarray] = {}
+    sums: dict[int, np.ndarray] = {}  # bucket → (sum of losses in nats, tokens, bytes)
     for batch in batches:
         tokens_BT, segment_ids_BT = batch["tokens"], batch["segment_ids"]
         nll_BT, _ = scorer(tokens_BT, segment_ids_BT)
-        inside_BT = (segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1]) & (segment_ids_BT[:, 1:] > 0)
+        same_document_BT = segment_ids_BT[:, 1:] == segment_ids_BT[:, :-1]
+        is_target_BT = same_document_BT & (segment_ids_BT[:, 1:] > 0)
         if "target_mask" in batch:
-            inside_BT &= batch["target_mask"][:, 1:]
-        bucket_BT = np.floor(np.log2(np.maximum(_preceding(segment_ids_BT)[:, 1:], 1))).astype(int)
+            is_target_BT &= batch["target_mask"][:, 1:]
+        position_BT = _position_in_document(segment_ids_BT)[:, 1:]
+        bucket_BT = np.floor(np.log2(np.maximum(position_BT, 1))).astype(int)
         bytes_BT = token_bytes[tokens_BT[:, 1:]]
-        for bucket in np.unique(bucket_BT[inside_BT]).tolist():
-            chosen = inside_BT & (bucket_BT == bucket)
-            found = np.array(
-                [nll_BT[chosen].sum(), chosen.sum(), bytes_BT[chosen].sum()], np.float64
-            )
-            sums[bucket] = sums.get(bucket, 0) + found
+        for bucket in np.unique(bucket_BT[is_target_BT]).tolist():
+            chosen_BT = is_target_BT & (bucket_BT == bucket)
+            bucket_sums = [nll_BT[chosen_BT].sum(), chosen_BT.sum(), bytes_BT[chosen_BT].sum()]
+            sums[bucket] = sums.get(bucket, 0) + np.array(bucket_sums, np.float64)
     result = {}
     for bucket in sorted(sums):
-        result |= _figures(f"/{2**bucket}-{2 ** (bucket + 1) - 1}", *sums[bucket])
-    return result | (_figures("", *sum(sums.values())) if sums else {})
+        result |= _bucket_metrics(f"/{2**bucket}-{2 ** (bucket + 1) - 1}", *sums[bucket])
+    return result | (_bucket_metrics("", *sum(sums.values())) if sums else {})
 
 
-def _figures(suffix: str, nll: float, targets: float, n_bytes: float) -> dict[str, float]:
+def _bucket_metrics(suffix: str, nll: float, targets: float, n_bytes: float) -> dict[str, float]:
+    """Returns the metrics of one bucket from its sums: of losses (nats), tokens and bytes."""
     bits = {f"bits_per_byte{suffix}": nll / n_bytes / math.log(2)} if n_bytes else {}
     return {f"loss{suffix}": nll / targets} | bits | {f"targets{suffix}": targets}
 
 
-def _preceding(segment_ids_BT: np.ndarray) -> np.ndarray:
-    """How many tokens of its document stand before each token in the row."""
+def _position_in_document(segment_ids_BT: np.ndarray) -> np.ndarray:
+    """Returns [B, T], for each token the number of tokens before it in its document."""
     index_BT = np.broadcast_to(np.arange(segment_ids_BT.shape[1]), segment_ids_BT.shape)
     starts_BT = np.pad(
         segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True

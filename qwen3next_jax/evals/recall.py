@@ -1,7 +1,10 @@
-"""Recall: multi-query associative recall, induction, copying, and needles in a haystack.
+"""Evaluations of recall: multi-query associative recall (MQAR), induction, copying, and needles in
+a haystack.
 
-All are read off one forward pass over prompt and answer: greedy decoding gives the answer
-exactly where the best guess is right at each of its tokens, given the right ones before.
+Each of them takes one forward pass over prompt and answer. Greedy decoding would give the right
+answer exactly if the model's most likely token is right at every token of the answer, given the
+right tokens before it.
+
 Letters: B batch, T time.
 """
 
@@ -12,16 +15,17 @@ import uuid
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.figures import Figure
+from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.config import ModelConfig, SyntheticConfig
 from qwen3next_jax.data.synthetic import HELDOUT_SPLIT, TaskRows
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.evals.evaluation import Evaluation, Options, made_up_ids
+from qwen3next_jax.evals.evaluation import Evaluation, EvalOptions, synthetic_vocab_size
 from qwen3next_jax.evals.scoring import Scorer
 
-_BATCH_TOKENS = 8192  # of one scored batch
-_HAYSTACK = 2**20  # tokens
+_BATCH_TOKENS = 8192  # the most tokens that one forward pass scores
+_HAYSTACK_TOKENS = 2**20  # held-out tokens from which the text around needles is drawn
 _NOISE = "The river is wide. The hill is steep. The road goes on. Turn around and walk back. "
+_KINDS = (1, 2, 3)  # of needles; see `needle_accuracy`
 _WORDS = (
     "amber",
     "basket",
@@ -50,150 +54,165 @@ _WORDS = (
 )
 
 
-class _Task(Evaluation):
-    """A synthetic task on rows of every length, or with every number of pairs, that the options
-    name.
+class _SyntheticTask(Evaluation):
+    """A task of `data.synthetic`, on rows of each length (or with each number of pairs) that the
+    options list.
     """
 
-    figures = {"accuracy": Figure("accuracy", "share", "higher", main=True)}
+    metrics = {"accuracy": Metric("accuracy", "share", "higher", main=True)}
     settings = ("suite_lengths",)
-    task = ""
+    task = ""  # the task's name in `data.synthetic`
 
     @classmethod
-    def shapes(cls, options: Options) -> dict[str, tuple[int, int]]:
-        """Place → (row length, pairs)."""
+    def row_shapes(cls, options: EvalOptions) -> dict[str, tuple[int, int]]:
+        """Returns condition → (row length in tokens, number of pairs)."""
         return {f"{length} tokens": (length, 1) for length in options.lengths}
 
     @classmethod
-    def context(cls, options: Options) -> int:
-        return max(length for length, _ in cls.shapes(options).values())
+    def required_context(cls, options: EvalOptions) -> int:
+        return max(length for length, _ in cls.row_shapes(options).values())
 
     @classmethod
-    def check(cls, options: Options, config: ModelConfig, tokenizer: Tokenizer) -> None:
-        for length, pairs in cls.shapes(options).values():
-            _rows(cls.task, length, made_up_ids(config, tokenizer), pairs)
+    def check(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
+        for length, pairs in cls.row_shapes(options).values():
+            _task_rows(cls.task, length, synthetic_vocab_size(config, tokenizer), pairs)
 
     def run(self, params: dict) -> dict[str, float]:
-        s = self.subject
-        ids, rows, scorer = (
-            made_up_ids(s.config, s.tokenizer),
-            s.options.rows or 128,
-            s.scorer(params),
-        )
+        context = self.eval_context
+        ids = synthetic_vocab_size(context.config, context.tokenizer)
+        rows = context.options.rows or 128
+        scorer = context.scorer(params)
         return {
-            f"accuracy/{place}": task_accuracy(scorer, self.task, length, ids, rows, pairs)
-            for place, (length, pairs) in self.shapes(s.options).items()
+            f"accuracy/{condition}": task_accuracy(scorer, self.task, length, ids, rows, pairs)
+            for condition, (length, pairs) in self.row_shapes(context.options).items()
         }
 
 
-class AssociativeRecall(_Task):
-    """Rows of 64 tokens, as in the usual figures, or of what the pairs need."""
+class AssociativeRecall(_SyntheticTask):
+    """The evaluation "mqar": rows of 64 tokens, as publications use, or longer if the pairs need
+    more.
+    """
 
     settings = ("suite_pairs",)
     task = "mqar"
 
     @classmethod
-    def shapes(cls, options: Options) -> dict[str, tuple[int, int]]:
+    def row_shapes(cls, options: EvalOptions) -> dict[str, tuple[int, int]]:
         return {f"{pairs} pairs": (max(64, 4 * pairs), pairs) for pairs in options.pairs}
 
 
-class Induction(_Task):
+class Induction(_SyntheticTask):
+    """The evaluation "induction"."""
+
     task = "induction"
 
 
-class Copy(_Task):
+class Copy(_SyntheticTask):
+    """The evaluation "copy"."""
+
     task = "copy"
 
 
-class Needles(Evaluation):
-    figures = {
-        "accuracy": Figure("accuracy", "share", "higher", main=True),
-        "tokens_right": Figure("tokens of the answer right", "share", "higher", main=True),
+class NeedleInAHaystack(Evaluation):
+    """The evaluation "niah": the model must repeat a value hidden in a long text, in the three
+    kinds that `needle_accuracy` lists.
+    """
+
+    metrics = {
+        "accuracy": Metric("accuracy", "share", "higher", main=True),
+        "tokens_right": Metric("tokens of the answer right", "share", "higher", main=True),
     }
     settings = ("suite_lengths",)
     needs_text = True
 
     @classmethod
-    def context(cls, options: Options) -> int:
+    def required_context(cls, options: EvalOptions) -> int:
         return max(options.lengths)
 
     @classmethod
-    def check(cls, options: Options, config: ModelConfig, tokenizer: Tokenizer) -> None:
-        # rows that cannot hold fact, question and answer
-        for kind, length in itertools.product((1, 2, 3), options.lengths):
-            _needle_row(
-                np.random.default_rng(0),
-                tokenizer,
-                kind,
-                length,
-                0.5,
-                np.zeros(max(length, 1), np.int32),
-            )
+    def check(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
+        # `_needle_row` raises if fact, question and answer do not fit into a row.
+        for kind, length in itertools.product(_KINDS, options.lengths):
+            rng, haystack = np.random.default_rng(0), np.zeros(max(length, 1), np.int32)
+            _needle_row(rng, tokenizer, kind, length, 0.5, haystack)
 
     @functools.cached_property
     def _haystack(self) -> np.ndarray:
-        """Held-out text [n], as much as needles need to lie in different places."""
-        parts, enough = [], max(_HAYSTACK, 2 * max(self.subject.options.lengths))
-        for batch in self.subject.open_data().heldout():
+        """Held-out tokens [n], enough of them that rows can start at many places."""
+        parts = []
+        enough = max(_HAYSTACK_TOKENS, 2 * max(self.eval_context.options.lengths))
+        for batch in self.eval_context.open_data().heldout():
             parts.append(batch["tokens"][batch["segment_ids"] > 0])
             if sum(map(len, parts)) >= enough:
                 break
         return np.concatenate(parts)
 
     def run(self, params: dict) -> dict[str, float]:
-        options, scorer, values = self.subject.options, self.subject.scorer(params), {}
-        for kind, n in itertools.product((1, 2, 3), options.lengths):
-            exact, tokens = needle_accuracy(
-                scorer, self.subject.tokenizer, kind, n, options.rows or 32, self._haystack
+        context, values = self.eval_context, {}
+        scorer, rows = context.scorer(params), context.options.rows or 32
+        for kind, length in itertools.product(_KINDS, context.options.lengths):
+            accuracy, tokens_right = needle_accuracy(
+                scorer, context.tokenizer, kind, length, rows, self._haystack
             )
-            values |= {
-                f"accuracy/S-NIAH-{kind} {n} tokens": exact,
-                f"tokens_right/S-NIAH-{kind} {n} tokens": tokens,
-            }
+            values[f"accuracy/S-NIAH-{kind} {length} tokens"] = accuracy
+            values[f"tokens_right/S-NIAH-{kind} {length} tokens"] = tokens_right
         return values
 
 
 def task_accuracy(
     scorer: Scorer, task: str, length: int, ids: int, rows: int, pairs: int = 8
 ) -> float:
-    """Share of a task's targets that the model's best guess hits.
+    """Returns the share of a synthetic task's targets that are the model's most likely token.
 
     Args:
-      task: one of `data.synthetic`'s.
-      ids: the task draws from token ids below this.
+      task: the name of a task of `data.synthetic`.
+      length: tokens of each row.
+      ids: the task uses token ids below this number.
+      rows: the number of rows.
+      pairs: the number of key-value pairs in a row (MQAR only).
     """
-    made = _rows(task, length, ids, pairs)
-    chosen = [made[i] for i in range(rows)]
-    tokens_BT, targets_BT = (np.stack(x) for x in zip(*chosen, strict=True))
-    hits = _hits(scorer, tokens_BT)
-    return float(hits[targets_BT[:, 1:]].mean())
+    task_rows = _task_rows(task, length, ids, pairs)
+    tokens_BT, is_target_BT = (
+        np.stack(arrays) for arrays in zip(*(task_rows[i] for i in range(rows)), strict=True)
+    )
+    is_correct_BT = _correct_guesses(scorer, tokens_BT)
+    return float(is_correct_BT[is_target_BT[:, 1:]].mean())
 
 
-def _rows(task: str, length: int, ids: int, pairs: int) -> TaskRows:
+def _task_rows(task: str, length: int, ids: int, pairs: int) -> TaskRows:
+    """Returns the held-out rows of a synthetic task, which it makes when they are indexed."""
     return TaskRows(task, length, ids, SyntheticConfig(pairs=pairs), seed=0, split=HELDOUT_SPLIT)
 
 
 def needle_accuracy(
     scorer: Scorer, tokenizer: Tokenizer, kind: int, length: int, rows: int, haystack: np.ndarray
 ) -> tuple[float, float]:
-    """S-NIAH in the manner of RULER (2404.06654) → (share of rows whose hidden value the model
-    would say, word for word; share of the values' tokens that it hits).
+    """Measures single-needle retrieval (S-NIAH) as in RULER (arXiv 2404.06654).
+
+    The depths of the needles are spread evenly over the rows.
 
     Args:
       kind: 1: a number in repeated noise; 2: a number in text; 3: a 32-digit identifier in text.
       length: tokens of prompt and answer together.
-      haystack: [n] ids of running text, for kinds 2 and 3.
+      rows: the number of rows.
+      haystack: [n] token ids of running text, for kinds 2 and 3.
+
+    Returns:
+      the share of rows in which every token of the answer is the model's most likely token, and
+      the share of all answers' tokens that are.
+
+    Raises:
+      UserError: `length` is too short, or `haystack` is.
     """
     rng = np.random.default_rng([kind, length])
-    made = [
+    needle_rows = [
         _needle_row(rng, tokenizer, kind, length, (i + 0.5) / rows, haystack) for i in range(rows)
     ]
-    tokens_BT = np.stack([tokens for tokens, _ in made])
-    hits = _hits(scorer, tokens_BT)
-    answers = [hits[i, -count:] for i, (_, count) in enumerate(made)]
-    return float(np.mean([answer.all() for answer in answers])), float(
-        np.concatenate(answers).mean()
-    )
+    is_correct_BT = _correct_guesses(scorer, np.stack([tokens for tokens, _ in needle_rows]))
+    answers = [is_correct_BT[i, -count:] for i, (_, count) in enumerate(needle_rows)]
+    accuracy = float(np.mean([answer.all() for answer in answers]))
+    tokens_right = float(np.concatenate(answers).mean())
+    return accuracy, tokens_right
 
 
 def _needle_row(
@@ -204,8 +223,13 @@ def _needle_row(
     depth: float,
     haystack: np.ndarray,
 ) -> tuple[np.ndarray, int]:
-    """(tokens [T], tokens of the answer): text with one fact in it, at `depth` (0 … 1), and a
-    question at the end.
+    """Makes a row: text that contains one fact, then a question about it, then the answer.
+
+    Args:
+      depth: where the fact is, from 0 (start of the text) to 1 (its end).
+
+    Returns:
+      tokens [length], and how many of them, at the end, are the answer.
     """
     word = rng.choice(_WORDS)
     value = (
@@ -216,20 +240,24 @@ def _needle_row(
     needle = tokenizer.encode(f"\nThe secret number of {word} is {value}.\n")
     question = tokenizer.encode(f"\nThe secret number of {word} is")
     answer = tokenizer.encode(f" {value}")
-    room = length - len(needle) - len(question) - len(answer)
-    if room < 1:
+    text_length = length - len(needle) - len(question) - len(answer)
+    if text_length < 1:
         raise UserError(
-            f"niah at {length} tokens: fact, question and answer alone take {length - room}; give "
+            f"niah at {length} tokens: fact, question and answer alone take "
+            f"{length - text_length}; give "
             "a longer --lengths"
         )
-    text = np.resize(tokenizer.encode(_NOISE), room) if kind == 1 else _stretch(rng, haystack, room)
-    place = round(depth * room)
-    return np.concatenate([text[:place], needle, text[place:], question, answer]).astype(
-        np.int32
-    ), len(answer)
+    if kind == 1:
+        text = np.resize(tokenizer.encode(_NOISE), text_length)
+    else:
+        text = _random_span(rng, haystack, text_length)
+    start = round(depth * text_length)
+    tokens = np.concatenate([text[:start], needle, text[start:], question, answer])
+    return tokens.astype(np.int32), len(answer)
 
 
-def _stretch(rng: np.random.Generator, haystack: np.ndarray, count: int) -> np.ndarray:
+def _random_span(rng: np.random.Generator, haystack: np.ndarray, count: int) -> np.ndarray:
+    """Returns `count` consecutive tokens of the haystack, from a random start."""
     if len(haystack) < count:
         raise UserError(
             f"niah needs {count} tokens of text and the data has {len(haystack)} held out: give "
@@ -239,8 +267,11 @@ def _stretch(rng: np.random.Generator, haystack: np.ndarray, count: int) -> np.n
     return haystack[start : start + count]
 
 
-def _hits(scorer: Scorer, tokens_BT: np.ndarray) -> np.ndarray:
-    """[B, T-1] bool: whether the best guess for tokens 1 … T-1 is right."""
+def _correct_guesses(scorer: Scorer, tokens_BT: np.ndarray) -> np.ndarray:
+    """Returns [B, T-1] bool: for tokens 1 … T-1, whether the model's most likely token is right.
+
+    Scores batches of one size, so that the model is compiled once for the length.
+    """
     size = max(1, min(len(tokens_BT), _BATCH_TOKENS // tokens_BT.shape[1]))
     padded = np.resize(tokens_BT, (-(-len(tokens_BT) // size) * size, tokens_BT.shape[1]))
     guesses = [scorer(padded[i : i + size])[1] for i in range(0, len(padded), size)]

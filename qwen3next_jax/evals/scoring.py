@@ -1,7 +1,8 @@
-"""What a model says of given tokens: per position the loss of the next token and the best guess
-for it.
+"""Scores given tokens: for each of them the loss, and the token that the model would predict.
 
-Every evaluation but free generation is one of these. Letters: B batch, T time, D model.
+All evaluations except those that generate text use these functions.
+
+Letters: B batch, T time, D model.
 """
 
 import functools
@@ -16,18 +17,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.visible_targets import check_scoring
 from qwen3next_jax.sharding.batch_layout import BatchLayout
-from qwen3next_jax.sharding.rules import CONTEXT, ROWS, batch_sharding, shards
+from qwen3next_jax.sharding.rules import CONTEXT, ROWS, batch_sharding, num_shards
 
-# tokens [B, T], segment_ids [B, T] or None → (nll [B, T-1] in nats, guess [B, T-1]) of tokens 1 …
-# T-1, each given those before it in its document.
+# A scorer maps tokens [B, T] and segment_ids [B, T] (or None: every row is one document) to
+# (nll [B, T-1] in nats, guess [B, T-1]): for tokens 1 … T-1, the negative log-likelihood given the
+# tokens before it in its document, and the most likely token. Guesses are token ids.
 Scorer = Callable[..., tuple[np.ndarray, np.ndarray]]
 
 
 def make_score_step(
     graphdef: nnx.GraphDef, mesh: Mesh | None = None
 ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """→ jitted `step(params, tokens, segment_ids)` → (nll [B, T], guess [B, T]); the last
-    position means nothing.
+    """Returns a jitted function (params, tokens [B, T], segment_ids [B, T]) → (nll [B, T],
+    guess [B, T]).
+
+    Position t holds the loss (nats) and the guess for token t+1; the last position has no
+    meaning.
     """
 
     def step(params, tokens_BT, segment_ids_BT):
@@ -40,12 +45,17 @@ def make_score_step(
         )
         return nll_BT, guess_BT
 
-    return jax.jit(step, out_shardings=everywhere(mesh))
+    return jax.jit(step, out_shardings=replicated(mesh))
 
 
 def make_scorer(step: Callable, params: dict, mesh: Mesh | None = None) -> Scorer:
-    """The scorer of one set of parameters; compiles once per shape of the rows it is given. On a
-    mesh of several processes all of them give it the same rows.
+    """Returns a scorer with fixed parameters. It compiles once for every shape of rows.
+
+    Args:
+      step: the function that `make_score_step` returned for the same mesh.
+      params: the model's parameters, on the mesh.
+      mesh: None for a single device. If several processes share the mesh, all of them must call
+        the scorer with the same rows.
     """
 
     def score(
@@ -56,33 +66,41 @@ def make_scorer(step: Callable, params: dict, mesh: Mesh | None = None) -> Score
             "segment_ids": np.ones_like(tokens) if segment_ids is None else segment_ids,
         }
         rows, length = tokens.shape
-        nll_BT, guess_BT = jax.device_get(step(params, *place(batch, mesh).values()))
+        nll_BT, guess_BT = jax.device_get(step(params, *place_on_mesh(batch, mesh).values()))
         return nll_BT[:rows, : length - 1], guess_BT[:rows, : length - 1]
 
     return score
 
 
-def place(batch: dict[str, np.ndarray], mesh: Mesh | None) -> dict[str, jax.Array | np.ndarray]:
-    """Whole rows [B, T] on the host, the same in every process → where `Qwen3Next.features`
-    wants them on the mesh, filled up with empty rows and with padding to what its axes divide.
+def place_on_mesh(
+    batch: dict[str, np.ndarray], mesh: Mesh | None
+) -> dict[str, jax.Array | np.ndarray]:
+    """Distributes arrays [B, T] over the mesh as `Qwen3Next.features` expects them.
+
+    Pads the batch with empty rows, and the rows with padding tokens, to multiples of what the
+    mesh's axes divide. Without a mesh it returns the batch unchanged.
+
+    Args:
+      batch: host arrays with all rows, the same in every process.
     """
     if mesh is None:
         return batch
     rows, length = next(iter(batch.values())).shape
-    context = shards(mesh, CONTEXT)
-    # 16 tokens on every device are more than a convolution reads of its neighbour, and divide into
-    # attention's half blocks.
-    more = -rows % shards(mesh, *ROWS), -length % (16 * context if context > 1 else 1)
-    batch = {name: np.pad(x, ((0, more[0]), (0, more[1]))) for name, x in batch.items()}
-    layout = _layout(mesh, rows + more[0])
+    context = num_shards(mesh, CONTEXT)
+    # With context parallelism every device gets a multiple of 16 tokens: more than a convolution
+    # reads from its neighbour's, and an even number, as attention halves them.
+    empty_rows = -rows % num_shards(mesh, *ROWS)
+    padding = -length % (16 * context) if context > 1 else 0
+    batch = {name: np.pad(x, ((0, empty_rows), (0, padding))) for name, x in batch.items()}
+    layout = _batch_layout(mesh, rows + empty_rows)
     return layout.to_global({name: x[layout.rows] for name, x in batch.items()})
 
 
 @functools.lru_cache(maxsize=64)
-def _layout(mesh: Mesh, rows: int) -> BatchLayout:
+def _batch_layout(mesh: Mesh, rows: int) -> BatchLayout:
     return BatchLayout(batch_sharding(mesh), rows)
 
 
-def everywhere(mesh: Mesh | None) -> NamedSharding | None:
-    """Of what every process of the run reads whole."""
+def replicated(mesh: Mesh | None) -> NamedSharding | None:
+    """Returns the sharding of an array that every device holds completely; None without a mesh."""
     return None if mesh is None else NamedSharding(mesh, PartitionSpec())

@@ -1,6 +1,9 @@
-"""Attention sinks and massive activations: how much attention goes to the first token of a
-document, and how far the largest activation stands out. A gate on attention's output removes
-both (2505.06708, whose figures are .467 → .048 and 1053 → 94).
+"""Measures attention sinks and massive activations.
+
+An attention sink is a head that gives much of its attention to the first token of the document; a
+massive activation is an entry of the residual stream far above the median. A gate on attention's
+output removes both: "Gated Attention for Large Language Models" (arXiv 2505.06708) reports .467 →
+.048 of the attention on the first token, and 1053 → 94 for the largest activation.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,84 +14,84 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from qwen3next_jax.common.figures import Figure
-from qwen3next_jax.evals.evaluation import Evaluation, Subject
-from qwen3next_jax.evals.scoring import everywhere, place
+from qwen3next_jax.common.metrics import Metric
+from qwen3next_jax.evals.evaluation import Evaluation, EvalContext
+from qwen3next_jax.evals.scoring import replicated, place_on_mesh
 from qwen3next_jax.model.layers import SINK_HEAD
 
+_ROWS = 32  # held-out rows, if the user chooses no other number
 
-class Sinks(Evaluation):
-    figures = {
-        "first_token_share": Figure("attention on the first token", "share", "lower", main=True),
-        "first_token_heads": Figure(
-            f"heads with more than {SINK_HEAD} of it there", "share", "lower", main=True
+
+class AttentionSinks(Evaluation):
+    """The evaluation "sinks": attention sinks and massive activations on held-out rows."""
+
+    metrics = {
+        "first_token_share": Metric("attention on the first token", "share", "lower", main=True),
+        "first_token_heads": Metric(
+            f"heads with more than {SINK_HEAD} on the first token", "share", "lower", main=True
         ),
-        "activation_max": Figure("largest activation", "", "lower", main=True),
-        "activation_ratio": Figure("largest over median activation", "", "lower", main=True),
+        "activation_max": Metric("largest activation", "", "lower", main=True),
+        "activation_ratio": Metric("largest over median activation", "", "lower", main=True),
     }
 
     settings = ()
 
-    def __init__(self, subject: Subject):
-        super().__init__(subject)
-        self._step = make_probe_step(subject.graphdef, subject.mesh)
+    def __init__(self, eval_context: EvalContext):
+        super().__init__(eval_context)
+        self._step = make_diagnostics_step(eval_context.graphdef, eval_context.mesh)
 
     def run(self, params: dict) -> dict[str, float]:
-        batches = (place(batch, self.subject.mesh) for batch in self.subject.heldout(32))
-        return sinks(self._step, params, batches, self.subject.config.num_hidden_layers)
+        mesh, config = self.eval_context.mesh, self.eval_context.config
+        batches = (place_on_mesh(batch, mesh) for batch in self.eval_context.heldout(_ROWS))
+        return measure_sinks(self._step, params, batches, config.num_hidden_layers)
 
 
-def make_probe_step(
+def make_diagnostics_step(
     graphdef: nnx.GraphDef, mesh: Mesh | None = None
 ) -> Callable[..., tuple[dict[str, jax.Array], ...]]:
-    """→ jitted `step(params, tokens [B, T], segment_ids [B, T])` → what every layer says of
-    itself, the MTP module's last.
+    """Returns a jitted function (params, tokens [B, T], segment_ids [B, T]) → one dict of
+    diagnostics for every layer, the MTP module's last.
     """
 
     def step(params, tokens_BT, segment_ids_BT):
-        return (
-            nnx.merge(graphdef, params)
-            .features(tokens_BT, segment_ids_BT, diagnose=True, mesh=mesh)
-            .diagnostics
-        )
+        model = nnx.merge(graphdef, params)
+        return model.features(tokens_BT, segment_ids_BT, diagnose=True, mesh=mesh).diagnostics
 
-    return jax.jit(step, out_shardings=everywhere(mesh))
+    return jax.jit(step, out_shardings=replicated(mesh))
 
 
-def sinks(
+def measure_sinks(
     step: Callable, params: dict, batches: Iterable[dict[str, np.ndarray]], layers: int
 ) -> dict[str, float]:
-    """Runs `step` over `batches`, for the `layers` of the trunk.
+    """Runs `step` over the batches and summarises the diagnostics of the first `layers` layers.
 
     Returns:
-      first_token_share: probability of attention on the document's first token, mean over heads,
-      tokens after it and attention
-        layers; first_token_share/layer I of each; first_token_heads: share of heads where it is
-        above SINK_HEAD.
+      first_token_share: the attention probability on the first token of the document, averaged
+        over the queries after it, heads and attention layers;
+        first_token_share/layer I: the same for one layer.
+      first_token_heads: the share of heads whose first_token_share exceeds SINK_HEAD.
       activation_max/layer I: the largest |x| of the residual stream after the layer;
-      activation_max over all layers;
-        activation_ratio: the largest of the layers' activation_max over the median |x|.
+        activation_max: the largest over all layers.
+      activation_ratio: the largest, over the layers, of a layer's activation_max divided by its
+        median |x|.
     """
     measured: list[Any] = [
         jax.device_get(step(params, batch["tokens"], batch["segment_ids"])) for batch in batches
     ]
-    shares, largest, ratios = {}, {}, []
-    for i, batches_of_layer in enumerate(zip(*(batch[:layers] for batch in measured), strict=True)):
-        largest[i] = max(float(layer["activation_max"]) for layer in batches_of_layer)
-        ratios.append(
-            largest[i]
-            / max(float(np.mean([layer["activation_median"] for layer in batches_of_layer])), 1e-12)
-        )
-        if "first_token_share" in batches_of_layer[0]:
-            # per head
-            shares[i] = np.mean([layer["first_token_share"] for layer in batches_of_layer], axis=0)
+    diagnostics_of_layers = zip(*(batch[:layers] for batch in measured), strict=True)
+    shares: dict[int, np.ndarray] = {}  # layer → [heads]
+    largest, ratios = {}, []
+    for i, diagnostics in enumerate(diagnostics_of_layers):
+        largest[i] = max(float(batch["activation_max"]) for batch in diagnostics)
+        median = float(np.mean([batch["activation_median"] for batch in diagnostics]))
+        ratios.append(largest[i] / max(median, 1e-12))
+        if "first_token_share" in diagnostics[0]:
+            shares[i] = np.mean([batch["first_token_share"] for batch in diagnostics], axis=0)
     values = {}
     if shares:
-        heads = np.stack(list(shares.values()))
-        values = {
-            "first_token_share": float(heads.mean()),
-            "first_token_heads": float((heads > SINK_HEAD).mean()),
-        }
+        share_of_heads = np.stack(list(shares.values()))
+        values["first_token_share"] = float(share_of_heads.mean())
+        values["first_token_heads"] = float((share_of_heads > SINK_HEAD).mean())
     values |= {"activation_max": max(largest.values()), "activation_ratio": max(ratios)}
     values |= {f"first_token_share/layer {i}": float(share.mean()) for i, share in shares.items()}
     return values | {f"activation_max/layer {i}": value for i, value in largest.items()}

@@ -1,4 +1,4 @@
-"""Decoding: cached generation, and drafting with the multi-token prediction module."""
+"""Text generation with a cache, and with drafts from the multi-token prediction module."""
 
 from qwen3next_jax.inference.decode import complete, generate
 

@@ -1,7 +1,7 @@
-"""Sizes of decoding caches: which lengths are compiled, and what a cache costs in bytes.
+"""Lengths and sizes of decoding caches.
 
-A recurrent layer's cache (convolution window and state) has one size for every context; an
-attention layer's grows with the number of slots.
+The cache of a recurrent layer (convolution window and state) has the same size for every context
+length; the cache of an attention layer has a slot for every token.
 """
 
 import jax
@@ -9,22 +9,25 @@ import jax
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import layer_cache, mixer_class
 
-SMALLEST = 64  # slots of the smallest cache
+MIN_SLOTS = 64  # slots of the smallest cache
 
 
-def rounded_length(tokens: int) -> int:
-    """Slots of the cache that holds `tokens`: the next of four sizes per octave, so that calls
-    of similar length share their compiled programs and at most a quarter of the slots is unused.
+def round_up_length(tokens: int) -> int:
+    """Returns the number of slots of a cache for so many tokens.
+
+    There are four lengths per power of two. So requests of similar length share their compiled
+    programs, and at most a quarter of the slots is unused.
     """
-    if tokens <= SMALLEST:
-        return SMALLEST
+    if tokens <= MIN_SLOTS:
+        return MIN_SLOTS
     step = 1 << ((tokens - 1).bit_length() - 3)
     return -(-tokens // step) * step
 
 
 def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
-    """Bytes of the trunk's cache of `length` slots, by the layers' `cache_kind`: "state" is as
-    large at any length.
+    """Returns the bytes of the trunk's cache of `batch` rows with `length` slots, by `cache_kind`.
+
+    The kind "state" has the same size at any length; the kind "slots" grows with it.
     """
     total = {"state": 0, "slots": 0}
     for layer, name in enumerate(config.mixers):
@@ -35,11 +38,15 @@ def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
     return total
 
 
-def after_token(config: ModelConfig, cache: list, index_B: jax.Array) -> list:
-    """Of what `Qwen3Next.decode(…, each=True)` gave, the cache of each row after its token
-    number `index` [B].
+def cache_after_token(config: ModelConfig, cache: list, index_B: jax.Array) -> list:
+    """Selects, for each row, the cache after its token number `index` [B].
 
-    Slots need no such care: one past a row's end is rewritten before any query can see it.
+    Caches of kind "slots" are returned unchanged: a slot past the row's end is rewritten before
+    any query can see it.
+
+    Args:
+      cache: what `Qwen3Next.decode` returned with `each=True`: caches of kind "state" have the
+        state after every token, [repeats, B, T, …].
     """
 
     def pick(leaf):  # [repeats, B, T, …]

@@ -1,7 +1,10 @@
-"""Cached decoding: prompts of unequal length in one batch, greedy or sampled, with drafts or
-without, tokens yielded as they come.
+"""Text generation with a cache: continues prompts of unequal lengths in one batch, greedily or by
+sampling, and yields tokens as they come.
 
-`plain` takes one token per pass of the trunk, `speculative` several. Letters: B batch, T time.
+`plain` generates one token per pass of the trunk; `speculative` lets the multi-token prediction
+module draft several.
+
+Letters: B batch, T time, X = T + lookahead.
 """
 
 import functools
@@ -15,32 +18,37 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.inference import plain
 from qwen3next_jax.inference import speculative as drafting
-from qwen3next_jax.inference.cache import rounded_length
+from qwen3next_jax.inference.cache import round_up_length
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.visible_targets import check_prompts
-from qwen3next_jax.sharding.rules import ROWS, activation_spec, shards
+from qwen3next_jax.sharding.rules import ROWS, activation_spec, num_shards
 
-CHUNK = 512  # most prompt tokens (per row) that one prefill call holds in memory
-_SMALL_CHUNK = 64  # of a conversation, whose prompts have two sizes of chunk alone
-LATE = 0.05  # seconds that one call may take: its first token is seen when it ends
-# steps of one call at most where several processes decode: their clocks would choose different
-# numbers
-_TOGETHER = 8
+PREFILL_CHUNK = 512  # the most prompt tokens per row that one prefill call processes
+_CHAT_CHUNK = 64  # in a chat, the end of a prompt comes in chunks of this size
+# The seconds that one call of "advance" should take at most: its tokens are seen when it ends.
+MAX_CALL_SECONDS = 0.05
+# The most steps per call if several processes decode: all must choose the same number of steps, so
+# they cannot choose it by their clocks.
+_MAX_STEPS_OF_PROCESSES = 8
 
 
-class Stream:
-    """An iterator over pieces: lists with one int32 array for every prompt, its new tokens since
-    the piece before, maybe none.
+class TokenStream:
+    """An iterator over the new tokens of all rows. Each item is a piece: a list with one int32
+    array for every prompt, the tokens that its row got since the last piece (possibly none).
 
-    tokens, passes: tokens given so far, and how often rows went through the trunk for them.
-    drafted, accepted: [K], how often a draft of each depth was verified, and accepted together
-    with all before it; a row's first round has made-up drafts and does not count.
+    Attributes:
+      tokens: the number of tokens yielded so far.
+      passes: how often a row went through the trunk for them.
+      drafted: [K], how often a draft of each depth was verified.
+      accepted: [K], how often it was accepted together with all drafts before it. Neither counts
+        a row's first round, which verifies made-up drafts.
     """
 
-    def __init__(self, pieces: Callable[["Stream"], Iterator[list[np.ndarray]]], drafts: int):
+    def __init__(self, pieces: Callable[["TokenStream"], Iterator[list[np.ndarray]]], drafts: int):
         self.tokens = self.passes = 0
         self.drafted, self.accepted = np.zeros(drafts, int), np.zeros(drafts, int)
         self._pieces = pieces(self)
@@ -52,6 +60,7 @@ class Stream:
         return next(self._pieces)
 
     def count(self, piece: list[np.ndarray], emitted: plain.Emitted) -> None:
+        """Adds one call's tokens, passes and drafts to the totals."""
         if self.tokens:
             self.drafted += emitted.passes
             self.accepted += emitted.accepted
@@ -71,157 +80,173 @@ def generate(
     seed: int = 0,
     stop_ids: Sequence[int] = (),
     speculative: int = 0,
-    room: int = 0,
+    min_cache_length: int = 0,
     mesh: Mesh | None = None,
     on_compile: Callable[[], None] = lambda: None,
-) -> Stream:
-    """Continues every prompt. What is not compiled yet is compiled before this returns.
+) -> TokenStream:
+    """Continues every prompt. Compiles all programs that it needs before it returns.
 
     Args:
-      prompts: integer arrays of at least one token each, of any lengths.
-      max_new_tokens: at most so many tokens are generated per row.
+      prompts: integer arrays of token ids, each of at least one token, of any lengths.
+      max_new_tokens: the most tokens to generate per row.
       temperature, top_k, top_p, min_p: see `Sampling`.
-      seed: with the index of the row and the position of the token it determines the sample,
-      whatever else is in the batch. stop_ids: a row ends before the first of these tokens.
-      speculative: tokens drafted per pass of the trunk, up to 4, by the multi-token prediction
-      module; 0: none. Greedy tokens stay
-        the same, samples keep their distribution.
-      room: of a conversation: slots of its cache, at least. Prompts of all lengths that fit
-      share their programs. mesh: on which the model's parameters lie, as `Qwen3Next.features`
-      takes it; None: one device. On a mesh of several
-        processes all of them ask for the same, and get the same.
-      on_compile: called before each program that has to be compiled.
+      seed: a sample depends on the seed, the index of its row and its position in the row, and on
+        nothing else in the batch.
+      stop_ids: a row ends before the first of these tokens.
+      speculative: the number of tokens, at most 4, that the multi-token prediction module drafts
+        per pass of the trunk; 0: none. Greedy tokens do not change, and samples keep their
+        distribution.
+      min_cache_length: for chats, the least number of cache slots. Prompts of all lengths that fit
+        into them share their programs.
+      mesh: the mesh on which the model's parameters lie, as in `Qwen3Next.features`; None for a
+        single device. If several processes share the mesh, all of them must pass the same
+        arguments, and all get the same tokens.
+      on_compile: called before each compilation of a program.
 
     Raises:
-      UserError: an empty prompt, a token outside the vocabulary, a number out of range or
-      contradicting another, drafts without the
-        module, or more tokens than `ModelConfig.context_length`.
+      UserError: a prompt is empty, a token is outside the vocabulary, a number is out of range or
+        contradicts another, the model cannot draft, or prompt and new tokens exceed
+        `ModelConfig.context_length`.
     """
-    prompts = check_request(
-        model.config, prompts, max_new_tokens, temperature, _SMALL_CHUNK if room else CHUNK
-    )
+    is_chat = min_cache_length > 0
+    chunk = _CHAT_CHUNK if is_chat else PREFILL_CHUNK
+    prompts = check_request(model.config, prompts, max_new_tokens, temperature, chunk)
     sampling = Sampling(temperature, top_k, top_p, min_p)
     sampling.check()
     stop_ids = np.asarray(stop_ids, np.int64).reshape(-1)
-    _check_ids(model.config, stop_ids, "stop_ids")
+    _check_token_ids(model.config, stop_ids, "stop_ids")
     if speculative:
-        drafting.check(model.config, speculative)
-    wanted = len(prompts)
-    if mesh is not None:  # as many rows as its axes divide
-        prompts = prompts + [prompts[-1]] * (-wanted % shards(mesh, *ROWS))
+        drafting.check_drafts(model.config, speculative)
+    num_prompts = len(prompts)
+    if mesh is not None:  # the mesh divides the rows evenly
+        prompts = prompts + [prompts[-1]] * (-num_prompts % num_shards(mesh, *ROWS))
+
     graphdef, params = nnx.split(model)
-    run = programs(graphdef, mesh, sampling.greedy, sampling.filters, speculative)
-    length = cache_length(prompts, max_new_tokens, speculative, room)
-    state = run.start(
+    programs = get_programs(graphdef, mesh, sampling.greedy, sampling.filters, speculative)
+    length = cache_length(prompts, max_new_tokens, speculative, min_cache_length)
+    initial_state = programs.init_state(
         model,
         length,
         np.array([prompt[-1] for prompt in prompts], np.int32),
         np.array([len(prompt) - 1 for prompt in prompts], np.int32),
         np.full(len(prompts), max_new_tokens, np.int32),
     )
-    numbers = Sampling(*map(np.float32, sampling))._replace(top_k=np.int32(top_k))
-    arguments, ahead = (stop_ids.astype(np.int32), numbers, np.uint32(seed)), int(speculative > 0)
-    chunks = [
-        (params, state, tokens_BX, np.int32(begin))
-        for begin, tokens_BX in prompt_chunks(prompts, ahead, even=bool(room))
-    ]
-    prefills = [run.compiled("prefill", on_compile, *chunk) for chunk in chunks]
-    # what later prompts take
-    for size in (n for n in (CHUNK, _SMALL_CHUNK) if room and n <= length):
-        run.compiled(
-            "prefill",
-            on_compile,
-            params,
-            state,
-            np.zeros((len(prompts), size + ahead), np.int32),
-            np.int32(0),
-        )
-    advance = run.compiled("advance", on_compile, params, state, np.int32(1), *arguments)
+    sampling_arrays = Sampling(*map(np.float32, sampling))._replace(top_k=np.int32(top_k))
+    arguments = stop_ids.astype(np.int32), sampling_arrays, np.uint32(seed)
 
-    def pieces(stream: Stream) -> Iterator[list[np.ndarray]]:
-        rows = state
-        for prefill, (_, _, *chunk) in zip(prefills, chunks):
-            rows = prefill(params, rows, *chunk)
-        size, going = 1, True  # the first token comes at once; later ones in blocks
-        while going:
+    def compile_prefill(begin: int, tokens_BX: np.ndarray) -> Callable:
+        """Returns the function that prefills this chunk of the prompts: (params, state) → state."""
+        chunk = tokens_BX, np.int32(begin)
+        prefill = programs.compiled("prefill", on_compile, params, initial_state, *chunk)
+        return lambda params, state: prefill(params, state, *chunk)
+
+    lookahead = int(speculative > 0)
+    chunks = prompt_chunks(prompts, lookahead, is_chat=is_chat)
+    prefills = [compile_prefill(begin, tokens_BX) for begin, tokens_BX in chunks]
+    if is_chat:  # compiles the programs that longer prompts of this chat will need
+        for size in (PREFILL_CHUNK, _CHAT_CHUNK):
+            if size <= length:
+                compile_prefill(0, np.zeros((len(prompts), size + lookahead), np.int32))
+    advance = programs.compiled(
+        "advance", on_compile, params, initial_state, np.int32(1), *arguments
+    )
+
+    def pieces(stream: TokenStream) -> Iterator[list[np.ndarray]]:
+        state = initial_state
+        for prefill in prefills:
+            state = prefill(params, state)
+        # The first call takes one step, so that the first token appears at once.
+        steps, is_active = 1, True
+        while is_active:
             started = time.perf_counter()
-            rows, *seen = advance(params, rows, np.int32(size), *arguments)
-            emitted, left_B = jax.device_get(seen)
-            going = bool(np.any(left_B[:wanted] > 0))
-            piece = [tokens[:count] for tokens, count in zip(emitted.tokens, emitted.count)][
-                :wanted
-            ]
+            state, *results = advance(params, state, np.int32(steps), *arguments)
+            emitted, remaining_B = jax.device_get(results)
+            is_active = bool(np.any(remaining_B[:num_prompts] > 0))
+            rows = zip(emitted.tokens[:num_prompts], emitted.count[:num_prompts])
+            piece = [tokens[:count] for tokens, count in rows]
             stream.count(piece, emitted)
-            size = _next_size(size, time.perf_counter() - started, run.most)
+            steps = _next_step_count(steps, time.perf_counter() - started, programs.max_steps)
             if any(map(len, piece)):
                 yield piece
 
-    return Stream(pieces, speculative)
+    return TokenStream(pieces, speculative)
 
 
 def complete(model: Qwen3Next, prompts: Sequence[np.ndarray], **options) -> list[np.ndarray]:
-    """`generate` run to its end: the new tokens of every row, without the stop token."""
-    return joined(generate(model, prompts, **options), len(prompts))
+    """Runs `generate` to its end and returns each row's new tokens [n], without the stop token."""
+    return concatenate_pieces(generate(model, prompts, **options), len(prompts))
 
 
-def joined(pieces: Iterator[list[np.ndarray]], rows: int) -> list[np.ndarray]:
-    return [np.concatenate([np.zeros(0, np.int32), *of_row]) for of_row in zip(*pieces)] or [
-        np.zeros(0, np.int32)
-    ] * rows
+def concatenate_pieces(pieces: Iterator[list[np.ndarray]], rows: int) -> list[np.ndarray]:
+    """Returns the tokens of each of the rows, from the pieces that a `TokenStream` yields."""
+    tokens_of_rows: list[list[np.ndarray]] = [[np.zeros(0, np.int32)] for _ in range(rows)]
+    for piece in pieces:
+        for row, tokens in zip(tokens_of_rows, piece):
+            row.append(tokens)
+    return [np.concatenate(row) for row in tokens_of_rows]
 
 
-def _next_size(size: int, seconds: float, most: int) -> int:
+def _next_step_count(steps: int, seconds: float, max_steps: int) -> int:
+    """Chooses the next call's number of steps from the last one's and the time that it took."""
     if jax.process_count() > 1:
-        return min(2 * size, _TOGETHER)
-    if seconds > LATE:
-        return max(size // 2, 1)
-    return min(2 * size, most) if seconds < LATE / 3 else size
+        return min(2 * steps, _MAX_STEPS_OF_PROCESSES)
+    if seconds > MAX_CALL_SECONDS:
+        return max(steps // 2, 1)
+    return min(2 * steps, max_steps) if seconds < MAX_CALL_SECONDS / 3 else steps
 
 
-class Programs:
-    """The compiled functions of one architecture, kept for requests of the same sizes."""
+class DecodePrograms:
+    """The compiled functions of one model architecture and one way of decoding.
+
+    Attributes:
+      max_steps: the most steps (with drafts: rounds) that one call of "advance" can take.
+    """
 
     def __init__(
         self, graphdef: nnx.GraphDef, mesh: Mesh | None, greedy: bool, filters: bool, drafts: int
     ):
-        form = drafting if drafts else plain
-        self.most = drafting.ROUNDS if drafts else plain.STEPS
-        self._start = (
-            functools.partial(form.start, drafts=drafts, greedy=greedy) if drafts else form.start
-        )
+        method = drafting if drafts else plain
+        self.max_steps = drafting.MAX_ROUNDS if drafts else plain.MAX_STEPS
+        self._init_state = method.init_state
+        if drafts:
+            self._init_state = functools.partial(drafting.init_state, drafts=drafts, greedy=greedy)
         self._mesh, self._compiled = mesh, {}
 
         def prefill(params, state, tokens_BX, begin):
-            return self._placed(
-                form.prefill(nnx.merge(graphdef, params), mesh, state, tokens_BX, begin)
-            )
+            model = nnx.merge(graphdef, params)
+            return self._shard_rows(method.prefill(model, mesh, state, tokens_BX, begin))
 
         def advance(params, state, *arguments):
-            state, emitted = form.advance(
-                nnx.merge(graphdef, params), mesh, greedy, filters, state, *arguments
-            )
-            seen = emitted, state.left
-            if mesh is not None:  # every process reads all of it
-                seen = jax.lax.with_sharding_constraint(
-                    seen, NamedSharding(mesh, activation_spec())
-                )
-            return self._placed(state), *seen
+            model = nnx.merge(graphdef, params)
+            state, emitted = method.advance(model, mesh, greedy, filters, state, *arguments)
+            results = emitted, state.remaining
+            if mesh is not None:  # every process reads the results of all rows
+                replicated = NamedSharding(mesh, activation_spec())
+                results = jax.lax.with_sharding_constraint(results, replicated)
+            return self._shard_rows(state), *results
 
         self._functions = {
             "prefill": jax.jit(prefill, donate_argnums=1),
             "advance": jax.jit(advance, donate_argnums=1),
         }
 
-    def start(self, model: Qwen3Next, length: int, *rows_B: np.ndarray):
-        """The state before the first token."""
+    def init_state(self, model: Qwen3Next, length: int, *rows_B: np.ndarray):
+        """Returns the decoding state before the first token, with caches of `length` slots.
+
+        Args:
+          rows_B: arrays [B] for `plain.init_state`: the pending tokens, their positions, and the
+            numbers of tokens to generate.
+        """
 
         def make(*rows_B):
-            return self._placed(self._start(model, length, *rows_B))
+            return self._shard_rows(self._init_state(model, length, *rows_B))
 
         return make(*map(jnp.asarray, rows_B)) if self._mesh is None else jax.jit(make)(*rows_B)
 
     def compiled(self, name: str, on_compile: Callable[[], None], *args) -> Callable:
-        """The program "prefill" or "advance" for arguments like these."""
+        """Returns the function `name` ("prefill" or "advance") compiled for arguments of these
+        shapes. Calls `on_compile` if it is not compiled yet.
+        """
         key = (
             name,
             *((x.shape, x.dtype, getattr(x, "sharding", None)) for x in jax.tree.leaves(args)),
@@ -231,49 +256,63 @@ class Programs:
             self._compiled[key] = self._functions[name].lower(*args).compile()
         return self._compiled[key]
 
-    def _placed(self, state):
-        """Its rows over the mesh, in every program alike."""
+    def _shard_rows(self, state):
+        """Constrains the state to be divided by rows over the mesh, the same in every program."""
         if self._mesh is None:
             return state
-        of_row, of_layers_row = (
-            NamedSharding(self._mesh, activation_spec(*names))
-            for names in (("batch",), (None, "batch"))
-        )
+        by_row = NamedSharding(self._mesh, activation_spec("batch"))
+        by_layer_and_row = NamedSharding(self._mesh, activation_spec(None, "batch"))
         caches = {
-            name: jax.tree.map(lambda _: of_layers_row, getattr(state, name))
+            name: jax.tree.map(lambda _: by_layer_and_row, getattr(state, name))
             for name in state._fields
             if "cache" in name
         }
-        where = jax.tree.map(lambda _: of_row, state)._replace(**caches)
-        return jax.lax.with_sharding_constraint(state, where)
+        shardings = jax.tree.map(lambda _: by_row, state)._replace(**caches)
+        return jax.lax.with_sharding_constraint(state, shardings)
 
 
 @functools.lru_cache(maxsize=8)
-def programs(
+def get_programs(
     graphdef: nnx.GraphDef,
     mesh: Mesh | None = None,
     greedy: bool = True,
     filters: bool = False,
     drafts: int = 0,
-) -> Programs:
-    """Kept, so that repeated calls find what they compiled."""
-    return Programs(graphdef, mesh, greedy, filters, drafts)
+) -> DecodePrograms:
+    """Returns the programs for this way of decoding. Repeated calls return the same object, so
+    that its functions are compiled once.
+    """
+    return DecodePrograms(graphdef, mesh, greedy, filters, drafts)
 
 
 def cache_length(
-    prompts: Sequence[np.ndarray], max_new_tokens: int, speculative: int = 0, room: int = 0
+    prompts: Sequence[np.ndarray],
+    max_new_tokens: int,
+    speculative: int = 0,
+    min_cache_length: int = 0,
 ) -> int:
-    """Slots of the cache that `generate` uses: all tokens and a last chunk's padding have one."""
+    """Returns the number of slots of the cache that `generate` makes for these arguments: enough
+    for all tokens and for the padding of the last prompt chunk.
+    """
     longest = max(map(len, prompts))
-    ends = (start + size for start, size in _chunks(longest - 1, even=bool(room)))
-    return rounded_length(max(longest + max_new_tokens + 2 * speculative, room, *ends))
+    bounds = _chunk_bounds(longest - 1, is_chat=min_cache_length > 0)
+    ends = (start + size for start, size in bounds)
+    return round_up_length(max(longest + max_new_tokens + 2 * speculative, min_cache_length, *ends))
 
 
 def check_request(
-    config, prompts: Sequence, max_new_tokens: int, temperature: float, chunk: int = CHUNK
+    config: ModelConfig,
+    prompts: Sequence,
+    max_new_tokens: int,
+    temperature: float,
+    chunk: int = PREFILL_CHUNK,
 ) -> list[np.ndarray]:
-    """The prompts as int32 arrays, looked at before they are made such: 2³² + 5 would wrap to 5.
-    `chunk`: the smallest that they come in.
+    """Checks the prompts and returns them as int32 arrays.
+
+    Checks token ids before the conversion to int32, which would wrap 2³² + 5 to 5.
+
+    Args:
+      chunk: the size of the smallest chunks in which prompts go through the model.
 
     Raises:
       UserError: see `generate`.
@@ -287,25 +326,28 @@ def check_request(
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise UserError(f"prompt {i} is empty: expected at least one token")
-        _check_ids(config, prompt, f"prompt {i}")
-    longest = max(map(len, prompts))
-    if longest + max_new_tokens > config.context_length:
-        stretched = (
-            ""
-            if config.yarn_factor > 1
-            else "; YaRN reaches further: model.yarn_factor, rope_scaling in config.json"
-        )
-        raise UserError(
-            f"prompt of {longest} tokens + {max_new_tokens} new ones = "
-            f"{longest + max_new_tokens}: expected at most "
-            f"max_position_embeddings{' × yarn_factor' * (not stretched)} = "
-            f"{config.context_length}{stretched}"
-        )
+        _check_token_ids(config, prompt, f"prompt {i}")
+    _check_length(config, max(map(len, prompts)), max_new_tokens)
     check_prompts(config, prompts, chunk)
     return [prompt.astype(np.int32) for prompt in prompts]
 
 
-def _check_ids(config, ids: np.ndarray, name: str) -> None:
+def _check_length(config: ModelConfig, longest: int, max_new_tokens: int) -> None:
+    total = longest + max_new_tokens
+    if total <= config.context_length:
+        return
+    if config.yarn_factor > 1:
+        limit, advice = "max_position_embeddings × yarn_factor", ""
+    else:
+        limit = "max_position_embeddings"
+        advice = "; YaRN reaches further: model.yarn_factor, rope_scaling in config.json"
+    raise UserError(
+        f"prompt of {longest} tokens + {max_new_tokens} new ones = {total}: expected at most "
+        f"{limit} = {config.context_length}{advice}"
+    )
+
+
+def _check_token_ids(config: ModelConfig, ids: np.ndarray, name: str) -> None:
     if ids.dtype.kind not in "iu":
         raise UserError(f"{name} is of dtype {ids.dtype}: expected integers, the ids of tokens")
     outside = ids[(ids < 0) | (ids >= config.vocab_size)]
@@ -316,27 +358,41 @@ def _check_ids(config, ids: np.ndarray, name: str) -> None:
         )
 
 
-def _chunks(total: int, chunk: int = CHUNK, even: bool = False) -> Iterator[tuple[int, int]]:
-    """(start, size) of the chunks of so many tokens: sizes are powers of two up to `chunk`, or
-    of two `even` ones.
+def _chunk_bounds(
+    total: int, chunk: int = PREFILL_CHUNK, is_chat: bool = False
+) -> Iterator[tuple[int, int]]:
+    """Yields (start, size) of the chunks that `total` prompt tokens are divided into.
+
+    All chunks have `chunk` tokens, except at the end: there, a chunk has the next power of two, or,
+    in a chat, all remaining chunks have _CHAT_CHUNK tokens, so that only two sizes are compiled.
     """
     start = 0
     while start < total:
-        size = min(chunk, max(16, 1 << (total - start - 1).bit_length()))
-        size = _SMALL_CHUNK if even and total - start < chunk else size
+        remaining = total - start
+        if is_chat and remaining < chunk:
+            size = _CHAT_CHUNK
+        else:
+            size = min(chunk, max(16, 1 << (remaining - 1).bit_length()))
         yield start, size
         start += size
 
 
 def prompt_chunks(
-    prompts: list[np.ndarray], ahead: int = 0, chunk: int = CHUNK, even: bool = False
+    prompts: list[np.ndarray],
+    lookahead: int = 0,
+    chunk: int = PREFILL_CHUNK,
+    is_chat: bool = False,
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Cuts all but the last token of the right-padded prompts into (start, [B, T + ahead]), T as
-    `_chunks` says, each with the `ahead` tokens that follow it.
+    """Divides the prompts, without their last tokens, into chunks for prefill.
+
+    Yields:
+      start, the position of the chunk's first token; tokens [B, T + lookahead], where T is a size
+      of `_chunk_bounds` and the `lookahead` tokens are those after the chunk. Prompts are padded
+      with zeros at their ends.
     """
-    for start, size in _chunks(max(map(len, prompts)) - 1, chunk, even):
-        tokens_BX = np.zeros((len(prompts), size + ahead), np.int32)
+    for start, size in _chunk_bounds(max(map(len, prompts)) - 1, chunk, is_chat):
+        tokens_BX = np.zeros((len(prompts), size + lookahead), np.int32)
         for row, prompt in zip(tokens_BX, prompts):
-            part = prompt[start : start + size + ahead]
+            part = prompt[start : start + size + lookahead]
             row[: len(part)] = part
         yield start, tokens_BX

@@ -1,40 +1,54 @@
-"""Decoding one token per pass.
+"""Decoding of one token per pass of the trunk.
 
-Every row carries one pending token: known, but not yet in the cache. Prefill puts all but the
-last token of each prompt into the cache; one step puts the pending token in and chooses the
-next. So a prompt of one token needs no prefill, and rows of any length enter the same program.
+Every row has one pending token: it is known, but it is not in the cache yet. Prefill writes all
+tokens of a prompt except the last into the cache. A step writes the pending token into the cache
+and chooses the next one. So a prompt of one token needs no prefill, and rows of any lengths can be
+decoded by the same program.
 
-Letters: B batch, T time, V vocabulary, N tokens that one call emits at most.
+Letters: B batch, T time, D model, V vocabulary, N the most tokens that one call emits per row.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from qwen3next_jax.inference.sampling import Sampling, draw, likeliest, log_probabilities
+from qwen3next_jax.inference.sampling import (
+    Sampling,
+    argmax_token,
+    log_probabilities,
+    sample_token,
+)
 from qwen3next_jax.model import Qwen3Next
 
-STEPS = 64  # of one call at most: a call costs as much as some steps of a small model
+MAX_STEPS = 64  # the most steps of one call, which costs as much as some steps of a small model
 
 
-class Rows(NamedTuple):
-    """Decoding in progress. Donated to every call that continues it.
+class DecodeState(NamedTuple):
+    """The state of decoding. Every call donates it and returns the next one.
 
-    cache: as `Qwen3Next.init_cache`, holding the tokens before `position`.
-    token, position: [B] int32, the pending token and its position.
-    left: [B] int32, tokens that the row may still get: 0 once it has met a stop token.
+    Attributes:
+      cache: as `Qwen3Next.init_cache` returns it, with the tokens before `position`.
+      token: [B] int32, the pending token of each row.
+      position: [B] int32, its position.
+      remaining: [B] int32, the most tokens that the row may still get; 0 once it has ended.
     """
 
     cache: list
     token: jax.Array
     position: jax.Array
-    left: jax.Array
+    remaining: jax.Array
 
 
 class Emitted(NamedTuple):
-    """What one call gave: tokens [B, N], of which the first `count` [B] of a row are new; passes
-    []: how often rows went through the trunk; accepted [K]: how often drafts were, by depth.
+    """The tokens that one call generated.
+
+    Attributes:
+      tokens: [B, N] int32.
+      count: [B] int32, how many tokens at the start of each row are new.
+      passes: [] int32, how often rows went through the trunk.
+      accepted: [K] int32, how often the drafts of each depth were accepted.
     """
 
     tokens: jax.Array
@@ -43,69 +57,86 @@ class Emitted(NamedTuple):
     accepted: jax.Array
 
 
-def start(model: Qwen3Next, length: int, token_B, position_B, left_B) -> Rows:
-    """Before the first token, with a cache of `length` slots."""
-    return Rows(model.init_cache(len(token_B), length), token_B, position_B, left_B)
+def init_state(
+    model: Qwen3Next,
+    length: int,
+    token_B: jax.Array,
+    position_B: jax.Array,
+    remaining_B: jax.Array,
+) -> DecodeState:
+    """Returns the state before the first token, with a cache of `length` slots."""
+    return DecodeState(model.init_cache(len(token_B), length), token_B, position_B, remaining_B)
 
 
-def prefill(model: Qwen3Next, mesh, rows: Rows, tokens_BT, begin) -> Rows:
-    """Puts the tokens at positions `begin` … that are below `rows.position` into the cache."""
+def prefill(
+    model: Qwen3Next, mesh: Mesh | None, state: DecodeState, tokens_BT: jax.Array, begin
+) -> DecodeState:
+    """Writes prompt tokens into the cache: those at the positions from `begin` on that are before
+    the row's pending token.
+    """
     positions_BT = jnp.broadcast_to(
         begin + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
     )
-    inside_BT = (positions_BT < rows.position[:, None]).astype(jnp.int32)
-    return rows._replace(
-        cache=model.decode(tokens_BT, positions_BT, rows.cache, inside_BT, mesh)[1]
-    )
+    is_token_BT = (positions_BT < state.position[:, None]).astype(jnp.int32)
+    _, cache = model.decode(tokens_BT, positions_BT, state.cache, is_token_BT, mesh)
+    return state._replace(cache=cache)
 
 
 def advance(
     model: Qwen3Next,
-    mesh,
+    mesh: Mesh | None,
     greedy: bool,
     filters: bool,
-    rows: Rows,
-    steps,
-    stop_ids,
+    state: DecodeState,
+    steps: jax.Array,
+    stop_ids: jax.Array,
     sampling: Sampling,
-    seed,
-) -> tuple[Rows, Emitted]:
-    """`steps` ≤ STEPS steps, fewer where every row has ended."""
+    seed: jax.Array,
+) -> tuple[DecodeState, Emitted]:
+    """Takes `steps` steps (at most MAX_STEPS), or fewer if every row ends before.
 
-    def more(carry):
-        step, rows, *_ = carry
-        return (step < steps) & jnp.any(rows.left > 0)
+    Args:
+      greedy: whether every step takes the most likely token.
+      filters: whether `sampling` has a top_k, top_p or min_p.
+      stop_ids: [n] int32; a row ends before the first of these tokens.
+      seed: [] uint32, of the samples.
+    """
 
-    def one(carry):
-        step, rows, tokens_BN, count_B, passes = carry
+    def any_active(carry):
+        step, state, *_ = carry
+        return (step < steps) & jnp.any(state.remaining > 0)
+
+    def take_step(carry):
+        step, state, tokens_BN, count_B, passes = carry
         hidden_B1D, cache = model.decode(
-            rows.token[:, None], rows.position[:, None], rows.cache, mesh=mesh
+            state.token[:, None], state.position[:, None], state.cache, mesh=mesh
         )
         logits_BV = model.logits(hidden_B1D[:, 0])
         if greedy:
-            next_B = likeliest(logits_BV)
+            next_B = argmax_token(logits_BV)
         else:
-            next_B = draw(log_probabilities(logits_BV, sampling, filters), seed, rows.position + 1)
-        live_B = rows.left > 0
-        emits_B = live_B & ~jnp.isin(next_B, stop_ids)
-        # A finished row repeats its last step: its slots stay inside the cache and nobody reads
-        # them.
-        rows = Rows(
+            log_p_BV = log_probabilities(logits_BV, sampling, filters)
+            next_B = sample_token(log_p_BV, seed, state.position + 1)
+        active_B = state.remaining > 0
+        emits_B = active_B & ~jnp.isin(next_B, stop_ids)
+        # A row that has ended repeats its last step, so that it writes to no further slots.
+        state = DecodeState(
             cache,
-            jnp.where(emits_B, next_B, rows.token),
-            rows.position + emits_B,
-            jnp.where(emits_B, rows.left - 1, 0),
+            jnp.where(emits_B, next_B, state.token),
+            state.position + emits_B,
+            jnp.where(emits_B, state.remaining - 1, 0),
         )
         return (
             step + 1,
-            rows,
+            state,
             tokens_BN.at[:, step].set(next_B),
             count_B + emits_B,
-            passes + jnp.sum(live_B),
+            passes + jnp.sum(active_B),
         )
 
-    batch = len(rows.token)
-    _, rows, *emitted = jax.lax.while_loop(
-        more, one, (0, rows, jnp.zeros((batch, STEPS), jnp.int32), jnp.zeros(batch, jnp.int32), 0)
+    batch = len(state.token)
+    tokens_BN, count_B = jnp.zeros((batch, MAX_STEPS), jnp.int32), jnp.zeros(batch, jnp.int32)
+    _, state, *emitted = jax.lax.while_loop(
+        any_active, take_step, (0, state, tokens_BN, count_B, 0)
     )
-    return rows, Emitted(*emitted, jnp.zeros(0, jnp.int32))
+    return state, Emitted(*emitted, jnp.zeros(0, jnp.int32))

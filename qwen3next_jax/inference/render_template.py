@@ -1,11 +1,19 @@
-"""A program that renders one chat template and ends: others wrote the template, and no sandbox
-bounds how long it takes or how much it makes. `texts.ChatTemplate` starts it as a file, so that it
-imports jinja2 and nothing of this package.
+"""A program that renders one chat template.
 
-Standard input is a JSON object: template; special, the tokenizer's special tokens by name;
-messages, null to check the template alone; seconds of processor time, bytes of memory and
-characters of text at most. Standard output is a JSON object with one of: text, of at most one
-character more than allowed; refused, what the template says against the messages; error.
+It is a process of its own because the template comes from a stranger, and jinja2's sandbox limits
+neither the time nor the memory that it takes. `chat.ChatTemplate` runs this file by its path, so
+that the process imports jinja2 and nothing of this package.
+
+Standard input is a JSON object:
+  template: the template's text.
+  special: the tokenizer's special tokens by name.
+  messages: a list of {"role", "content"}; null to check only the template's syntax.
+  seconds, bytes, characters: the limits of processor time, memory and rendered text.
+
+Standard output is a JSON object with one of:
+  text: the rendered text, cut off one character after the limit.
+  refused: why the template refuses the messages.
+  error: why rendering failed.
 """
 
 import json
@@ -21,6 +29,12 @@ class Refused(Exception):
 
 
 def render(request: dict) -> str:
+    """Returns the rendered text, cut off one character after the limit; "" without messages.
+
+    Raises:
+      Refused: the template refuses the messages.
+      Exception: any error in the template.
+    """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -34,20 +48,20 @@ def render(request: dict) -> str:
     )
     if request["messages"] is None:
         return ""
-    pieces, room = [], request["characters"] + 1
+    pieces, available = [], request["characters"] + 1
     for piece in template.generate(messages=request["messages"], add_generation_prompt=True):
-        pieces.append(piece[:room])
-        room -= len(pieces[-1])
-        if not room:
+        pieces.append(piece[:available])
+        available -= len(pieces[-1])
+        if not available:
             break
     return "".join(pieces)
 
 
 def main() -> None:
     request = json.load(sys.stdin)
-    _limit(resource.RLIMIT_AS, request["bytes"])
+    _set_limit(resource.RLIMIT_AS, request["bytes"])
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + request["seconds"])
+    _set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + request["seconds"])
     try:
         answer = {"text": render(request)}
     except Refused as error:
@@ -60,15 +74,17 @@ def main() -> None:
 
 
 def _refuse(message: object):
+    """The function `raise_exception`, which templates call with messages that they refuse."""
     raise Refused(str(message)[:1000])
 
 
-def _limit(what: int, most: int) -> None:
-    _, hard = resource.getrlimit(what)
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+def _set_limit(limited: int, maximum: int) -> None:
+    """Limits one of this process's resources, within the limit that the system sets."""
+    _, hard = resource.getrlimit(limited)
+    maximum = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
     try:
-        resource.setrlimit(what, (most, hard))
-    except (ValueError, OSError):  # macOS bounds no address space
+        resource.setrlimit(limited, (maximum, hard))
+    except (ValueError, OSError):  # macOS cannot limit the address space
         pass
 
 

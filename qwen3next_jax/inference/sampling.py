@@ -1,4 +1,4 @@
-"""Which token comes next: the likeliest, or one drawn from the likelier ones.
+"""Choosing the next token: the most likely one, or a sample from a filtered distribution.
 
 Letters: B batch, V vocabulary; `...` any dimensions.
 """
@@ -10,17 +10,23 @@ import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import UserError
 
+# The purposes of a random number at one position: to sample a token, to accept a draft, to sample a
+# token in place of a rejected draft, and to sample a draft.
+TOKEN, ACCEPT, RESAMPLE, DRAFT = range(4)
+
 
 class Sampling(NamedTuple):
-    """How tokens are drawn; each setting leaves some of the tokens that the one before has left.
+    """How tokens are sampled. Each filter, in this order, applies to the tokens that the filters
+    before it have kept. The most likely token is always kept, and so is a token that is exactly as
+    likely as the least likely one that is kept.
 
-    temperature: logits are divided by it; 0 takes the likeliest token, and so does what is too
-    small for float32.
-    top_k: so many of the likeliest tokens; 0: all.
-    top_p: the likeliest ones that together have at least this probability; 1: all.
-    min_p: those with at least this share of the likeliest one's probability; 0: all.
-    A token as likely as the last one that is left is left, too. The likeliest token is always
-    left.
+    Attributes:
+      temperature: the logits are divided by it. 0, or a number too small for float32, means
+        greedy decoding: the most likely token.
+      top_k: keep so many of the most likely tokens; 0: all.
+      top_p: keep the most likely tokens that together have at least this probability; 1: all.
+      min_p: keep the tokens with at least this share of the most likely token's probability; 0:
+        all.
     """
 
     temperature: float = 0.0
@@ -30,14 +36,20 @@ class Sampling(NamedTuple):
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
         return self.temperature == 0
 
     @property
     def filters(self) -> bool:
+        """Whether any filter is set."""
         return self[1:] != (0, 1.0, 0.0)
 
     def check(self) -> None:
-        """Raises UserError: a number out of range, or two that contradict each other."""
+        """Checks the settings.
+
+        Raises:
+          UserError: a number is out of range, or a filter is set for greedy decoding.
+        """
         bounds = {
             "temperature": (0 <= self.temperature < 3.4e38, "0 (greedy) … 3.4e38, as float32 can"),
             "top_k": (0 <= self.top_k < 2**31, "0 (all tokens) or more"),
@@ -60,56 +72,66 @@ class Sampling(NamedTuple):
 
 
 def log_probabilities(logits: jax.Array, sampling: Sampling, filters: bool) -> jax.Array:
-    """logits [..., V] → log-probabilities of what is drawn, -inf of what is left out. `sampling`
-    may be traced, `filters` not.
+    """Returns the log-probabilities [..., V] of the distribution that is sampled; -inf for tokens
+    that a filter drops.
+
+    Args:
+      logits: [..., V].
+      sampling: may hold traced arrays.
+      filters: whether `sampling` sets any filter; not traced.
     """
     logits = logits.astype(jnp.float32)
-    # The largest logit becomes 0 before the division, so that it stays 0 at any temperature and
-    # nothing overflows to +inf. Devices take numbers below `tiny` for 0.
+    # The largest logit becomes 0 before the division, so that it is 0 at any temperature and
+    # nothing overflows to +inf. Devices treat numbers below `tiny` as 0.
     temperature = jnp.maximum(sampling.temperature, jnp.finfo(jnp.float32).tiny)
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     if filters:
-        falling = jnp.flip(jnp.sort(scaled, axis=-1), axis=-1)
-        index_V = jnp.arange(scaled.shape[-1])
-        counted_V = (index_V < sampling.top_k) | (sampling.top_k == 0)
-        p = jax.nn.softmax(jnp.where(counted_V, falling, -jnp.inf), axis=-1)
-        # A sum of many probabilities may be rounded to more than 1.
-        within = (jnp.cumsum(p, axis=-1) - p < sampling.top_p) | (sampling.top_p == 1)
-        left = counted_V & within & (p >= sampling.min_p * p[..., :1])
-        left = left | (index_V == 0)  # a top_p that float32 rounds to 0 leaves the likeliest
-        last = jnp.take_along_axis(falling, jnp.sum(left, axis=-1, keepdims=True) - 1, axis=-1)
-        scaled = jnp.where(scaled >= last, scaled, -jnp.inf)
+        descending = jnp.flip(jnp.sort(scaled, axis=-1), axis=-1)
+        rank_V = jnp.arange(scaled.shape[-1])
+        in_top_k_V = (rank_V < sampling.top_k) | (sampling.top_k == 0)
+        p = jax.nn.softmax(jnp.where(in_top_k_V, descending, -jnp.inf), axis=-1)
+        # top_p = 1 needs a case of its own: rounding may bring the sum of the probabilities to 1
+        # before the last token.
+        in_top_p = (jnp.cumsum(p, axis=-1) - p < sampling.top_p) | (sampling.top_p == 1)
+        kept = in_top_k_V & in_top_p & (p >= sampling.min_p * p[..., :1])
+        kept = kept | (rank_V == 0)  # even if float32 rounds top_p to 0
+        num_kept = jnp.sum(kept, axis=-1, keepdims=True)
+        smallest_kept = jnp.take_along_axis(descending, num_kept - 1, axis=-1)
+        scaled = jnp.where(scaled >= smallest_kept, scaled, -jnp.inf)
     return jax.nn.log_softmax(scaled, axis=-1)
 
 
-def likeliest(logits: jax.Array) -> jax.Array:
-    """[..., V] → [...] int32, the first of the largest. `jnp.argmax` takes one number at a time
-    on a CPU, 18 times as long for 151,936.
+def argmax_token(logits: jax.Array) -> jax.Array:
+    """Returns the index [...] int32 of the largest logit [..., V]; the first of equal ones.
+
+    It replaces `jnp.argmax`, which on a CPU compares one number at a time and takes 18 times as
+    long for a vocabulary of 151,936.
     """
     size = logits.shape[-1]
     is_largest = logits == jnp.max(logits, axis=-1, keepdims=True)
-    # none of NaNs
-    return jnp.minimum(
-        jnp.min(jnp.where(is_largest, jnp.arange(size, dtype=jnp.int32), size), axis=-1), size - 1
-    )
+    index = jnp.min(jnp.where(is_largest, jnp.arange(size, dtype=jnp.int32), size), axis=-1)
+    return jnp.minimum(index, size - 1)  # among NaNs, none is the largest
 
 
-def position_keys(seed, position_B: jax.Array, purpose: int) -> jax.Array:
-    """[B] keys that depend on the seed, the row, the position of the token that is drawn and
-    what for, on nothing else.
+def random_keys(seed, position_B: jax.Array, purpose: int) -> jax.Array:
+    """Returns random keys [B]. A key depends only on the seed, the index of the row, the position
+    [B] of the token that is sampled, and the purpose (TOKEN, ACCEPT, RESAMPLE or DRAFT).
     """
 
     def key(row, position):
-        return jax.random.fold_in(
-            jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), position), purpose
-        )
+        key_of_row = jax.random.fold_in(jax.random.key(seed), row)
+        return jax.random.fold_in(jax.random.fold_in(key_of_row, position), purpose)
 
     return jax.vmap(key)(jnp.arange(len(position_B)), position_B)
 
 
-def draw(log_p_BV: jax.Array, seed, position_B: jax.Array, purpose: int = 0) -> jax.Array:
-    """[B] int32."""
+def sample_token(
+    log_p_BV: jax.Array, seed, position_B: jax.Array, purpose: int = TOKEN
+) -> jax.Array:
+    """Returns a token [B] int32 of each row, sampled from log-probabilities [B, V] with the keys
+    that `random_keys` makes of the other arguments.
+    """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, log_p_BV.shape[1:], log_p_BV.dtype))(
-        position_keys(seed, position_B, purpose)
+        random_keys(seed, position_B, purpose)
     )
-    return likeliest(noise + log_p_BV)
+    return argmax_token(noise + log_p_BV)

@@ -1,31 +1,34 @@
-"""Drafting with the multi-token prediction module: the trunk verifies several tokens per pass.
+"""Speculative decoding: the multi-token prediction (MTP) module drafts tokens, and one pass of the
+trunk verifies several of them.
 
-One round, for K drafts per row: the trunk runs over the pending token and the drafts; the
-leading drafts that it accepts are new tokens, and so is one that it chooses itself; then the
-module drafts again. Greedy, a draft is accepted where it is the trunk's own choice, so that the
-tokens are those of plain decoding. Sampled (2211.17192), with p the trunk's distribution and q
-the one that the draft was drawn from, it is accepted with probability min(1, p/q), and the first
-one that is not is replaced by a draw from max(p - q, 0): every token then has the distribution
-p, filtered as it is in plain decoding.
+A round, with K drafts per row:
+1. The trunk runs over the pending token and the K drafts.
+2. The trunk accepts the drafts up to the first that it rejects, and chooses one more token itself.
+   These are the new tokens.
+3. The module drafts the next K tokens.
 
-What a rejection must undo:
-- Attention slots of rejected tokens are simply rewritten: no query sees a slot before the true
-  token is in it.
-- A recurrent state cannot be taken back. The pass keeps it after each of its K+1 tokens
-  (`Mixer.each_token`), and the round goes on
-  from the one after the accepted. The other way, to start again from the state before and run
-  the accepted tokens once more in front of the next drafts, needs no room but a pass of 2K+1
-  tokens; benchmarks/decoding.py prints what either costs.
-- The module's entries behind the accepted tokens were made from drafts and its own states. They
-  are written over, too, by ones made
-  from the trunk's states; so the first draft of a round comes from the trained `mtp_logits` of
-  depth 0. Later ones read those entries and their own round's. Training has a depth attend to
-  its own entries alone: that takes a cache and a window of positions to run again for each,
-  which cost 45 of 556 µs a round with two drafts for as many tokens, and with three gave 0.2 a
-  pass more (docs/decoding.md).
+Greedy decoding accepts a draft if it is the trunk's own most likely token, so the tokens are those
+of plain decoding. Sampling follows "Fast Inference from Transformers via Speculative Decoding"
+(arXiv 2211.17192): let p be the trunk's distribution and q the one from which the draft was
+sampled. The draft is accepted with probability min(1, p/q); the first rejected draft is replaced by
+a sample from max(p - q, 0), normalized. Every token then has the distribution p, with the same
+filters as in plain decoding.
 
-Letters: B batch, T time, D model, V vocabulary, K drafts, J = K+1 positions from the pending
-token on, N tokens that one call emits at most.
+A rejected draft has already changed the caches:
+- Attention slots need no care: a slot is rewritten with the true token before any query sees it.
+- A recurrent state cannot be rewound. The pass returns the state after each of its K+1 tokens
+  (`Mixer.each_token`), and the next round continues from the state after the last accepted token.
+  The alternative, to run the accepted tokens again from the state before the round, needs no memory
+  for the states but takes passes of 2K+1 tokens; `benchmarks/decoding.py --part=replay` times both.
+- The module's cache entries for drafts come from the module's own hidden states. The next round
+  overwrites those of accepted tokens with entries from the trunk's states. So the first draft of a
+  round is exactly what training at depth 0 teaches. Later drafts attend to these entries and to the
+  entries of their own round, whereas in training a depth attends only to its own entries. Imitating
+  the training would take a cache per depth, and would cost more time than it gains in accepted
+  drafts (docs/notes/2026-11-23-decoding.md).
+
+Letters: B batch, T time, X = T + 1, D model, V vocabulary, K drafts, J = K + 1 positions from the
+pending token on, N the most tokens that one call emits per row.
 """
 
 from typing import NamedTuple
@@ -33,53 +36,65 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.inference.cache import after_token
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.inference.cache import cache_after_token
 from qwen3next_jax.inference.plain import Emitted
 from qwen3next_jax.inference.sampling import (
+    ACCEPT,
+    DRAFT,
+    RESAMPLE,
     Sampling,
-    draw,
-    likeliest,
+    sample_token,
+    argmax_token,
     log_probabilities,
-    position_keys,
+    random_keys,
 )
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.sharding.rules import gather
+from qwen3next_jax.sharding.rules import gather_params
 
-MOST = 4  # drafts per round
-ROUNDS = 32  # of one call at most
+MAX_DRAFTS = 4  # the most drafts per round
+MAX_ROUNDS = 32  # the most rounds of one call
 
 
-class Drafting(NamedTuple):
-    """Decoding in progress. Donated to every call that continues it.
+class DraftState(NamedTuple):
+    """The state of decoding. Every call donates it and returns the next one.
 
-    cache, token, position, left: as `plain.Rows`. mtp_cache: the module's, with an entry for
-    every token before `position`. drafts: [B, K] int32; log_q: [B, K, V] of the distributions
-    they were drawn from, [B, K, 0] where decoding is greedy.
+    Attributes:
+      cache, token, position, remaining: as in `plain.DecodeState`.
+      mtp_cache: the module's cache, with an entry for every token before `position`.
+      drafts: [B, K] int32, drafts of the tokens after the pending one.
+      log_q: [B, K, V], the log-probabilities from which the drafts were sampled; [B, K, 0] in
+        greedy decoding.
     """
 
     cache: list
     token: jax.Array
     position: jax.Array
-    left: jax.Array
+    remaining: jax.Array
     mtp_cache: dict
     drafts: jax.Array
     log_q: jax.Array
 
 
-def check(config, drafts: int) -> None:
-    """Raises UserError where a model of `config` cannot draft so many tokens."""
-    if not 1 <= drafts <= MOST:
-        raise UserError(f"speculative = {drafts}: expected 1 … {MOST} drafts, or 0 for none")
+def check_drafts(config: ModelConfig, drafts: int) -> None:
+    """Checks that a model of this config can draft so many tokens.
+
+    Raises:
+      UserError: `drafts` is out of range, or the model cannot draft.
+    """
+    if not 1 <= drafts <= MAX_DRAFTS:
+        raise UserError(f"speculative = {drafts}: expected 1 … {MAX_DRAFTS} drafts, or 0 for none")
     if not config.mtp_depth:
         raise UserError(
             f"speculative = {drafts}: the model has no multi-token prediction module "
             "(model.mtp_depth = 0): expected 0"
         )
-    # positions run again, which a state cannot undo
+    # The module writes entries of the same positions again, which only a cache of slots allows.
     if mixer_class(config.full_mixer).cache_kind != "slots":
         raise UserError(
             f"speculative = {drafts} with model.full_mixer = {config.full_mixer!r}: expected a "
@@ -87,84 +102,99 @@ def check(config, drafts: int) -> None:
         )
 
 
-def start(
-    model: Qwen3Next, length: int, token_B, position_B, left_B, *, drafts: int, greedy: bool
-) -> Drafting:
-    """Before the first token, with caches of `length` slots. The first round's drafts are made
-    up: token 0, for sure.
+def init_state(
+    model: Qwen3Next,
+    length: int,
+    token_B: jax.Array,
+    position_B: jax.Array,
+    remaining_B: jax.Array,
+    *,
+    drafts: int,
+    greedy: bool,
+) -> DraftState:
+    """Returns the state before the first token, with caches of `length` slots.
+
+    The drafts of the first round are made up: token 0 with probability 1.
     """
-    c, batch, of_module = (
-        model.config,
-        len(token_B),
-        mixer_class(model.config.full_mixer).init_cache,
-    )
-    log_q_V = jnp.where(jnp.arange(0 if greedy else c.vocab_size) == 0, 0.0, -jnp.inf)
-    return Drafting(
+    config, batch = model.config, len(token_B)
+    mtp_cache = mixer_class(config.full_mixer).init_cache(config, batch, length)
+    log_q_V = jnp.where(jnp.arange(0 if greedy else config.vocab_size) == 0, 0.0, -jnp.inf)
+    return DraftState(
         model.init_cache(batch, length),
         token_B,
         position_B,
-        left_B,
-        jax.tree.map(lambda leaf: leaf[None], of_module(c, batch, length)),
+        remaining_B,
+        jax.tree.map(lambda leaf: leaf[None], mtp_cache),
         jnp.zeros((batch, drafts), jnp.int32),
         jnp.tile(log_q_V, (batch, drafts, 1)),
     )
 
 
-def prefill(model: Qwen3Next, mesh, state: Drafting, tokens_BX, begin) -> Drafting:
-    """Puts the tokens at positions `begin` … that are below `state.position` into both caches.
-    `tokens` [B, T + 1] go on one position further, which the module reads.
+def prefill(
+    model: Qwen3Next, mesh: Mesh | None, state: DraftState, tokens_BX: jax.Array, begin
+) -> DraftState:
+    """Writes prompt tokens into both caches: those at the positions from `begin` on that are before
+    the row's pending token.
+
+    Args:
+      tokens_BX: [B, T + 1]: T tokens, and the one after them, which the module reads.
     """
     size = tokens_BX.shape[1] - 1
     t_BT = jnp.broadcast_to(begin + jnp.arange(size, dtype=jnp.int32), (len(tokens_BX), size))
-    inside_BT = (t_BT < state.position[:, None]).astype(jnp.int32)
+    is_token_BT = (t_BT < state.position[:, None]).astype(jnp.int32)
     x_BTD, cache = model.decode(
-        tokens_BX[:, :size], t_BT, state.cache, inside_BT, mesh, leave=False
+        tokens_BX[:, :size], t_BT, state.cache, is_token_BT, mesh, leave=False
     )
     state_BTD = model.mtp.state(x_BTD, model.leave(x_BTD))
-    *_, mtp_cache = _predictor(model, mesh)(state_BTD, tokens_BX[:, 1:], t_BT, state.mtp_cache)
+    run_mtp = _mtp_step(model, mesh)
+    *_, mtp_cache = run_mtp(state_BTD, tokens_BX[:, 1:], t_BT, state.mtp_cache)
     return state._replace(cache=cache, mtp_cache=mtp_cache)
 
 
 def advance(
     model: Qwen3Next,
-    mesh,
+    mesh: Mesh | None,
     greedy: bool,
     filters: bool,
-    state: Drafting,
-    rounds,
-    stop_ids,
+    state: DraftState,
+    rounds: jax.Array,
+    stop_ids: jax.Array,
     sampling: Sampling,
-    seed,
-) -> tuple[Drafting, Emitted]:
-    """`rounds` ≤ ROUNDS rounds, fewer where every row has ended."""
+    seed: jax.Array,
+) -> tuple[DraftState, Emitted]:
+    """Takes `rounds` rounds (at most MAX_ROUNDS), or fewer if every row ends before.
+
+    Args: as for `plain.advance`.
+    """
     batch, k = state.drafts.shape
 
-    def more(carry):
+    def any_active(carry):
         step, state, *_ = carry
-        return (step < rounds) & jnp.any(state.left > 0)
+        return (step < rounds) & jnp.any(state.remaining > 0)
 
-    def one(carry):
+    def take_round(carry):
         step, state, emitted = carry
         new_BJ, accepted_B, state_BJD, cache = _verify(
             model, mesh, greedy, filters, state, sampling, seed
         )
-        live_B = state.left > 0
-        stops_BJ = jnp.isin(new_BJ, stop_ids) & (jnp.arange(k + 1) <= accepted_B[:, None])
-        stopped_B = jnp.any(stops_BJ, axis=1)
-        emits_B = jnp.where(stopped_B, jnp.argmax(stops_BJ, axis=1), accepted_B + 1)
-        emits_B = jnp.minimum(emits_B, state.left)
+        active_B = state.remaining > 0
+        is_stop_BJ = jnp.isin(new_BJ, stop_ids) & (jnp.arange(k + 1) <= accepted_B[:, None])
+        stopped_B = jnp.any(is_stop_BJ, axis=1)
+        count_B = jnp.where(stopped_B, jnp.argmax(is_stop_BJ, axis=1), accepted_B + 1)
+        count_B = jnp.minimum(count_B, state.remaining)
         offset_BJ = jnp.broadcast_to(jnp.arange(k + 1), new_BJ.shape)
-        place_BJ = jnp.where(
-            offset_BJ < emits_B[:, None],
+        # Tokens that are not emitted get an index past the end, and are dropped.
+        index_BJ = jnp.where(
+            offset_BJ < count_B[:, None],
             emitted.count[:, None] + offset_BJ,
             emitted.tokens.shape[1],
         )
-        counts_K = jnp.sum(live_B[:, None] & (accepted_B[:, None] > jnp.arange(k)), axis=0)
+        accepted_K = jnp.sum(active_B[:, None] & (accepted_B[:, None] > jnp.arange(k)), axis=0)
         emitted = Emitted(
-            _put(emitted.tokens, place_BJ, new_BJ),
-            emitted.count + emits_B,
-            emitted.passes + jnp.sum(live_B),
-            emitted.accepted + counts_K,
+            _scatter_tokens(emitted.tokens, index_BJ, new_BJ),
+            emitted.count + count_B,
+            emitted.passes + jnp.sum(active_B),
+            emitted.accepted + accepted_K,
         )
         drafted = _draft(
             model,
@@ -178,25 +208,39 @@ def advance(
             sampling,
             seed,
         )
-        # A finished row stays where it is, in slots that nobody reads.
-        position_B = jnp.where(live_B, state.position + accepted_B + 1, state.position)
-        left_B = jnp.where(stopped_B, 0, state.left - emits_B)
-        token_B = _take(new_BJ, accepted_B[:, None])[:, 0]
-        return step + 1, drafted._replace(token=token_B, position=position_B, left=left_B), emitted
+        # A row that has ended keeps its position, and rewrites slots that nobody reads.
+        state = drafted._replace(
+            token=_gather_positions(new_BJ, accepted_B[:, None])[:, 0],
+            position=jnp.where(active_B, state.position + accepted_B + 1, state.position),
+            remaining=jnp.where(stopped_B, 0, state.remaining - count_B),
+        )
+        return step + 1, state, emitted
 
-    zero_B = jnp.zeros(batch, jnp.int32)
     nothing = Emitted(
-        jnp.zeros((batch, ROUNDS * (k + 1)), jnp.int32), zero_B, 0, jnp.zeros(k, jnp.int32)
+        tokens=jnp.zeros((batch, MAX_ROUNDS * (k + 1)), jnp.int32),
+        count=jnp.zeros(batch, jnp.int32),
+        passes=0,
+        accepted=jnp.zeros(k, jnp.int32),
     )
-    return jax.lax.while_loop(more, one, (0, state, nothing))[1:]
+    return jax.lax.while_loop(any_active, take_round, (0, state, nothing))[1:]
 
 
 def _verify(
-    model: Qwen3Next, mesh, greedy: bool, filters: bool, state: Drafting, sampling: Sampling, seed
+    model: Qwen3Next,
+    mesh: Mesh | None,
+    greedy: bool,
+    filters: bool,
+    state: DraftState,
+    sampling: Sampling,
+    seed: jax.Array,
 ):
-    """→ (tokens [B, J] that follow the pending one, right up to index `accepted`; accepted [B];
-    trunk states [B, J, D] for the module from the pending token on; the cache after the accepted
-    drafts).
+    """Runs the trunk over the pending token and the drafts, and decides which drafts it accepts.
+
+    Returns:
+      new tokens [B, J] after the pending one, valid up to the index `accepted`;
+      accepted [B], the number of accepted drafts;
+      the trunk's states [B, J, D] for the module, from the pending token on;
+      the cache after the accepted drafts.
     """
     k = state.drafts.shape[1]
     offset_J = jnp.arange(k + 1, dtype=jnp.int32)
@@ -212,64 +256,87 @@ def _verify(
     hidden_BJD = model.leave(x_BJD)
     logits_BJV = model.logits(hidden_BJD)
     if greedy:
-        new_BJ = likeliest(logits_BJV)
-        accepted_B = _leading(new_BJ[:, :k] == state.drafts)
+        new_BJ = argmax_token(logits_BJV)
+        accepted_B = _leading_accepted(new_BJ[:, :k] == state.drafts)
     else:
         log_p_BJV = log_probabilities(logits_BJV, sampling, filters)
-        log_ratio_BK = _of_token(log_p_BJV[:, :k], state.drafts) - _of_token(
-            state.log_q, state.drafts
-        )
-        u_BK = jnp.stack(
-            [
-                jax.vmap(jax.random.uniform)(position_keys(seed, state.position + 1 + d, 1))
-                for d in range(k)
-            ],
-            axis=1,
-        )
-        accepted_B = _leading(jnp.log(u_BK) < log_ratio_BK)
-        # no draft stands behind the last
-        log_q_BJV = jnp.pad(state.log_q, ((0, 0), (0, 1), (0, 0)), constant_values=-jnp.inf)
-        p_BV, q_BV = (jnp.exp(_take(x, accepted_B[:, None])[:, 0]) for x in (log_p_BJV, log_q_BJV))
-        rest_BV = jnp.maximum(p_BV - q_BV, 0)
-        # p = q but for rounding
-        rest_BV = jnp.where(jnp.sum(rest_BV, axis=-1, keepdims=True) > 0, rest_BV, p_BV)
-        own_B = draw(jnp.log(rest_BV), seed, state.position + 1 + accepted_B, purpose=2)
-        drafts_BJ = jnp.pad(state.drafts, ((0, 0), (0, 1)))
-        new_BJ = jnp.where(offset_J < accepted_B[:, None], drafts_BJ, own_B[:, None])
+        new_BJ, accepted_B = _accept_samples(state, log_p_BJV, seed)
     state_BJD = model.mtp.state(x_BJD, hidden_BJD)
-    return new_BJ, accepted_B, state_BJD, after_token(model.config, cache, accepted_B)
+    return new_BJ, accepted_B, state_BJD, cache_after_token(model.config, cache, accepted_B)
+
+
+def _accept_samples(
+    state: DraftState, log_p_BJV: jax.Array, seed: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Accepts or rejects sampled drafts, given the trunk's log-probabilities.
+
+    Returns:
+      new tokens [B, J], the accepted drafts and one more token; accepted [B].
+    """
+    k = state.drafts.shape[1]
+    log_p_of_draft_BK = _gather_token(log_p_BJV[:, :k], state.drafts)
+    log_ratio_BK = log_p_of_draft_BK - _gather_token(state.log_q, state.drafts)
+    u_BK = jnp.stack(
+        [
+            jax.vmap(jax.random.uniform)(random_keys(seed, state.position + 1 + d, ACCEPT))
+            for d in range(k)
+        ],
+        axis=1,
+    )
+    accepted_B = _leading_accepted(jnp.log(u_BK) < log_ratio_BK)
+    # After the last draft there is none to reject: q is 0 there, and the residual is p.
+    log_q_BJV = jnp.pad(state.log_q, ((0, 0), (0, 1), (0, 0)), constant_values=-jnp.inf)
+    p_BV, q_BV = (
+        jnp.exp(_gather_positions(x, accepted_B[:, None])[:, 0]) for x in (log_p_BJV, log_q_BJV)
+    )
+    residual_BV = jnp.maximum(p_BV - q_BV, 0)
+    # If rounding makes the residual 0 everywhere, p and q are equal.
+    has_residual_B1 = jnp.sum(residual_BV, axis=-1, keepdims=True) > 0
+    residual_BV = jnp.where(has_residual_B1, residual_BV, p_BV)
+    next_position_B = state.position + 1 + accepted_B
+    own_B = sample_token(jnp.log(residual_BV), seed, next_position_B, RESAMPLE)
+    drafts_BJ = jnp.pad(state.drafts, ((0, 0), (0, 1)))
+    return jnp.where(jnp.arange(k + 1) < accepted_B[:, None], drafts_BJ, own_B[:, None]), accepted_B
 
 
 def _draft(
     model: Qwen3Next,
-    mesh,
+    mesh: Mesh | None,
     greedy: bool,
     filters: bool,
-    state: Drafting,
-    state_BJD,
-    new_BJ,
-    accepted_B,
+    state: DraftState,
+    state_BJD: jax.Array,
+    new_BJ: jax.Array,
+    accepted_B: jax.Array,
     sampling: Sampling,
-    seed,
-) -> Drafting:
-    """Drafts from behind the accepted tokens: the module reads the trunk's states, then from
-    draft to draft its own.
+    seed: jax.Array,
+) -> DraftState:
+    """Drafts the next K tokens after the new ones.
+
+    The module reads the trunk's hidden states of the accepted tokens, and then, from draft to
+    draft, its own.
+
+    Args:
+      hidden_BJD, new_BJ, accepted_B: what `_verify` returned.
     """
     k = state.drafts.shape[1]
-    predict = _predictor(model, mesh)
+    run_mtp = _mtp_step(model, mesh)
     t_BJ = state.position[:, None] + jnp.arange(k + 1, dtype=jnp.int32)
-    # Of the accepted tokens only keys and values are needed: XLA leaves the rest of this call out.
-    *_, cache = predict(state_BJD, new_BJ, t_BJ, state.mtp_cache)
-    state_B1D, token_B1, t_B1 = (_take(x, accepted_B[:, None]) for x in (state_BJD, new_BJ, t_BJ))
+    # This call only writes keys and values of the accepted tokens into the cache; XLA removes the
+    # rest of it.
+    *_, cache = run_mtp(state_BJD, new_BJ, t_BJ, state.mtp_cache)
+    state_B1D, token_B1, t_B1 = (
+        _gather_positions(x, accepted_B[:, None]) for x in (state_BJD, new_BJ, t_BJ)
+    )
     drafts, log_q = [], []
     for d in range(k):
-        hidden_B1D, state_B1D, cache = predict(state_B1D, token_B1, t_B1 + d, cache)
+        hidden_B1D, cache = run_mtp(state_B1D, token_B1, t_B1 + d, cache)
         logits_BV = model.logits(hidden_B1D[:, 0])
         if greedy:
-            draft_B, log_q_BV = likeliest(logits_BV), state.log_q[:, d]
+            draft_B, log_q_BV = argmax_token(logits_BV), state.log_q[:, d]
         else:
             log_q_BV = log_probabilities(logits_BV, sampling, filters)
-            draft_B = draw(log_q_BV, seed, state.position + accepted_B + 2 + d, purpose=3)
+            draft_B = sample_token(log_q_BV, seed, state.position + accepted_B + 2 + d, DRAFT)
         token_B1 = draft_B[:, None]
         drafts.append(draft_B)
         log_q.append(log_q_BV)
@@ -278,14 +345,17 @@ def _draft(
     )
 
 
-def _predictor(model: Qwen3Next, mesh):
-    """One depth of the module: (states [B, T, D], tokens beside them [B, T], positions [B, T],
-    cache) → (normed states for the head, states for the next depth, cache).
+def _mtp_step(model: Qwen3Next, mesh: Mesh | None):
+    """Returns a function that runs one depth of the module.
+
+    It maps states [B, T, D], the tokens after them [B, T], positions [B, T] and the module's cache
+    to the hidden states for the head [B, T, D], the states for the next depth and the updated
+    cache.
     """
     graphdef, params = nnx.split(model.mtp)
-    module = nnx.merge(graphdef, gather(params, mesh, model.config.dtype))
+    module = nnx.merge(graphdef, gather_params(params, mesh, model.config.dtype))
 
-    def predict(state_BTD, tokens_BT, t_BT, cache):
+    def run_mtp(state_BTD, tokens_BT, t_BT, cache):
         in_place = mixer_class(model.config.full_mixer).in_place
         cache = cache if in_place else jax.tree.map(lambda leaf: leaf[0], cache)
         hidden_BTD, state_BTD, _, cache = module(
@@ -297,23 +367,27 @@ def _predictor(model: Qwen3Next, mesh):
         cache = cache if in_place else jax.tree.map(lambda leaf: leaf[None], cache)
         return hidden_BTD, state_BTD, cache
 
-    return predict
+    return run_mtp
 
 
-def _leading(accepted_BK) -> jax.Array:
-    """[B]: how many are accepted before the first that is not."""
+def _leading_accepted(accepted_BK) -> jax.Array:
+    """Returns [B], the number of drafts that are accepted before the first rejected one."""
     return jnp.sum(jnp.cumprod(accepted_BK.astype(jnp.int32), axis=1), axis=1)
 
 
-def _of_token(x_BKV, token_BK) -> jax.Array:
+def _gather_token(x_BKV, token_BK) -> jax.Array:
+    """Returns [B, K], the entry of `x` for each token."""
     return jnp.take_along_axis(x_BKV, token_BK[..., None], axis=-1)[..., 0]
 
 
-def _take(x, index_BT):
-    """x [B, S, …] at `index_BT` → [B, T, …]; indices outside are moved to the nearest end."""
+def _gather_positions(x, index_BT):
+    """Returns [B, T, …], the entries of x [B, S, …] at the indices [B, T]; an index outside 0 …
+    S-1 means the nearest end.
+    """
     index_BT = jnp.clip(index_BT, 0, x.shape[1] - 1)
     return jnp.take_along_axis(x, index_BT.reshape(*index_BT.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-def _put(x_BL, index_BT, value_BT):
+def _scatter_tokens(x_BL, index_BT, value_BT):
+    """Returns x [B, L] with the values [B, T] at the indices [B, T]; drops indices outside."""
     return x_BL.at[jnp.arange(len(x_BL))[:, None], index_BT].set(value_BT, mode="drop")

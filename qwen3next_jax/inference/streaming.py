@@ -1,27 +1,29 @@
-"""Generated text as it is shown while it is being made."""
+"""Turns tokens into text one at a time, to show generated text while it is generated."""
 
 from qwen3next_jax.data.tokens import Tokenizer
 
 
 class DecodeStream:
-    """Incremental decoding: text leaves as soon as it is complete, never half a UTF-8 character.
+    """Decodes tokens incrementally. It returns text as soon as the text is complete, and never
+    half a UTF-8 character.
 
-    To continue a prompt, feed its ids first and drop what they return: some decoders treat a
-    text's first token apart.
+    To continue a prompt, add the prompt's tokens first and ignore the text that they return: some
+    tokenizers decode the first token of a text differently.
     """
 
-    # A character has at most 4 bytes and a token at least one, so a longer undecodable tail is not
-    # an unfinished one.
+    # A character has at most 4 bytes and a token at least one. So a longer tail that cannot be
+    # decoded is invalid, not an unfinished character.
     _LONGEST_TAIL = 8
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        # ids already shown, kept because some decoders join tokens to what precedes
+        # The tokens of the text returned last. Some tokenizers decode a token differently after
+        # others, so new tokens are decoded together with these.
         self._context: list[int] = []
         self._pending: list[int] = []
 
     def add(self, token: int) -> str:
-        """The text that `token` completes, possibly empty."""
+        """Adds a token and returns the text that it completes, which may be empty."""
         self._pending.append(int(token))
         text = self._pending_text()
         if text.endswith("\ufffd") and len(self._pending) < self._LONGEST_TAIL:
@@ -29,7 +31,7 @@ class DecodeStream:
         return self._release(text)
 
     def end(self) -> str:
-        """What is left; an unfinished character becomes U+FFFD."""
+        """Returns the remaining text; an unfinished character becomes U+FFFD."""
         return self._release(self._pending_text()) if self._pending else ""
 
     def _pending_text(self) -> str:

@@ -1,12 +1,13 @@
-"""Exchange with other codebases: Hugging Face directories (config.json, safetensors, tokenizer).
+"""Reads and writes other codebases' files: Hugging Face directories (config.json, safetensors).
 
-huggingface      load_hf, save_hf, hf_tensors: what the other rooms use
-hf_config        config.json ↔ ModelConfig
-families/        what differs between families: fields, tensors, refusals; one file each
+huggingface      load_hf, save_hf, hf_tensors: the functions that the other rooms call
+hf_config        converts config.json to a ModelConfig and back
+families/        what differs between families of models (fields, tensors, refusals); a file each
 entries, layout  which tensors hold which parameters
 shard_slices, tensor_rows, arrays
-                 from the rows of a tensor to a device's shard and back, a piece at a time
+                 copy between rows of tensors and shards on devices, piece by piece
 weights, checksums, source
-                 what is read: safetensors files, SHA256SUMS, the checkpoint that a model began with
-writing          a directory that appears whole or not at all
+                 read safetensors files, SHA256SUMS, and the checkpoint that a model was
+                 initialised from
+writing          writes a directory that appears complete or not at all
 """

@@ -1,8 +1,9 @@
-"""Parameters on devices, written and read a bounded piece at a time: the host never holds more of
-a parameter than `MAX_PIECE_BYTES`.
+"""Moves parameters between the devices of a run and the tensors of files, in pieces: the host holds
+at most `MAX_PIECE_BYTES` of a parameter at a time.
 
-A process writes to its own devices only, to each its own shard. Large shards are allocated on
-their devices and filled there, by programs of one device, so no process waits for another.
+Reading: every process fills the shards of its own devices. A large shard is allocated on its
+device and filled there piece by piece, by programs that run on that device alone, so no process
+waits for another. Writing: a piece is gathered from all devices that hold some of it.
 """
 
 import functools
@@ -21,25 +22,26 @@ from qwen3next_jax.interop.layout import Parameter
 from qwen3next_jax.interop.shard_slices import ShardSlice
 
 MAX_PIECE_BYTES = 64 * 2**20
-Read = Callable[[ShardSlice], np.ndarray]
+# Reads a slice of a parameter and returns its values.
+ReadSlice = Callable[[ShardSlice], np.ndarray]
 
 
 def make_array(
-    parameter: Parameter, dtype: np.dtype, sharding: Sharding | None, read: Read
+    parameter: Parameter, dtype: np.dtype, sharding: Sharding | None, read_values: ReadSlice
 ) -> jax.Array:
-    """The array of `parameter`.
+    """Makes the array of `parameter` on the devices.
 
     Args:
-      parameter: the array's path, shape and tensors.
-      dtype: of the array.
-      sharding: over which devices it is split; None: it lies on the default device, uncommitted.
-      read: see `make_shards`.
+      parameter: the parameter's path, shape and tensors.
+      dtype: the array's dtype.
+      sharding: the array's sharding; None: the array is on the default device, uncommitted.
+      read_values: called with a slice of the parameter, returns its values (see `make_shards`).
     """
     if sharding is None:
-        everything = (slice(None),) * len(parameter.shape)
-        return make_shards(parameter, dtype, {None: everything}, read)[0]
+        whole = (slice(None),) * len(parameter.shape)
+        return make_shards(parameter, dtype, {None: whole}, read_values)[0]
     indices = sharding.addressable_devices_indices_map(parameter.shape)
-    shards = make_shards(parameter, dtype, indices, read)
+    shards = make_shards(parameter, dtype, indices, read_values)
     return jax.make_array_from_single_device_arrays(parameter.shape, sharding, shards)
 
 
@@ -47,33 +49,37 @@ def make_shards(
     parameter: Parameter,
     dtype: np.dtype,
     indices: Mapping[jax.Device | None, tuple[slice, ...]],
-    read: Read,
+    read_values: ReadSlice,
 ) -> list[jax.Array]:
-    """The part `indices[device]` of `parameter` on every such device.
+    """Makes the shard `indices[device]` of `parameter` on every such device.
 
     Args:
-      parameter: the array's path, shape and tensors.
-      dtype: of the array.
-      indices: device → its part of the array.
-      read: slice → its values, of `dtype`. It is called once for every element that a device
-        holds, and for no other element. Parts that lie side by side are read together, because
-        rows of a file are read the faster the longer they are.
+      parameter: the parameter's path, shape and tensors.
+      dtype: the dtype of the shards.
+      indices: device → the index of its shard in the parameter; the device None is the default.
+      read_values: called with a slice of the parameter, returns its values in `dtype`. It is
+        called once for every element that a device holds, and for no other element. Adjacent
+        shards are read together, because long rows of a file are read faster than short ones.
+
+    Returns:
+      the shards, in the order of `indices`.
     """
     part_of = {
-        device: shard_slices.bounded(index, parameter.shape) for device, index in indices.items()
+        device: shard_slices.normalized(index, parameter.shape) for device, index in indices.items()
     }
-    first_device = {part: device for device, part in reversed(part_of.items())}
-    bounding = shard_slices.bounding(list(first_device))
-    side_by_side = shard_slices.size_of(bounding) == sum(map(shard_slices.size_of, first_device))
-    if side_by_side:
-        groups = [first_device]
+    # Of several devices that hold the same slice, the first reads it and the others copy it.
+    reader_of = {part: device for device, part in reversed(part_of.items())}
+    bounding = shard_slices.bounding_slice(list(reader_of))
+    total = sum(shard_slices.num_elements(part) for part in reader_of)
+    if shard_slices.num_elements(bounding) == total:  # the slices fill their bounding slice
+        groups = [reader_of]
     else:
-        groups = [{part: device} for part, device in first_device.items()]
-    made: dict[ShardSlice, jax.Array] = {}
+        groups = [{part: device} for part, device in reader_of.items()]
+    shards: dict[ShardSlice, jax.Array] = {}
     for group in groups:
-        made |= _read_group(parameter, np.dtype(dtype), group, read)
+        shards |= _read_group(parameter, np.dtype(dtype), group, read_values)
     return [
-        made[part] if device == first_device[part] else jax.device_put(made[part], device)
+        shards[part] if device == reader_of[part] else jax.device_put(shards[part], device)
         for device, part in part_of.items()
     ]
 
@@ -81,31 +87,32 @@ def make_shards(
 def _read_group(
     parameter: Parameter,
     dtype: np.dtype,
-    devices: Mapping[ShardSlice, jax.Device | None],
-    read: Read,
+    device_of: Mapping[ShardSlice, jax.Device | None],
+    read_values: ReadSlice,
 ) -> dict[ShardSlice, jax.Array]:
-    """Reads parts that lie side by side, each onto its device."""
-    bounding = shard_slices.bounding(list(devices))
-    most = MAX_PIECE_BYTES // dtype.itemsize
-    if shard_slices.size_of(bounding) <= most:
-        values = read(bounding)
+    """Reads slices that together fill their bounding slice, each onto its device."""
+    bounding = shard_slices.bounding_slice(list(device_of))
+    max_elements = MAX_PIECE_BYTES // dtype.itemsize
+    if shard_slices.num_elements(bounding) <= max_elements:
+        values = read_values(bounding)
         return {
             part: jax.device_put(values[shard_slices.relative_to(bounding, part)], device)
-            for part, device in devices.items()
+            for part, device in device_of.items()
         }
     shards = {
         part: jnp.zeros(shard_slices.shape_of(part), dtype, device=device)
-        for part, device in devices.items()
+        for part, device in device_of.items()
     }
-    for piece in tensor_rows.pieces(parameter, bounding, most):
-        values = read(piece)
-        # or pieces pile up on the host, where they are read faster than the devices take them
+    for piece in tensor_rows.pieces(parameter, bounding, max_elements):
+        values = read_values(piece)
+        # The host may read faster than the devices copy: without waiting here, pieces would pile
+        # up in the host's memory.
         jax.block_until_ready(list(shards.values()))
-        for part, device in devices.items():
+        for part, device in device_of.items():
             common = shard_slices.intersection(piece, part)
             if common is None:
                 continue
-            start = [side.start for side in shard_slices.relative_to(part, common)]
+            start = [dim.start for dim in shard_slices.relative_to(part, common)]
             update = jax.device_put(values[shard_slices.relative_to(piece, common)], device)
             shards[part] = _update_shard(shards[part], update, start)
     return shards
@@ -113,18 +120,20 @@ def _read_group(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _update_shard(shard: jax.Array, update: jax.Array, start: list) -> jax.Array:
+    """`shard` with `update` written at the position `start`."""
     return jax.lax.dynamic_update_slice(shard, update, start)
 
 
 class TensorReader:
-    """Reads tensors out of parameters, in the rows of the tensors.
+    """Reads the rows of tensors out of the parameters that hold them.
 
-    It holds the piece that it copied from the devices last, because tensors that follow each other
-    lie side by side.
+    It caches the last piece that it copied from the devices, because consecutive tensors are
+    usually adjacent in the parameter.
     """
 
     def __init__(self):
-        self._held: tuple[Parameter, ShardSlice, np.ndarray] | None = None
+        # The parameter, the slice of it that is cached, and the values of that slice.
+        self._cached: tuple[Parameter, ShardSlice, np.ndarray] | None = None
 
     def blocks(
         self,
@@ -133,23 +142,25 @@ class TensorReader:
         tensor: TensorSlice,
         layer: int,
     ) -> Iterator[np.ndarray]:
-        """The rows [n, columns] of a tensor, in blocks of at most `MAX_PIECE_BYTES`.
+        """Yields the rows of a tensor in order, as blocks [rows, columns] of at most
+        `MAX_PIECE_BYTES`.
 
-        Where the array spans several processes, all of them call this for the same tensors, in the
+        If the array spans several processes, all of them call this for the same tensors in the
         same order.
 
         Args:
           array: the values of `parameter`.
-          parameter: the tensor's.
-          tensor: one of its entry's.
-          layer: the tensor's, of those stacked in the parameter.
+          parameter: the parameter that the tensor belongs to.
+          tensor: one of the slices of the parameter's entry.
+          layer: the index of the tensor's layer among the layers stacked in the parameter.
         """
-        rows = math.prod(tensor.shape[:-1])
+        num_rows = math.prod(tensor.shape[:-1])
         step = max(1, MAX_PIECE_BYTES // (tensor.shape[-1] * array.dtype.itemsize))
-        for row in range(0, rows, step):
-            yield self._rows(array, parameter, tensor, layer, slice(row, min(row + step, rows)))
+        for first in range(0, num_rows, step):
+            rows = slice(first, min(first + step, num_rows))
+            yield self._read_rows(array, parameter, tensor, layer, rows)
 
-    def _rows(
+    def _read_rows(
         self,
         array: jax.Array | np.ndarray,
         parameter: Parameter,
@@ -157,68 +168,68 @@ class TensorReader:
         layer: int,
         rows: slice,
     ) -> np.ndarray:
-        wanted = tensor_rows.slice_around_rows(parameter, tensor, layer, rows)
-        held, values = self._hold(array, parameter, wanted)
-        index = shard_slices.relative_to(held, wanted)
-        ((_, part, view),) = tensor_rows.layers(parameter, wanted, values[index])
-        found = np.empty((rows.stop - rows.start, tensor.shape[-1]), values.dtype)
-        for run in tensor_rows.runs(parameter, tensor, part, rows):
-            source = view[run.index]
-            target = found[run.rows.start - rows.start : run.rows.stop - rows.start]
+        needed = tensor_rows.slice_around_rows(parameter, tensor, layer, rows)
+        cached, values = self._read_cached(array, parameter, needed)
+        index = shard_slices.relative_to(cached, needed)
+        ((_, layer_part, layer_values),) = tensor_rows.layers(parameter, needed, values[index])
+        block = np.empty((rows.stop - rows.start, tensor.shape[-1]), values.dtype)
+        for run in tensor_rows.runs(parameter, tensor, layer_part, rows):
+            source = layer_values[run.index]
+            target = block[run.rows.start - rows.start : run.rows.stop - rows.start]
             tensor_rows.copy(target.reshape(source.shape), source)
-        return found
+        return block
 
-    def _hold(
-        self, array: jax.Array | np.ndarray, parameter: Parameter, wanted: ShardSlice
+    def _read_cached(
+        self, array: jax.Array | np.ndarray, parameter: Parameter, needed: ShardSlice
     ) -> tuple[ShardSlice, np.ndarray]:
-        """A slice around `wanted`, and its values on the host."""
-        if self._held is not None:
-            of, held, values = self._held
-            if of is parameter and shard_slices.intersection(wanted, held) == wanted:
-                return held, values
-        self._held = None  # frees the last piece before the next one is made
-        held = _as_much_as_fits(wanted, parameter, array)
-        values = read_slice(array, held)
-        self._held = parameter, held, values
-        return held, values
+        """Returns a slice that contains `needed`, and its values on the host."""
+        if self._cached is not None:
+            cached_parameter, cached, values = self._cached
+            if cached_parameter is parameter:
+                if shard_slices.intersection(needed, cached) == needed:
+                    return cached, values
+        self._cached = None  # frees the last piece before the next one is read
+        larger = _extend_to_piece(needed, parameter, array)
+        values = read_slice(array, larger)
+        self._cached = parameter, larger, values
+        return larger, values
 
 
-def _as_much_as_fits(
-    wanted: ShardSlice, parameter: Parameter, array: jax.Array | np.ndarray
+def _extend_to_piece(
+    needed: ShardSlice, parameter: Parameter, array: jax.Array | np.ndarray
 ) -> ShardSlice:
-    """All of a small array; of others `wanted`, and what follows it along the first dimension that
-    the tensors split.
+    """Extends a slice to as much as fits into `MAX_PIECE_BYTES`: a small array entirely, a large
+    one along the first dimension along which its tensors are split.
     """
     if array.nbytes <= MAX_PIECE_BYTES:
-        return shard_slices.full(array.shape)
+        return shard_slices.full_slice(array.shape)
     dim = len(parameter.declared.stack) + parameter.entry.axes[0]
-    side = wanted[dim]
-    length = side.stop - side.start
-    bytes_per_index = shard_slices.size_of(wanted) * array.dtype.itemsize // length
-    most = side.start + MAX_PIECE_BYTES // bytes_per_index
-    stop = max(side.stop, min(array.shape[dim], most))
-    return (*wanted[:dim], slice(side.start, stop), *wanted[dim + 1 :])
+    start, stop = needed[dim].start, needed[dim].stop
+    bytes_per_index = shard_slices.num_elements(needed) * array.dtype.itemsize // (stop - start)
+    longest_stop = start + MAX_PIECE_BYTES // bytes_per_index
+    stop = max(stop, min(array.shape[dim], longest_stop))
+    return (*needed[:dim], slice(start, stop), *needed[dim + 1 :])
 
 
 def read_slice(array: jax.Array | np.ndarray, part: ShardSlice) -> np.ndarray:
-    """The values in a slice of an array, on every process that holds a part of the array. All of
-    these processes call this together.
+    """Returns the values of a slice of an array, on the host. All processes that hold a shard of
+    the array call this together, and each gets the values.
     """
     if isinstance(array, np.ndarray):
         return array[part]
-    start = [side.start for side in part]
+    start = [dim.start for dim in part]
     if not array.is_fully_addressable:
         gather = _gather_slice(array.sharding, shard_slices.shape_of(part))
         return np.asarray(gather(array, np.array(start, np.int32)).addressable_data(0))
-    if part == shard_slices.full(array.shape):
+    if part == shard_slices.full_slice(array.shape):
         return np.asarray(array)
     values = np.empty(shard_slices.shape_of(part), array.dtype)
     for shard in array.addressable_shards:
-        held = shard_slices.bounded(shard.index, array.shape)
-        common = shard_slices.intersection(part, held)
+        shard_part = shard_slices.normalized(shard.index, array.shape)
+        common = shard_slices.intersection(part, shard_part)
         if shard.replica_id or common is None:
             continue
-        start_in_shard = [side.start for side in shard_slices.relative_to(held, common)]
+        start_in_shard = [dim.start for dim in shard_slices.relative_to(shard_part, common)]
         values[shard_slices.relative_to(part, common)] = jax.lax.dynamic_slice(
             shard.data, start_in_shard, shard_slices.shape_of(common)
         )
@@ -229,35 +240,37 @@ def read_slice(array: jax.Array | np.ndarray, part: ShardSlice) -> np.ndarray:
 def _gather_slice(
     sharding: NamedSharding, sizes: tuple[int, ...]
 ) -> Callable[[jax.Array, np.ndarray], jax.Array]:
-    """A jitted `f(array, start)`: the slice of `sizes` that begins at `start`, on every device.
+    """Makes a jitted function `gather(array, start)` that returns the slice of shape `sizes` that
+    begins at index `start`, replicated on every device.
 
-    Each device contributes what it holds of the slice, and zeros elsewhere; the devices' parts are
-    summed as integers, because -0.0 + 0.0 is 0.0. Nothing larger than the slice is gathered.
+    Each device fills in the values of its own shard and zeros elsewhere, and the devices' arrays
+    are summed. The sum adds the bits as integers, because in floating point -0.0 + 0.0 is 0.0.
+    Nothing larger than the slice is gathered.
     """
     spec = (*sharding.spec, *(None,) * (len(sizes) - len(sharding.spec)))
-    split = {
+    split_dims = {
         dim: (axes,) if isinstance(axes, str) else axes for dim, axes in enumerate(spec) if axes
     }
-    mesh_axes = tuple(axis for axes in split.values() for axis in axes)
+    mesh_axes = tuple(axis for axes in split_dims.values() for axis in axes)
 
-    def local(x, start):
+    def slice_of_shard(x, start):
         dtype = x.dtype
         unsigned = f"uint{8 * dtype.itemsize}"
         x = jax.lax.bitcast_convert_type(x, unsigned)
-        for dim in set(range(len(sizes))) - set(split):
+        for dim in set(range(len(sizes))) - set(split_dims):
             x = jax.lax.dynamic_slice_in_dim(x, start[dim], sizes[dim], dim)
-        for dim, axes in split.items():
-            first_here = jax.lax.axis_index(axes) * x.shape[dim]
-            index = start[dim] + jnp.arange(sizes[dim]) - first_here
-            is_here = (index >= 0) & (index < x.shape[dim])
+        for dim, axes in split_dims.items():
+            first_in_shard = jax.lax.axis_index(axes) * x.shape[dim]
+            index = start[dim] + jnp.arange(sizes[dim]) - first_in_shard
+            in_shard = (index >= 0) & (index < x.shape[dim])
             other_dims = [other for other in range(x.ndim) if other != dim]
-            taken = jnp.take(x, index, axis=dim, mode="clip")
-            x = jnp.where(jnp.expand_dims(is_here, other_dims), taken, 0)
-        if mesh_axes:  # every network can add 32 bits, not every one 16
+            values = jnp.take(x, index, axis=dim, mode="clip")
+            x = jnp.where(jnp.expand_dims(in_shard, other_dims), values, 0)
+        if mesh_axes:  # all backends can add integers of 32 bits, some cannot add 16 bits
             x = jax.lax.psum(x.astype(jnp.uint32), mesh_axes).astype(unsigned)
         return jax.lax.bitcast_convert_type(x, dtype)
 
     mapped = jax.shard_map(
-        local, mesh=sharding.mesh, in_specs=(P(*spec), P()), out_specs=P(), check_vma=False
+        slice_of_shard, mesh=sharding.mesh, in_specs=(P(*spec), P()), out_specs=P(), check_vma=False
     )
     return jax.jit(mapped)

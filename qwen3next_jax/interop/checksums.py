@@ -1,6 +1,6 @@
-"""The SHA256SUMS file of an export: whether the directory still holds what was written.
+"""Compares the files of an exported directory with the digests in its SHA256SUMS file.
 
-safetensors alone does not notice a flipped bit.
+The safetensors format has no checksums, so a reader does not notice a flipped bit.
 """
 
 import concurrent.futures
@@ -15,72 +15,82 @@ from qwen3next_jax.interop.writing import DIGESTS
 
 
 def require_undamaged(directory: pathlib.Path, process: int = 0, processes: int = 1) -> None:
-    """Raises UserError where a file is not the one that SHA256SUMS names; see `verify_hf`."""
-    for name, damage in verify_hf(directory, process, processes):
-        if damage:
+    """Raises UserError if a file differs from its digest in SHA256SUMS. `verify_hf` explains the
+    arguments.
+    """
+    for name, problem in verify_hf(directory, process, processes):
+        if problem:
             raise UserError(
-                f"{directory / name}: {damage}: damaged, or changed after export; copy it again, "
-                f"or delete {DIGESTS} if the change is meant"
+                f"{directory / name}: {problem}: damaged, or changed after export; copy it again, "
+                f"or delete {DIGESTS} if the change is intended"
             )
 
 
 def verify_hf(
     directory: pathlib.Path, process: int = 0, processes: int = 1
 ) -> Iterator[tuple[str, str | None]]:
-    """Compares the files of a Hugging Face directory with its SHA256SUMS, on all cores. Nothing is
-    compared where there is no such file.
+    """Compares the files of a Hugging Face directory with its SHA256SUMS, on all cores. Does
+    nothing if the directory has no SHA256SUMS.
 
     Args:
-      directory: the export.
-      process: the number of this process.
-      processes: how many processes share the work: each digests its part of the files.
+      directory: the exported directory.
+      process: the index of this process, from 0.
+      processes: the number of processes that share the work; each one digests every
+        `processes`-th file.
 
     Yields:
-      (file, what is wrong with it or None) of every file that SHA256SUMS names, and of every
-      weight file that it does not name.
+      (file name, problem) for every file that SHA256SUMS names, and for every weight file that it
+      does not name. The problem is a phrase for a message, or None if the file is as recorded.
+
+    Raises:
+      UserError: SHA256SUMS cannot be read.
     """
     if not (directory / DIGESTS).exists():
         return
-    recorded = _recorded(directory / DIGESTS)
+    recorded = _read_checksums(directory / DIGESTS)
     for name in list(recorded):
-        if wrong := _wrong_name(name):
+        if problem := _name_problem(name):
             del recorded[name]
-            yield DIGESTS, f"it names {short_repr(name)}, {wrong}"
+            yield DIGESTS, f"it names {short_repr(name)}, {problem}"
     for file in weight_files(directory):
         if file.name not in recorded:
             yield file.name, f"{DIGESTS} does not name it"
     names = sorted(recorded)[process::processes]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        digests_of_files = pool.map(_digest, (directory / name for name in names))
-        for name, digest in zip(names, digests_of_files, strict=True):
-            yield name, _damage(digest, recorded[name])
+        found_digests = pool.map(_digest_if_file, (directory / name for name in names))
+        for name, digest in zip(names, found_digests, strict=True):
+            yield name, _digest_problem(digest, recorded[name])
 
 
-def _recorded(file: pathlib.Path) -> dict[str, str]:
-    """File name → digest, of the lines `DIGEST  NAME`."""
+def _read_checksums(file: pathlib.Path) -> dict[str, str]:
+    """Reads the lines `DIGEST  NAME` of a SHA256SUMS file, as {file name: digest}."""
     try:
         with json_files.open_regular(file) as opened:
             text = opened.read().decode(errors="replace")
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror})") from error
     lines = [line.split(maxsplit=1) for line in text.splitlines()]
+    # Some tools write a * before the name of a file that they read in binary mode.
     return {words[1].lstrip("*"): words[0] for words in lines if len(words) == 2}
 
 
-def _wrong_name(name: str) -> str | None:
+def _name_problem(name: str) -> str | None:
+    """Why SHA256SUMS may not name such a file; None: it may."""
     path = pathlib.PurePath(name)
     if path.is_absolute() or ".." in path.parts:
         return "which is outside this folder"
     if not all(map(is_file_name, path.parts)):
-        return "which is no name of a file"
+        return "which is not a valid file name"
     return None
 
 
-def _digest(file: pathlib.Path) -> str | None:
+def _digest_if_file(file: pathlib.Path) -> str | None:
+    """The SHA-256 digest of a file, in hexadecimal; None: there is no such file."""
     return digests.sha256_file(file) if os.path.isfile(file) else None
 
 
-def _damage(digest: str | None, recorded: str) -> str | None:
+def _digest_problem(digest: str | None, recorded: str) -> str | None:
+    """How the digest found (None: no file) contradicts the recorded one; None: they agree."""
     if digest is None:
         return f"missing, although {DIGESTS} names it"
     if digest != recorded:

@@ -1,6 +1,7 @@
-"""A Hugging Face directory's config.json ↔ `ModelConfig`. Nothing here imports JAX.
+"""Converts the config.json of a Hugging Face directory to a `ModelConfig` and back.
 
-What differs between families is in `interop.families`; here is what they have in common.
+This file holds what all families of models have in common; `interop.families` holds what differs.
+Nothing here imports JAX.
 """
 
 import dataclasses
@@ -14,23 +15,23 @@ from qwen3next_jax.common.errors import UserError, require, short_repr
 from qwen3next_jax.config import MixerConfig, ModelConfig, from_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.interop.families import FORMS, form_of
-from qwen3next_jax.interop.families.fields import first_given, note
+from qwen3next_jax.interop.families.fields import first_present, note_once
 from qwen3next_jax.interop.families.form import Fields, Form
-from qwen3next_jax.interop.weights import Weights, name_some, read_json
+from qwen3next_jax.interop.weights import Weights, count_and_names, read_json
 
-# A table of this width costs nothing, whatever the weights are.
+# `check_sizes` accepts any width up to this one: an array of this width costs nothing.
 _SMALL_WIDTH = 4096
 
 
 class Checkpoint(NamedTuple):
-    """A Hugging Face directory whose config.json and headers of tensors have been read.
+    """A Hugging Face directory, after its config.json and the headers of its tensors were read.
 
     Attributes:
-      directory: its path.
-      fields: of its config.json.
-      form: how it stores its model.
-      weights: its tensors, by the names that the form's entries use.
-      config: its model's settings.
+      directory: the path of the directory.
+      fields: the fields of its config.json.
+      form: the way in which the directory stores its model.
+      weights: the tensors, under the names that the form's entries use.
+      config: the settings of the model.
     """
 
     directory: pathlib.Path
@@ -41,17 +42,17 @@ class Checkpoint(NamedTuple):
 
     @property
     def vision_tensors(self) -> list[str]:
-        """The names of the tensors of its vision tower, sorted."""
-        prefix = self.form.vision
-        return sorted(n for n in self.weights.names if prefix and n.startswith(prefix))
+        """The names of the vision tower's tensors, sorted; [] if the directory has no tower."""
+        prefix = self.form.vision_prefix
+        return sorted(name for name in self.weights.names if prefix and name.startswith(prefix))
 
 
 def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
-    """Reads config.json and the headers of the tensors, and no tensor. A vision tower, which is
-    not computed here, is named in a note.
+    """Reads the config.json of a Hugging Face directory and the headers of its tensors, but no
+    tensor. Prints a note if the directory has a vision tower, which this project does not compute.
 
     Raises:
-      UserError: see `huggingface.load_hf`.
+      UserError: as `huggingface.load_hf` raises it.
     """
     directory = model_directory(path)
     file = directory / "config.json"
@@ -65,20 +66,20 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
         directory, raw, form, weights, _settings(form, fields, weights.names, where)
     )
     if tower := checkpoint.vision_tensors:
-        note(
-            f"{directory}: its vision tower ({name_some(tower, 1)}) is left aside: the text model "
-            "alone is computed"
+        note_once(
+            f"{directory}: its vision tower ({count_and_names(tower, 1)}) is not read: this "
+            "project computes the text model only"
         )
     return checkpoint
 
 
 def read_hf_config(path: str | os.PathLike) -> ModelConfig:
-    """The settings of the model in a Hugging Face directory. See `open_checkpoint`."""
+    """The settings of the model in a Hugging Face directory (see `open_checkpoint`)."""
     return open_checkpoint(path).config
 
 
 def model_directory(path: str | os.PathLike) -> pathlib.Path:
-    """`path`, if it is a directory."""
+    """`path` as a `pathlib.Path`. Raises UserError if it is not a directory."""
     directory = pathlib.Path(path)
     if directory.is_dir():
         return directory
@@ -92,26 +93,30 @@ def model_directory(path: str | os.PathLike) -> pathlib.Path:
 def parse_hf_config(fields: Fields, names: Collection[str], where: str) -> ModelConfig:
     """The settings of the model that a config.json describes.
 
-    Fields that are not known are named in a note. `mtp_depth` is what the file says (this
-    project's own field, or `mtp_num_hidden_layers`), 1 when it says nothing, and 0 without
-    tensors of the module. Any dtype but bfloat16 becomes float32.
+    A note names the fields that this project does not know. `mtp_depth` is the value in the file
+    (`mtp_depth`, a field of this project, or `mtp_num_hidden_layers`), 1 if the file has neither
+    field, and 0 if the directory has no tensors of the multi-token prediction module. A dtype
+    other than bfloat16 becomes float32.
 
     Args:
-      fields: of the config.json.
-      names: of the tensors beside it. They say whether there is a multi-token prediction
-        module, and which experts are fused.
-      where: names the file in messages.
+      fields: the fields of the config.json.
+      names: the names of the tensors in the same directory. They tell whether there is a
+        multi-token prediction module, and which experts are fused.
+      where: the name of the file, for messages.
 
     Raises:
-      UserError: another model_type, or a model that this project does not compute.
+      UserError: the model_type is unknown, or this project does not compute the model.
     """
     form = form_of(fields, where)
     return _settings(form, form.text_fields(fields, where), names, where)
 
 
 def _settings(form: Form, fields: Fields, names: Collection[str], where: str) -> ModelConfig:
+    """As `parse_hf_config`; `fields` are those of the text model, as `form.text_fields` returns
+    them.
+    """
     values = form.read(fields, where)
-    dtype = first_given(fields, "dtype", "torch_dtype")
+    dtype = first_present(fields, "dtype", "torch_dtype")
     require(
         dtype is None or isinstance(dtype, str),
         f"{where}: dtype = {short_repr(dtype)}: expected a name, such as 'bfloat16'",
@@ -127,8 +132,9 @@ def _settings(form: Form, fields: Fields, names: Collection[str], where: str) ->
         config = from_dict(ModelConfig, values, path="model")
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    # Without a list of layers, the same model with more layers is one setting away. Settings of
-    # mixers are left out here: the layers of another pattern may not read them.
+    # Where the interval alone gives the same layers, no list of layers is stored: a user can then
+    # change the number of layers by one setting. The comparison leaves out the mixers' settings,
+    # which the mixers of the interval's pattern may not have.
     by_interval = dataclasses.replace(config, layer_types=(), mixer=MixerConfig())
     if by_interval.mixers != config.mixers:
         return config
@@ -136,25 +142,29 @@ def _settings(form: Form, fields: Fields, names: Collection[str], where: str) ->
 
 
 def _mtp_depth(form: Form, fields: Fields, names: Collection[str]) -> Any:
+    """The value of `mtp_depth` (see `parse_hf_config`), not checked yet."""
     if not form.multi_token_prediction or not any(name.startswith("mtp.") for name in names):
         return 0
-    depth = first_given(fields, "mtp_depth", "mtp_num_hidden_layers")
+    depth = first_present(fields, "mtp_depth", "mtp_num_hidden_layers")
     return 1 if depth is None else depth
 
 
 def _token(fields: Fields, name: str, where: str) -> Any:
-    """A token's number, -1 for none; the first of several: training data ends with that one."""
+    """The token id in the field `name`, -1 if there is none. Of a list it is the first id, with
+    which the documents of the training data end.
+    """
     token = fields.get(name)
     if isinstance(token, list):
         require(
-            all(type(number) is int for number in token),
-            f"{where}: {name} = {short_repr(token)}: expected a token's number, or a list of them",
+            all(type(item) is int for item in token),
+            f"{where}: {name} = {short_repr(token)}: expected a token id, or a list of them",
         )
         token = token[0] if token else None
     return -1 if token is None else token
 
 
 def _fused_experts(names: Collection[str]) -> list[str]:
+    """The parts of the model ("mtp", "trunk") whose experts share one tensor."""
     fused = {
         "mtp" if name.startswith("mtp.") else "trunk"
         for name in names
@@ -166,38 +176,38 @@ def _fused_experts(names: Collection[str]) -> list[str]:
 def check_sizes(
     form: Form, fields: Fields, shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
-    """Refuses a config.json that calls for far more than the tensors beside it hold, before
-    anything is built from it: a billion layers would otherwise be listed one by one.
+    """Refuses a config.json that describes a far larger model than the tensors in the directory,
+    before anything of that size is built: the code that follows makes a list of all layers.
 
     Args:
-      form: of the checkpoint.
-      fields: of the text model.
-      shapes: the shape of each tensor, by its name.
-      where: names the file in messages.
+      form: the form of the checkpoint.
+      fields: the fields of the text model.
+      shapes: tensor name → shape.
+      where: the name of the file, for messages.
 
     Raises:
-      UserError: a number of layers or a width that the tensors do not have.
+      UserError: the file has more layers, or a larger width, than the tensors.
     """
-    prefix = f"{form.trunk}layers."
+    prefix = f"{form.trunk_prefix}layers."
     layers = {name.removeprefix(prefix).split(".")[0] for name in shapes if name.startswith(prefix)}
     for name in ("num_hidden_layers", "layer_types", "mlp_only_layers"):
         require(
-            _size(fields, name) <= len(layers),
-            f"{where}: {name}: {short_repr(_size(fields, name))} layers, "
+            _count(fields, name) <= len(layers),
+            f"{where}: {name}: {short_repr(_count(fields, name))} layers, "
             f"the weights have {len(layers)}",
         )
-    # A width that no layer uses may be larger than those there are, but not by so much that a
-    # table of it would be a burden.
+    # A field that no layer uses may be larger than all tensors, within _SMALL_WIDTH.
     widest = max((max(shape, default=0) for shape in shapes.values()), default=0)
-    for names in form.sizes:
-        product = " × ".join(f"{name} = {short_repr(_size(fields, name))}" for name in names)
+    for names in form.width_fields:
+        product = " × ".join(f"{name} = {short_repr(_count(fields, name))}" for name in names)
         require(
-            math.prod(_size(fields, name) for name in names) <= max(widest, _SMALL_WIDTH),
+            math.prod(_count(fields, name) for name in names) <= max(widest, _SMALL_WIDTH),
             f"{where}: {product}: the widest of the weights has {widest}",
         )
 
 
-def _size(fields: Fields, name: str) -> int:
+def _count(fields: Fields, name: str) -> int:
+    """The field's number, or the length of its list; 0 for anything else: `read` checks types."""
     value = fields.get(name)
     if isinstance(value, list):
         return len(value)
@@ -205,27 +215,29 @@ def _size(fields: Fields, name: str) -> int:
 
 
 def format_hf_config(config: ModelConfig, dtype: str, source: Fields | None = None) -> Fields:
-    """The config.json from which `parse_hf_config` and transformers both rebuild the model:
-    transformers 4.57 and later for Qwen3-Next, 5 for the other families.
+    """The fields of a config.json from which `parse_hf_config` and transformers (4.57 or later for
+    Qwen3-Next, 5 or later for the other families) both rebuild the model.
 
     Args:
-      config: the model, which has a form (`layout.check_hf_form`).
-      dtype: of the stored weights.
-      source: the config.json of the checkpoint that the model began with. Its other fields stay
-        where its text model is of the same kind; those around the text model, where both files
-        are wrappers. None: there is none.
+      config: the settings of a model that has a Hugging Face form (`layout.check_hf_form`).
+      dtype: the dtype of the stored weights.
+      source: the config.json of the checkpoint that the model was initialised from; None: there
+        is none. If its text model is of the same kind, the result keeps the fields of it that
+        this project does not write; if both files are wrappers, it also keeps the fields outside
+        of the text model.
     """
     form = FORMS[config.hf_form]
     fields = form.write(config, dtype, {}, {})
     if not source:
         return fields
-    theirs = form_of(source, "the source's config.json")
-    if theirs.model_types[source["model_type"]] != form.model_types[fields["model_type"]]:
+    source_form = form_of(source, "the source's config.json")
+    if source_form.model_types[source["model_type"]] != form.model_types[fields["model_type"]]:
         return fields
-    return form.write(config, dtype, text_group(source), source if theirs.text_group else {})
+    wrapper = source if source_form.text_group else {}
+    return form.write(config, dtype, text_group(source), wrapper)
 
 
 def text_group(fields: Fields) -> Fields:
-    """The group of a config.json that holds the fields of the text model."""
+    """The fields of the text model in a config.json, as they are written there."""
     group = form_of(fields, "config.json").text_group
     return fields[group] if group else fields

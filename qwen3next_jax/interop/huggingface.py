@@ -1,5 +1,6 @@
-"""Hugging Face model directories ↔ `Qwen3Next`: the same numbers under the names and shapes of
-the released checkpoint.
+"""Loads a `Qwen3Next` from a Hugging Face model directory, and saves it as one.
+
+The values stay the same; the names and shapes become those of the released checkpoint.
 """
 
 import collections
@@ -7,7 +8,7 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,28 +34,32 @@ from qwen3next_jax.interop.hf_config import (
 from qwen3next_jax.interop.layout import Parameter, check_hf_form, constants, parameters
 from qwen3next_jax.interop.shard_slices import ShardSlice
 from qwen3next_jax.interop.source import read_source
-from qwen3next_jax.interop.weights import Weights, name_some, some, weight_files
+from qwen3next_jax.interop.weights import Weights, count_and_names, weight_files
 from qwen3next_jax.interop.writing import PartialExport, Tensor, files_of, write_json
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.parameters import Declared
-from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_leader, run_on_all
+from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0, run_on_all
 from qwen3next_jax.sharding.rules import storage_spec
 
-_ROWS_COMPARED = 1024  # of two tables, at a time
+# Rows of embedding and head that `_check_tied_head` reads at once.
+_ROWS_PER_COMPARISON = 1024
 
 
 def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
-    """A parameter tree under Hugging Face names and in Hugging Face shapes ([out, in]), in the form
+    """Converts a parameter tree to Hugging Face names and shapes ([outputs, inputs]), in the form
     that `config.hf_form` and `config.hf_fused_experts` name.
 
     Args:
       tree: `nnx.state(model, nnx.Param)`, gradients of that structure, or either as nested plain
         dicts.
-      config: of the model that the tree belongs to.
+      config: the settings of the model that the tree belongs to.
+
+    Returns:
+      tensor name → values, in the dtype of the tree.
 
     Raises:
-      ValueError: the tree lacks a parameter that `config` calls for, or has it in another shape.
-      UserError: the model has no such form.
+      ValueError: the tree lacks a parameter of the model, or has it in another shape.
+      UserError: the form cannot hold the model.
     """
     check_hf_form(config)
     return {
@@ -64,7 +69,11 @@ def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def _tensors(tree: Any, config: ModelConfig, dtype: str | None = None) -> Iterator[Tensor]:
-    """The tensors of a parameter tree, each with a function that reads its values."""
+    """The tensors of a parameter tree, each with a function that reads its values.
+
+    Args:
+      dtype: the dtype to store, with the exceptions of `stored_dtype`; None: the tree's dtypes.
+    """
     leaves = {
         path_string(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
     }
@@ -76,11 +85,11 @@ def _tensors(tree: Any, config: ModelConfig, dtype: str | None = None) -> Iterat
                 f"parameter {parameter.path}: expected shape {parameter.shape} by the config, "
                 f"found {'nothing' if leaf is None else leaf.shape}"
             )
-        written = leaf.dtype if dtype is None else stored_dtype(parameter.declared, dtype)
+        tensor_dtype = leaf.dtype if dtype is None else stored_dtype(parameter.declared, dtype)
         for layer, prefix in enumerate(parameter.prefixes):
             for tensor in parameter.entry.slices:
                 blocks = functools.partial(reader.blocks, leaf, parameter, tensor, layer)
-                yield Tensor(prefix + tensor.name, written, tensor.shape, blocks)
+                yield Tensor(prefix + tensor.name, tensor_dtype, tensor.shape, blocks)
 
 
 def _constants(config: ModelConfig) -> Iterator[Tensor]:
@@ -90,11 +99,14 @@ def _constants(config: ModelConfig) -> Iterator[Tensor]:
 
 
 def check_hf(path: str | os.PathLike) -> ModelConfig:
-    """The settings of the model in a Hugging Face directory. Names and shapes of its tensors are
-    checked, and no tensor is read.
+    """Checks a Hugging Face directory without reading its tensors: config.json, and the names and
+    shapes of the tensors.
+
+    Returns:
+      the settings of the model.
 
     Raises:
-      UserError: see `load_hf`.
+      UserError: as `load_hf` raises it.
     """
     checkpoint = open_checkpoint(path)
     with checkpoint.weights:
@@ -103,11 +115,12 @@ def check_hf(path: str | os.PathLike) -> ModelConfig:
 
 
 def stamp_hf(path: str | os.PathLike) -> str:
-    """A text that is another one once a file of the model in a Hugging Face directory was
-    replaced: of the names, sizes and times of config.json and the weights. Nothing is read.
+    """A digest that changes when a file of the model in a Hugging Face directory is replaced. It is
+    computed from the names, sizes and modification times of config.json and the weights; no file is
+    read.
 
     Raises:
-      UserError: one of them is not there.
+      UserError: one of these files does not exist.
     """
     directory = pathlib.Path(path)
     files = [directory / "config.json", *weight_files(directory)]
@@ -117,22 +130,23 @@ def stamp_hf(path: str | os.PathLike) -> str:
 
 
 def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None = None) -> Qwen3Next:
-    """The model in a Hugging Face directory.
+    """Loads the model in a Hugging Face directory.
 
     Args:
-      path: of a directory with config.json and model.safetensors, or shards with their index. A
-        SHA256SUMS file there is checked.
-      dtype: "float32" or "bfloat16", of the parameters and of the arithmetic
-        (`model.config.dtype`). Norms, A_log, dt_bias, the shared expert's gate and the router are
-        float32 in either, as in training.
-      mesh: over which the parameters are split, as `sharding.rules` says; each process reads what
-        its devices hold. None: one device. On a mesh of several processes all of them call this
-        together.
+      path: a directory with config.json and model.safetensors, or with safetensors shards and
+        their index. If it has a SHA256SUMS file, the digests of the files are checked.
+      dtype: the dtype of the parameters and of the arithmetic (`model.config.dtype`), "float32"
+        or "bfloat16". Norms, A_log, dt_bias, the shared expert's gate and the router are always
+        float32, as in training.
+      mesh: the parameters are sharded over this mesh, as `sharding.rules` says, and each process
+        reads the shards of its own devices; if the mesh spans several processes, all of them call
+        this together. None: all parameters are on one device.
 
     Raises:
-      UserError: one line naming the file and what was expected: no config.json, another
-        model_type or a setting that is not supported; tensors missing, left over, misshapen or
-        not floating point; files truncated, damaged, pickled or changed while they are read.
+      UserError: one line that names the file and what was expected: there is no config.json; the
+        model_type or another setting is not supported; tensors are missing, superfluous, of
+        another shape or not of a floating-point type; files are truncated, damaged, pickled or
+        changed while they were read.
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
@@ -151,14 +165,14 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
 
     params = load_params(path, jax.tree_util.tree_map_with_path(abstract, shapes))
     model = nnx.merge(graph, params)
-    # `save_hf` takes further fields of its JSON files from there
+    # `save_hf` copies fields of JSON files, and the vision tower, from this directory.
     model.hf_source = str(pathlib.Path(path).absolute())
     return model
 
 
 def stored_dtype(declared: Declared, dtype: str) -> np.dtype:
-    """The dtype of a parameter in a model and in files of `dtype`. Vectors, the router and rates
-    weigh little and steer everything else: they are float32.
+    """The dtype of one parameter in a model, or in files, of `dtype`. Vectors, the router and decay
+    rates are float32 in any case: they are small, and errors in them affect everything else.
     """
     if len(declared.shape) == 1 or declared.kind in ("router", "rate"):
         return np.dtype(np.float32)
@@ -166,23 +180,28 @@ def stored_dtype(declared: Declared, dtype: str) -> np.dtype:
 
 
 def load_params(path: str | os.PathLike, like: Any) -> Any:
-    """The parameters in a Hugging Face directory, on the devices where they shall be.
+    """Loads the parameters in a Hugging Face directory onto the devices that `like` names.
 
-    Everything is checked before the first parameter is read. The host holds pieces of at most
-    64 MiB (`arrays.MAX_PIECE_BYTES`) beside the result.
+    Checks everything before it reads the first parameter. Besides the result, the host holds
+    pieces of at most 64 MiB (`arrays.MAX_PIECE_BYTES`).
 
     Args:
-      path: see `load_hf`.
-      like: tree of `jax.ShapeDtypeStruct` with the structure of `nnx.state(model, nnx.Param)` or
-        of plain dicts: dtypes, and shardings (None: the default device). What it lacks, such as
-        mtp, is not read. Where it spans several processes, all of them call this together, and
-        each reads what its own devices hold.
+      path: as in `load_hf`.
+      like: the dtypes and shardings of the result, as a tree of `jax.ShapeDtypeStruct` with the
+        structure of `nnx.state(model, nnx.Param)`, or of nested plain dicts; a sharding of None
+        is the default device. Parameters that the tree lacks, such as "mtp", are not read. If the
+        shardings span several processes, all of them call this together, and each process reads
+        the shards of its own devices.
+
+    Returns:
+      a tree like `like`, of arrays.
 
     Raises:
-      UserError: see `load_hf`.
+      UserError: as `load_hf` raises it.
     """
     leaves = {
-        path_string(leaf): shape for leaf, shape in jax.tree_util.tree_flatten_with_path(like)[0]
+        path_string(leaf_path): leaf
+        for leaf_path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]
     }
     spans_processes = any(
         leaf.sharding is not None and not leaf.sharding.is_fully_addressable
@@ -192,8 +211,8 @@ def load_params(path: str | os.PathLike, like: Any) -> Any:
     def read() -> dict[str, jax.Array]:
         checkpoint = open_checkpoint(path)
         with checkpoint.weights as weights:
-            wanted = parameters(checkpoint.config)
-            _check_tensors(checkpoint, wanted)
+            stored = parameters(checkpoint.config)
+            _check_tensors(checkpoint, stored)
             if spans_processes:
                 process, processes = jax.process_index(), jax.process_count()
                 require_undamaged(checkpoint.directory, process, processes)
@@ -201,17 +220,21 @@ def load_params(path: str | os.PathLike, like: Any) -> Any:
                 require_undamaged(checkpoint.directory)
             arrays = {
                 parameter.path: _read_array(weights, parameter, leaves[parameter.path])
-                for parameter in wanted
+                for parameter in stored
                 if parameter.path in leaves
             }
             weights.check_unchanged()
         return arrays
 
     arrays = run_on_all(read) if spans_processes else read()
-    return jax.tree_util.tree_map_with_path(lambda leaf, _: arrays[path_string(leaf)], like)
+    return jax.tree_util.tree_map_with_path(
+        lambda leaf_path, _: arrays[path_string(leaf_path)], like
+    )
 
 
 def _read_array(weights: Weights, parameter: Parameter, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Reads a parameter into an array with the dtype and the sharding of `like`."""
+
     def read(part: ShardSlice) -> np.ndarray:
         return read_parameter_slice(weights, parameter, part, like.dtype)
 
@@ -221,23 +244,29 @@ def _read_array(weights: Weights, parameter: Parameter, like: jax.ShapeDtypeStru
 def read_parameter_slice(
     weights: Weights, parameter: Parameter, part: ShardSlice, dtype: np.dtype
 ) -> np.ndarray:
-    """The values in a slice of a stacked parameter. Of its tensors, the rows and columns in the
-    slice are read, and nothing else.
+    """Reads the values of a slice of a stacked parameter: of its tensors, only the rows and columns
+    that are in the slice.
+
+    Args:
+      weights: the tensors of the checkpoint.
+      parameter: the parameter's path, shape and tensors.
+      part: the slice, with an index range for each dimension of `parameter.shape`.
+      dtype: the dtype of the result.
 
     Raises:
-      UserError: a value is not finite.
+      UserError: a value is not finite in `dtype`.
     """
     values = np.empty(shard_slices.shape_of(part), dtype)
-    for prefix, own, layer in tensor_rows.layers(parameter, part, values):
+    for prefix, layer_part, layer in tensor_rows.layers(parameter, part, values):
         for tensor in parameter.entry.slices:
-            for run in tensor_rows.runs(parameter, tensor, own):
+            for run in tensor_rows.runs(parameter, tensor, layer_part):
                 blocks = [
                     weights.read(prefix + tensor.name, run.rows, columns)
-                    for columns in tensor_rows.columns(parameter, tensor, own)
+                    for columns in tensor_rows.columns(parameter, tensor, layer_part)
                 ]
                 rows = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
                 target = layer[run.index]
-                with np.errstate(over="ignore"):  # an overflow is infinite, and refused below
+                with np.errstate(over="ignore"):  # an overflow gives inf, refused below
                     tensor_rows.copy(target, rows.reshape(target.shape))
                 if not np.isfinite(target).all():
                     raise UserError(
@@ -248,15 +277,15 @@ def read_parameter_slice(
     return values
 
 
-def _check_tensors(checkpoint: Checkpoint, wanted: Iterable[Parameter]) -> None:
-    """Raises UserError unless the checkpoint has the tensors of the parameters, in their shapes,
-    and no others beside a vision tower.
+def _check_tensors(checkpoint: Checkpoint, stored: Iterable[Parameter]) -> None:
+    """Raises UserError unless the checkpoint has the tensors of the parameters `stored`, in the
+    expected shapes, and no other tensors except those of a vision tower.
     """
     directory, weights, config = checkpoint.directory, checkpoint.weights, checkpoint.config
     names = weights.names - set(checkpoint.vision_tensors)
     expected = {
         prefix + tensor.name: tensor.shape
-        for parameter in wanted
+        for parameter in stored
         for prefix in parameter.prefixes
         for tensor in parameter.entry.slices
     }
@@ -265,8 +294,8 @@ def _check_tensors(checkpoint: Checkpoint, wanted: Iterable[Parameter]) -> None:
     missing = expected.keys() - names
     if missing:
         raise UserError(
-            f"{directory}: the weights lack {name_some(missing)}; expected all that "
-            "config.json calls for"
+            f"{directory}: the weights lack {count_and_names(missing)}: expected all tensors of "
+            "the model that config.json describes"
         )
     extra = names - expected.keys()
     if config.tie_word_embeddings and "lm_head.weight" in extra:
@@ -274,8 +303,8 @@ def _check_tensors(checkpoint: Checkpoint, wanted: Iterable[Parameter]) -> None:
         extra.remove("lm_head.weight")
     if extra:
         raise UserError(
-            f"{directory}: the weights hold {name_some(extra)} beyond those config.json "
-            "calls for; the config may belong to another checkpoint"
+            f"{directory}: the weights hold {count_and_names(extra)} beyond those of the model "
+            "that config.json describes; the config may belong to another checkpoint"
         )
     for name, shape in expected.items():
         if weights.shape(name) != shape:
@@ -295,17 +324,17 @@ def _check_constants(checkpoint: Checkpoint) -> None:
         found = checkpoint.weights.read_integers(name)
         if not np.array_equal(found, expected):
             raise UserError(
-                f"{checkpoint.directory}: tensor {name} holds {some(found.ravel().astype(str))}: "
-                f"expected {some(expected.astype(str))} by config.json, as its n-grams would have "
+                f"{checkpoint.directory}: tensor {name} holds {found.ravel()[:4].tolist()} …: "
+                f"expected {expected[:4].tolist()} … by config.json, as its n-grams would have "
                 "other rows"
             )
 
 
 def _check_tied_head(checkpoint: Checkpoint) -> None:
-    """Raises UserError where the head of tied weights is stored, and differs from the embedding."""
-    embedding = f"{checkpoint.form.trunk}embed_tokens.weight"
-    for row in range(0, checkpoint.config.vocab_size, _ROWS_COMPARED):
-        rows = slice(row, row + _ROWS_COMPARED)
+    """Raises UserError if the stored head differs from the embedding to which it is tied."""
+    embedding = f"{checkpoint.form.trunk_prefix}embed_tokens.weight"
+    for row in range(0, checkpoint.config.vocab_size, _ROWS_PER_COMPARISON):
+        rows = slice(row, row + _ROWS_PER_COMPARISON)
         head_rows = checkpoint.weights.read("lm_head.weight", rows)
         if not np.array_equal(head_rows, checkpoint.weights.read(embedding, rows)):
             raise UserError(
@@ -324,76 +353,93 @@ def save_hf(
     source: str | os.PathLike | None = None,
     vision: bool = True,
 ) -> None:
-    """Writes `model` as a Hugging Face directory of the form `model.config.hf_form`, which
-    transformers loads.
+    """Writes `model` as a Hugging Face directory that transformers can load, in the form that
+    `model.config.hf_form` names.
 
-    The directory appears whole or not at all: it is written beside its place and renamed. The
-    host holds pieces of at most 64 MiB (`arrays.MAX_PIECE_BYTES`). A model on a mesh of several
-    processes is written by the first; all of them call this together.
+    The directory appears complete or not at all: it is written under another name beside `out_dir`
+    and renamed at the end. The host holds pieces of at most 64 MiB (`arrays.MAX_PIECE_BYTES`). If
+    the model is on a mesh of several processes, all of them call this together, and process 0
+    writes.
 
     Args:
-      model: what is written.
-      out_dir: must not exist yet, or be empty.
-      tokenizer: anything with `save(directory)`, or None.
-      dtype: "float32" or "bfloat16", of the weights, with the exceptions of `load_hf`; None: as
-        they are, so that `load_hf` of the result has the same bits.
-      identity: a text that names these weights, such as a digest of the checkpoint they come
-        from. With it, the next call continues an export that was killed: it keeps the files that
-        are complete.
-      source: the Hugging Face directory that the model began with, from which further fields of
-        its JSON files, and to a wrapper (`hf_form` qwen3_5) the vision tower, are taken over.
-        None: the one that `load_hf` read, if any.
-      vision: False leaves the tower out. A note says what is left out.
+      model: the model to write.
+      out_dir: the path of the directory, which must not exist yet or be empty.
+      tokenizer: an object with a method `save(directory)`; None: no tokenizer is written.
+      dtype: the dtype of the stored weights, "float32" or "bfloat16", with the exceptions of
+        `load_hf`. None: the dtypes of the model, so that `load_hf` returns the same bits.
+      identity: a text that identifies the weights, such as a digest of the checkpoint they come
+        from. If it is given and an export is killed, the next call with the same arguments
+        continues it: it keeps the files that are complete.
+      source: the Hugging Face directory from which the model was initialised. Fields of its JSON
+        files that this project does not write are copied, and, to a wrapper (`hf_form` qwen3_5),
+        the vision tower. None: the directory that `load_hf` read, if any.
+      vision: whether to copy the vision tower. If it is left out, a note says so.
 
     Raises:
-      UserError: `out_dir` is there and not empty, the disk has no room, or the model has no
-        Hugging Face form.
+      UserError: `out_dir` exists and is not empty, the disk has too little space, or the model has
+        no Hugging Face form.
     """
     config, params = model.config, nnx.state(model, nnx.Param)
     check_hf_form(config)
     if source is None and os.path.isdir(getattr(model, "hf_source", "")):
         source = model.hf_source
-    origin = read_source(source, config, vision, out_dir)
-    if origin.directory is not None:
-        require_undamaged(origin.directory)
+    from_source = read_source(source, config, vision, out_dir)
+    if from_source.directory is not None:
+        require_undamaged(from_source.directory)
     files = files_of(
-        [*_tensors(params, config, dtype), *_constants(config), *origin.vision_tensors]
+        [*_tensors(params, config, dtype), *_constants(config), *from_source.vision_tensors]
     )
-    fields = format_hf_config(config, dtype or str(params["embedding"][...].dtype), origin.fields)
+    stored_as = dtype or str(params["embedding"][...].dtype)
+    fields = format_hf_config(config, stored_as, from_source.fields)
     if identity:
-        written = [[t.name, t.dtype.name, t.shape] for file in files.values() for t in file]
-        identity = digests.sha256_json([identity, fields, written])
+        tensors = [tensor for file in files.values() for tensor in file]
+        stored = [[tensor.name, tensor.dtype.name, tensor.shape] for tensor in tensors]
+        identity = digests.sha256_json([identity, fields, stored])
     spans_processes = any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
+    on_first_process = broadcast_from_process_0 if spans_processes else lambda work: work()
 
     def write_other_files(directory: pathlib.Path) -> None:
         tokens = {name: text_group(fields)[name] for name in ("bos_token_id", "eos_token_id")}
-        generation = {"_from_model_config": True} | origin.generation | tokens
+        generation = {"_from_model_config": True} | from_source.generation | tokens
         write_json(directory / "config.json", fields)
         write_json(directory / "generation_config.json", generation)
-        origin.copy_image_files(directory)
+        from_source.copy_image_files(directory)
         if tokenizer is not None:
             tokenizer.save(directory)
 
-    def write(name: str, blocks: Iterator[np.ndarray]) -> None:
-        try:
-            export.write(name, blocks)
-        except UserError:
-            if spans_processes:  # the other processes read on, and need this one for it
-                collections.deque(blocks, maxlen=0)
-            raise
-
-    on_first_process = broadcast_from_process_0 if spans_processes else lambda work: work()
     with PartialExport(pathlib.Path(out_dir), files, identity) as export:
         complete = on_first_process(export.begin)
         for name in files:
-            if name in complete:
-                continue
-            blocks = (
-                block.astype(tensor.dtype, copy=False)
-                for tensor in files[name]
-                for block in tensor.blocks()
-            )
-            if spans_processes and not is_leader():
-                collections.deque(blocks, maxlen=0)
-            on_first_process(lambda: write(name, blocks))
+            if name not in complete:
+                _write_weight_file(export, name, files[name], spans_processes)
         on_first_process(lambda: export.finish(write_other_files))
+
+
+def _write_weight_file(
+    export: PartialExport, name: str, tensors: Sequence[Tensor], spans_processes: bool
+) -> None:
+    """Writes one file of weights. If the model spans several processes, process 0 writes, and the
+    others take part in gathering the blocks.
+    """
+    blocks = (
+        block.astype(tensor.dtype, copy=False) for tensor in tensors for block in tensor.blocks()
+    )
+    if not spans_processes:
+        export.write(name, blocks)
+        return
+
+    def write() -> None:
+        try:
+            export.write(name, blocks)
+        except UserError:
+            _consume(blocks)  # the other processes wait for this one to gather the rest
+            raise
+
+    if not is_process_0():
+        _consume(blocks)
+    broadcast_from_process_0(write)
+
+
+def _consume(blocks: Iterator[np.ndarray]) -> None:
+    """Gathers all remaining blocks and drops them."""
+    collections.deque(blocks, maxlen=0)

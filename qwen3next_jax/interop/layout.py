@@ -1,8 +1,8 @@
 """Which tensors of a Hugging Face checkpoint hold which parameters of a model.
 
-The entries of a layer are those of its norms, its mixer and its MLP, under the names of that
-layer. The mixers' are looked up by name: in the form (`interop.families`), else on the class of a
-mixer that is not this package's own (`hf_entries`, docs/extending.md).
+A layer's tensors are those of its norms, its mixer and its MLP, under the name of the layer. The
+entries of a mixer come from the form (`interop.families`), by the mixer's name; the class of a
+mixer outside of this package brings its own (`hf_entries`, docs/extending.md).
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,22 +13,22 @@ import numpy as np
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import ModelConfig, to_dict
-from qwen3next_jax.interop.entries import Entries, Entry, below, one, swiglu
+from qwen3next_jax.interop.entries import Entries, Entry, one_tensor, swiglu, under_module
 from qwen3next_jax.interop.families import FORMS
-from qwen3next_jax.interop.families.form import WITHOUT_MEANING, Form
+from qwen3next_jax.interop.families.form import NOT_IN_FILES, Form
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.parameters import Declared
 
 
 class Parameter(NamedTuple):
-    """One parameter of the model, and its tensors.
+    """One parameter of the model, and the tensors that hold it.
 
     Attributes:
-      path: in the parameter tree ("layers/0/mixer/q_proj").
-      entry: the tensors of one layer.
-      prefixes: what their names begin with, for each layer that is stacked along the parameter's
-        first axis; one prefix where the parameter is not stacked.
+      path: the parameter's path in the parameter tree ("layers/0/mixer/q_proj").
+      entry: the tensors that hold the parameter of one layer.
+      prefixes: the prefix of the tensors' names for each layer that is stacked along the
+        parameter's first axis; a single prefix if the parameter is not stacked.
       declared: the parameter's declaration.
     """
 
@@ -39,23 +39,24 @@ class Parameter(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter, with the axis of stacked layers."""
+        """The parameter's shape, including the axis of the stacked layers."""
         return self.declared.stack + self.declared.shape
 
 
 def parameters(config: ModelConfig) -> list[Parameter]:
-    """Every parameter of a model that has a Hugging Face form (`check_hf_form`), with the tensors
-    of that form.
+    """All parameters of a model, with the tensors that hold them in the form `config.hf_form`. The
+    model must have that form (`check_hf_form`).
 
     Raises:
-      UserError: the entries of a mixer name a parameter that it does not have, or leave one out.
+      UserError: the entries of a mixer name a parameter that the mixer does not have, or leave
+        one out.
     """
     declarations = declared(config)
     found = list(_parameters(config, declarations))
-    entries, made = {parameter.path for parameter in found}, declarations.keys()
+    stored, existing = {parameter.path for parameter in found}, declarations.keys()
     require(
-        entries == made,
-        f"{', '.join(sorted(entries ^ made)[:3])}: "
+        stored == existing,
+        f"{', '.join(sorted(stored ^ existing)[:3])}: "
         "a parameter of the model without an entry in its Hugging Face form, or an entry without "
         "a parameter: expected an entry for each (hf_entries of its mixer)",
     )
@@ -65,37 +66,38 @@ def parameters(config: ModelConfig) -> list[Parameter]:
 def _parameters(config: ModelConfig, declarations: Mapping[str, Declared]) -> Iterator[Parameter]:
     form = FORMS[config.hf_form]
 
-    def group(path: str, prefixes: tuple[str, ...], entries: Iterator[Entry]):
-        part = "mtp" if path.startswith("mtp/") else "trunk"
+    def with_paths(module: str, prefixes: tuple[str, ...], entries: Iterator[Entry]):
+        """The parameters of the module at path `module`, from its entries."""
+        part = "mtp" if module.startswith("mtp/") else "trunk"
         for entry in entries:
             if entry.fused and part in config.hf_fused_experts:
                 entry = entry._replace(slices=(entry.fused,))
-            full_path = path + entry.path
+            full_path = module + entry.path
             yield Parameter(full_path, entry, prefixes, declarations.get(full_path))
 
-    yield from group("", (form.trunk,), _embedding(config))
-    yield from group("", (form.trunk,), form.final_norm(config))
+    yield from with_paths("", (form.trunk_prefix,), _embedding(config))
+    yield from with_paths("", (form.trunk_prefix,), form.final_norm(config))
     if not config.tie_word_embeddings:
-        yield from group("", ("",), _head(config))
+        yield from with_paths("", ("",), _head(config))
     for position, layers in enumerate(config.stacks):
-        prefixes = tuple(f"{form.trunk}layers.{layer}." for layer in layers)
+        prefixes = tuple(f"{form.trunk_prefix}layers.{layer}." for layer in layers)
         entries = _layer(form, config, *config.layer_kinds[layers[0]])
-        yield from group(f"layers/{position}/", prefixes, entries)
+        yield from with_paths(f"layers/{position}/", prefixes, entries)
         number = config.ple.number(layers[0])
         if number is not None:
             entries = form.layer_embedding(config, number)
-            yield from group(f"layers/{position}/embedding/", prefixes, entries)
+            yield from with_paths(f"layers/{position}/embedding/", prefixes, entries)
     if config.mtp_depth:
-        yield from group("mtp/", ("mtp.",), form.multi_token_prediction(config))
+        yield from with_paths("mtp/", ("mtp.",), form.multi_token_prediction(config))
         entries = _layer(form, config, *config.layer_kinds[-1])
-        yield from group("mtp/block/", ("mtp.layers.0.",), entries)
+        yield from with_paths("mtp/block/", ("mtp.layers.0.",), entries)
 
 
 def constants(config: ModelConfig) -> dict[str, np.ndarray]:
     """The tensors that hold no parameters: name → the integers that the settings ask for."""
     form = FORMS[config.hf_form]
     return {
-        f"{form.trunk}layers.{layer - 1}.{name}": value
+        f"{form.trunk_prefix}layers.{layer - 1}.{name}": value
         for layer in config.ple.layer_ids
         for name, value in form.layer_constants(config, config.ple.number(layer - 1)).items()
     }
@@ -103,72 +105,78 @@ def constants(config: ModelConfig) -> dict[str, np.ndarray]:
 
 def _embedding(config: ModelConfig) -> Iterator[Entry]:
     size = (config.vocab_size, config.hidden_size)
-    yield one("embedding", "embed_tokens.weight", (0, 1), size)
+    yield one_tensor("embedding", "embed_tokens.weight", (0, 1), size)
 
 
 def _head(config: ModelConfig) -> Iterator[Entry]:
-    yield one("head", "lm_head.weight", (1, 0), (config.vocab_size, config.hidden_size))
+    yield one_tensor("head", "lm_head.weight", (1, 0), (config.vocab_size, config.hidden_size))
 
 
 def _layer(form: Form, config: ModelConfig, mixer: str, sparse: bool) -> Iterator[Entry]:
-    """The entries of a layer with this mixer, and with experts or a dense MLP."""
+    """The entries of a layer with the mixer of that name, and with experts (`sparse`) or a dense
+    MLP.
+    """
     yield from form.layer_norms(config)
-    yield from below("mixer", _mixer_entries(form, mixer)(config))
+    yield from under_module("mixer", _mixer_entries(form, mixer)(config))
     if sparse:
-        yield from below("mlp", form.experts(config))
+        yield from under_module("mlp", form.experts(config))
     else:
-        yield from below("mlp", swiglu("", "mlp", config.hidden_size, config.intermediate_size))
+        yield from under_module(
+            "mlp", swiglu("", "mlp", config.hidden_size, config.intermediate_size)
+        )
 
 
 def _mixer_entries(form: Form, mixer: str) -> Entries | None:
-    """The entries of a mixer; None: it has none in this form.
+    """The function that yields the entries of a mixer; None: this form does not store the mixer.
 
-    `hf_entries` is not inherited: a mixer that derives from another has other mathematics.
+    A class does not inherit `hf_entries`: a mixer that derives from another computes something
+    else.
     """
     if mixer in form.mixers:
         return form.mixers[mixer]
-    own = mixer_class(mixer)
-    return own.hf_entries if vars(own).get("hf_entries") else None
+    cls = mixer_class(mixer)
+    return cls.hf_entries if vars(cls).get("hf_entries") else None
 
 
 def check_hf_form(config: ModelConfig) -> None:
-    """Checks that transformers has such a model, in the form that `config.hf_form` names.
+    """Checks that a Hugging Face directory of the form `config.hf_form` can hold the model.
 
     Raises:
-      UserError: it has no such mixer (all are named, with their layers), or a setting that no
-        file holds is not at its default.
+      UserError: the form does not store one of the mixers (the message names all such mixers and
+        their layers), or a setting that its config.json cannot express differs from the default.
     """
     form = FORMS[config.hf_form]
-    without = [
+    unsupported = [
         f"{mixer} (layers {_layers_with(config, mixer)})"
         for mixer in dict.fromkeys(mixer for mixer, _ in config.layer_kinds)
         if _mixer_entries(form, mixer) is None
     ]
-    if without:
+    if unsupported:
         raise UserError(
-            f"this model has layers without a Hugging Face form: {'; '.join(without)}: expected "
-            f"mixers that have one in {form.name}{_other_mixers(form)}"
+            f"this model has layers without a Hugging Face form: {'; '.join(unsupported)}: "
+            f"expected mixers that have one in {form.name}{_other_mixers(form)}"
         )
     default = flatten(to_dict(ModelConfig()))
     for name, value in flatten(to_dict(config)).items():
-        if name.partition(".")[0] in form.settings | WITHOUT_MEANING:
+        if name.partition(".")[0] in form.settings | NOT_IN_FILES:
             continue
         expected = repr(default[name]) if name in default else "its default"
         require(
             name in default and value == default[name],
-            f"model.{name} = {value!r}: transformers' {form.title} has {expected} alone, so "
+            f"model.{name} = {value!r}: transformers' {form.title} has only {expected}, so "
             "this model has no Hugging Face form",
         )
     form.check(config)
 
 
 def _layers_with(config: ModelConfig, mixer: str) -> str:
+    """The numbers of the layers with this mixer, for a message."""
     numbers = [str(layer) for layer, name in enumerate(config.mixers) if name == mixer]
-    return ", ".join(numbers) or "of MTP"
+    return ", ".join(numbers) or "of the MTP module"
 
 
 def _other_mixers(form: Form) -> str:
-    """Which other forms have mixers that this one does not have."""
+    """A hint for a message: the other forms, and their mixers that this form does not store."""
     others = [
         f"{other.name} has {' and '.join(sorted(mixers))}"
         for other in FORMS.values()

@@ -1,69 +1,71 @@
-"""Slices of a parameter: a range in each of its dimensions, such as a device's shard."""
+"""Index arithmetic for slices of an array, such as the shard that a device holds."""
 
 import math
 from collections.abc import Iterator, Sequence
 
-# Of a stacked parameter: one slice (start, stop) for each dimension.
+# A contiguous part of an array: for each dimension a slice with a start and a stop.
 ShardSlice = tuple[slice, ...]
 
 
-def bounded(index: tuple[slice, ...], shape: tuple[int, ...]) -> ShardSlice:
+def normalized(index: tuple[slice, ...], shape: tuple[int, ...]) -> ShardSlice:
     """`index` into an array of `shape`, with a start and a stop in each dimension."""
-    return tuple(slice(*side.indices(size)[:2]) for side, size in zip(index, shape, strict=True))
+    return tuple(slice(*dim.indices(size)[:2]) for dim, size in zip(index, shape, strict=True))
 
 
-def full(shape: tuple[int, ...]) -> ShardSlice:
-    """All of an array of `shape`."""
+def full_slice(shape: tuple[int, ...]) -> ShardSlice:
+    """The slice that holds all of an array of `shape`."""
     return tuple(slice(0, size) for size in shape)
 
 
 def shape_of(part: ShardSlice) -> tuple[int, ...]:
-    return tuple(side.stop - side.start for side in part)
+    """The shape of the array that `part` selects."""
+    return tuple(dim.stop - dim.start for dim in part)
 
 
-def size_of(part: ShardSlice) -> int:
-    """How many elements it has."""
+def num_elements(part: ShardSlice) -> int:
+    """The number of elements in `part`."""
     return math.prod(shape_of(part))
 
 
-def bounding(parts: Sequence[ShardSlice]) -> ShardSlice:
-    """The smallest slice that holds all of `parts`."""
+def bounding_slice(parts: Sequence[ShardSlice]) -> ShardSlice:
+    """The smallest slice that contains all of `parts`."""
     return tuple(
-        slice(min(side.start for side in sides), max(side.stop for side in sides))
-        for sides in zip(*parts, strict=True)
+        slice(min(dim.start for dim in dims), max(dim.stop for dim in dims))
+        for dims in zip(*parts, strict=True)
     )
 
 
-def intersection(one: ShardSlice, other: ShardSlice) -> ShardSlice | None:
-    """What both have in common; None: nothing."""
-    sides = tuple(
-        slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)
+def intersection(first: ShardSlice, second: ShardSlice) -> ShardSlice | None:
+    """The slice of the elements that both contain; None if they share no element."""
+    common = tuple(
+        slice(max(a.start, b.start), min(a.stop, b.stop))
+        for a, b in zip(first, second, strict=True)
     )
-    return sides if all(side.start < side.stop for side in sides) else None
+    return common if all(dim.start < dim.stop for dim in common) else None
 
 
 def relative_to(outer: ShardSlice, part: ShardSlice) -> ShardSlice:
-    """`part` as an index into the array that holds `outer`, which contains it."""
+    """`part`, which lies inside `outer`, as an index into the array that holds `outer`."""
     return tuple(
         slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, outer, strict=True)
     )
 
 
-def split(part: ShardSlice, dims: Sequence[int], most: int) -> Iterator[ShardSlice]:
-    """Splits a slice into slices of at most `most` elements, or of one.
+def split(part: ShardSlice, dims: Sequence[int], max_elements: int) -> Iterator[ShardSlice]:
+    """Splits a slice into slices of at most `max_elements` elements, but of one element at least.
 
     Args:
-      part: the slice.
-      dims: its dimensions, in the order in which they are split: a later one is split only once
-        those before it are down to one index.
-      most: elements of a result.
+      part: the slice to split.
+      dims: its dimensions in the order in which they are split: a dimension is split only if the
+        dimensions before it are down to one index each, and the result is still too large.
+      max_elements: the largest number of elements in a result.
     """
-    if size_of(part) <= most or not dims:
+    if num_elements(part) <= max_elements or not dims:
         yield part
         return
-    dim, *later = dims
-    side = part[dim]
-    step = max(1, most * (side.stop - side.start) // size_of(part))
-    for start in range(side.start, side.stop, step):
-        narrower = slice(start, min(start + step, side.stop))
-        yield from split((*part[:dim], narrower, *part[dim + 1 :]), later, most)
+    dim, *later_dims = dims
+    start, stop = part[dim].start, part[dim].stop
+    step = max(1, max_elements * (stop - start) // num_elements(part))
+    for first in range(start, stop, step):
+        narrower = slice(first, min(first + step, stop))
+        yield from split((*part[:dim], narrower, *part[dim + 1 :]), later_dims, max_elements)

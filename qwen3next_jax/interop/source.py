@@ -1,5 +1,5 @@
-"""What an export takes over from the Hugging Face directory that its model began with: fields of
-JSON files, and the vision tower.
+"""What an export copies from its source, the Hugging Face directory from which the model was
+initialised: fields of JSON files that this project does not write, and the vision tower.
 """
 
 import dataclasses
@@ -17,21 +17,21 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop.families import FORMS
 from qwen3next_jax.interop.families.form import Fields
 from qwen3next_jax.interop.hf_config import open_checkpoint, read_hf_config
-from qwen3next_jax.interop.weights import Weights, name_some, read_json
+from qwen3next_jax.interop.weights import Weights, count_and_names, read_json
 from qwen3next_jax.interop.writing import Tensor
 
-# How images are prepared for the vision tower.
+# These files say how to prepare images for the vision tower.
 _IMAGE_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
 
 
 class Source(NamedTuple):
-    """The checkpoint that a model began with, as far as its export needs it.
+    """What an export copies from the checkpoint from which its model was initialised.
 
     Attributes:
-      directory: None: there is none.
-      fields: of its config.json.
+      directory: the checkpoint's directory; None: there is no such checkpoint.
+      fields: the fields of its config.json.
       generation: the fields of its generation_config.json.
-      vision_tensors: the tensors of its vision tower that the export takes over.
+      vision_tensors: the tensors of its vision tower, if the export copies the tower.
     """
 
     directory: pathlib.Path | None = None
@@ -40,7 +40,7 @@ class Source(NamedTuple):
     vision_tensors: tuple[Tensor, ...] = ()
 
     def copy_image_files(self, directory: pathlib.Path) -> None:
-        """Copies what belongs to a vision tower that the export takes over."""
+        """Copies the files about images to `directory`, if the export copies the vision tower."""
         for name in _IMAGE_FILES if self.vision_tensors else ():
             if (self.directory / name).exists():
                 shutil.copyfile(self.directory / name, directory / name)
@@ -49,21 +49,21 @@ class Source(NamedTuple):
 def read_source(
     path: str | os.PathLike | None, config: ModelConfig, vision: bool, out: str | os.PathLike
 ) -> Source:
-    """What an export takes over. A note says what it leaves out, and that a wrapper has no vision
-    tower.
+    """Reads what an export copies from its source. Prints a note if the export leaves out a vision
+    tower, or is a wrapper without one.
 
     Args:
-      path: the directory that the model began with; None: there is none.
+      path: the directory from which the model was initialised; None: there is none.
       config: the model's settings.
-      vision: whether a wrapper takes the vision tower over.
-      out: where the export will be, for notes.
+      vision: whether the export copies the vision tower, if its form is a wrapper.
+      out: the path of the export, for notes.
 
     Raises:
-      UserError: `load_hf` would not read the directory, or its tower is another text model's.
+      UserError: `load_hf` would refuse the directory, or its text model has other widths.
     """
     is_wrapper = bool(FORMS[config.hf_form].text_group)
     without_tower = (
-        f"{out}: a {config.hf_form} without its vision tower: read it as a text model alone"
+        f"{out}: a {config.hf_form} without a vision tower: only its text model can be used"
     )
     if path is None:
         if is_wrapper:
@@ -72,29 +72,32 @@ def read_source(
     checkpoint = open_checkpoint(path)
     directory, weights = checkpoint.directory, checkpoint.weights
     for name in ("hidden_size", "vocab_size"):
-        theirs, ours = getattr(checkpoint.config, name), getattr(config, name)
+        in_source, in_model = getattr(checkpoint.config, name), getattr(config, name)
         require(
-            theirs == ours,
-            f"{directory}: its {name} is {theirs}, the model's "
-            f"{ours}: expected the checkpoint that the model began with",
+            in_source == in_model,
+            f"{directory}: its {name} is {in_source}, the model's "
+            f"{in_model}: expected the checkpoint from which the model was initialised",
         )
     names = checkpoint.vision_tensors
-    taken = names if is_wrapper and vision else []
-    if names and not taken:
-        warn(f"{out}: the vision tower of {directory} ({name_some(names, 1)}) is left out", "note")
-    if is_wrapper and not taken:
+    copied = names if is_wrapper and vision else []
+    if names and not copied:
+        warn(
+            f"{out}: the vision tower of {directory} ({count_and_names(names, 1)}) is not copied",
+            "note",
+        )
+    if is_wrapper and not copied:
         warn(without_tower, "note")
     generation = directory / "generation_config.json"
     return Source(
         directory,
         checkpoint.fields,
         read_json(generation) if generation.exists() else {},
-        tuple(_copy_of(weights, name) for name in taken),
+        tuple(_copy_of(weights, name) for name in copied),
     )
 
 
 def _copy_of(weights: Weights, name: str) -> Tensor:
-    """A tensor as it is in the source."""
+    """A tensor of the source, to be written with the same values, dtype and shape."""
     shape = weights.shape(name)
     return Tensor(name, weights.dtype(name), shape, functools.partial(_all_rows, weights, name))
 
@@ -103,29 +106,34 @@ def _all_rows(weights: Weights, name: str) -> Iterator[np.ndarray]:
     yield weights.read(name)
 
 
-def in_form(
+def config_for_export(
     config: ModelConfig, form: str | None, source: pathlib.Path | None, recorded_form: str = ""
 ) -> ModelConfig:
-    """`config` for an export in the form `form`, with experts fused where they are in `source`.
+    """`config` with the settings that say how an export stores it: `hf_form`, and
+    `hf_fused_experts` as in `source`.
 
     Args:
       config: the model's settings.
       form: a value of `model.hf_form`; None: the form of `source`.
-      source: the Hugging Face directory that the model began with; None: there is none, and the
-        form is the config's own.
-      recorded_form: that of `source`, where a record says it, for the message when it is gone.
+      source: the Hugging Face directory from which the model was initialised; None: there is
+        none, and `form` defaults to `config.hf_form`.
+      recorded_form: the form of `source` that a record names, for the message if `source` does not
+        exist; "": no record names it.
 
     Raises:
-      UserError: `source` is not there, and nothing else says the form.
+      UserError: `form` is None and the directory `source` does not exist.
     """
     if source is None or (form and not (source / "config.json").is_file()):
         return dataclasses.replace(config, hf_form=form or config.hf_form)
     require(
         (source / "config.json").is_file(),
-        f"{source}: not there, and an export has the form of the Hugging Face directory that its "
-        f"model began with: give --source=DIR, or --form{recorded_form and '=' + recorded_form}",
+        f"{source}: not found, and an export takes its form from the Hugging Face directory from "
+        "which its model was initialised: give --source=DIR, or "
+        f"--form{recorded_form and '=' + recorded_form}",
     )
-    theirs = read_hf_config(source)
+    source_config = read_hf_config(source)
     return dataclasses.replace(
-        config, hf_form=form or theirs.hf_form, hf_fused_experts=theirs.hf_fused_experts
+        config,
+        hf_form=form or source_config.hf_form,
+        hf_fused_experts=source_config.hf_fused_experts,
     )

@@ -1,10 +1,11 @@
 """Which rows and columns of which tensors a slice of a parameter holds.
 
-Every tensor is seen as [rows, columns]: its last dimension is the columns. One layer of a
-parameter, once its axes are moved as its entry says, is seen so, too: its last dimensions are the
-columns, and those before them (the row dimensions) count its rows. `layer_rows` says which of
-these rows each row of a tensor is. So a slice is copied run by run: a run is rows that follow each
-other on both sides. Nothing here knows a family, a file or a device.
+Both sides are matrices here. A tensor is [rows, columns]: its last dimension is the columns, all
+others, flattened, are the rows. One layer of a parameter, transposed as its entry says, is a matrix
+as well: its last dimensions are the columns, and the dimensions before them ("row dimensions")
+number its rows. `layer_rows` maps a tensor's rows to rows of the layer. Copies go run by run: a
+run is a range of rows that are consecutive in the tensor and in the slice. This file knows no
+family of models, no file format and no device.
 """
 
 import functools
@@ -19,40 +20,40 @@ from qwen3next_jax.interop.entries import TensorSlice
 from qwen3next_jax.interop.layout import Parameter
 from qwen3next_jax.interop.shard_slices import ShardSlice
 
-# Rows copied at a time. More would leave the processor's caches, as a copy often transposes: it
-# would take five times as long.
-_ROWS_AT_A_TIME = 32
+# Rows that `copy` copies at once. Copies often transpose; with more rows at once they leave the
+# processor's caches and take five times as long.
+_ROWS_PER_COPY = 32
 
 
 class Run(NamedTuple):
-    """Rows of a tensor that follow each other in the parameter, too.
+    """A range of rows that are consecutive in a tensor and in a slice of a layer.
 
     Attributes:
-      rows: of the tensor.
-      index: where they are in the slice of one layer, once its axes are moved.
+      rows: the range of the tensor's rows.
+      index: the index of these rows in the slice of the transposed layer.
     """
 
     rows: slice
     index: tuple[int | slice | None, ...]
 
 
-def pieces(parameter: Parameter, part: ShardSlice, most: int) -> Iterator[ShardSlice]:
-    """Splits `part` into slices of at most `most` elements (or of one), so that each is few rows
-    of few tensors.
+def pieces(parameter: Parameter, part: ShardSlice, max_elements: int) -> Iterator[ShardSlice]:
+    """Splits the slice `part` of a parameter into slices of at most `max_elements` elements (one
+    element at least), each of which holds few rows of few tensors.
     """
-    stacked = len(parameter.declared.stack)
-    dims = (*range(stacked), *(stacked + axis for axis in parameter.entry.axes))
-    return shard_slices.split(part, dims, most)
+    num_stack_dims = len(parameter.declared.stack)
+    layer_dims = (num_stack_dims + axis for axis in parameter.entry.axes)
+    return shard_slices.split(part, (*range(num_stack_dims), *layer_dims), max_elements)
 
 
 def layers(
     parameter: Parameter, part: ShardSlice, array: np.ndarray
 ) -> Iterator[tuple[str, ShardSlice, np.ndarray]]:
-    """The layers in `array`, which holds the slice `part` of `parameter`.
+    """Iterates over the layers in `array`, which holds the slice `part` of `parameter`.
 
     Yields:
-      the prefix of the layer's tensors, the slice of the layer's own dimensions, and a view of the
-      layer's values with its axes moved.
+      (prefix, layer_part, layer): the prefix of the names of the layer's tensors; the slice of the
+      layer's parameter that `array` holds; a view of that slice, transposed as the entry says.
     """
     if not parameter.declared.stack:
         yield parameter.prefixes[0], part, array.transpose(parameter.entry.axes)
@@ -62,7 +63,9 @@ def layers(
 
 
 def layer_rows(parameter: Parameter, tensor: TensorSlice) -> range | np.ndarray:
-    """[rows of the tensor] Which row of the layer, its axes moved, each row of the tensor is."""
+    """[number of rows of the tensor] For each row of the tensor, the number of the row of the
+    transposed layer that holds it.
+    """
     row_shape, _ = _row_and_column_shape(parameter, tensor)
     index, order = tensor.index, tensor.row_order
     ahead = index[:-1] if index and isinstance(index[-1], slice) else index
@@ -80,44 +83,48 @@ def layer_rows(parameter: Parameter, tensor: TensorSlice) -> range | np.ndarray:
 
 
 def runs(
-    parameter: Parameter, tensor: TensorSlice, part: ShardSlice, only: slice = slice(None)
+    parameter: Parameter, tensor: TensorSlice, part: ShardSlice, selected: slice = slice(None)
 ) -> Iterator[Run]:
-    """The runs of a tensor's rows that are in a slice of one layer.
+    """The runs of a tensor's rows that a slice of one layer holds.
 
     Args:
-      parameter: the tensor's.
-      tensor: one of its entry's.
-      part: the slice, of a layer's own dimensions.
-      only: leaves other rows of the tensor out.
+      parameter: the parameter that the tensor belongs to.
+      tensor: one of the slices of the parameter's entry.
+      part: the slice of the layer's parameter, not transposed.
+      selected: the range of the tensor's rows to look at.
     """
     row_shape, _ = _row_and_column_shape(parameter, tensor)
     if not row_shape:  # the whole tensor is one row
         yield Run(slice(0, 1), (None,))
         return
-    sides = [part[axis] for axis in parameter.entry.axes][: len(row_shape)]
-    rows = layer_rows(parameter, tensor)[only]
-    # Most of a mixture's tensors lie outside of a slice of some experts: seen without their rows.
+    row_dims = [part[axis] for axis in parameter.entry.axes][: len(row_shape)]
+    rows = layer_rows(parameter, tensor)[selected]
+    # A shard of some experts holds no row of most tensors of a mixture: end early for these.
     if isinstance(rows, range):
-        first = np.ravel_multi_index([side.start for side in sides], row_shape)
-        last = np.ravel_multi_index([side.stop - 1 for side in sides], row_shape)
-        if rows.stop <= first or rows.start > last:
+        first_held = np.ravel_multi_index([dim.start for dim in row_dims], row_shape)
+        last_held = np.ravel_multi_index([dim.stop - 1 for dim in row_dims], row_shape)
+        if rows.stop <= first_held or rows.start > last_held:
             return
     rows = np.asarray(rows)
     coordinates = np.unravel_index(rows, row_shape)
-    in_each = [(s.start <= c) & (c < s.stop) for s, c in zip(sides, coordinates, strict=True)]
-    (found,) = np.nonzero(functools.reduce(np.logical_and, in_each))
-    if not len(found):
+    inside = [
+        (dim.start <= coordinate) & (coordinate < dim.stop)
+        for dim, coordinate in zip(row_dims, coordinates, strict=True)
+    ]
+    (held,) = np.nonzero(functools.reduce(np.logical_and, inside))
+    if not len(held):
         return
-    # Within a run the last coordinate counts up, and the others do not change.
-    last_coordinate = coordinates[-1][found]
-    ends_here = (np.diff(found) != 1) | (np.diff(rows[found]) != 1) | (last_coordinate[1:] == 0)
+    # Within a run only the last coordinate changes: it counts up.
+    last_coordinate = coordinates[-1][held]
+    ends_here = (np.diff(held) != 1) | (np.diff(rows[held]) != 1) | (last_coordinate[1:] == 0)
     breaks = np.flatnonzero(ends_here) + 1
-    for begin, end in zip((0, *breaks), (*breaks, len(found)), strict=True):
+    for begin, end in zip((0, *breaks), (*breaks, len(held)), strict=True):
         start = [
-            int(c[found[begin]]) - side.start for side, c in zip(sides, coordinates, strict=True)
+            int(coordinate[held[begin]]) - dim.start
+            for dim, coordinate in zip(row_dims, coordinates, strict=True)
         ]
         count = int(end - begin)
-        first_row = (only.start or 0) + int(found[begin])
+        first_row = (selected.start or 0) + int(held[begin])
         yield Run(
             slice(first_row, first_row + count),
             (*start[:-1], slice(start[-1], start[-1] + count)),
@@ -127,40 +134,41 @@ def runs(
 def slice_around_rows(
     parameter: Parameter, tensor: TensorSlice, layer: int, rows: slice
 ) -> ShardSlice:
-    """A slice of the stacked parameter that holds `rows` of a tensor of its `layer`: a range of
-    the first of the layer's dimensions, its axes moved, and all of the others.
+    """A slice of the stacked parameter that contains `rows` of a tensor of its layer number
+    `layer`: a range of the first dimension of the transposed layer, and all of its other
+    dimensions.
     """
     row_shape, _ = _row_and_column_shape(parameter, tensor)
-    own = list(shard_slices.full(parameter.declared.shape))
+    layer_part = list(shard_slices.full_slice(parameter.declared.shape))
     if row_shape:
-        found = layer_rows(parameter, tensor)[rows]
-        per_index = math.prod(row_shape[1:])
-        first, last = int(min(found)) // per_index, int(max(found)) // per_index
-        own[parameter.entry.axes[0]] = slice(first, last + 1)
-    return (*(slice(layer, layer + 1) for _ in parameter.declared.stack), *own)
+        numbers = layer_rows(parameter, tensor)[rows]
+        rows_per_index = math.prod(row_shape[1:])
+        first, last = int(min(numbers)) // rows_per_index, int(max(numbers)) // rows_per_index
+        layer_part[parameter.entry.axes[0]] = slice(first, last + 1)
+    return (*(slice(layer, layer + 1) for _ in parameter.declared.stack), *layer_part)
 
 
 def columns(parameter: Parameter, tensor: TensorSlice, part: ShardSlice) -> list[slice]:
-    """The columns of a tensor that are in a slice of one layer, as ranges."""
+    """The ranges of a tensor's columns that the slice `part` of one layer holds."""
     row_shape, column_shape = _row_and_column_shape(parameter, tensor)
-    sides = [part[axis] for axis in parameter.entry.axes][len(row_shape) :]
-    found = np.arange(math.prod(column_shape)).reshape(column_shape)[tuple(sides)].ravel()
-    breaks = np.flatnonzero(np.diff(found) != 1) + 1
-    return [slice(int(run[0]), int(run[-1]) + 1) for run in np.split(found, breaks)]
+    column_dims = [part[axis] for axis in parameter.entry.axes][len(row_shape) :]
+    numbers = np.arange(math.prod(column_shape)).reshape(column_shape)[tuple(column_dims)].ravel()
+    breaks = np.flatnonzero(np.diff(numbers) != 1) + 1
+    return [slice(int(run[0]), int(run[-1]) + 1) for run in np.split(numbers, breaks)]
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Copies between arrays [n, …] of one shape and any strides."""
-    for start in range(0, len(source), _ROWS_AT_A_TIME):
-        rows = slice(start, start + _ROWS_AT_A_TIME)
+    """Copies `source` into `target`; both have the shape [n, …], and any strides."""
+    for start in range(0, len(source), _ROWS_PER_COPY):
+        rows = slice(start, start + _ROWS_PER_COPY)
         target[rows] = source[rows]
 
 
 def _row_and_column_shape(
     parameter: Parameter, tensor: TensorSlice
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The layer's dimensions, its axes moved: those that count rows, and those that are the
-    tensor's columns.
+    """Splits the shape of the transposed layer into the dimensions that number the rows and the
+    dimensions that make up the columns of the tensor.
     """
     shape = tuple(parameter.declared.shape[axis] for axis in parameter.entry.axes)
     width = tensor.shape[-1]

@@ -1,10 +1,10 @@
-"""Reading the safetensors files of a directory, by tensor name, rows and columns."""
+"""Reads the tensors of a directory of safetensors files, by name, rows and columns."""
 
 import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -12,19 +12,24 @@ import numpy as np
 import safetensors
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.common.errors import UserError, short_repr, as_user_error
+from qwen3next_jax.common.errors import UserError, as_user_error, short_repr
 from qwen3next_jax.interop.writing import INDEX, SINGLE
 
-_LONGEST_NAME = 255  # bytes: file systems have no longer names
-_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_MAX_NAME_BYTES = 255  # file systems have no longer names
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+_FLOAT_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+}
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
     """The JSON object in `file`.
 
     Raises:
-      UserError: no such file, or not a JSON object.
+      UserError: there is no such file, or it does not hold a JSON object.
     """
     try:
         return json_files.read(file)
@@ -35,22 +40,22 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
         ) from e
     except ValueError as e:
         raise UserError(
-            f"{file}: {e}: damaged, or no such file of a Hugging Face directory; copy or download "
-            "it again"
+            f"{file}: {e}: the file is damaged, or does not belong to a Hugging Face directory; "
+            "copy or download it again"
         ) from e
 
 
 def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The safetensors files that make up the checkpoint in `directory`.
+    """The paths of the safetensors files that make up the checkpoint in `directory`.
 
     Raises:
-      UserError: there are none, they are pickles, or the index is not one.
+      UserError: there are no weights, they are pickles, or the index is not a valid index.
     """
     if (directory / INDEX).is_file():
         return [directory / name for name in sorted(set(_weight_map(directory).values()))]
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
-    pickles = sorted(f.name for f in directory.iterdir() if f.suffix in _PICKLES)
+    pickles = sorted(f.name for f in directory.iterdir() if f.suffix in _PICKLE_SUFFIXES)
     if pickles:
         raise UserError(
             f"{directory / pickles[0]}: a pickle can run code when it is read, so it is refused: "
@@ -60,18 +65,19 @@ def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file may have this name, and a message may show it."""
-    return name.isprintable() and len(name.encode()) <= _LONGEST_NAME
+    """Whether a file system takes `name` as a file's name, and a message can show it."""
+    return name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
 
 
 def _weight_map(directory: pathlib.Path) -> dict[str, str]:
+    """The index's map from tensor names to file names. Raises UserError if it is not valid."""
     weight_map = read_json(directory / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(
-            f"{directory / INDEX}: no weight_map: expected one from tensor names to file names"
+            f"{directory / INDEX}: no weight_map: expected a map from tensor names to file names"
         )
     for file in weight_map.values():
-        # Anything but a plain name could make the reader leave the directory.
+        # Any other path could make the reader open files outside of the directory.
         if (
             not isinstance(file, str)
             or pathlib.PurePath(file).name != file
@@ -86,13 +92,13 @@ def _weight_map(directory: pathlib.Path) -> dict[str, str]:
 
 
 class TensorLocation(NamedTuple):
-    """Where the bytes of a tensor are.
+    """Where the values of a tensor are stored.
 
     Attributes:
       file: the safetensors file.
-      dtype: safetensors' name of it, such as "BF16".
-      shape: of the tensor.
-      start: the tensor's first byte in the file.
+      dtype: the dtype's name in the file's header, such as "BF16".
+      shape: the tensor's shape.
+      start: the position of the tensor's first byte in the file.
     """
 
     file: pathlib.Path
@@ -104,17 +110,18 @@ class TensorLocation(NamedTuple):
 class Weights:
     """The tensors of the checkpoint in a directory.
 
-    The constructor reads the headers of the files. `read` reads the rows and columns that are asked
-    for and no other byte, by position. No file is mapped into memory: a mapped file that somebody
-    cuts short ends the process.
+    The constructor reads the headers of the files. `read` then reads, by position, the bytes of
+    the requested rows and columns, and no others. Files are not mapped into memory: if somebody
+    truncated a mapped file, the operating system would kill this process.
 
     Args:
-      directory: with safetensors files.
-      tensor_name: name of a tensor in a file → the name by which it is asked for.
+      directory: a directory with safetensors files.
+      tensor_name: renames tensors: it maps a tensor's name in the file to the name that the
+        methods of this class know it by.
 
     Raises:
-      UserError: from the constructor and from `read`, for files that are missing, truncated, not
-        safetensors, or have changed since their header was read.
+      UserError: the constructor and `read` raise it for a file that is missing, truncated, not a
+        safetensors file, or changed since its header was read.
     """
 
     def __init__(
@@ -123,8 +130,8 @@ class Weights:
         self.directory = directory
         self._tensor_name = tensor_name
         self._locations: dict[str, TensorLocation] = {}
-        self._versions: dict[pathlib.Path, tuple[int, ...]] = {}
-        self._open: dict[pathlib.Path, Any] = {}
+        self._file_identities: dict[pathlib.Path, tuple[int, ...]] = {}
+        self._open_files: dict[pathlib.Path, Any] = {}
         files = weight_files(directory)
         missing = [file.name for file in files if not file.exists()]
         if len(missing) > 1:
@@ -133,21 +140,24 @@ class Weights:
                 f"missing: {', '.join(missing)}; incomplete checkpoint; copy or download them again"
             )
         for file in files:
-            self._add(file)
+            self._add_tensors(file)
         if (directory / INDEX).is_file():
             self._check_index()
 
-    def _add(self, file: pathlib.Path) -> None:
-        tensors, self._versions[file] = _read_header(file)
+    def _add_tensors(self, file: pathlib.Path) -> None:
+        """Reads the header of `file` and records its tensors."""
+        tensors, self._file_identities[file] = _read_header(file)
         for stored_name, location in tensors.items():
             name = self._tensor_name(stored_name)
             if name in self._locations:
                 raise UserError(
-                    f"{file}: tensor {name} is in another of the files as well: expected it once"
+                    f"{file}: tensor {name} is also in another file of the directory: expected it "
+                    "once"
                 )
             self._locations[name] = location
 
     def _check_index(self) -> None:
+        """Raises UserError if the index names a tensor that no file holds."""
         absent = [
             name
             for name in _weight_map(self.directory)
@@ -155,43 +165,52 @@ class Weights:
         ]
         if absent:
             raise UserError(
-                f"{self.directory}: {name_some(absent)} missing from the files that {INDEX} names; "
-                "copy or download them again"
+                f"{self.directory}: {count_and_names(absent)} missing from the files that {INDEX} "
+                "names; copy or download them again"
             )
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
-        for file in self._open.values():
+        for file in self._open_files.values():
             file.close()
-        self._open.clear()
+        self._open_files.clear()
 
     @property
     def names(self) -> set[str]:
+        """The names of all tensors."""
         return set(self._locations)
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the stored tensor."""
         return self._locations[name].shape
 
     def dtype(self, name: str) -> np.dtype:
         """The dtype of the stored tensor.
 
         Raises:
-          UserError: it is not a floating point type.
+          UserError: it is not a floating-point type.
         """
         dtype = self._locations[name].dtype
-        if dtype not in _FLOATS:
+        if dtype not in _FLOAT_DTYPES:
             raise UserError(
-                f"{self.directory}: tensor {name} is {dtype}: expected one of {', '.join(_FLOATS)}"
+                f"{self.directory}: tensor {name} is {dtype}: expected one of "
+                f"{', '.join(_FLOAT_DTYPES)}"
             )
-        return np.dtype(_FLOATS[dtype])
+        return np.dtype(_FLOAT_DTYPES[dtype])
 
     def read(
         self, name: str, rows: slice = slice(None), columns: slice = slice(None)
     ) -> np.ndarray:
-        """[rows, columns] of a tensor, in the stored dtype. The tensor is seen as [every dimension
-        but the last, the last].
+        """Reads `rows` and `columns` of a tensor, as an array [rows, columns] of the stored dtype.
+
+        The columns are the tensor's last dimension; all dimensions before it, flattened, are its
+        rows.
+
+        Raises:
+          UserError: the tensor is not of a floating-point type, or the file changed or cannot be
+            read.
         """
         return self._read(name, self.dtype(name), rows, columns)
 
@@ -215,69 +234,75 @@ class Weights:
         rows: slice = slice(None),
         columns: slice = slice(None),
     ) -> np.ndarray:
-        file, _, shape, start = self._locations[name]
+        file, _, shape, tensor_start = self._locations[name]
         height, width = math.prod(shape[:-1]), math.prod(shape[-1:])
         top, bottom, _ = rows.indices(height)
         left, right, _ = columns.indices(width)
         values = np.empty((bottom - top, right - left), dtype)
-        target = memoryview(values.reshape(-1).view(np.uint8))
-        position = start + (top * width + left) * dtype.itemsize
+        buffer = memoryview(values.reshape(-1).view(np.uint8))
+        position = tensor_start + (top * width + left) * dtype.itemsize
         row_bytes, row_step = (right - left) * dtype.itemsize, width * dtype.itemsize
-        if right - left == width:  # the rows follow each other in the file
+        if right - left == width:  # whole rows are contiguous in the file: read them at once
             row_bytes = values.nbytes
         with as_user_error(f"{file}: cannot be read: restore it, or start again", OSError):
             descriptor = self._descriptor(file)
             for begin in range(0, values.nbytes, row_bytes or 1):
-                if not _fill(target[begin : begin + row_bytes], descriptor, position):
-                    raise self._changed(file)
+                if not _read_into(buffer[begin : begin + row_bytes], descriptor, position):
+                    raise self._changed_error(file)
                 position += row_step
         return values
 
     def _descriptor(self, file: pathlib.Path) -> int:
-        if file not in self._open:
-            self._open[file] = file.open("rb", buffering=0)
-            self._check_version(file, os.fstat(self._open[file].fileno()))
-        return self._open[file].fileno()
+        if file not in self._open_files:
+            self._open_files[file] = file.open("rb", buffering=0)
+            self._check_identity(file, os.fstat(self._open_files[file].fileno()))
+        return self._open_files[file].fileno()
 
     def check_unchanged(self) -> None:
-        """Raises UserError where a file is another one than when its header was read."""
-        for file in self._versions:
-            self._check_version(file, file.stat() if file.exists() else None)
+        """Raises UserError if a file was replaced or rewritten since its header was read."""
+        for file in self._file_identities:
+            self._check_identity(file, file.stat() if file.exists() else None)
 
-    def _check_version(self, file: pathlib.Path, found: os.stat_result | None) -> None:
-        if found is None or _version(found) != self._versions[file]:
-            raise self._changed(file)
+    def _check_identity(self, file: pathlib.Path, status: os.stat_result | None) -> None:
+        if status is None or _file_identity(status) != self._file_identities[file]:
+            raise self._changed_error(file)
 
-    def _changed(self, file: pathlib.Path) -> UserError:
+    def _changed_error(self, file: pathlib.Path) -> UserError:
         return UserError(
             f"{file}: changed while it was read: something writes to this directory; wait until "
             "it is complete, and start again"
         )
 
 
-def _fill(target: memoryview, descriptor: int, position: int) -> bool:
-    """Fills `target` with the bytes of a file from `position` on; False: the file ends before."""
-    done = 0
-    while done < len(target):
-        count = os.preadv(descriptor, [target[done:]], position + done)
+def _read_into(buffer: memoryview, descriptor: int, position: int) -> bool:
+    """Fills `buffer` with the bytes of a file from `position` on. Returns False if the file ends
+    before the buffer is full.
+    """
+    bytes_read = 0
+    while bytes_read < len(buffer):
+        count = os.preadv(descriptor, [buffer[bytes_read:]], position + bytes_read)
         if not count:
             return False
-        done += count
+        bytes_read += count
     return True
 
 
-def _version(found: os.stat_result) -> tuple[int, ...]:
-    """What is another when somebody has replaced or rewritten the file."""
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _file_identity(status: os.stat_result) -> tuple[int, ...]:
+    """Numbers of which at least one changes when somebody replaces or rewrites the file."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _read_header(file: pathlib.Path) -> tuple[dict[str, TensorLocation], tuple[int, ...]]:
-    """The tensors of a file by name, and the version of the file that has them."""
+    """Returns the tensors of a file by their names, and the file's identity (`_file_identity`).
+
+    Raises:
+      UserError: the file cannot be read, or is not a valid safetensors file.
+    """
     try:
         with json_files.open_regular(file) as opened:
-            version = _version(os.fstat(opened.fileno()))
+            identity = _file_identity(os.fstat(opened.fileno()))
             length = opened.read(8)
-            # which checks lengths, offsets and dtypes
+            # safetensors checks lengths, offsets and dtypes
             with safetensors.safe_open(file, framework="np"):
                 pass
             size = int.from_bytes(length, "little")
@@ -290,11 +315,12 @@ def _read_header(file: pathlib.Path) -> tuple[dict[str, TensorLocation], tuple[i
     except safetensors.SafetensorError as e:
         if length.startswith((b"PK\x03\x04", b"\x80\x02")):
             raise UserError(
-                f"{file}: a pickle under another name, refused: expected a safetensors file"
+                f"{file}: a pickle under another name, which is refused: expected a safetensors "
+                "file"
             ) from e
         raise UserError(
-            f"{file}: no valid safetensors file ({e}): truncated or damaged; copy or download it "
-            "again"
+            f"{file}: not a valid safetensors file ({e}): truncated or damaged; copy or download "
+            "it again"
         ) from e
     header.pop("__metadata__", None)
     first_tensor = len(length) + size
@@ -302,15 +328,14 @@ def _read_header(file: pathlib.Path) -> tuple[dict[str, TensorLocation], tuple[i
     for name, tensor in header.items():
         start = first_tensor + tensor["data_offsets"][0]
         locations[name] = TensorLocation(file, tensor["dtype"], tuple(tensor["shape"]), start)
-    return locations, version
+    return locations, identity
 
 
-def name_some(names: Iterable[str], limit: int = 3) -> str:
-    """'3 tensors: a, b, c' or '120 tensors: a, b, c, …'."""
+def count_and_names(names: Iterable[str], limit: int = 3) -> str:
+    """'3 tensors: a, b, c' or '120 tensors: a, b, c, …': how many names there are, and the first
+    `limit` of them in alphabetical order.
+    """
     names = sorted(names)
     names = [name if len(name) <= 200 else f"{name[:199]}…" for name in names]
-    return f"{len(names)} tensor{'s' if len(names) > 1 else ''}: {some(names, limit)}"
-
-
-def some(names: Sequence[str], limit: int = 5) -> str:
-    return ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
+    count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+    return f"{count}: {', '.join(names[:limit])}{', …' if len(names) > limit else ''}"

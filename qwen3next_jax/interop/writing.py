@@ -28,7 +28,7 @@ import numpy as np
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
-from qwen3next_jax.common.errors import UserError, require, as_user_error, warn
+from qwen3next_jax.common.errors import UserError, as_user_error, require, warn
 
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30
@@ -52,10 +52,11 @@ class Tensor(NamedTuple):
     """One tensor to write.
 
     Attributes:
-      name: of the tensor.
-      dtype: in the file.
-      shape: in the file.
-      blocks: a function that yields the values in order and in pieces, perhaps of another dtype.
+      name: the tensor's name.
+      dtype: the tensor's dtype in the file.
+      shape: the tensor's shape in the file.
+      blocks: a function that yields the values in order, as arrays of a part of the tensor each;
+        their dtype may differ from `dtype`.
     """
 
     name: str
@@ -69,8 +70,10 @@ class Tensor(NamedTuple):
 
 
 def files_of(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """File name → its tensors: one file, or as many as it takes for each to have at most 4 GiB
-    (or one tensor).
+    """Distributes tensors over files of at most 4 GiB each; a larger tensor has a file of its own.
+
+    Returns:
+      file name → the tensors of the file.
     """
     files, used = [[]], 0
     for tensor in tensors:
@@ -90,7 +93,7 @@ def files_of(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
 
 
 def header(tensors: Sequence[Tensor]) -> bytes:
-    """What a safetensors file of these tensors begins with."""
+    """The header with which a safetensors file of these tensors begins."""
     fields = {"__metadata__": {"format": "pt"}}  # transformers insists on this entry
     end = 0
     for tensor in tensors:
@@ -107,17 +110,19 @@ def header(tensors: Sequence[Tensor]) -> bytes:
 
 
 class PartialExport:
-    """The directory `out` while it grows. A `with` block that ends before `finish` leaves the
-    complete files for the next attempt where `identity` is given, and else removes them.
+    """Writes an export under a temporary name, as a context manager. If the `with` block ends
+    before `finish`, the complete files stay for the next attempt if `identity` is given; else they
+    are deleted.
 
     Args:
-      out: the directory.
+      out: the path of the export.
       files: name of a file of weights → its tensors.
-      identity: of what is written. Files that an earlier attempt of the same identity completed
-        are used. None: no attempt continues another.
+      identity: the digest of the weights and settings that this export writes. An export continues
+        an earlier attempt with the same identity, and keeps the files that it completed. None:
+        exports do not continue each other.
 
     Raises:
-      UserError: from every method, where the disk does not take what is written.
+      UserError: every method raises it if the disk is full or not writable.
     """
 
     def __init__(
@@ -157,10 +162,14 @@ class PartialExport:
         os.close(self._lock)
 
     def begin(self) -> list[str]:
-        """Makes the folder, or continues in one that an earlier attempt left.
+        """Creates the temporary folder, or continues in the folder of an earlier attempt.
 
         Returns:
-          the files that are complete already.
+          the names of the files that are already complete.
+
+        Raises:
+          UserError: `out` exists and is not empty, another process exports to `out`, the folder has
+            files that no export wrote, or the disk has too little space.
         """
         require_new(self.out)
         with _writable(self.folder):
@@ -194,7 +203,7 @@ class PartialExport:
         return list(self._complete)
 
     def write(self, name: str, blocks: Iterable[np.ndarray]) -> None:
-        """Writes the file `name`, whose tensors' values are in `blocks`."""
+        """Writes the file `name` of weights. `blocks` are the values of its tensors, in order."""
         path = self.folder / f"{name}.tmp"
         digest, size = hashlib.sha256(), 0
         begin = np.frombuffer(header(self._files[name]), np.uint8)
@@ -211,8 +220,8 @@ class PartialExport:
             path.rename(self.folder / name)
 
     def finish(self, write_other_files: Callable[[pathlib.Path], None]) -> None:
-        """Adds the index, the files that `write_other_files(directory)` writes, and SHA256SUMS;
-        gives the directory its name.
+        """Writes the index, calls `write_other_files(directory)` to write the files that are not
+        weights, writes SHA256SUMS, and renames the directory.
         """
         with _writable(self.folder):
             if len(self._files) > 1:
@@ -244,7 +253,7 @@ class PartialExport:
         folder.rmdir()
 
     def _write_digests(self) -> list[pathlib.Path]:
-        """Writes SHA256SUMS. Returns it and all files that it names."""
+        """Writes SHA256SUMS. Returns the paths of that file and of all files that it names."""
         files = [file for file in sorted(self.folder.rglob("*")) if file.is_file()]
         files.remove(self.folder / _PROGRESS)
         lines = []
@@ -276,10 +285,14 @@ class PartialExport:
             self._moved_progress.rename(self.folder / _PROGRESS)
 
     def _find_complete(self) -> tuple[dict[str, dict[str, Any]], set[str]]:
-        """The files that progress.json names and that are as it says, and the names of all others.
+        """Checks the folder of an earlier attempt.
+
+        Returns:
+          (record in progress.json of each file that has the recorded size and digest, names of all
+          other files).
 
         Raises:
-          UserError: something in the folder was not written by an export.
+          UserError: the folder has a file that no export wrote.
         """
         present = {path.name for path in self.folder.iterdir()}
         if present <= {f"{_PROGRESS}.tmp"}:  # killed before its first file
@@ -313,7 +326,9 @@ class PartialExport:
         return complete, present - complete.keys()
 
     def _written_by_exports(self, recorded: Iterable[str]) -> set[str]:
-        """The names in the folder that belong to the export that recorded these files."""
+        """The names of the files in the folder that an export wrote. `recorded` are the names in
+        its progress.json.
+        """
         ours = {*recorded, _PROGRESS, f"{_PROGRESS}.tmp", _OTHER_FILES, INDEX, DIGESTS}
         present = {path.name for path in self.folder.iterdir()}
         return {name for name in present if name in ours or _INCOMPLETE.fullmatch(name)}
@@ -353,7 +368,7 @@ def _writable(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
 
 
 def require_new(out: pathlib.Path) -> None:
-    """Raises UserError unless `out` is missing or an empty directory, in a place that takes one."""
+    """Raises UserError unless `out` is an empty directory, or can be created."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(
             f"{out}: already there: expected a new or empty directory; choose another, or remove "

@@ -1,8 +1,8 @@
-"""Kernels of the operators in `qwen3next_jax.ops`, for TPUs and for Hopper GPUs: a plugin, which
-can be deleted; the operators' forms in XLA then run everywhere.
+"""Kernels for the operators in `qwen3next_jax.ops`, on TPUs and on Hopper GPUs. This folder is a
+plugin: without it the operators run their forms in XLA.
 
-`KERNELS` is all that `ops.implementations` reads of it, and each module is imported only where a
-program of its platform, or one that names it, is traced.
+`ops.implementations` reads only `KERNELS` here. It imports a kernel's module when it traces a
+program for that platform, or a call that names the kernel.
 """
 
 # operator: {name of the implementation: (platform, module)}, the preferred one first

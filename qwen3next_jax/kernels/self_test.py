@@ -1,10 +1,11 @@
-"""A test that kernels must pass on the user's own GPU before they become the default there: they
-have run on few chips.
+"""A test that kernels must pass on the user's own GPU before they become the default there, because
+they have run on few chips.
 
-Before its first use each kind of call runs once on a tiny input and is compared with the form in
-XLA alone. The outcome is stored by chip, JAX release and the kernels' sources. A test that could
-not run is not stored, as the device may have been full. Where several processes run one program, a
-kernel that fails in one of them is disabled in all.
+Before the first use of a kind of call, the kernels run once on a tiny input, and their results are
+compared with those of the form in XLA. The outcome is stored in a file by chip, JAX release and the
+kernels' sources. The outcome of a test that could not run is not stored, as the device may have
+been full. Where several processes run one program, a kernel that fails in one of them is disabled
+in all.
 """
 
 import dataclasses
@@ -22,28 +23,28 @@ import numpy as np
 
 from qwen3next_jax.ops.compile_target import compile_target
 
-RIGHT = "right"
+PASSED = "right"  # what the file of a passed test holds
 FAILED = "failed where it was tried on this GPU"
 FOLDER = pathlib.Path(os.path.expanduser("~/.cache/qwen3next_jax/kernels"))
 AVOID = f"a file {FOLDER}/avoid avoids all such kernels"
-# seconds in which the other processes must reach their test of the same kind, and compile it
-PATIENCE = 1800
+# Within so many seconds the other processes must reach the same test, and compile and run it.
+TIMEOUT = 1800
 _agreed_outcomes: dict = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:
-    """One kind of call, and how to compare a tiny one with the form in XLA alone.
+    """One kind of call, and how to compare a tiny one with the form in XLA.
 
     Attributes:
       name: of the operator.
-      avoid: what a user writes to get XLA's form.
+      avoid: what a user does to get the form in XLA.
       kind: everything that decides which program runs: widths, settings.
-      modules: import strings of the kernels' sources; imported where the test runs, since a
-        library's may not be installed.
-      max_error: runs both; the output or gradient in which they differ most, and its relative L2
-        difference (`largest_error`).
-      tolerance: how large that may be.
+      modules: import strings of the kernels' sources. They are imported when the test runs, as a
+        library may not be installed.
+      max_error: runs both and returns the name of the output or gradient in which they differ most,
+        and its relative L2 difference (`largest_error`).
+      tolerance: the largest difference with which the test passes.
       ran_on: the hardware on which the kernels ran in training steps (docs/gpu.md); "" where they
         ran in none.
     """
@@ -58,42 +59,44 @@ class SelfTest:
 
 
 def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
-    """Whether the default runs the kernels; prints the decision and its reason once.
+    """Whether a call that names no implementation runs the kernels. Prints the decision and its
+    reason once.
 
     Args:
-      unsupported: why the kernels cannot run the call, known without a test; "" where they can.
+      unsupported: why the kernels cannot run the call at all; "" where they can. Then no test runs.
     """
     if compile_target().described:  # a GPU that this process does not have: nothing can be tested
         return False
-    why = unsupported or outcome(jax.local_devices()[0], test)
+    reason = unsupported or outcome(jax.local_devices()[0], test)
     ran = f"which ran on {test.ran_on}" if test.ran_on else "which never ran a whole step"
     say(
-        f"{test.name}: XLA's form, no kernel: the call {why}"
-        if why
+        f"{test.name}: XLA's form, no kernel: the call {reason}"
+        if reason
         else f"{test.name}: the kernels for Hopper GPUs, {ran}: {test.avoid}"
     )
-    return not why
+    return not reason
 
 
 def unsupported_chip() -> str:
-    """Why kernels for Hopper GPUs cannot run in this process, or in another of the run; "" where
-    they can, or are interpreted.
+    """Why kernels for Hopper GPUs cannot run in this process or in another one of the run; "" where
+    they can, or where a CPU interprets them.
     """
-    why = ""
+    reason = ""
     if compile_target().platform != "cpu":
         chip = getattr(jax.local_devices()[0], "compute_capability", "unknown")
         if chip != "9.0":
-            why = f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
-    return why if jax.process_count() == 1 else _agreed("chip", lambda: why)
+            reason = f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
+    return reason if jax.process_count() == 1 else _agreed("chip", lambda: reason)
 
 
 @functools.cache
 def say(line: str):
+    """Prints a line to stderr, each line once."""
     print(line, file=sys.stderr, flush=True)
 
 
 def largest_error(names, got, want) -> tuple[str, float]:
-    """The array in which two forms' results differ most, and its relative L2 difference."""
+    """The name of the array that differs most between the two, and its relative L2 difference."""
     errors = {}
     for name, a, b in zip(names, got, want, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32).reshape(np.shape(a))
@@ -103,13 +106,13 @@ def largest_error(names, got, want) -> tuple[str, float]:
 
 
 def outcome(device, test: SelfTest, folder: pathlib.Path = FOLDER) -> str:
-    """ "" where the kernels passed in all processes, else what went wrong."""
+    """What went wrong in the test, in any process; "" where the kernels passed in all."""
     return _agreed((test.name, test.kind), lambda: _stored_outcome(device, test, folder))
 
 
 def _agreed(call, find: Callable[[], str]) -> str:
-    """`find()`, evaluated once for each call; where it is "", the first other text that it gives
-    in another process.
+    """`find()`, evaluated once for each `call`; where it is "", the first text other than "" that
+    another process got.
     """
     if call not in _agreed_outcomes:
         key = hashlib.sha256(repr(call).encode()).hexdigest()[:16]
@@ -125,13 +128,13 @@ def _exchange(key: str, found: str) -> str:
 
     store = distributed.global_state.client
     prefix = f"qwen3next_jax/kernel_self_test/{key}"
-    store.key_value_set(f"{prefix}/{jax.process_index()}", found or RIGHT, allow_overwrite=True)
+    store.key_value_set(f"{prefix}/{jax.process_index()}", found or PASSED, allow_overwrite=True)
     for process in range(jax.process_count()):
         try:
-            other = store.blocking_key_value_get(f"{prefix}/{process}", 1000 * PATIENCE)
+            other = store.blocking_key_value_get(f"{prefix}/{process}", 1000 * TIMEOUT)
         except jax.errors.JaxRuntimeError:
-            other = f"has no result in {PATIENCE} s"
-        if other != RIGHT:
+            other = f"has no result in {TIMEOUT} s"
+        if other != PASSED:
             return found or f"{other} (process {process})"
     return ""
 
@@ -146,22 +149,23 @@ def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
     kind = device.device_kind, versions, hashlib.sha256(sources).hexdigest(), test.name, test.kind
     file = folder / (hashlib.sha256(repr(kind).encode()).hexdigest()[:16] + ".txt")
     try:
-        if found := file.read_text():  # empty: another process is writing it
-            return found.removeprefix(RIGHT)
+        if stored := file.read_text():  # empty: another process is writing it
+            return stored.removeprefix(PASSED)
     except OSError:
         pass
-    found = []
-    # the caller may be tracing
-    thread = threading.Thread(target=lambda: found.append(_run(device, test)))
+    results = []
+    # In a thread of its own, as the caller may be tracing.
+    thread = threading.Thread(target=lambda: results.append(_run(device, test)))
     thread.start()
     thread.join()
-    if not found[0].startswith(FAILED):
+    (result,) = results
+    if not result.startswith(FAILED):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(found[0] or RIGHT)
+            file.write_text(result or PASSED)
         except OSError:  # the next process tests again
             pass
-    return found[0]
+    return result
 
 
 def _run(device, test: SelfTest) -> str:

@@ -120,7 +120,9 @@ def versions(config: ModelConfig) -> dict[str, int]:
     for setting in vars(config.block):
         if not unread.get(setting):
             name = getattr(config.block, setting)
-            parts[f"block.{setting} = {name}"] = config.block.of(setting)
+            parts[f"block.{setting} = {name}"] = config.block.resolve(setting)
+    if config.has_experts:
+        parts[f"moe.experts = {config.moe.experts}"] = config.moe.mixture()
     return {name: getattr(part, "version", 1) for name, part in parts.items()}
 
 
@@ -168,7 +170,8 @@ class Block(nnx.Module):
         self.mixer_norm = self.make_norm(make)
         self.mixer = mixer_class(mixer)(config, make, layers)
         self.mlp_norm = self.make_norm(make)
-        self.mlp = (SparseMoE if sparse else config.block.of("mlp"))(config, make)
+        mlp = config.moe.mixture() if sparse else config.block.resolve("mlp")
+        self.mlp = mlp(config, make)
 
     def __call__(
         self, x_BTD: jax.Array, context: Context, cache: dict | None = None
@@ -180,12 +183,12 @@ class Block(nnx.Module):
         the mean over tokens of median |x|.
         """
 
-        # over `tensor`; else the partitioner may split time over it between the matmuls
+        # Whole over `tensor`: the partitioner might split time over it between the matmuls.
         def whole(x_BTD):
             return constrain(x_BTD, context.mesh, "batch", context.time, None)
 
         sparse = isinstance(self.mlp, SparseMoE)
-        # what is diagnosed are means over all tokens
+        # diagnostics are means over all tokens, so they need one group
         several = sparse and cache is None and not context.collect_stats
         mix = (
             self.mixer.each_token
@@ -233,12 +236,11 @@ class Block(nnx.Module):
         return make.norm(self.config.hidden_size)
 
     def before(self, x_BTD: jax.Array, part: str) -> jax.Array:
-        """What `part`, "mixer" or "mlp", reads; `after`: what goes on behind it, of its input
-        and its output.
-        """
+        """The input of `part`, "mixer" or "mlp", made of the residual stream."""
         return rms_norm(x_BTD, getattr(self, f"{part}_norm")[...], self.config)
 
     def after(self, x_BTD: jax.Array, y_BTD: jax.Array, part: str) -> jax.Array:
+        """The residual stream after `part`: x is the stream before it, y the part's output."""
         return x_BTD + y_BTD
 
     @staticmethod

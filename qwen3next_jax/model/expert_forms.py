@@ -13,28 +13,36 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from qwen3next_jax.model.expert_parallelism import expert_parallel_moe, local_moe
 from qwen3next_jax.ops import expert_mlp
 from qwen3next_jax.ops.decode_moe import decode_moe
 from qwen3next_jax.ops.preferences import experts_in_caches
-from qwen3next_jax.sharding.rules import EXPERTS, TOKENS
+from qwen3next_jax.sharding.rules import EXPERT, TOKENS, num_shards
 
 
 def expert_form(
-    dtype: jnp.dtype, *, split: bool, in_tiles: bool, few_tokens: bool, layer: jax.Array | None
+    mesh: Mesh | None,
+    dtype: jnp.dtype,
+    *,
+    in_tiles: bool,
+    few_tokens: bool,
+    layer: jax.Array | None,
 ) -> Callable:
     """Chooses the form that is fastest.
 
     Args:
-      split: whether the mesh splits the experts, so that tokens travel to them.
+      mesh: where it splits the experts, tokens travel to them. Where it splits their width over
+        `tensor`, each shard gives a part of the sum.
+      dtype: of the tokens and weights.
       in_tiles: whether this platform computes all experts in tiles (`ops.preferences`).
       few_tokens: whether there are as few tokens as in cached decoding.
       layer: in decoding, the number of the layer whose experts are wanted; the weights are then
         those of all layers of its stack. None: the weights are those of the layer.
     """
-    if split:
-        return functools.partial(expert_parallel_moe, axis=EXPERTS, axes=TOKENS)
+    if num_shards(mesh, EXPERT) > 1:
+        return functools.partial(expert_parallel_moe, axis=EXPERT, axes=TOKENS)
     if in_tiles:
         return local_moe
     if layer is not None:
@@ -47,17 +55,18 @@ def expert_form(
     return functools.partial(local_moe, form=sorted_moe if experts_in_caches() else None)
 
 
-def sorted_moe(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID):
+def sorted_moe(x_RD, weight_RA, expert_RA, *experts, mlp: Callable = expert_mlp):
     """Every token through its chosen experts, with a row for each choice, which CPUs do fastest:
-    sort the choices by expert, one grouped SwiGLU, unsort, weigh, sum.
+    sort the choices by expert, one grouped SwiGLU, unsort, weigh, sum. `mlp`: computes other
+    experts of rows sorted by expert, (x [Q, D], *experts, group_sizes [E]) → [Q, D].
     """
     r, a = expert_RA.shape
     expert_Q = expert_RA.reshape(-1)  # Q = R·A choices
     order_Q = jnp.argsort(expert_Q, stable=True)
     inverse_Q = jnp.argsort(order_Q)
-    group_sizes_E = count_choices(expert_Q, gate_up_ED2I.shape[0])
+    group_sizes_E = count_choices(expert_Q, experts[0].shape[0])
     x_QD = _permute(jnp.repeat(x_RD, a, axis=0), order_Q, inverse_Q)
-    y_QD = expert_mlp(x_QD, gate_up_ED2I, down_EID, group_sizes_E)
+    y_QD = mlp(x_QD, *experts, group_sizes_E)
     y_RAD = _permute(y_QD, inverse_Q, order_Q).reshape(r, a, -1)
     return jnp.einsum("rad,ra->rd", y_RAD, weight_RA)
 

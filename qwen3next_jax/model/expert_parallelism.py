@@ -5,8 +5,7 @@ Where the experts are split over the `expert` axis there are two exchanges, chos
 of shards n (the arithmetic is in docs/parallel.md):
 
 - up to `GATHERED_SHARDS`, every shard gathers all tokens, computes its own experts' part of all
-  of them, and the parts are
-  summed where the tokens came from (reduce-scatter);
+  of them, and the parts are summed where the tokens came from (reduce-scatter);
 - beyond, every choice of an expert travels alone to the shard that holds it (`ragged_all_to_all`).
 
 A shard may receive anything between no token and all tokens, but buffers are static. Their capacity
@@ -62,9 +61,10 @@ def expert_parallel_moe(
 
     Args:
       x_RD, weight_RA, expert_RA: this shard's tokens, and the weights and numbers of the experts
-      they chose. gate_up_LD2I, down_LID: this shard's experts; over a `tensor` axis they may be
-      a part of the width, and so is the result. axis: the mesh axis over which the experts are
-      split in order.
+        that they chose.
+      gate_up_LD2I, down_LID: this shard's experts. A `tensor` axis may split their width; the
+        result is then a part of the sum.
+      axis: the mesh axis over which the experts are split in order.
       axes: all axes that split tokens; shards along them make the same number of rounds.
 
     Returns:

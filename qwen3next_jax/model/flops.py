@@ -8,12 +8,12 @@ backward, whatever the program does to get them:
   so a step is 3 × forward;
 - causal attention reads (T + 1)/2 keys per query. Packed documents read fewer, which is not
   taken off;
-- what a mixer multiplies without a parameter, it says itself (`Mixer.forward_flops`). The gated
-  delta rule is its token recurrence: per
-  token and value head S ← e^g S + β k (v − Sᵀk)ᵀ and Sᵀq, three products of K·V. The chunked
-  form executes more (8·C/d of 6 for chunks of C): that is the kernel's choice, as recomputation
-  (remat) is the program's, and neither raises the MFU;
-- of the experts, only the chosen ones.
+- a mixer says itself what it multiplies without a parameter (`Mixer.forward_flops`). The gated
+  delta rule counts as its token recurrence: per token and value head S ← e^g S + β k (v − Sᵀk)ᵀ
+  and Sᵀq, three products of K·V. The chunked form executes more (8·C/d of 6 for chunks of C):
+  that is the kernel's choice, as recomputation (remat) is the program's, and neither raises the
+  MFU;
+- of the experts, only the chosen ones count.
 
 Left out: whatever is no product (norms, activations, softmax, the depthwise convolution, rotary
 embedding, the embedding lookup, the optimizer), under 1 % of the released model.
@@ -30,9 +30,14 @@ BACKWARD_OVER_FORWARD = 2
 
 
 class ParameterCounts(NamedTuple):
-    """total: of the whole model. embeddings: input table and output head. mtp: the multi-token
-    prediction module. active: what one token passes in the trunk, embeddings left out (the "A3B"
-    of the released model's name).
+    """Numbers of parameters.
+
+    Attributes:
+      total: of the whole model.
+      embeddings: of the input table and the output head.
+      mtp: of the multi-token prediction module.
+      active: of what one token passes in the trunk, without embeddings (the "A3B" of the released
+        model's name).
     """
 
     total: int

@@ -22,9 +22,17 @@ from qwen3next_jax.ops import attention, attention_heads
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.cached_attention import cached_attention
 from qwen3next_jax.ops.cached_attention import write as write_in_place
-from qwen3next_jax.sharding.rules import CONTEXT, TENSOR, activation_spec, constrain, local, shards
+from qwen3next_jax.sharding.rules import (
+    CONTEXT,
+    TENSOR,
+    activation_spec,
+    constrain,
+    per_shard,
+    num_shards,
+)
 
-# a power of two: exact; of S keys the weighted mean is within ln S / 1024 of the largest logit
+# Multiplies scores so that softmax picks the largest: over S keys the weighted mean is then within
+# ln S / 1024 of the largest score. A power of two, so that the product is exact.
 SHARPENED = 1024.0
 
 
@@ -40,7 +48,7 @@ class GatedAttention(Mixer):
 
     @dataclasses.dataclass(frozen=True)
     class Settings:
-        # each head's queries and keys, or those of all heads together
+        # over what queries and keys are normed: each head alone, or all heads of the layer together
         qk_norm_over: Literal["head", "layer"] = "head"
 
     switches = ("attention_output_gate", "qk_norm", "yarn_factor", "block.rope_scaling")
@@ -71,27 +79,38 @@ class GatedAttention(Mixer):
         """
         if cache is None and self.uses_fused_layout(x_BTD, context):
             return *self._fused(x_BTD, context), None
-        q_BTNK, k_BTMK, v_BTMK, gate_BTNK = self.project(x_BTD, context)
+        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.heads(x_BTD, context)
         o_BTNK, after = self.attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
         diagnostics = {}
         if context.collect_stats and cache is None:
             diagnostics = self.diagnostics(q_BTNK, k_BTMK, gate_BTNK, context)
         return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, after
 
+    def heads(
+        self, x_BTD: jax.Array, context: Context
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
+        """What `project` gives, with queries and keys normed and in their places."""
+        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.project(x_BTD, context)
+        if self.config.qk_norm:
+            q_BTNK = self.normed(q_BTNK, self.q_norm[...])
+            k_BTMK = self.normed(k_BTMK, self.k_norm[...])
+        q_BTNK, k_BTMK = (self.placed(x, context.positions) for x in (q_BTNK, k_BTMK))
+        return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
+
     def project(
         self, x_BTD: jax.Array, context: Context
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """x [B, T, D] → queries [B, T, N, K], keys and values [B, T, M, K], and the output's gate
-        [B, T, N, K] (None: there is none).
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
+        """x [B, T, D] → queries [B, T, N, K], their output gates [B, T, N, K] (None without the
+        switch `attention_output_gate`), keys and values [B, T, M, K].
         """
-        c, dtype = self.config, x_BTD.dtype
+        dtype = x_BTD.dtype
         query_gate_BTNK2 = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
         query_gate_BTNK2 = save_for_backward(
             constrain(query_gate_BTNK2, context.mesh, "batch", context.time, "heads", None)
         )
         q_BTNK, gate_BTNK = (
             jnp.split(query_gate_BTNK2, 2, axis=-1)
-            if c.attention_output_gate
+            if self.config.attention_output_gate
             else (query_gate_BTNK2, None)
         )
         k_BTMK = save_for_backward(
@@ -100,11 +119,7 @@ class GatedAttention(Mixer):
         v_BTMK = save_for_backward(
             jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype))
         )
-        if c.qk_norm:
-            q_BTNK = self.normed(q_BTNK, self.q_norm[...])
-            k_BTMK = self.normed(k_BTMK, self.k_norm[...])
-        q_BTNK, k_BTMK = (self.placed(x, context.positions) for x in (q_BTNK, k_BTMK))
-        return q_BTNK, k_BTMK, v_BTMK, gate_BTNK
+        return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
 
     def uses_fused_layout(self, x_BTD: jax.Array, context: Context) -> bool:
         """Whether heads lie side by side between the projections and the kernels of
@@ -112,7 +127,7 @@ class GatedAttention(Mixer):
         """
         c, time = (
             self.config,
-            x_BTD.shape[1] // (shards(context.mesh, CONTEXT) if context.time else 1),
+            x_BTD.shape[1] // (num_shards(context.mesh, CONTEXT) if context.time else 1),
         )
         over = self.settings(c).qk_norm_over
         normed = c.qk_norm and over == "head" and c.block.norm == "rms"
@@ -124,11 +139,11 @@ class GatedAttention(Mixer):
         )
 
     def _fused(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
-        """`__call__` without a cache, with nothing but kernels from projection to projection.
-        The scores' scale is in the queries' norm.
+        """`__call__` without a cache, by kernels alone between the projections. The weight of the
+        queries' norm includes the scale of the scores, K^-1/2.
         """
         c, (n, m) = self.config, (self.config.num_attention_heads, self.config.num_key_value_heads)
-        shared = m % shards(context.mesh, TENSOR) != 0
+        shared = m % num_shards(context.mesh, TENSOR) != 0
         parts = *jnp.split(self.q_proj[...], 2, axis=-1), self.k_proj[...], self.v_proj[...]
         names = "heads", "heads", *(None if shared else "heads",) * 2
         through = lambda part: x_BTD @ part.astype(x_BTD.dtype).reshape(part.shape[0], -1)
@@ -160,7 +175,7 @@ class GatedAttention(Mixer):
             activation_spec("batch", context.time),
         )
         keys = activation_spec("batch", context.time, names[2])
-        o_BTC = local(
+        o_BTC = per_shard(
             run, context.mesh, (split, keys, keys, split, P(), tokens, tokens, tokens), split
         )(q, k, v, gate, norms, *angles(context.positions, c), context.segment_ids)
         y_BTD = o_BTC @ self.o_proj[...].astype(x_BTD.dtype).reshape(-1, c.hidden_size)
@@ -173,6 +188,7 @@ class GatedAttention(Mixer):
         return y_BTD, self.diagnostics(q, k, gate, context)
 
     def normed(self, x_BTNK: jax.Array, weight: jax.Array) -> jax.Array:
+        """Queries or keys, normed for each head or over all heads (`qk_norm_over`)."""
         if self.settings(self.config).qk_norm_over == "head":
             return rms_norm(x_BTNK, weight, self.config)
         return rms_norm(x_BTNK.reshape(*x_BTNK.shape[:2], -1), weight, self.config).reshape(
@@ -180,7 +196,7 @@ class GatedAttention(Mixer):
         )
 
     def placed(self, x_BTNK: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Queries or keys with what says where they stand."""
+        """Queries or keys [B, T, N, K] with their positions [B, T] applied."""
         return rotate(x_BTNK, positions_BT, self.config)
 
     def diagnostics(self, q_BTNK, k_BTMK, gate_BTNK, context: Context) -> dict[str, jax.Array]:
@@ -283,7 +299,7 @@ def attend(
     the one that its query heads read.
     """
     mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BSMK.shape[2])
-    shared = m % shards(mesh, TENSOR) != 0
+    shared = m % num_shards(mesh, TENSOR) != 0
 
     def run(q, k, v, segment_ids, q_positions):
         if shared:
@@ -297,7 +313,7 @@ def attend(
         activation_spec("batch", context.time),
     )
     keys = activation_spec("batch", context.time, None, None) if shared else split
-    return local(run, mesh, (split, keys, keys, tokens, tokens), split)(
+    return per_shard(run, mesh, (split, keys, keys, tokens, tokens), split)(
         q_BTNK, k_BSMK, v_BSMK, context.segment_ids, q_positions_BT
     )
 
@@ -319,11 +335,17 @@ def write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -
 def attend_cached(
     q_BTNK: jax.Array, new: dict, cache: dict, context: Context
 ) -> tuple[jax.Array, dict]:
-    """Writes `new`, keys first and values last, each [B, T, M, K], into the layer's slots → (o
-    [B, T, N, K], the cache).
+    """Writes new keys and values into the layer's slots of the cache, and attends to the cache.
+
+    Args:
+      new: {name: [B, T, M, K]}, keys first and values last; one array may be both.
+      cache: {name: [layers, B, S, M, K]}.
+
+    Returns:
+      o [B, T, N, K]; the cache.
     """
     mesh, (n, m) = context.mesh, (q_BTNK.shape[2], next(iter(new.values())).shape[2])
-    shared = m % shards(mesh, TENSOR) != 0
+    shared = m % num_shards(mesh, TENSOR) != 0
 
     def run(q, new, cache, positions, layer):
         cache = {
@@ -339,20 +361,22 @@ def attend_cached(
         activation_spec("batch", None, None, None),
     )
     tokens, slots = whole if shared else split, cache_spec(m, mesh)
-    return local(
+    return per_shard(
         run, mesh, (split, tokens, slots, activation_spec("batch", None), P()), (split, slots)
     )(q_BTNK, new, cache, context.positions, context.layer)
 
 
 def cache_spec(heads: int, mesh: Mesh | None) -> P:
-    """Where a cache [layers, B, S, heads, K] lies."""
+    """The PartitionSpec of a cache [layers, B, S, heads, K]."""
     return activation_spec(
-        None, "batch", None, None if heads % shards(mesh, TENSOR) else "heads", None
+        None, "batch", None, None if heads % num_shards(mesh, TENSOR) else "heads", None
     )
 
 
 def _own_head(x_BSMK: jax.Array, q_BTNK: jax.Array, readers: int) -> jax.Array:
-    """Of all key/value heads, each read by so many query heads, the one that this shard's read."""
+    """The one of all key/value heads that the query heads of this shard read. `readers`: query
+    heads per key/value head.
+    """
     return jax.lax.dynamic_slice_in_dim(
         x_BSMK, jax.lax.axis_index(TENSOR) * q_BTNK.shape[2] // readers, 1, axis=2
     )

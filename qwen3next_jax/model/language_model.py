@@ -35,26 +35,30 @@ from qwen3next_jax.sharding.rules import (
     TOKENS,
     activation_spec,
     constrain,
-    gather,
-    gather_local,
-    local,
-    shards,
+    gather_params,
+    gather_in_shard,
+    per_shard,
+    num_shards,
     storage_spec,
 )
 
 
 class Features(NamedTuple):
-    """What the loss needs of one forward pass; logits are left to whoever can compute them in
+    """What the loss needs of one forward pass. There are no logits: the loss computes them in
     pieces.
 
-    hidden: [B, T, D] after the final norm. mtp_hidden: per depth d, [B, T, D]; position t
-    predicts token t+2+d (the last 1+d positions of a row mean nothing). router: statistics of
-    the sparse layers (see `SparseMoE`), each stacked on a leading axis in layer order; {} if
-    none. mtp_router: the same for the one layer of the MTP module, summed over depths; {} if
-    none. hidden_states, router_logits: per layer, where asked for; else None. diagnostics: per
-    layer a dict of small arrays (see the layers' classes), the MTP module's at depth 0 last,
-    where asked for. mixer_losses: [] of each layer whose mixer has a loss of its own, in order,
-    the sum over its tokens; mtp_mixer_loss: of the MTP module, over all depths, or None.
+    Attributes:
+      hidden: [B, T, D] after the final norm.
+      mtp_hidden: per depth d, [B, T, D]; position t predicts token t+2+d (the last 1+d positions of
+        a row mean nothing).
+      router: statistics of the sparse layers (see `SparseMoE`), each stacked on a leading axis in
+        layer order; {} if there are none.
+      mtp_router: the same for the one layer of the MTP module, summed over depths; {} if none.
+      hidden_states, router_logits: per layer, where asked for; else None.
+      diagnostics: per layer a dict of small arrays (see the layers' classes), the MTP module's at
+        depth 0 last, where asked for; else None.
+      mixer_losses: [] of each layer whose mixer has a loss of its own, in order, the sum over its
+        tokens; mtp_mixer_loss: of the MTP module, over all depths, or None.
     """
 
     hidden: jax.Array
@@ -69,13 +73,16 @@ class Features(NamedTuple):
 
 
 class Output(NamedTuple):
-    """logits [B, T, V]; mtp_logits: per depth d, [B, T-1-d, V], position t predicts token t+2+d;
-    balance_loss: pooled over the trunk's sparse layers as transformers'
-    `load_balancing_loss_func` does, padding excluded.
+    """What `Qwen3Next` returns. Logits, router logits and the loss are float32.
 
-    hidden_states (embedding output, then every layer's; the last one after the final norm) and
-    router_logits ([B, T, E] per sparse layer) only where asked for. Logits, router logits and
-    losses are float32.
+    Attributes:
+      logits: [B, T, V].
+      mtp_logits: per depth d, [B, T-1-d, V]; position t predicts token t+2+d.
+      balance_loss: []. Pooled over the trunk's sparse layers as transformers'
+        `load_balancing_loss_func` does, padding excluded.
+      hidden_states: [B, T, D] each: the embeddings, then every layer's output, the last one after
+        the final norm. None unless asked for.
+      router_logits: [B, T, E] per sparse layer. None unless asked for.
     """
 
     logits: jax.Array
@@ -86,8 +93,8 @@ class Output(NamedTuple):
 
 
 class Qwen3Next(nnx.Module):
-    """A Qwen3-Next language model with parameters of `dtype`; operands of matrix products are of
-    `config.dtype`.
+    """A Qwen3-Next language model. Its parameters are stored in `dtype`; the operands of matrix
+    products are cast to `config.dtype`.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
@@ -97,8 +104,8 @@ class Qwen3Next(nnx.Module):
         self.embedding = make.matrix(
             (c.vocab_size, c.hidden_size), "vocab embed", kind="embedding", gathered="operator"
         )
-        self.positions = c.block.of("positions")(c, make)
-        block = c.block.of("placement")
+        self.positions = c.block.resolve("positions")(c, make)
+        block = c.block.resolve("placement")
         self.layers = nnx.List(
             [
                 block(c, *c.layer_kinds[layers[0]], make.stacked(len(layers)), layers)
@@ -127,9 +134,9 @@ class Qwen3Next(nnx.Module):
         """tokens [B, T] int32 → logits at every position and MTP depth.
 
         Args:
-          segment_ids: [B, T] int32, non-decreasing along T: documents 1, 2, …, then 0 for
-          padding at the end. Nothing
-            passes from one document to another. None: every row is one document.
+          segment_ids: [B, T] int32, non-decreasing along T: documents 1, 2, …, then 0 for padding
+            at the end. Nothing passes from one document to another. None: every row is one
+            document.
           output_hidden_states: also return each layer's output and router logits.
         """
         f = self.features(tokens, segment_ids, capture=output_hidden_states)
@@ -155,9 +162,16 @@ class Qwen3Next(nnx.Module):
         mesh: Mesh | None = None,
         indexer: str = "frozen",
     ) -> Features:
-        """The forward pass up to, but without, the output head. `remat`: what is kept for the
-        backward (see `remat`). `mesh`: the devices that share it, parameters lying as
-        `sharding.rules` says; None for one device. `indexer`: see `Context`.
+        """The forward pass without the output head.
+
+        Args:
+          tokens, segment_ids: as in `__call__`.
+          remat: what is saved for the backward pass (`model.remat`).
+          capture: also return each layer's output and router logits.
+          diagnose: also return each layer's diagnostics.
+          mesh: the devices that share the pass, with parameters as `sharding.rules` places them;
+            None for one device.
+          indexer: how indexers train (see `Context`).
         """
         b, t = tokens.shape
         if segment_ids is None:
@@ -175,6 +189,7 @@ class Qwen3Next(nnx.Module):
         named = (
             all(vars(mixer_class(name)).get("names_kept") for name in self.config.mixers)
             and self.config.block.mlp == "swiglu"
+            and self.config.moe.experts == "swiglu"
         )
         remat = "kept" if remat == "none" and named and embedded.dtype.itemsize < 4 else remat
         entered = self._enter(embedded, context.positions)
@@ -225,14 +240,21 @@ class Qwen3Next(nnx.Module):
         each: bool = False,
         leave: bool = True,
     ) -> tuple[jax.Array, list]:
-        """Continues cached rows by `tokens` [B, T] at slots `positions` [B, T], consecutive ones
-        of the cache → (final-normed states [B, T, D], or without `leave` the residual stream after
-        the last layer; cache).
+        """Continues cached rows by some tokens.
 
-        `segment_ids` marks right padding inside `tokens` (1 = token, 0 = padding); padding
-        changes no cache entry that a later token can see. On a `mesh` B is divided over `data` ×
-        `expert`; `context` shares nothing out. `each`: caches of kind "state" come as [repeats,
-        B, T, …], after every token, for `inference.cache.kept`; without `segment_ids`.
+        Args:
+          tokens: [B, T].
+          positions: [B, T], the slots of the cache that the tokens take, consecutive in each row.
+          cache: as `init_cache` or this function returned it.
+          segment_ids: [B, T], 1 for a token, 0 for padding at the end; None: no padding. Padding
+            changes no cache entry that a later token can see.
+          mesh: divides B over `data` × `expert`; nothing is divided over `context`.
+          each: caches of kind "state" are returned after every token, [repeats, B, T, …]. Needs
+            segment_ids = None.
+
+        Returns:
+          The states [B, T, D] after the final norm, or without `leave` the residual stream before
+          it; the cache after these tokens.
         """
         context = Context(positions, segment_ids, mesh=mesh, time=None, return_all_states=each)
         context = self._with_tokens(context, tokens)
@@ -241,8 +263,8 @@ class Qwen3Next(nnx.Module):
         return self.leave(x) if leave else x, cache
 
     def init_cache(self, batch: int, length: int) -> list:
-        """Cache of `length` slots before the first token: per traced block, stacked over its
-        layers.
+        """The cache of `length` slots before the first token: for each block that is traced
+        (`ModelConfig.stacks`) a dict of arrays [layers, B, …].
         """
 
         def empty(layers: tuple[int, ...]):
@@ -269,7 +291,7 @@ class Qwen3Next(nnx.Module):
         shape, declared = self.embedding.shape, self.embedding.declared
 
         def look_up(table_VD, tokens_BT):
-            table_VD = gather_local(table_VD, declared, shape, mesh)
+            table_VD = gather_in_shard(table_VD, declared, shape, mesh)
             if table_VD.shape[0] == shape[0]:
                 return table_VD[tokens_BT].astype(self.config.dtype)
             index_BT = tokens_BT - jax.lax.axis_index(TENSOR) * table_VD.shape[0]
@@ -278,7 +300,7 @@ class Qwen3Next(nnx.Module):
             return jax.lax.psum(jnp.where(inside_BT[..., None], rows_BTD, 0), TENSOR)
 
         in_specs = (storage_spec(declared, shape, mesh), activation_spec("batch", time))
-        return local(look_up, mesh, in_specs, activation_spec("batch", time, None))(
+        return per_shard(look_up, mesh, in_specs, activation_spec("batch", time, None))(
             self.embedding[...], tokens
         )
 
@@ -289,8 +311,9 @@ class Qwen3Next(nnx.Module):
         are split over all devices.
 
         Args:
-          hidden: [B, T, D]; targets: [B, T] int32; weights: [B, T] float32, 0 where there is no
-          target.
+          hidden: [B, T, D].
+          targets: [B, T] int32.
+          weights: [B, T] float32, 0 where there is no target.
 
         Returns:
           (sum, correct [B, T] bool, argmax [B, T] int32, cross-entropy [B, T] float32 without
@@ -300,11 +323,11 @@ class Qwen3Next(nnx.Module):
         parameter = self.embedding if tied else self.head
         table, declared, shape = parameter[...], parameter.declared, parameter.shape
         if mesh is not None and declared.operand:
-            table = table.astype(self.config.dtype)  # gathered so
+            table = table.astype(self.config.dtype)  # in which it is gathered
 
         def sum_up(hidden_BTD, table, targets_BT, weights_BT):
             if mesh is not None:
-                table = gather_local(table, declared, shape, mesh, whole=True)
+                table = gather_in_shard(table, declared, shape, mesh, whole=True)
             head_DV = table.T if tied else table
             loss, rows = linear_cross_entropy(
                 hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
@@ -318,13 +341,13 @@ class Qwen3Next(nnx.Module):
                 x.reshape(targets_BT.shape) for x in (rows.correct, rows.argmax, rows.nll)
             )
 
-        # what splits the loss further stays out of the layers
+        # the loss splits time over `tensor`, too; the layers do not
         hidden = constrain(hidden, mesh, "batch", "time", None)
-        divides = mesh is not None and hidden.shape[1] % shards(mesh, CONTEXT, TENSOR) == 0
+        divides = mesh is not None and hidden.shape[1] % num_shards(mesh, CONTEXT, TENSOR) == 0
         time, axes = ("time_rows", (*TOKENS, TENSOR)) if divides else ("time", TOKENS)
         tokens = activation_spec("batch", time)
         stored = None if mesh is None else storage_spec(declared, shape, mesh)
-        return local(
+        return per_shard(
             sum_up,
             mesh,
             (activation_spec("batch", time, None), stored, tokens, tokens),
@@ -343,12 +366,12 @@ class Qwen3Next(nnx.Module):
 
     def _enter(self, embedded: jax.Array, positions: jax.Array) -> jax.Array:
         """The residual stream before the first layer."""
-        placement = self.config.block.of("placement")
+        placement = self.config.block.resolve("placement")
         return placement.enter(self.positions(embedded, positions), self.config)
 
     def leave(self, x: jax.Array) -> jax.Array:
         """The final norm, or what a wider residual stream has in its place → [B, T, D]."""
-        return self.config.block.of("placement").leave(x, self.final_norm, self.config)
+        return self.config.block.resolve("placement").leave(x, self.final_norm, self.config)
 
     def _with_tokens(self, context: Context, tokens: jax.Array) -> Context:
         return context._replace(tokens=tokens) if self.config.ple.layer_ids else context
@@ -371,7 +394,7 @@ class Qwen3Next(nnx.Module):
             graphdef, params = nnx.split(self.mtp)
 
             def apply(params, state, shifted, graphdef=graphdef, counted=counted):
-                params = gather(params, context.mesh, self.config.dtype)
+                params = gather_params(params, context.mesh, self.config.dtype)
                 x, aux, _ = nnx.merge(graphdef, params).before_norm(
                     state, shifted, context._replace(stats_mask=counted)
                 )
@@ -380,7 +403,7 @@ class Qwen3Next(nnx.Module):
             x, aux = rematerialized(apply, remat)(
                 params, state, jnp.roll(embedded, -(1 + depth), axis=1)
             )
-            # outside: its gradient alone would have the experts run again
+            # Not inside `apply`: for the norm's gradient alone remat would run the experts again.
             hidden = self.mtp.leave(x)
             state = self.mtp.state(x, hidden)
             aux.pop("router_logits", None)
@@ -394,8 +417,8 @@ class Qwen3Next(nnx.Module):
 
 @functools.lru_cache(maxsize=256)
 def declared(config: ModelConfig) -> Mapping[str, Declared]:
-    """What is decided of every parameter of such a model, by its path ("layers/0/mixer/q_proj");
-    no array is made.
+    """The declaration of every parameter of such a model, by its path ("layers/0/mixer/q_proj").
+    Makes no array.
     """
     model = nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree_util.tree_leaves_with_path(declared_tree(nnx.state(model, nnx.Param)))
@@ -403,8 +426,8 @@ def declared(config: ModelConfig) -> Mapping[str, Declared]:
 
 
 def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
-    """transformers' `load_balancing_loss_func`: choices and probabilities pooled over all
-    layers; balance gives top-k.
+    """transformers' `load_balancing_loss_func`, []: choices and probabilities pooled over all
+    layers; perfect balance gives top-k. `router`: as in `Features`.
     """
     if not router:
         return jnp.zeros((), jnp.float32)

@@ -24,7 +24,7 @@ from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops.preferences import unroll_short_loops
-from qwen3next_jax.sharding.rules import constrain, gather
+from qwen3next_jax.sharding.rules import constrain, gather_params
 
 UNROLLED = 4  # so many periods, or fewer, run without a loop where loops cost copies
 
@@ -47,8 +47,7 @@ def run_layers(
       blocks: one for each of `config.stacks`, with the parameters of its layers stacked.
       cache: one for each block; None in training.
       remat: what the backward pass computes again (`model.remat`).
-      capture: whether the auxiliary outputs also hold each layer's output "x" and
-        "router_logits".
+      capture: whether the auxiliary outputs also hold each layer's output "x" and "router_logits".
 
     Returns:
       x [B, T, D], the auxiliary outputs of every layer in order, the cache after these tokens.
@@ -134,7 +133,7 @@ def _run_blocks(
     """Applies one layer of each block. `number`: which one of the stacked layers it is."""
 
     def apply(block_params, x_BTD, block_cache, graphdef):
-        block = nnx.merge(graphdef, gather(block_params, context.mesh, config.dtype))
+        block = nnx.merge(graphdef, gather_params(block_params, context.mesh, config.dtype))
         x_BTD, aux, block_cache = block(x_BTD, context._replace(layer=number), block_cache)
         return constrain(x_BTD, context.mesh, "batch", context.time, None), aux, block_cache
 

@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.sharding.rules import CONTEXT, shards
+from qwen3next_jax.sharding.rules import CONTEXT, num_shards
 
-# Heads of which more than this share of attention goes to a document's first token count as
-# attention sinks (2504.02732, 2505.06708).
+# A head that gives more than this share of its attention to a document's first token counts as an
+# attention sink (2504.02732, 2505.06708).
 SINK_HEAD = 0.3
 
 
@@ -58,11 +58,13 @@ class Context(NamedTuple):
         """The mesh axis that splits the tokens of a row, for operators that look back; None
         where none does.
         """
-        return CONTEXT if self.time and shards(self.mesh, CONTEXT) > 1 else None
+        return CONTEXT if self.time and num_shards(self.mesh, CONTEXT) > 1 else None
 
 
 def token_mean(x_BT: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
-    """Mean of `x` [B, T, …] over the tokens of the mask, float32 [...]; 0 where there are none."""
+    """Mean of x [B, T, …] over the tokens of the mask [B, T] (None: all), float32 […]; 0 where the
+    mask has none.
+    """
     if mask_BT is None:
         return jnp.mean(x_BT.astype(jnp.float32), axis=(0, 1))
     mask_BT = mask_BT.astype(jnp.float32)
@@ -72,26 +74,29 @@ def token_mean(x_BT: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
 
 
 def keeping_inputs[T](f: Callable[..., T], x: jax.Array, *args: Any) -> T:
-    """f(x, *args), of which the backward pass keeps the arguments and computes the rest again,
-    where x is narrower than float32: autodiff would keep every float32 step of a norm or a gate,
-    several times the bytes of x each. Else f as it is.
+    """f(x, *args). Where x is narrower than float32, the backward pass saves the arguments alone
+    and computes f again: autodiff would save every float32 step of a norm or a gate, each several
+    times the bytes of x.
     """
     return (f if x.dtype.itemsize >= 4 else jax.checkpoint(f))(x, *args)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-    """x̂ · (1 + weight) over the last axis, computed in float32 (the mean is not subtracted;
-    `block.norm`: others); dtype of `x`.
+    """The zero-centred RMSNorm: x / rms(x) · (1 + weight) over the last axis, computed in float32;
+    in the dtype of x. The mean is not subtracted. Without `zero_centered_norm` the factor is the
+    weight itself. `block.norm` names other norms.
     """
     if config.block.norm != "rms":
-        return config.block.of("norm").apply(x, weight, config)
+        return config.block.resolve("norm").apply(x, weight, config)
     return rms_norm_plain(
         x, weight.astype(jnp.float32) + config.zero_centered_norm, config.rms_norm_eps
     )
 
 
 def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x̂ · weight: the form that the output norm of Gated DeltaNet alone uses."""
+    """x / rms(x) · weight over the last axis: the released model has it in the output norm of
+    Gated DeltaNet alone.
+    """
 
     def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
         x32 = x.astype(jnp.float32)
@@ -112,11 +117,11 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
 
 
 def angles(positions_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B, T, rotary_dim / 2], float32: at 262k positions a bfloat16 angle would be
-    off by whole turns.
+    """cos and sin of the rotary angles, each [B, T, rotary_dim / 2] float32: at 262k positions a
+    bfloat16 angle would be off by whole turns.
     """
     half, theta = config.rotary_dim // 2, config.rope_theta
-    slowdown, gain = config.block.of("rope_scaling")(
+    slowdown, gain = config.block.resolve("rope_scaling")(
         half, theta, config.yarn_factor, config.max_position_embeddings
     )
     frequency = jnp.exp(jnp.arange(half, dtype=jnp.float32) * (-math.log(theta) / half)) * slowdown
@@ -125,8 +130,8 @@ def angles(positions_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax
 
 
 def rotate(x_BTND: jax.Array, positions_BT: jax.Array, config: ModelConfig) -> jax.Array:
-    """Rotary position embedding (2104.09864, rotate-half form) of the first `config.rotary_dim`
-    of D dimensions.
+    """x [B, T, N, D] with the first `config.rotary_dim` of its D dimensions rotated by its
+    positions [B, T] (RoPE, 2104.09864, rotate-half form).
     """
     if config.rotary_dim == 0:
         return x_BTND
@@ -140,9 +145,18 @@ def rotate(x_BTND: jax.Array, positions_BT: jax.Array, config: ModelConfig) -> j
 
 
 def yarn(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
-    """YaRN (2309.00071, section 3.2) → ([half], what multiplies each frequency; what multiplies
-    cos and sin). Those that turn 32 times within the trained context stay, those that do not
-    turn once are divided by the factor, those between are mixed by their place.
+    """YaRN (2309.00071, section 3.2). A pair of dimensions that turns 32 times or more within the
+    trained context keeps its frequency; the frequency of one that does not turn once is divided by
+    the factor; those between are interpolated.
+
+    Args:
+      half: the number of pairs.
+      theta: the base of the frequencies.
+      factor: how many times the trained context is reached.
+      context: the trained context, in tokens.
+
+    Returns:
+      [half], what multiplies each frequency; what multiplies cos and sin.
     """
     low, high = (
         half * math.log(context / (turns * 2 * math.pi)) / math.log(theta) for turns in (32, 1)

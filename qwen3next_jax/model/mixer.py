@@ -41,25 +41,26 @@ class Mixer(nnx.Module):
       defaults and bounds. `self.settings(config)` gives their values.
     switches: the settings of ModelConfig that only some mixers read, and this one does. A model
       none of whose mixers reads such a setting refuses it.
-    meaning: settings of `config.compatibility.REACH` that give the mixer's parameters their
-      meaning: weights that were trained under one value are never read under another.
+    meaning: those of `config.compatibility.CONTEXT_LENGTH_SETTINGS` that give the mixer's
+      parameters their meaning: weights that were trained under one value are never read under
+      another.
     weights_of: a mixer whose parameters are the same, one for one, and mean the same, so that
       either reads the other's weights; None: there is none. A subclass that adds parameters says
       None again.
     read_time: those of `Settings` that change how weights are read, not what they mean. A trained
       model may be evaluated with other values.
-    version: counts up when the same weights mean something else than before, that is when the
-      mixer's mathematics changes (not how it is computed, nor with which values it starts). A
-      run's record holds it, and a run that was trained with another version is refused.
-    cache_kind: "slots" where the cache has an entry per token, so that rejected tokens are simply
-      written over; "state" where it is as large after any number of tokens and has to be
-      restored.
-    in_place: of slots: the mixer gets the caches of all layers that are stacked with it,
-      [layers, B, …], and writes into `context.layer`'s, as cutting it out and putting it back
-      would be a copy for every token.
+    version: counts up when the same weights come to mean something else, that is when the mixer's
+      mathematics changes (not how it is computed, nor its start values). A run's record holds it,
+      and a run that was trained with another version is refused.
+    cache_kind: "slots" where the cache has an entry per token, so that later tokens overwrite
+      rejected ones; "state" where its size does not depend on the number of tokens, so that
+      rejecting tokens means restoring an earlier state.
+    in_place: for a cache with slots: the mixer gets the caches of all layers that are stacked
+      with it, [layers, B, …], and writes into that of `context.layer`. Cutting the layer's cache
+      out and putting it back would copy it for every token.
     has_loss: it trains an indexer by a loss of its own (`Context.indexer`, `loss_tokens`).
     whole_rows: the mesh axis `context` cannot split the rows that it works on.
-    names_kept: its products and operators name what the backward pass needs of them
+    names_kept: whether its products and operators name the results that the backward pass needs
       (`ops.blocks.save_for_backward`). Not inherited.
     """
 
@@ -79,29 +80,38 @@ class Mixer(nnx.Module):
     names_kept: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
-        """`make` makes the parameters; `layers`: numbers of the layers that are stacked in them,
-        each less than `num_hidden_layers`. The multi-token prediction module's layer has the
-        number of the model's last layer.
+        """Makes the parameters.
+
+        Args:
+          make: makes one parameter at a time.
+          layers: the numbers of the layers that are stacked in them, each less than
+            `num_hidden_layers`. The multi-token prediction module's layer has the number of the
+            model's last layer.
         """
         raise NotImplementedError
 
     def __call__(
         self, x_BTD: jax.Array, context: Context, cache: dict | None = None
     ) -> tuple[jax.Array, dict[str, Any], dict | None]:
-        """x [B, T, D] → ([B, T, D], diagnostics (small arrays; {} unless `context.collect_stats`),
-        the cache after these tokens).
+        """Mixes the tokens of each document.
 
-        A mixer that trains parts of its own by a loss of its own puts that loss beside the
-        diagnostics, as "mixer_loss" [], the sum over its `loss_tokens`.
+        Args:
+          x_BTD: [B, T, D].
+          cache: that of `init_cache` or of an earlier call; None in training.
+
+        Returns:
+          y [B, T, D]; diagnostics, small arrays by name ({} unless `context.collect_stats`),
+          and beside them the mixer's own loss, if it has one: "mixer_loss" [], the sum over its
+          `loss_tokens`; the cache after these tokens, None without one.
         """
         raise NotImplementedError
 
     def each_token(
         self, x_BTD: jax.Array, context: Context, cache: dict
     ) -> tuple[jax.Array, dict[str, Any], dict]:
-        """`__call__` of a few tokens without padding, for a cache of kind "state": the cache
-        after every token, each array [B, T, …], so that the last ones can be taken back. A mixer
-        with a cheaper way than token by token says it here.
+        """`__call__` of a few tokens without padding, for a cache of kind "state". It returns the
+        cache after every token, each array [B, T, …], so that rejected tokens can be taken back.
+        A mixer with a cheaper way than token by token overrides this.
         """
         outputs, caches = [], []
         for t in range(x_BTD.shape[1]):
@@ -136,8 +146,9 @@ class Mixer(nnx.Module):
 
     @classmethod
     def tokens_seen_ahead(cls, config: ModelConfig) -> float:
-        """How many tokens at the start of a document the tokens before them see; math.inf: every
-        token sees all that follow. A token that is seen ahead is no target of training.
+        """How many tokens at the start of a document are visible to the tokens before them;
+        math.inf: every token sees all that follow. A token that earlier tokens see is no target
+        of training.
         """
         return 0
 
@@ -148,8 +159,8 @@ class Mixer(nnx.Module):
 
     @classmethod
     def forward_flops(cls, config: ModelConfig, length: int) -> float:
-        """FLOPs per token, in rows of `length`, of the products that have no parameter; those
-        with one are read off it.
+        """FLOPs per token, in rows of `length` tokens, of the products without a parameter.
+        Those with a parameter are counted from its declaration.
         """
         raise NotImplementedError
 

@@ -6,7 +6,7 @@ Letters: B batch, T time, D model, R = B·T tokens, A choices per token, E exper
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +25,13 @@ from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.decode_moe import is_decode_batch
 from qwen3next_jax.ops.preferences import experts_in_tiles, float32_precision
 from qwen3next_jax.sharding.rules import (
-    EXPERTS,
+    EXPERT,
     TENSOR,
     TOKENS,
     activation_spec,
-    gather_local,
-    local,
-    shards,
+    gather_in_shard,
+    per_shard,
+    num_shards,
     storage_spec,
 )
 
@@ -50,36 +50,47 @@ class DenseMLP(nnx.Module):
 
 class SparseMoE(nnx.Module):
     """Σ over the top experts of p_e · SwiGLU_e(x), plus σ(w·x) · SwiGLU_shared(x). No token is
-    ever dropped. Other routers: `MoEConfig`.
+    ever dropped. Other routers: `MoEConfig`. Other experts (`moe.experts`) are a subclass: it
+    makes the parameters of experts (`make_experts`, `make_shared`), says how the routed ones are
+    computed (`expert_form`) and what the shared one is (`shared`).
 
     Auxiliary output, summed (not averaged) over the counted tokens so that micro-batches and
     devices add up exactly:
-      load [E]: choices of each expert; probability [E]: router probability of each; z []:
-      logsumexp(logits)²; tokens []: counted tokens. `router_logits` [B, T, E] as well, for
-      whoever asks for them. Diagnostics, means over the counted tokens: router_entropy [], of a
-      token's probabilities over ln E; router_z [].
+      load [E]: how often each expert was chosen;
+      probability [E]: each expert's router probability;
+      z []: logsumexp(logits)²;
+      tokens []: the number of counted tokens;
+      router_logits [B, T, E], not summed.
+    Diagnostics, means over the counted tokens: router_entropy [], the entropy of a token's
+    probabilities over ln E; router_z [].
     """
+
+    expert_parameters: tuple[str, ...] = ("expert_gate_up", "expert_down")
+    expert_form = staticmethod(expert_form)
+    logit_bias: nnx.Param | None = None  # [E], added to the router's logits
 
     def __init__(self, config: ModelConfig, make: Make):
         self.config = c = config
-        d, e, i, s = (
-            c.hidden_size,
-            c.num_experts,
-            c.moe_intermediate_size,
-            c.shared_expert_intermediate_size,
-        )
+        d, e = c.hidden_size, c.num_experts
         self.router = make.matrix((d, e), "embed -> router", kind="router", gathered="operator")
         if c.moe.router_bias:
             self.router_bias = make.parameter(jnp.zeros, (e,), ".", kind="balance")
+        self.make_experts(make, d, e, c.moe_intermediate_size)
+        if c.shared_expert_intermediate_size:
+            self.make_shared(make, d, c.shared_expert_intermediate_size)
+            if c.moe.shared_expert_gate:
+                self.shared_gate = make.matrix((d,), ". ->", kind="vector")
+
+    def make_experts(self, make: Make, d: int, e: int, i: int) -> None:
+        """The parameters named by `expert_parameters`; the first one has the most dimensions."""
         self.expert_gate_up = make.matrix(
             (e, d, 2, i), "experts | embed -> * mlp", gathered="operator"
         )
         self.expert_down = make.matrix((e, i, d), "experts | mlp_in -> embed", gathered="operator")
-        if s:
-            self.shared_gate_up = make.matrix((d, 2, s), "embed -> * mlp")
-            self.shared_down = make.matrix((s, d), "mlp -> embed")
-            if c.moe.shared_expert_gate:
-                self.shared_gate = make.matrix((d,), ". ->", kind="vector")
+
+    def make_shared(self, make: Make, d: int, i: int) -> None:
+        self.shared_gate_up = make.matrix((d, 2, i), "embed -> * mlp")
+        self.shared_down = make.matrix((i, d), "mlp -> embed")
 
     def __call__(
         self, xs_BTD: Sequence[jax.Array], contexts: Sequence[Context]
@@ -93,37 +104,41 @@ class SparseMoE(nnx.Module):
         context = contexts[0]
         mesh = context.mesh
         dtype = xs_BTD[0].dtype
-        parameters = _Weights(self.router, self.expert_gate_up, self.expert_down)
-        stored = _Weights(*((p.declared, p.shape) for p in parameters))
-        specs = _Weights(None, None, None)
+        parameters = _Weights(self.router, [getattr(self, n) for n in self.expert_parameters])
+        stored = parameters.map(lambda p: (p.declared, p.shape))
+        specs = None
         if mesh is not None:
-            specs = _Weights(*(storage_spec(*declared, mesh) for declared in stored))
-        weights = _Weights(
-            self.router[...],
-            self.expert_gate_up[...].astype(dtype),
-            self.expert_down[...].astype(dtype),
-        )
+            specs = stored.map(lambda declared: storage_spec(*declared, mesh))
+        weights = _Weights(self.router[...], [p[...].astype(dtype) for p in parameters.experts])
         # in decoding, the weights are those of all layers of the stack
-        layer = context.layer if weights.gate_up.ndim > 4 else None
-        bias_E = self.router_bias[...] if self.config.moe.router_bias else None
+        one_layer = len(parameters.experts[0].declared.shape)
+        layer = context.layer if weights.experts[0].ndim > one_layer else None
+        biases = _RouterBiases(
+            self.router_bias[...] if self.config.moe.router_bias else None,
+            None if self.logit_bias is None else self.logit_bias[...],
+        )
         tokens = activation_spec("batch", context.time)
-        routed = local(
-            functools.partial(_routed_experts, self.config, mesh, stored, layer),
+        routed = per_shard(
+            functools.partial(_routed_experts, self.config, mesh, self.expert_form, stored, layer),
             mesh,
             (tokens, specs, tokens, P()),
             (tokens, P(), tokens),
         )
         stats_masks = [c.stats_mask for c in contexts]
-        ys_BTD, statistics, logits = routed(xs_BTD, weights, stats_masks, bias_E)
+        ys_BTD, statistics, logits = routed(xs_BTD, weights, stats_masks, biases)
         if self.config.shared_expert_intermediate_size:
-            ys_BTD = [y_BTD + self._shared(x_BTD) for x_BTD, y_BTD in zip(xs_BTD, ys_BTD)]
+            ys_BTD = [y_BTD + self._gated_shared(x_BTD) for x_BTD, y_BTD in zip(xs_BTD, ys_BTD)]
         aux = statistics | {"router_logits": merge_rows(logits, context)}
         if context.collect_stats:
             aux["diagnostics"] = _diagnostics(self.config, aux["router_logits"], context.stats_mask)
         return ys_BTD, aux
 
-    def _shared(self, x_BTD):
-        shared_BTD = _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
+    def shared(self, x_BTD: jax.Array) -> jax.Array:
+        """The shared expert, [B, T, D], before its gate."""
+        return _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
+
+    def _gated_shared(self, x_BTD):
+        shared_BTD = self.shared(x_BTD)
         if not self.config.moe.shared_expert_gate:
             return shared_BTD
         openness_BT1 = jax.nn.sigmoid(
@@ -133,26 +148,41 @@ class SparseMoE(nnx.Module):
 
 
 class _Weights(NamedTuple):
-    """One of these for arrays, one for how each is declared and stored."""
+    """One of these for arrays, others for how each is declared and stored. `experts`: first
+    [E, D, 2, I] (gate and up) and [E, I, D] (down) of SwiGLU, in decoding [layers, E, …].
+    """
 
     router: Any  # [D, E]
-    gate_up: Any  # [E, D, 2, I], in decoding [layers, E, D, 2, I]
-    down: Any  # [E, I, D], in decoding [layers, E, I, D]
+    experts: Sequence[Any]
+
+    def map(self, f: Callable) -> "_Weights":
+        return _Weights(f(self.router), [f(weight) for weight in self.experts])
+
+
+class _RouterBiases(NamedTuple):
+    """choice: added to the scores to choose experts, not to weigh them (`MoEConfig.router_bias`).
+    logit: added to the logits. Each [E] or None.
+    """
+
+    choice: jax.Array | None
+    logit: jax.Array | None
 
 
 def _routed_experts(
     config: ModelConfig,
     mesh: Mesh | None,
+    form: Callable,
     stored: _Weights,
     layer: jax.Array | int | None,
     xs_BTD: Sequence[jax.Array],
     weights: _Weights,
     stats_masks: Sequence[jax.Array | None],
-    bias_E: jax.Array | None,
+    biases: _RouterBiases,
 ) -> tuple[list[jax.Array], dict[str, jax.Array], list[jax.Array]]:
     """Routes one device's tokens and computes their experts, inside `shard_map`.
 
     Args:
+      form: chooses how the experts are computed (`expert_forms.expert_form`).
       stored: (declaration, shape) of each of `weights`.
       layer: in decoding, which layer of the stack; else None.
       xs_BTD: the rows, in one or more groups; `stats_masks` likewise.
@@ -162,24 +192,22 @@ def _routed_experts(
       for each group the router logits.
     """
     dtype = xs_BTD[0].dtype
-    split = shards(mesh, EXPERTS) > 1
+    split = num_shards(mesh, EXPERT) > 1
     in_tiles = split or experts_in_tiles()
     tokens = sum(x_BTD.shape[0] * x_BTD.shape[1] for x_BTD in xs_BTD)
     few_tokens = is_decode_batch(
         tokens, config.num_experts_per_tok, config.num_experts, stacked=layer is not None
     )
     if layer is not None and (in_tiles or not few_tokens):
-        weights = weights._replace(gate_up=weights.gate_up[layer], down=weights.down[layer])
+        weights = weights._replace(experts=[weight[layer] for weight in weights.experts])
         layer = None
     weights = _gather_weights(weights, stored, mesh, flat=in_tiles)
     if split:
         # The weights are gathered before the rows travel: both at once would wait for each other,
         # and so would their gradients.
-        first_BTD, gate_up, down = jax.lax.optimization_barrier(
-            (xs_BTD[0], weights.gate_up, weights.down)
-        )
+        first_BTD, *experts = jax.lax.optimization_barrier((xs_BTD[0], *weights.experts))
         xs_BTD = [first_BTD, *xs_BTD[1:]]
-        weights = weights._replace(gate_up=gate_up, down=down)
+        weights = weights._replace(experts=experts)
 
     choices = []
     statistics = []
@@ -187,14 +215,16 @@ def _routed_experts(
     for x_BTD, mask_BT in zip(xs_BTD, stats_masks):
         x_RD = x_BTD.reshape(-1, config.hidden_size)
         logits_RE = _router_logits(x_RD, weights.router)
-        share_RE, weight_RA, expert_RA = choose(config, logits_RE, bias_E)
+        if biases.logit is not None:
+            logits_RE += biases.logit
+        share_RE, weight_RA, expert_RA = choose(config, logits_RE, biases.choice)
         choices.append((x_RD, weight_RA.astype(dtype), expert_RA))
         statistics.append(_router_statistics(logits_RE, share_RE, expert_RA, mask_BT))
         logits.append(logits_RE.reshape(*x_BTD.shape[:2], -1))
 
-    run = expert_form(dtype, split=split, in_tiles=in_tiles, few_tokens=few_tokens, layer=layer)
+    run = form(mesh, dtype, in_tiles=in_tiles, few_tokens=few_tokens, layer=layer)
     x_RD, weight_RA, expert_RA = map(jnp.concatenate, zip(*choices))
-    y_RD = run(x_RD, weight_RA, expert_RA, weights.gate_up, weights.down)
+    y_RD = run(x_RD, weight_RA, expert_RA, *weights.experts)
     statistics = jax.tree.map(lambda first, *more: sum(more, first), *statistics)
     if mesh is not None:
         y_RD = jax.lax.psum(y_RD, TENSOR)  # each shard holds a part of every expert's width
@@ -208,19 +238,22 @@ def _routed_experts(
 
 
 def _gather_weights(weights: _Weights, stored: _Weights, mesh: Mesh | None, flat: bool) -> _Weights:
-    """`weights`, whole along the mesh axes that only store them. `flat`: gate_up becomes
-    [E, D, 2·I] before it is gathered; a TPU would copy the whole to that layout.
+    """`weights`, whole along the mesh axes that only store them. `flat`: gate and up become
+    [E, D, 2·I] before they are gathered; a TPU would copy the whole to that layout.
     """
     if flat:
-        gate_up = weights.gate_up
-        weights = weights._replace(gate_up=gate_up.reshape(*gate_up.shape[:2], -1))
+        first, *others = weights.experts
+        weights = weights._replace(experts=[first.reshape(*first.shape[:2], -1), *others])
     if mesh is None:
         return weights
+
+    def gathered(weight, stored):
+        declared, shape = stored
+        return gather_in_shard(weight, declared, shape, mesh)
+
     return _Weights(
-        *(
-            gather_local(weight, declared, shape, mesh)
-            for weight, (declared, shape) in zip(weights, stored)
-        )
+        gathered(weights.router, stored.router),
+        [gathered(*pair) for pair in zip(weights.experts, stored.experts)],
     )
 
 

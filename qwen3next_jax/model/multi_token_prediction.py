@@ -23,7 +23,7 @@ from qwen3next_jax.sharding.rules import constrain
 
 class MultiTokenPrediction(nnx.Module):
     """norm → fc([embedding ; state]) → a layer of `full_mixer` → norm. A mixer that depends on
-    its layer's number gets that of the model's last layer: its rules end there.
+    its layer's number gets the number of the model's last layer, as its formulas end there.
 
     Where the residual stream is wider than the model, a subclass overrides `make_input`, `input`
     and `state`.
@@ -32,7 +32,7 @@ class MultiTokenPrediction(nnx.Module):
     def __init__(self, config: ModelConfig, make: Make):
         self.config = config
         self.make_input(make)
-        placement = config.block.of("placement")
+        placement = config.block.resolve("placement")
         self.block = placement(
             config, *config.layer_kinds[-1], make, (config.num_hidden_layers - 1,)
         )
@@ -45,8 +45,15 @@ class MultiTokenPrediction(nnx.Module):
         context: Context,
         cache: dict | None = None,
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], dict | None]:
-        """One depth: states [B, T, D] and embeddings of the tokens they are combined with →
-        (normed states for the head, states for the next depth, aux, cache).
+        """One depth.
+
+        Args:
+          state_BTD: the states of the depth before.
+          embedded_BTD: for each position the embedding of the token that it is combined with.
+
+        Returns:
+          The normed states [B, T, D] for the head, the states for the next depth, the block's
+          auxiliary outputs, the cache.
         """
         x_BTD, aux, cache = self.before_norm(state_BTD, embedded_BTD, context, cache)
         hidden_BTD = self.leave(x_BTD)
@@ -64,7 +71,7 @@ class MultiTokenPrediction(nnx.Module):
 
     def leave(self, x_BTD: jax.Array) -> jax.Array:
         """What the head reads, of the layer's residual stream."""
-        return self.config.block.of("placement").leave(x_BTD, self.norm, self.config)
+        return self.config.block.resolve("placement").leave(x_BTD, self.norm, self.config)
 
     @staticmethod
     def state(x_BTD: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
@@ -101,8 +108,8 @@ class MultiTokenPrediction(nnx.Module):
 
 
 def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:
-    """[B, T] bool: whether token t + `offset` exists, is no padding, and lies in the document of
-    token t.
+    """[B, T] bool: whether token t + `offset` is a token of the row and of the document of token
+    t, not padding.
     """
     later_BT = jnp.pad(
         segment_ids_BT[:, offset:], ((0, 0), (0, min(offset, segment_ids_BT.shape[1])))
@@ -111,9 +118,9 @@ def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:
 
 
 def target_positions(batch: dict[str, jax.Array], offset: int) -> jax.Array:
-    """[B, T] bool: the positions whose loss counts: token t + `offset` lies in the document of
-    token t and, where the batch has a `target_mask` [B, T] (synthetic tasks), is one of the
-    tokens that count as targets.
+    """[B, T] bool: whether the loss of position t counts. Token t + `offset` must lie in the
+    document of token t and, where the batch has a `target_mask` [B, T] (synthetic tasks), be
+    marked there.
     """
     inside_BT = targets_in_document(batch["segment_ids"], offset)
     return (

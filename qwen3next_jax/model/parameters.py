@@ -1,12 +1,15 @@
-"""A parameter is declared once, where it is made: everything the rest of the code must know of
-it stands there.
+"""A parameter is declared once, where it is made, with everything that the rest of the code must
+know of it:
 
-    self.q_proj = make.matrix((d, heads, 2 * k), "embed -> query_heads head_width",
-    parts=(("query", k), ("gate", k)))
+    self.q_proj = make.matrix(
+        (d, heads, 2 * k),
+        "embed -> query_heads head_width",
+        parts=(("query", k), ("gate", k)),
+    )
 
-The declaration travels as metadata of the `nnx.Param`. Sharding (`sharding.rules`), weight decay
-and Muon (`training.optimizers`), counts and FLOPs (`flops`), the planner's memory and
-diagnostics read it; none of them knows a parameter's name.
+The declaration is metadata of the `nnx.Param`. Sharding (`sharding.rules`), weight decay and Muon
+(`training.optimizers`), counts and FLOPs (`flops`), the planner's memory and diagnostics read it;
+none of them knows a parameter's name.
 """
 
 import dataclasses
@@ -19,14 +22,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.sharding.rules import check_axes
+from qwen3next_jax.sharding.rules import check_logical_axes
 
-# matrix       of a product inside a layer: decays; Muon's embedding, head, router, convolution,
-# vector      decay; AdamW's under Muon, too norm         weight of a norm: decays where
-# `optimizer.decay_norm_weights` says so rate         of decays, and constants: starts from a
-# distribution (or a value) that weight decay would erase, so it never decays balance      of a
-# router: the experts' load moves it (`training.router_bias`), no gradient and no decay does
-# indexer      of sparse attention: a loss of its own trains it, or it is frozen; never decays
+# What a parameter is, to weight decay and to the optimizers:
+# - matrix: of a product inside a layer. It decays, and Muon updates it.
+# - embedding, head, router, convolution, vector: they decay, and AdamW updates them, under Muon,
+#   too.
+# - norm: the weight of a norm. It decays where `optimizer.decay_norm_weights` says so.
+# - rate: the rate of a decay, a bias, a constant. Weight decay would erase what it starts from, so
+#   it never decays. It stays float32.
+# - balance: the bias of a router. The experts' load moves it (`training.router_bias`), no gradient
+#   and no weight decay does.
+# - indexer: of sparse attention. A loss of its own trains it, or it is frozen; it never decays.
 Kind = Literal[
     "matrix",
     "embedding",
@@ -44,8 +51,11 @@ Kind = Literal[
 class Part(NamedTuple):
     """One of several matrices side by side along a parameter's last dimension.
 
-    heads: how many heads lie side by side in its `width`, which they divide, such as the value
-    heads of a key head; 1 where the heads have a dimension of their own.
+    Attributes:
+      name: such as "query".
+      width: its columns.
+      heads: how many heads lie side by side in `width`, such as the value heads of a key head; they
+        divide it. 1 where the heads have a dimension of their own.
     """
 
     name: str
@@ -55,16 +65,22 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Declared:
-    """What is decided of one parameter.
+    """The declaration of one parameter.
 
-    shape: of its own dimensions; `stack` is the shape of the stacked layers before them. axes:
-    the logical axis of each own dimension, a name of `sharding.rules.AXES`; None: never split.
-    letters: one per own dimension where the parameter enters a product, else "": i summed over,
-    o kept, p tells apart matrices with
-      the same input (gate | up), b matrices of which a token passes some (experts). parts:
-      matrices side by side along the last dimension; () for one. operand: used in the model's
-      dtype, and gathered in it; else in its own. gathered: over what only stores it: before its
-      layer ("layer"), or inside the operator that uses it ("operator").
+    Attributes:
+      kind: see `Kind`.
+      shape: of its own dimensions, those of one layer.
+      stack: the shape of the stacked layers, which are dimensions before its own.
+      axes: the logical axis of each own dimension, a name of `sharding.rules.AXES`; None: no mesh
+        axis ever splits the dimension.
+      letters: what each own dimension does in the product that the parameter enters: "i" is summed
+        over, "o" is kept, "p" tells apart matrices with the same input (gate | up), "b" tells apart
+        matrices of which a token passes some (experts). "": it enters no product.
+      parts: the matrices side by side along the last dimension; () for one.
+      operand: whether it is cast to the model's dtype before it is gathered and used; else it is
+        used in its own dtype.
+      gathered: where it is gathered over the mesh axes that only store it: before its layer
+        ("layer"), or inside the operator that uses it ("operator").
     """
 
     kind: Kind
@@ -83,21 +99,24 @@ class Declared:
 
     @property
     def experts(self) -> int:
-        """How many matrices there are of which a token passes some; 1 where every token passes
-        it.
-        """
+        """The number of experts among its matrices; 1 for a parameter that every token passes."""
         return math.prod(size for size, letter in zip(self.shape, self.letters) if letter == "b")
 
     def decays(self, norm_weights: bool) -> bool:
-        """Whether weight decay acts on it. `norm_weights`: on those of norms, too."""
+        """Whether weight decay acts on it. `norm_weights`: whether it acts on weights of norms."""
         return self.kind not in ("rate", "balance", "indexer") and (
             norm_weights or self.kind != "norm"
         )
 
 
 class Make:
-    """Makes the parameters of one layer. `stack`: the shape put before every parameter's own;
-    `dtype`: what it is kept in.
+    """Makes the parameters of one layer, or of several layers in stacked arrays.
+
+    Args:
+      config: the model's settings.
+      rngs: the source of random start values.
+      stack: the shape of the stacked layers, put before every parameter's own shape; (): one layer.
+      dtype: in which parameters are stored, those of the kinds "rate" and "balance" excepted.
     """
 
     def __init__(
@@ -110,13 +129,13 @@ class Make:
         self.config, self.rngs, self.stack, self.dtype = config, rngs, stack, dtype
 
     def stacked(self, *stack: int) -> "Make":
-        """The same for layers that are stacked so."""
+        """The same for stacked layers of this shape."""
         return Make(self.config, self.rngs, stack, self.dtype)
 
     def matrix(
         self, shape: Sequence[int], dims: str, *, kind: Kind = "matrix", **decisions: Any
     ) -> nnx.Param:
-        """Of start N(0, initializer_range). Arguments: see `parameter`."""
+        """A parameter that starts as N(0, initializer_range²). Arguments: see `parameter`."""
 
         def start(shape):
             return self.config.initializer_range * jax.random.normal(
@@ -126,11 +145,11 @@ class Make:
         return self.parameter(start, shape, dims, kind=kind, **decisions)
 
     def norm(self, width: int, *, plain: bool = False) -> nnx.Param:
-        """Weight of `layers.rms_norm`; `plain`: of `layers.rms_norm_plain`, which starts at 1 in
-        every model.
+        """The weight [width] of `layers.rms_norm`. `plain`: that of `layers.rms_norm_plain`, which
+        starts at 1 in every model.
         """
         if self.config.block.norm != "rms" and not plain:
-            return self.config.block.of("norm").weight(self, width)
+            return self.config.block.resolve("norm").weight(self, width)
         start = jnp.ones if plain or not self.config.zero_centered_norm else jnp.zeros
         return self.parameter(start, (width,), ".", kind="norm")
 
@@ -145,25 +164,27 @@ class Make:
         operand: bool | None = None,
         gathered: Literal["layer", "operator"] = "layer",
     ) -> nnx.Param:
-        """A parameter whose decisions are all made.
+        """A parameter with its declaration.
 
         Args:
-          start: shape (stack included) → its start value.
+          start: (shape, stack included) → the start value.
           shape: of one layer.
-          dims: the logical axis of each dimension ("." for none), with "->" between those that a
-          product sums over and those that
-            it keeps: "embed -> query_heads head_width". Before "|" stand dimensions of matrices
-            of which a token passes some, "*" is one that tells matrices with the same input
-            apart: "experts | embed -> * mlp". No arrow: no product.
-          parts, operand, gathered: see `Declared`; each of `parts` has the fields of a `Part`.
-          `operand` None: matrices, convolutions, heads and vectors are.
+          dims: the logical axis of each dimension, "." for none. "->" stands between the dimensions
+            that a product sums over and those that it keeps: "embed -> query_heads head_width".
+            Dimensions before "|" tell experts apart; "*" is a dimension that tells apart matrices
+            with the same input: "experts | embed -> * mlp". No arrow: the parameter enters no
+            product.
+          kind: see `Kind`.
+          parts: see `Declared`; each has the fields of a `Part`.
+          operand: see `Declared`; None: True for matrices, convolutions, heads and vectors.
+          gathered: see `Declared`.
 
         Raises:
           ValueError: `dims` does not fit `shape`, or names an axis that `sharding.rules` does
-          not have.
+            not have.
         """
         axes, letters = _parsed(dims)
-        check_axes(axes)
+        check_logical_axes(axes)
         shape, parts = tuple(shape), tuple(Part(*part) for part in parts)
         if len(axes) != len(shape):
             raise ValueError(
@@ -223,7 +244,7 @@ def check_declared(model: nnx.Module) -> None:
 
 def declared_tree(params: nnx.State) -> dict:
     """Nested plain dicts like `nnx.to_pure_dict(params)`, with each parameter's `Declared` in
-    its place.
+    place of its array.
     """
     return nnx.to_pure_dict(
         jax.tree.map(

@@ -14,10 +14,7 @@ from qwen3next_jax.model.parameters import Make
 
 
 class NoPositions(nnx.Module):
-    """Adds nothing. Other positions are subclasses.
-
-    meaning: as that of `model.mixer.Mixer`.
-    """
+    """Adds nothing. Other positions are subclasses. For `meaning` see `model.mixer.Mixer`."""
 
     meaning: ClassVar[tuple[str, ...]] = ()
 
@@ -25,5 +22,7 @@ class NoPositions(nnx.Module):
         self.config = config
 
     def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """x [B, T, D] with the positions [B, T] of its tokens in their documents added."""
+        """x [B, T, D] plus what says where its tokens stand. `positions_BT`: each token's position
+        in its document.
+        """
         return x_BTD

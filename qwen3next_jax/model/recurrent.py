@@ -21,7 +21,7 @@ from qwen3next_jax.ops import causal_conv1d, gated_delta_rule
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.gated_norm import gated_norm
 from qwen3next_jax.ops.preferences import heads_side_by_side
-from qwen3next_jax.sharding.rules import activation_spec, constrain, local
+from qwen3next_jax.sharding.rules import activation_spec, constrain, per_shard
 
 # Cached decoding takes up to this many tokens one by one: a chunk would be mostly padding, and
 # four times the work for one token.
@@ -283,7 +283,7 @@ class Recurrent(Mixer):
             out_specs = (by_key_head, spec(None, "heads"), spec(None, None, "heads", None))
         else:
             out_specs = (by_key_head, spec("heads"), spec(None, "heads", None))
-        return local(run, context.mesh, in_specs, out_specs)(
+        return per_shard(run, context.mesh, in_specs, out_specs)(
             inputs.qkv,
             kernel_WGC,
             inputs.g,
@@ -419,7 +419,7 @@ class Recurrent(Mixer):
             spec(context.time),
         )
         out_specs = (by_head, spec("heads", None, None))
-        return local(run, context.mesh, in_specs, out_specs)(
+        return per_shard(run, context.mesh, in_specs, out_specs)(
             *inputs.qkv,
             self.conv_kernel[...].astype(inputs.qkv[0].dtype),
             inputs.g,

@@ -1,14 +1,14 @@
-"""What the backward pass keeps of the forward pass, by the name of `train.remat`.
+"""What the forward pass saves for the backward pass, by the name of `train.remat`. The backward
+pass computes the rest again.
 
-none      everything it needs
-kept      what products and operators made (`ops.blocks.save_for_backward`): "none" in bfloat16,
-          where all mixers name what they keep
-block     each block's input, and what costs most for its bytes: attention's results, the
-          router's choices; the rest is computed again
-dots      also results of projections and dense MLPs, the router's logits, and rows that experts
-          gathered at once
-offload   each block's input, in the host's memory (on CPU, which is the host, that is only
-          another address)
+none      everything that the backward pass needs
+kept      the results of products and operators (`ops.blocks.save_for_backward`); "none" becomes
+          this in bfloat16, where all mixers name their results
+block     each block's input, and what costs most to compute for its bytes: attention's results,
+          the router's choices
+dots      also the results of projections and dense MLPs, the router's logits, and rows that
+          experts gathered at once
+offload   each block's input, in the host's memory (on CPU this changes only its address)
 """
 
 import functools
@@ -23,28 +23,31 @@ _INPUT = "block_input"
 
 
 def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callable:
-    """`block(params, x, …)` under the policy of that name (or KeyError). `looped`: in a scan's
-    body, where nothing needs a barrier.
+    """`block(params, x, …)` under the policy of that name.
+
+    Args:
+      looped: whether `block` is in the body of a scan, where recomputation needs no barrier.
+
+    Raises:
+      KeyError: there is no such policy.
     """
 
-    # inside: recomputation starts from what was offloaded, and the input itself is let go
+    # The name is given inside of `jax.checkpoint`: recomputation then starts from the copy in the
+    # host's memory, and the input itself is freed.
     def named(params, x, *rest):
         return block(params, checkpoint_name(x, _INPUT), *rest)
 
-    checkpoint, policies = (
-        functools.partial(jax.checkpoint, prevent_cse=not looped),
-        jax.checkpoint_policies,
-    )
-    both, these, top_k = (
-        policies.save_from_both_policies,
-        policies.save_only_these_names,
-        lambda of, *_, **__: of is jax.lax.top_k_p,
-    )
-    small, rows = both(these("attention"), top_k), these("gathered rows")
-    kept, dots = (
-        both(both(small, rows), more)
-        for more in (these(SAVED), policies.dots_with_no_batch_dims_saveable)
-    )
+    checkpoint = functools.partial(jax.checkpoint, prevent_cse=not looped)
+    policies = jax.checkpoint_policies
+    both, names = policies.save_from_both_policies, policies.save_only_these_names
+
+    def is_top_k(primitive, *_, **__):
+        return primitive is jax.lax.top_k_p
+
+    small = both(names("attention"), is_top_k)
+    with_rows = both(small, names("gathered rows"))
+    kept = both(with_rows, names(SAVED))
+    dots = both(with_rows, policies.dots_with_no_batch_dims_saveable)
     offloaded = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=[_INPUT],

@@ -1,7 +1,7 @@
 """Row groups: a device's rows go through a layer in groups that meet only in the routed experts, so
 that communication overlaps with computation. While the tokens of one group travel over the mesh
 axis `expert`, the mixer, the norms and the shared expert of another group are computed
-(docs/pod_step.md).
+(docs/notes/2026-11-23-pod-step.md).
 
 Every group has rows of every device. Letters: B rows, T time, D model.
 """
@@ -15,15 +15,18 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model import expert_parallelism
-from qwen3next_jax.sharding.rules import CONTEXT, EXPERTS, ROWS, constrain, shards
+from qwen3next_jax.sharding.rules import CONTEXT, EXPERT, ROWS, constrain, num_shards
 
 
 def row_groups(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
     """How many groups to make: as many as the exchange makes chunks of the tokens, if that divides
     the rows; else 1.
     """
-    split = shards(mesh, EXPERTS)
-    rows, time = x_BTD.shape[0] // shards(mesh, *ROWS), x_BTD.shape[1] // shards(mesh, CONTEXT)
+    split = num_shards(mesh, EXPERT)
+    rows, time = (
+        x_BTD.shape[0] // num_shards(mesh, *ROWS),
+        x_BTD.shape[1] // num_shards(mesh, CONTEXT),
+    )
     groups = expert_parallelism.overlap_chunks_of_all(
         rows * time,
         x_BTD.shape[2],
@@ -41,7 +44,7 @@ def split_rows(x_BTD: jax.Array, context: Any, groups: int) -> list[tuple[jax.Ar
 
     def split(x):
         parts = jnp.split(
-            x.reshape(shards(context.mesh, *ROWS), groups, -1, *x.shape[1:]), groups, axis=1
+            x.reshape(num_shards(context.mesh, *ROWS), groups, -1, *x.shape[1:]), groups, axis=1
         )
         return [
             constrain(part.reshape(-1, *x.shape[1:]), context.mesh, "batch", context.time)
@@ -60,7 +63,7 @@ def merge_rows(xs: Sequence[jax.Array], context: Any) -> jax.Array:
     """Inverts `split_rows`: arrays [B / groups, T, …] → [B, T, …]."""
     if len(xs) == 1:
         return xs[0]
-    parts = [x.reshape(shards(context.mesh, *ROWS), 1, -1, *x.shape[1:]) for x in xs]
+    parts = [x.reshape(num_shards(context.mesh, *ROWS), 1, -1, *x.shape[1:]) for x in xs]
     return constrain(
         jnp.concatenate(parts, axis=1).reshape(-1, *xs[0].shape[1:]),
         context.mesh,

@@ -1,6 +1,4 @@
-"""Operators: arrays in, arrays out. They import only jax and numpy, and a kernel library where
-one is used.
-"""
+"""Operators: functions of arrays. They import jax, numpy and, where used, a kernel library."""
 
 import importlib
 from typing import Any
@@ -14,27 +12,24 @@ from qwen3next_jax.ops.grouped_matmul import expert_mlp, grouped_matmul
 __all__ = [
     "attention",
     "causal_conv1d",
-    "channel_delta_rule",
     "expert_mlp",
-    "fft_convolution",
     "gated_delta_rule",
     "grouped_matmul",
     "linear_cross_entropy",
-    "linear_scan",
-    "max_plus_scan",
 ]
 
-# Operators that only the zoo uses stand there. Their names here keep working.
-_ZOO_OPS = "qwen3next_jax.zoo.ops"
-_IN_ZOO = {
-    "channel_delta_rule": _ZOO_OPS,
-    "fft_convolution": "qwen3next_jax.zoo.hyena",
-    "linear_scan": _ZOO_OPS,
-    "max_plus_scan": _ZOO_OPS,
-}
+# A plugin may offer further operators by their names here: its `OPERATORS` maps a name to the
+# import string of a module. It is imported when such a name is first used.
+_PLUGIN = "qwen3next_jax.zoo"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _IN_ZOO:
+    try:
+        further = importlib.import_module(_PLUGIN).OPERATORS
+    except ModuleNotFoundError as error:
+        if error.name != _PLUGIN:
+            raise
+        further = {}
+    if name not in further:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_IN_ZOO[name]), name)
+    return getattr(importlib.import_module(further[name]), name)

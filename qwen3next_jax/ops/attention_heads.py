@@ -1,9 +1,9 @@
-"""What lies between attention's projections and its kernels: queries and keys are normed, rotated
-and split into heads; the heads' outputs are gated and joined side by side.
+"""What lies between the projections of gated attention and attention itself: queries and keys are
+normed, rotated and split into heads; the outputs of the heads are gated and concatenated.
 
-With kernels each is one pass over memory each way.
+With kernels each of the two operators is one pass over memory forward and one backward.
 
-B batch, T time, N heads of K channels, C = N · K side by side, L lanes.
+B batch, T time, N heads of K channels, C = N · K channels of all heads, L lanes.
 """
 
 import functools
@@ -18,32 +18,42 @@ LANES = 128  # channels of a head that may rotate
 
 
 def has_kernels(time: int, width: int, rotary: int, dtype) -> bool:
-    """Whether kernels run on rows of `time` tokens with heads of `width` channels, `rotary` of them
-    rotated: a layer then passes heads side by side to them.
+    """Whether the two operators run kernels; a layer then passes them arrays [B, T, C].
+
+    Args:
+      time: tokens of a row. width: channels of a head. rotary: channels of a head that rotate.
     """
     return _choose(time, width, rotary, dtype).is_kernel
 
 
 def norm_and_rotate(x, weight, cos, sin, half: int, eps: float):
-    """x [B, T, C] → [B, N, T, K]: each head over its root mean square, times the weight [K],
-    rotated (2104.09864), channel i with channel half + i; float32 inside.
+    """RMS norm of each head and rotary position embedding (https://arxiv.org/abs/2104.09864), which
+    rotates channel i with channel half + i.
 
     Args:
-      cos, sin: [B, T, L], as `rotation_by_lane` gives them.
+      x: [B, T, C]. weight: [K], of the norm.
+      cos, sin: [B, T, L], as `rotation_by_lane` returns them.
+      half: half the number of channels that rotate.
+      eps: is added to the mean square.
+
+    Returns:
+      [B, N, T, K] in x's dtype, computed in float32.
     """
     chosen = _choose(x.shape[1], weight.shape[0], 2 * half, x.dtype)
     return _norm_and_rotate_operator(chosen, eps, half, x, weight, cos, sin)
 
 
 def gate_heads(o, gate):
-    """o [B, N, T, K] · sigmoid(gate [B, T, C]) → [B, T, C], float32 inside."""
+    """o · sigmoid(gate), [B, T, C] in o's dtype, computed in float32. o: [B, N, T, K]. gate: [B, T,
+    C].
+    """
     chosen = _choose(o.shape[2], o.shape[3], LANES, gate.dtype)
     return _gate_operator(chosen, o, gate)
 
 
 def rotation_by_lane(cos, sin):
-    """Cosines and sines [B, T, half] for every lane [B, T, L]: 1 and 0 for lanes that do not
-    rotate, sines with the sign that a channel's partner gets.
+    """Cosines and sines for every lane, [B, T, L] each, from those of the angles, [B, T, half].
+    Lanes that do not rotate have 1 and 0; the sines have the sign that a channel's partner gets.
     """
     rest = (*cos.shape[:2], LANES - 2 * cos.shape[2])
     return (
@@ -105,8 +115,8 @@ def _norm_and_rotate(eps, half, x, weight, cos, sin):
 
 
 def _gate(o, gate):
-    opening = jax.nn.sigmoid(gate.reshape(*gate.shape[:2], *o.shape[1::2]).astype(wide(o)))
-    return (o.swapaxes(1, 2).astype(wide(o)) * opening).astype(o.dtype).reshape(gate.shape)
+    sigmoid = jax.nn.sigmoid(gate.reshape(*gate.shape[:2], *o.shape[1::2]).astype(wide(o)))
+    return (o.swapaxes(1, 2).astype(wide(o)) * sigmoid).astype(o.dtype).reshape(gate.shape)
 
 
 def _norm_and_rotate_gradients(eps, half, x, weight, cos, sin, dy):

@@ -1,25 +1,27 @@
-"""Attention to a cache: the keys and values of a row's tokens so far, each in its slot, of
-several equal layers in one array.
+"""Attention to a key-value cache. An array holds the caches of several equal layers, with a slot
+for each token of a row.
 
-Letters: R layers, B batch, T queries, S slots, C slots of a block, N query heads, M key/value
-heads, D head width; X = M · D, L queries of a key/value head.
+R layers, B batch, T queries, S slots, C slots of a block, N query heads, M key/value heads, D head
+width, X = M · D, L queries of a key/value head.
 """
 
 import jax
 import jax.numpy as jnp
 
 _FEW_QUERIES = 8
-# slots read at once; of a prompt's chunk, and of a few queries, whose scores are few
+# Slots read at once, for a chunk of a prompt and for few queries, whose scores are few.
 _BLOCK, _BLOCK_OF_FEW = 256, 2048
 _HIDDEN = -1e30  # finite, so that a query before the first slot stays finite
 
 
 def write(cache: jax.Array, new: jax.Array, layer, start: jax.Array) -> jax.Array:
-    """The cache [R, B, S, M, D] with `new` [B, T, M, D] in slots `start` [B] … of `layer`, in
-    place where the cache is not used again.
+    """The cache with `new` in slots start, start + 1, … of `layer`; in place where the old cache is
+    not used again.
 
-    All must be slots, but those below 0, whose tokens are dropped: that leaves something
-    undefined in as many slots behind the last.
+    Args:
+      cache: [R, B, S, M, D]. new: [B, T, M, D].
+      start: [B]; start + T must not exceed S. Tokens whose slot is below 0 are dropped, and as many
+        slots after the last token then hold undefined values.
     """
 
     def row(b, cache):
@@ -55,22 +57,22 @@ def cached_attention(
     (b, t, n, d), (r, _, s, m, _) = q.shape, k.shape
     if t > _FEW_QUERIES:
         return _blockwise(q, k, v, layer, positions, min(s, _BLOCK), d**-0.5)
-    # Read as it lies: a query is spread over the width of all key heads, zero outside its own, as a
-    # batch over heads would copy keys and values with heads first. A single layer of the softmax's
-    # dtype is nowhere copied, so that it is read whole.
+    # A product with a batch axis of heads would copy keys and values with heads first. So each
+    # query has the width of all key heads, with zeros outside its own, and the cache is read as it
+    # lies. A single layer of the softmax's dtype is read all at once, as nothing of it is copied.
     own_M1M1 = jnp.eye(m, dtype=q.dtype)[:, None, :, None]
     q_BTNX = (q.reshape(b, t, m, n // m, 1, d) * own_M1M1).reshape(b, t, n, m * d)
     k, v = (x.reshape(r, b, s, 1, m * d) for x in (k, v))
     if r == 1 and k.dtype == jnp.promote_types(jnp.float32, k.dtype):
-        o_BTNX = _whole(q_BTNX, *(x.reshape(b, s, m * d) for x in (k, v)), positions, d**-0.5)
+        o_BTNX = _all_slots(q_BTNX, *(x.reshape(b, s, m * d) for x in (k, v)), positions, d**-0.5)
     else:
         o_BTNX = _blockwise(q_BTNX, k, v, layer, positions, min(s, _BLOCK_OF_FEW), d**-0.5)
     return jnp.sum(o_BTNX.reshape(b, t, m, n // m, m, d) * own_M1M1, axis=-2).reshape(q.shape)
 
 
-def _whole(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
-    """All slots at once. An axis of one key head, as `_blockwise` has, would cost two thirds
-    more.
+def _all_slots(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
+    """Attention to all slots at once. It has no axis of one key head, as `_blockwise` does, which
+    would cost two thirds more time.
     """
     q_BLX = q_BTNX.reshape(len(q_BTNX), -1, q_BTNX.shape[-1])
     position_BL1 = jnp.repeat(positions_BT, q_BTNX.shape[2], axis=1)[..., None]
@@ -82,6 +84,7 @@ def _whole(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
 
 
 def _blockwise(q, k, v, layer, positions_BT, size, scale):
+    """Attention to the slots up to the last position, `size` at a time, with online softmax."""
     (b, t, n, d), (r, _, s, m, _) = q.shape, k.shape
     wide = jnp.promote_types(jnp.float32, q.dtype)
     q_BMLD = q.reshape(b, t, m, n // m, d).swapaxes(1, 2).reshape(b, m, -1, d)
@@ -90,7 +93,7 @@ def _blockwise(q, k, v, layer, positions_BT, size, scale):
     def block(j, carry):
         o_BMLD, largest_BML, total_BML = carry
         start = jnp.minimum(j * size, s - size)
-        # Flat: XLA on CPU copies short inner dimensions at half the rate.
+        # The slice is flat, as XLA on CPU copies short inner dimensions at half the rate.
         k_BMCD, v_BMCD = (
             jax.lax.dynamic_slice(
                 x.reshape(r, b, s * m * d), (layer, 0, start * m * d), (1, b, size * m * d)
@@ -100,16 +103,16 @@ def _blockwise(q, k, v, layer, positions_BT, size, scale):
             for x in (k, v)
         )
         slot_C = start + jnp.arange(size)
-        # the last block begins within the one before
+        # The last block overlaps with the one before.
         seen_BLC = (slot_C >= j * size) & (slot_C <= position_BL1)
         s_BMLC = jnp.einsum("bmld,bmcd->bmlc", q_BMLD, k_BMCD, preferred_element_type=wide) * scale
         s_BMLC = jnp.where(seen_BLC[:, None], s_BMLC, _HIDDEN)
         new_BML = jnp.maximum(largest_BML, jnp.max(s_BMLC, axis=-1))
-        p_BMLC, shrink_BML = jnp.exp(s_BMLC - new_BML[..., None]), jnp.exp(largest_BML - new_BML)
-        o_BMLD = o_BMLD * shrink_BML[..., None] + jnp.einsum(
+        p_BMLC, rescale_BML = jnp.exp(s_BMLC - new_BML[..., None]), jnp.exp(largest_BML - new_BML)
+        o_BMLD = o_BMLD * rescale_BML[..., None] + jnp.einsum(
             "bmlc,bmcd->bmld", p_BMLC.astype(v.dtype), v_BMCD, preferred_element_type=wide
         )
-        return o_BMLD, new_BML, total_BML * shrink_BML + jnp.sum(p_BMLC, axis=-1)
+        return o_BMLD, new_BML, total_BML * rescale_BML + jnp.sum(p_BMLC, axis=-1)
 
     carry = (
         jnp.zeros(q_BMLD.shape, wide),

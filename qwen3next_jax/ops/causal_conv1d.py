@@ -1,6 +1,6 @@
 """Causal depthwise convolution over time, with document resets and a carried state.
 
-B batch, T time, W kernel width, D channels (any trailing channel axes, flattened).
+B batch, T time, W kernel width, D channels (all trailing axes, flattened).
 """
 
 import functools
@@ -22,33 +22,30 @@ def causal_conv1d(
     segment_ids=None,
     axis_name: str | None = None,
 ):
-    """y_t = activation(sum_w kernel[w] * x_{t - (W - 1) + w}), each channel by itself.
+    """y_t = activation(sum_w kernel[w] * x_{t - (W - 1) + w}), for each channel.
 
     Args:
       x: [B, T, *channels].
       kernel: [W, *channels]; kernel[W - 1] multiplies the current token.
       activation: "silu" or None.
       initial_state: [B, W - 1, *channels], the inputs before the first token, oldest first; None
-      for zeros. With
-        `segment_ids` they belong to the first segment.
+        for zeros. With `segment_ids` they belong to the first segment.
       segment_ids: [B, T] integers or None. Positive and non-decreasing along T, 0 for padding at
-      the end. No input crosses
-        from one document to another; padding rows give zeros.
-      axis_name: inside `shard_map`, the mesh axis over which T is split in order; x and
-      `segment_ids` are then this shard's,
-        the ids those of the whole row. `initial_state` enters the first shard (elsewhere it is
-        ignored and has no gradient) and `final_state` is the row's, the same on every shard.
+        the end. A token reads no input of another document; padding rows give zeros.
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order. x and
+        `segment_ids` are then this shard's, with the ids of the whole row. `initial_state` enters
+        the first shard (other shards ignore theirs, which gets no gradient), and `final_state` is
+        the row's, the same on every shard.
 
     Returns:
-      y: [B, T, *channels] in x's dtype; products and sum in float32 (float64 for float64).
-      final_state: [B, W - 1, *channels] in x's dtype: the last W - 1 inputs, oldest first. With
-      `segment_ids` those of the
-        last segment, with zeros where an input belongs to another document; padding at the end
-        is skipped.
+      y: [B, T, *channels] in x's dtype; products and sum are in float32 (float64 for float64).
+      final_state: [B, W - 1, *channels] in x's dtype: the last W - 1 inputs before the padding,
+        oldest first. With `segment_ids` zeros where an input belongs to another document than the
+        last one.
 
     Raises:
       ValueError: shapes, dtypes or the activation do not fit, or a shard holds fewer than W - 1
-      tokens.
+        tokens.
     """
     _check(x, kernel, activation, initial_state, segment_ids)
     if axis_name is not None and x.shape[1] < kernel.shape[0] - 1:
@@ -73,21 +70,34 @@ def causal_conv1d(
     ids = None if segment_ids is None else jnp.concatenate([ids_before, segment_ids], axis=1)
     chosen = choose("causal_conv1d", None, FORMS, x=x_BTD, kernel=kernel_WD, activation=activation)
     y_BTD = _convolve(chosen, activation, before, x_BTD, kernel_WD, ids)
+    final = _final_state(before, x_BTD, ids, segment_ids, axis_name)
+    return y_BTD.reshape(x.shape), final.reshape(batch, width - 1, *channels)
+
+
+def _final_state(before, x_BTD, ids, segment_ids, axis_name):
+    """The last W - 1 inputs of the row [B, W - 1, D].
+
+    Args:
+      before: [B, W - 1, D], the inputs before the first token.
+      ids: [B, W - 1 + T], the documents of all inputs; None without documents.
+    """
+    batch, time, _ = x_BTD.shape
+    state_size = before.shape[1]
     extended = jnp.concatenate([before, x_BTD], axis=1)  # input t is row t + W - 1
     if ids is None:
         length_B = jnp.full((batch,), time)
         final = extended[:, time:]
     else:
         length_B = jnp.sum(segment_ids > 0, axis=1)
-        window = jax.vmap(lambda rows, start: jax.lax.dynamic_slice_in_dim(rows, start, width - 1))
+        window = jax.vmap(lambda rows, start: jax.lax.dynamic_slice_in_dim(rows, start, state_size))
         same = window(ids, length_B) == jnp.max(segment_ids, axis=1, keepdims=True)
         final = jnp.where(same[..., None], window(extended, length_B), 0)
     if axis_name is not None:
-        # The row ends on the last shard that holds a token, on the first where none does.
+        # The row ends on the last shard that has a token; on the first one if none has.
         shard = jax.lax.axis_index(axis_name)
         last_B = jax.lax.pmax(jnp.where(length_B > 0, shard, 0), axis_name)
         final = jax.lax.psum(jnp.where((shard == last_B)[:, None, None], final, 0), axis_name)
-    return y_BTD.reshape(x.shape), final.reshape(batch, width - 1, *channels)
+    return final
 
 
 def _check(x, kernel, activation, initial_state, segment_ids):
@@ -103,7 +113,7 @@ def _check(x, kernel, activation, initial_state, segment_ids):
 
 
 def _halo(x, first, size: int, axis_name: str):
-    """The last `size` rows of the shard before; on the first shard `first`."""
+    """The last `size` rows of the previous shard; `first` on the first shard."""
     shards = jax.lax.axis_size(axis_name)
     received = jax.lax.ppermute(
         x[:, x.shape[1] - size :], axis_name, [(i, i + 1) for i in range(shards - 1)]
@@ -112,18 +122,16 @@ def _halo(x, first, size: int, axis_name: str):
 
 
 def _same_document(ids, width: int, dtype):
-    """[W, B, T] ones where tap w of output t reads t's own document and t is a token, else
-    zeros.
-    """
-    here = ids[:, width - 1 :]
-    time = here.shape[1]
-    return jnp.stack([(ids[:, w : w + time] == here) & (here > 0) for w in range(width)]).astype(
+    """[W, B, T]: 1 where t is a token and tap w of it reads its own document, else 0."""
+    own = ids[:, width - 1 :]
+    time = own.shape[1]
+    return jnp.stack([(ids[:, w : w + time] == own) & (own > 0) for w in range(width)]).astype(
         dtype
     )
 
 
 def _terms(rows, scale, same):
-    """Per tap w: rows[w] * scale[w], zero where the documents differ."""
+    """rows[w] * scale[w] for every tap w, zero where the documents differ."""
     return [
         x * y if same is None else x * y * same[w][..., None]
         for w, (x, y) in enumerate(zip(rows, scale))
@@ -131,7 +139,7 @@ def _terms(rows, scale, same):
 
 
 def _shifted(padded, width: int):
-    """Views t .. t + T of [B, T + W - 1, D], oldest first."""
+    """For every tap the rows that it reads [B, T, D], from [B, T + W - 1, D]; the oldest first."""
     time = padded.shape[1] - width + 1
     return [padded[:, w : w + time] for w in range(width)]
 
@@ -182,21 +190,21 @@ def _gradients(activation, row_by_row, extended, kernel, ids, dy):
         gate = jax.nn.sigmoid(z)
         dz *= gate * (1 + z * (1 - gate))
     time = dz.shape[1]
-    # The barrier makes these arrays exist: fused into what follows, the padding turns every read
-    # into a branch and the activation's gradient is computed once per tap. Where a pass over memory
-    # is what costs, x is not copied in float32.
+    # The barrier stops XLA from fusing these arrays into what follows, where the padding would turn
+    # every read into a branch, and the activation's gradient would be computed once per tap. x
+    # stays without a barrier, as a float32 copy costs a pass over memory.
     padded = jnp.pad(dz, ((0, 0), (width - 1, width - 1), (0, 0)))
     padded, same = jax.lax.optimization_barrier((padded, same))
     dz = padded[:, width - 1 : width - 1 + time]
     terms_of = lambda x, dz, same: _terms(_shifted(x, width), [dz] * width, same)
     terms = terms_of(x, dz, same)
-    if row_by_row:  # all taps in one pass: their sums stay in a CPU's caches
+    if row_by_row:  # so that the sums of all taps stay in a CPU's caches
         x = jax.lax.optimization_barrier(x)
         rows = x[:, None], dz[:, None], None if same is None else same.swapaxes(0, 1)[:, :, None]
         add = lambda sums, row: ([*map(jnp.add, sums, terms_of(*row))], None)
         terms, _ = blocks.scan(add, [jnp.zeros_like(dz[:1])] * width, rows)
     dkernel = jnp.stack([jnp.sum(term, axis=range(term.ndim - 1)) for term in terms])
-    # Input s meets output s - w through tap w.
+    # Output s - w reads row s of `extended` through tap w.
     if same is not None:
         same = jnp.stack([jnp.pad(same[w], ((0, 0), (w, width - 1 - w))) for w in range(width)])
     dx = sum(_terms(_shifted(padded, width)[::-1], weights, same))

@@ -1,13 +1,19 @@
-"""What the operators say of arguments that do not fit: a ValueError of one line."""
+"""Checks of the operators' arguments. Each raises a ValueError of one line."""
 
 import jax
 import jax.numpy as jnp
 
 
 def shapes(**arrays) -> dict:
-    """The size of every letter of `name=(array or None, axes)`, such as "BTD" or ("B", "T", 3).
+    """Checks the shapes of arrays given as name=(array or None, axes), with axes such as "BTD" or
+    ("B", "T", 3).
 
-    A letter is at least 1 and the same wherever it stands; a number is itself.
+    Returns:
+      The size of every letter.
+
+    Raises:
+      ValueError: an axis is empty, a letter has two sizes, or an axis given as a number has
+        another.
     """
     sizes = {}
     for name, (x, axes) in arrays.items():
@@ -30,19 +36,24 @@ def shapes(**arrays) -> dict:
 
 
 def integers(**arrays):
+    """Checks that every array that is not None has an integer dtype."""
     for name, x in arrays.items():
         if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} has dtype {x.dtype}: expected integers")
 
 
 def implementation(name: str | None, known):
+    """Checks that `name` is one of the `known` implementations, or None."""
     if name is not None and name not in known:
         raise ValueError(f"implementation={name!r}: expected one of {', '.join(known)}, or None")
 
 
 def values(wrong: dict):
-    """{message: whether it is so, [] traced}: the first that is ends the program with a
-    ValueError, from a host callback.
+    """Checks values while the program runs: a host callback raises a ValueError with the first
+    message whose condition holds.
+
+    Args:
+      wrong: message → traced boolean [].
     """
 
     def report(*found):

@@ -1,7 +1,7 @@
-"""What the program that is being traced will be compiled for: a platform, and of a TPU its chip.
+"""The platform that the program which is being traced will be compiled for, and on a TPU the chip.
 
-Operators choose an implementation by it while they are traced (`implementations.choose`), so that
-nothing of another platform is ever traced.
+Operators choose their implementation by it while they are traced (`implementations.choose`), so
+that nothing of another platform is traced.
 """
 
 import contextlib
@@ -9,13 +9,17 @@ from typing import NamedTuple
 
 import jax
 
-# Part of the key of JAX's caches: a function is traced anew for another platform.
+# It is part of the key of JAX's caches, so a function is traced again for another platform.
 _platform = jax.make_user_context(None)
 
 
 class CompileTarget(NamedTuple):
-    """platform: "cpu", "gpu" or "tpu". described: whether an abstract mesh or `compiling_for` names
-    the platform, and not the devices of this process; its kernels then cannot be tried here.
+    """A platform and how it is known.
+
+    Attributes:
+      platform: "cpu", "gpu" or "tpu".
+      described: whether an abstract mesh or `compiling_for` names the platform; this process may
+        have no such device to test kernels on.
     """
 
     platform: str
@@ -23,12 +27,13 @@ class CompileTarget(NamedTuple):
 
     @property
     def tpu(self):
-        """JAX's `TpuInfo` of the chip, figures of one core; None for another platform, and where
+        """JAX's `TpuInfo`, with figures of one core of the chip; None on another platform, or if
         the chip is not known.
         """
         if self.platform != "tpu":
             return None
-        from jax.experimental.pallas import tpu  # takes a second: only where a TPU is the target
+        # The import takes a second, so it is done only for a TPU.
+        from jax.experimental.pallas import tpu
 
         try:
             return tpu.get_tpu_info()
@@ -37,17 +42,15 @@ class CompileTarget(NamedTuple):
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of the whole chip's HBM; None where it is not known."""
+        """Bytes of HBM of the whole chip; None if they are not known."""
         chip = self.tpu
         return None if chip is None else chip.hbm_capacity_bytes * chip.num_cores
 
 
 def compile_target() -> CompileTarget:
-    """The target of the trace that runs now.
-
-    In this order: what `compiling_for` says; the device that the abstract mesh describes (set by
-    `jax.sharding.use_abstract_mesh`, and inside `shard_map`); `jax.default_device`; the platform
-    that JAX runs on by default.
+    """The target of the current trace: the first of these that is set: `compiling_for`; the device
+    of the abstract mesh (`jax.sharding.use_abstract_mesh` sets it, and `shard_map` inside itself);
+    `jax.default_device`; JAX's default backend.
     """
     if _platform.value is not None:
         return CompileTarget(_platform.value, described=True)
@@ -56,26 +59,28 @@ def compile_target() -> CompileTarget:
         return CompileTarget(platform, described=platform != jax.default_backend())
     device = jax.config.jax_default_device
     if device is not None:
-        return CompileTarget(_named(getattr(device, "platform", device)), described=False)
-    return CompileTarget(_named(jax.default_backend()), described=False)
+        return CompileTarget(_our_name(getattr(device, "platform", device)), described=False)
+    return CompileTarget(_our_name(jax.default_backend()), described=False)
 
 
 @contextlib.contextmanager
 def compiling_for(platform: str):
-    """What is traced inside will be compiled for `platform` ("cpu", "gpu" or "tpu"), on whatever
-    machine this is: say so before you trace a function for
-    `lower(lowering_platforms=…)` or `jax.export` to another platform.
+    """A context in which functions are traced for `platform` ("cpu", "gpu" or "tpu"), whatever this
+    machine is. Use it around `lower(lowering_platforms=…)` and `jax.export` for another platform.
     """
-    with _platform(_named(platform)):
+    with _platform(_our_name(platform)):
         yield
 
 
 def _platform_of(device) -> str:
-    """Of an abstract device; older JAX gives its kind alone ("TPU v5", "NVIDIA H100")."""
+    """The platform of an abstract device. In older JAX such a device has only a kind, such as "TPU
+    v5" or "NVIDIA H100".
+    """
     if hasattr(device, "platform"):
-        return _named(device.platform)
+        return _our_name(device.platform)
     return {"TPU": "tpu", "NVIDIA": "gpu"}.get(device.device_kind.split()[0], "cpu")
 
 
-def _named(platform: str) -> str:
+def _our_name(platform: str) -> str:
+    """The name "gpu" for JAX's "cuda" and "rocm"."""
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)

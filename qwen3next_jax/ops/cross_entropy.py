@@ -1,6 +1,6 @@
-"""Cross-entropy of a linear head, without the [rows × vocabulary] tensor of logits.
+"""Cross-entropy of a linear head without an array of all logits [R, V].
 
-Letters: R rows, C rows of a chunk, D model, V vocabulary.
+R rows, C rows of a chunk, D model, V vocabulary.
 """
 
 import functools
@@ -12,24 +12,22 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.ops.compile_target import compile_target
 
-# Logits of one chunk: 2**22 float32 values are 16 MB, which a CPU's last-level cache holds (chunks
-# of 256 to 512 rows are 15 % faster than one whole chunk at 2048 rows and a vocabulary of 8192).
-# Accelerators want matmuls of many rows, and dw, which every chunk reads and writes, seldom: where
-# a TPU is compiled for, the logits may take this part of its memory, on a GPU half a GiB.
+# Logits of one chunk. On a CPU 2**22 float32 values, 16 MB, stay in the last-level cache: with 2048
+# rows and a vocabulary of 8192, chunks of 256 to 512 rows are 15 % faster than one chunk of all
+# rows. Accelerators are faster with products of many rows, and every chunk reads and writes dw: on
+# a GPU the logits of a chunk take half a GiB, on a TPU this part of its memory.
 _CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 2**22, 2**27
 _MIN_CHUNK_ROWS = 512
 _MEMORY_PART = 32
 
 
 class Rows(NamedTuple):
-    """Per row, without gradient: the negative log-likelihood and logsumexp of the logits [R]
-    float32, the index of the largest logit [R] int32, and whether that is the target [R] bool.
-    """
+    """Figures of every row, without gradients."""
 
-    nll: jax.Array
-    logsumexp: jax.Array
-    argmax: jax.Array
-    correct: jax.Array
+    nll: jax.Array  # [R] float32, the negative log-likelihood of the target in nats
+    logsumexp: jax.Array  # [R] float32, of the logits
+    argmax: jax.Array  # [R] int32, the index of the largest logit
+    correct: jax.Array  # [R] bool, whether that is the target
 
 
 def linear_cross_entropy(
@@ -37,23 +35,22 @@ def linear_cross_entropy(
 ) -> tuple[jax.Array, Rows]:
     """Σ_r weights_r · (logsumexp(x_r w) − x_r w[:, targets_r]), chunk by chunk over the rows.
 
-    When differentiated, the forward pass computes the gradients of each chunk while its logits
-    are at hand (three matmuls; on a TPU two more for a narrow model, whose logits cost less than
-    their way to memory) and the backward pass multiplies them by the scalar cotangent. Between
-    the two live dx [R, D] and dw [D, V]; never [R, V].
+    If it is differentiated, the forward pass also computes the gradients, chunk by chunk, from the
+    same logits, and the backward pass multiplies them by the scalar cotangent. That takes three
+    products; on a TPU two more for a narrow model, whose logits are computed in less time than they
+    are written and read. Saved between the passes are dx [R, D] and dw [D, V], never [R, V].
 
     Args:
       x: [R, D] in the dtype of computation.
-      w: [D, V]; cast to x's dtype for the matmuls. Tied embeddings [V, D] are passed transposed:
-      the transpose folds
-        into the matmul.
+      w: [D, V]; cast to x's dtype for the products. Pass tied embeddings [V, D] transposed: XLA
+        folds the transpose into the product.
       targets: [R] integers in [0, V); anything where the weight is 0.
-      weights: [R] float32; a row of weight 0 does not count. Differentiable too (its gradient is
-      nll). chunk: rows per chunk; None chooses.
+      weights: [R] float32; a row of weight 0 does not count. Differentiable; the gradient is nll.
+      chunk: rows of a chunk; None chooses.
 
     Returns:
-      (loss_sum, rows): a float32 scalar and the per-row figures. A tie for the largest logit
-      goes to the smaller index.
+      loss_sum: float32 scalar.
+      rows: figures of every row. Of several largest logits `argmax` takes the first.
 
     Raises:
       ValueError: shapes or dtypes do not fit.
@@ -67,7 +64,7 @@ def linear_cross_entropy(
             elements = target.memory_bytes // (4 * _MEMORY_PART)
         chunk = max(elements // vocabulary, _MIN_CHUNK_ROWS)
         if target.platform != "cpu":
-            # all of one size, or the last would be mostly padding
+            # Chunks of equal size, as the last one would be mostly padding.
             chunk = -(-rows // -(-rows // chunk))
     return _operator(min(chunk, rows), x, w, targets, weights)
 
@@ -81,12 +78,12 @@ def _check(x, w, targets, weights, chunk):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _operator(chunk, x, w, targets, weights):
-    loss, rows, _ = _walk(chunk, x, w, targets, weights, gradients=False)
+    loss, rows, _ = _scan_chunks(chunk, x, w, targets, weights, gradients=False)
     return loss, rows
 
 
 def _forward(chunk, x, w, targets, weights):
-    loss, rows, (dx, dw) = _walk(chunk, x, w, targets, weights, gradients=True)
+    loss, rows, (dx, dw) = _scan_chunks(chunk, x, w, targets, weights, gradients=True)
     # A cast to w's dtype must wait for the cotangent; an empty slice carries that dtype.
     return (loss, rows), (dx, dw, rows.nll, w[:0], weights[:0])
 
@@ -105,8 +102,10 @@ def _backward(chunk, residuals, cotangents):
 _operator.defvjp(_forward, _backward)
 
 
-def _walk(chunk, x, w, targets, weights, *, gradients):
-    """(loss, rows, (dx, dw)), dw in the dtype of accumulation."""
+def _scan_chunks(chunk, x, w, targets, weights, *, gradients):
+    """(loss, rows, (dx, dw)), with dw in the dtype of accumulation; without `gradients` dx and dw
+    are None.
+    """
     wide = jnp.promote_types(jnp.float32, x.dtype)
     w_DV = w.astype(x.dtype)
 
@@ -126,23 +125,23 @@ def _walk(chunk, x, w, targets, weights, *, gradients):
 
 def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
     def product(*after):
-        """The logits once what is named is known."""
+        """The logits, computed once more after the arrays `after` are known."""
         return jnp.dot(
             jax.lax.optimization_barrier((x_CD, *after))[0], w_DV, preferred_element_type=wide
         )
 
     logits_CV, chip = product(), compile_target().tpu
-    # Two more products, each of whose reductions fuse with it, may be less than writing the logits
-    # and reading them three times.
-    anew = chip and x_CD.shape[1] * chip.mem_bw_bytes_per_second < 3 * chip.bf16_ops_per_second
-    logits = product if anew else lambda *_: logits_CV
+    # Two more products, with which their reductions fuse, may take less time than writing the
+    # logits once and reading them three times.
+    recompute = chip and x_CD.shape[1] * chip.mem_bw_bytes_per_second < 3 * chip.bf16_ops_per_second
+    logits = product if recompute else lambda *_: logits_CV
     index_1V = jnp.arange(w_DV.shape[1], dtype=jnp.int32)[None]
     hit_CV = index_1V == target_C[:, None]
     largest_C = jnp.max(logits_CV, axis=1)
-    # Of one product, as another may differ by rounding.
+    # The index is from the same product as the largest logit, as another one may round differently.
     best_C = (
         jnp.argmax(logits_CV, axis=1).astype(jnp.int32)
-        if anew
+        if recompute
         else jnp.min(jnp.where(logits_CV == largest_C[:, None], index_1V, w_DV.shape[1]), axis=1)
     )
     logits_CV = logits(largest_C)
@@ -152,8 +151,7 @@ def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
     figures = Rows(logsumexp_C - target_logit_C, logsumexp_C, best_C, best_C == target_C)
     if not gradients:
         return figures, None, None
-    # Divide after the matmul's operand is made small: exp · (weight / total), less weight at the
-    # target.
+    # The gradient is exp · (weight / total), minus the weight at the target: one division a row.
     exp_CV = jnp.exp(logits(total_C) - largest_C[:, None])
     dlogits_CV = exp_CV * (weight_C / total_C)[:, None] - jnp.where(hit_CV, weight_C[:, None], 0)
     dlogits_CV = dlogits_CV.astype(x_CD.dtype)

@@ -1,33 +1,39 @@
-"""Routed experts for a small batch, such as cached decoding has, on a CPU: only the experts that
-some token chose are computed.
+"""Routed experts for a small batch on a CPU, as in decoding: only experts that a token chose are
+computed.
+
+R tokens, A choices of each, E experts, D model, I expert width, C tokens of an expert at a time.
 """
 
 import jax
 import jax.numpy as jnp
 
-_ROWS = 4  # a product of fewer takes as long: that of reading the weights
+_MIN_ROWS = 4  # a product of fewer rows takes as long, the time of reading the weights
 
 
 def is_decode_batch(tokens: int, choices: int, experts: int, stacked: bool = False) -> bool:
-    """Whether `decode_moe` is faster than sorting the choices of so many tokens. `stacked`:
-    whether the weights hold the experts of several layers.
+    """Whether `decode_moe` is faster than sorting the choices by expert.
+
+    Args:
+      tokens: R. choices: A. experts: E.
+      stacked: whether the weights hold the experts of several layers.
     """
-    return tokens <= (64 if _together(tokens, choices, experts, stacked) else 24)
+    return tokens <= (64 if _reads_all(tokens, choices, experts, stacked) else 24)
 
 
 def decode_moe(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
-    """Each token through the experts that it chose.
+    """The weighted sum of the SwiGLU experts that each token chose. Not differentiable.
 
     Args:
-      x: [R, D]. weight: [R, A]. expert: [R, A] integers, a token's choices. gate_up: [E, D, 2,
-      I]. down: [E, I, D]. layer: (number of the layer,) where gate_up and down hold the experts
-      of several, in front.
+      x_RD: [R, D]. weight_RA: [R, A].
+      expert_RA: [R, A] integers, a token's choices.
+      gate_up: [E, D, 2, I], gate at index 0. down: [E, I, D].
+      layer: (number of the layer,) where gate_up and down have a first axis of layers.
 
     Returns:
-      [R, D], the sum of each token's choices, weighted. Not differentiable.
+      [R, D] in x's dtype.
     """
     (r, a), e = expert_RA.shape, gate_up.shape[-4]
-    if _together(r, a, e, layer):
+    if _reads_all(r, a, e, layer):
         return _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down)
     # Two rows at least, as XLA on CPU reads a matrix from memory at half the rate for one.
     x_RD, weight_RA = (jnp.pad(x, ((0, max(2 - r, 0)), (0, 0))) for x in (x_RD, weight_RA))
@@ -49,20 +55,20 @@ def decode_moe(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
     return jax.lax.fori_loop(0, count, add, jnp.zeros_like(x_RD))[:r]
 
 
-def _together(tokens, choices, experts, layer) -> bool:
-    """Whether all experts are read: where most are used, as cutting one out takes as long as its
-    products. Not of a stack of layers, whose weights would be cut out whole.
+def _reads_all(tokens, choices, experts, layer) -> bool:
+    """Whether `decode_moe` reads all experts: if most are used, as slicing one out takes as long as
+    its products. Not from a stack of layers, as that would slice out all weights of the layer.
     """
     return tokens > 2 and 2 * tokens * choices > experts and not layer
 
 
 def _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down):
-    """Up to C tokens of each expert together, in as many passes as the one with most tokens
-    needs: one, mostly.
+    """All experts at once, each with up to C of its tokens, in as many passes as the expert with
+    the most tokens needs. Mostly that is one.
     """
     (r, a), e = expert_RA.shape, len(gate_up)
     used_RE, weight_RE = _by_expert(weight_RA, expert_RA, e)
-    most = min(max(_ROWS, -(-2 * r * a // e)), r)
+    most = min(max(_MIN_ROWS, -(-2 * r * a // e)), r)
 
     def swiglu(x_ECD):
         hidden = jnp.einsum("ecd,edji->ecji", x_ECD, gate_up)
@@ -70,9 +76,9 @@ def _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down):
 
     if most == r:
         return jnp.einsum("erd,re->rd", swiglu(jnp.broadcast_to(x_RD, (e, *x_RD.shape))), weight_RE)
-    # of a token among those of the expert
+    # The number of a token among those of its expert.
     number_RA = jnp.take_along_axis(jnp.cumsum(used_RE, axis=0) - 1, expert_RA, axis=1)
-    order_ER = jnp.argsort(~used_RE.T, axis=1, stable=True)  # those first
+    order_ER = jnp.argsort(~used_RE.T, axis=1, stable=True)  # its tokens first
 
     def add(i, y_RD):
         y_ECD = swiglu(x_RD[jnp.take(order_ER, i * most + jnp.arange(most), axis=1, mode="clip")])
@@ -86,7 +92,7 @@ def _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down):
 
 
 def _by_expert(weight_RA, expert_RA, experts: int):
-    """[R, E]: whether a token chose the expert, and its weight."""
+    """[R, E] each: whether a token chose the expert, and with which weight."""
     chosen_RAE = expert_RA[..., None] == jnp.arange(experts)
     return jnp.any(chosen_RAE, axis=1), jnp.sum(
         jnp.where(chosen_RAE, weight_RA[..., None], 0), axis=1

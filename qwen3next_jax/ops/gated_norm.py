@@ -1,6 +1,6 @@
 """RMS norm of each head times a SiLU gate, or a sigmoid one.
 
-B batch, T time, C = H · V channels of H heads.
+B batch, T time, H heads of V channels.
 """
 
 import functools
@@ -15,12 +15,20 @@ GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
 def gated_norm(o, gate, weight, eps: float, gate_type: str = "silu"):
-    """o / rms(o of its head) · weight · silu(gate) in o's dtype, computed in float32.
+    """y = o / rms(o) · weight · silu(gate), with the root mean square over the channels of a head.
 
-    On a TPU and a Hopper GPU it is one pass over memory each way; with another gate XLA's form.
+    The output norm of Gated DeltaNet (https://arxiv.org/abs/2412.06464), fla's
+    `FusedRMSNormGated`. With kernels, on a TPU or a Hopper GPU, it is one pass over memory forward
+    and one backward; with another gate it is XLA's form.
 
     Args:
-      o, gate: [B, T, H · V]. weight: [V]. gate_type: one of `GATES`.
+      o, gate: [B, T, H · V].
+      weight: [V].
+      eps: is added to the mean square.
+      gate_type: the function of the gate, one of `GATES`.
+
+    Returns:
+      y: [B, T, H · V] in o's dtype, computed in float32.
     """
     if gate_type != "silu":
         return jax.checkpoint(functools.partial(in_xla, eps, gate_type=gate_type))(o, gate, weight)
@@ -43,6 +51,7 @@ _operator.defvjp(
 
 
 def in_xla(eps, o, gate, weight, gate_type: str = "silu"):
+    """`gated_norm` in XLA alone."""
     wide = jnp.promote_types(jnp.float32, o.dtype)
     heads = o.astype(wide).reshape(*o.shape[:2], -1, weight.shape[0])
     normed = (

@@ -1,11 +1,12 @@
-"""Matmuls of rows sorted by group, one weight matrix per group: the experts of a mixture.
+"""Grouped matrix products: rows sorted by group are multiplied by the matrix of their group, as in
+a mixture of experts.
 
-"blocked" copies the rows into blocks of one group each, filled up with zeros, and multiplies the
-blocks as one batch, so every row meets one weight matrix only. (XLA's own `ragged_dot` computes
-every group for every row on CPUs and GPUs.)
+"blocked" copies the rows into blocks of one group each, padded with zeros, and multiplies the
+blocks as one batch, so every row is multiplied by one matrix only. XLA's own `ragged_dot`
+multiplies every row by all matrices on CPUs and GPUs.
 
-Letters: R rows, C rows of a block, D width in, F width out, E groups (experts), G = min(E, R)
-groups that can have rows, I expert width, K blocks of a batch, W groups of a batch.
+R rows, C rows of a block, D width in, F width out, E groups (experts), G = min(E, R) groups that
+can have rows, I expert width, n batches of K blocks, W groups of a batch.
 """
 
 import functools
@@ -22,25 +23,27 @@ from qwen3next_jax.ops.implementations import Chosen, Form, choose
 IMPLEMENTATIONS = ("blocked", "ragged_dot")
 
 
-class Tiles(NamedTuple):
-    """How "blocked" cuts rows into blocks.
+class BlockSizes(NamedTuple):
+    """How "blocked" splits rows into blocks.
 
-    largest: rows of a block at most. share: blocks that a group of mean size fills; every group
-    wastes less than one block, so a share of 1/share at most. batch: elements of the weights
-    copied for one batch of blocks.
+    Attributes:
+      largest: rows of a block, at most.
+      per_group: blocks that a group of mean size fills. Every group wastes less than one block, so
+        at most 1 / per_group of its rows.
+      batch: elements of the weights that are copied for one batch of blocks.
     """
 
     largest: int
-    share: int
+    per_group: int
     batch: int
 
 
-# Both the best of several for 8 to 64 groups of 8192 to 16384 rows (benchmarks/grouped_matmul.py);
-# the copy stays in cache.
-_CPU = Tiles(largest=128, share=1, batch=2**20)
-# Never timed. Long blocks copy the weights seldom; blocks of one batch are one product, which has
-# to fill the chip.
-_GPU = Tiles(largest=512, share=8, batch=2**26)
+# The best of several sizes for 8 to 64 groups and 8192 to 16384 rows
+# (benchmarks/grouped_matmul.py); the copied weights stay in cache.
+_CPU = BlockSizes(largest=128, per_group=1, batch=2**20)
+# Not timed. Long blocks copy the weights seldom; the blocks of a batch are one product, which
+# should fill the chip.
+_GPU = BlockSizes(largest=512, per_group=8, batch=2**26)
 _FULL_TILE = 64  # rows of a matrix unit's tile: shorter blocks save nothing
 
 
@@ -52,10 +55,11 @@ def grouped_matmul(
     Args:
       x: [R, D] rows sorted by group.
       w: [E, D, F].
-      group_sizes: [E] integers, rows of each group; their sum may be below R, the rows beyond
-      give zeros. implementation: "blocked", "ragged_dot", or None for the platform's best:
-      "ragged_dot" on TPU, on an H100 tokamax's kernels
-        where they were right when first tried, else "blocked".
+      group_sizes: [E] integers, the rows of each group. Their sum may be below R; the rows after it
+        give zeros.
+      implementation: "blocked", "ragged_dot", or None for the platform's best: "ragged_dot" on a
+        TPU, tokamax's kernels on an H100 or H200 where they passed their test (docs/gpu.md),
+        "blocked" elsewhere.
 
     Returns:
       y [R, F] in x's dtype, accumulated in float32; differentiable in x and w.
@@ -107,7 +111,7 @@ def _check(group_sizes, implementation, **arrays):
     checks.integers(group_sizes=group_sizes)
 
 
-# ---- one custom gradient around every implementation
+# ---- the custom gradient around the chosen implementation
 
 
 def _choose(implementation, x, *weights) -> Chosen:
@@ -163,13 +167,12 @@ def _mlp_gradients_of_products(gradients, x, gate_up, down, group_sizes, hidden,
 
 
 def _swiglu(hidden):
-    """[…, 2I], gate before up → silu(gate) · up [..., I], in float32 inside."""
+    """silu(gate) · up [..., I], computed in float32. hidden: [..., 2I], gate before up."""
     gate, up = jnp.split(hidden.astype(wide(hidden)), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(hidden.dtype)
 
 
 # ---- ragged_dot
-# --------------------------------------------------------------------------------------------------
 
 
 def _ragged(x, w, group_sizes):
@@ -182,39 +185,36 @@ def _ragged_gradients(x, w, group_sizes, dy):
 
 
 # ---- blocked
-# --------------------------------------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):
-    """How rows fill blocks, the blocks lying in n batches of K; "rank" counts the groups that
-    have rows.
-    """
+    """Which rows fill which blocks. The rank of a group is its number among those with rows."""
 
-    group: jax.Array  # [n, K] of each block
-    first: jax.Array  # [n] rank where the W groups of a batch start
+    group: jax.Array  # [n, K] the group of each block
+    first: jax.Array  # [n] the smallest rank among the W groups of a batch
     member: jax.Array  # [n, W, K] whether a block belongs to a group
-    row: jax.Array  # [n, K, C] of each place
-    filled: jax.Array  # [n, K, C] whether the place holds that row, or a zero
-    place: jax.Array  # [R] of each row, flat
+    row: jax.Array  # [n, K, C] the row in each place of a block
+    filled: jax.Array  # [n, K, C] whether the place has that row, or a zero
+    place: jax.Array  # [R] the place of each row, in the flattened [n, K, C]
     used: jax.Array  # [R] whether the row belongs to a group
-    rank: jax.Array  # [E] of each group
+    rank: jax.Array  # [E] the rank of each group
     groups: int  # G
 
 
-def _block_size(tiles: Tiles, rows: int, groups: int) -> int:
+def _block_size(sizes: BlockSizes, rows: int, groups: int) -> int:
     """A power of two up to the mean size of a group, as each group wastes less than one block."""
     mean = rows // groups
     return min(
-        1 << (max(mean // tiles.share, min(mean, _FULL_TILE)).bit_length() - 1), tiles.largest
+        1 << (max(mean // sizes.per_group, min(mean, _FULL_TILE)).bit_length() - 1), sizes.largest
     )
 
 
-def _plan(tiles: Tiles, group_sizes, rows: int, weights: int) -> _Plan:
-    """`weights`: elements of one group's largest matrix."""
+def _plan(sizes: BlockSizes, group_sizes, rows: int, weights: int) -> _Plan:
+    """The plan for groups of `group_sizes` [E]; `weights`: elements of a group's largest matrix."""
     groups = min(group_sizes.shape[0], rows)
-    size = _block_size(tiles, rows, groups)
-    blocks = min(rows // size + groups, rows)  # as many as any sizes can need
-    batches = -(-blocks // min(blocks, max(tiles.batch // weights, 1)))
+    size = _block_size(sizes, rows, groups)
+    blocks = min(rows // size + groups, rows)  # enough for any sizes of the groups
+    batches = -(-blocks // min(blocks, max(sizes.batch // weights, 1)))
     batch = -(-blocks // batches)
 
     group_G = jnp.argsort(group_sizes == 0, stable=True)[:groups]
@@ -224,9 +224,9 @@ def _plan(tiles: Tiles, group_sizes, rows: int, weights: int) -> _Plan:
     block_end_G = jnp.cumsum(blocks_G)
     block_start_G = block_end_G - blocks_G
 
-    ends_by = lambda end_G, index: jnp.sum(end_G <= index[..., None], axis=-1)  # how many groups do
+    ends_by = lambda end_G, index: jnp.sum(end_G <= index[..., None], axis=-1)
     block = jnp.arange(batches * batch).reshape(batches, batch)
-    # blocks beyond those needed come out empty
+    # Blocks that no group needs stay empty.
     rank = jnp.minimum(ends_by(block_end_G, block), groups - 1)
     row = ((end_G - size_G)[rank] + (block - block_start_G[rank]) * size)[..., None] + jnp.arange(
         size
@@ -250,24 +250,24 @@ def _plan(tiles: Tiles, group_sizes, rows: int, weights: int) -> _Plan:
     )
 
 
-def _walk(plan: _Plan, rows, weights, step):
+def _scan_batches(plan: _Plan, rows, weights, step):
     """Runs `step` over the batches of blocks.
 
     Args:
-      rows: tuple of [R, F].
-      weights: tuple of [E, D, F], to whose shapes terms are summed.
-      step: (group [K], the blocks [K, C, F] of each of `rows`) → (tuple of [K, C, F], tuple of
-      terms [K, D, F]).
+      rows: tuple of arrays [R, F].
+      weights: tuple of arrays [E, D, F], in whose shapes terms are summed.
+      step: (group [K], the blocks [K, C, F] of each of `rows`) → (tuple of outputs [K, C, F], tuple
+        of terms [K, D, F]).
 
     Returns:
-      ([R, F] of each output, zeros in rows of no group; [E, D, F] of each term, summed over the
-      blocks of a group).
+      Tuple of outputs [R, F], zeros in rows of no group, and tuple of terms [E, D, F], summed over
+      the blocks of each group.
     """
 
     def batch(totals, inputs):
         group, first, member, *blocks = inputs
         outputs, terms = step(group, *blocks)
-        # A sum that ends in bfloat16 may be one of terms rounded to a GPU's 11 bits.
+        # Terms of a sum that is rounded to bfloat16 may be rounded to the 11 bits of a GPU's tf32.
         precision = (
             jax.lax.Precision.DEFAULT
             if rows[0].dtype == jnp.bfloat16
@@ -296,7 +296,7 @@ def _walk(plan: _Plan, rows, weights, step):
 
 
 def _add(total, first, member_WK, term, precision):
-    """total[first + g] += Σ of the terms of blocks that belong to group g of the batch."""
+    """total[first + g] += the sum of the terms of group g's blocks, for g < W."""
     sums = jnp.einsum("wk,kdf->wdf", member_WK.astype(term.dtype), term, precision=precision)
     old = jax.lax.dynamic_slice_in_dim(total, first, member_WK.shape[0])
     return jax.lax.dynamic_update_slice_in_dim(total, old + sums, first, 0)
@@ -314,50 +314,55 @@ def _dot_transposed(y_KCF, w_KDF):
     )
 
 
-def _product(x_KCD, y_KCF):
-    """xᵀ y of each block in the dtype of accumulation."""
+def _transposed_product(x_KCD, y_KCF):
+    """xᵀ y of each block, in the dtype of accumulation."""
     x_KDC = x_KCD.swapaxes(1, 2)
     if compile_target().platform == "cpu":
-        # Without the barrier XLA would fold the transpose into the matmul, which then takes half as
-        # long again.
+        # Without the barrier XLA folds the transpose into the product, which then takes 1.5 times
+        # as long.
         x_KDC = jax.lax.optimization_barrier(x_KDC)
     return jnp.einsum("kdc,kcf->kdf", x_KDC, y_KCF, preferred_element_type=wide(x_KCD))
 
 
-def _blocked(tiles, x, w, group_sizes):
-    return _walk(
-        _plan(tiles, group_sizes, x.shape[0], w[0].size),
+def _blocked(sizes, x, w, group_sizes):
+    return _scan_batches(
+        _plan(sizes, group_sizes, x.shape[0], w[0].size),
         (x,),
         (),
         lambda group, x_KCD: ((_dot(x_KCD, w[group]),), ()),
     )[0][0]
 
 
-def _blocked_gradients(tiles, x, w, group_sizes, dy):
+def _blocked_gradients(sizes, x, w, group_sizes, dy):
     def step(group, x_KCD, dy_KCF):
-        return (_dot_transposed(dy_KCF, w[group]),), (_product(x_KCD, dy_KCF),)
+        return (_dot_transposed(dy_KCF, w[group]),), (_transposed_product(x_KCD, dy_KCF),)
 
-    (dx,), (dw,) = _walk(_plan(tiles, group_sizes, x.shape[0], w[0].size), (x, dy), (w,), step)
+    (dx,), (dw,) = _scan_batches(
+        _plan(sizes, group_sizes, x.shape[0], w[0].size), (x, dy), (w,), step
+    )
     return dx, dw
 
 
-def _blocked_mlp(tiles, x, gate_up, down, group_sizes):
+def _blocked_mlp(sizes, x, gate_up, down, group_sizes):
     def step(group, x_KCD):
         hidden = _dot(x_KCD, gate_up[group])
         return (_dot(_swiglu(hidden), down[group]), hidden), ()
 
-    return _walk(_plan(tiles, group_sizes, x.shape[0], gate_up[0].size), (x,), (), step)[0]
+    return _scan_batches(_plan(sizes, group_sizes, x.shape[0], gate_up[0].size), (x,), (), step)[0]
 
 
-def _blocked_mlp_gradients(tiles, x, gate_up, down, group_sizes, hidden, dy):
+def _blocked_mlp_gradients(sizes, x, gate_up, down, group_sizes, hidden, dy):
     def step(group, x_KCD, hidden, dy_KCD):
         activation, pullback = jax.vjp(_swiglu, hidden)
         (dhidden,) = pullback(_dot_transposed(dy_KCD, down[group]))
         dx_KCD = _dot_transposed(dhidden, gate_up[group])
-        return (dx_KCD,), (_product(x_KCD, dhidden), _product(activation, dy_KCD))
+        return (dx_KCD,), (
+            _transposed_product(x_KCD, dhidden),
+            _transposed_product(activation, dy_KCD),
+        )
 
-    (dx,), (dgate_up, ddown) = _walk(
-        _plan(tiles, group_sizes, x.shape[0], gate_up[0].size),
+    (dx,), (dgate_up, ddown) = _scan_batches(
+        _plan(sizes, group_sizes, x.shape[0], gate_up[0].size),
         (x, hidden, dy),
         (gate_up, down),
         step,
@@ -368,14 +373,14 @@ def _blocked_mlp_gradients(tiles, x, gate_up, down, group_sizes, hidden, dy):
 # ---- the table of implementations
 
 
-def _blocks_of(tiles: Tiles):
+def _blocks_of(sizes: BlockSizes):
     functions = dict(
         matmul=_blocked,
         gradients=_blocked_gradients,
         mlp=_blocked_mlp,
         mlp_gradients=_blocked_mlp_gradients,
     )
-    return {name: functools.partial(f, tiles) for name, f in functions.items()}
+    return {name: functools.partial(f, sizes) for name, f in functions.items()}
 
 
 FORMS = (

@@ -1,9 +1,10 @@
-"""Which implementation of an operator runs: one table for each operator, one way to choose.
+"""The choice of the implementation of an operator that runs a call.
 
-An operator has forms in XLA alone, in a table beside its API, and may have kernels, which the
-plugin package `qwen3next_jax.kernels` lists by operator. `choose` takes the one that was named, or
-raises and says why it cannot run; unnamed, it takes the best for the platform that the program is
-compiled for (`compile_target`). The library works without the plugin, on XLA's forms.
+An operator has forms, written in XLA alone and listed in a table beside its API. It may have
+kernels, which the plugin package `qwen3next_jax.kernels` lists by operator. `choose` takes the
+named one, or raises and says why that one cannot run. For a call that names none, it takes the best
+one for the platform that the program is compiled for (`compile_target`). Without the plugin the
+library runs the forms in XLA.
 """
 
 import dataclasses
@@ -30,8 +31,8 @@ class Form:
 
     Attributes:
       name: as the operator's `implementation=` takes it.
-      platforms: those for which it is the default where no kernel runs. Named, it runs everywhere;
-        of several forms of one name the one for the platform runs, else the last one.
+      platforms: on which it is the default if no kernel runs. If named, it runs on every platform;
+        of several forms with that name the one for the platform runs, else the last one.
       functions: by name, such as "forward" and "backward".
     """
 
@@ -42,16 +43,16 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """An operator's kernels for one platform; named, they also run interpreted on a CPU.
+    """An operator's kernels for one platform. If named, they also run interpreted on a CPU.
 
     Attributes:
       operator: its name in the plugin's table.
       name: as the operator's `implementation=` takes it.
       platform: "tpu" or "gpu".
       module: the import string of a module with the operator's functions, each with an argument
-        `interpret`, and `supports(**call)`, which returns why the kernels cannot run a call, ""
-        where they can. It may have `is_default(**call)`, whether an unnamed call takes the kernels;
-        without it that is whether they can run the call.
+        `interpret`, and a function `supports(**call)`, which returns why the kernels cannot run a
+        call, or "". It may have a function `is_default(**call)`, which returns whether a call that
+        names no implementation runs the kernels; without it every call that they support does.
     """
 
     operator: str
@@ -60,6 +61,7 @@ class Kernel:
     module: str
 
     def load(self) -> ModuleType:
+        """The module, imported. Raises ImportError, with the plugin's entry, if that fails."""
         try:
             return importlib.import_module(self.module)
         except ImportError as error:
@@ -69,21 +71,22 @@ class Kernel:
             ) from error
 
     def is_default(self, call: Mapping[str, Any]) -> bool:
+        """Whether a call that names no implementation runs these kernels."""
         module = self.load()
         if hasattr(module, "is_default"):
             return module.is_default(**call)
         return not module.supports(**call)
 
     def refusal(self, platform: str, call: Mapping[str, Any]) -> str:
-        """Why a call that names the kernels cannot run; "" where it can."""
+        """Why a call that names these kernels cannot run on `platform`; "" where it can."""
         if platform not in (self.platform, "cpu"):
             return f"on {platform}: expected {_PLATFORMS[self.platform]}, or a CPU to interpret it"
         return self.load().supports(**call)
 
 
 class Chosen(NamedTuple):
-    """The implementation that runs one call, forward and backward; hashable, so that a custom
-    gradient can pass it on as a static argument.
+    """The implementation that runs one call, forward and backward. It is hashable, so that a custom
+    gradient can take it as a static argument.
     """
 
     implementation: Form | Kernel
@@ -98,14 +101,14 @@ class Chosen(NamedTuple):
         return isinstance(self.implementation, Kernel)
 
     def function(self, name: str) -> Callable:
-        """Its "forward", "backward" or another function of the operator."""
+        """The implementation's function of that name, such as "forward"."""
         if isinstance(self.implementation, Form):
             return self.implementation.functions[name]
         function = getattr(self.implementation.load(), name)
         return functools.partial(function, interpret=True) if self.interpret else function
 
     def constant(self, name: str, default):
-        """What a kernel's module says under `name`; `default` for XLA's forms."""
+        """The constant of a kernel's module; `default` if it has none, and for forms in XLA."""
         return getattr(self.implementation.load(), name, default) if self.is_kernel else default
 
 
@@ -114,12 +117,12 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
 
     Args:
       operator: its name in the plugin's table.
-      named: what the caller asked for, or None for the best.
-      forms: in XLA alone; a refusal recommends the first.
-      call: shapes, dtypes and settings, as `supports` of the operator's kernels takes them.
+      named: the caller's `implementation`; None for the best.
+      forms: those in XLA. The error message recommends the first.
+      call: arrays and settings, as `supports` of the operator's kernels takes them.
 
     Raises:
-      Unsupported: a NotImplementedError; the named implementation cannot run this call, or the
+      Unsupported: a NotImplementedError: the named implementation cannot run this call, or the
         plugin that has it is missing.
       ImportError: the plugin lists a module that cannot be imported.
     """

@@ -1,6 +1,6 @@
-"""Rows that the shards of a mesh axis send each other, each as many as it likes.
+"""Exchange of rows between the shards of a mesh axis, with any number of rows from each to each.
 
-Q rows that a shard may send, P rows of the output, S shards.
+Q rows of a shard's input, P rows of its output, S shards.
 """
 
 import jax
@@ -10,13 +10,15 @@ from qwen3next_jax.ops.compile_target import compile_target
 
 
 def exchange(rows, output, read_SS, rows_SS, land_SS, axis: str):
-    """`output` with the rows written into it that the shards of `axis` send each other.
+    """`output` with the rows written into it that the shards of `axis` send to this one.
+
+    Sender s sends receiver d its rows_SS[s, d] rows from row read_SS[s, d] on, and d writes them
+    from row land_SS[s, d] of its output on.
 
     Args:
-      rows: [Q, …], what this shard may send.
+      rows: [Q, …], of which this shard sends some.
       output: [P, …].
-      read_SS, rows_SS, land_SS: [S, S] integers, known to all: sender s sends receiver d its rows
-        from read[s, d] on, rows[s, d] of them, to d's output from land[s, d] on.
+      read_SS, rows_SS, land_SS: [S, S] integers, the same on all shards.
     """
     read_SS, rows_SS, land_SS = (a.astype(jnp.int32) for a in (read_SS, rows_SS, land_SS))
     shard = jax.lax.axis_index(axis)
@@ -34,13 +36,14 @@ def exchange(rows, output, read_SS, rows_SS, land_SS, axis: str):
 
 
 def _by_gather(rows, output, read_SS, rows_SS, land_SS, axis):
+    """`exchange` by an all-gather of all rows."""
     shard = jax.lax.axis_index(axis)
-    place_P1 = jnp.arange(output.shape[0])[:, None]
-    into_PS = place_P1 - land_SS[:, shard]
+    row_P1 = jnp.arange(output.shape[0])[:, None]
+    into_PS = row_P1 - land_SS[:, shard]
     from_PS = (into_PS >= 0) & (into_PS < rows_SS[:, shard])
     index_PS = jnp.arange(rows_SS.shape[0]) * rows.shape[0] + read_SS[:, shard] + into_PS
-    taken = jax.lax.all_gather(rows, axis, tiled=True)[
+    received = jax.lax.all_gather(rows, axis, tiled=True)[
         jnp.sum(jnp.where(from_PS, index_PS, 0), axis=1)
     ]
     arrived_P = jnp.any(from_PS, axis=1)
-    return jnp.where(arrived_P.reshape(-1, *(1,) * (rows.ndim - 1)), taken, output)
+    return jnp.where(arrived_P.reshape(-1, *(1,) * (rows.ndim - 1)), received, output)

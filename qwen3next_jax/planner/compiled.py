@@ -1,8 +1,8 @@
-"""What a compiled program asks of each device: memory by part, collectives by mesh axis, FLOPs,
-HBM traffic.
+"""Reads the costs of a compiled program: memory by purpose, collectives by mesh axis, FLOPs, HBM
+traffic.
 
-All figures are of one device and one run of the program; what stands in a loop counts once per
-trip.
+All figures are those of one device and one run of the program. An instruction in a loop counts once
+per trip.
 """
 
 import math
@@ -26,20 +26,23 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-# Passes of the matrix unit that a product of float32 operands takes, by XLA's name of the
-# precision.
+# XLA's name of a precision → passes of the matrix unit that a product of float32 operands takes
 _PASSES = {"high": 3, "highest": 6}
 
 
 class Collective(NamedTuple):
     """One collective of the program.
 
-    axes: mesh axes over which its devices talk, in mesh order; a permutation names each axis
-    along which any pair differs. group: devices that talk together. sent: bytes that leave each
-    device in one run, by the best algorithm on a ring: of an array of S bytes per device
-      (n - 1) S for all-gather, (n - 1)/n S for reduce-scatter and all-to-all, 2 (n - 1)/n S for
-      all-reduce. Of a ragged all-to-all S is the smaller of its two buffers, one of which has
-      room for an uneven load. times: how often it runs in one run of the program.
+    Attributes:
+      kind: one of COLLECTIVES.
+      axes: the mesh axes over which its devices exchange data, in the mesh's order. A permutation
+        has each axis along which the two devices of a pair differ.
+      group: how many devices exchange data with each other.
+      sent: bytes that leave each device in one run, by the best algorithm on a ring of n devices.
+        For an array of S bytes per device: (n - 1) S for all-gather, (n - 1)/n S for reduce-scatter
+        and all-to-all, 2 (n - 1)/n S for all-reduce. For a ragged all-to-all S is the smaller of
+        its two buffers, because the larger one has capacity for an uneven load.
+      times: how often it runs in one run of the program.
     """
 
     kind: str
@@ -57,11 +60,13 @@ class Collective(NamedTuple):
 class Memory(NamedTuple):
     """Bytes of HBM on one device.
 
-    parameters, optimizer: the donated state, as its shardings cut it. gradients, activations:
-    arrays that the layer scans stack up for the optimizer and for the backward pass (read off
-    the loops of the program). temporaries: the rest of what the program needs while it runs.
-    other: batch, outputs, padding of the state's layout, the program's code. peak: all of it,
-    from the compiler's own account.
+    Attributes:
+      parameters, optimizer: this device's shards of the state.
+      gradients, activations: arrays that the layer scans stack up for the optimizer and for the
+        backward pass, found in the loops of the program.
+      temporaries: everything else that the program needs while it runs.
+      other: batch, outputs, padding of the state's layout, the program's code.
+      peak: the sum, by the compiler's own account.
     """
 
     parameters: float
@@ -73,12 +78,11 @@ class Memory(NamedTuple):
     peak: float
 
 
-# ---- collectives
-# --------------------------------------------------------------------------------------------------
+# ---- collectives ----
 
 
 def collective_kind(instruction: Instruction) -> str:
-    """Which of COLLECTIVES this instruction starts; "" for none."""
+    """The kind of collective that an instruction is or starts, of COLLECTIVES; "" if none."""
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in COLLECTIVES else ""
 
@@ -86,7 +90,7 @@ def collective_kind(instruction: Instruction) -> str:
 def fused_collective(
     program: Program, instruction: Instruction
 ) -> tuple[Computation, Instruction] | None:
-    """The collective inside a fusion, and where it stands; None for every other instruction."""
+    """The collective inside a fusion, and its computation; None for every other instruction."""
     if instruction.opcode != "fusion":
         return None
     inner = program.computations[instruction.called[0]]
@@ -94,8 +98,8 @@ def fused_collective(
 
 
 def _scatters(computation: Computation, reduction: Instruction) -> bool:
-    """Whether a computation is an all-reduce and slices of it: so the TPU compiler writes a
-    reduce-scatter, and runs it as one (its emitter is the "AllReduceScatterFusion").
+    """Whether a computation only slices the result of an all-reduce. The TPU compiler writes a
+    reduce-scatter so, and runs it as one (its emitter is the "AllReduceScatterFusion").
     """
     root = computation.root
     for name in root.operands if root.opcode == "tuple" else (root.name,):
@@ -115,7 +119,7 @@ def _scatters(computation: Computation, reduction: Instruction) -> bool:
 def read_collective(
     computation: Computation, instruction: Instruction, mesh: jax.sharding.Mesh, times: float = 1
 ) -> Collective:
-    """The record of an instruction whose `collective_kind` is not ""."""
+    """The `Collective` of an instruction whose `collective_kind` is not ""."""
     kind = collective_kind(instruction)
     if kind == "all-reduce" and _scatters(computation, instruction):
         kind = "reduce-scatter"
@@ -136,7 +140,7 @@ def read_collective(
 
 
 def permuted_pairs(instruction: Instruction) -> np.ndarray:
-    """[n, 2] (source, target) of a collective-permute, without those that stay where they are."""
+    """[n, 2] (source, target) of a collective-permute, without pairs of a device with itself."""
     text = instruction.attribute("source_target_pairs")
     pairs = np.array(
         [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{(\d+,\d+)\}", text)]
@@ -144,7 +148,7 @@ def permuted_pairs(instruction: Instruction) -> np.ndarray:
     return pairs[pairs[:, 0] != pairs[:, 1]]
 
 
-def collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
+def program_collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
     """Every collective that moves data, in the order of the program."""
     found = []
     for step in program.walk():
@@ -154,11 +158,13 @@ def collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
 
 
 def replica_groups(text: str) -> np.ndarray | None:
-    """[groups, devices] of `replica_groups=`, in any of its forms: lists, an iota, axes of a
-    named mesh. None: all devices.
+    """Reads `replica_groups=` of an instruction: [groups, devices]; None means all devices.
 
-    {{0,1},{2,3}}    [2,2]<=[4]    [2,2]<=[2,2]T(1,0)    mesh['x'=2,'y'=4] {'y':(2)2}    (the
-                     second of y's two factors)
+    XLA writes it in one of these forms:
+
+        {{0,1},{2,3}}                       lists of devices
+        [2,2]<=[4], [2,2]<=[2,2]T(1,0)      an iota, reshaped and transposed
+        mesh['x'=2,'y'=4] {'y':(2)2}        axes of a named mesh: here the second factor of y
     """
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if iota:
@@ -171,37 +177,36 @@ def replica_groups(text: str) -> np.ndarray | None:
         r"replica_groups=mesh\[([^\]]*)\](?:, ?device_ids=\(([^)]*)\))? \{([^}]*)\}", text
     )
     if named:
-        dims = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", named.group(1))}
-        listed = [int(n) for n in re.findall(r"\d+", named.group(2) or "")]
-        devices = np.array(
-            listed if len(listed) == math.prod(dims.values()) else range(math.prod(dims.values()))
-        )
-        chosen = {
-            name: (int(before or 1), int(size or dims[name]))
-            for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", named.group(3))
-        }
-        shape, inside = [], []
-        for name, size in dims.items():
-            before, part = chosen.get(name, (1, 1))
-            inside.append(len(shape) + 1)
-            shape += [before, part, size // before // part]
-        outside = [d for d in range(len(shape)) if d not in inside]
-        return (
-            devices.reshape(shape)
-            .transpose(outside + inside)
-            .reshape(-1, math.prod(part for _, part in chosen.values()))
-        )
+        return _named_groups(*named.groups())
     listed = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text)
-    if listed:
-        rows = [
-            [int(n) for n in row.split(",")] for row in re.findall(r"\{([\d,]+)\}", listed.group(1))
-        ]
-        return np.array(rows) if rows else None
-    return None
+    groups = re.findall(r"\{([\d,]+)\}", listed.group(1)) if listed else []
+    return np.array([[int(n) for n in group.split(",")] for group in groups]) if groups else None
+
+
+def _named_groups(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
+    """[groups, devices] of groups along axes of a named mesh, such as "'x'=2,'y'=4", None,
+    "'y':(2)2". An axis 'y':(before)size stands for one factor of y.
+    """
+    dims = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    total = math.prod(dims.values())
+    listed = [int(n) for n in re.findall(r"\d+", device_ids or "")]
+    devices = np.array(listed if len(listed) == total else range(total))
+    chosen = {
+        name: (int(before or 1), int(size or dims[name]))
+        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
+    }
+    shape, inside = [], []
+    for name, size in dims.items():
+        before, factor = chosen.get(name, (1, 1))
+        inside.append(len(shape) + 1)
+        shape += [before, factor, size // before // factor]
+    outside = [d for d in range(len(shape)) if d not in inside]
+    group_size = math.prod(factor for _, factor in chosen.values())
+    return devices.reshape(shape).transpose(outside + inside).reshape(-1, group_size)
 
 
 def _axes(text: str, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], int]:
-    """(mesh axes, devices of a group) of an instruction's replica groups."""
+    """The mesh axes along which an instruction's replica groups lie, and the devices of a group."""
     groups = replica_groups(text)
     first = np.arange(mesh.size) if groups is None else groups[0]
     return _differing(
@@ -210,8 +215,8 @@ def _axes(text: str, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], int]:
 
 
 def _differing(mesh: jax.sharding.Mesh, pairs: np.ndarray) -> tuple[str, ...]:
-    """Axes along which the two positions of any pair [n, 2] differ. A position counts devices in
-    the mesh's order.
+    """The mesh axes along which the two devices of any pair differ. `pairs`: [n, 2] positions in
+    the mesh's order of devices.
     """
     coordinates = np.unravel_index(pairs, mesh.devices.shape)
     return tuple(
@@ -219,17 +224,19 @@ def _differing(mesh: jax.sharding.Mesh, pairs: np.ndarray) -> tuple[str, ...]:
     )
 
 
-# ---- work
-# --------------------------------------------------------------------------------------------------
+# ---- work ----
 
 
-def flops(program: Program, computation: Computation, instruction: Instruction) -> float:
-    """FLOPs of one run of an instruction that stands outside fusions, with all it calls but
-    loops and branches. Kernels state their own cost, or are known by name.
+def instruction_flops(
+    program: Program, computation: Computation, instruction: Instruction
+) -> float:
+    """FLOPs of one run of an instruction outside fusions. A fusion has those of the instructions
+    inside it; loops and branches have none of their own. Kernels state their own cost, or
+    `_kernel_flops` knows them by name.
     """
     if instruction.opcode == "fusion":
         return sum(
-            flops(program, program.computations[name], inner)
+            instruction_flops(program, program.computations[name], inner)
             for name in instruction.called
             for inner in program.computations[name].values()
         )
@@ -242,128 +249,117 @@ def flops(program: Program, computation: Computation, instruction: Instruction) 
 
 
 def _kernel_flops(computation: Computation, instruction: Instruction) -> float | None:
-    """None where nothing says."""
+    """FLOPs of one run of a kernel; None if they are unknown."""
     stated = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.attributes)
     if stated:
         return float(stated.group(1))
     splash = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
-    # the scope around the call (kernels/tpu/splash_attention.py)
+    # kernels/tpu/splash_attention.py names the mask in a scope around the call.
     mask = re.search(r"\bsplash_(causal|full)\b", instruction.op_name)
     if splash and mask:
-        arrays = [s for name in instruction.operands for s in computation[name].shapes]
-        queries, keys = [
-            s.dims
-            for s in arrays
-            if s.dtype in ("bf16", "f32") and len(s.dims) >= 3 and s.dims[-1] > 1
-        ][:2]
+        queries, keys = _attention_operands(computation, instruction)[:2]
         products = {"fwd": 2, "dkv": 4, "dq": 3}[splash.group(1)]
-        return (
-            products
-            * 2.0
-            * math.prod(queries)
-            * keys[-2]
-            * (0.5 if mask.group(1) == "causal" else 1.0)
-        )
-    rule = delta_rule_call(computation, instruction)
-    if rule:
-        # docs/delta_rule.md; inverses are not counted, so known ones save nothing
-        key, value, chunk = rule.key, rule.value, rule.chunk
-        per_token = {
-            "map": 6 * key * (key + value) + 2 * chunk * (4 * key + value),
-            "backward": 14 * key * value + 10 * chunk * (key + value),
-        }
-        return (
-            rule.tokens
-            * rule.heads
-            * per_token.get(rule.kernel, 6 * key * value + 4 * chunk * (key + value))
-        )
-    # integers, as of ragged_dot's offsets
+        visited = 0.5 if mask.group(1) == "causal" else 1.0
+        return products * 2.0 * math.prod(queries.dims) * keys.dims[-2] * visited
+    if rule := delta_rule_call(computation, instruction):
+        return _delta_rule_flops(rule)
+    # Kernels that compute integers, such as the offsets of ragged_dot, have no products.
     return 0.0 if all(s.dtype[0] in "su" for s in instruction.shapes) else None
 
 
-def gpu_flops(program: Program) -> float:
-    """2 × multiply-adds of every product of a program for a GPU as often as it runs: XLA's own,
-    cuBLAS', and tokamax's of grouped rows, as if no tile were padded. A loop of unstated length
-    counts once.
+def _attention_operands(computation: Computation, instruction: Instruction) -> list[Shape]:
+    """The operands of an attention kernel with a head dimension: queries, keys, …"""
+    arrays = [s for name in instruction.operands for s in computation[name].shapes]
+    return [s for s in arrays if s.dtype in ("bf16", "f32") and len(s.dims) >= 3 and s.dims[-1] > 1]
+
+
+def _delta_rule_flops(rule: "DeltaRuleCall") -> float:
+    """FLOPs of a delta rule kernel (docs/delta_rule.md). Those of the inverses do not count, so
+    known inverses save none.
     """
-    total = 0.0
-    for computation, instruction, times in program.walk():
-        flops, target = (
-            product_flops(computation, instruction),
-            instruction.attribute("custom_call_target"),
-        )
-        contracted = re.search(r'"lhs_contracting_dimensions":\["(\d+)"\]', instruction.attributes)
-        dims = [
-            computation[name].shapes[0].dims
-            for name in instruction.operands
-            if computation[name].shapes
-        ]
-        if instruction.opcode == "custom-call" and "matmul" in target and contracted:
-            flops = 2.0 * instruction.shapes[0].elements * dims[0][int(contracted[1])]
-        # [R, D] by [E, D, F]
-        elif instruction.opcode == "custom-call" and "ragged_dot_sm90" in instruction.op_name:
-            flops = 2.0 * instruction.shapes[0].elements * dims[0][1]
-        # .., .., [D, R], [R, F]
-        elif (
-            instruction.opcode == "custom-call"
-            and "ragged_contracting_dim_dot_sm90" in instruction.op_name
-        ):
-            flops = 2.0 * math.prod(dims[2]) * dims[3][1]
-        total += times * flops
-    return total
+    key, value, chunk = rule.key, rule.value, rule.chunk
+    if rule.kernel == "map":
+        per_token = 6 * key * (key + value) + 2 * chunk * (4 * key + value)
+    elif rule.kernel == "backward":
+        per_token = 14 * key * value + 10 * chunk * (key + value)
+    else:
+        per_token = 6 * key * value + 4 * chunk * (key + value)
+    return rule.tokens * rule.heads * per_token
+
+
+def gpu_flops(program: Program) -> float:
+    """FLOPs (2 × multiply-adds) of every product of a program for a GPU: those of XLA, of cuBLAS,
+    and tokamax's products of grouped rows, without the padding of tiles. A loop whose trips the
+    program does not state counts once.
+    """
+    return sum(
+        times * _gpu_product_flops(computation, instruction)
+        for computation, instruction, times in program.walk()
+    )
+
+
+def _gpu_product_flops(computation: Computation, instruction: Instruction) -> float:
+    if instruction.opcode != "custom-call":
+        return product_flops(computation, instruction)
+    operands = [computation[name] for name in instruction.operands]
+    dims = [operand.shapes[0].dims for operand in operands if operand.shapes]
+    contracted = re.search(r'"lhs_contracting_dimensions":\["(\d+)"\]', instruction.attributes)
+    if "matmul" in instruction.attribute("custom_call_target") and contracted:
+        return 2.0 * instruction.shapes[0].elements * dims[0][int(contracted[1])]
+    if "ragged_dot_sm90" in instruction.op_name:  # [R, D] by [E, D, F]
+        return 2.0 * instruction.shapes[0].elements * dims[0][1]
+    if "ragged_contracting_dim_dot_sm90" in instruction.op_name:  # …, …, [D, R] by [R, F]
+        return 2.0 * math.prod(dims[2]) * dims[3][1]
+    return 0.0
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether it is a kernel (Mosaic), not a program of XLA's own."""
+    """Whether an instruction is a Mosaic kernel, such as a Pallas kernel."""
     return instruction.attribute("custom_call_target") == '"tpu_custom_call"'
 
 
-def visited(computation: Computation, instruction: Instruction) -> float:
-    """Share of a kernel's grid whose bodies run: of causal attention the blocks on the diagonal
-    and below it.
+def visited_grid_share(computation: Computation, instruction: Instruction) -> float:
+    """The share of a kernel's grid whose bodies run: 1, but for causal attention, which runs only
+    the blocks on the diagonal and below it.
     """
     if "splash_m" not in instruction.name or "splash_causal" not in instruction.op_name:
         return 1.0
-    q = next(
-        s
-        for name in instruction.operands
-        for s in computation[name].shapes
-        if s.dtype in ("bf16", "f32") and len(s.dims) >= 3 and s.dims[-1] > 1
-    )
+    q = _attention_operands(computation, instruction)[0]
     block_size = kernels("attention")["splash"].load().block_size
     blocks = -(-q.dims[-2] // block_size(*q.dims[-2:], 2 if q.dtype == "bf16" else 4))
     return (blocks + 1) / (2 * blocks)
 
 
 def stated_bytes(instruction: Instruction) -> float:
-    """Bytes that a kernel says that it copies from and to HBM; 0 where it does not say."""
+    """Bytes that a kernel states it copies from and to HBM; 0 if it does not state them."""
     stated = re.search(r'"bytes_accessed":"(\d+)"', instruction.attributes)
     return float(stated.group(1)) if stated else 0.0
 
 
 def unknown_kernels(program: Program, schedules: Mapping[str, Schedule] | None = None) -> list[str]:
-    """Traced names of the kernels of which neither their products nor a whole schedule say what
-    they cost, each once.
+    """Traced names of the kernels whose cost is unknown, each once: they have no FLOPs and no whole
+    schedule.
     """
-
-    def unknown(step):
-        schedule = (schedules or {}).get(step.instruction.name)
-        return (
-            is_kernel(step.instruction)
-            and not (schedule and schedule.whole)
-            and _kernel_flops(step.computation, step.instruction) is None
+    names = {}
+    for computation, instruction, _ in program.walk():
+        schedule = (schedules or {}).get(instruction.name)
+        is_known = (
+            schedule and schedule.whole or _kernel_flops(computation, instruction) is not None
         )
-
-    return list(
-        dict.fromkeys(
-            s.instruction.op_name or s.instruction.name for s in program.walk() if unknown(s)
-        )
-    )
+        if is_kernel(instruction) and not is_known:
+            names[instruction.op_name or instruction.name] = None
+    return list(names)
 
 
 class DeltaRuleCall(NamedTuple):
-    """A call of one of our kernels. kernel: "forward", "forward with known inverses", "map" or
-    "backward"; heads: of the values.
+    """A call of one of our delta rule kernels.
+
+    Attributes:
+      kernel: "forward", "forward with known inverses", "map" or "backward".
+      tokens: of all rows.
+      heads: number of value heads.
+      key, value: widths of a head.
+      chunk: tokens of a chunk.
     """
 
     kernel: str
@@ -375,7 +371,7 @@ class DeltaRuleCall(NamedTuple):
 
 
 def delta_rule_call(computation: Computation, instruction: Instruction) -> DeltaRuleCall | None:
-    """None for every other instruction."""
+    """The delta rule kernel that an instruction calls; None for every other instruction."""
     kernel = re.search(r"gated_delta_rule_(forward|map|backward)", instruction.name)
     if instruction.opcode != "custom-call" or not kernel:
         return None
@@ -402,8 +398,8 @@ def delta_rule_call(computation: Computation, instruction: Instruction) -> Delta
 def hbm_bytes(program: Program, computation: Computation, instruction: Instruction) -> float:
     """Bytes that one run of an instruction outside fusions reads from and writes to HBM.
 
-    Slices and updates in place touch their part only; other memories (VMEM) are free. Of a
-    gather the result counts.
+    A slice or an update in place counts only the part that it touches, a gather its result. Other
+    memories (VMEM) count nothing.
     """
     op = instruction.opcode
     if op in FREE or op in ("while", "conditional", "call") or op.endswith(("-done", "-update")):
@@ -453,6 +449,7 @@ def _read(inner: Computation, parameter: Instruction) -> float:
 
 
 def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) -> float:
+    """Bytes that a fusion writes."""
     while root.opcode == "bitcast":
         root = inner[root.operands[0]]
     if root.opcode == "tuple":
@@ -464,12 +461,11 @@ def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) ->
     return _in_hbm(results)
 
 
-# ---- memory
-# --------------------------------------------------------------------------------------------------
+# ---- memory ----
 
 
 def shard_bytes(tree: Any) -> float:
-    """Bytes of one device's part of a tree of arrays or `jax.ShapeDtypeStruct`s with shardings."""
+    """Bytes of one device's shards of a tree of arrays or shapes with shardings."""
     return float(
         sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -478,8 +474,13 @@ def shard_bytes(tree: Any) -> float:
     )
 
 
-def memory(compiled: Any, program: Program, params: Any, opt_state: Any) -> Memory:
-    """HBM of a compiled train step whose donated state holds `params` and `opt_state`."""
+def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> Memory:
+    """HBM of a compiled train step.
+
+    Args:
+      compiled: the step as `jax.stages.Compiled`; `program`: the same step, parsed.
+      params, opt_state: its donated state, as a tree of shapes with shardings.
+    """
     stats = compiled.memory_analysis()
     parameters, optimizer = shard_bytes(params), shard_bytes(opt_state)
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -500,12 +501,12 @@ def memory(compiled: Any, program: Program, params: Any, opt_state: Any) -> Memo
 
 
 def _stacked(program: Program) -> tuple[float, float]:
-    """Bytes in HBM of the arrays that loops fill one trip at a time: (by forward loops, by
-    backward loops).
+    """Bytes in HBM of the arrays that loops fill one trip at a time: by forward loops, and by
+    backward loops.
 
-    A forward scan stacks what its backward needs, a backward scan the gradients of the stacked
-    parameters; JAX marks the transposed one in its name. Of nested loops the inner ones' stacks
-    live within one outer trip and count once.
+    A forward scan stacks what its backward scan needs; a backward scan stacks the gradients of the
+    stacked parameters. JAX marks a backward scan by "transpose(" in its name. The stacks of an
+    inner loop live within one trip of the outer loop, so they count once.
     """
     forward = backward = 0.0
     for step in program.walk():

@@ -1,10 +1,9 @@
-"""Reads the text of a compiled XLA program (`compiled.as_text()`): its computations,
-instructions and loops.
+"""Parses the text of a compiled XLA program (`compiled.as_text()`): its computations, instructions
+and loops.
 
-The text is the program of one device after partitioning, optimization and, on TPU, scheduling:
-instructions of a computation stand in the order in which they start. Everything here is text in,
-small records out; what the records mean for memory, network and time is read off in
-`compiled.py` and `roofline.py`.
+The text is the program of one device after partitioning, optimization and, on TPU, scheduling: the
+instructions of a computation are listed in the order in which they start. This file only parses;
+`compiled.py` and `roofline.py` compute memory, traffic and time from the result.
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|called_computations|branch_computations|true_computation|"
     r"false_computation|async_wrapped)=(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
-# Instructions that move nothing: names for parts of other values.
+# Opcodes that move no data: they only name parts of other values.
 FREE = frozenset(
     (
         "parameter",
@@ -50,7 +49,7 @@ FREE = frozenset(
         "add-dependency",
     )
 )
-# Instructions that run the computations they name.
+# Opcodes that run the computations they name.
 CALLERS = frozenset(("fusion", "call", "conditional", "custom-call", "async-start", "call-start"))
 
 
@@ -72,32 +71,42 @@ class Shape:
 
     @property
     def in_hbm(self) -> bool:
-        """Whether it lies in the device's main memory; the compiler marks every other memory as
-        S(n) in the layout.
+        """Whether the array is in the device's main memory. For other memories the layout contains
+        S(n).
         """
         return "S(" not in self.layout
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
+    """One instruction of a computation.
+
+    Attributes:
+      shapes: arrays of the result; several for a tuple.
+      operands: names of the instructions whose results it takes.
+      literal: the text between the parentheses, for parameters and constants.
+      attributes: the text after the operands.
+      root: whether its result is the computation's.
+    """
+
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]  # of the result; several for a tuple
+    shapes: tuple[Shape, ...]
     operands: tuple[str, ...]
-    literal: str  # what stands in the parentheses, for parameters and constants
+    literal: str
     attributes: str
     root: bool
 
     @functools.cached_property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations it calls, in the order of the text."""
+        """Names of the computations that it calls, in the order of the text."""
         names = []
         for group, single in _CALLED.findall(self.attributes):
             names += [n.strip().lstrip("%") for n in group.split(",")] if group else [single]
         return tuple(names)
 
     def attribute(self, name: str) -> str:
-        """The value of `name={...}` or `name=word`; "" where there is none."""
+        """The value of the attribute `name={...}` or `name=word`; "" if there is none."""
         m = re.search(
             rf"(?:^|[ ,]){name}=(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|\"[^\"]*\"|[^\s,]+)",
             self.attributes,
@@ -106,7 +115,9 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where the traced program asked for it, such as `jit(train_step)/…/dot_general`."""
+        """The operation of the traced program that it comes from, such as
+        `jit(train_step)/…/dot_general`.
+        """
         m = re.search(r'op_name="([^"]*)"', self.attributes)
         return m.group(1) if m else ""
 
@@ -116,7 +127,7 @@ class Instruction:
 
 
 class Computation(dict[str, Instruction]):
-    """Instructions by name, in order."""
+    """Name → instruction, in the order in which they start."""
 
     @property
     def root(self) -> Instruction:
@@ -138,7 +149,7 @@ class Computation(dict[str, Instruction]):
 
 
 class Step(NamedTuple):
-    """One instruction where `Program.walk` meets it, and how often it runs."""
+    """One instruction that `Program.walk` visits, its computation, and how often it runs."""
 
     computation: Computation
     instruction: Instruction
@@ -147,36 +158,40 @@ class Step(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
+    """A parsed program.
+
+    Attributes:
+      computations: name → computation.
+      entry: name of the computation that runs first.
+      functions: id of a stack frame → its innermost function of this package, as "file function".
+    """
+
     computations: dict[str, Computation]
     entry: str
-    # of this package: the innermost of each stack frame
     functions: dict[int, str] = dataclasses.field(default_factory=dict)
 
-    def part(self, instruction: Instruction) -> str:
-        """Which function of this package asked for it, as "file function"; of a fusion that does
-        not say, for a product, or else for the first inside that says. A kernel or a collective
-        that nobody asked for has its own name; anything else belongs to its first operand.
+    def source_function(self, instruction: Instruction) -> str:
+        """The function of this package that asked for an instruction, as "file function"; "?" if it
+        is unknown.
+
+        For a fusion without a known function it is that of a product inside, else that of the
+        first instruction inside that has one. A kernel or collective without one goes by its own
+        name; any other instruction without one by the function of its first operand.
         """
-        inside = (
-            [i for name in instruction.called for i in self.computations[name].values()]
-            if instruction.opcode == "fusion"
-            else []
-        )
-        inside.sort(key=lambda i: i.opcode not in ("dot", "convolution"))
-        frames = (re.search(r"stack_frame_id=(\d+)", i.attributes) for i in (instruction, *inside))
-        found = next(
-            (
-                name
-                for f in frames
-                if f and (name := self.functions.get(int(f.group(1)), "?")) != "?"
-            ),
-            "?",
-        )
-        if found == "?" and instruction.opcode in ("custom-call", "call-start"):
+        candidates = [instruction]
+        if instruction.opcode == "fusion":
+            inside = [i for name in instruction.called for i in self.computations[name].values()]
+            candidates += sorted(inside, key=lambda i: i.opcode not in ("dot", "convolution"))
+        for candidate in candidates:
+            frame = re.search(r"stack_frame_id=(\d+)", candidate.attributes)
+            function = self.functions.get(int(frame.group(1)), "?") if frame else "?"
+            if function != "?":
+                return function
+        if instruction.opcode in ("custom-call", "call-start"):
             return re.sub(r"\.(cloned|call-start|\d+)", "", instruction.name)
-        if found == "?" and instruction.operands and instruction.operands[0] in self._by_name:
-            return self.part(self._by_name[instruction.operands[0]])
-        return found
+        if instruction.operands and instruction.operands[0] in self._by_name:
+            return self.source_function(self._by_name[instruction.operands[0]])
+        return "?"
 
     @functools.cached_property
     def _by_name(self) -> dict[str, Instruction]:
@@ -185,7 +200,11 @@ class Program:
         }
 
     def trips(self, computation: Computation, loop: Instruction) -> int | None:
-        """How often the body of a `while` runs; None where the program does not state it."""
+        """How often the body of a `while` runs; None if the program does not say it.
+
+        The compiler states it, or it follows from the loop's counter: its start, its step, and the
+        bound to which the condition compares it.
+        """
         stated = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if stated:
             return int(stated.group(1))
@@ -197,7 +216,7 @@ class Program:
             return None
 
         def constant(inside: Computation, name: str) -> int | None:
-            """Of a constant, or of an element of the loop's tuple that no trip changes."""
+            """The value of a constant, or of an element of the tuple that no trip changes."""
             instruction = _source(inside, name)
             if instruction.opcode == "get-tuple-element":
                 i = int(instruction.attribute("index"))
@@ -232,8 +251,8 @@ class Program:
         start = int(before[index].literal) if before[index].opcode == "constant" else None
         if start is None or not step or after[index].opcode != "add":
             return None
-        last_counts = direction in ("LE", "GE")
-        return max(-(-(bound - start + last_counts * (step // abs(step))) // step), 0)
+        includes_bound = direction in ("LE", "GE")
+        return max(-(-(bound - start + includes_bound * (step // abs(step))) // step), 0)
 
     def changes(self, body: Computation, index: int) -> bool:
         """Whether a trip of a loop with this body changes element `index` of the loop's tuple."""
@@ -245,9 +264,9 @@ class Program:
         )
 
     def walk(self, name: str | None = None, times: float = 1) -> Iterator["Step"]:
-        """Every instruction reachable from the entry, with how often it runs. A loop whose trips
-        are not stated counts once (`unstated_loops` names them); of a conditional's branches
-        each counts.
+        """Visits every instruction that the computation `name` (default: the entry) runs, and how
+        often it runs it. A loop whose trips are unknown counts once (see `unstated_loops`); all
+        branches of a conditional count.
         """
         computation = self.computations[name or self.entry]
         for instruction in computation.values():
@@ -258,12 +277,12 @@ class Program:
                 called = (instruction.attribute("body").lstrip("%"),)
                 inner = times * (self.trips(computation, instruction) or 1)
             elif instruction.opcode not in CALLERS:
-                continue  # the reduction of a reduce or a sort: per element, no work of its own
+                continue  # the function that a reduce or a sort applies to its elements
             for callee in called:
                 yield from self.walk(callee, inner)
 
     def unstated_loops(self) -> list[str]:
-        """Traced names of the loops that may run more often than they are counted, each once."""
+        """Traced names of the loops whose trips are unknown, each once."""
         return list(
             dict.fromkeys(
                 s.instruction.op_name or s.instruction.name
@@ -275,7 +294,7 @@ class Program:
 
 
 def _source(computation: Computation, name: str) -> Instruction:
-    """The instruction whose value `name` is, through copies."""
+    """The instruction that computes the value `name`, which may be a copy of its result."""
     instruction = computation[name]
     while instruction.opcode in ("copy", "bitcast", "opt-barrier", "copy-done", "copy-start"):
         instruction = computation[instruction.operands[0]]
@@ -283,7 +302,7 @@ def _source(computation: Computation, name: str) -> Instruction:
 
 
 def _elements(computation: Computation, name: str) -> list[Instruction] | None:
-    """The elements of the tuple `name`."""
+    """The instructions that compute the elements of the tuple `name`; None if it is no tuple."""
     instruction = _source(computation, name)
     return (
         [_source(computation, n) for n in instruction.operands]
@@ -293,8 +312,8 @@ def _elements(computation: Computation, name: str) -> list[Instruction] | None:
 
 
 def parse(text: str) -> Program:
-    """The program in the text of an HLO module."""
-    # kernels in base64, megabytes of them
+    """Parses the text of an HLO module."""
+    # Removes the kernels, megabytes in base64.
     text = re.sub(r'"(?:body|debug_locations)":"[^"]*"', '""', text)
     computations: dict[str, Computation] = {}
     entry, current, pending = "", None, ""
@@ -315,12 +334,14 @@ def parse(text: str) -> Program:
         elif re.match(r"\s+(?:ROOT )?%", line):
             finish()
             pending = line
-        else:  # attributes may hold line ends
+        else:  # an instruction whose attributes contain line ends
             pending += " " + line
     return Program(computations, entry, _functions(text))
 
 
 def _functions(text: str) -> dict[int, str]:
+    """`Program.functions`, from the tables of stack frames in the text."""
+
     def numbered(name):
         section = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
         return (
@@ -354,6 +375,7 @@ def _functions(text: str) -> dict[int, str]:
 
 
 def _instruction(line: str) -> Instruction | None:
+    """Parses one instruction; None if the line has none."""
     m = re.match(r"\s+(ROOT )?%([\w.\-]+) = ", line)
     if not m:
         return None
@@ -369,7 +391,7 @@ def _instruction(line: str) -> Instruction | None:
     return Instruction(
         name=m.group(2),
         opcode=opcode,
-        shapes=shapes(line[start:end]),
+        shapes=parse_shapes(line[start:end]),
         operands=operands,
         literal=inside,
         attributes=line[close + 1 :].lstrip(", "),
@@ -377,8 +399,8 @@ def _instruction(line: str) -> Instruction | None:
     )
 
 
-def shapes(text: str) -> tuple[Shape, ...]:
-    """The arrays in the text of a type."""
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """Parses the arrays in the text of a type."""
     return tuple(
         Shape(dtype, tuple(int(d) for d in dims.split(",") if d), layout)
         for dtype, dims, layout in _SHAPE.findall(text)
@@ -395,13 +417,12 @@ def _closing(line: str, opening: int) -> int:
     raise ValueError(f"unbalanced parentheses in {line[:80]!r}")
 
 
-# ---- FLOPs of products
-# -------------------------------------------------------------------------------------------------
+# ---- FLOPs of products ----
 
 
 def product_flops(computation: Computation, instruction: Instruction) -> float:
-    """2 × multiply-adds of a `dot` or `convolution` (XLA on TPU writes every product as one); 0
-    for anything else.
+    """FLOPs (2 × multiply-adds) of a `dot` or a `convolution`, as which XLA on TPU writes every
+    product; 0 for any other instruction.
     """
     if instruction.opcode == "dot":
         left = computation[instruction.operands[0]].shapes[0].dims
@@ -452,8 +473,9 @@ def _pairs(
     base_dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """Pairs of output and kernel positions that meet an element, not padding: a batch dimension
-    that is written as a window (strides and holes) has one pair per element.
+    """How many pairs of an output and a kernel position read an element of the input, and not
+    padding, along one dimension of a convolution. (XLA may write a batch dimension as a window with
+    strides and dilation; it has one pair per element.)
     """
     place = np.arange(out)[:, None] * stride - low + np.arange(kernel) * kernel_dilation
     return int(

@@ -1,23 +1,26 @@
-"""The least that a step on this mesh needs: products, bytes through HBM, and exchange, each at
-its peak and all beside each other.
+"""Computes a lower bound of the time of a step on a mesh: products, HBM traffic and network, each
+at its peak, all at the same time.
 
     ideal = max(products / peak, HBM bytes / bandwidth, bytes over each group of mesh axes /
-    their links)
+    bandwidth of its links)
 
-- products: the model's FLOPs (`model/flops.py`): nothing is computed again.
-- HBM: of each weight as it is used, in the model's dtype, six passes (gathered for the forward
-  and for the backward, read in both, its
-  gradient written and read); of the state as it is stored seven passes in float32 (parameter and
-  two moments there and back, the gradient); of each token's intermediate values in a layer
-  (`layer_bytes`) four (written and read, gradients too).
-- exchange: every weight gathered twice and its gradient scattered once, in the model's dtype;
-  rows of tokens to their experts and back,
-  forward and backward: to all shards up to `GATHERED_SHARDS`, beyond to those that hold one of
-  the token's experts; over `tensor` four sums of a layer's rows. What `context` exchanges is
-  left out.
+- Products: the model's FLOPs (`model/flops.py`); nothing is computed twice.
+- HBM, weights: six passes over each weight as it is used, in the model's dtype: it is gathered for
+  the forward and for the backward pass, read in both, and its gradient is written and read.
+- HBM, state: seven passes over the state as it is stored, in float32: parameter and two moments are
+  read and written, the gradient is read.
+- HBM, activations: four passes over each token's intermediate values in a layer (`layer_bytes`):
+  values and gradients are written and read.
+- Network, weights: every weight is gathered twice and its gradient reduce-scattered once, in the
+  model's dtype.
+- Network, experts: tokens' hidden vectors travel to the experts and back, in the forward and the
+  backward pass. With up to `GATHERED_SHARDS` shards they go to all shards, with more only to those
+  that hold one of the token's experts.
+- Network, `tensor`: four all-reduces of a layer's hidden vectors.
+- What `context` exchanges is not counted.
 
-Real products reach less than the peak: `realistic` takes 75 % of it for dense and 60 % for
-grouped ones.
+Real products do not reach the peak: `realistic` takes 75 % of it for dense and 60 % for grouped
+products.
 """
 
 import math
@@ -32,15 +35,20 @@ from qwen3next_jax.model.language_model import declared
 from qwen3next_jax.planner.compiled import Collective
 from qwen3next_jax.planner.roofline import COMPUTE, HBM, Network
 from qwen3next_jax.planner.topology import Topology
-from qwen3next_jax.sharding.mesh import EXPERT
-from qwen3next_jax.sharding.rules import TENSOR, axes_to_gather, storage_spec, use_spec
+from qwen3next_jax.sharding.rules import EXPERT, TENSOR, axes_to_gather, storage_spec, compute_spec
 
-DENSE, GROUPED = 0.75, 0.60  # realistic shares of the peak
+# shares of the peak that dense products, and grouped products of experts, realistically reach
+DENSE_EFFICIENCY, GROUPED_EFFICIENCY = 0.75, 0.60
 
 
-class Ideal(NamedTuple):
-    """Seconds of one step. bound: of each thing it needs, longest first; seconds: the longest;
-    realistic: so with products at DENSE and GROUPED.
+class IdealTime(NamedTuple):
+    """Lower bounds of a step, in seconds.
+
+    Attributes:
+      seconds: the longest of `bound`.
+      realistic: the same with products at DENSE_EFFICIENCY and GROUPED_EFFICIENCY.
+      bound: seconds of each resource, longest first: "compute", "hbm", or "network" and its mesh
+        axes. (The fields are part of the planner's JSON.)
     """
 
     seconds: float
@@ -48,75 +56,76 @@ class Ideal(NamedTuple):
     bound: dict[str, float]
 
 
-def ideal(m: ModelConfig, train: TrainConfig, topology: Topology, mesh: jax.sharding.Mesh) -> Ideal:
-    """The bounds of a step of the model `m` with the batches of `train`."""
+def ideal_time(
+    m: ModelConfig, train: TrainConfig, topology: Topology, mesh: jax.sharding.Mesh
+) -> IdealTime:
+    """The lower bound of a train step of the model `m`, with the batches of `train`, on `mesh`."""
     chip = topology.chip
     tokens = train.batch_size * train.sequence_length / mesh.size * mesh.shape[TENSOR]
     passes = train.gradient_accumulation
-    parts = {
+    products = {
         name: (1 + BACKWARD_OVER_FORWARD) * flops * tokens / mesh.shape[TENSOR] / chip.device_flops
         for name, flops in forward_flops_per_token(m, train.sequence_length).items()
     }
-    compute, grouped = sum(parts.values()), parts.get("experts", 0.0)
+    compute, grouped = sum(products.values()), products.get("experts", 0.0)
     network, bound = Network(mesh, chip, topology.shape), {COMPUTE: compute}
-    layers, rows = m.num_hidden_layers + m.mtp_depth, 2.0 * tokens * m.hidden_size
 
-    def send(axes, kind, size, group):
-        name = "network " + "+".join(axes)
-        bound[name] = bound.get(name, 0.0) + network.seconds(
-            Collective(kind, axes, group, size, 1), None
-        )
+    def add_collective(axis: str, kind: str, size: float):
+        name = f"network {axis}"
+        collective = Collective(kind, (axis,), mesh.shape[axis], size, 1)
+        bound[name] = bound.get(name, 0.0) + network.seconds(collective, None)
 
-    used = stored = 0.0
+    used = stored = 0.0  # parameters of one device, gathered for use and as they are stored
     for parameter in declared(m).values():
         shape = parameter.stack + parameter.shape
-        storage, use = storage_spec(parameter, shape, mesh), use_spec(parameter, shape, mesh)
-        here = math.prod(jax.sharding.NamedSharding(mesh, storage).shard_shape(shape))
-        stored += here
-        for axis in (axis for axes in axes_to_gather(storage, use) for axis in reversed(axes)):
-            send(
-                (axis,),
-                "all-gather",
-                passes * 3 * 2.0 * here * (mesh.shape[axis] - 1),
-                mesh.shape[axis],
-            )
-            here *= mesh.shape[axis]
-        used += here
-    n = mesh.shape[EXPERT]
-    if m.has_experts and n > 1:
-        e, a = m.num_experts, m.num_experts_per_tok
-        visited = n * (1 - math.comb(e - e // n, a) / math.comb(e, a)) * (n - 1) / n
-        to_all = n <= GATHERED_SHARDS
-        send(
-            (EXPERT,),
-            "all-gather" if to_all else "all-to-all",
-            4 * layers * rows * (n - 1 if to_all else visited),
-            n,
-        )
+        storage, use = storage_spec(parameter, shape, mesh), compute_spec(parameter, shape, mesh)
+        size = math.prod(jax.sharding.NamedSharding(mesh, storage).shard_shape(shape))
+        stored += size
+        for axes in axes_to_gather(storage, use):
+            for axis in reversed(axes):
+                n = mesh.shape[axis]
+                add_collective(axis, "all-gather", passes * 3 * 2.0 * size * (n - 1))
+                size *= n
+        used += size
+    layers, hidden = m.num_hidden_layers + m.mtp_depth, 2.0 * tokens * m.hidden_size
+    if m.has_experts and mesh.shape[EXPERT] > 1:
+        add_collective(EXPERT, *_expert_exchange(m, mesh.shape[EXPERT], 4 * layers * hidden))
     if (n := mesh.shape[TENSOR]) > 1:
-        send((TENSOR,), "all-reduce", 4 * layers * rows * 2 * (n - 1) / n, n)
+        add_collective(TENSOR, "all-reduce", 4 * layers * hidden * 2 * (n - 1) / n)
     moved = (
         6 * 2 * used * passes
         + 7 * 4 * stored
         + 4 * layers * tokens * layer_bytes(m) / mesh.shape[TENSOR]
     )
     bound[HBM] = moved * chip.devices_per_chip / chip.hbm_bandwidth
-    realistic = (compute - grouped) / DENSE + grouped / GROUPED
+    realistic = (compute - grouped) / DENSE_EFFICIENCY + grouped / GROUPED_EFFICIENCY
     bound = dict(sorted(bound.items(), key=lambda item: -item[1]))
-    return Ideal(max(bound.values()), max(realistic, *bound.values()), bound)
+    return IdealTime(max(bound.values()), max(realistic, *bound.values()), bound)
+
+
+def _expert_exchange(m: ModelConfig, shards: int, size: float) -> tuple[str, float]:
+    """The collective that carries `size` bytes of hidden vectors of a device to the experts'
+    shards, and the bytes that leave the device.
+    """
+    if shards <= GATHERED_SHARDS:
+        return "all-gather", size * (shards - 1)
+    # the expected number of other shards that hold one of a token's experts
+    experts, chosen = m.num_experts, m.num_experts_per_tok
+    missed = math.comb(experts - experts // shards, chosen) / math.comb(experts, chosen)
+    return "all-to-all", size * (shards * (1 - missed) * (shards - 1) / shards)
 
 
 def layer_bytes(m: ModelConfig, experts: bool = True) -> float:
-    """Of one token's intermediate values in a recurrent layer, in bfloat16: operands of every
-    product, the experts' included.
+    """Bytes, in bfloat16, of one token's intermediate values in a recurrent layer: the operands of
+    every product. `experts`: whether those of the MLP count.
     """
     mixer = 3 * (
         m.linear_num_key_heads * m.linear_key_head_dim
         + m.linear_num_value_heads * m.linear_value_head_dim
     )
-    mlp = (
-        m.num_experts_per_tok * (2 * m.hidden_size + 3 * m.moe_intermediate_size)
-        if m.num_experts
-        else 3 * m.intermediate_size
-    )
-    return 2 * (4 * m.hidden_size + 2 * mixer + mlp * experts)
+    mlp = 0
+    if experts:
+        mlp = 3 * m.intermediate_size
+        if m.num_experts:
+            mlp = m.num_experts_per_tok * (2 * m.hidden_size + 3 * m.moe_intermediate_size)
+    return 2 * (4 * m.hidden_size + 2 * mixer + mlp)

@@ -1,10 +1,8 @@
-"""Compiles the real train step for a described TPU slice, or GPUs, and says what each chip would
-hold, send and take.
+"""Compiles the real train step for a described TPU slice, or for GPUs, and predicts the memory,
+traffic and time of each chip.
 
-A compiler for GPUs leaves no schedule: there, nothing says how long a step lasts.
-
-Nothing here touches a device: the model is shapes, the slice a description, the compiler the
-real one.
+No device is used: the model is a tree of shapes, the slice a description; only the compiler is
+real. The compiler for GPUs gives no schedule, so for GPUs there is no prediction of time.
 """
 
 import dataclasses
@@ -27,23 +25,25 @@ from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import (
     Collective,
     Memory,
-    collectives,
+    program_collectives,
     gpu_flops,
-    memory,
+    memory_use,
     unknown_kernels,
 )
-from qwen3next_jax.planner.ideal import Ideal, ideal
-from qwen3next_jax.planner.roofline import RULES, Estimate, estimate
+from qwen3next_jax.planner.ideal import IdealTime, ideal_time
+from qwen3next_jax.planner.roofline import COST_MODELS, Estimate, estimate_time
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.sharding.chips import Chip
 from qwen3next_jax.sharding.compiler_options import compiler_options
-from qwen3next_jax.sharding.mesh import EXPERT, make_mesh
+from qwen3next_jax.sharding.mesh import make_mesh
+from qwen3next_jax.sharding.rules import EXPERT
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import ResolvedStage
 
-# Of a GPU's program memory and network are read, which are settled before its code is made.
-ROUGH_CODE = {
+# Makes the GPU compiler skip the optimization of machine code. Memory and collectives, which the
+# planner reads, are decided before that.
+FAST_GPU_COMPILE = {
     "xla_gpu_disable_gpuasm_optimizations": True,
     "xla_llvm_disable_expensive_passes": True,
     "xla_backend_optimization_level": 0,
@@ -53,12 +53,26 @@ UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """One configuration on one slice. Bytes, FLOPs and seconds are of one device and one step.
+    """The prediction for one configuration on one slice. Bytes, FLOPs and seconds are those of one
+    device and one step.
 
-    Where the program does not fit, there are no figures but `needs` and `usable_hbm` (bytes).
-    Where the compiler gave another error or ended its process (`failed`), there are none.
-    `reason` says which, in one line. Times are by the rules called `rules` (`roofline.RULES`),
-    of which `estimates` has one each.
+    If the program does not fit, only `needs`, `usable_hbm` and `reason` are set. If the compiler
+    gave another error or ended its process, `failed` is true and only `reason` is set.
+
+    Attributes:
+      mesh: axis → size.
+      optimization_level: of the compiler: "O1" or "default".
+      lower_seconds, compile_seconds: wall time of the planner itself.
+      compile_cpu_seconds: CPU time of the compile, over all threads.
+      fits: whether the program fits in the memory of a device.
+      reason: why there is no prediction, in one line.
+      compile_bytes: peak memory of the process that compiled it.
+      needs: bytes of HBM that the program needs.
+      estimates: name of a cost model (`roofline.COST_MODELS`) → its estimate; {} for GPUs.
+      gpu_flops: executed FLOPs, for GPUs.
+      cost_model: which of `estimates` the properties below use.
+      unstated_loops: names of loops that count once, as the program does not state their trips.
+      unknown_kernels: names of kernels whose cost is unknown. If there are any, there is no MFU.
     """
 
     config: Config
@@ -67,18 +81,18 @@ class Plan:
     optimization_level: str
     lower_seconds: float
     compile_seconds: float
-    compile_cpu_seconds: float  # of all threads: what other load on the machine does not change
+    compile_cpu_seconds: float
     fits: bool
     failed: bool = False
     reason: str = ""
-    compile_bytes: float = 0.0  # peak of the memory of the process that compiled it
+    compile_bytes: float = 0.0
     needs: float = 0.0
     usable_hbm: float = 0.0
     memory: Memory | None = None
     estimates: Mapping[str, Estimate] = dataclasses.field(default_factory=dict)
-    gpu_flops: float = 0.0  # of a GPU's program, which has no estimates
-    rules: str = RULES[0]
-    ideal: Ideal | None = None
+    gpu_flops: float = 0.0
+    cost_model: str = COST_MODELS[0]
+    ideal: IdealTime | None = None
     collectives: tuple[Collective, ...] = ()
     unstated_loops: tuple[str, ...] = ()
     unknown_kernels: tuple[str, ...] = ()
@@ -86,21 +100,18 @@ class Plan:
 
     @property
     def estimate(self) -> Estimate:
-        return self.estimates[self.rules]
+        return self.estimates[self.cost_model]
 
     @property
     def tokens(self) -> int:
-        """Of one step, over all devices."""
+        """Tokens of one step on all devices."""
         return self.config.train.batch_size * self.config.train.sequence_length
 
     @property
     def model_flops(self) -> float:
-        """Of one step on one device, recomputation excluded."""
-        return (
-            flops_per_token(self.config.model, self.config.train.sequence_length)
-            * self.tokens
-            / len(self.topology.devices)
-        )
+        """FLOPs of the model (without recomputation) of one step on one device."""
+        per_token = flops_per_token(self.config.model, self.config.train.sequence_length)
+        return per_token * self.tokens / len(self.topology.devices)
 
     @property
     def tokens_per_second(self) -> float:
@@ -111,25 +122,26 @@ class Plan:
         return self.mfu_in(self.estimate.seconds)
 
     def mfu_in(self, seconds: float) -> float | None:
-        """Of a step of so many seconds; None where nothing says what a kernel costs."""
-        return (
-            None
-            if self.unknown_kernels
-            else self.model_flops / seconds / self.topology.chip.device_flops
-        )
+        """The MFU of a step that takes `seconds`; None if the cost of a kernel is unknown."""
+        if self.unknown_kernels:
+            return None
+        return self.model_flops / seconds / self.topology.chip.device_flops
 
     @property
     def binding(self) -> str:
-        """What the step waits for most: "compute", "hbm", or "network" and its mesh axes."""
+        """What the step waits for longest: "compute", "hbm", or "network" and its mesh axes."""
         return next(iter(self.estimate.bound))
 
     @property
     def verdict(self) -> str:
-        return "fits" if self.fits else "failed" if self.failed else "does not fit"
+        """ "fits", "failed" or "does not fit"."""
+        if self.fits:
+            return "fits"
+        return "failed" if self.failed else "does not fit"
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-ready. Of what does not fit, the predictions are null."""
-        train, fitting = self.config.train, self.fits and bool(self.estimates)
+        """The plan, JSON-ready. Predictions that it does not have are null."""
+        train = self.config.train
         return {
             "topology": self.topology.name,
             "chips": self.topology.chips,
@@ -147,20 +159,8 @@ class Plan:
             "peak_hbm_bytes": self.needs or None,
             "usable_hbm_bytes": self.usable_hbm or None,
             "memory_bytes": self.memory._asdict() if self.fits else None,
-            "step_seconds": self.estimate.seconds if fitting else None,
-            "tokens_per_second": self.tokens_per_second if fitting else None,
-            "mfu": self.mfu if fitting else None,
-            "mfu_today": self.mfu_in(self.estimates["today"].seconds) if fitting else None,
-            "rules": self.rules,
-            "ideal": self.ideal._asdict() if fitting else None,
-            "parts": {name: part._asdict() for name, part in self.estimate.parts.items()}
-            if fitting
-            else None,
-            "bound_seconds": self.estimate.bound if fitting else None,
-            "binding": self.binding if fitting else None,
+            **self._times_as_dict(),
             "model_flops": self.model_flops,
-            "executed_flops": self.estimate.flops if fitting else self.gpu_flops or None,
-            "hbm_bytes": self.estimate.hbm_bytes if fitting else None,
             "network": [
                 {"axes": list(axes), "collective": kind, "bytes": size, "count": count}
                 for (axes, kind), (size, count) in traffic(self.collectives).items()
@@ -180,21 +180,57 @@ class Plan:
             },
         }
 
+    def _times_as_dict(self) -> dict[str, Any]:
+        """The part of `as_dict` that the estimates of time give."""
+        times: dict[str, Any] = dict.fromkeys(
+            (
+                *("step_seconds", "tokens_per_second", "mfu", "mfu_roofline", "mfu_today"),
+                *("ideal", "parts", "bound_seconds", "binding", "hbm_bytes"),
+            )
+        )
+        times |= {
+            "executed_flops": self.gpu_flops or None,
+            "cost_model": self.cost_model,
+            # "rules" and "mfu_today" are earlier names of "cost_model" and "mfu_roofline".
+            "rules": {"schedule": "new", "roofline": "today"}[self.cost_model],
+        }
+        if not self.fits or not self.estimates:
+            return times
+        estimate = self.estimate
+        mfu_roofline = self.mfu_in(self.estimates["roofline"].seconds)
+        return times | {
+            "step_seconds": estimate.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "mfu_roofline": mfu_roofline,
+            "mfu_today": mfu_roofline,
+            "ideal": self.ideal._asdict(),
+            "parts": {name: cost._asdict() for name, cost in estimate.by_source.items()},
+            "bound_seconds": estimate.bound,
+            "binding": self.binding,
+            "executed_flops": estimate.flops,
+            "hbm_bytes": estimate.hbm_bytes,
+        }
+
 
 def traffic(
-    found: tuple[Collective, ...],
+    collectives: tuple[Collective, ...],
 ) -> dict[tuple[tuple[str, ...], str], tuple[float, float]]:
-    """(axes, kind) → (bytes that leave a device in a step, collectives run), largest first."""
+    """Sums collectives by mesh axes and kind.
+
+    Returns:
+      (axes, kind) → (bytes that leave a device in a step, number of collectives), largest first.
+    """
     sums: dict = {}
-    for c in found:
+    for c in collectives:
         size, count = sums.get((c.axes, c.kind), (0.0, 0.0))
         sums[c.axes, c.kind] = size + c.total, count + c.times
     return dict(sorted(sums.items(), key=lambda item: -item[1][0]))
 
 
-def check_exchange(sizes: dict[str, int], topology: Topology) -> None:
-    """Raises UserError where the experts' exchange needs what the slice's compiler does not
-    have.
+def check_expert_exchange(sizes: dict[str, int], topology: Topology) -> None:
+    """Raises UserError if the exchange of tokens between experts needs a collective that the
+    compiler for this slice lacks. `sizes`: axis of the mesh → size.
     """
     if topology.chip.name == "v5e" and topology.chips > 16 and sizes[EXPERT] > GATHERED_SHARDS:
         raise UserError(
@@ -205,7 +241,7 @@ def check_exchange(sizes: dict[str, int], topology: Topology) -> None:
 
 
 def abstract_batch(run: ResolvedRun, stage: ResolvedStage) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and sharding of the arrays of one batch."""
+    """The arrays of one batch [B, T] as shapes with shardings."""
     shape = (stage.batch_size, stage.sequence_length)
     return {
         name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.batch_sharding)
@@ -214,43 +250,28 @@ def abstract_batch(run: ResolvedRun, stage: ResolvedStage) -> dict[str, jax.Shap
 
 
 def make_plan(
-    config: Config, topology: Topology, optimization_level: str = "", dumped: str | None = None
+    config: Config, topology: Topology, optimization_level: str = "", dump_folder: str | None = None
 ) -> Plan:
     """Compiles the train step of `config`, a run of one stage, for `topology`.
 
     Args:
-      optimization_level: "O1" partitions and plans memory as always, but keeps no arrays in VMEM
-      between fusions and spends
-        less on the code of each: memory and network hold, times are others. "": the compiler's
-        default, which training uses.
-
-      dumped: folder to which the compiler leaves its schedules (`schedule.dump_to`); None: none
-      are read.
+      optimization_level: of the compiler. "": its default, which training uses. "O1": compiles
+        faster; partitioning and memory planning are as at the default, so memory and network
+        hold, but it keeps no arrays in VMEM between fusions and spends less on the code of each,
+        so times differ.
+      dump_folder: the folder into which the compiler dumps its schedules
+        (`schedule.enable_schedule_dump`); None: no schedules are read.
 
     Raises:
       UserError: the mesh does not fit the devices or the model.
     """
     mesh = make_mesh(config.parallel, topology.devices)
-    check_exchange(dict(mesh.shape), topology)
+    check_expert_exchange(dict(mesh.shape), topology)
     run = resolve_run(config, mesh)
-    (stage,) = run.stages
-    state = run.abstract_state
-    batch = abstract_batch(run, stage)
-    start = time.perf_counter()
-    # kernels ask the described chip for its memory
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        platforms = None if topology.chip.torus else ("cuda",)
-        traced = make_train_step(run, stage).trace(state, batch)
-        lowered = traced.lower(lowering_platforms=platforms)
-    lowered_at, cpu_then = time.perf_counter(), cpu_seconds()
-    options = {"optimization_level": optimization_level} if optimization_level else {}
-    try:
-        compiled, failure = (
-            lowered.compile(options | ({} if topology.chip.torus else ROUGH_CODE) or None),
-            "",
-        )
-    except jax.errors.JaxRuntimeError as error:
-        compiled, failure = None, str(error)
+    started = time.perf_counter()
+    lowered = _lower(run, topology)
+    lowered_at, cpu_before = time.perf_counter(), used_cpu_seconds()
+    compiled, failure = _compile(lowered, topology, optimization_level)
     plan = functools.partial(
         Plan,
         config,
@@ -258,66 +279,90 @@ def make_plan(
         mesh=dict(mesh.shape),
         compiler_options=compiler_options(config.parallel, mesh),
         optimization_level=optimization_level or "default",
-        lower_seconds=lowered_at - start,
+        lower_seconds=lowered_at - started,
         compile_seconds=time.perf_counter() - lowered_at,
-        compile_cpu_seconds=cpu_seconds() - cpu_then,
+        compile_cpu_seconds=used_cpu_seconds() - cpu_before,
         compile_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 2**10,
     )
     if compiled is None and "RESOURCE_EXHAUSTED" not in failure:
-        return plan(
-            fits=False, failed=True, reason=f"the compiler's error: {failure.splitlines()[0][:300]}"
-        )
+        reason = f"the compiler's error: {failure.splitlines()[0][:300]}"
+        return plan(fits=False, failed=True, reason=reason)
     if compiled is None:
         needs, usable = out_of_memory(failure)
         return plan(fits=False, reason=_too_much(needs, usable), needs=needs, usable_hbm=usable)
     program = hlo.parse(compiled.as_text())
-    schedules = schedule.read(dumped, program) if dumped else {}
-    parts = memory(compiled, program, state["params"], state["opt_state"])
+    schedules = schedule.read_schedules(dump_folder, program) if dump_folder else {}
+    memory = memory_use(
+        compiled, program, run.abstract_state["params"], run.abstract_state["opt_state"]
+    )
     usable = topology.chip.usable_hbm
-    fits = parts.peak <= usable  # at O1 the compiler does not refuse what exceeds it
+    fits = memory.peak <= usable  # at O1 the compiler accepts programs that do not fit
     plan = functools.partial(
         plan,
         fits=fits,
-        reason="" if fits else _too_much(parts.peak, usable),
-        needs=parts.peak,
+        reason="" if fits else _too_much(memory.peak, usable),
+        needs=memory.peak,
         usable_hbm=usable,
-        memory=parts,
-        collectives=tuple(collectives(program, mesh)),
+        memory=memory,
+        collectives=tuple(program_collectives(program, mesh)),
         unstated_loops=tuple(program.unstated_loops()),
     )
     if not topology.chip.torus:
         return plan(gpu_flops=gpu_flops(program))
     return plan(
         estimates={
-            rules: estimate(program, mesh, topology.chip, topology.shape, schedules, rules)
-            for rules in RULES
+            name: estimate_time(program, mesh, topology.chip, topology.shape, schedules, name)
+            for name in COST_MODELS
         },
-        ideal=ideal(config.model, config.train, topology, mesh),
+        ideal=ideal_time(config.model, config.train, topology, mesh),
         unknown_kernels=tuple(unknown_kernels(program, schedules)),
     )
+
+
+def _lower(run: ResolvedRun, topology: Topology) -> jax.stages.Lowered:
+    """The train step of the run's only stage, lowered for `topology`."""
+    (stage,) = run.stages
+    # Kernels ask the abstract mesh which chip they are for.
+    with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
+        step = make_train_step(run, stage)
+        traced = step.trace(run.abstract_state, abstract_batch(run, stage))
+        return traced.lower(lowering_platforms=None if topology.chip.torus else ("cuda",))
+
+
+def _compile(
+    lowered: jax.stages.Lowered, topology: Topology, optimization_level: str
+) -> tuple[jax.stages.Compiled | None, str]:
+    """The compiled program and "", or None and the compiler's error."""
+    options = {"optimization_level": optimization_level} if optimization_level else {}
+    if not topology.chip.torus:
+        options |= FAST_GPU_COMPILE
+    try:
+        return lowered.compile(options or None), ""
+    except jax.errors.JaxRuntimeError as error:
+        return None, str(error)
 
 
 def _too_much(needs: float, usable: float) -> str:
     return f"needs {needs / 2**30:.2f} GiB of {usable / 2**30:.2f} GiB"
 
 
-def cpu_seconds(who: int = resource.RUSAGE_SELF) -> float:
-    """Of all threads, in user and kernel mode; RUSAGE_CHILDREN: of the processes that this one
-    has waited for.
+def used_cpu_seconds(who: int = resource.RUSAGE_SELF) -> float:
+    """CPU time of all threads in user and kernel mode: of this process, or (RUSAGE_CHILDREN) of the
+    child processes that it has waited for.
     """
     usage = resource.getrusage(who)
     return usage.ru_utime + usage.ru_stime
 
 
 def out_of_memory(message: str) -> tuple[float, float]:
-    """(bytes needed, bytes there) of the compiler's complaint; 0 where it does not say."""
+    """Reads (bytes needed, bytes usable) from the compiler's error; zeros if it does not say."""
     for pattern in (
         r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
         r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
     ):
-        m = re.search(pattern, message)
-        if m:
-            return float(m.group(1)) * UNITS[m.group(2)], float(m.group(3)) * UNITS[m.group(4)]
+        if found := re.search(pattern, message):
+            needs, needs_unit, usable, usable_unit = found.groups()
+            return float(needs) * UNITS[needs_unit], float(usable) * UNITS[usable_unit]
     return 0.0, 0.0
 
 

@@ -1,8 +1,8 @@
-"""The TPU compiler's own static schedule of a program's kernels and fusions: cycles, and bytes
-of their copies.
+"""Reads the TPU compiler's static schedule of a program's kernels and fusions: cycles, and bytes
+that they copy.
 
-The compiler dumps the final bundles of each; one bundle issues per cycle where nothing waits for
-memory, so bundles of a loop times its trips are a lower bound of its cycles.
+The compiler dumps the final instruction bundles of each. The chip issues at most one bundle per
+cycle, so the bundles of a loop times its trips are a lower bound of the loop's cycles.
 """
 
 import math
@@ -11,16 +11,21 @@ import pathlib
 import re
 from typing import NamedTuple
 
-from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, shapes
+from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, parse_shapes
 
-_CORE = "megacore core id"  # what a program of a chip asks for whose two cores share its work
+# A program whose work two cores share reads this.
+_CORE = "megacore core id"
 
 
 class Schedule(NamedTuple):
-    """Of one run. cycles: bundles, each as often as its loops run. copied: bytes of the windows
-    of a kernel that are copied if every trip copies each; a window that stays is copied once.
-    whole: whether every loop with matrix work states its trips, without which the cycles are too
-    few.
+    """The schedule of one run of an instruction.
+
+    Attributes:
+      cycles: number of bundles, each counted as often as its loops run.
+      copied: bytes that a kernel copies between HBM and VMEM, if every trip copies every window of
+        its operands. (A window that does not change is copied only once.)
+      whole: whether the compiler states the trips of every loop with matrix work. Otherwise
+        `cycles` is too small.
     """
 
     cycles: float
@@ -29,130 +34,149 @@ class Schedule(NamedTuple):
 
 
 class Loop(NamedTuple):
+    """A loop of a schedule.
+
+    Attributes:
+      start, end: addresses of its first and last bundle.
+      bundles: how many bundles it has.
+      trips: how often it runs; 0 if the compiler does not state it.
+      matrix: how many matrix-unit instructions its body has.
+    """
+
     start: int
     end: int
     bundles: int
-    trips: int  # 0 where the compiler does not state them
-    matrix: int  # matrix-unit issues in the body
+    trips: int
+    matrix: int
 
 
-def dump_to(folder: str | pathlib.Path) -> None:
-    """Makes the compiler leave its final bundles in `folder`. Before libtpu is loaded, which
-    reads this once.
+def enable_schedule_dump(folder: str | pathlib.Path) -> None:
+    """Makes the compiler write its final bundles into `folder`. Call it before libtpu is loaded,
+    which reads these options once.
     """
-    asked = (
+    options = (
         f"--xla_jf_dump_to={folder}",
         "--xla_jf_dump_llo_text=true",
         "--xla_jf_dump_llo_pass_label_regex=final_bundles",
     )
     os.environ["LIBTPU_INIT_ARGS"] = " ".join(
-        (os.environ.get("LIBTPU_INIT_ARGS", ""), *asked)
+        (os.environ.get("LIBTPU_INIT_ARGS", ""), *options)
     ).strip()
 
 
-def read(folder: str | pathlib.Path, program: Program) -> dict[str, Schedule]:
-    """Of the instructions of `program` those that were dumped to `folder`, by name; of several
-    alike the compiler dumps one.
+def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Schedule]:
+    """Reads the schedules that the compiler dumped to `folder`: name of an instruction → schedule.
+
+    The compiler dumps only one of several equal instructions; the others get its schedule.
     """
-    found, twins = {}, {}
+    schedules: dict[str, Schedule] = {}
     for path in pathlib.Path(folder).glob("*final_bundles.txt"):
         text = path.read_text(errors="replace")
         entry = re.search(r"entry bundle: %(\S+) = ([\w\-]+)\(", text)
         if entry:
             loops, total = read_loops(text)
-            kernel = entry.group(2) == "custom-call"
-            found[entry.group(1)] = Schedule(
+            is_kernel = entry.group(2) == "custom-call"
+            schedules[entry.group(1)] = Schedule(
                 cycles(loops, total),
-                _copied(text, loops) if kernel else 0.0,
+                _copied_bytes(text, loops) if is_kernel else 0.0,
                 all(loop.trips or not loop.matrix for loop in loops),
             )
-    scheduled = [
-        (c, i)
-        for c in program.computations.values()
-        for i in c.values()
-        if i.called or i.opcode not in FREE
-    ]
-    for computation, instruction in scheduled:
-        if instruction.name in found:
-            twins[_signature(program, computation, instruction)] = found[instruction.name]
-    for computation, instruction in scheduled:
-        if instruction.name not in found and (
-            twin := twins.get(_signature(program, computation, instruction))
-        ):
-            found[instruction.name] = twin
-    return found
+    signatures = {
+        instruction.name: _signature(program, computation, instruction)
+        for computation in program.computations.values()
+        for instruction in computation.values()
+        if instruction.called or instruction.opcode not in FREE
+    }
+    by_signature = {
+        signature: schedules[name] for name, signature in signatures.items() if name in schedules
+    }
+    for name, signature in signatures.items():
+        if name not in schedules and signature in by_signature:
+            schedules[name] = by_signature[signature]
+    return schedules
 
 
 def _signature(program: Program, computation: Computation, instruction: Instruction) -> tuple:
-    """What two instructions share that the compiler makes one program of."""
-    inner = (
-        [program.computations[name] for name in instruction.called]
-        if instruction.opcode == "fusion"
-        else []
-    )
+    """Two instructions with equal signatures share one compiled program."""
+    inner, kernel = [], ""
+    if instruction.opcode == "fusion":
+        inner = [program.computations[name] for name in instruction.called]
+    if instruction.opcode == "custom-call":
+        kernel = re.sub(r"[.\d].*", "", instruction.name)
     return (
         instruction.opcode,
-        re.sub(r"[.\d].*", "", instruction.name) if instruction.opcode == "custom-call" else "",
+        kernel,
         instruction.shapes,
         tuple(computation[name].shapes for name in instruction.operands),
         tuple((i.opcode, i.shapes) for c in inner for i in c.values()),
     )
 
 
-def _copied(text: str, loops: list[Loop]) -> float:
+def _copied_bytes(text: str, loops: list[Loop]) -> float:
+    """`Schedule.copied` of a kernel, from the sizes of the windows in the header of its dump."""
     header = text[: text.find("entry bundle")]
     windows = sum(
         s.bytes
         for window in re.findall(r"The window shape is (\w+\[[\d,]*\]), while", header)
-        for s in shapes(window)
+        for s in parse_shapes(window)
     )
     outer = [loop for loop in loops if not any(_within(loop, other) for other in loops)]
     return windows * max((loop.trips for loop in outer), default=1) * (2 if _CORE in header else 1)
 
 
 def read_loops(text: str) -> tuple[list[Loop], int]:
-    """The loops of one dump of final bundles, outer ones first, and the number of bundles."""
-    bundles, matrix, jumps, heads, tests = [], {}, [], {}, {}
+    """Reads a dump of final bundles. Returns its loops, outer ones first, and how many bundles it
+    has.
+    """
+    addresses: list[int] = []
+    matrix: dict[int, int] = {}  # address → matrix-unit instructions of the bundle
+    jumps: list[tuple[int, str]] = []  # (address, region that it jumps to)
+    regions: dict[str, int] = {}  # region → address of its first bundle
+    exit_tests: dict[int, int] = {}  # address of a loop's exit test → trips
     for line in text.splitlines():
-        m = re.match(r"\s*(0x[0-9a-f]+|0)\s.*\{", line)
-        if not m:
+        bundle = re.match(r"\s*(0x[0-9a-f]+|0)\s.*\{", line)
+        if not bundle:
             continue
-        address = int(m.group(1), 16)
-        bundles.append(address)
+        address = int(bundle.group(1), 16)
+        addresses.append(address)
         matrix[address] = len(re.findall(r"\bvmat(?:mul|push|prep)", line))
         for counter, bound in re.findall(
             r"scmp\.\w+\.s32\.totalorder (%\S+), (\d+) /\* loop exit test", line
         ):
             step = re.search(re.escape(counter) + r" = sadd\.s32 (\d+), ", text)
-            tests[address] = math.ceil(int(bound) / (int(step.group(1)) if step else 1))
-        heads.update({region: address for region in re.findall(r"Start region (\d+)", line)})
-        jumps += [
-            (address, region) for region in re.findall(r"sbr\.rel .*?target = \$region(\d+)", line)
-        ]
-    spans = sorted(
-        ((heads[r], a) for a, r in jumps if heads.get(r, a + 1) <= a), key=lambda s: s[1] - s[0]
-    )
+            exit_tests[address] = math.ceil(int(bound) / (int(step.group(1)) if step else 1))
+        for region in re.findall(r"Start region (\d+)", line):
+            regions[region] = address
+        for region in re.findall(r"sbr\.rel .*?target = \$region(\d+)", line):
+            jumps.append((address, region))
+    # A jump back is the end of a loop. Inner loops come first, so that each claims its own test.
+    back = [(regions[r], a) for a, r in jumps if r in regions and regions[r] <= a]
     loops = []
-    for start, end in spans:  # an inner loop claims its exit test first
-        test = max((a for a in tests if start <= a <= end), default=None)
-        body = [a for a in bundles if start <= a <= end]
-        loops.append(Loop(start, end, len(body), tests.pop(test, 0), sum(matrix[a] for a in body)))
-    return sorted(loops, key=lambda loop: (loop.start, -loop.end)), len(bundles)
+    for start, end in sorted(back, key=lambda span: span[1] - span[0]):
+        test = max((a for a in exit_tests if start <= a <= end), default=None)
+        body = [a for a in addresses if start <= a <= end]
+        trips = exit_tests.pop(test, 0)
+        loops.append(Loop(start, end, len(body), trips, sum(matrix[a] for a in body)))
+    return sorted(loops, key=lambda loop: (loop.start, -loop.end)), len(addresses)
 
 
 def cycles(loops: list[Loop], total: int) -> int:
-    """Bundles issued by one launch: every body times its trips (once where unstated), nesting
-    respected.
+    """Bundles that one run issues: every loop's bundles times its trips, nested loops times the
+    trips of all loops around them. A loop whose trips are not stated counts once.
+
+    Args:
+      total: number of bundles.
     """
 
     def issued(loop: Loop) -> int:
-        inner = [x for x in loops if _within(x, loop)]
-        inner = [x for x in inner if not any(_within(x, y) for y in inner)]
-        return max(loop.trips, 1) * (loop.bundles + sum(issued(x) - x.bundles for x in inner))
+        inside = [x for x in loops if _within(x, loop)]
+        children = [x for x in inside if not any(_within(x, y) for y in inside)]
+        return max(loop.trips, 1) * (loop.bundles + sum(issued(x) - x.bundles for x in children))
 
     outer = [x for x in loops if not any(_within(x, y) for y in loops)]
     return total + sum(issued(x) - x.bundles for x in outer)
 
 
 def _within(a: Loop, b: Loop) -> bool:
+    """Whether loop `a` is inside loop `b`."""
     return a is not b and b.start <= a.start and a.end <= b.end

@@ -1,8 +1,8 @@
-"""Which meshes, batches, remat policies and micro-batches to try on a slice: ranked by
-arithmetic, before anything is compiled.
+"""Ranks meshes, batch sizes, remat policies and micro-batches for a slice by arithmetic, before
+anything is compiled.
 
-The arithmetic is rough (it leaves out what the compiler adds or saves) and only decides what is
-worth a compile.
+The arithmetic is rough: it leaves out what the compiler adds or saves. It only decides what is
+worth compiling.
 """
 
 import dataclasses
@@ -20,28 +20,33 @@ from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS, overlap_chunks
 from qwen3next_jax.model.flops import forward_flops_per_token, parameter_counts
-from qwen3next_jax.planner.ideal import DENSE, GROUPED, layer_bytes
-from qwen3next_jax.planner.planning import check_exchange
+from qwen3next_jax.planner.ideal import DENSE_EFFICIENCY, GROUPED_EFFICIENCY, layer_bytes
+from qwen3next_jax.planner.planning import check_expert_exchange
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.sharding.mesh import check_divides, mesh_text
 
 MICRO_BATCHES = (1, 2, 4, 8)
-# tokens a device; rows are split over `context` where they are longer than this, or fewer than
-# devices
+# `context` splits rows that have more tokens than this, or if there are fewer rows than devices.
 LONG_ROWS = 32_768
-# `train.remat` → share of the forward pass, without experts and heads, that the backward computes
-# again.
+# `train.remat` → the share of the forward pass (without experts and heads) that the backward pass
+# computes again
 RECOMPUTED = {"none": 0.0, "dots": 0.2, "block": 1.0, "offload": 1.0}
-HIDDEN = 0.5  # of the network, beside compute (docs/pod_step.md)
-# times that HBM moves what a layer scan keeps: out of its place into the stack, and back
-STACKED = 4
-# of one model for hundreds of candidates
+# The share of the network's time that overlaps with compute (docs/notes/2026-11-23-pod-step.md).
+OVERLAPPED = 0.5
+# How often HBM moves a saved activation: a layer scan reads and writes it when it stacks it, and
+# when it takes it from the stack.
+STACK_MOVES = 4
+# One model has hundreds of candidates.
 _counts, _flops = functools.cache(parameter_counts), functools.cache(forward_flops_per_token)
 
 
 class Candidate(NamedTuple):
-    """A configuration with its estimated bytes of HBM and seconds a step on one device; `reason`
-    where it is out.
+    """A configuration with its estimated cost.
+
+    Attributes:
+      bytes: HBM that one device needs.
+      seconds: time of a step.
+      reason: why it cannot be used; "" if it can.
     """
 
     config: Config
@@ -67,58 +72,59 @@ class Candidate(NamedTuple):
         )
 
 
-def candidates(
+def rank_candidates(
     config: Config,
     topology: Topology,
     fixed: Mapping[str, int] | None = None,
     rows: Sequence[int] = (),
 ) -> list[Candidate]:
-    """Every mesh × rows a step × remat policy × micro-batches: those that should fit first,
-    fastest for each token first, then the others, smallest first. Of those that should fit each
-    mesh and number of rows has its fastest alone: compiles take minutes.
+    """Ranks every mesh × batch size × remat policy × micro-batches.
+
+    Candidates that should fit come first, by seconds per token. Of these, each mesh and batch size
+    has only its fastest, because a compile takes minutes. The others follow, by bytes.
 
     Args:
-      fixed: sizes of the axes that every mesh has alike. What `config` says of mesh, remat and
-      micro-batches does not count. rows: to choose among; () leaves the configuration's.
+      config: its mesh, remat policy and micro-batches are replaced.
+      fixed: sizes of mesh axes that all candidates have.
+      rows: batch sizes to choose from; () means that of `config`.
     """
     found = []
     for batch in rows or (config.train.batch_size,):
-        config = dataclasses.replace(
-            config,
-            train=dataclasses.replace(config.train, batch_size=batch, gradient_accumulation=1),
-        )
-        meshes = _meshes(config.model, config.train, len(topology.devices), fixed or {})
-        for mesh in meshes:
+        batches = dataclasses.replace(config.train, batch_size=batch, gradient_accumulation=1)
+        for mesh in _meshes(config.model, batches, len(topology.devices), fixed or {}):
+            parallel = dataclasses.replace(config.parallel, mesh=mesh)
             tried = []
-            for remat, k in itertools.product(RECOMPUTED, MICRO_BATCHES):
-                if batch % k == 0:
-                    train = dataclasses.replace(config.train, remat=remat, gradient_accumulation=k)
-                    parallel = dataclasses.replace(config.parallel, mesh=mesh)
-                    one = dataclasses.replace(config, train=train, parallel=parallel)
-                    tried.append(Candidate(one, *_estimate(config.model, train, mesh, topology)))
-            found += sorted((c for c in tried if not c.reason), key=lambda c: c.seconds)[:1] + [
-                c for c in tried if c.reason
-            ]
-    return sorted(
-        found, key=lambda c: (bool(c.reason), c.seconds / c.tokens if not c.reason else c.bytes)
-    )
+            for remat, micro_batches in itertools.product(RECOMPUTED, MICRO_BATCHES):
+                if batch % micro_batches:
+                    continue
+                train = dataclasses.replace(
+                    batches, remat=remat, gradient_accumulation=micro_batches
+                )
+                candidate = dataclasses.replace(config, train=train, parallel=parallel)
+                estimate = _estimate(config.model, train, mesh, topology)
+                tried.append(Candidate(candidate, *estimate))
+            fitting = [c for c in tried if not c.reason]
+            found += sorted(fitting, key=lambda c: c.seconds)[:1]
+            found += [c for c in tried if c.reason]
+    fitting = sorted((c for c in found if not c.reason), key=lambda c: c.seconds / c.tokens)
+    return fitting + sorted((c for c in found if c.reason), key=lambda c: c.bytes)
 
 
 def _meshes(
     model: ModelConfig, train: TrainConfig, devices: int, fixed: Mapping[str, int]
 ) -> list[MeshConfig]:
-    """Those of `devices`. Other axes than the first take powers of two: nothing else divides the
-    heads.
+    """The meshes of this many devices with the sizes `fixed`. All axes but `data` have powers of
+    two as sizes, because nothing else divides the heads; `data` takes the remaining devices.
     """
     powers = [2**i for i in range(devices.bit_length())]
-    longest = max(-(-train.sequence_length // LONG_ROWS), -(-devices // train.batch_size))
-    most = MeshConfig(
+    needed = max(-(-train.sequence_length // LONG_ROWS), -(-devices // train.batch_size))
+    largest = MeshConfig(
         expert=max(model.num_experts, 1),
-        context=2 * longest - 1,
+        context=2 * needed - 1,
         tensor=model.num_attention_heads,
     )
     sizes = [
-        [fixed[axis]] if axis in fixed else [n for n in powers if n <= getattr(most, axis)]
+        [fixed[axis]] if axis in fixed else [n for n in powers if n <= getattr(largest, axis)]
         for axis in MESH_AXES[1:]
     ]
     meshes = [
@@ -126,9 +132,7 @@ def _meshes(
         for rest in itertools.product(*sizes)
         if devices % math.prod(rest) == 0
     ]
-    return [
-        mesh for mesh in meshes if all(getattr(mesh, axis) == size for axis, size in fixed.items())
-    ]
+    return [mesh for mesh in meshes if dataclasses.asdict(mesh).items() >= fixed.items()]
 
 
 def _estimate(
@@ -144,7 +148,7 @@ def _estimate(
             AbstractMesh(tuple(sizes.values()), tuple(sizes)),
             *split_sizes(model),
         )
-        check_exchange(sizes, topology)
+        check_expert_exchange(sizes, topology)
     except UserError as error:
         return float("inf"), float("inf"), str(error)
     size = estimated_bytes(model, train, mesh)
@@ -155,33 +159,29 @@ def _estimate(
 
 
 def estimated_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
-    """State, gradients, saved activations, the gathered embedding and head with their gradients,
-    and the largest working set: a period's gathered weights and one layer's tokens.
+    """Estimated bytes of HBM that one device needs: state, gradients, saved activations, the
+    gathered embedding and head with their gradients, and the largest working set, which is a
+    period's gathered weights and one layer's activations.
     """
     devices = _devices(mesh)
     tokens = _micro_batch_tokens(train, mesh)
-    # Float32: parameter, two moments, gradient; a second one where micro-batches add up.
+    # in float32: the parameter, two moments, the gradient, and the sum over micro-batches
     state = (16 + 4 * (train.gradient_accumulation > 1)) * _counts(m).total / devices
-    # float32, split over `tensor`; bfloat16, whole
-    ends = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)
-    saved = 0.0 if train.remat == "offload" else _kept(m, train, mesh)
+    # twice in float32, split over `tensor`; and twice in bfloat16, whole
+    embedding_and_head = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)
+    saved = 0.0 if train.remat == "offload" else _saved_bytes(m, train, mesh)
     weights = 2 * _gathered(m, mesh) / m.num_hidden_layers * len(m.stacks)
-    return state + saved + ends + 3 * weights + 2 * layer_bytes(m) * tokens
+    return state + saved + embedding_and_head + 3 * weights + 2 * layer_bytes(m) * tokens
 
 
-def _kept(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
-    """Bytes that the layers keep for the backward pass, wherever they lie."""
+def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
+    """Bytes that the layers save for the backward pass, in HBM or in the host's memory."""
     remat = train.remat
     operands = layer_bytes(m, experts=False)
-    # else the experts keep their input alone
-    rows = 2 * m.hidden_size * mesh.expert * _at_once(m, train, mesh)
-    attention = (
-        2
-        * m.num_attention_heads
-        * m.head_dim
-        * sum("attention" in name for name in m.mixers)
-        / m.num_hidden_layers
-    )
+    # Experts that do not gather all rows at once save only their own input.
+    rows = 2 * m.hidden_size * mesh.expert * _gathers_at_once(m, train, mesh)
+    attention_layers = sum("attention" in name for name in m.mixers)
+    attention = 2 * m.num_attention_heads * m.head_dim * attention_layers / m.num_hidden_layers
     per_token = {
         "none": operands + rows,
         "dots": operands / 2 + rows,
@@ -192,8 +192,8 @@ def _kept(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
     return per_token * m.num_hidden_layers * _micro_batch_tokens(train, mesh) + weights
 
 
-def _at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bool:
-    """Whether the experts gather all rows of a micro-batch at once, and so may keep them."""
+def _gathers_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bool:
+    """Whether the experts gather all rows of a micro-batch at once, so that remat may save them."""
     n = mesh.expert
     tokens = int(_micro_batch_tokens(train, mesh))
     return (
@@ -206,34 +206,36 @@ def _at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bool:
 def estimated_seconds(
     m: ModelConfig, train: TrainConfig, mesh: MeshConfig, topology: Topology
 ) -> float:
-    """Products at realistic rates, what is kept there and back, and the part of the network that
-    is not hidden, with one torus dimension an axis.
+    """Estimated seconds of a step: products at realistic rates, saved activations written and read,
+    and the part of the network's time that does not overlap. Each mesh axis is taken to lie along
+    one dimension of the torus.
     """
     chip = topology.chip
-    devices = _devices(mesh)
     tokens = _micro_batch_tokens(train, mesh)
-    k = train.gradient_accumulation
-    parts = _flops(m, train.sequence_length)
-    grouped, heads = parts.get("experts", 0.0), parts["head"]
-    dense = sum(parts.values()) - grouped
-    passes = 3 + (k > 1)  # the load is counted first
-    products = (
-        dense * passes + RECOMPUTED[train.remat] * (dense - heads)
-    ) / DENSE + grouped * passes / GROUPED
-    compute = products * tokens * k / mesh.tensor / chip.device_flops
-    moved = k * STACKED * _kept(m, train, mesh) / (chip.hbm_bandwidth / chip.devices_per_chip)
-    # gathered for each pass, gradients once, in bfloat16
-    weights = k * 2 * _gathered(m, mesh) * (2 if train.remat == "none" else 3)
-    layers, residual = m.num_hidden_layers, 2 * m.hidden_size * tokens * k
-    exchanges = 5 - (train.remat in ("none", "dots") and _at_once(m, train, mesh))
-    experts = exchanges * layers * residual * (mesh.expert - 1) if m.has_experts else 0
-    split = 8 * layers * residual * (mesh.tensor - 1) / mesh.tensor
-    network = (
-        (weights + experts + split) / (2 * chip.link_bandwidth / chip.devices_per_chip)
-        if devices > 1
-        else 0.0
-    )
-    return max(compute + moved + (1 - HIDDEN) * network, network)
+    micro_batches = train.gradient_accumulation
+    flops = _flops(m, train.sequence_length)
+    grouped, heads = flops.get("experts", 0.0), flops["head"]
+    dense = sum(flops.values()) - grouped
+    # With micro-batches a forward pass comes first, which counts the experts' load.
+    passes = 3 + (micro_batches > 1)
+    recomputed = RECOMPUTED[train.remat] * (dense - heads)
+    products = (dense * passes + recomputed) / DENSE_EFFICIENCY
+    products += grouped * passes / GROUPED_EFFICIENCY
+    compute = products * tokens * micro_batches / mesh.tensor / chip.device_flops
+    saved = micro_batches * STACK_MOVES * _saved_bytes(m, train, mesh)
+    hbm = saved / (chip.hbm_bandwidth / chip.devices_per_chip)
+    if _devices(mesh) == 1:
+        return compute + hbm
+    # Weights are gathered for each pass, gradients reduce-scattered once, in bfloat16.
+    weights = micro_batches * 2 * _gathered(m, mesh) * (2 if train.remat == "none" else 3)
+    layers, hidden = m.num_hidden_layers, 2 * m.hidden_size * tokens * micro_batches
+    saves_rows = train.remat in ("none", "dots") and _gathers_at_once(m, train, mesh)
+    exchanges = 4 if saves_rows else 5
+    experts = exchanges * layers * hidden * (mesh.expert - 1) if m.has_experts else 0
+    tensor = 8 * layers * hidden * (mesh.tensor - 1) / mesh.tensor
+    sent = weights + experts + tensor
+    network = sent / (2 * chip.link_bandwidth / chip.devices_per_chip)
+    return max(compute + hbm + (1 - OVERLAPPED) * network, network)
 
 
 def _devices(mesh: MeshConfig) -> int:
@@ -241,7 +243,7 @@ def _devices(mesh: MeshConfig) -> int:
 
 
 def _micro_batch_tokens(train: TrainConfig, mesh: MeshConfig) -> float:
-    """Of one device in one micro-batch."""
+    """Tokens of one device in one micro-batch."""
     return (
         train.batch_size
         * train.sequence_length
@@ -251,8 +253,8 @@ def _micro_batch_tokens(train: TrainConfig, mesh: MeshConfig) -> float:
 
 
 def _gathered(m: ModelConfig, mesh: MeshConfig) -> float:
-    """Parameters that one device gathers in a pass: experts stay split over `expert`, everything
-    over `tensor`.
+    """Number of parameters that one device gathers in a pass: experts stay split over `expert`, all
+    parameters over `tensor`.
     """
     experts = _expert_weights(m)
     return (_counts(m).total - experts + experts / mesh.expert) / mesh.tensor
@@ -260,4 +262,5 @@ def _gathered(m: ModelConfig, mesh: MeshConfig) -> float:
 
 @functools.cache
 def _expert_weights(m: ModelConfig) -> int:
+    """Number of parameters of all routed experts."""
     return sum(p.size for p in declared(m).values() if p.experts > 1)

@@ -1,5 +1,5 @@
-"""Described TPU slices and GPU hosts: the real compilers (libtpu, XLA's CUDA plugin) on a
-machine that has neither chip.
+"""Describes TPU slices and GPU hosts to their real compilers (libtpu, XLA's CUDA plugin), on a
+machine that has neither.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ from qwen3next_jax.sharding.chips import CHIPS, Chip
 
 _CUBES = "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, 8x8x8, 8x8x16, 8x16x16, 16x16x16"
 _PLANES = "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
-# Slice shapes that Google Cloud documents; the compiler takes others too (4x4x12).
+# Slice shapes that Google Cloud documents. The compiler accepts others too, such as 4x4x12.
 KNOWN = {"v4": _CUBES, "v5e": _PLANES, "v5p": _CUBES, "v6e": _PLANES, "tpu7x": _CUBES}
 _ACCELERATOR_TYPES = {
     "v4": "v4-8",
@@ -26,7 +26,7 @@ _ACCELERATOR_TYPES = {
     "v6e": "v6e-16",
     "tpu7x": "tpu7x-8",
 }
-# As XLA names what it compiles for. GPUs are given as hosts x GPUs of a host.
+# A GPU as XLA's compiler takes it.
 _HOPPER = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -44,8 +44,12 @@ GPUS = {"h100": "H100", "h200": "H200"}
 
 
 class Topology(NamedTuple):
-    """name: as given. shape: chips along each dimension of the torus, or hosts and GPUs of each.
-    devices: described, not present.
+    """A TPU slice, or hosts with GPUs, for which programs can be compiled.
+
+    Attributes:
+      name: as the user gave it, such as "v5p:8x8x8".
+      shape: chips along each dimension of the torus, or (hosts, GPUs of each host).
+      devices: descriptions of the devices; nothing can run on them.
     """
 
     name: str
@@ -58,12 +62,13 @@ class Topology(NamedTuple):
         return math.prod(self.shape)
 
 
-def describe(name: str) -> Topology:
-    """The slice called CHIP:GRID, such as "v5p:8x8x8", or the GPUs "h100:16x8", 16 hosts of 8.
-    Call it before anything else loads libtpu in this process.
+def describe_topology(name: str) -> Topology:
+    """Describes the TPU slice CHIP:GRID, such as "v5p:8x8x8", or GPUs as CHIP:HOSTSxGPUS, such as
+    "h100:16x8", 16 hosts of 8. Call it before anything else loads libtpu in this process.
 
     Raises:
-      UserError: no such chip or grid (the known ones are listed), or the compiler is not installed.
+      UserError: there is no such chip or grid (the message lists those that there are), or the
+        compiler is not installed.
     """
     chip, _, grid = name.partition(":")
     known = (
@@ -89,8 +94,8 @@ def describe(name: str) -> Topology:
             "libtpu, the TPU compiler, is not installed: use `uv run --extra plan …`, or run `pip "
             "install libtpu matplotlib`"
         )
-    # Read once, when libtpu is loaded. Without them it asks the cloud's metadata server which TPU
-    # it is on.
+    # libtpu reads these once, when it is loaded. Without them it asks the cloud's metadata server
+    # which TPU this machine has.
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -98,8 +103,7 @@ def describe(name: str) -> Topology:
         "TPU_ACCELERATOR_TYPE": _ACCELERATOR_TYPES[chip],
     }
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    # v4's two cores are one device, as on real hosts; for the later chips the compiler's default is
-    # already right.
+    # Makes v4's two cores one device, as on real hosts. Other chips need no option.
     options = {"chip_config_name": "megacore"} if chip == "v4" else {}
     try:
         devices = topologies.get_topology_desc(
@@ -112,14 +116,14 @@ def describe(name: str) -> Topology:
 
 
 def _gpus(name: str, chip: Chip, shape: tuple[int, int]) -> Topology:
-    # of the CUDA on the PATH, or of that which jax[cuda13] brings
+    # `ptxas` comes with CUDA, on the PATH, or with jax[cuda13].
     assembler = shutil.which("ptxas") or importlib.util.find_spec("nvidia")
     if importlib.util.find_spec("jax_cuda13_plugin") is None or assembler is None:
         raise UserError(
             f"--topology={name}: its compiler is not installed, jax's CUDA plugin and `ptxas` of "
             "CUDA 13: use `uv run --extra gpu …`; no GPU is needed"
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # those of this machine are left alone
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # uses no GPU of this machine
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     described = _HOPPER.format(
         bandwidth=chip.hbm_bandwidth, memory=chip.usable_hbm, kind=chip.kinds[0]

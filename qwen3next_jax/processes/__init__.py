@@ -1,1 +1,1 @@
-"""Processes of a run: starting, agreeing, watching, restarting."""
+"""The processes of a run: launching them, coordinating them, watching them, restarting them."""

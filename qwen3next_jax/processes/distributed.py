@@ -1,9 +1,9 @@
-"""The processes of a run, on one host or many, as one: joining, being alike, going first,
-stopping together.
+"""Coordination of the processes of one run, on one host or many: start, agreement, order of work,
+a common stop.
 
-Everything here is a no-op where there is one process. What concerns all processes must be called
-by all, in the same order; the words in passing go through the key-value store of
-`jax.distributed`, so nothing is compiled for them.
+With one process every function here only runs its work. With several, all processes must call the
+same functions in the same order. Messages go through the key-value store of `jax.distributed`, so
+no program is compiled for them.
 """
 
 import contextlib
@@ -32,59 +32,67 @@ from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import ParallelConfig
 from qwen3next_jax.processes.launch import TPU_VM, Launch
 
-# seconds; for waits on work of unknown length: a dead process ends them earlier, by its heartbeat
-_LONG = 24 * 3600.0
-# seconds; for which a network file system may go on saying that there is no such file
-_CACHED = 70.0
-# seconds for the others to leave, too, when this process does; when it fails
-_LEAVE, _LEAVE_ALONE = 30, 10
-# all processes exchange the same messages in the same order, so a number names one
-_messages = itertools.count()
+# Timeout in seconds of waits for work of unknown length. A process that dies ends such a wait
+# earlier, because its heartbeat stops.
+_WORK_TIMEOUT = 24 * 3600.0
+# Seconds for which a network file system may cache that a file does not exist.
+_FILE_CACHE_SECONDS = 70.0
+# Seconds that this process waits for the others before it exits: after its work, after an error.
+_SHUTDOWN_TIMEOUT, _ERROR_TIMEOUT = 30, 10
+# Numbers the messages. All processes exchange the same messages in the same order, so a number
+# means the same message in each of them.
+_message_numbers = itertools.count()
 
 
-def start(launch: Launch | None, config: ParallelConfig) -> None:
-    """Joins the other processes of the run; call it before anything asks JAX for a device.
+def initialize(launch: Launch | None, config: ParallelConfig) -> None:
+    """Connects this process to the others of the run (`jax.distributed.initialize`). Call it
+    before anything asks JAX for a device.
 
-    A process that the others do not reach within `config.start_timeout` seconds is ended with
-    one line and `ExitCode.UNREACHABLE`: the runtime itself would abort it with a stack trace.
+    If the processes do not all meet within `config.start_timeout` seconds, this process prints
+    one line and exits with `ExitCode.UNREACHABLE`. (JAX's runtime would abort it with a stack
+    trace.)
+
+    Args:
+      launch: where the processes meet and which one this is; None for a run of one process.
 
     Raises:
-      UserError: the coordinator's port is taken, a TPU slice of several hosts cannot be joined,
-      or JAX's store is not to be found.
+      UserError: the coordinator's port is taken, JAX cannot find the other hosts of a TPU slice,
+        or this version of JAX has no key-value store where it is expected.
     """
-    if launch is None or launch.processes == 1:
+    if launch is None or launch.num_processes == 1:
         return
-    _client()  # missing, it is told before anyone waits
+    _client()  # raises now, before any process waits, if JAX has no such store
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX would catch SIGTERM from here on, and only that; the loop catches it and SIGINT, and
-    # `StopVote` spreads the word.
+    # JAX's preemption service would catch SIGTERM, and only that. The training loop catches
+    # SIGTERM and SIGINT, and `StopVote` tells the other processes.
     jax.config.update("jax_enable_preemption_service", False)
-    # The runtime aborts whoever waits at a coordinator that leaves, so process 0 is the last to
-    # lose patience.
+    # The runtime aborts every process that waits for a coordinator that exits, so process 0, the
+    # coordinator, waits longest.
     patience = config.start_timeout + (
-        min(config.start_timeout, _LEAVE_ALONE) if launch.process == 0 else 0
+        min(config.start_timeout, _ERROR_TIMEOUT) if launch.process_id == 0 else 0
     )
-    timer = threading.Timer(patience, _give_up, (launch, patience))
+    timer = threading.Timer(patience, _exit_unreachable, (launch, patience))
     timer.daemon = True
     timer.start()
     try:
         jax.distributed.initialize(
             launch.coordinator,
-            launch.processes,
-            launch.process,
-            launch.local_devices or None,
+            launch.num_processes,
+            launch.process_id,
+            launch.local_device_ids or None,
             cluster_detection_method="deactivate" if launch.coordinator else None,
             initialization_timeout=int(patience) + 60,
             heartbeat_timeout_seconds=int(config.heartbeat_timeout),
-            shutdown_timeout_seconds=_LEAVE,
+            shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT,
         )
     except (RuntimeError, ValueError, OSError) as error:
         if launch.coordinator:
             raise UserError(
-                f"process {launch.process} cannot use {launch.coordinator} (from {launch.source}) "
-                f"to meet the others: {_first_line(error)}; give another --coordinator=HOST:PORT"
+                f"process {launch.process_id} cannot use {launch.coordinator} (from "
+                f"{launch.source}) to meet the others: {_first_line(error)}; give another "
+                "--coordinator=HOST:PORT"
             ) from error
-        # else a machine with chips, but without a slice's metadata
+        # Otherwise this is one machine with TPU chips that belongs to no slice of several hosts.
         if launch.source != TPU_VM or jax.process_count() > 1:
             raise UserError(
                 f"there are other TPU hosts, but JAX cannot tell from {launch.source} where to "
@@ -95,189 +103,209 @@ def start(launch: Launch | None, config: ParallelConfig) -> None:
 
 
 @contextlib.contextmanager
-def joined(
+def distributed_run(
     launch: Launch | None, parallel: ParallelConfig, settings: dict[str, Any]
 ) -> Iterator[None]:
-    """Joins the other processes (`start`), and makes sure that all have the same `settings` and
-    code.
+    """Connects the processes of a run (`initialize`) and checks that they all have the same
+    settings, code and libraries.
 
-    A process that fails alone inside the block leaves after a while, with its own exit code; the
-    runtime ends the others. Without that it would wait at its end for all others, which wait for
-    it in the middle of a step.
+    If one process fails inside the block, it exits after a few seconds with its own exit code, and
+    JAX's runtime ends the others. Otherwise it would wait at its end for the others, while they
+    wait for it in the middle of a step.
+
+    Args:
+      launch: as for `initialize`.
+      parallel: `parallel.*` of the configuration: timeouts.
+      settings: the configuration as nested dictionaries; `data.prepared_dir` may differ between
+        hosts.
+
+    Raises:
+      UserError: as `initialize`, or two processes differ; the message names the first difference.
     """
-    start(launch, parallel)
+    initialize(launch, parallel)
     try:
-        alike = _settings(settings) | _code_digests()
-        run_on_all(lambda: None, alike, parallel.start_timeout)
+        compared = _compared_settings(settings) | _code_digests()
+        run_on_all(lambda: None, compared, parallel.start_timeout)
         yield
-        barrier()  # process 0 may have to seal a checkpoint yet
+        barrier()  # process 0 may still be writing the manifest of a checkpoint
     except BaseException as error:
         if jax.process_count() > 1:
             timer = threading.Timer(
-                _LEAVE_ALONE, _leave, (getattr(error, "exit_code", ExitCode.CRASHED),)
+                _ERROR_TIMEOUT, _exit, (getattr(error, "exit_code", ExitCode.CRASHED),)
             )
             timer.daemon = True
             timer.start()
         raise
 
 
-def _leave(code: ExitCode) -> None:
+def _exit(code: ExitCode) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _give_up(launch: Launch, seconds: float) -> None:
+def _exit_unreachable(launch: Launch, seconds: float) -> None:
+    """Prints why the processes did not meet, and exits. A timer's thread calls this."""
     if launch.coordinator is None:
         why = "the other hosts of the TPU slice did not all answer"
-    elif launch.process == 0:
-        why = f"not all of the other {launch.processes - 1} processes came to {launch.coordinator}"
+    elif launch.process_id == 0:
+        others = launch.num_processes - 1
+        why = f"not all of the other {others} processes came to {launch.coordinator}"
     else:
         host, _, port = launch.coordinator.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
             why = (
-                f"process 0 answers at {launch.coordinator}, but not all of {launch.processes} "
+                f"process 0 answers at {launch.coordinator}, but not all of {launch.num_processes} "
                 "processes came"
             )
         except OSError as error:
             why = f"process 0 does not answer at {launch.coordinator} ({error.strerror or error})"
     print(
-        f"error: {why} within {seconds:g} s (parallel.start_timeout); where to meet came from "
-        f"{launch.source}: check that "
-        "every process was started, and that the hosts reach each other on this port",
+        f"error: {why} within {seconds:g} s (parallel.start_timeout); the address came from "
+        f"{launch.source}: check that every process was started, and that the hosts reach each "
+        "other on this port",
         file=sys.stderr,
         flush=True,
     )
-    # the main thread sits in the runtime, which no exception reaches
+    # The main thread waits inside the runtime, where no exception can reach it.
     os._exit(ExitCode.UNREACHABLE)
 
 
-def is_leader() -> bool:
-    """Whether this is process 0, which alone writes the run's files and shows it."""
+def is_process_0() -> bool:
+    """Whether this is process 0, the only one that writes the run's files and prints."""
     return jax.process_index() == 0
 
 
 def broadcast_from_process_0(work: Callable[[], Any]) -> Any:
-    """What `work()` returns on process 0 (JSON-ready), on every process; only process 0 calls it.
+    """Calls `work` on process 0 alone and returns its result on every process.
+
+    Args:
+      work: its result must be JSON-serializable.
 
     Raises:
-      UserError: on every process, when `work` raised on process 0.
+      UserError: on every process, if `work` raised on process 0.
     """
     if jax.process_count() == 1:
         return work()
     key = _new_key()
-    if is_leader():
-        _, answer = _tried(work, keep="value")
-        _client().key_value_set(key, json.dumps(answer))
+    if is_process_0():
+        result, report = _try_work(work)
+        _client().key_value_set(key, json.dumps(report or {"value": result}))
     else:
-        answer = json.loads(_client().blocking_key_value_get(key, _milliseconds(_LONG)))
-    if "error" in answer:
-        raise UserError(answer["error"], ExitCode(answer["code"]))
-    return answer["value"]
+        text = _client().blocking_key_value_get(key, _milliseconds(_WORK_TIMEOUT))
+        report = json.loads(text)
+        result = report.get("value")
+    if "error" in report:
+        raise UserError(report["error"], ExitCode(report["code"]))
+    return result
 
 
 def run_on_all(
-    work: Callable[[], Any], about: dict[str, str] | None = None, timeout: float = _LONG
+    work: Callable[[], Any],
+    compared: dict[str, str] | None = None,
+    timeout: float = _WORK_TIMEOUT,
 ) -> Any:
-    """`work()` on every process at once. → what it returned here.
+    """Calls `work` on every process at once and returns its result on this one.
 
     Args:
-      about: name → text that must be the same in every process.
+      compared: name → text that must be the same in every process.
       timeout: seconds that process 0 waits for each of the others.
 
     Raises:
-      UserError: on every process: `work` raised on one of them, they differ in `about` (the
-      first such name is told), or a
-        process did not come in time.
+      UserError: on every process, if `work` raised on one of them, if two processes have different
+        texts in `compared` (the message gives the first such name), or if a process did not report
+        in time.
     """
     if jax.process_count() == 1:
         return work()
-    result, outcome = _tried(work)
-    key, me = _new_key(), jax.process_index()
-    _client().key_value_set(
-        f"{key}/{me}", json.dumps(outcome | {"about": about or {}, "host": socket.gethostname()})
-    )
+    result, report = _try_work(work)
+    report |= {"compared": compared or {}, "host": socket.gethostname()}
+    key = _new_key()
+    _client().key_value_set(f"{key}/{jax.process_index()}", json.dumps(report))
     broadcast_from_process_0(lambda: _check_reports(key, timeout))
     return result
 
 
 def process_0_first(work: Callable[[], Any]) -> Any:
-    """`work()` on process 0 and, once that is done, on the others. → what it returned here.
-    Raises as `run_on_all` does.
+    """Calls `work` on process 0 and, when that has ended, on the others. Returns its result on
+    this process.
+
+    Raises:
+      UserError: on every process, if `work` raised on one of them.
     """
     done: list[Any] = []
     broadcast_from_process_0(lambda: done.append(work()))
     return run_on_all(lambda: done[0] if done else work())
 
 
-def barrier(timeout: float = _LONG) -> None:
-    """Returns when all processes have called it."""
+def barrier(timeout: float = _WORK_TIMEOUT) -> None:
+    """Waits until all processes have called it, for at most `timeout` seconds."""
     if jax.process_count() > 1:
         _client().wait_at_barrier(_new_key(), _milliseconds(timeout))
 
 
-def check_shared(folder: pathlib.Path, patience: float) -> None:
-    """Makes sure that all processes see the same `folder`.
+def check_shared_folder(folder: pathlib.Path, patience: float) -> None:
+    """Checks that all processes see the same `folder`: process 0 writes a file, the others read it.
 
     Raises:
-      UserError: on every process, when one of them has not seen within `patience` seconds what
-      process 0 wrote there.
+      UserError: on every process, if one of them has not seen the file of process 0 within
+        `patience` seconds.
     """
     if jax.process_count() == 1:
         return
     mark = folder / "shared.tmp"
 
-    def seen() -> None:
-        until = time.monotonic() + min(patience, _CACHED)
+    def wait_for_token() -> None:
+        until = time.monotonic() + min(patience, _FILE_CACHE_SECONDS)
         while not (mark.exists() and mark.read_text() == token):
             if time.monotonic() > until:
                 raise UserError(
                     f"--workdir={folder}: process {jax.process_index()} on {socket.gethostname()} "
-                    "does not see what "
-                    "process 0 wrote there: expected a folder that all hosts share"
+                    "does not see what process 0 wrote there: expected a folder that all hosts "
+                    "share"
                 )
             time.sleep(0.1)
 
     token = broadcast_from_process_0(lambda: _write(mark, uuid.uuid4().hex))
     try:
-        run_on_all(seen)
+        run_on_all(wait_for_token)
     finally:
-        if is_leader():
+        if is_process_0():
             mark.unlink()
 
 
 class StopVote:
-    """Whether any process wants to stop, known to all of them at the same step and without waiting.
+    """Tells all processes, at the same step, whether any of them wants to stop.
 
-    One word goes through an all-reduce of its own, handed over before a step and read after it,
-    when it has long been there. JAX's preemption service would tell by the coordinator instead,
-    but hears SIGTERM only.
+    Each step carries an all-reduce of one boolean. A process hands its vote over before the step
+    and reads the result after it, when the all-reduce has long ended, so nobody waits. (JAX's
+    preemption service would go through the coordinator, but notices SIGTERM alone.)
     """
 
     def __init__(self):
         devices = np.array(jax.devices())
         mesh = jax.sharding.Mesh(devices, ("device",))
+        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device"))
 
-        def everywhere(vote: bool) -> jax.Array:
-            spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("device"))
-            return jax.make_array_from_callback(devices.shape, spread, lambda _: np.full(1, vote))
+        def on_all_devices(vote: bool) -> jax.Array:
+            return jax.make_array_from_callback(devices.shape, split, lambda _: np.full(1, vote))
 
-        self._votes = {vote: everywhere(vote) for vote in (False, True)}
+        self._votes = {vote: on_all_devices(vote) for vote in (False, True)}
         self._any = jax.jit(
             jnp.any, out_shardings=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         )
 
     def cast(self, stop: bool) -> jax.Array | bool:
-        """Hands over this process's vote; `bool()` of the result is that of all. Every process
-        votes once a step.
+        """Hands over this process's vote; every process calls this once a step. `bool()` of the
+        result says whether any process voted to stop.
         """
         return self._any(self._votes[stop]) if jax.process_count() > 1 else stop
 
 
 def _code_digests() -> dict[str, str]:
-    """Name → text of what must be the same wherever the run computes: the package's files
-    (digests), and the versions of the libraries that compute, of those that are installed.
+    """Name → text of the code that all processes must share: a digest of each file of this package,
+    and the version of each installed library that computes.
     """
     package = pathlib.Path(__file__).parents[1]
     files = {
@@ -291,9 +319,9 @@ def _code_digests() -> dict[str, str]:
     }
 
 
-def _settings(settings: dict[str, Any]) -> dict[str, str]:
-    """Name → text of every setting that all processes must have alike: all but where rows are
-    kept.
+def _compared_settings(settings: dict[str, Any]) -> dict[str, str]:
+    """Name → text of every setting that all processes must share: all but the folder of prepared
+    rows, which may be local to a host.
     """
     return {
         name: repr(value)
@@ -307,9 +335,10 @@ def _write(path: pathlib.Path, text: str) -> str:
     return text
 
 
-def _tried(work: Callable[[], Any], keep: str | None = None) -> tuple[Any, dict[str, Any]]:
-    """(result, record of it for the others: its error, whose traceback is shown here unless it
-    is the user's, or the result itself as `keep`).
+def _try_work(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
+    """Calls `work`. Returns its result and what the other processes must know: {} or its error.
+
+    If the error is not a `UserError`, the traceback is printed here.
     """
     try:
         result = work()
@@ -321,48 +350,53 @@ def _tried(work: Callable[[], Any], keep: str | None = None) -> tuple[Any, dict[
             "error": f"{type(error).__name__}: {error_message(error)}",
             "code": int(ExitCode.CRASHED),
         }
-    return result, {keep: result} if keep else {}
+    return result, {}
 
 
 def _check_reports(key: str, timeout: float) -> None:
-    """Process 0 reads what the others say of themselves, and raises where something is wrong."""
+    """On process 0: reads the report of every process under `key`.
+
+    Raises:
+      UserError: a process did not report in time, reports an error, or differs from process 0.
+    """
     first: dict[str, Any] = {}
     for process in range(jax.process_count()):
         try:
-            said = json.loads(
-                _client().blocking_key_value_get(f"{key}/{process}", _milliseconds(timeout))
-            )
+            text = _client().blocking_key_value_get(f"{key}/{process}", _milliseconds(timeout))
         except jax.errors.JaxRuntimeError as error:
             raise UserError(
-                f"process {process} of {jax.process_count()} said nothing for {timeout:g} s: look "
-                f"at its log ({_first_line(error)})",
+                f"process {process} of {jax.process_count()} did not report within {timeout:g} s: "
+                f"look at its log ({_first_line(error)})",
                 ExitCode.UNREACHABLE,
             ) from error
-        if "error" in said:
+        report = json.loads(text)
+        if "error" in report:
             raise UserError(
-                f"{said['error']} (process {process} on {said['host']})", ExitCode(said["code"])
+                f"{report['error']} (process {process} on {report['host']})",
+                ExitCode(report["code"]),
             )
-        first = first or said
-        for name in sorted(first["about"].keys() | said["about"].keys()):
-            here, there = first["about"].get(name, "nothing"), said["about"].get(name, "nothing")
-            if here != there:
+        first = first or report
+        expected, found = first["compared"], report["compared"]
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
                 raise UserError(
-                    f"processes disagree on {name}: process 0 on {first['host']} has {here}, "
-                    f"process {process} on "
-                    f"{said['host']} {there}; start all with the same command, code and files"
+                    f"processes disagree on {name}: process 0 on {first['host']} has "
+                    f"{expected.get(name, 'nothing')}, process {process} on {report['host']} "
+                    f"{found.get(name, 'nothing')}; start all with the same command, code and files"
                 )
 
 
 def _new_key() -> str:
-    return f"qwen3next_jax/{next(_messages)}"
+    return f"qwen3next_jax/{next(_message_numbers)}"
 
 
 def _client() -> Any:
-    """The key-value store of `jax.distributed`, which has no public name: it was here in JAX
-    0.11.2 and 0.12.0, and Orbax takes it from here, too. None before the processes have met.
+    """The client of the key-value store of `jax.distributed`; None before `initialize`.
+
+    JAX has no public name for it. JAX 0.11.2 and 0.12.0 have it here, and Orbax reads it here too.
 
     Raises:
-      UserError: this JAX has it elsewhere.
+      UserError: this version of JAX does not have it here.
     """
     try:
         from jax._src import distributed
@@ -371,7 +405,7 @@ def _client() -> Any:
     except (ImportError, AttributeError) as error:
         raise UserError(
             f"JAX {jax.__version__} has no jax._src.distributed.global_state.client ({error}), "
-            "which runs in several processes need: install a JAX that has it, such as 0.12.0"
+            "which a run of several processes needs: install a JAX that has it, such as 0.12.0"
         ) from error
 
 

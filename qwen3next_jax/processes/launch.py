@@ -1,8 +1,8 @@
-"""This process's place among those of a run, as its launcher tells it: flags, Open MPI, SLURM,
-or a TPU slice.
+"""Finds out which process of a run this one is, and where the processes meet: from flags, Open MPI,
+SLURM, or a TPU slice.
 
-Pure functions of an environment (a mapping) and flags; nothing here imports JAX, so a mistake is
-told before it loads.
+These are pure functions of environment variables (a mapping) and flags. Nothing here imports JAX,
+so a user learns of a mistake before JAX loads.
 """
 
 import dataclasses
@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from qwen3next_jax.common.errors import UserError
 
-# the highest ports, of which a job takes one by its number: all its processes name the same
+# The highest 4,096 ports. The job's id chooses one of them, so all processes of a job choose the
+# same.
 _FIRST_PORT, _PORTS = 61440, 4096
 
 GKE, TPU_VM = "GKE's variables", "the TPU VM's metadata"
@@ -21,18 +22,24 @@ Environment = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Where the processes of a run meet, and which of them this one is.
+    """Where the processes of a run meet, and which of them this one is; the arguments of
+    `jax.distributed.initialize`.
 
-    `coordinator` ("host:port", on which process 0 listens), `processes` and `process` are None
-    on a TPU slice, where JAX finds out by itself. `local_devices`: indices of the GPUs that are
-    this process's alone; () for all it sees. `source` says who told.
+    Attributes:
+      source: where this was found, for messages: "flags", "SLURM", …
+      coordinator: "host:port" on which process 0 listens. This and the next two are None on a TPU
+        slice, where JAX asks the slice's own metadata.
+      num_processes: how many processes the run has.
+      process_id: the index of this one.
+      local_device_ids: indices, among the GPUs that this process sees, of those that it uses; ()
+        means all.
     """
 
     source: str
     coordinator: str | None = None
-    processes: int | None = None
-    process: int | None = None
-    local_devices: tuple[int, ...] = ()
+    num_processes: int | None = None
+    process_id: int | None = None
+    local_device_ids: tuple[int, ...] = ()
 
 
 def find_launch(
@@ -42,21 +49,21 @@ def find_launch(
     process: int | None = None,
     tpu_chips: bool = False,
 ) -> Launch | None:
-    """The place of this process, or None where it is alone. What is given as a flag holds; the
-    rest is looked up.
+    """Finds this process's `Launch`; None if the run has one process. Flags take precedence over
+    the environment.
 
     Args:
       environment: `os.environ`.
-      coordinator, processes, process: the flags of the same names.
-      tpu_chips: whether this machine has any.
+      coordinator, processes, process: the values of the flags of these names.
+      tpu_chips: whether this machine has TPU chips.
 
     Raises:
-      UserError: flags or variables that make no sense, or too few to go by.
+      UserError: flags or variables contradict each other, are malformed, or are incomplete.
     """
     if processes is not None or process is not None:
         return _from_flags(coordinator, processes, process)
-    # mpirun inside a SLURM job leaves every rank the variables of the job's first task, so Open MPI
-    # is asked first.
+    # Open MPI comes first: under mpirun inside a SLURM job, SLURM's variables in every rank are
+    # those of the job's first task.
     found = _from_open_mpi(environment, coordinator) or _from_slurm(environment, coordinator)
     if found is None and coordinator is not None:
         raise UserError(
@@ -67,8 +74,8 @@ def find_launch(
 
 
 def _from_tpu(environment: Environment, tpu_chips: bool) -> Launch | None:
-    """On GKE variables tell of the other hosts of a slice; elsewhere the VM's metadata may, if
-    the machine has chips.
+    """On GKE environment variables list the hosts of a slice. On a TPU VM its metadata server does,
+    which JAX asks.
     """
     hosts = environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES"))
     if (
@@ -110,11 +117,13 @@ def _from_open_mpi(environment: Environment, coordinator: str | None) -> Launch 
         if coordinator
         else _open_mpi_coordinator(environment, on_one_host=here == processes)
     )
-    return Launch("Open MPI", address, processes, process, own_gpus(environment, local, here))
+    return Launch(
+        "Open MPI", address, processes, process, gpus_of_process(environment, local, here)
+    )
 
 
 def _open_mpi_coordinator(environment: Environment, on_one_host: bool) -> str:
-    # of Open MPI 4: "1531576320.0;tcp://10.0.0.1,10.1.0.1:34911"
+    # Open MPI 4 sets this to, for example, "1531576320.0;tcp://10.0.0.1,10.1.0.1:34911".
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
     port = _port(uri.split(";")[0] or environment.get("PMIX_NAMESPACE", ""))
     if on_one_host:
@@ -122,7 +131,7 @@ def _open_mpi_coordinator(environment: Environment, on_one_host: bool) -> str:
     if match := re.search(r"tcp://([^,:]+)|tcp6://\[([^],]+)", uri):
         return f"{match[1]}:{port}" if match[1] else f"[{match[2]}]:{port}"
     if nodes := environment.get("SLURM_JOB_NODELIST"):
-        return f"{first_host(nodes)}:{port}"
+        return f"{first_node(nodes)}:{port}"
     raise UserError(
         "Open MPI does not say on which host rank 0 runs: add --coordinator=HOST:PORT with that "
         "host and a free port"
@@ -130,8 +139,8 @@ def _open_mpi_coordinator(environment: Environment, on_one_host: bool) -> str:
 
 
 def _from_slurm(environment: Environment, coordinator: str | None) -> Launch | None:
-    # Only `srun` makes processes: a batch script or an interactive shell also sees SLURM_NTASKS,
-    # and is alone.
+    # SLURM_STEP_NUM_TASKS and not SLURM_NTASKS: a batch script or an interactive shell also has
+    # the latter, but only `srun` starts several processes.
     processes = _integer(environment, "SLURM_STEP_NUM_TASKS", 1)
     if processes == 1:
         return None
@@ -141,14 +150,14 @@ def _from_slurm(environment: Environment, coordinator: str | None) -> Launch | N
     )
     if coordinator is None:
         port = _port(f"{_text(environment, 'SLURM_JOB_ID')}.{_text(environment, 'SLURM_STEP_ID')}")
-        address = f"{first_host(_text(environment, 'SLURM_STEP_NODELIST'))}:{port}"
+        address = f"{first_node(_text(environment, 'SLURM_STEP_NODELIST'))}:{port}"
     else:
         address = _checked(coordinator)
-    return Launch("SLURM", address, processes, process, own_gpus(environment, local, here))
+    return Launch("SLURM", address, processes, process, gpus_of_process(environment, local, here))
 
 
-def first_host(nodes: str) -> str:
-    """The first of SLURM's list of nodes: "gpu[07-12,15],cpu1" → "gpu07"."""
+def first_node(nodes: str) -> str:
+    """The first node of SLURM's list of nodes: "gpu[07-12,15],cpu1" → "gpu07"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
         raise UserError(
@@ -159,7 +168,9 @@ def first_host(nodes: str) -> str:
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """SLURM's "4(x2),3" (two nodes of 4 tasks, one of 3) → the number on `node`, counted from 0."""
+    """How many tasks run on a node, from SLURM's list: "4(x2),3" is two nodes of 4 tasks and one of
+    3. `node` counts from 0.
+    """
     counts: list[int] = []
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
@@ -170,19 +181,25 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
         counts += [int(match[1])] * int(match[2] or 1)
     if not 0 <= node < len(counts):
         raise UserError(
-            f"SLURM_NODEID = {node}, but SLURM_STEP_TASKS_PER_NODE = {tasks_per_node!r} tells of "
-            f"{len(counts)} nodes"
+            f"SLURM_NODEID = {node}, but SLURM_STEP_TASKS_PER_NODE = {tasks_per_node!r} lists "
+            f"{len(counts)} node{'s' if len(counts) > 1 else ''}"
         )
     return counts[node]
 
 
-def own_gpus(environment: Environment, local: int, here: int) -> tuple[int, ...]:
-    """Indices, among the GPUs that this process sees, of those that it should use as the
-    `local`-th of `here` on its host.
+def gpus_of_process(environment: Environment, local: int, here: int) -> tuple[int, ...]:
+    """Indices of the GPUs that this process should use, among those that it sees; () means all.
 
-    (): all. A process that is alone on its host, or that its launcher shows a single GPU, uses
-    what it sees; several that see the same list share it evenly; with no list
-    (CUDA_VISIBLE_DEVICES unset) each takes one.
+    A process that is alone on its host, or that sees a single GPU, uses all that it sees. Several
+    processes that see the same list (CUDA_VISIBLE_DEVICES) share it evenly. Without a list each
+    process takes one GPU.
+
+    Args:
+      local: index of this process on its host.
+      here: how many processes run on this host.
+
+    Raises:
+      UserError: the number of processes does not divide the number of GPUs in the list.
     """
     listed: Sequence[str] | None = None
     if "CUDA_VISIBLE_DEVICES" in environment:

@@ -1,10 +1,11 @@
 """Restarts a training process that died, on one host: `python train.py --config=…
 --max-restarts=N`.
 
-The supervisor starts the same command as a process of its own and waits. A process that was
-killed, crashed or hung is started again and goes on from the last good checkpoint. Anything a
-restart would only repeat (the end, a mistake in what was given, a diverged run, a disk without
-room) is passed on, and so are signals.
+The supervisor runs the same command as a child process and waits for it. If the child is killed,
+crashes or hangs, the supervisor starts it again, and the run continues from its last good
+checkpoint. If a restart would only end the same way (the run is complete, a setting is wrong, the
+run diverged, the disk is full), the supervisor exits with the child's code. It passes SIGINT and
+SIGTERM on to the child.
 """
 
 import contextlib
@@ -24,17 +25,18 @@ from absl import flags
 from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import RESTARTED, ExitCode
 
-# seconds before a restart; doubled while there is no progress
+# Seconds before a restart. The pause doubles with every start that saves no new checkpoint.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-FRUITLESS = 3  # restarts in a row without a new checkpoint, after which it gives up
+# After this many starts in a row without a new checkpoint the supervisor gives up.
+MAX_FRUITLESS_STARTS = 3
 
 
 def define_flag() -> Callable[[], int]:
-    """Defines `--max-restarts`; call the result for its value."""
+    """Defines the flag `--max-restarts` and returns a function that reads it."""
     holder = flags.DEFINE_integer(
         "max-restarts",
         0,
-        "restart the run as often when it dies (0: run it unsupervised)",
+        "how often a run that died is started again (0: never; no supervisor)",
         lower_bound=0,
     )
     return lambda: holder.value
@@ -46,91 +48,123 @@ def supervise(
     command: Sequence[str] = (),
     find_run: Callable[[], Mapping[str, Any]] | None = None,
 ) -> int:
-    """Runs `command` (default: this very one, unsupervised) until it ends for good. → exit code.
+    """Runs `command` again and again until it ends for a reason that a restart cannot help.
 
     Args:
-      find_run: given where `command` moves the run in `workdir` aside and trains anew: finds the
-        files of the run that is there (name → what identifies the file). A process that dies
-        before it has moved them is followed by one that moves the rest; after that the new run
-        continues.
+      workdir: the run's folder; its checkpoints show progress.
+      max_restarts: how often the command may be started again.
+      command: default: `train` with this process's own arguments, without a supervisor.
+      find_run: given for `train --restart`, which moves the run in `workdir` aside and begins a new
+        one. Returns the files of the run that is in `workdir`: name → what identifies the file. If
+        the child dies while files of the old run are still there, the next child gets `--restart`
+        again and moves the rest; otherwise it continues the new run.
+
+    Returns:
+      The exit code of the last child, or `ExitCode.GAVE_UP`.
     """
     old_run = find_run().items() if find_run else ()
-    own: list[str] = []
     command = list(command) or [
         *(sys.executable, "-m", "qwen3next_jax", "train", *sys.argv[1:]),
         "--max-restarts=0",
     ]
-    stop, child, early = threading.Event(), None, None
-    # the signal after which a run saves
-    with_us = functools.partial(die_with_parent, os.getpid(), signal.SIGTERM)
-
-    def forward(number: int, frame: object) -> None:
-        nonlocal early
-        stop.set()
-        if child is None:
-            early = number
-        elif child.poll() is None:
-            child.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        restarts = fruitless = 0
-        sealed, _ = _newest_checkpoint(workdir)
+    restarts = fruitless = 0
+    saved_at, _ = _newest_checkpoint(workdir)
+    last_flag: list[str] = []
+    with _Child() as child:
         while True:
-            child = None
-            child = subprocess.Popen(command + own, preexec_fn=with_us, start_new_session=True)
-            if early is not None:  # it came while the run was being started
-                child.send_signal(early)
-            code = child.wait()
-            if stop.is_set() or (code >= 0 and code not in RESTARTED):
+            code = child.run(command + last_flag)
+            if child.stop.is_set() or (code >= 0 and code not in RESTARTED):
                 return code if code >= 0 else 128 - code
-            # By time: where damaged checkpoints were moved aside, progress begins below the step
-            # there once was.
-            before_it, (sealed, reached) = sealed, _newest_checkpoint(workdir)
-            fruitless = 0 if sealed > before_it else fruitless + 1
-            sealed = max(sealed, before_it)
-            if restarts == max_restarts or fruitless == FRUITLESS:
-                why = (
-                    f"{restarts} restarts were allowed"
-                    if restarts == max_restarts
-                    else f"{fruitless} starts saved nothing new"
-                )
-                _say(f"{_how(code)}; gives up: {why}. Last good step: {reached}")
+            # Progress is measured by time and not by step: after damaged checkpoints were moved
+            # aside, the run continues from an earlier step.
+            previous, (saved_at, step) = saved_at, _newest_checkpoint(workdir)
+            fruitless = 0 if saved_at > previous else fruitless + 1
+            saved_at = max(saved_at, previous)
+            if restarts == max_restarts or fruitless == MAX_FRUITLESS_STARTS:
+                if restarts == max_restarts:
+                    why = f"{restarts} restarts were allowed"
+                else:
+                    why = f"{fruitless} starts saved nothing new"
+                _print(f"{_describe_end(code)}; gives up: {why}. Last good step: {step}")
                 return ExitCode.GAVE_UP
             restarts += 1
-            still_old = bool(find_run) and not old_run.isdisjoint(find_run().items())
-            own = ["--norestart"] if find_run and not still_old else []
-            begins = "anew: the run before is still there" if still_old else f"from step {reached}"
             pause = min(FIRST_PAUSE * 2**fruitless, LONGEST_PAUSE)
-            _say(f"{_how(code)}; restart {restarts} of {max_restarts} in {pause:g} s, {begins}")
-            if stop.wait(pause):
+            begin = f"from step {step}"
+            if find_run:
+                old_run_remains = not old_run.isdisjoint(find_run().items())
+                last_flag = [] if old_run_remains else ["--norestart"]
+                if old_run_remains:
+                    begin = "anew: files of the old run are still there"
+            _print(
+                f"{_describe_end(code)}; restart {restarts} of {max_restarts} in {pause:g} s, "
+                f"{begin}"
+            )
+            if child.stop.wait(pause):
                 return ExitCode.INTERRUPTED
-    finally:
-        for number, handler in before.items():
+
+
+class _Child:
+    """Runs one child process after another and forwards SIGINT and SIGTERM to it. A context
+    manager, which restores the handlers of these signals.
+
+    Attributes:
+      stop: set once a signal has come.
+    """
+
+    def __init__(self):
+        self.stop = threading.Event()
+        self._process: subprocess.Popen | None = None
+        self._early_signal: int | None = None
+
+    def __enter__(self):
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self._handlers = {number: signal.signal(number, self._forward) for number in numbers}
+        return self
+
+    def __exit__(self, *exception):
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
+
+    def run(self, command: Sequence[str]) -> int:
+        """Runs `command` to its end and returns its exit code, negative for a signal. If this
+        process dies, the child gets SIGTERM, so that it saves.
+        """
+        self._process = None
+        self._process = subprocess.Popen(
+            command,
+            preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM),
+            start_new_session=True,
+        )
+        if self._early_signal is not None:
+            self._process.send_signal(self._early_signal)
+        return self._process.wait()
+
+    def _forward(self, number: int, frame: object) -> None:
+        self.stop.set()
+        if self._process is None:  # the child is being started
+            self._early_signal = number
+        elif self._process.poll() is None:
+            self._process.send_signal(number)
 
 
 def _newest_checkpoint(workdir: pathlib.Path) -> tuple[int, int]:
-    """(when the last checkpoint was sealed, in nanoseconds, and its step); zeros if there is
-    none.
+    """When the newest checkpoint was complete (modification time in nanoseconds) and its step;
+    zeros if there is none.
     """
     newest = (0, 0)
     for path in (workdir / "checkpoints").glob("*/manifest.json"):
-        # another process of the run may be deleting it
-        with contextlib.suppress(FileNotFoundError):
-            newest = (
-                max(newest, (path.stat().st_mtime_ns, int(path.parent.name)))
-                if path.parent.name.isdecimal()
-                else newest
-            )
+        if not path.parent.name.isdecimal():
+            continue
+        with contextlib.suppress(FileNotFoundError):  # another process may just have deleted it
+            newest = max(newest, (path.stat().st_mtime_ns, int(path.parent.name)))
     return newest
 
 
-def _how(code: int) -> str:
+def _describe_end(code: int) -> str:
     if code < 0:
         return f"the run was ended by {signal.Signals(-code).name}"
     return "the run hung" if code == ExitCode.HANG else f"the run crashed (exit code {code})"
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(f"supervisor {time.strftime('%H:%M:%S')}: {line}", file=sys.stderr, flush=True)

@@ -1,3 +1,3 @@
-"""The page that shows runs: events of metrics.jsonl → series → charts → report.html. Needs
-neither JAX nor a network.
+"""The report about runs: reads metrics.jsonl, reduces its events to series, draws charts and writes
+report.html. It needs neither JAX nor a network.
 """

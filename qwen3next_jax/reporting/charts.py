@@ -1,7 +1,8 @@
-"""Charts as strings of HTML: data in, one <figure> with inline SVG out. page.css colours them,
-page.js shows values on hover.
+"""Functions that draw charts. Each takes data and returns an HTML string: one <figure> with an
+inline SVG.
 
-Any report can use them: a figure needs nothing but those two files in its page (`page.document`).
+The page that contains a chart must include page.css, which colours it, and page.js, which shows
+its values under the pointer; `page.document` makes such a page.
 """
 
 import base64
@@ -11,24 +12,35 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-WIDTH, HEIGHT = 600, 250  # of the drawing, in its own units; it scales to the width of its column
+# The size of a drawing and its margins, in SVG units; the page scales it to the column's width.
+WIDTH, HEIGHT = 600, 250
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 10, 34
-COLOURS = 8  # of page.css: --series-0 …, and as many of --depth-0 …
+COLOURS = 8  # page.css defines --series-0 … --series-7, and --depth-0 … --depth-7
 DASHES = ("", "6 3", "2 3", "9 3 2 3")
-LARGEST = 1e100  # of a drawn number: beyond it differences overflow, as they do below its inverse
+# Numbers of larger magnitude are not drawn, and numbers smaller than its inverse are drawn as 0:
+# arithmetic with them could overflow.
+LARGEST = 1e100
+EMPTY = '<p class="empty">nothing recorded yet</p>'
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One line of a chart: x increasing, y with NaN for gaps, low and high the range around y
-    (None: none).
+    """One line of a chart.
 
-    colour: index of a series colour. shade: 0 … 1 colours by depth instead. dash: index into
-    DASHES. dots: marks the points.
+    Attributes:
+      label: its name in the legend.
+      x: increasing numbers.
+      y: a number for each x; NaN leaves a gap.
+      low, high: the edges of a band around y, or None for no band.
+      colour: the index of a series colour.
+      shade: if given, a number from 0 to 1 that colours the line by depth instead.
+      dash: an index into DASHES.
+      dots: whether the points are marked.
     """
 
     label: str
@@ -43,16 +55,21 @@ class Line:
 
     @property
     def stroke(self) -> str:
-        return (
-            f"var(--series-{self.colour % COLOURS})"
-            if self.shade is None
-            else f"var(--depth-{round(7 * self.shade)})"
-        )
+        """The line's colour in CSS."""
+        if self.shade is None:
+            return f"var(--series-{self.colour % COLOURS})"
+        return f"var(--depth-{round((COLOURS - 1) * self.shade)})"
+
+    @property
+    def dash_attribute(self) -> str:
+        """The SVG attribute with the line's dash pattern; "" for a solid line."""
+        pattern = DASHES[self.dash % len(DASHES)]
+        return f' stroke-dasharray="{pattern}"' if pattern else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A linear or logarithmic scale from values to drawing units."""
+    """A linear or logarithmic scale that maps the values low … high to begin … end in SVG units."""
 
     low: float
     high: float
@@ -68,17 +85,14 @@ class Axis:
         return self.begin + (value - low) / (high - low) * (self.end - self.begin)
 
     def ticks(self, count: int) -> list[float]:
+        """Returns about `count` round values on the axis."""
         if self.log:
             return _log_ticks(self.low, self.high, count)
         rough = (self.high - self.low) / count
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
-        return [
-            round(i * step, 12)
-            for i in range(
-                math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1
-            )
-        ]
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [round(i * step, 12) for i in range(first, last + 1)]
 
 
 def line_chart(
@@ -88,39 +102,47 @@ def line_chart(
     x_label: str = "step",
     log: bool = False,
     from_zero: bool = False,
-    late: bool = False,
+    fit_late: bool = False,
     references: Sequence[tuple[str, float]] = (),
     marks: Sequence[tuple[float, str, str]] = (),
     note: str = "",
     x_names: Sequence[str] = (),
 ) -> str:
-    """A chart of lines over a common x.
+    """Draws lines over a common x axis.
 
     Args:
-      log: logarithmic y. from_zero: y starts at 0. late: y fits what comes after the first 3 %
-      of x; what lies above is
-        left out, and said to be.
+      log: whether the y axis is logarithmic.
+      from_zero: whether the y axis starts at 0.
+      fit_late: whether the y axis fits only the values after the first 3 % of x. Larger values
+        are cut off, and the note says so.
       references: (label, y) of dashed horizontal lines, such as published values.
       marks: (x, text, "fault" or "stage") of vertical lines.
-      note: a sentence under the title. x_names: names of x = 0, 1, … instead of numbers.
+      note: a sentence under the title.
+      x_names: names of x = 0, 1, …, shown instead of numbers.
     """
     lines = [
         dataclasses.replace(
-            line, **{name: _drawable(getattr(line, name)) for name in ("y", "low", "high")}
+            line,
+            y=_drawable_values(line.y),
+            low=_drawable_values(line.low),
+            high=_drawable_values(line.high),
         )
         for line in lines
     ]
     lines = [line for line in lines if np.isfinite(line.y).any()]
     if not lines:
-        return figure(title, note, '<p class="empty">nothing recorded yet</p>')
+        return figure_html(title, note, EMPTY)
     xs = np.concatenate([np.asarray(line.x, float) for line in lines])
-    ends = (-0.5, len(x_names) - 0.5) if x_names else _widened(float(xs.min()), float(xs.max()))
-    x = Axis(*ends, LEFT, WIDTH - RIGHT)
-    low, high, hidden = _range(lines, references, log, from_zero, late)
+    if x_names:
+        x_range = -0.5, len(x_names) - 0.5
+    else:
+        x_range = _nonempty_range(float(xs.min()), float(xs.max()))
+    x = Axis(*x_range, LEFT, WIDTH - RIGHT)
+    low, high, cut_off = _y_range(lines, references, log, from_zero, fit_late)
     y = Axis(low, high, HEIGHT - BOTTOM, TOP, log)
-    if hidden is not None:
-        note = " ".join(filter(None, (note, f"Begins above the frame, at {short(hidden)}.")))
-    parts = [_frame(x, y, x_label, x_names)]
+    if cut_off is not None:
+        note = f"{note} Begins above the frame, at {short_number(cut_off)}.".lstrip()
+    parts = [_axes_svg(x, y, x_label, x_names)]
     for position, text, kind in marks:
         if x.low <= position <= x.high:
             parts.append(
@@ -128,17 +150,17 @@ def line_chart(
                 f'y1="{TOP}" y2="{HEIGHT - BOTTOM}">'
                 f"<title>{_escape(text)}</title></line>"
             )
-    # What lies above the frame is cut off there; dots at the ends stay whole.
+    # A nested <svg> cuts the lines off at the frame, but not the dots at the ends of the x axis.
     clip = (
         f'<svg y="{TOP - 2}" width="{WIDTH}" height="{HEIGHT - TOP - BOTTOM + 5}" '
         f'viewBox="0 {TOP - 2} {WIDTH} {HEIGHT - TOP - BOTTOM + 5}">'
     )
-    parts.append(clip + "".join(_drawn(line, x, y) for line in lines) + "</svg>")
-    # readable over the lines
+    parts.append(clip + "".join(_line_svg(line, x, y) for line in lines) + "</svg>")
+    # The reference lines come last, so that their labels are not under the lines.
     parts += [
-        _reference(label, value, y, [r for _, r in references]) for label, value in references
+        _reference_line(label, value, y, [r for _, r in references]) for label, value in references
     ]
-    data = {
+    hover_data = {
         "x": [x.low, x.high, x.begin, x.end],
         "y": [y.low, y.high, y.begin, y.end],
         "log": log,
@@ -146,10 +168,11 @@ def line_chart(
         "label": x_label,
         "lines": [[line.label, line.stroke, _rounded(line.x), _rounded(line.y)] for line in lines],
     }
-    legend = (
-        "" if len(lines) == 1 and not lines[0].label else "".join(_swatch(line) for line in lines)
-    )
-    return figure(title, note, _svg("".join(parts), title) + _data(data), legend, "lines")
+    legend = "".join(_legend_entry(line) for line in lines)
+    if len(lines) == 1 and not lines[0].label:
+        legend = ""
+    body = _svg("".join(parts), title) + _json_script(hover_data)
+    return figure_html(title, note, body, legend, "lines")
 
 
 def heatmap(
@@ -164,72 +187,122 @@ def heatmap(
     log: bool = False,
     note: str = "",
 ) -> str:
-    """A matrix [rows, columns] as colours, row 0 at the top, NaN transparent. `columns` are
-    names or increasing numbers. `diverging`: shares around 1, drawn by their logarithm from 1/4
-    to 4, zeros marked. `log`: colours by the logarithm.
+    """Draws a matrix [rows, columns] as colours, row 0 at the top. NaN is transparent.
+
+    Args:
+      columns: the columns' names, or increasing numbers.
+      diverging: whether the values are ratios, with 1 in the middle of the colours. The colours
+        follow the logarithm, from 1/4 to 4, and zeros are black.
+      log: whether the colours follow the logarithm of the values.
     """
-    values = _drawable(values)
+    values = _drawable_values(values)
     if not np.isfinite(values).any():
-        return figure(title, note, '<p class="empty">nothing recorded yet</p>')
-    if diverging:
-        low, high = 0.25, 4.0
-        level = (np.log2(np.maximum(values, 1e-9)) + 2) / 4
-    else:
-        kept = values[np.isfinite(values) & ((values > 0) | (not log))]
-        low, high = _widened(float(kept.min()), float(kept.max())) if kept.size else (0.0, 1.0)
-        a, b, v = (
-            np.log(np.maximum(t, 1e-30)) if log else np.asarray(t, float)
-            for t in (low, high, values)
-        )
-        level = (v - a) / (b - a)
-    index = np.where(np.isfinite(values), 2 + np.clip(np.nan_to_num(level), 0, 1) * 253, 0).astype(
-        np.uint8
-    )
-    if diverging:
-        index[values == 0] = 1
-    image = _png(index, _diverging if diverging else _viridis)
-    right, left = 74, 54
-    x0, x1, y0, y1 = left, WIDTH - right, TOP, HEIGHT - BOTTOM
-    parts = [
-        f'<image href="{image}" x="{x0}" y="{y0}" width="{x1 - x0}" height="{y1 - y0}" '
-        'preserveAspectRatio="none"/>'
-    ]
-    for i in _spread(len(rows), 10):
-        parts.append(
-            f'<text x="{x0 - 6}" y="{y0 + (i + 0.5) / len(rows) * (y1 - y0) + 3.5:.1f}" '
-            f'text-anchor="end">{_escape(rows[i])}</text>'
-        )
-    half = (x1 - x0) / len(columns) / 2
+        return figure_html(title, note, EMPTY)
+    index, low, high = _palette_index(values, diverging, log)
+    colours = _diverging if diverging else _viridis
+    box = _Box(LEFT, WIDTH - 74, TOP, HEIGHT - BOTTOM)
+    half = box.width / len(columns) / 2  # of a column
     if isinstance(columns, np.ndarray):
-        scale = Axis(*_widened(float(columns[0]), float(columns[-1])), x0 + half, x1 - half)
-        ticks = [(float(scale(tick)), short(tick)) for tick in scale.ticks(6)]
-        columns = [short(column) for column in columns]
+        column_range = _nonempty_range(float(columns[0]), float(columns[-1]))
+        scale = Axis(*column_range, box.left + half, box.right - half)
+        ticks = [(float(scale(tick)), short_number(tick)) for tick in scale.ticks(6)]
+        columns = [short_number(column) for column in columns]
     else:
-        ticks = [(x0 + half + 2 * half * i, columns[i]) for i in _spread(len(columns), 8)]
-    parts += [
-        f'<text x="{at:.1f}" y="{y1 + 13}" text-anchor="middle">{_escape(name)}</text>'
-        for at, name in ticks
+        shown = _evenly_spaced(len(columns), 8)
+        ticks = [(box.left + half + 2 * half * i, columns[i]) for i in shown]
+    parts = [
+        _image(_png(index, colours), box),
+        *(
+            f'<text x="{box.left - 6}" '
+            f'y="{box.top + (i + 0.5) / len(rows) * box.height + 3.5:.1f}" '
+            f'text-anchor="end">{_escape(rows[i])}</text>'
+            for i in _evenly_spaced(len(rows), 10)
+        ),
+        *(
+            f'<text x="{x:.1f}" y="{box.bottom + 13}" text-anchor="middle">{_escape(name)}</text>'
+            for x, name in ticks
+        ),
+        _x_axis_label(column_label, (box.left + box.right) / 2),
+        _y_axis_label(row_label),
+        _colour_bar(box, colours, low, high, diverging, log),
     ]
-    parts.append(_axis_label(column_label, (x0 + x1) / 2) + _upright(row_label))
-    ramp = _png(np.arange(255, 1, -1, np.uint8)[:, None], _diverging if diverging else _viridis)
-    parts.append(
-        f'<image href="{ramp}" x="{x1 + 14}" y="{y0}" width="10" height="{y1 - y0}" '
-        'preserveAspectRatio="none"/>'
-    )
-    middle = math.sqrt(low * high) if log or diverging else (low + high) / 2
-    for value, at in ((high, y0 + 8), (middle, (y0 + y1) / 2 + 3), (low, y1)):
-        beyond = "≥" if diverging and value == high else "≤" if diverging and value == low else ""
-        parts.append(
-            f'<text x="{x1 + 28}" y="{at:.1f}">{beyond}{short(float(f"{value:.3g}"))}</text>'
-        )
-    data = {
-        "box": [x0, x1, y0, y1],
+    hover_data = {
+        "box": list(box),
         "rows": list(rows),
         "columns": list(columns),
         "names": [row_label, column_label],
         "values": [_rounded(row, 3) for row in values],
     }
-    return figure(title, note, _svg("".join(parts), title) + _data(data), kind="heat")
+    body = _svg("".join(parts), title) + _json_script(hover_data)
+    return figure_html(title, note, body, kind="heat")
+
+
+class _Box(NamedTuple):
+    """A rectangle in SVG units."""
+
+    left: int
+    right: int
+    top: int
+    bottom: int
+
+    @property
+    def width(self) -> int:
+        return self.right - self.left
+
+    @property
+    def height(self) -> int:
+        return self.bottom - self.top
+
+
+def _palette_index(
+    values: np.ndarray, diverging: bool, log: bool
+) -> tuple[np.ndarray, float, float]:
+    """Maps values to palette indices of `_png`.
+
+    Returns:
+      uint8 indices of the shape of `values`; the smallest and the largest value on the scale.
+    """
+    if diverging:
+        low, high = 0.25, 4.0
+        level = (np.log2(np.maximum(values, 1e-9)) + 2) / 4
+    else:
+        on_scale = values[np.isfinite(values) & ((values > 0) | (not log))]
+        low, high = 0.0, 1.0
+        if on_scale.size:
+            low, high = _nonempty_range(float(on_scale.min()), float(on_scale.max()))
+        a, b, v = (
+            np.log(np.maximum(x, 1e-30)) if log else np.asarray(x, float)
+            for x in (low, high, values)
+        )
+        level = (v - a) / (b - a)
+    colour = 2 + np.clip(np.nan_to_num(level), 0, 1) * 253
+    index = np.where(np.isfinite(values), colour, 0).astype(np.uint8)
+    if diverging:
+        index[values == 0] = 1
+    return index, low, high
+
+
+def _colour_bar(
+    box: _Box, colours: Callable, low: float, high: float, diverging: bool, log: bool
+) -> str:
+    """Draws the scale of a heatmap's colours beside it."""
+    ramp = _png(np.arange(255, 1, -1, np.uint8)[:, None], colours)
+    parts = [_image(ramp, _Box(box.right + 14, box.right + 24, box.top, box.bottom))]
+    middle = math.sqrt(low * high) if log or diverging else (low + high) / 2
+    # Values beyond the ends of a diverging scale have the colours of its ends.
+    signs = ("≥", "", "≤") if diverging else ("", "", "")
+    heights = (box.top + 8, (box.top + box.bottom) / 2 + 3, box.bottom)
+    for sign, value, y in zip(signs, (high, middle, low), heights):
+        text = sign + short_number(float(f"{value:.3g}"))
+        parts.append(f'<text x="{box.right + 28}" y="{y:.1f}">{text}</text>')
+    return "".join(parts)
+
+
+def _image(uri: str, box: _Box) -> str:
+    return (
+        f'<image href="{uri}" x="{box.left}" y="{box.top}" width="{box.width}" '
+        f'height="{box.height}" preserveAspectRatio="none"/>'
+    )
 
 
 def stacked_columns(
@@ -242,8 +315,13 @@ def stacked_columns(
     marks: Sequence[tuple[float, str]] = (),
     note: str = "",
 ) -> str:
-    """Columns of `shares` [columns, names], each up to 1, over wall time; a column stands for
-    `width` seconds, `colours` are CSS colours, `marks` (seconds, text).
+    """Draws shares as stacked columns over wall time.
+
+    Args:
+      shares: [columns, names]; the shares of a column add up to at most 1.
+      width: the seconds that a column stands for.
+      colours: the CSS colour of each name.
+      marks: (seconds since the start, text) of triangles above the columns.
     """
     unit, scale = next(
         (u, s)
@@ -254,7 +332,7 @@ def stacked_columns(
     y = Axis(0.0, 1.0, HEIGHT - BOTTOM, TOP)
     edges = x(np.arange(len(shares) + 1) * width / scale)
     top = np.clip(np.cumsum(shares, axis=1), 0, 1)
-    parts = [_frame(x, y, f"{unit} since the start", (), percent=True)]
+    parts = [_axes_svg(x, y, f"{unit} since the start", (), percent=True)]
     for i, name in enumerate(names):
         base = top[:, i - 1] if i else np.zeros(len(shares))
         boxes = "".join(
@@ -263,11 +341,10 @@ def stacked_columns(
             for c in range(len(shares))
             if top[c, i] - base[c] > 1e-3
         )
-        parts.append(
-            f'<path d="{boxes}" fill="{colours[i]}"><title>{_escape(name)}</title></path>'
-            if boxes
-            else ""
-        )
+        if boxes:
+            parts.append(
+                f'<path d="{boxes}" fill="{colours[i]}"><title>{_escape(name)}</title></path>'
+            )
     for second, text in marks:
         at = float(x(second / scale))
         parts.append(
@@ -279,11 +356,11 @@ def stacked_columns(
         for i, (name, colour) in enumerate(zip(names, colours, strict=True))
         if shares[:, i].any()
     )
-    return figure(title, note, _svg("".join(parts), title), legend)
+    return figure_html(title, note, _svg("".join(parts), title), legend)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numeric: bool = False) -> str:
-    """A table of plain text."""
+    """Returns a table as HTML. The cells are plain text; `numeric` aligns them as numbers."""
     cells = "".join(
         "<tr>" + "".join(f"<td>{_escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
@@ -294,7 +371,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numeric: bool = Fa
     )
 
 
-def figure(title: str, note: str, body: str, legend: str = "", kind: str = "") -> str:
+def figure_html(title: str, note: str, body: str, legend: str = "", kind: str = "") -> str:
+    """Returns a <figure>: title, note (plain text), legend and body (HTML).
+
+    Args:
+      kind: how page.js reads the hover data: "lines", "heat", or "" for a figure without it.
+    """
     return (
         f'<figure data-kind="{kind}"><figcaption>{_escape(title)}</figcaption>'
         + (f'<p class="note">{_escape(note)}</p>' if note else "")
@@ -303,23 +385,24 @@ def figure(title: str, note: str, body: str, legend: str = "", kind: str = "") -
     )
 
 
-def short(value: float) -> str:
-    """A number in few characters: 1.5M, 0.012, 3e-05."""
+def short_number(value: float) -> str:
+    """Writes a number in few characters: 1.5M, 0.012, 3e-5; "–" if it is not finite."""
     if not math.isfinite(value):
         return "–"
     size = abs(value)
     for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if size >= scale * (10 if unit == "k" else 1):
             return f"{value / scale:.4g}{unit}"
-    return (
-        f"{value:.0e}".replace("e-0", "e-")
-        if 0 < size < 1e-3 and f"{value:.0e}" == f"{value:.1e}".replace(".0", "")
-        else f"{value:.4g}"
-    )
+    has_one_digit = f"{value:.0e}" == f"{value:.1e}".replace(".0", "")
+    if 0 < size < 1e-3 and has_one_digit:
+        return f"{value:.0e}".replace("e-0", "e-")
+    return f"{value:.4g}"
 
 
-def _drawable(values: Sequence[float] | np.ndarray | None) -> np.ndarray | None:
-    """`values` as an array: NaN where they are beyond LARGEST, 0 where they are that near to it."""
+def _drawable_values(values: Sequence[float] | np.ndarray | None) -> np.ndarray | None:
+    """Returns the values as an array, with NaN for magnitudes above LARGEST and 0 for magnitudes
+    below its inverse; None for None.
+    """
     if values is None:
         return None
     values = np.asarray(values, float)
@@ -327,43 +410,57 @@ def _drawable(values: Sequence[float] | np.ndarray | None) -> np.ndarray | None:
     return np.where(size <= LARGEST, np.where(size < 1 / LARGEST, 0.0, values), np.nan)
 
 
-def _range(lines, references, log, from_zero, late) -> tuple[float, float, float | None]:
-    """(lowest, highest, the first value where it lies above the frame) of the y axis."""
-    xs = [np.asarray(line.x, float) for line in lines]
-    begin = min(x[0] for x in xs) + 0.03 * (max(x[-1] for x in xs) - min(x[0] for x in xs))
-
-    def bounds(after):
-        kept = [
-            np.asarray(v, float)[x >= after]
-            for line, x in zip(lines, xs)
-            for v in (line.y, line.low, line.high)
-            if v is not None
-        ]
-        kept = np.concatenate(kept)
-        kept = kept[np.isfinite(kept) & ((kept > 0) | (not log))]
-        return (float(kept.min()), float(kept.max())) if kept.size else None
-
-    whole = bounds(-np.inf) or (1e-3, 1.0)
-    late = late and max(map(len, xs)) >= 30  # of fewer points the first ones are no small part
-    low, high = (late and bounds(begin)) or whole
-    hidden = whole[1] if whole[1] > high + 0.25 * (high - low) else None
-    if hidden is None:
-        high = whole[1]
+def _y_range(
+    lines: Sequence[Line],
+    references: Sequence[tuple[str, float]],
+    log: bool,
+    from_zero: bool,
+    fit_late: bool,
+) -> tuple[float, float, float | None]:
+    """Returns the range of the y axis, with margins; and the largest value if the range does not
+    include it, else None. The arguments are those of `line_chart`.
+    """
+    low, high = full_range = _range_of_values(lines, log) or (1e-3, 1.0)
+    # With fewer points, the first of them are too large a part of the curve to be cut off.
+    if fit_late and max(len(line.x) for line in lines) >= 30:
+        first, last = min(line.x[0] for line in lines), max(line.x[-1] for line in lines)
+        start = first + 0.03 * (last - first)
+        low, high = _range_of_values(lines, log, start) or full_range
+    cut_off = full_range[1] if full_range[1] > high + 0.25 * (high - low) else None
+    if cut_off is None:
+        high = full_range[1]
     values = [value for _, value in references if value > 0 or not log]
     low, high = min([low, *values]), max([high, *values])
     if log:
-        low, high = _widened(math.log10(low), math.log10(high))
+        low, high = _nonempty_range(math.log10(low), math.log10(high))
         margin = 0.04 * (high - low)
-        return 10 ** (low - margin), 10 ** (high + margin), hidden
-    low, high = _widened(low, high)
+        return 10 ** (low - margin), 10 ** (high + margin), cut_off
+    low, high = _nonempty_range(low, high)
     margin = 0.05 * (high - low)
-    if low < 0:
-        return low - margin, max(high + margin, 0.0) if from_zero else high + margin, hidden
-    return 0.0 if from_zero else max(low - margin, 0.0), high + margin, hidden
+    if low >= 0:
+        return 0.0 if from_zero else max(low - margin, 0.0), high + margin, cut_off
+    high += margin
+    return low - margin, max(high, 0.0) if from_zero else high, cut_off
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
-    """A range that is not empty."""
+def _range_of_values(
+    lines: Sequence[Line], log: bool, start: float = -np.inf
+) -> tuple[float, float] | None:
+    """Returns the smallest and the largest number that lines and bands have from x = `start` on;
+    None if there is none. On a logarithmic axis only positive numbers count.
+    """
+    parts = []
+    for line in lines:
+        shown = np.asarray(line.x, float) >= start
+        bands = [values for values in (line.low, line.high) if values is not None]
+        parts += [np.asarray(values, float)[shown] for values in (line.y, *bands)]
+    values = np.concatenate(parts)
+    values = values[np.isfinite(values) & ((values > 0) | (not log))]
+    return (float(values.min()), float(values.max())) if values.size else None
+
+
+def _nonempty_range(low: float, high: float) -> tuple[float, float]:
+    """Returns the range, widened if its ends are (nearly) equal."""
     if high - low > 1e-12 * max(abs(low), abs(high)):
         return low, high
     pad = 0.1 * abs(high) or 0.1
@@ -371,6 +468,7 @@ def _widened(low: float, high: float) -> tuple[float, float]:
 
 
 def _log_ticks(low: float, high: float, count: int) -> list[float]:
+    """Returns about `count` round values of a logarithmic axis; linear ticks if it is too short."""
     begin, end = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for multiples in ((1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
         ticks = [
@@ -387,37 +485,38 @@ def _log_ticks(low: float, high: float, count: int) -> list[float]:
     return Axis(low, high, 0, 1).ticks(count - 1)
 
 
-def _frame(x: Axis, y: Axis, x_label: str, x_names: Sequence[str], percent: bool = False) -> str:
+def _axes_svg(x: Axis, y: Axis, x_label: str, x_names: Sequence[str], percent: bool = False) -> str:
+    """Draws grid lines, ticks and the label of the x axis."""
     parts = []
     for tick in y.ticks(5):
         at = float(y(tick))
-        text = f"{tick:.0%}" if percent else short(tick)
+        text = f"{tick:.0%}" if percent else short_number(tick)
         parts.append(
             f'<line class="grid" x1="{x.begin}" x2="{x.end}" y1="{at:.1f}" y2="{at:.1f}"/><text '
             f'x="{x.begin - 6}" '
             f'y="{at + 3.5:.1f}" text-anchor="end">{text}</text>'
         )
-    ticks = _spread(len(x_names), 12) if x_names else x.ticks(6)
+    ticks = _evenly_spaced(len(x_names), 12) if x_names else x.ticks(6)
     for tick in ticks:
         at = float(x(tick))
         # The last label is kept inside the drawing.
         anchor = "end" if at > WIDTH - 24 else "middle"
         parts.append(
             f'<text x="{min(at, WIDTH - 2):.1f}" y="{y.begin + 14}" text-anchor="{anchor}">'
-            f"{_escape(x_names[tick]) if x_names else short(tick)}</text>"
+            f"{_escape(x_names[tick]) if x_names else short_number(tick)}</text>"
         )
     parts.append(f'<line class="axis" x1="{x.begin}" x2="{x.end}" y1="{y.begin}" y2="{y.begin}"/>')
-    return "".join(parts) + _axis_label(x_label, (x.begin + x.end) / 2)
+    return "".join(parts) + _x_axis_label(x_label, (x.begin + x.end) / 2)
 
 
-def _axis_label(text: str, at: float) -> str:
+def _x_axis_label(text: str, at: float) -> str:
     return (
         f'<text class="axis-label" x="{at:.1f}" y="{HEIGHT - 5}" '
         f'text-anchor="middle">{_escape(text)}</text>'
     )
 
 
-def _upright(text: str) -> str:
+def _y_axis_label(text: str) -> str:
     middle = (TOP + HEIGHT - BOTTOM) / 2
     return (
         f'<text class="axis-label" x="12" y="{middle}" transform="rotate(-90 12 {middle})" '
@@ -425,9 +524,10 @@ def _upright(text: str) -> str:
     )
 
 
-def _reference(label: str, value: float, y: Axis, others: Sequence[float]) -> str:
+def _reference_line(label: str, value: float, y: Axis, others: Sequence[float]) -> str:
+    """Draws a dashed line at `value`; `others` are the values of all reference lines."""
     at = float(y(value))
-    # Below the line where another one is too close above it, or the frame is.
+    # The label is below the line if the frame or another line is too close above it.
     below = at - TOP < 12 or any(0 < at - float(y(other)) < 13 for other in others)
     return (
         f'<line class="reference" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" '
@@ -437,23 +537,11 @@ def _reference(label: str, value: float, y: Axis, others: Sequence[float]) -> st
     )
 
 
-def _drawn(line: Line, x: Axis, y: Axis) -> str:
+def _line_svg(line: Line, x: Axis, y: Axis) -> str:
+    """Draws a line, its band and its points."""
     px, py = x(line.x), y(np.asarray(line.y, float))
-    style = f'stroke="{line.stroke}"' + (
-        f' stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"' if line.dash % len(DASHES) else ""
-    )
-    parts = []
-    if (
-        line.low is not None
-        and line.high is not None
-        and np.nanmax(np.asarray(line.high) - np.asarray(line.low), initial=0) > 0
-    ):
-        up, down = (
-            _path(px, y(np.asarray(line.high, float))),
-            _path(px[::-1], y(np.asarray(line.low, float))[::-1]),
-        )
-        if up.count("M") == down.count("M") == 1:
-            parts.append(f'<path class="band" d="{up}L{down[1:]}Z" fill="{line.stroke}"/>')
+    parts = [_band_svg(line, px, y)]
+    style = f'stroke="{line.stroke}"{line.dash_attribute}'
     parts.append(f'<path class="line" d="{_path(px, py)}" {style}/>')
     single = len(px) == 1 or np.isfinite(py).sum() == 1
     if line.dots and len(px) <= 60 or single:
@@ -465,23 +553,34 @@ def _drawn(line: Line, x: Axis, y: Axis) -> str:
     return "".join(parts)
 
 
+def _band_svg(line: Line, px: np.ndarray, y: Axis) -> str:
+    """Draws the band from line.low to line.high; "" if it has no height, or a gap."""
+    if line.low is None or line.high is None:
+        return ""
+    low, high = np.asarray(line.low, float), np.asarray(line.high, float)
+    if np.nanmax(high - low, initial=0) <= 0:
+        return ""
+    upper, lower = _path(px, y(high)), _path(px[::-1], y(low)[::-1])
+    if upper.count("M") != 1 or lower.count("M") != 1:
+        return ""
+    return f'<path class="band" d="{upper}L{lower[1:]}Z" fill="{line.stroke}"/>'
+
+
 def _path(px: np.ndarray, py: np.ndarray) -> str:
-    """Pen down between neighbouring finite points."""
-    parts, down = [], False
+    """Returns an SVG path that connects neighbouring points and has a gap at NaN."""
+    parts, connected = [], False
     for a, b in zip(px, np.clip(py, -1e5, 1e5)):
-        if np.isfinite(b):
-            parts.append(f"{'L' if down else 'M'}{a:.1f} {b:.1f}")
-        down = bool(np.isfinite(b))
+        finite = bool(np.isfinite(b))
+        if finite:
+            parts.append(f"{'L' if connected else 'M'}{a:.1f} {b:.1f}")
+        connected = finite
     return "".join(parts)
 
 
-def _swatch(line: Line) -> str:
-    dash = (
-        f' stroke-dasharray="{DASHES[line.dash % len(DASHES)]}"' if line.dash % len(DASHES) else ""
-    )
+def _legend_entry(line: Line) -> str:
     return (
         f'<span><svg width="18" height="8"><path d="M0 4H18" stroke="{line.stroke}" '
-        f'stroke-width="2.5"{dash}/></svg>'
+        f'stroke-width="2.5"{line.dash_attribute}/></svg>'
         f"{_escape(line.label)}</span>"
     )
 
@@ -493,7 +592,7 @@ def _svg(body: str, title: str) -> str:
     )
 
 
-def _data(data: dict) -> str:
+def _json_script(data: dict) -> str:
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     return f'<script type="application/json">{text}</script>'
 
@@ -502,8 +601,8 @@ def _rounded(values, digits: int = 5) -> list[float | None]:
     return [float(f"{v:.{digits}g}") if math.isfinite(v) else None for v in map(float, values)]
 
 
-def _spread(count: int, most: int) -> list[int]:
-    """At most `most` indices at equal distances, from 0."""
+def _evenly_spaced(count: int, most: int) -> list[int]:
+    """Returns at most `most` of the indices 0 … count - 1, at equal distances from 0 on."""
     return list(range(0, count, max(1, -(-count // most))))
 
 
@@ -511,25 +610,28 @@ def _escape(text: str) -> str:
     return html.escape(str(text))
 
 
-def _ramp(anchors: Sequence[str], at: float) -> tuple[int, int, int]:
-    place = min(max(at, 0.0), 1.0) * (len(anchors) - 1)
-    i = min(int(place), len(anchors) - 2)
+def _interpolate_colour(anchors: Sequence[str], level: float) -> tuple[int, int, int]:
+    """Interpolates between equidistant colours (hexadecimal) at `level`, from 0 to 1."""
+    position = min(max(level, 0.0), 1.0) * (len(anchors) - 1)
+    i = min(int(position), len(anchors) - 2)
     a, b = (bytes.fromhex(anchors[j]) for j in (i, i + 1))
-    return tuple(round(p + (q - p) * (place - i)) for p, q in zip(a, b))
+    return tuple(round(p + (q - p) * (position - i)) for p, q in zip(a, b))
 
 
-def _viridis(at: float) -> tuple[int, int, int]:
-    """Five points of matplotlib's viridis (public domain)."""
-    return _ramp(("440154", "3b528b", "21918c", "5ec962", "fde725"), at)
+def _viridis(level: float) -> tuple[int, int, int]:
+    """The colour map viridis of matplotlib (public domain), through five of its points."""
+    return _interpolate_colour(("440154", "3b528b", "21918c", "5ec962", "fde725"), level)
 
 
-def _diverging(at: float) -> tuple[int, int, int]:
-    return _ramp(("2166ac", "92c5de", "f0efeb", "f4a582", "b2182b"), at)
+def _diverging(level: float) -> tuple[int, int, int]:
+    """A colour map from blue through near-white to red."""
+    return _interpolate_colour(("2166ac", "92c5de", "f0efeb", "f4a582", "b2182b"), level)
 
 
-def _png(index: np.ndarray, colours) -> str:
-    """A data URI of palette indices [rows, columns]: 0 is transparent, 1 black, 2 … 255 the
-    range of `colours`.
+def _png(index: np.ndarray, colours: Callable[[float], tuple[int, int, int]]) -> str:
+    """Encodes palette indices [rows, columns] as a PNG image in a data URI.
+
+    Index 0 is transparent, 1 is black, and 2 … 255 are the colours of the levels 0 … 1.
     """
     palette = bytes(6) + b"".join(bytes(colours(i / 253)) for i in range(254))
 

@@ -1,5 +1,7 @@
-"""The earlier place of `qwen3next_jax.common.figures`, for evaluations that were written for it."""
+"""The old place and the old name of `common.metrics.Metric`: evaluations that users wrote for
+earlier versions import `Figure` from here.
+"""
 
-from qwen3next_jax.common.figures import Figure
+from qwen3next_jax.common.metrics import Metric as Figure
 
 __all__ = ["Figure"]

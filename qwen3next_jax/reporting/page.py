@@ -1,7 +1,8 @@
-"""The page: which charts a report holds, in which order, for one run or several. docs/report.md
-says what each means.
+"""The report: an HTML page of charts and tables about one run, or about several runs on the same
+axes. docs/report.md explains the numbers.
 """
 
+import dataclasses
 import html
 import os
 import pathlib
@@ -11,26 +12,34 @@ from typing import Any
 
 import numpy as np
 
-from qwen3next_jax.common.figures import Value, evaluation, recorded
+from qwen3next_jax.common.metrics import MetricValue, evaluation_of_event, metric_values_of_event
 from qwen3next_jax.common.trees import flatten
-from qwen3next_jax.reporting.charts import Line, heatmap, line_chart, short, stacked_columns, table
+from qwen3next_jax.reporting.charts import (
+    Line,
+    heatmap,
+    line_chart,
+    short_number,
+    stacked_columns,
+    table,
+)
 from qwen3next_jax.reporting.runs import (
     POINTS,
     TRAINING,
     USES,
     Run,
-    differences,
+    setting_differences,
     faults,
     goodput,
     load_run,
     stages,
-    wall_time,
+    wall_time_spans,
     wall_time_columns,
 )
 
-FEW_LAYERS = 8  # more are drawn as a heatmap of layers over steps
-SAMPLES = 12  # shown; the rest is in metrics.jsonl
-# Published values that charts are compared with: (label, value). Sources in docs/report.md.
+MAX_LAYER_LINES = 8  # a model with more layers gets a heatmap instead of a line for each
+MAX_SAMPLES = 12  # sampled texts on the page; metrics.jsonl has all of them
+MAX_FAULTS = 200  # faults on the page; metrics.jsonl has all of them
+# Published values, drawn as reference lines: (label, value). docs/report.md names the sources.
 SINKS = (("without output gate .467", 0.467), ("with gate .048", 0.048))
 ACTIVATIONS = (("without output gate 1053", 1053.0), ("with gate 94", 94.0))
 MASSIVE = (("massive: 1000 × the median", 1000.0),)
@@ -38,60 +47,68 @@ ACCEPTANCE = (("released model .897", 0.897), (".719", 0.719), (".476", 0.476))
 
 
 def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> None:
-    """Writes the report of the runs in `workdirs` to `out`, at once or not at all.
+    """Writes the report of the runs in `workdirs` to the file `out`, atomically.
 
     Raises:
-      UserError: one of them is not the folder of a run that has recorded something.
+      UserError: one of the folders holds no run, or a run that has recorded nothing.
     """
-    text = report([load_run(workdir) for workdir in workdirs])
+    text = render_report([load_run(workdir) for workdir in workdirs])
     temporary = out.with_suffix(".tmp")
-    # a sampled text may hold half a surrogate pair, which is no UTF-8
+    # A sampled text may contain half a surrogate pair, which UTF-8 cannot encode.
     temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(temporary, out)
 
 
-def report(runs: Sequence[Run]) -> str:
-    """The whole page for one run, or for several on the same axes."""
-    runs = _distinct(runs)
+def render_report(runs: Sequence[Run]) -> str:
+    """Returns the page about the given runs as HTML."""
+    runs = _with_distinct_names(runs)
+    # With several runs it would be unclear whose fault a mark shows.
+    marks = _vertical_marks(runs[0]) if len(runs) == 1 else []
+    chart_sections = {
+        "Loss": _loss_charts(runs, marks),
+        "Evaluations": _evaluation_charts(runs, marks),
+        "Optimisation": _optimisation_charts(runs, marks),
+        "Speed and use of time": _speed_charts(runs),
+        "Experts": _expert_charts(runs),
+        "Recurrent layers": _recurrent_charts(runs),
+        "Attention and activations": _attention_charts(runs),
+    }
+    sections = {
+        name: f'<div class="charts">{"".join(charts)}</div>'
+        for name, charts in chart_sections.items()
+        if charts
+    }
+    sections["Samples"] = _samples_html(runs)
+    sections["Faults and restarts"] = _faults_html(runs)
+    sections["Configuration"] = _configuration_html(runs)
+    sections = {name: content for name, content in sections.items() if content}
+    body = "".join(_section(name, content) for name, content in sections.items())
+    return document(
+        " · ".join(run.name for run in runs),
+        _subtitle(runs),
+        list(sections),
+        _summary_html(runs) + body,
+    )
+
+
+def _vertical_marks(run: Run) -> list[tuple[float, str, str]]:
+    """Returns (step, text, "fault" or "stage") of the vertical lines in charts over steps."""
     marks = [
         (fault.step, f"{fault.kind} at step {fault.step}: {fault.text}", "fault")
-        for fault in faults(runs[0])[:200]
+        for fault in faults(run)[:MAX_FAULTS]
     ]
-    marks += [
-        (step, f"stage {name} begins after step {step}", "stage")
-        for step, name in stages(runs[0])
-        if step
-    ]
-    marks = marks if len(runs) == 1 else []
-    sections = {
-        "Loss": _loss(runs, marks),
-        "Evaluations": _evaluations(runs, marks),
-        "Optimisation": _optimisation(runs, marks),
-        "Speed and use of time": _speed(runs),
-        "Experts": _experts(runs),
-        "Recurrent layers": _recurrent(runs),
-        "Attention and activations": _attention(runs),
-    }
-    body = "".join(
-        _section(name, f'<div class="charts">{"".join(found)}</div>')
-        for name, found in sections.items()
-        if found
-    )
-    rest = {
-        "Samples": _samples(runs),
-        "Faults and restarts": _faults(runs),
-        "Configuration": _configuration(runs),
-    }
-    body += "".join(_section(name, text) for name, text in rest.items() if text)
-    names = [name for name in sections if sections[name]] + [name for name in rest if rest[name]]
-    return document(
-        " · ".join(run.name for run in runs), _subtitle(runs), names, _overview(runs) + body
-    )
+    for step, name in stages(run):
+        if step:
+            marks.append((step, f"stage {name} begins after step {step}", "stage"))
+    return marks
 
 
 def document(title: str, subtitle: str, sections: Sequence[str], body: str) -> str:
-    """A self-contained page around `body`, whose sections (see `_section`) are linked at its
-    top.
+    """Returns a self-contained HTML page.
+
+    Args:
+      sections: the names of the sections of `body`, which the top of the page links to.
+      body: HTML; a section has the id that `_anchor` makes of its name.
     """
     style, script = (
         resources.files(__package__).joinpath(f"page.{kind}").read_text() for kind in ("css", "js")
@@ -117,84 +134,74 @@ def _anchor(name: str) -> str:
     return name.lower().replace(" ", "-")
 
 
-def _distinct(runs: Sequence[Run]) -> list[Run]:
-    """The same runs, folders of the same name numbered."""
+def _with_distinct_names(runs: Sequence[Run]) -> list[Run]:
+    """Returns the runs with a number added to names that occur more than once."""
     seen: dict[str, int] = {}
     result = []
     for run in runs:
         seen[run.name] = seen.get(run.name, 0) + 1
-        result.append(
-            Run(f"{run.name} ({seen[run.name]})", run.config, run.log, run.events)
-            if seen[run.name] > 1
-            else run
-        )
+        if seen[run.name] > 1:
+            run = dataclasses.replace(run, name=f"{run.name} ({seen[run.name]})")
+        result.append(run)
     return result
 
 
-# ---- above the charts
-# ------------------------------------------------------------------------------------------
+# ---- Above the charts
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
+    """Returns the line under the title: for one run, its devices, versions and stages."""
     if len(runs) > 1:
         return f"{len(runs)} runs; times are of each run's own start"
     start = runs[0].events.get("start", [{}])[-1]
     devices, hosts = start.get("devices"), start.get("hosts")
-    where = (
-        f"{devices} × {start.get('device_kind')}"
-        + (f" on {hosts} hosts" if hosts and hosts > 1 else "")
-        if devices
-        else ""
-    )
-    code = f"commit {start['commit'][:10]}" if start.get("commit") else ""
-    lines = "dashed red lines: faults and restarts" if faults(runs[0]) else ""
-    begun = ", ".join(f"{name} from step {step + 1}" for step, name in stages(runs[0]))
-    return " · ".join(
-        filter(
-            None,
-            (
-                where,
-                f"JAX {start['jax']}" if "jax" in start else "",
-                code,
-                lines,
-                begun and f"stages, at grey lines: {begun}",
-            ),
-        )
-    )
+    parts = []
+    if devices:
+        on_hosts = f" on {hosts} hosts" if hosts and hosts > 1 else ""
+        parts.append(f"{devices} × {start.get('device_kind')}{on_hosts}")
+    if "jax" in start:
+        parts.append(f"JAX {start['jax']}")
+    if start.get("commit"):
+        parts.append(f"commit {start['commit'][:10]}")
+    if faults(runs[0]):
+        parts.append("dashed red lines: faults and restarts")
+    if begun := ", ".join(f"{name} from step {step + 1}" for step, name in stages(runs[0])):
+        parts.append(f"stages, at grey lines: {begun}")
+    return " · ".join(parts)
 
 
-def _overview(runs: Sequence[Run]) -> str:
-    facts = [_facts(run) for run in runs]
+def _summary_html(runs: Sequence[Run]) -> str:
+    """Returns the most important numbers: as tiles for one run, as a table for several."""
+    summaries = [_summary(run) for run in runs]
     if len(runs) == 1:
         tiles = "".join(
             '<div class="tile"><b '
             f'title="{html.escape(value)}">{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
-            for name, value in facts[0].items()
+            for name, value in summaries[0].items()
         )
         return f'<div class="tiles">{tiles}</div>'
-    names = list(dict.fromkeys(name for fact in facts for name in fact))
-    rows = [[name, *(fact.get(name, "–") for fact in facts)] for name in names]
+    names = list(dict.fromkeys(name for summary in summaries for name in summary))
+    rows = [[name, *(summary.get(name, "–") for summary in summaries)] for name in names]
     return (
         "<div "
         f'class="overview">{table(["", *(run.name for run in runs)], rows, numeric=True)}</div>'
     )
 
 
-def _facts(run: Run) -> dict[str, str]:
-    spans = wall_time(run)
-    found = faults(run)
+def _summary(run: Run) -> dict[str, str]:
+    """Returns the newest value of the run's most important numbers, as text, by name."""
+    spans = wall_time_spans(run)
+    faults_of_run = faults(run)
     step, steps = run.last("train", "step"), run.config.get("train", {}).get("steps")
-    facts = {
-        "step": (f"{step:,}" if step else "–")
-        + (f" of {steps:,}" if steps and step != steps else "")
-    }
+    of_steps = f" of {steps:,}" if steps and step != steps else ""
+    summary = {"step": (f"{step:,}" if step else "–") + of_steps}
 
-    def add(name: str, kind: str, key: str, form: Callable[[float], str]) -> None:
+    def add(name: str, kind: str, key: str, to_text: Callable[[float], str]) -> None:
         value = run.last(kind, key)
         if isinstance(value, (int, float)):
-            facts[name] = form(value)
+            summary[name] = to_text(value)
 
-    add("tokens seen", "train", "tokens_seen", short)
+    add("tokens seen", "train", "tokens_seen", short_number)
     add("training loss", "train", "loss", "{:.4f}".format)
     if run.last("heldout", "bits_per_byte") is not None:
         add("held-out bits/byte", "heldout", "bits_per_byte", "{:.4f}".format)
@@ -202,97 +209,100 @@ def _facts(run: Run) -> dict[str, str]:
         add("held-out accuracy", "heldout", "accuracy", "{:.1%}".format)
     add("MTP acceptance", "heldout", "mtp_acceptance/0", "{:.1%}".format)
     add("tokens/s", "train", "tokens_per_second", "{:,.0f}".format)
-    add("model FLOP/s", "train", "model_flops_per_second", short)
+    add("model FLOP/s", "train", "model_flops_per_second", short_number)
     add("MFU", "train", "mfu", "{:.1%}".format)
-    facts["wall time"] = _duration(spans[-1][1] if spans else 0.0)
-    facts["goodput"] = f"{goodput(spans)[TRAINING]:.1%}"
-    facts["restarts"] = str(sum(fault.kind == "restart" for fault in found))
-    facts["skipped updates"] = str(sum(fault.kind == "skip" for fault in found))
-    return facts
+    summary["wall time"] = _duration(spans[-1][1] if spans else 0.0)
+    summary["goodput"] = f"{goodput(spans)[TRAINING]:.1%}"
+    summary["restarts"] = str(sum(fault.kind == "restart" for fault in faults_of_run))
+    summary["skipped updates"] = str(sum(fault.kind == "skip" for fault in faults_of_run))
+    return summary
 
 
 def _duration(seconds: float) -> str:
+    """Writes a duration as text: "75 s", "2 d 3 h 5 min"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    days, rest = divmod(minutes, 1440)
-    return (
-        (f"{days} d " if days else "")
-        + (f"{rest // 60} h " if rest >= 60 else "")
-        + f"{rest % 60} min"
-    )
+    days, minutes = divmod(minutes, 1440)
+    hours, minutes = divmod(minutes, 60)
+    return (f"{days} d " if days else "") + (f"{hours} h " if hours else "") + f"{minutes} min"
 
 
-# ---- charts over steps
-# -----------------------------------------------------------------------------------------
+# ---- Charts over steps
 
 
-def _over_steps(
-    title: str, runs: Sequence[Run], parts: Sequence[tuple[str, str, str]], marks=(), **options: Any
+def _chart_over_steps(
+    title: str,
+    runs: Sequence[Run],
+    quantities: Sequence[tuple[str, str, str]],
+    marks=(),
+    **options: Any,
 ) -> str:
-    """A chart of `parts` (label, kind of event, name), or "" where no run has any. One run: a
-    colour for each part; several: a colour for each run, a dash for each part.
+    """Draws numbers over steps; returns "" if no run recorded any of them.
+
+    For one run, each quantity has a colour. For several, each run has a colour and each quantity a
+    dash pattern.
+
+    Args:
+      quantities: (label, kind of event, name of the number in the event) of each line.
+      marks, options: as in `line_chart`.
     """
+    several = len(runs) > 1
+    points = POINTS if len(runs) < 5 else POINTS // 2
     lines = []
     for r, run in enumerate(runs):
-        for p, (label, kind, name) in enumerate(parts):
-            series = run.series(kind, name, POINTS if len(runs) < 5 else POINTS // 2)
-            if series is not None:
-                several = len(runs) > 1
-                name = (
-                    " ".join(filter(None, (run.name, label)))
-                    if several and len(parts) > 1
-                    else run.name
-                    if several
-                    else label
+        for q, (label, kind, name) in enumerate(quantities):
+            series = run.series(kind, name, points)
+            if series is None:
+                continue
+            if several:
+                label = f"{run.name} {label}".strip() if len(quantities) > 1 else run.name
+            lines.append(
+                Line(
+                    label,
+                    series.x,
+                    series.y,
+                    series.low,
+                    series.high,
+                    colour=r if several else q,
+                    dash=q if several else 0,
+                    dots=kind != "train",
                 )
-                lines.append(
-                    Line(
-                        name,
-                        series.x,
-                        series.y,
-                        series.low,
-                        series.high,
-                        colour=r if several else p,
-                        dash=p if several else 0,
-                        dots=kind != "train",
-                    )
-                )
+            )
     return line_chart(title, lines, marks=marks, **options) if lines else ""
 
 
-def _loss(runs: Sequence[Run], marks) -> list[str]:
-    depths = sorted(
-        {
-            name.partition("/")[2]
-            for run in runs
-            for name in run.names("train", "mtp_loss/")
-            if name[9:].isdecimal()
-        },
-        key=int,
-    )
+def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
+    """Returns the charts of training and held-out loss, of MTP and of accuracy."""
+    names = [name for run in runs for name in run.names("train", "mtp_loss/")]
+    depths = {name.removeprefix("mtp_loss/") for name in names}
+    depths = sorted((depth for depth in depths if depth.isdecimal()), key=int)
     accepted = [(f"depth {d}", "heldout", f"mtp_acceptance/{d}") for d in depths]
-    return _only(
+    return _nonempty(
         (
-            _over_steps(
+            _chart_over_steps(
                 "Loss (nats per token)",
                 runs,
                 [("training", "train", "loss"), ("held-out", "heldout", "loss")],
                 marks,
-                late=True,
+                fit_late=True,
             ),
-            _over_steps(
-                "Held-out bits per byte", runs, [("", "heldout", "bits_per_byte")], marks, late=True
+            _chart_over_steps(
+                "Held-out bits per byte",
+                runs,
+                [("", "heldout", "bits_per_byte")],
+                marks,
+                fit_late=True,
             )
-            or _over_steps("Held-out accuracy", runs, [("", "heldout", "accuracy")], marks),
-            _over_steps(
+            or _chart_over_steps("Held-out accuracy", runs, [("", "heldout", "accuracy")], marks),
+            _chart_over_steps(
                 "MTP loss by depth (nats per token)",
                 runs,
                 [(f"depth {d}", "train", f"mtp_loss/{d}") for d in depths],
                 marks,
-                late=True,
+                fit_late=True,
             ),
-            _over_steps(
+            _chart_over_steps(
                 "MTP drafts accepted by depth, held-out text",
                 runs,
                 accepted,
@@ -301,7 +311,7 @@ def _loss(runs: Sequence[Run], marks) -> list[str]:
                 references=ACCEPTANCE[: len(depths)],
                 note="Share of positions whose drafts so far all match the trunk's greedy tokens.",
             ),
-            _over_steps(
+            _chart_over_steps(
                 "Next-token accuracy in training",
                 runs,
                 [
@@ -311,88 +321,92 @@ def _loss(runs: Sequence[Run], marks) -> list[str]:
                 marks,
                 from_zero=True,
             ),
-            _over_steps(
+            _chart_over_steps(
                 "Balance loss",
                 runs,
                 [("", "train", "balance_loss")],
                 marks,
-                late=True,
+                fit_late=True,
                 references=(("perfect balance 1", 1.0),),
             ),
         )
     )
 
 
-def _evaluations(runs: Sequence[Run], marks) -> list[str]:
-    """A chart for each evaluation of `eval.suites` and each of its figures, but for mere counts."""
-    charts: dict[tuple[str, str], dict[str, Value]] = {}
+def _evaluation_charts(runs: Sequence[Run], marks) -> list[str]:
+    """Returns a chart for each metric of each evaluation in `eval.suites`, except for counts."""
+    # (evaluation, kind of number) → {name of the number: one of its values}
+    measured: dict[tuple[str, str], dict[str, MetricValue]] = {}
     for run in runs:
         for event in run.events.get("suite", ()):
-            for value in recorded(event):
-                if value.figure.unit != "count":
-                    charts.setdefault((evaluation(event), value.kind), {})[value.name] = value
-    split = [
-        Run(
-            run.name,
-            run.config,
-            run.log,
-            {
-                f"suite {suite}": [e for e in run.events.get("suite", ()) if evaluation(e) == suite]
-                for suite, _ in charts
-            },
-        )
-        for run in runs
-    ]
-    found = []
-    for (suite, _), values in charts.items():
-        figure = next(reversed(values.values())).figure
-        parts = [
-            (value.place or "all" * (len(values) > 1), f"suite {suite}", name)
+            evaluation = evaluation_of_event(event)
+            for value in metric_values_of_event(event):
+                if value.metric.unit != "count":
+                    measured.setdefault((evaluation, value.kind), {})[value.name] = value
+    runs = [_with_events_by_evaluation(run) for run in runs]
+    charts = []
+    for (evaluation, _), values in measured.items():
+        metric = next(reversed(values.values())).metric
+        label_of_all = "all" if len(values) > 1 else ""
+        quantities = [
+            (value.condition or label_of_all, f"suite {evaluation}", name)
             for name, value in values.items()
         ]
-        found.append(
-            _over_steps(
-                f"{suite}: {figure.title}",
-                split,
-                parts,
+        charts.append(
+            _chart_over_steps(
+                f"{evaluation}: {metric.title}",
+                runs,
+                quantities,
                 marks,
-                from_zero=figure.unit == "share",
-                note=f"{figure.better.capitalize()} is better." if figure.better else "",
+                from_zero=metric.unit == "share",
+                note=f"{metric.better.capitalize()} is better." if metric.better else "",
             )
         )
-    return _only(found)
+    return _nonempty(charts)
 
 
-def _optimisation(runs: Sequence[Run], marks) -> list[str]:
+def _with_events_by_evaluation(run: Run) -> Run:
+    """Returns the run with its "suite" events under the keys "suite NAME", one per evaluation."""
+    events: dict[str, list[dict[str, Any]]] = {}
+    for event in run.events.get("suite", ()):
+        events.setdefault(f"suite {evaluation_of_event(event)}", []).append(event)
+    return dataclasses.replace(run, events=events)
+
+
+def _optimisation_charts(runs: Sequence[Run], marks) -> list[str]:
+    """Returns the charts of the learning rate and of gradient and parameter norms."""
     groups = sorted({name for run in runs for name in (run.last("diagnostics", "groups") or {})})
-    return _only(
+    return _nonempty(
         (
-            _over_steps(
+            _chart_over_steps(
                 "Gradient norm, before clipping",
                 runs,
                 [("", "train", "grad_norm")],
                 marks,
                 log=True,
             ),
-            _over_steps(
+            _chart_over_steps(
                 "Learning rate", runs, [("", "train", "learning_rate")], marks, from_zero=True
             ),
-            _by_layer("Gradient norm by layer", runs, "grad_norm", marks, log=True),
-            _by_layer("Parameter norm by layer", runs, "param_norm", marks),
-            _by_layer(
+            _chart_by_layer("Gradient norm by layer", runs, "grad_norm", marks, log=True),
+            _chart_by_layer("Parameter norm by layer", runs, "param_norm", marks),
+            _chart_by_layer(
                 "Largest norm weight by layer",
                 runs,
                 "norm_weight_max",
                 marks,
                 note="max |w| of the layer's norms; most of them start at 0.",
             ),
-            _by_group("Gradient norm outside the layers", runs, groups, "grad_norm", marks),
-            _by_group("Parameter norm outside the layers", runs, groups, "param_norm", marks),
+            _chart_by_group("Gradient norm outside the layers", runs, groups, "grad_norm", marks),
+            _chart_by_group("Parameter norm outside the layers", runs, groups, "param_norm", marks),
         )
     )
 
 
-def _by_group(title: str, runs: Sequence[Run], groups: Sequence[str], name: str, marks) -> str:
+def _chart_by_group(
+    title: str, runs: Sequence[Run], groups: Sequence[str], name: str, marks
+) -> str:
+    """Draws a statistic of the parameter groups outside the layers (embedding, head) over steps."""
     lines = []
     for r, run in enumerate(runs):
         events = [e for e in run.events.get("diagnostics", ()) if "groups" in e][-2000:]
@@ -414,66 +428,73 @@ def _by_group(title: str, runs: Sequence[Run], groups: Sequence[str], name: str,
     return line_chart(title, lines, log=True, marks=marks) if lines else ""
 
 
-def _speed(runs: Sequence[Run]) -> list[str]:
-    found = [
-        _over_steps(
+def _speed_charts(runs: Sequence[Run]) -> list[str]:
+    """Returns the charts of throughput, memory and the use of wall time."""
+    charts = [
+        _chart_over_steps(
             "Tokens per second", runs, [("", "train", "tokens_per_second")], from_zero=True
         ),
-        _over_steps("Model FLOP/s utilisation", runs, [("", "train", "mfu")], from_zero=True)
-        or _over_steps(
+        _chart_over_steps("Model FLOP/s utilisation", runs, [("", "train", "mfu")], from_zero=True)
+        or _chart_over_steps(
             "Model FLOP/s", runs, [("", "train", "model_flops_per_second")], from_zero=True
         ),
-        _over_steps(
+        _chart_over_steps(
             "Share of the time spent waiting for data",
             runs,
             [("", "train", "data_wait")],
             from_zero=True,
         ),
-        _over_steps("Peak memory (bytes)", runs, [("", "train", "memory_bytes")], from_zero=True),
+        _chart_over_steps(
+            "Peak memory (bytes)", runs, [("", "train", "memory_bytes")], from_zero=True
+        ),
     ]
     for run in runs:
-        spans = wall_time(run)
-        if spans:
-            width, shares = wall_time_columns(spans, 160)
-            zero = run.log[0].get("time", 0.0)
-            marks = [
-                (fault.time - zero, f"{fault.kind} at step {fault.step}: {fault.text}")
-                for fault in faults(run)[:200]
-            ]
-            used = ", ".join(
-                f"{use} {share:.1%}" for use, share in goodput(spans).items() if share >= 5e-4
-            )
-            found.append(
-                stacked_columns(
-                    "Use of wall time" + (f": {run.name}" if len(runs) > 1 else ""),
-                    shares,
-                    width=width,
-                    names=USES,
-                    colours=[f"var(--use-{i})" for i in range(len(USES))],
-                    marks=marks,
-                    note=f"{used}. Triangles: faults and restarts.",
-                )
-            )
-    return _only(found)
+        title = "Use of wall time" + (f": {run.name}" if len(runs) > 1 else "")
+        charts.append(_wall_time_chart(title, run))
+    return _nonempty(charts)
 
 
-# ---- charts over layers
-# ----------------------------------------------------------------------------------------
+def _wall_time_chart(title: str, run: Run) -> str:
+    """Draws how the run used its wall time; returns "" if it recorded none."""
+    spans = wall_time_spans(run)
+    if not spans:
+        return ""
+    width, shares = wall_time_columns(spans, 160)
+    start = run.log[0].get("time", 0.0)
+    marks = [
+        (fault.time - start, f"{fault.kind} at step {fault.step}: {fault.text}")
+        for fault in faults(run)[:MAX_FAULTS]
+    ]
+    total = [f"{use} {share:.1%}" for use, share in goodput(spans).items() if share >= 5e-4]
+    return stacked_columns(
+        title,
+        shares,
+        width=width,
+        names=USES,
+        colours=[f"var(--use-{i})" for i in range(len(USES))],
+        marks=marks,
+        note=f"{', '.join(total)}. Triangles: faults and restarts.",
+    )
 
 
-def _by_layer(title: str, runs: Sequence[Run], name: str, marks=(), **options: Any) -> str:
-    """A number of each layer. One run: over steps, as lines or, of many layers, as a heatmap.
-    Several runs: over layers, at the newest step of each.
+# ---- Charts over layers
+
+
+def _chart_by_layer(title: str, runs: Sequence[Run], name: str, marks=(), **options: Any) -> str:
+    """Draws a number that every layer has; returns "" if no run recorded it.
+
+    For one run, the chart shows it over steps: a line for each layer, or a heatmap if there are
+    more than MAX_LAYER_LINES. For several runs, it shows each run's newest values over layers.
     """
     if len(runs) > 1:
-        return _profile(title, runs, name, **options)
+        return _chart_over_layers(title, runs, name, **options)
     measured = runs[0].layers(name)
     if measured is None:
         return ""
     steps, values = measured
     layers = [i for i in range(values.shape[1]) if np.isfinite(values[:, i]).any()]
     names = _layer_names(runs[0], values.shape[1])
-    if len(layers) > FEW_LAYERS:
+    if len(layers) > MAX_LAYER_LINES:
         return heatmap(
             title,
             values[:, layers].T,
@@ -489,27 +510,32 @@ def _by_layer(title: str, runs: Sequence[Run], name: str, marks=(), **options: A
             names[i] if names[i] == "MTP" else f"layer {names[i]}",
             steps,
             values[:, i],
-            shade=p / max(len(layers) - 1, 1),
+            shade=depth / max(len(layers) - 1, 1),
             dots=True,
         )
-        for p, i in enumerate(layers)
+        for depth, i in enumerate(layers)
     ]
     return line_chart(title, lines, marks=marks, **options)
 
 
-def _profile(title: str, runs: Sequence[Run], name: str, **options: Any) -> str:
-    measured = {r: found for r, run in enumerate(runs) if (found := run.layers(name)) is not None}
-    mine = {r: _layer_names(runs[r], values.shape[1]) for r, (_, values) in measured.items()}
-    found = {n for layer_names in mine.values() for n in layer_names}
-    names = [*sorted(found - {"MTP"}, key=int), *(["MTP"] if "MTP" in found else [])]
+def _chart_over_layers(title: str, runs: Sequence[Run], name: str, **options: Any) -> str:
+    """Draws each run's newest values of a number over layers; "" if no run recorded it."""
+    newest = {}  # index of the run → (step, values [layers])
+    for r, run in enumerate(runs):
+        measured = run.layers(name)
+        if measured is not None:
+            newest[r] = measured[0][-1], measured[1][-1]
+    layer_names = {r: _layer_names(runs[r], len(values)) for r, (_, values) in newest.items()}
+    all_names = {layer for names in layer_names.values() for layer in names}
+    names = sorted(all_names - {"MTP"}, key=int) + (["MTP"] if "MTP" in all_names else [])
     lines = []
-    for r, (steps, values) in measured.items():
-        kept = np.flatnonzero(np.isfinite(values[-1]))
+    for r, (step, values) in newest.items():
+        finite = np.flatnonzero(np.isfinite(values))
         lines.append(
             Line(
-                f"{runs[r].name} at step {short(steps[-1])}",
-                [names.index(mine[r][i]) for i in kept],
-                values[-1][kept],
+                f"{runs[r].name} at step {short_number(step)}",
+                [names.index(layer_names[r][i]) for i in finite],
+                values[finite],
                 colour=r,
                 dots=True,
             )
@@ -518,76 +544,85 @@ def _profile(title: str, runs: Sequence[Run], name: str, **options: Any) -> str:
 
 
 def _layer_names(run: Run, count: int) -> list[str]:
+    """Returns the names of a list of `count` layers: numbers, if the config has another count."""
     return run.layer_names if len(run.layer_names) == count else [str(i) for i in range(count)]
 
 
-def _experts(runs: Sequence[Run]) -> list[str]:
-    found = []
-    for run in runs:
-        load = run.last("diagnostics", "expert_load")
-        if load:
-            step = next(
-                e["step"] for e in reversed(run.events["diagnostics"]) if e.get("expert_load")
-            )
-            entropy = run.last("diagnostics", "router_entropy") or []
-            names = _layer_names(run, len(entropy))
-            sparse = [names[i] for i, value in enumerate(entropy) if value is not None]
-            found.append(
-                heatmap(
-                    f"Router load at step {step:,}" + (f": {run.name}" if len(runs) > 1 else ""),
-                    np.array(load, float),
-                    rows=sparse if len(sparse) == len(load) else [str(i) for i in range(len(load))],
-                    columns=[str(i) for i in range(len(load[0]))],
-                    row_label="layer",
-                    column_label="expert",
-                    diverging=True,
-                    note="1 is an equal share of the tokens. Black: no token at all.",
-                )
-            )
-    return _only(
-        found
+def _expert_charts(runs: Sequence[Run]) -> list[str]:
+    """Returns the charts of the experts' load and of the router."""
+    load_charts = [_load_chart(run, f": {run.name}" if len(runs) > 1 else "") for run in runs]
+    return _nonempty(
+        load_charts
         + [
-            _by_layer(
+            _chart_by_layer(
                 "Dead experts by layer",
                 runs,
                 "dead_experts",
                 note="Experts that no token of the batch chose.",
                 from_zero=True,
             ),
-            _by_layer("Load: coefficient of variation by layer", runs, "load_cv", from_zero=True),
-            _by_layer(
+            _chart_by_layer(
+                "Load: coefficient of variation by layer", runs, "load_cv", from_zero=True
+            ),
+            _chart_by_layer(
                 "Load: largest violation by layer",
                 runs,
                 "load_max_violation",
                 note="Busiest expert's load over the mean, less 1.",
                 from_zero=True,
             ),
-            _by_layer(
+            _chart_by_layer(
                 "Router entropy by layer",
                 runs,
                 "router_entropy",
                 note="Of a token's probabilities, over ln E: 1 is undecided, 0 is certain.",
             ),
-            _by_layer("Router z by layer", runs, "router_z", note="Mean of logsumexp(logits)²."),
+            _chart_by_layer(
+                "Router z by layer", runs, "router_z", note="Mean of logsumexp(logits)²."
+            ),
         ]
     )
 
 
-def _recurrent(runs: Sequence[Run]) -> list[str]:
-    return _only(
+def _load_chart(run: Run, title_suffix: str) -> str:
+    """Draws the newest load of every expert; returns "" if the run recorded none."""
+    load = run.last("diagnostics", "expert_load")
+    if not load:
+        return ""
+    step = next(e["step"] for e in reversed(run.events["diagnostics"]) if e.get("expert_load"))
+    entropy = run.last("diagnostics", "router_entropy") or []
+    names = _layer_names(run, len(entropy))
+    sparse = [names[i] for i, value in enumerate(entropy) if value is not None]
+    return heatmap(
+        f"Router load at step {step:,}{title_suffix}",
+        np.array(load, float),
+        rows=sparse if len(sparse) == len(load) else [str(i) for i in range(len(load))],
+        columns=[str(i) for i in range(len(load[0]))],
+        row_label="layer",
+        column_label="expert",
+        diverging=True,
+        note="1 is an equal share of the tokens. Black: no token at all.",
+    )
+
+
+def _recurrent_charts(runs: Sequence[Run]) -> list[str]:
+    """Returns the charts of the recurrent layers' decay and state."""
+    return _nonempty(
         (
-            _by_layer(
+            _chart_by_layer(
                 "Decay half-life by layer (tokens)",
                 runs,
                 "half_life",
                 log=True,
                 note="−ln 2 / mean g; geometric mean over heads.",
             ),
-            _by_layer("Longest half-life of a head (tokens)", runs, "half_life_max", log=True),
-            _by_layer(
+            _chart_by_layer(
+                "Longest half-life of a head (tokens)", runs, "half_life_max", log=True
+            ),
+            _chart_by_layer(
                 "Write strength β by layer", runs, "beta", note="Mean over tokens and heads."
             ),
-            _by_layer(
+            _chart_by_layer(
                 "State norm by layer",
                 runs,
                 "state_norm",
@@ -598,10 +633,11 @@ def _recurrent(runs: Sequence[Run]) -> list[str]:
     )
 
 
-def _attention(runs: Sequence[Run]) -> list[str]:
-    return _only(
+def _attention_charts(runs: Sequence[Run]) -> list[str]:
+    """Returns the charts of attention sinks, gates and activations."""
+    return _nonempty(
         (
-            _by_layer(
+            _chart_by_layer(
                 "Attention on the first token",
                 runs,
                 "first_token_share",
@@ -609,28 +645,28 @@ def _attention(runs: Sequence[Run]) -> list[str]:
                 references=SINKS,
                 note="Mean over heads and over the queries after it.",
             ),
-            _by_layer(
+            _chart_by_layer(
                 "Heads with more than 0.3 on the first token",
                 runs,
                 "first_token_heads",
                 from_zero=True,
                 note="Share of the layer's heads.",
             ),
-            _by_layer(
+            _chart_by_layer(
                 "Largest attention logit by layer",
                 runs,
                 "logit_max",
                 note="Over heads and pairs of query and key.",
             ),
-            _by_layer("Output gate of attention, mean", runs, "gate_mean", from_zero=True),
-            _by_layer(
+            _chart_by_layer("Output gate of attention, mean", runs, "gate_mean", from_zero=True),
+            _chart_by_layer(
                 "Output gate of attention below 0.1",
                 runs,
                 "gate_closed",
                 from_zero=True,
                 note="Share of the gate's entries.",
             ),
-            _by_layer(
+            _chart_by_layer(
                 "Largest activation by layer",
                 runs,
                 "activation_max",
@@ -638,7 +674,7 @@ def _attention(runs: Sequence[Run]) -> list[str]:
                 references=ACTIVATIONS,
                 note="max |x| after the layer.",
             ),
-            _by_layer(
+            _chart_by_layer(
                 "Largest activation over the median",
                 runs,
                 "activation_ratio",
@@ -649,19 +685,20 @@ def _attention(runs: Sequence[Run]) -> list[str]:
     )
 
 
-# ---- below the charts
-# ------------------------------------------------------------------------------------------
+# ---- Below the charts
 
 
-def _samples(runs: Sequence[Run]) -> str:
+def _samples_html(runs: Sequence[Run]) -> str:
+    """Returns sampled texts of each run at equal distances, the newest first and in full view."""
     parts = []
     for run in runs:
         samples = run.events.get("sample", [])
-        places = np.linspace(0, len(samples) - 1, min(SAMPLES, len(samples)))
-        chosen = [samples[i] for i in np.unique(places.round().astype(int))]
+        indices = np.linspace(0, len(samples) - 1, min(MAX_SAMPLES, len(samples)))
+        chosen = [samples[i] for i in np.unique(indices.round().astype(int))]
+        run_name = f"{html.escape(run.name)}, " if len(runs) > 1 else ""
         texts = [
-            f"<pre><small>{html.escape(run.name) + ', ' if len(runs) > 1 else ''}step "
-            f"{s['step']:,}</small>{html.escape(str(s.get('text', '')))}</pre>"
+            f"<pre><small>{run_name}step {s['step']:,}</small>"
+            f"{html.escape(str(s.get('text', '')))}</pre>"
             for s in reversed(chosen)
         ]
         parts += texts[:1]
@@ -673,7 +710,8 @@ def _samples(runs: Sequence[Run]) -> str:
     return "".join(parts)
 
 
-def _faults(runs: Sequence[Run]) -> str:
+def _faults_html(runs: Sequence[Run]) -> str:
+    """Returns a table of faults and restarts; "" if there were none."""
     rows = [
         [
             *([run.name] if len(runs) > 1 else []),
@@ -686,21 +724,25 @@ def _faults(runs: Sequence[Run]) -> str:
         for fault in faults(run)
     ]
     head = [*(["run"] if len(runs) > 1 else []), "step", "after", "what", ""]
-    more = f"<p>{len(rows) - 200:,} more are in metrics.jsonl.</p>" if len(rows) > 200 else ""
-    return table(head, rows[:200]) + more if rows else ""
+    if not rows:
+        return ""
+    more = len(rows) - MAX_FAULTS
+    note = f"<p>{more:,} more are in metrics.jsonl.</p>" if more > 0 else ""
+    return table(head, rows[:MAX_FAULTS]) + note
 
 
-def _configuration(runs: Sequence[Run]) -> str:
+def _configuration_html(runs: Sequence[Run]) -> str:
+    """Returns a table of the settings that differ between the runs, and all settings of each."""
     parts = []
     if len(runs) > 1:
-        rows = [[name, *map(_shown, values)] for name, values in differences(runs)]
+        rows = [[name, *map(_setting_text, values)] for name, values in setting_differences(runs)]
         parts.append(
             table(["setting that differs", *(run.name for run in runs)], rows)
             if rows
             else "<p>No setting differs.</p>"
         )
     for run in runs:
-        rows = [[name, _shown(value)] for name, value in flatten(run.config).items()]
+        rows = [[name, _setting_text(value)] for name, value in flatten(run.config).items()]
         parts.append(
             "<details><summary>every setting of "
             f"{html.escape(run.name)}</summary>{table(['setting', 'value'], rows)}</details>"
@@ -708,18 +750,15 @@ def _configuration(runs: Sequence[Run]) -> str:
     return "".join(parts)
 
 
-def _shown(value: Any) -> str:
-    text = (
-        ", ".join(map(str, value))
-        if isinstance(value, list)
-        else "–"
-        if value is None
-        else repr(value)
-        if value == ""
-        else str(value)
-    )
+def _setting_text(value: Any) -> str:
+    if isinstance(value, list):
+        text = ", ".join(map(str, value))
+    elif value is None:
+        text = "–"
+    else:
+        text = str(value) or "''"
     return text if len(text) <= 300 else text[:300] + " …"
 
 
-def _only(figures: Iterable[str]) -> list[str]:
-    return [figure for figure in figures if figure]
+def _nonempty(charts: Iterable[str]) -> list[str]:
+    return [chart for chart in charts if chart]

@@ -1,5 +1,5 @@
-"""Data reduction: the events of a run → series short enough to draw, the use of its wall time,
-its faults, its settings.
+"""Reads a run's record and reduces it to what the report shows: series short enough to draw, the
+use of wall time, faults, stages and settings.
 
 Letters: N points or events, L layers.
 """
@@ -13,13 +13,13 @@ import numpy as np
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.events import each_event
+from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.trees import flatten
 
-POINTS = 400  # of a drawn line: about the pixels of a chart
+POINTS = 400  # the most points of a drawn line: a chart has about as many pixels
 FAULTS = ("skip", "spike", "no_targets", "rewind", "damaged", "save_failed", "hook_failed", "stop")
-# How wall time is spent. Training counts towards goodput: the time of steps that are part of the
-# run as it now is.
+# The uses of wall time. TRAINING is the time of steps that are part of the run as it now is; its
+# share is the goodput.
 TRAINING, STARTING, OTHER, LOST, DOWN = (
     "training",
     "starting and compiling",
@@ -31,8 +31,12 @@ USES = (TRAINING, STARTING, OTHER, LOST, DOWN)
 
 
 class Series(NamedTuple):
-    """x [N] increasing, y [N] means of what stands there, low and high [N] the range of it; NaN
-    where nothing finite does.
+    """A number over steps, reduced to few points.
+
+    Attributes:
+      x: [N] increasing.
+      y: [N] the mean of the values that a point stands for; NaN if none of them is finite.
+      low, high: [N] the smallest and the largest of these values.
     """
 
     x: np.ndarray
@@ -42,7 +46,14 @@ class Series(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Something that went wrong, or a restart."""
+    """A fault, a restart, or a change of settings.
+
+    Attributes:
+      step: the number of steps taken before it.
+      time: seconds since 1970.
+      kind: what happened, in a word or two.
+      text: the reason or the details; may be empty.
+    """
 
     step: int
     time: float
@@ -52,8 +63,12 @@ class Fault(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run as its folder records it. `events` by kind, in the order written; `config` nested
-    dicts; `log` all events.
+    """A run as its folder records it.
+
+    Attributes:
+      config: the settings, as nested dicts.
+      log: all events, in the order they were written.
+      events: the same events by kind.
     """
 
     name: str
@@ -62,91 +77,89 @@ class Run:
     events: dict[str, list[dict[str, Any]]]
 
     def series(self, kind: str, name: str, points: int = POINTS) -> Series | None:
-        """`name` of the events of `kind` over steps, in at most `points` points; None where no
-        event has it.
+        """Returns the number `name` of the events of `kind` over steps, in at most `points` points;
+        None if no event has it.
         """
-        found = [
-            (e["step"], _number(e[name]))
-            for e in self.events.get(kind, ())
-            if e.get(name) is not None
+        values = [
+            (event["step"], _to_float(event[name]))
+            for event in self.events.get(kind, ())
+            if event.get(name) is not None
         ]
-        return shorten(*np.array(found, float).T, points) if found else None
+        return downsample(*np.array(values, float).T, points) if values else None
 
     def names(self, kind: str, prefix: str) -> list[str]:
-        """The names that start with `prefix` in events of `kind`, in order."""
+        """Returns, sorted, the fields of events of `kind` whose names start with `prefix`.
+
+        Looks at the first and the last event only.
+        """
         events = self.events.get(kind, ())
-        return sorted(
-            {name for e in (*events[:1], *events[-1:]) for name in e if name.startswith(prefix)}
-        )
+        names = {name for event in (*events[:1], *events[-1:]) for name in event}
+        return sorted(name for name in names if name.startswith(prefix))
 
     def layers(self, name: str, points: int = 120) -> tuple[np.ndarray, np.ndarray] | None:
-        """(steps [N], values [N, L]) of a list over layers in the "diagnostics" events, at most
-        `points` of them evenly chosen; layers without a value are NaN. None where no event has
-        it.
+        """Returns a list over layers from the "diagnostics" events: steps [N] and values [N, L].
+
+        Chooses at most `points` events, at equal distances. Layers without a value are NaN.
+        Returns None if no event has the list.
         """
-        events = [
-            e
-            for e in self.events.get("diagnostics", ())
-            if isinstance(e.get(name), list) and any(v is not None for v in e[name])
+        lists = [
+            (event["step"], event[name])
+            for event in self.events.get("diagnostics", ())
+            if isinstance(event.get(name), list)
         ]
-        if not events:
+        lists = [(step, values) for step, values in lists if any(v is not None for v in values)]
+        if not lists:
             return None
-        events = [e for e in events if len(e[name]) == len(events[-1][name])]
-        events = [
-            events[i]
-            for i in np.unique(
-                np.linspace(0, len(events) - 1, min(points, len(events))).round().astype(int)
-            )
-        ]
-        return np.array([e["step"] for e in events]), np.array(
-            [[_number(v) for v in e[name]] for e in events]
-        )
+        newest_length = len(lists[-1][1])
+        lists = [(step, values) for step, values in lists if len(values) == newest_length]
+        chosen = np.linspace(0, len(lists) - 1, min(points, len(lists))).round().astype(int)
+        lists = [lists[i] for i in np.unique(chosen)]
+        steps = np.array([step for step, _ in lists])
+        return steps, np.array([[_to_float(v) for v in values] for _, values in lists])
 
     def last(self, kind: str, name: str) -> Any:
-        """The newest value of `name` in events of `kind`; None where there is none."""
-        return next(
-            (e[name] for e in reversed(self.events.get(kind, ())) if e.get(name) is not None), None
-        )
+        """Returns the newest value of `name` in events of `kind`; None if there is none."""
+        for event in reversed(self.events.get(kind, ())):
+            if event.get(name) is not None:
+                return event[name]
+        return None
 
     @property
     def layer_names(self) -> list[str]:
-        """Of every entry of a list over layers: "3", and "MTP" for the module after the last."""
+        """The name of every entry of a list over layers: the layer's number; "MTP" for the
+        multi-token prediction module, which is last.
+        """
         model = self.config.get("model", {})
         count = model.get("num_hidden_layers", 0)
         return [str(i) for i in range(count)] + (["MTP"] if model.get("mtp_depth") else [])
 
 
 def load_run(workdir: pathlib.Path) -> Run:
-    """Reads WORKDIR/run.json and WORKDIR/metrics.jsonl.
+    """Reads a run's settings from run.json and its events from metrics.jsonl in `workdir`.
 
     Raises:
-      UserError: `workdir` is not the folder of a run, or nothing has been recorded there yet, or
-      it cannot be read.
+      UserError: `workdir` is not the folder of a run, the run has recorded nothing yet, or a file
+        cannot be read.
     """
     path = workdir / "run.json"
     if not path.exists():
         raise UserError(f"{workdir}: not the folder of a run (it has no run.json)")
     try:
         config = json_files.read(path)["config"]
-        layers, steps = (
-            config.get("model", {}).get("num_hidden_layers", 0),
-            config.get("train", {}).get("steps", 0),
-        )
-        if not (
-            type(layers) is int
-            and 0 <= layers < 10**5
-            and type(steps) is int
-            and 0 <= steps < 2**63
-        ):
-            raise ValueError("no numbers of layers and steps")
+        layers = config.get("model", {}).get("num_hidden_layers", 0)
+        steps = config.get("train", {}).get("steps", 0)
+        if type(layers) is not int or not 0 <= layers < 10**5:
+            raise ValueError("num_hidden_layers is not a number of layers")
+        if type(steps) is not int or not 0 <= steps < 2**63:
+            raise ValueError("train.steps is not a number of steps")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, AttributeError) as error:
         raise UserError(f"{path}: damaged or foreign (expected JSON with config)") from error
     events, newest = [], {}
     try:
-        for _, event in each_event(workdir / "metrics.jsonl"):
-            # by far the largest thing there; only the newest one is drawn
+        for _, event in iterate_events(workdir / "metrics.jsonl"):
+            # The load of all experts is by far the largest field; the report draws only the newest.
             if "expert_load" in event:
                 newest.pop("expert_load", None)
                 newest = event
@@ -159,24 +172,30 @@ def load_run(workdir: pathlib.Path) -> Run:
         raise UserError(
             f"{workdir}: nothing has been recorded yet (metrics.jsonl is absent or empty)"
         )
-    return make_run(workdir.resolve().name, config, events)
+    return run_from_events(workdir.resolve().name, config, events)
 
 
-def make_run(name: str, config: dict[str, Any], events: list[dict[str, Any]]) -> Run:
+def run_from_events(name: str, config: dict[str, Any], events: list[dict[str, Any]]) -> Run:
+    """Makes a run of its settings and of its events in the order they were written."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for event in events:
         by_kind.setdefault(event["event"], []).append(event)
     return Run(name, config, events, by_kind)
 
 
-def shorten(x: np.ndarray, y: np.ndarray, points: int) -> Series:
-    """At most `points` points: each is the mean of a stretch of x, with the smallest and largest
-    value there, so that no spike is lost. x must not decrease.
+def downsample(x: np.ndarray, y: np.ndarray, points: int) -> Series:
+    """Reduces a curve to at most `points` points.
+
+    Each point has the mean of the values in a stretch of x, and the smallest and the largest of
+    them, so that no spike is lost.
+
+    Args:
+      x: [N], must not decrease.
+      y: [N], may contain NaN and infinity.
     """
     if len(x) <= points:
-        return Series(
-            x, np.where(np.isfinite(y), y, np.nan), *(np.where(np.isfinite(y), y, np.nan),) * 2
-        )
+        y = np.where(np.isfinite(y), y, np.nan)
+        return Series(x, y, y, y)
     edges = np.linspace(x[0], x[-1], points + 1)[1:-1]
     starts = np.unique(np.concatenate(([0], np.searchsorted(x, edges))))
     starts = starts[starts < len(x)]
@@ -184,61 +203,73 @@ def shorten(x: np.ndarray, y: np.ndarray, points: int) -> Series:
     count = np.add.reduceat(finite.astype(float), starts)
     count[count == 0] = np.nan
 
-    def empty_is_nan(values):
-        return np.where(np.isfinite(values), values, np.nan)
-
     with np.errstate(over="ignore"):
         mean = np.add.reduceat(np.where(finite, y, 0.0), starts) / count
-    low = empty_is_nan(np.minimum.reduceat(np.where(finite, y, np.inf), starts))
-    high = empty_is_nan(np.maximum.reduceat(np.where(finite, y, -np.inf), starts))
+    low = np.minimum.reduceat(np.where(finite, y, np.inf), starts)
+    high = np.maximum.reduceat(np.where(finite, y, -np.inf), starts)
+    low, high = (np.where(np.isfinite(v), v, np.nan) for v in (low, high))
     ends = np.append(starts[1:], len(x)) - 1
     middle = (x[starts] + x[ends]) / 2
     middle[0], middle[-1] = x[0], x[-1]  # the curve reaches from the first step to the last
     return Series(middle, mean, low, high)
 
 
-def _number(value: Any) -> float:
+def _to_float(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else float("nan")
 
 
-def wall_time(run: Run) -> list[tuple[float, float, str]]:
-    """(begin, end, use) in seconds since the first start, back to back, of every stretch of the
-    run's wall time.
-    """
-    spans, now, zero, fresh, first = [], None, None, True, 0
+class Span(NamedTuple):
+    """A stretch of wall time with one use: begin and end in seconds since the run's first event."""
 
-    def until(end: float, use: str) -> None:
-        nonlocal now
-        if end > now:
-            spans.append((now - zero, end - zero, use))
-            now = end
+    begin: float
+    end: float
+    use: str
 
+
+class _SpanRecorder:
+    """Collects consecutive spans of wall time."""
+
+    def __init__(self, start: float):
+        self.spans: list[Span] = []
+        self._start = self._now = start
+
+    def add(self, end: float, use: str) -> None:
+        """Assigns `use` to the time from the end of the last span until `end` (since 1970)."""
+        if end > self._now:
+            self.spans.append(Span(self._now - self._start, end - self._start, use))
+            self._now = end
+
+
+def wall_time_spans(run: Run) -> list[Span]:
+    """Divides the run's wall time, from the first event to the last, into spans by use."""
+    if not run.log:
+        return []
+    recorder = _SpanRecorder(run.log[0].get("time", 0.0))
+    starting = True  # whether the process has not yet trained a step that was already compiled
+    first_step = 0
     for event in run.log:
         kind, time = event["event"], event.get("time", 0.0)
-        if now is None:
-            now = zero = time
         if kind == "start":
             if event.get("previous_end"):
-                until(event["previous_end"], LOST if event.get("lost_steps") else OTHER)
-            until(time, DOWN)
-            fresh, first = True, event.get("first_step", 0)
+                recorder.add(event["previous_end"], LOST if event.get("lost_steps") else OTHER)
+            recorder.add(time, DOWN)
+            starting, first_step = True, event.get("first_step", 0)
         elif kind == "train":
-            # logged at once: its time holds the compilation
-            compiles = fresh and event["step"] == first + 1
-            # `seconds` leaves out what was evaluated and saved since the last such event; where in
-            # between does not matter.
-            until(time - event.get("seconds", 0.0), STARTING if fresh else OTHER)
-            until(time, STARTING if compiles else TRAINING)
-            fresh = compiles
+            # If the first step is logged, its seconds include the compilation.
+            is_compilation = starting and event["step"] == first_step + 1
+            # `seconds` excludes evaluations and saves since the last "train" event. They are drawn
+            # before the training time, wherever they were in between.
+            recorder.add(time - event.get("seconds", 0.0), STARTING if starting else OTHER)
+            recorder.add(time, STARTING if is_compilation else TRAINING)
+            starting = is_compilation
         elif kind == "rewind":
-            until(time, LOST)
-    if now is not None:
-        until(run.log[-1].get("time", 0.0), STARTING if fresh else OTHER)
-    return spans
+            recorder.add(time, LOST)
+    recorder.add(run.log[-1].get("time", 0.0), STARTING if starting else OTHER)
+    return recorder.spans
 
 
-def goodput(spans: Iterable[tuple[float, float, str]]) -> dict[str, float]:
-    """Share of the wall time by use; the share of TRAINING is the goodput."""
+def goodput(spans: Iterable[Span]) -> dict[str, float]:
+    """Returns the share of the wall time by use; the share of TRAINING is the goodput."""
     seconds = dict.fromkeys(USES, 0.0)
     for begin, end, use in spans:
         seconds[use] += end - begin
@@ -246,50 +277,43 @@ def goodput(spans: Iterable[tuple[float, float, str]]) -> dict[str, float]:
     return {use: value / total for use, value in seconds.items()}
 
 
-def wall_time_columns(
-    spans: Sequence[tuple[float, float, str]], columns: int
-) -> tuple[float, np.ndarray]:
-    """(seconds of a column, [columns, uses] share of each use in it)."""
+def wall_time_columns(spans: Sequence[Span], columns: int) -> tuple[float, np.ndarray]:
+    """Divides the wall time into columns of equal length.
+
+    Returns:
+      the seconds of a column; [columns, uses], the share of each use in it.
+    """
     width = max(spans[-1][1], 1e-9) / columns if spans else 1.0
     shares = np.zeros((columns, len(USES)))
     for begin, end, use in spans:
         for column in range(int(begin / width), min(int(end / width) + 1, columns)):
-            shares[column, USES.index(use)] += (
-                max(min(end, (column + 1) * width) - max(begin, column * width), 0.0) / width
-            )
+            overlap = min(end, (column + 1) * width) - max(begin, column * width)
+            shares[column, USES.index(use)] += max(overlap, 0.0) / width
     return width, shares
 
 
 def faults(run: Run) -> list[Fault]:
-    """Every restart, what was changed at it, and everything that went wrong, in order of time."""
+    """Returns every fault, every restart and every change of settings, in order of time."""
     found = []
     for event in run.log:
-        kind, reason = event["event"], str(event.get("reason", ""))
-        # a "skip" event says the same
+        kind, step, time = event["event"], event["step"], event.get("time", 0.0)
+        # A spike whose update was skipped has a "skip" event, too.
         if kind in FAULTS and not (kind == "spike" and event.get("skipped")):
-            found.append(
-                Fault(event["step"], event.get("time", 0.0), kind.replace("_", " "), reason)
-            )
+            found.append(Fault(step, time, kind.replace("_", " "), str(event.get("reason", ""))))
         elif kind == "changed":
-            text = "; ".join(
-                f"{name}: {old!r} → {new!r}" for name, old, new in event.get("changes", ())
-            )
-            found.append(Fault(event["step"], event.get("time", 0.0), "settings changed", text))
+            changes = event.get("changes", ())
+            text = "; ".join(f"{name}: {old!r} → {new!r}" for name, old, new in changes)
+            found.append(Fault(step, time, "settings changed", text))
         elif kind == "start" and event.get("previous_end"):
-            lost = f"; {event['lost_steps']} steps taken again" if event.get("lost_steps") else ""
-            found.append(
-                Fault(
-                    event["step"],
-                    event["time"],
-                    "restart",
-                    f"from step {event.get('first_step', event['step'])}{lost}",
-                )
-            )
+            text = f"from step {event.get('first_step', step)}"
+            if event.get("lost_steps"):
+                text += f"; {event['lost_steps']} steps taken again"
+            found.append(Fault(step, time, "restart", text))
     return sorted(found, key=lambda fault: fault.time)
 
 
 def stages(run: Run) -> list[tuple[int, str]]:
-    """(steps taken before it, name) of every stage that has begun."""
+    """Returns (steps taken before it, name) of every stage that has begun."""
     return [
         (event["step"] - 1, str(event.get("stage")))
         for event in run.events.get("stage", ())
@@ -297,11 +321,11 @@ def stages(run: Run) -> list[tuple[int, str]]:
     ]
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
-    """(setting, its value in each run; None where absent) of the settings that differ."""
+def setting_differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
+    """Returns the settings in which the runs differ, with their value in each run (None if a run
+    has no such setting).
+    """
     configs = [flatten(run.config) for run in runs]
     names = sorted({name for config in configs for name in config})
-    rows = [(name, [config.get(name) for config in configs]) for name in names]
-    return [
-        (name, values) for name, values in rows if any(value != values[0] for value in values[1:])
-    ]
+    values = {name: [config.get(name) for config in configs] for name in names}
+    return [(name, row) for name, row in values.items() if any(v != row[0] for v in row[1:])]

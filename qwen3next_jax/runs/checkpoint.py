@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from qwen3next_jax.common.errors import ExitCode, UserError, require, warn
 from qwen3next_jax.config import CheckpointConfig, Config
 from qwen3next_jax.model import Qwen3Next, declared
-from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_leader
+from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
     check_nothing_lost,
@@ -36,8 +36,8 @@ from qwen3next_jax.runs.folder import (
     unwritable,
 )
 from qwen3next_jax.runs.versions import check_versions
-from qwen3next_jax.sharding.mesh import one_device
-from qwen3next_jax.sharding.rules import shardings
+from qwen3next_jax.sharding.mesh import single_device_mesh
+from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training.state import State, abstract_model
 
 # Orbax reports every directory it touches at the level of a warning.
@@ -219,7 +219,7 @@ class Checkpoints:
     def _finish(self, step: int, begun: float) -> list[tuple[str, int, dict[str, Any]]]:
         """Waits for Orbax, seals, and lets go of what need not be kept. → events."""
         self._checkpointer.wait_until_finished()
-        if not is_leader():
+        if not is_process_0():
             return []
         size = manifest.write_manifest(
             self.directory / str(step), step, run_id(self.directory.parent)
@@ -426,7 +426,9 @@ def load_trained(
         abstract = jax.tree.map(
             lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
             wanted,
-            shardings(wanted, declared(config.model), one_device() if mesh is None else mesh),
+            tree_shardings(
+                wanted, declared(config.model), single_device_mesh() if mesh is None else mesh
+            ),
         )
         leaves, tree = jax.tree.flatten(
             checkpoints.restore(step, abstract, whole=False, digest=digest)["params"]

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from qwen3next_jax.common.figures import evaluation, main_values, recorded
+from qwen3next_jax.common.metrics import evaluation_of_event, main_values, metric_values_of_event
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import mesh_text
 from qwen3next_jax.training.resolve import ResolvedRun
@@ -162,10 +162,10 @@ class Display:
                     *(f"{name} {value}" for name, value in self._cells() if name in PLAIN),
                 )
             )
-        elif name := evaluation(event):
-            values = recorded(event)
+        elif name := evaluation_of_event(event):
+            values = metric_values_of_event(event)
             shown = main_values(values) or [
-                value for value in values if value.figure.unit != "count"
+                value for value in values if value.metric.unit != "count"
             ]
             line = "  ".join(
                 (f"step {step}  {name}", *(f"{value.label} {value}" for value in shown))

@@ -14,7 +14,7 @@ from qwen3next_jax.data import sources
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.processes.distributed import is_leader, run_on_all
+from qwen3next_jax.processes.distributed import is_process_0, run_on_all
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import restart_has_begun
@@ -45,7 +45,7 @@ def dry_run(
     mesh = make_mesh(config.parallel, devices)
     run = run_on_all(lambda: prepare_start(config, mesh, workdir, restart))
     data = run_on_all(lambda: _describe_data(run.config.data, run.model.vocab_size))
-    if not is_leader():
+    if not is_process_0():
         return ExitCode.DONE
     train = run.config.train
     step = 0 if restart else _newest_step(workdir)

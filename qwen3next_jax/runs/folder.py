@@ -27,13 +27,13 @@ from typing import Any, NamedTuple
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, require, warn
-from qwen3next_jax.common.events import each_event
+from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.training.stages import (
-    SETTINGS,
+    STAGE_SETTINGS,
     ResolvedStage,
     recorded_cursors,
     resolve_stages,
@@ -234,7 +234,7 @@ def is_trained(workdir: pathlib.Path) -> bool:
     its steps.
     """
     return bool(saved_steps(workdir)) or any(
-        event["event"] not in _UNTRAINED for _, event in each_event(workdir / "metrics.jsonl")
+        event["event"] not in _UNTRAINED for _, event in iterate_events(workdir / "metrics.jsonl")
     )
 
 
@@ -268,7 +268,7 @@ def check_nothing_lost(workdir: pathlib.Path) -> None:
     ]
     told = [
         event["step"]
-        for _, event in each_event(workdir / "metrics.jsonl")
+        for _, event in iterate_events(workdir / "metrics.jsonl")
         if event["event"] == "checkpoint"
     ]
     if sealed or told:
@@ -291,7 +291,7 @@ def trained_run(workdir: pathlib.Path) -> dict[str, Any] | None:
     if not is_trained(workdir):
         # written before run.json
         started = any(
-            event["event"] == "start" for _, event in each_event(workdir / "metrics.jsonl")
+            event["event"] == "start" for _, event in iterate_events(workdir / "metrics.jsonl")
         )
         if record and not started and read_run(workdir).get("format"):
             raise UserError(
@@ -397,7 +397,7 @@ def _check_stages(
         if not over and i + 1 < len(new) and ends < step:
             raise UserError(f"{where}, not {new[i].steps}: give it as many at least")
         for name, was, becomes in zip(
-            ("schedule_start", *itertools.chain(*SETTINGS.values())),
+            ("schedule_start", *itertools.chain(*STAGE_SETTINGS.values())),
             _settings(stage),
             _settings(new[i]),
         ):
@@ -413,7 +413,7 @@ def _settings(stage: ResolvedStage) -> list[Any]:
         stage.schedule_start,
         *(
             getattr(getattr(stage, group), name)
-            for group, names in SETTINGS.items()
+            for group, names in STAGE_SETTINGS.items()
             for name in names
         ),
     ]

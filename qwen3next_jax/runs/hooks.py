@@ -175,26 +175,28 @@ class EvaluationHook:
         self.heldout_loss = 0.0
         run = trainer.run
 
-        def subject(options: evaluation.Options) -> evaluation.Subject:
-            return evaluation.Subject(
+        def eval_context(options: evaluation.EvalOptions) -> evaluation.EvalContext:
+            return evaluation.EvalContext(
                 run.model, run.graphdef, tokenizer, lambda: trainer.data, options, run.compute_mesh
             )
 
-        heldout = subject(evaluation.Options(config.rows))
-        self._heldout = evaluation.make(("heldout",), heldout)["heldout"]
-        self._suites = evaluation.make(config.suites, subject(evaluation.options_of(config)))
+        heldout = eval_context(evaluation.EvalOptions(config.rows))
+        self._heldout = evaluation.make_evaluations(("heldout",), heldout)["heldout"]
+        self._suites = evaluation.make_evaluations(
+            config.suites, eval_context(evaluation.options_from_config(config))
+        )
 
     def __call__(self, info: StepInfo) -> None:
-        from qwen3next_jax.common.figures import main_values, named, record
+        from qwen3next_jax.common.metrics import main_values, to_metric_values, event_fields
 
         params = info.state["params"]
         values = self._heldout.run(params)
         self.heldout_loss = values["loss"]
-        main = main_values(named(values, self._heldout.figures))[:1]
+        main = main_values(to_metric_values(values, self._heldout.metrics))[:1]
         self.heldout_figure = "".join(f"{value.label} {value}" for value in main)
-        self._metrics.write("heldout", info.step, **record(values, self._heldout.figures))
+        self._metrics.write("heldout", info.step, **event_fields(values, self._heldout.metrics))
         for name, suite in self._suites.items():
-            measured = record(suite.run(params), suite.figures)
+            measured = event_fields(suite.run(params), suite.metrics)
             self._metrics.write("suite", info.step, suite=name, **measured)
 
 

@@ -27,12 +27,12 @@ from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.model.block import versions
 from qwen3next_jax.model.visible_targets import why_no_targets
-from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_leader
+from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import read_arrays, write_arrays
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.runs.versions import check_versions
-from qwen3next_jax.sharding.mesh import one_device
+from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training.gradients import Batch
 from qwen3next_jax.training.guards import HALTED, NO_TARGETS, NON_FINITE, SKIPPED, SPIKE
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
@@ -159,7 +159,7 @@ def write_dump(
     # The step counter went on while the host looked; everything else stood still.
     state = halt.state | {"step": jnp.full_like(halt.state["step"], halt.step - 1)}
     write_arrays(folder / "state", state)
-    if is_leader():
+    if is_process_0():
         record = {
             "step": halt.step,
             "reason": halt.reason,
@@ -190,7 +190,7 @@ def read_dump(folder: pathlib.Path) -> Dump:
     check_trusted(record["config"], f"{folder / 'dump.json'}: config")
     config = from_dict(Config, record["config"])
     check_versions(folder, record, config, trains=True)
-    run = resolve_run(config, one_device())
+    run = resolve_run(config, single_device_mesh())
     state = read_arrays(folder.absolute() / "state", run.abstract_state)
     batch = dict(np.load(folder / "batch.npz"))
     return Dump(

@@ -114,8 +114,8 @@ def joined(launch: Launch | None, path: str | pathlib.Path) -> Iterator[None]:
         parallel, settings = config.parallel, to_dict(config)
     else:
         parallel, settings = ParallelConfig(), {}
-    with distributed.joined(launch, parallel, settings):
-        if distributed.is_leader():
+    with distributed.distributed_run(launch, parallel, settings):
+        if distributed.is_process_0():
             yield
             return
         with (

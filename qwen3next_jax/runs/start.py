@@ -11,7 +11,7 @@ from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import Data, source_of
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.block import check_mixers
-from qwen3next_jax.processes.distributed import is_leader, run_on_all
+from qwen3next_jax.processes.distributed import is_process_0, run_on_all
 from qwen3next_jax.runs import branching, origin, preflight
 from qwen3next_jax.runs.folder import config_of, read_run, saved_steps
 from qwen3next_jax.runs.versions import check_versions
@@ -32,7 +32,7 @@ def prepare_start(
     Raises:
       UserError: names the first mistake.
     """
-    preflight.check(config, workdir, restart, records=is_leader())
+    preflight.check(config, workdir, restart, records=is_process_0())
     begins = restart or not saved_steps(workdir)
     if not begins:
         record = read_run(workdir)
@@ -78,7 +78,9 @@ def check_evaluations(config: EvalConfig, model: ModelConfig, tokenizer: Tokeniz
     if warn_without("evals", "nothing is evaluated"):
         from qwen3next_jax.evals import evaluation
 
-        evaluation.check(config.suites, evaluation.options_of(config), model, tokenizer)
+        evaluation.check_evaluations(
+            config.suites, evaluation.options_from_config(config), model, tokenizer
+        )
     if config.sample_tokens and warn_without("inference", "no samples are drawn"):
         from qwen3next_jax.inference.decode import check_request
 

@@ -17,12 +17,12 @@ import jax
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError, warn
-from qwen3next_jax.common.events import each_event
+from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.rooms import warn_without
 from qwen3next_jax.common.version import code_commit
 from qwen3next_jax.config import to_dict
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.sharding.chips import chip_of
+from qwen3next_jax.sharding.chips import find_chip
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 
@@ -55,7 +55,7 @@ class MetricsFile:
         self._file, self._unwritten = None, b""
         if path is not None:
             taken, end = 0, None
-            for _, event in each_event(path):
+            for _, event in iterate_events(path):
                 end = event.get("time", end)
                 taken = event["step"] if event["event"] == "train" else taken
             self._before = {"previous_end": end, "lost_steps": max(taken - first_step, 0)}
@@ -114,7 +114,7 @@ class MetricsFile:
             with temporary.open("w") as file:
                 file.writelines(
                     line.rstrip("\n") + "\n"
-                    for line, event in each_event(self._path)
+                    for line, event in iterate_events(self._path)
                     if event["step"] <= last_step or event["event"] in HISTORY
                 )
                 file.flush()
@@ -150,7 +150,7 @@ class Throughput:
         self._stage = stage
         self._flops_per_token = flops_per_token(run.model, stage.sequence_length)
         self._bits_per_nat = bits_per_nat
-        chip = chip_of(run.mesh.devices.flat[0].device_kind)
+        chip = find_chip(run.mesh.devices.flat[0].device_kind)
         self._peak = chip.device_flops * run.mesh.size if chip else None
 
     def measure(

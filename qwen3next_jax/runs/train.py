@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from qwen3next_jax.common.errors import ExitCode, warn
-from qwen3next_jax.common.events import each_event, ended_badly
+from qwen3next_jax.common.events import iterate_events, divergence_reason
 from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
@@ -22,8 +22,8 @@ from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.processes.distributed import (
     broadcast_from_process_0,
-    check_shared,
-    is_leader,
+    check_shared_folder,
+    is_process_0,
     process_0_first,
     run_on_all,
 )
@@ -112,14 +112,14 @@ def train(
         if saved_step >= run.steps:
             return _end_of_finished_run(run, workdir, saved_step, tokenizer)
         checkpoints.begin(saved_step)
-        check_shared(checkpoints.directory, run.config.parallel.start_timeout)
+        check_shared_folder(checkpoints.directory, run.config.parallel.start_timeout)
 
         # ---- State
         start = _first_state(run, data, workdir, opened, checkpoints, saved_step)
 
         with (
             Display(
-                _title(run, data, opened, start), run.stages, start.step, is_leader()
+                _title(run, data, opened, start), run.stages, start.step, is_process_0()
             ) as display,
             open_metrics(run, workdir, start.step, display) as metrics,
             Signals(display.say) as signals,
@@ -192,7 +192,9 @@ def _open_data(run: ResolvedRun) -> list[Data]:
     """The rows of every stage, the same ones on all processes."""
     with PreparationProgress() as progress:
         data = process_0_first(
-            lambda: open_stages(run.stages, run.model.vocab_size, progress if is_leader() else None)
+            lambda: open_stages(
+                run.stages, run.model.vocab_size, progress if is_process_0() else None
+            )
         )
     fingerprints = " ".join(rows.fingerprint for rows in data)
     tokens = data[0].tokenizer.fingerprint
@@ -238,7 +240,7 @@ def _open_folder(
         return parent, *open_run(workdir, config, fingerprints, tokens, parent, source)
 
     parent, record, changes = broadcast_from_process_0(lambda: lock.held(open_folder))
-    check_shared(workdir, config.parallel.start_timeout)
+    check_shared_folder(workdir, config.parallel.start_timeout)
     return _Opened(parent, files, record, changes)
 
 
@@ -285,7 +287,7 @@ def _first_state(
         return f"restoring step {saved_step}"
 
     description = broadcast_from_process_0(describe)
-    if is_leader():  # either can take minutes, and the display needs the state
+    if is_process_0():  # either can take minutes, and the display needs the state
         print(f"{workdir}: {description}", flush=True)
         for line in partial_ablations(run.model):
             print(line, flush=True)
@@ -430,7 +432,9 @@ def _end_of_finished_run(
 
 def _trouble_on_record(workdir: pathlib.Path, step: int) -> str:
     """Why the run that reached `step`, its last, is no good; "" where nothing is wrong."""
-    return ended_badly((event for _, event in each_event(workdir / "metrics.jsonl")), step)
+    return divergence_reason(
+        (event for _, event in iterate_events(workdir / "metrics.jsonl")), step
+    )
 
 
 def _trouble_at_last_step(
@@ -510,7 +514,7 @@ def _advice(run: ResolvedRun) -> str:
 
 def _end(code: ExitCode, text: str) -> ExitCode:
     """→ `code`, after `text` on the terminal."""
-    if is_leader():
+    if is_process_0():
         good = code in (ExitCode.DONE, ExitCode.INTERRUPTED)
         print(text if good else f"error: {text}", file=sys.stdout if good else sys.stderr)
     return code

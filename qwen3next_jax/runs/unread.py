@@ -14,13 +14,13 @@ from typing import Any
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import FULL, LINEAR, Config, OptimizerConfig, to_dict
-from qwen3next_jax.config.files import Given, names_in
+from qwen3next_jax.config.files import UserInput, names_in_code
 from qwen3next_jax.config.ngram import PLEConfig
 from qwen3next_jax.config.registry import EVALUATIONS, WITH_STREAMS, resolve
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.folder import read_config
-from qwen3next_jax.training.stages import SETTINGS, resolve_stages
+from qwen3next_jax.training.stages import STAGE_SETTINGS, resolve_stages
 
 # Setting → (whether a run of this configuration reads it, why it does not).
 _READ: dict[str, tuple[Callable[[Config], bool], str]] = {
@@ -143,7 +143,7 @@ Find = Callable[[Config], dict[str, str]]
 
 def check(
     config: Config,
-    given: Given | None,
+    given: UserInput | None,
     workdir: pathlib.Path | None = None,
     restart: bool = False,
     find: Find = unread,
@@ -166,7 +166,7 @@ def check(
         require(name in before and before[name] == settings[name], why)
 
 
-def refused(config: Config, given: Given, find: Find) -> dict[str, str]:
+def refused(config: Config, given: UserInput, find: Find) -> dict[str, str]:
     """The given settings that a run of `config` does not read, by their names → what is wrong. A
     default is not refused.
     """
@@ -175,8 +175,8 @@ def refused(config: Config, given: Given, find: Find) -> dict[str, str]:
         name: why for name, why in find(config).items() if settings[name] != DEFAULTS.get(name)
     }
     in_file, alone = frozenset(), {}
-    if given.alone and changed:
-        in_file, alone = names_in(given.file), find(given.alone)
+    if given.file_config and changed:
+        in_file, alone = names_in_code(given.file), find(given.file_config)
     for name, why in changed.items():
         if name.partition("[")[0] in given.overrides:
             where = ""
@@ -249,7 +249,7 @@ def _of_stages(config: Config, no_weights: str | None) -> dict[str, str]:
             if getattr(stage, name) is not None
         }
     begins = {one.steps_before: stage for one, stage in zip(resolved, stages)}
-    for group, names in SETTINGS.items():
+    for group, names in STAGE_SETTINGS.items():
         for name in names:
             # the stages whose value is the run's; a schedule is that of the stage it began with
             readers = []

@@ -1,1 +1,1 @@
-"""The device mesh, and what lies where on it."""
+"""The device mesh, and how parameters, activations and batches are split over it."""

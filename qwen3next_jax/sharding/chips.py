@@ -1,11 +1,11 @@
-"""What accelerators can do: published peaks, memory and networks, for MFU and for the planner.
+"""Published figures of accelerators: peak FLOP/s, memory and network, for MFU and for the planner.
 
 Sources. TPU: Google Cloud's documentation of each version
 (docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}): peak compute, HBM bandwidth, and the
-bidirectional interconnect bandwidth per chip, which is divided by the number of links and by two
-for one direction of one link. NVIDIA: data sheets of A100 SXM (80 GB), H100 SXM, H200 SXM and
+bidirectional interconnect bandwidth per chip. That bandwidth divided by the number of links, and by
+two, is one direction of one link. NVIDIA: data sheets of A100 SXM (80 GB), H100 SXM, H200 SXM and
 DGX B200, dense bf16. Clocks are the peak divided by the multiply-adds of the matrix units. All
-figures are peaks: what a program reaches lies below.
+figures are peaks; programs reach less.
 """
 
 import dataclasses
@@ -15,17 +15,23 @@ GB, GIB, TERA = 1e9, 2**30, 1e12
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One accelerator chip; rates per second.
+    """One accelerator chip. 0 means that a figure is not known or not needed.
 
-    kinds: values of `jax.Device.device_kind` on it. devices_per_chip: JAX devices that one chip
-    shows as. A TPU7x is two devices; v4 and v5p join their two cores in one. bf16_flops,
-    hbm_bandwidth: of the whole chip. torus: dimensions of the torus that links TPU chips; 0: the
-    chips hang on a switch. link_bandwidth: bytes in one direction over one link. A torus has two
-    links per dimension and chip; a switch one. clock: of the matrix unit, where static schedules
-    are turned into time. die_bandwidth: between the two devices of a
-      chip. largest_slice: chips of the largest slice that is lent. usable_hbm: what the TPU
-      compiler (libtpu 0.0.50) lets one device's program take; of a GPU what its driver shows. 0:
-      not needed or not known.
+    Attributes:
+      name: the short name, such as "v5p", which `--topology` takes.
+      kinds: values of `jax.Device.device_kind` on this chip.
+      bf16_flops: peak FLOP/s of the whole chip in bfloat16.
+      hbm_bandwidth: bytes/s of the whole chip.
+      torus: dimensions of the torus that links TPU chips; 0: a switch links the chips.
+      link_bandwidth: bytes/s in one direction over one link. In a torus a chip has two links for
+        each dimension, at a switch one.
+      devices_per_chip: JAX devices that one chip appears as: two on TPU7x. The two cores of v4 and
+        of v5p are one device.
+      clock: Hz of the matrix unit; turns cycles of a static schedule into seconds.
+      die_bandwidth: bytes/s between the two devices of a chip.
+      usable_hbm: bytes that one device's program may use: by the TPU compiler (libtpu 0.0.50), or
+        by the GPU's driver.
+      largest_slice: chips of the largest slice that Google Cloud offers.
     """
 
     name: str
@@ -42,7 +48,7 @@ class Chip:
 
     @property
     def device_flops(self) -> float:
-        """bf16 peak of one JAX device."""
+        """Peak FLOP/s of one JAX device in bfloat16."""
         return self.bf16_flops / self.devices_per_chip
 
 
@@ -93,7 +99,7 @@ CHIPS = {
             usable_hbm=31.24 * GIB,
             largest_slice=256,
         ),
-        # Its two chiplets are joined by six times the bandwidth of a link.
+        # The link between its two chiplets has six times the bandwidth of a link between chips.
         Chip(
             "tpu7x",
             ("TPU7x",),
@@ -138,8 +144,8 @@ CHIPS = {
 }
 
 
-def chip_of(device_kind: str) -> Chip | None:
-    """The chip behind a `jax.Device.device_kind`; None for one that is not in the table (a CPU,
-    an unlisted GPU).
+def find_chip(device_kind: str) -> Chip | None:
+    """The chip with this `jax.Device.device_kind`; None if `CHIPS` does not list it (a CPU, another
+    GPU).
     """
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)

@@ -1,9 +1,9 @@
-"""Options of the XLA compiler that a train step over many chips is compiled with: collectives
-beside compute.
+"""XLA compiler options of a train step over several chips: they overlap collectives with compute.
 
-By default the TPU compiler waits for every gather of weights, exchange of rows and scatter of
-gradients. A chip with sparse cores can have these do them, and the compiler then starts them
-early; docs/pod_step.md has what each option was measured to give.
+By default the TPU compiler waits for every all-gather of weights, exchange of rows and
+reduce-scatter of gradients. On a chip with sparse cores these cores can run the collectives, and
+the compiler then starts them early. docs/notes/2026-11-23-pod-step.md reports what each option
+gave.
 """
 
 import jax
@@ -12,57 +12,58 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import ParallelConfig
-from qwen3next_jax.sharding.chips import chip_of
+from qwen3next_jax.sharding.chips import find_chip
 
 _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
-    # over an axis that spans two dimensions of the torus
+    # for a mesh axis that spans two dimensions of the torus
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
-    # else the tensor cores do the gathers, with what fuses into them
+    # Otherwise the compiler fuses all-gathers into other work, which runs on the tensor cores.
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",
     "xla_tpu_use_tc_device_shape_on_sc": "true",
 }
-# TPU7x's compiler lays bfloat16 out in tiles of 16 rows; kernels read tiles of 8, so that all that
-# goes into one would be copied.
-_TILES = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
-# v4's compiler, and that of v5e, which has no sparse cores, take none of these.
-OF_CHIPS = {"v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES, "tpu7x": _SPARSE_CORES | _TILES}
+# By default TPU7x's compiler lays bfloat16 out in tiles of 16 rows. Our kernels read tiles of 8
+# rows, so the compiler would copy every input of a kernel.
+_SMALL_TILES = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
+# The compilers for v4 and v5e accept none of these options; v5e has no sparse cores.
+CHIP_OPTIONS = {"v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES, "tpu7x": _SPARSE_CORES | _SMALL_TILES}
 
 
 def compiler_options(config: ParallelConfig, mesh: Mesh) -> dict[str, str]:
-    """Those of the chip that `mesh` is of, where it has several, with those of
-    `config.compiler_options` in their place.
+    """Name → value of the options for a step on `mesh`: the chip's own if the mesh has several
+    devices, overridden by `config.compiler_options`.
 
     Raises:
-      UserError: an option of the configuration is not written as NAME=VALUE, or the compiler
-      does not know it.
+      UserError: an option of the configuration is not of the form NAME=VALUE, or the compiler does
+        not accept it.
     """
-    chip = chip_of(mesh.devices.flat[0].device_kind)
-    options = dict(OF_CHIPS.get(chip.name, {})) if chip and mesh.size > 1 else {}
+    chip = find_chip(mesh.devices.flat[0].device_kind)
+    options = dict(CHIP_OPTIONS.get(chip.name, {})) if chip and mesh.size > 1 else {}
     if not config.compiler_options:
         return options
     for part in config.compiler_options.split(","):
         name, sign, value = part.strip().partition("=")
         if not name or not sign:
             raise UserError(
-                f"parallel.compiler_options: {part!r}: expected NAME=VALUE; NAME= leaves out one "
-                "of the chip's own"
+                f"parallel.compiler_options: {part!r}: expected NAME=VALUE; NAME= removes one of "
+                "the chip's own"
             )
         options[name] = value
     options = {name: value for name, value in options.items() if value}
     scalar = jax.ShapeDtypeStruct((), "float32", sharding=NamedSharding(mesh, P()))
-    try:  # a compile of nothing takes milliseconds, that of a step minutes
+    try:  # an empty program compiles in milliseconds, a train step in minutes
         jax.jit(lambda x: x, compiler_options=options).lower(scalar).compile()
     except jax.errors.JaxRuntimeError as error:
         raise UserError(
-            f"parallel.compiler_options = {config.compiler_options!r}: the compiler: "
+            f"parallel.compiler_options = {config.compiler_options!r}: the compiler says: "
             f"{str(error).splitlines()[0]}"
         ) from None
     return options
 
 
 def options_text(options: dict[str, str]) -> str:
+    """ "compiler options: NAME=VALUE, …", for the terminal and logs."""
     return "compiler options: " + (
         ", ".join(f"{name}={value}" for name, value in options.items()) or "none"
     )

@@ -1,4 +1,4 @@
-"""Gathers inside `shard_map` whose gradient a TPU's compiler keeps a reduce-scatter."""
+"""An all-gather inside `shard_map` whose gradient the TPU compiler keeps as a reduce-scatter."""
 
 import functools
 
@@ -7,32 +7,38 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops.compile_target import compile_target
 
-LANES = 128  # of a tile
-# numbers of tiles that divide this were cut; multiples of 37 and 1187 were not
+LANES = 128  # values in a row of a TPU tile
+# The compiler split dimensions whose number of tiles divides this, and did not split dimensions
+# whose number of tiles is a multiple of 37 or 1187.
 _SMOOTH = 2**30 * 3**5 * 5**3 * 7 * 11 * 13 * 17 * 19
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """The parts `x` of all devices along the mesh axis `axis`, joined along dimension `dim`; of
-    two dimensions or more.
+    """Concatenates the `x` of all devices along the mesh axis `axis`.
+
+    Args:
+      x: this device's part, of two dimensions or more.
+      axis: name of the mesh axis.
+      dim: the dimension along which the parts are concatenated.
     """
     return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
 def _backward(axis, dim, _, dy):
-    """A TPU cuts what it reduces along another dimension, too. Where its tiles have a prime
-    factor of 37 or more (151,936 = 128 · 1187) the compiler sums the whole on every device
-    instead, twice the bytes: zeros fill it up.
+    """A reduce-scatter. The TPU compiler also splits a second dimension of what it reduces. If the
+    number of that dimension's tiles has a prime factor of 37 or more (151,936 = 128 · 1187), the
+    compiler sums the whole array on every device instead, which sends twice the bytes. So that
+    dimension is padded with zeros to a number of tiles that the compiler splits.
     """
     other = dy.ndim - 1 - (dim == dy.ndim - 1)
-    wide = full = dy.shape[other]
+    size = padded = dy.shape[other]
     tpu = compile_target().platform == "tpu"
-    while tpu and full % LANES == 0 and _SMOOTH % (full // LANES):
-        full += LANES
-    fill = [(0, (full - wide) * (i == other)) for i in range(dy.ndim)]
-    part = jax.lax.psum_scatter(jnp.pad(dy, fill), axis, scatter_dimension=dim, tiled=True)
-    return (jax.lax.slice_in_dim(part, 0, wide, axis=other),)
+    while tpu and padded % LANES == 0 and _SMOOTH % (padded // LANES):
+        padded += LANES
+    padding = [(0, (padded - size) * (i == other)) for i in range(dy.ndim)]
+    part = jax.lax.psum_scatter(jnp.pad(dy, padding), axis, scatter_dimension=dim, tiled=True)
+    return (jax.lax.slice_in_dim(part, 0, size, axis=other),)
 
 
 all_gather.defvjp(lambda x, *static: (all_gather(x, *static), None), _backward)

@@ -1,13 +1,12 @@
-"""The mesh of devices, and whether a run's dimensions divide over it.
+"""Makes the mesh of devices, and checks that a run's dimensions divide over it.
 
-Axes: `data` and `expert` split the rows of a batch, `context` the tokens of a row, `tensor`
-heads and widths; `expert` splits the experts as well. Parameters and optimizer state are split
-over whatever is there (`rules`).
+Axes: `data` and `expert` split the rows of a batch, `context` splits the tokens of a row, `tensor`
+splits heads and widths; `expert` also splits the experts. Parameters and optimizer state are split
+over all axes (`sharding.rules`).
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,22 +15,23 @@ from jax.sharding import AxisType, Mesh
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MESH_AXES, ModelConfig, ParallelConfig
-from qwen3next_jax.sharding.torus import blocks_of_experts
-
-DATA, EXPERT, CONTEXT, TENSOR = MESH_AXES
+from qwen3next_jax.sharding.torus import place_experts_in_blocks
 
 
 def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of `config.mesh` over `devices` (None: all of this run; virtual and described
-    ones serve too).
+    """Makes the mesh with the axis sizes of `config.mesh`.
 
-    An axis takes whole dimensions of the chips' network, or contiguous parts of them, where it
-    can; `expert` a block rather than a line. Where the devices are several TPU slices, `data`
-    alone spans the slower network between them.
+    On TPU an axis lies along whole dimensions of the chips' network, or contiguous parts of them,
+    if that is possible; `expert` lies in blocks rather than lines. If the devices belong to several
+    TPU slices, only `data` crosses the slower network between slices.
+
+    Args:
+      devices: the devices to use; None means all devices of the run. Virtual devices and those of
+        a topology description work too.
 
     Raises:
-      UserError: the axes do not multiply to the number of devices, or `data` does not span the
-      slices.
+      UserError: the sizes do not multiply to the number of devices, or `data` is no multiple of the
+        number of slices.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = config.mesh.sizes(len(devices))
@@ -48,7 +48,7 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
             within, across, devices, allow_split_physical_axes=True
         )
     elif devices[0].platform == "tpu":
-        grid = blocks_of_experts(
+        grid = place_experts_in_blocks(
             mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         )
     else:
@@ -56,21 +56,28 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def one_device() -> Mesh:
-    """The mesh of this process's first device alone."""
+def single_device_mesh() -> Mesh:
+    """A mesh of this process's first device."""
     return make_mesh(ParallelConfig(), jax.local_devices()[:1])
 
 
 def mesh_text(sizes: dict[str, int]) -> str:
-    """ "data=64 expert=8": the axes that split anything."""
+    """ "data=64 expert=8": the axes whose size is more than 1."""
     return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
 
 
 def compute_mesh(mesh: Mesh) -> Mesh | None:
-    """What the model's functions take as `mesh`: None for one device, whose program then says
-    nothing about sharding.
+    """The argument `mesh` of the model's functions: None for one device, so that the program of one
+    device contains no sharding.
     """
     return mesh if mesh.size > 1 else None
+
+
+class _Constraint(NamedTuple):
+    """What the size of a mesh axis must fulfil. `complaint` follows "parallel.mesh.AXIS = SIZE"."""
+
+    complaint: str
+    holds: Callable[[int], bool]
 
 
 def check_divides(
@@ -82,13 +89,14 @@ def check_divides(
     halo: int,
     whole_rows: Sequence[str] = (),
 ) -> None:
-    """Checks that every axis of `mesh` divides what it splits.
+    """Checks that every axis of `mesh` divides the dimensions that it splits.
 
     Args:
-      rows: of a micro-batch.
+      rows: rows of a micro-batch.
       length: tokens of a row.
-      split_by_mixers: what the model's mixers split over `tensor` (`Mixer.splits`), by name.
-      halo: tokens of the neighbour before it that a device reads, where `context` splits rows.
+      split_by_mixers: setting → size of the dimensions that the model's mixers split over `tensor`
+        (`Mixer.splits`).
+      halo: tokens before its own that a device reads from its neighbour, if `context` splits rows.
       whole_rows: parts of the model that work on whole rows.
 
     Raises:
@@ -101,80 +109,88 @@ def check_divides(
         )
         raise UserError(
             f"parallel.mesh: data × expert = {size['data']} × {size['expert']} does not divide "
-            f"the {rows} rows of "
-            "train.batch_size / train.gradient_accumulation; nearest valid sizes of their "
-            f"product: {nearest}"
+            f"the {rows} rows of train.batch_size / train.gradient_accumulation; nearest valid "
+            f"sizes of their product: {nearest}"
         )
     if size["expert"] > 1 and not model.has_experts:
         raise UserError(
             f"parallel.mesh.expert = {size['expert']}, but the model has no experts "
             "(model.num_experts = 0): expected 1"
         )
-    key_value_heads = model.num_key_value_heads
-    mlps = {
-        "moe_intermediate_size": model.has_experts,
-        "intermediate_size": model.has_dense_mlps,
-        "shared_expert_intermediate_size": model.has_experts
-        and model.shared_expert_intermediate_size > 0,
-    }
-    split = {
-        **split_by_mixers,
-        **{name: getattr(model, name) for name, used in mlps.items() if used},
-    }
+    context = _context_constraints(size, length, halo, whole_rows)
+    _check_axis("context", size["context"], length // 2, context)
+    experts = [_divides("num_experts", model.num_experts)] if model.has_experts else []
+    _check_axis("expert", size["expert"], model.num_experts, experts)
+    tensor = _tensor_constraints(model, split_by_mixers)
+    _check_axis("tensor", size["tensor"], model.num_attention_heads, tensor)
 
-    def divides(name: str, dimension: int) -> tuple[str, Callable[[int], bool]]:
-        return f" does not divide model.{name} = {dimension}", lambda n: dimension % n == 0
 
-    # axis → [(complaint, whether a size is one of those that it is not about)]
-    rules = {
-        # attention shares out half blocks
-        "context": [
-            (
-                f" splits rows, and {' and '.join(whole_rows)} needs whole ones",
-                lambda n: n == 1 or not whole_rows,
-            ),
-            (
-                f": twice that does not divide train.sequence_length = {length}",
-                lambda n: n == 1 or length % (2 * n) == 0,
-            ),
-            (
-                f" leaves {length // size['context']} tokens a device: expected at least the "
-                f"{halo} that the convolution reads of its neighbour",
-                lambda n: n == 1 or length // n >= halo,
-            ),
-        ],
-        "expert": [divides("num_experts", model.num_experts)] * model.has_experts,
-        "tensor": [
-            *itertools.starmap(divides, split.items()),
-            (
-                f" neither divides model.num_key_value_heads = {key_value_heads} nor is a "
-                "multiple of it (each shard needs whole key/value heads)",
-                lambda n: n % key_value_heads == 0 or key_value_heads % n == 0,
-            ),
-        ],
-    }
-    largest = {
-        "context": length // 2,
-        "expert": model.num_experts,
-        "tensor": model.num_attention_heads,
-    }
-    for axis, of_axis in rules.items():
-        for complaint, holds in of_axis:
-            if not holds(size[axis]):
-                nearest = _nearest(
-                    size[axis],
-                    range(1, largest[axis] + 1),
-                    lambda n: all(holds(n) for _, holds in of_axis),
-                )
-                raise UserError(
-                    f"parallel.mesh.{axis} = {size[axis]}{complaint}; nearest valid sizes of "
-                    f"{axis}: {nearest}"
-                )
+def _context_constraints(
+    size: Mapping[str, int], length: int, halo: int, whole_rows: Sequence[str]
+) -> list[_Constraint]:
+    return [
+        _Constraint(
+            f" splits rows, and {' and '.join(whole_rows)} needs whole ones",
+            lambda n: n == 1 or not whole_rows,
+        ),
+        # Attention exchanges half blocks to balance the causal mask.
+        _Constraint(
+            f": twice that does not divide train.sequence_length = {length}",
+            lambda n: n == 1 or length % (2 * n) == 0,
+        ),
+        _Constraint(
+            f" leaves {length // size['context']} tokens a device: expected at least the {halo} "
+            "that the convolution reads of its neighbour",
+            lambda n: n == 1 or length // n >= halo,
+        ),
+    ]
+
+
+def _tensor_constraints(
+    model: ModelConfig, split_by_mixers: Mapping[str, int]
+) -> list[_Constraint]:
+    split = dict(split_by_mixers)
+    if model.has_experts:
+        split["moe_intermediate_size"] = model.moe_intermediate_size
+    if model.has_dense_mlps:
+        split["intermediate_size"] = model.intermediate_size
+    if model.has_experts and model.shared_expert_intermediate_size > 0:
+        split["shared_expert_intermediate_size"] = model.shared_expert_intermediate_size
+    heads = model.num_key_value_heads
+    return [
+        *(_divides(name, dimension) for name, dimension in split.items()),
+        _Constraint(
+            f" neither divides model.num_key_value_heads = {heads} nor is a multiple of it (each "
+            "shard needs whole key/value heads)",
+            lambda n: n % heads == 0 or heads % n == 0,
+        ),
+    ]
+
+
+def _divides(name: str, dimension: int) -> _Constraint:
+    return _Constraint(f" does not divide model.{name} = {dimension}", lambda n: dimension % n == 0)
+
+
+def _check_axis(axis: str, size: int, largest: int, constraints: Sequence[_Constraint]) -> None:
+    """Raises UserError for the first constraint that `size` breaks; suggests sizes that fulfil all
+    constraints, up to `largest`.
+    """
+    for complaint, holds in constraints:
+        if not holds(size):
+            nearest = _nearest(
+                size,
+                range(1, largest + 1),
+                lambda n: all(constraint.holds(n) for constraint in constraints),
+            )
+            raise UserError(
+                f"parallel.mesh.{axis} = {size}{complaint}; nearest valid sizes of {axis}: "
+                f"{nearest}"
+            )
 
 
 def _nearest(size: int, sizes: Iterable[int], valid: Callable[[int], bool]) -> str:
-    """ "4, 8": the valid ones of the ascending `sizes` around `size`."""
+    """ "4, 8": the nearest valid sizes below and above `size`, of the ascending `sizes`."""
     found = [n for n in sizes if valid(n)]
-    return ", ".join(
-        str(n) for n in [*[n for n in found if n < size][-1:], *[n for n in found if n > size][:1]]
-    )
+    below = [n for n in found if n < size][-1:]
+    above = [n for n in found if n > size][:1]
+    return ", ".join(map(str, below + above))

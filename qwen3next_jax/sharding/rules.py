@@ -1,15 +1,16 @@
-"""What lies where on the mesh: one table from the logical axes of parameters to mesh axes, one
+"""How arrays are split over the mesh: one table from logical axes of parameters to mesh axes, one
 for activations.
 
-A parameter is declared with the logical axis of each dimension (`model.parameters`). Some mesh
-axes split it while computing, others only to store less (FSDP, ZeRO-3: 1910.02054): gathered
-just before use. The axis of stacked layers is never split: a scan would gather it whole.
+Each parameter declares a logical axis for each of its dimensions (`model.parameters`). Some mesh
+axes split a dimension while the model computes with it. Others split it only between uses, to save
+memory (FSDP, ZeRO-3: 1910.02054): the parameter is gathered over them just before its use. The
+dimension of stacked layers is never split, because a scan would gather it whole.
 """
 
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,44 +19,64 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.errors import did_you_mean
 from qwen3next_jax.common.trees import path_string
+from qwen3next_jax.config import MESH_AXES
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.sharding.gathering import all_gather
 
-# what is split over which mesh axes; rows: of a batch
-ROWS, CONTEXT, EXPERTS, TENSOR = ("data", "expert"), "context", "expert", "tensor"
-FSDP = TOKENS = (*ROWS, CONTEXT)
+DATA, EXPERT, CONTEXT, TENSOR = MESH_AXES
+ROWS = (DATA, EXPERT)  # the mesh axes that split the rows of a batch
+TOKENS = (*ROWS, CONTEXT)  # the mesh axes that split its tokens
+FSDP = TOKENS  # the mesh axes that split parameters for storage
 
-# Over what a dimension is split while computing, and over what besides between steps: of these the
-# longest is outermost, and so gathered last, when an array is largest. Dimensions take, from the
-# first on, those of their axes that divide them and that none before has taken.
-AXES: dict[str | None, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "embed": ((), FSDP),  # the model's width, where the other dimensions are split while computing
-    "embed_out": ((), (TENSOR,)),  # the model's width where it is what a product gives
-    "vocab": ((TENSOR,), ()),
-    "query_heads": ((TENSOR,), ()),
-    "key_value_heads": ((TENSOR,), ()),
-    # where `tensor` exceeds the number of heads, which then stay whole
-    "head_width": ((), (TENSOR,)),
-    "key_heads": ((TENSOR,), ()),  # their value heads come along
-    "value_heads": ((TENSOR,), ()),
-    "channels": ((), FSDP),  # of a convolution
-    "experts": ((EXPERTS,), ()),
-    "router": ((), (TENSOR,)),
-    "mlp": ((TENSOR,), ()),
-    # of experts: gathered along their last dimension, a TPU would copy the whole to another layout
-    "mlp_in": ((TENSOR,), FSDP),
-    None: ((), ()),
+
+class MeshAxes(NamedTuple):
+    """The mesh axes that split a dimension of a parameter.
+
+    Attributes:
+      compute: axes that split it while the model computes with it.
+      storage: axes that split it, besides, between uses. The longest is outermost, so it is
+        gathered last, when the array is largest.
+    """
+
+    compute: tuple[str, ...] = ()
+    storage: tuple[str, ...] = ()
+
+
+# A dimension takes those of its mesh axes that divide it and that no dimension before it has taken.
+LOGICAL_AXES: dict[str | None, MeshAxes] = {
+    # the model's width, in parameters whose other dimensions are split while computing
+    "embed": MeshAxes(storage=FSDP),
+    # the model's width, as the output of a projection
+    "embed_out": MeshAxes(storage=(TENSOR,)),
+    "vocab": MeshAxes(compute=(TENSOR,)),
+    "query_heads": MeshAxes(compute=(TENSOR,)),
+    "key_value_heads": MeshAxes(compute=(TENSOR,)),
+    # split if `tensor` exceeds the number of heads, which are then not split
+    "head_width": MeshAxes(storage=(TENSOR,)),
+    # of recurrent layers; the value heads of a key head stay with it
+    "key_heads": MeshAxes(compute=(TENSOR,)),
+    "value_heads": MeshAxes(compute=(TENSOR,)),
+    # of a convolution
+    "channels": MeshAxes(storage=FSDP),
+    "experts": MeshAxes(compute=(EXPERT,)),
+    "router": MeshAxes(storage=(TENSOR,)),
+    "mlp": MeshAxes(compute=(TENSOR,)),
+    # of experts' input matrices: if their last dimension were split for storage, a TPU would copy
+    # the gathered array to another layout
+    "mlp_in": MeshAxes(compute=(TENSOR,), storage=FSDP),
+    None: MeshAxes(),
 }
 
 
-class Declared(Protocol):
-    """What the rules read of a parameter's declaration (`model.parameters.Declared`)."""
+class ShardedParam(Protocol):
+    """The part of a parameter's declaration (`model.parameters`) that the rules read."""
 
     axes: tuple[str | None, ...]
     operand: bool
     gathered: str
 
 
+# logical axis of an activation → the mesh axes that split it
 ACTIVATIONS = {
     "batch": ROWS,
     "time": CONTEXT,
@@ -65,51 +86,51 @@ ACTIVATIONS = {
 }
 
 
-def check_axes(axes: tuple[str | None, ...]) -> None:
-    """Raises ValueError where one of `axes` is not in the table."""
+def check_logical_axes(axes: tuple[str | None, ...]) -> None:
+    """Raises ValueError if `LOGICAL_AXES` lacks one of `axes`."""
     for axis in axes:
-        if axis not in AXES:
+        if axis not in LOGICAL_AXES:
             raise ValueError(
                 f"no logical axis {axis!r} in "
-                f"sharding/rules.py{did_you_mean(str(axis), filter(None, AXES))}: "
-                f"expected one of {', '.join(filter(None, AXES))}"
+                f"sharding/rules.py{did_you_mean(str(axis), filter(None, LOGICAL_AXES))}: "
+                f"expected one of {', '.join(filter(None, LOGICAL_AXES))}"
             )
 
 
-def storage_spec(declared: Declared, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """How a parameter (or its optimizer state) of this declaration lies on the mesh between
-    steps.
+def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """How a parameter, and its optimizer state, is split between uses.
+
+    Args:
+      declared: its declaration; its axes are those of the last dimensions of `shape`.
+      shape: the global shape, with the stacked layers in front.
     """
-    return _spec(
-        [
-            (*AXES[axis][0], *sorted(AXES[axis][1], key=mesh.shape.get, reverse=True))
-            for axis in declared.axes
-        ],
-        shape,
-        mesh,
-    )
+    dims = []
+    for axis in declared.axes:
+        compute, storage = LOGICAL_AXES[axis]
+        dims.append((*compute, *sorted(storage, key=mesh.shape.get, reverse=True)))
+    return _spec(dims, shape, mesh)
 
 
-def use_spec(declared: Declared, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """How it lies while computing: the storage axes gathered."""
-    return _spec([AXES[axis][0] for axis in declared.axes], shape, mesh)
+def compute_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """How a parameter is split while the model computes with it: gathered over its storage axes.
+    Arguments as for `storage_spec`.
+    """
+    return _spec([LOGICAL_AXES[axis].compute for axis in declared.axes], shape, mesh)
 
 
 def _spec(dims: list[tuple[str, ...]], shape: tuple[int, ...], mesh: Mesh) -> P:
-    """`dims` for the last dimensions of `shape`, each with those of its axes that divide it and
-    that none before has taken.
+    """The PartitionSpec of an array of this shape. `dims` lists the candidate mesh axes of each of
+    its last dimensions; an axis is used if it divides the dimension and no dimension before uses
+    it.
     """
     entries: list[tuple[str, ...]] = []
     for axes, size in zip([()] * (len(shape) - len(dims)) + dims, shape):
-        kept: tuple[str, ...] = ()
+        entry: tuple[str, ...] = ()
         for axis in axes:
-            if (
-                mesh.shape[axis] > 1
-                and axis not in sum(entries, ())
-                and size % shards(mesh, axis, *kept) == 0
-            ):
-                kept += (axis,)
-        entries.append(kept)
+            is_free = mesh.shape[axis] > 1 and axis not in sum(entries, ())
+            if is_free and size % num_shards(mesh, axis, *entry) == 0:
+                entry += (axis,)
+        entries.append(entry)
     return P(*entries)
 
 
@@ -118,70 +139,76 @@ def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def activation_spec(*names: str | None) -> P:
-    """PartitionSpec of an activation whose dimensions carry these logical names."""
+    """The PartitionSpec of an activation whose dimensions have these names in `ACTIVATIONS`."""
     return P(*(ACTIVATIONS[name] for name in names))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Where tokens and segment ids [B, T] lie on `mesh`."""
+    """The sharding of tokens and segment ids [B, T] on `mesh`."""
     return NamedSharding(mesh, activation_spec("batch", "time"))
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
-    """Tells the partitioner where activation `x` lies; nothing without a mesh."""
-    return (
-        x
-        if mesh is None
-        else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, activation_spec(*names)))
-    )
+    """Constrains the sharding of activation `x` to that of its logical axes `names`. Returns `x`
+    itself without a mesh.
+    """
+    if mesh is None:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, activation_spec(*names)))
 
 
-def shards(mesh: Mesh | None, *axes: str) -> int:
-    """Into how many parts these axes of the mesh split something; 1 without a mesh."""
+def num_shards(mesh: Mesh | None, *axes: str) -> int:
+    """Into how many shards these axes of the mesh together split a dimension; 1 without a mesh."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
-def local(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
-    """`f` on each device's own part, for what the partitioner cannot split (kernels); `f` itself
-    without a mesh.
+def per_shard(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
+    """Wraps `f` in `jax.shard_map`: each device calls it on its own shard. For functions that the
+    partitioner cannot split, such as kernels. Returns `f` itself without a mesh.
     """
     if mesh is None:
         return f
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def gather(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
-    """Parameters (declared variables) as they are used: operands cast to `dtype`, then gathered
-    over their storage axes. Gradients go back to where the parameters lie. Nothing happens
-    without a mesh.
+def gather_params(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
+    """Gathers parameters over their storage axes for use, outside `shard_map`.
+
+    Operands of products are cast to `dtype` first. Gradients are reduce-scattered back to the
+    storage sharding. A parameter that its operator gathers (`gather_in_shard`) is only cast.
+
+    Args:
+      params: a tree of `nnx.Param` with declarations; returned as it is without a mesh.
     """
     if mesh is None:
         return params
 
-    def one(variable):
+    def gather(variable):
         declared, leaf = variable.declared, variable[...]
         to = jnp.dtype(dtype) if declared.operand else leaf.dtype
         if declared.gathered == "operator":
             return variable.replace(leaf.astype(to))
-        specs = _stages(
-            storage_spec(declared, leaf.shape, mesh), use_spec(declared, leaf.shape, mesh)
+        specs = _gather_steps(
+            storage_spec(declared, leaf.shape, mesh), compute_spec(declared, leaf.shape, mesh)
         )
-        return variable.replace(
-            save_for_backward(
-                _gather(leaf, to, tuple(NamedSharding(mesh, spec) for spec in specs), leaf.dtype)
-            )
-        )
+        steps = tuple(NamedSharding(mesh, spec) for spec in specs)
+        return variable.replace(save_for_backward(_gather(leaf, to, steps, leaf.dtype)))
 
-    return jax.tree.map(one, params, is_leaf=lambda leaf: hasattr(leaf, "declared"))
+    return jax.tree.map(gather, params, is_leaf=lambda leaf: hasattr(leaf, "declared"))
 
 
-def gather_local(
-    x: jax.Array, declared: Declared, shape: tuple[int, ...], mesh: Mesh, whole: bool = False
+def gather_in_shard(
+    x: jax.Array, declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh, whole: bool = False
 ) -> jax.Array:
-    """Inside `local`: this device's stored part of a parameter of global `shape`, gathered for
-    use; `whole`: over `tensor` too. Its gradient is a reduce-scatter by construction.
+    """Gathers one parameter for use, inside `per_shard`. Its gradient is a reduce-scatter by
+    construction.
+
+    Args:
+      x: this device's shard of the parameter, split as `storage_spec` says.
+      shape: the global shape of the parameter.
+      whole: also gather over `tensor`, so that every device has the whole parameter.
     """
-    used = P(*(None,) * len(shape)) if whole else use_spec(declared, shape, mesh)
+    used = P(*(None,) * len(shape)) if whole else compute_spec(declared, shape, mesh)
     for dim, axes in enumerate(axes_to_gather(storage_spec(declared, shape, mesh), used)):
         for axis in reversed(axes):
             x = all_gather(x, axis, dim)
@@ -189,14 +216,18 @@ def gather_local(
 
 
 def axes_to_gather(storage: P, use: P) -> list[tuple[str, ...]]:
-    """Per dimension the axes, outer ones first, that split it in `storage` and not in `use`."""
+    """For each dimension the mesh axes that split it in `storage` and not in `use`, outer axes
+    first.
+    """
     return [_axes(stored)[len(_axes(used)) :] for stored, used in zip(storage, use)]
 
 
-def _stages(storage: P, use: P) -> list[P]:
-    """From `storage` to `use`, one mesh axis less at a time, inner ones first. Over several axes
-    at once that together span all dimensions of a torus the TPU compiler sums zero-padded parts
-    instead of gathering (and sums instead of reduce-scattering): twice the bytes.
+def _gather_steps(storage: P, use: P) -> list[P]:
+    """The specs from `storage` to `use`, with one mesh axis less at each step, inner axes first.
+
+    If one gather went over several axes that together span all dimensions of a torus, the TPU
+    compiler would sum zero-padded parts instead of gathering them, and sum instead of
+    reduce-scattering: twice the bytes.
     """
     specs = [storage]
     for dim, axes in enumerate(axes_to_gather(storage, use)):
@@ -208,16 +239,17 @@ def _stages(storage: P, use: P) -> list[P]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(x, dtype, stages, own_dtype):
+def _gather(x, dtype, steps, own_dtype):
     x = x.astype(dtype)
-    # where it lies first, or the partitioner may gather before the cast: twice the bytes
-    for sharding in stages:
+    # The first constraint is the storage sharding. Without it the partitioner may gather before
+    # the cast, which sends twice the bytes.
+    for sharding in steps:
         x = jax.lax.with_sharding_constraint(x, sharding)
     return x
 
 
-def _gather_backward(dtype, stages, own_dtype, _, dy):
-    for sharding in reversed(stages[:-1] or stages):
+def _gather_backward(dtype, steps, own_dtype, _, dy):
+    for sharding in reversed(steps[:-1] or steps):
         dy = jax.lax.with_sharding_constraint(dy, sharding)
     return (dy.astype(own_dtype),)
 
@@ -225,36 +257,31 @@ def _gather_backward(dtype, stages, own_dtype, _, dy):
 _gather.defvjp(lambda x, *static: (_gather(x, *static), None), _gather_backward)
 
 
-def shardings(tree: Any, declared: Mapping[str, Declared], mesh: Mesh) -> Any:
-    """NamedSharding of every leaf (array or shape) of a train state or of a tree of parameters.
+def tree_shardings(tree: Any, declared: Mapping[str, ShardedParam], mesh: Mesh) -> Any:
+    """The NamedSharding of every leaf of a train state or of a tree of parameters.
+
+    A leaf whose path ends in the path of a parameter (a moment of the optimizer, for example) is
+    split as that parameter. Every device holds all other leaves, such as counters and guards.
 
     Args:
-      declared: of every parameter, by its path ("layers/0/mixer/q_proj"). What follows a
-      parameter (moments, …) lies as it does and has
-        its path behind a prefix of its own; anything else must be small: counters and guards,
-        which every device holds.
+      tree: its leaves are arrays or `jax.ShapeDtypeStruct`s.
+      declared: path of each parameter ("layers/0/mixer/q_proj") → its declaration.
 
     Raises:
-      ValueError: a leaf of `params` or `opt_state` follows no parameter and is no scalar.
+      ValueError: an array of `params` or `opt_state` belongs to no parameter.
     """
 
-    def one(path, leaf):
-        *groups, _ = names = path_string(path).split("/")
-        followed = next(
-            (
-                declared[name]
-                for i in range(len(names))
-                if (name := "/".join(names[i:])) in declared
-            ),
-            None,
-        )
-        if followed is None and leaf.ndim and groups[0] != "guards":
+    def leaf_sharding(path, leaf):
+        names = path_string(path).split("/")
+        suffixes = ("/".join(names[i:]) for i in range(len(names)))
+        parameter = next((declared[name] for name in suffixes if name in declared), None)
+        if parameter is not None:
+            return NamedSharding(mesh, storage_spec(parameter, leaf.shape, mesh))
+        if leaf.ndim and names[0] != "guards":
             raise ValueError(
-                f"{path_string(path)}: follows no declared parameter: what an optimizer keeps for "
-                "one must have its path"
+                f"{path_string(path)}: follows no declared parameter: the path of an array that an "
+                "optimizer keeps for a parameter must end in the path of that parameter"
             )
-        return NamedSharding(
-            mesh, P() if followed is None else storage_spec(followed, leaf.shape, mesh)
-        )
+        return NamedSharding(mesh, P())
 
-    return jax.tree_util.tree_map_with_path(one, tree)
+    return jax.tree_util.tree_map_with_path(leaf_sharding, tree)

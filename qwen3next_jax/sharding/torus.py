@@ -1,27 +1,33 @@
-"""Where the axes of a mesh lie on the network of TPU chips."""
+"""Decides where the axes of a mesh lie on the network of TPU chips."""
 
 import numpy as np
 
 
-def blocks_of_experts(grid: np.ndarray) -> np.ndarray:
-    """`grid` with each group of `expert` a block of both dimensions of a network that has two,
-    where it would be a line of one: a corner has two links to send over, the end of a line one
-    (and 16 are a ring). Data × expert alone.
+def place_experts_in_blocks(grid: np.ndarray) -> np.ndarray:
+    """Rearranges devices so that each group along `expert` is a block of the network and not a
+    line: in a 2D torus a corner of a block has two links to send over, the end of a line has one.
+
+    This changes only meshes of `data` and `expert` on a 2D network whose expert groups are lines of
+    3 to 15 chips (16 chips close to a ring).
+
+    Args:
+      grid: devices [data, expert, context, tensor], each with `coords` on the network.
     """
-    experts, place = grid.shape[1], np.array([device.coords for device in grid.flat])
-    sides, line = place.max(axis=0) + 1, np.ptp(place[:experts], axis=0) + 1
-    if (
-        grid.shape[2:] != (1, 1)
-        or sides[:2].prod() != grid.size
-        or not 2 < experts < 16
-        or experts not in line
-    ):
+    num_experts = grid.shape[1]
+    coords = np.array([device.coords for device in grid.flat])
+    network = coords.max(axis=0) + 1  # chips along each dimension
+    group_extent = np.ptp(coords[:num_experts], axis=0) + 1
+    is_2d = network[:2].prod() == grid.size
+    is_line = num_experts in group_extent
+    if grid.shape[2:] != (1, 1) or not is_2d or not 2 < num_experts < 16 or not is_line:
         return grid
-    shapes = [(n, experts // n) for n in range(1, experts + 1) if experts % n == 0]
-    height, width = min(((h, w) for h, w in shapes if sides[0] % h == sides[1] % w == 0), key=sum)
-    by_place = grid.reshape(-1)[np.lexsort((place[:, 1], place[:, 0]))]
+    blocks = [(n, num_experts // n) for n in range(1, num_experts + 1) if num_experts % n == 0]
+    fitting = [(h, w) for h, w in blocks if network[0] % h == 0 and network[1] % w == 0]
+    height, width = min(fitting, key=sum)
+    rows_first = np.lexsort((coords[:, 1], coords[:, 0]))
     return (
-        by_place.reshape(sides[0] // height, height, sides[1] // width, width)
+        grid.reshape(-1)[rows_first]
+        .reshape(network[0] // height, height, network[1] // width, width)
         .swapaxes(1, 2)
         .reshape(grid.shape)
     )

@@ -1,1 +1,1 @@
-"""Ablation sweeps: points from axes, a runner that survives, results and findings, a report."""
+"""Ablation sweeps: points from axes, a runner that survives crashes, results, a report."""

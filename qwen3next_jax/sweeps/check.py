@@ -1,36 +1,37 @@
-"""What a point needs beyond a valid configuration: its evaluations and its data must be able to
-run. Checked for all points before the first starts; nothing is computed.
+"""Checks that every point of a sweep can run to its end: its settings have an effect, its data and
+evaluations exist. All points are checked before any starts; nothing is computed.
 """
 
 import pathlib
 
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.config.files import Given
+from qwen3next_jax.config.files import UserInput
 from qwen3next_jax.runs import unread
 from qwen3next_jax.runs.start import check_settings_alone
 from qwen3next_jax.sweeps.points import Point, Sweep
 
 
-def given(sweep: Sweep, point: Point) -> Given:
+def given_settings(sweep: Sweep, point: Point) -> UserInput:
     """The settings that the command of a point gives."""
-    return Given(frozenset(point.overrides), pathlib.Path(sweep.base), sweep.alone)
+    return UserInput(frozenset(point.overrides), pathlib.Path(sweep.base), sweep.base_config)
 
 
 def unread_settings(sweep: Sweep, point: Point) -> dict[str, str]:
-    """The settings given to a point that it does not read → what is wrong."""
-    settings = given(sweep, point)
-    return {
-        name: why
-        for find in (unread.unread, unread.by_layers)
-        for name, why in unread.refused(point.config, settings, find).items()
-    }
+    """The settings that are given to a point and have no effect on it → why."""
+    given = given_settings(sweep, point)
+    found: dict[str, str] = {}
+    for find in (unread.unread, unread.by_layers):
+        found |= unread.refused(point.config, given, find)
+    return found
 
 
 def check_settings(sweep: Sweep) -> None:
-    """Raises UserError where no point reads a setting that points are given, or a point has
-    nothing to train on.
+    """Checks that each setting has an effect on at least one of the points that it is given to.
+
+    Raises:
+      UserError: a setting has no effect on any of them, or a point has nothing to train on.
     """
-    found = {}
+    found: dict[str, dict[str, str]] = {}
     for point in sweep.points:
         try:
             unread.check_targets(point.config)
@@ -40,18 +41,18 @@ def check_settings(sweep: Sweep) -> None:
     for point in sweep.points:
         for name, why in found[point.name].items():
             setting = name.partition("[")[0]
-            several = [
-                other.name
+            # An axis gives it to some points, the base file to all.
+            given_to = [
+                other
                 for other in sweep.points
                 if setting in other.overrides or setting not in point.overrides
             ]
-            require(
-                any(name not in found[other] for other in several), f"point {point.name}: {why}"
-            )
+            has_effect = any(name not in found[other.name] for other in given_to)
+            require(has_effect, f"point {point.name}: {why}")
 
 
 def check_points(sweep: Sweep) -> None:
-    """Raises: UserError that names the first point which could not run to its end."""
+    """Raises UserError that names the first point which could not run to its end."""
     for point in sweep.points:
         try:
             check_settings_alone(point.config)

@@ -1,20 +1,19 @@
-"""A sweep as its points: a base configuration, axes, and every combination of their values,
-checked before any starts.
+"""Reads a sweep file and makes its points: a base configuration with every combination of the axes'
+values. All points are checked before any of them starts.
 
-A sweep file is Python with `get_sweep()` that returns a dict:
+A sweep file is Python with `get_sweep()`, which returns a dictionary:
 
     base      a config file, such as "configs/tiny.py"
-    set       {setting: value} for every point; an axis or --set may say otherwise
-    axes      {axis: values}; a setting ("train.seed": [0, 1]), "ratio": ["3:1", …] (linear to
-              full attention layers), or any
-              other name with {value's name: {setting: value, …}}; no setting has two of axes,
-              `match` and --set as its source
-    match     "parameters" or "flops": the MLPs' width of every point is chosen so that it has as
-              many as the first; "" (the
-              default) leaves the widths alone
-    x         the axis along which the report draws; the first one if not given
+    set       {setting: value} for every point; an axis or --set overrides it
+    axes      {axis: values}. An axis is a setting with a list of values ("train.seed": [0, 1]);
+              or "ratio" with a list of LINEAR:FULL layers (["3:1", …]); or any other name with
+              {name of a value: {setting: value, …}}. A setting may come from only one of the axes,
+              `match` and --set.
+    match     "parameters" or "flops": the width of the MLPs of every point is chosen so that it has
+              as many as the first point; "" (default) changes no width
+    x         the axis that the report's charts have as x; default: the first axis
 
-A point's name is its axes' values, and its command is a plain train.py with overrides.
+The name of a point is made of its axes' values. Its command is train.py with overrides.
 """
 
 import dataclasses
@@ -30,7 +29,7 @@ from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict, to_dict
 from qwen3next_jax.config.files import call_file, load_config_file
 from qwen3next_jax.config.mixer import is_mixer_setting, without_earlier_defaults
-from qwen3next_jax.config.registry import trust_written
+from qwen3next_jax.config.registry import trust_user_settings
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 
 _KEYS = ("base", "set", "axes", "match", "x")
@@ -41,8 +40,13 @@ _LONGEST_NAME = 255  # bytes, of a file or a folder
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One run of a sweep. `values`: the name of its value on every axis; `overrides`: settings
-    that differ from the base.
+    """One run of a sweep.
+
+    Attributes:
+      name: the name of its folder.
+      values: axis → the name of this point's value on it.
+      overrides: setting → value, where the point differs from the base file.
+      config: the whole configuration.
     """
 
     name: str
@@ -53,10 +57,19 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """`alone`: the base file's own configuration; None: the points' settings complete it."""
+    """A sweep file, read and checked.
+
+    Attributes:
+      base: path of the base config file.
+      base_config: its configuration; None if it is valid only with the points' settings.
+      axes: axis → the names of its values.
+      x: the axis that the report's charts have as x.
+      match: "parameters", "flops" or "".
+      points: every combination of the axes' values.
+    """
 
     base: str
-    alone: Config | None
+    base_config: Config | None
     axes: dict[str, tuple[str, ...]]
     x: str
     match: str
@@ -64,11 +77,14 @@ class Sweep:
 
 
 def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) -> Sweep:
-    """Reads a sweep file and checks every point of it. `changes` are settings that override
-    every point's.
+    """Reads a sweep file and checks the configuration of every point.
+
+    Args:
+      changes: setting → value that overrides every point's (`--set`).
 
     Raises:
-      UserError: the file, an axis, or the configuration of a point is wrong (the point is named).
+      UserError: the file, an axis, or the configuration of a point is wrong; the message names the
+        point.
     """
     record, changes = _read(pathlib.Path(path)), changes or {}
     base = load_config_file(pathlib.Path(record["base"]), f"{path}: base = ")
@@ -80,66 +96,80 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
         raise UserError(
             f"{path}: axes is empty: expected at least one, such as {{'ratio': ['1:1', '3:1']}}"
         )
-    match = record.get("match", "")
+    match, x = record.get("match", ""), record.get("x", next(iter(axes)))
+    _check_options(match, x, tuple(axes), path)
+
+    points: list[Point] = []
+    for combination in itertools.product(*(values.items() for values in axes.values())):
+        values = {axis: value for axis, (value, _) in zip(axes, combination, strict=True)}
+        overrides = dict(record.get("set", {}))
+        for _, settings in combination:
+            overrides |= settings
+        overrides |= changes
+        name = _point_name(values)
+        where = f"{path}: point {name}"
+        config = _make_config(base, overrides, where)
+        if isinstance(record["axes"].get("ratio"), (list, tuple)):
+            _check_ratio(values["ratio"], config.model.num_hidden_layers, where)
+        if match and points:
+            first, length = points[0].config.model, config.train.sequence_length
+            width, value = _matching_width(first, config.model, length, match, where)
+            if width in sources:
+                raise UserError(_two_sources(path, width, sources[width], "match"))
+            overrides[width] = value
+            config = _make_config(base, overrides, where)
+        points.append(Point(name, values, overrides, config))
+    _check_distinct(points, path)
+    try:
+        base_config = _make_config(base, {}, "")
+    except UserError:
+        base_config = None
+    return Sweep(
+        base=str(record["base"]),
+        base_config=base_config,
+        axes={axis: tuple(values) for axis, values in axes.items()},
+        x=x,
+        match=match,
+        points=tuple(points),
+    )
+
+
+def _check_options(match: Any, x: Any, axes: tuple[str, ...], path: str | pathlib.Path) -> None:
+    """Raises UserError if `match` or `x` is none of the values that it may have."""
     if match not in _MATCHES:
         raise UserError(
             f"{path}: match = {match!r}: expected one of "
             f"{', '.join(map(repr, _MATCHES))}{did_you_mean(str(match), _MATCHES)}"
         )
-    x = record.get("x", next(iter(axes)))
-    if x not in list(axes):
+    if x not in axes:
         raise UserError(
             f"{path}: x = {x!r}: expected one of the axes, "
             f"{', '.join(axes)}{did_you_mean(str(x), axes)}"
         )
 
-    points: list[Point] = []
-    for combination in itertools.product(*(values.items() for values in axes.values())):
-        chosen = {axis: value for axis, (value, _) in zip(axes, combination, strict=True)}
-        overrides = dict(record.get("set", {}))
-        for _, settings in combination:
-            overrides |= settings
-        overrides |= changes
-        name = _point_name(chosen)
-        where = f"{path}: point {name}"
-        config = _config(base, overrides, where)
-        if isinstance(record["axes"].get("ratio"), (list, tuple)):
-            _check_ratio(chosen["ratio"], config.model.num_hidden_layers, where)
-        if match and points:
-            first, length = points[0].config.model, config.train.sequence_length
-            width, value = _matched(first, config.model, length, match, where)
-            if width in sources:
-                raise UserError(_two_sources(path, width, sources[width], "match"))
-            overrides[width] = value
-            config = _config(base, overrides, where)
-        points.append(Point(name, chosen, overrides, config))
-    names = [point.name for point in points]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(
-            f"{path}: two points are named {twice}: give the values of an axis different names"
-        )
-    seen: dict[str, Point] = {}
+
+def _check_distinct(points: list[Point], path: str | pathlib.Path) -> None:
+    """Raises UserError if two points have the same name or the same settings."""
+    names: set[str] = set()
+    first_with: dict[str, Point] = {}
     for point in points:
-        if (first := seen.setdefault(json.dumps(settings_of(point.config)), point)) is not point:
+        if point.name in names:
             raise UserError(
-                f"{path}: points {first.name} and {point.name} are the same run: every setting of "
-                "theirs is equal"
+                f"{path}: two points are named {point.name}: give the values of an axis different "
+                "names"
             )
-    try:
-        alone = _config(base, {}, "")
-    except UserError:
-        alone = None
-    return Sweep(
-        str(record["base"]),
-        alone,
-        {axis: tuple(values) for axis, values in axes.items()},
-        x,
-        match,
-        tuple(points),
-    )
+        names.add(point.name)
+    for point in points:
+        first = first_with.setdefault(json.dumps(settings_of(point.config)), point)
+        if first is not point:
+            raise UserError(
+                f"{path}: points {first.name} and {point.name} are the same run: all their "
+                "settings are equal"
+            )
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
+    """What `get_sweep()` of the file returns, with its keys and types checked."""
     record = call_file(path, "get_sweep")
     if not isinstance(record, dict) or "base" not in record:
         raise UserError(
@@ -167,8 +197,10 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 def _sources(
     axes: dict[str, dict[str, dict[str, Any]]], changes: dict[str, Any], path: str | pathlib.Path
 ) -> dict[str, str]:
-    """Setting → the axis or flag it comes from. Of two, one would be shown and the other
-    trained, so that is refused.
+    """Setting → the axis or flag that gives it.
+
+    Raises:
+      UserError: two of them give the same setting. One value would be shown, the other trained.
     """
     sources: dict[str, str] = {}
     given = {
@@ -188,11 +220,11 @@ def _two_sources(path: str | pathlib.Path, setting: str, first: str, second: str
 
 
 def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Name of each value → the settings it stands for."""
+    """Name of each value of an axis → the settings that it gives."""
     if isinstance(axis, str) and re.search(r"[/\x00-\x1f\x7f-\x9f\ud800-\udfff]", axis):
         raise UserError(
-            f"{path}: axis {axis!r}: expected a name without '/' and control characters, as the "
-            "folders of the points are named after it"
+            f"{path}: axis {axis!r}: expected a name without '/' and control characters, as it is "
+            "part of the names of the points' folders"
         )
     if isinstance(values, dict):
         result = {str(name): settings for name, settings in values.items()}
@@ -221,11 +253,12 @@ def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, 
 
 
 def _ratio(value: str, path: str | pathlib.Path) -> dict[str, Any]:
+    """The settings of a ratio of linear to full attention layers, such as "3:1"."""
     found = re.fullmatch(r"(\d+):([01])", value)
     if not found or value == "0:0":
         raise UserError(
             f"{path}: ratio {value!r}: expected LINEAR:FULL layers of one period with FULL 1, "
-            "such as 3:1, or 1:0 for none"
+            "such as 3:1, or 1:0 for no full attention"
         )
     return {
         "model.full_attention_interval": int(found[1]) + 1 if found[2] == "1" else 0,
@@ -234,6 +267,7 @@ def _ratio(value: str, path: str | pathlib.Path) -> dict[str, Any]:
 
 
 def _check_ratio(ratio: str, layers: int, where: str) -> None:
+    """Raises UserError if the number of layers is no multiple of the ratio's period."""
     linear, full = map(int, ratio.split(":"))
     if full and layers % (period := linear + full):
         fewer = layers // period * period
@@ -249,7 +283,9 @@ def _value_name(value: Any) -> str:
 
 
 def _point_name(chosen: dict[str, str]) -> str:
-    """The name of a point's folder. One that a file system could not hold ends in its digest."""
+    """The name of a point's folder. A name that is too long for a file system is cut and ends in a
+    digest of the whole name.
+    """
     name = ",".join(
         f"{axis.rpartition('.')[2]}={_file_name(value)}" for axis, value in chosen.items()
     )
@@ -264,22 +300,23 @@ def _file_name(value: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """The value of a setting as `--config.setting=` takes it."""
-    plain = json.loads(json.dumps(value))  # a number of NumPy's is written like any other
+    """The value of a setting as text for `--config.SETTING=`."""
+    plain = json.loads(json.dumps(value))
     return str(tuple(plain)) if isinstance(plain, list) else str(plain)
 
 
 def _check_text(name: str, value: Any, where: str) -> None:
-    """Raises UserError where no command line can hold the value of a setting."""
+    """Raises UserError if the value of a setting cannot be part of a command line."""
     text = as_text(value)
     if "\0" in text or text.encode(errors="replace").decode() != text:
         raise UserError(
             f"{where}: {name} = {value!r}: expected text without NUL and lone surrogates, as it "
-            "stands on the command line of the point"
+            "goes into the command of the point"
         )
 
 
 def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
+    """Raises UserError if `name` is no setting; the hint may also suggest one of `known`."""
     settings: Any = default_config()
     if not isinstance(name, str):
         raise UserError(
@@ -299,7 +336,7 @@ def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
         )
 
 
-def _config(base: dict[str, Any], overrides: dict[str, Any], where: str) -> Config:
+def _make_config(base: dict[str, Any], overrides: dict[str, Any], where: str) -> Config:
     values = _copy(base)
     for name, value in overrides.items():
         _known_setting(name, where)
@@ -310,7 +347,7 @@ def _config(base: dict[str, Any], overrides: dict[str, Any], where: str) -> Conf
         group[key] = value
     try:
         fill_from_tokenizer(values)
-        trust_written(values)
+        trust_user_settings(values)
         config = from_dict(Config, values)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
@@ -323,13 +360,16 @@ def _copy(tree: Any) -> Any:
     return {key: _copy(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
-def _matched(
+def _matching_width(
     first: ModelConfig, model: ModelConfig, sequence_length: int, match: str, where: str
 ) -> tuple[str, int]:
-    """The MLP width (setting and value) with which `model` comes nearest to the parameters of
-    `first`, or to its FLOPs per token.
+    """The setting, and its value, of the MLP width at which `model` comes nearest to `first` in
+    parameters or FLOPs per token.
+
+    Raises:
+      UserError: `model` has more than `first` at any width.
     """
-    # This loads JAX; a mistake should not wait for it.
+    # Imported here, because it loads JAX: a mistake in the file is reported before that.
     from qwen3next_jax.runs.costs import model_amount
 
     name = "moe_intermediate_size" if model.has_experts else "intermediate_size"
@@ -340,20 +380,20 @@ def _matched(
     def with_width(width: int) -> ModelConfig:
         return dataclasses.replace(model, **{name: width})
 
-    # Both amounts grow linearly with the width.
+    # Parameters and FLOPs both grow linearly with the width.
     low, high = amount(with_width(_WIDTH_STEP)), amount(with_width(2 * _WIDTH_STEP))
     steps = 1 + round((amount(first) - low) / (high - low))
     if steps < 1:
         raise UserError(
-            f"{where} has more {match} than the first one even with MLPs of width {_WIDTH_STEP} "
-            f"(match = {match!r}): order the axes so that the largest comes first"
+            f"{where} has more {match} than the first point even with MLPs of width "
+            f"{_WIDTH_STEP} (match = {match!r}): order the axes so that the largest comes first"
         )
     return f"model.{name}", steps * _WIDTH_STEP
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Every setting as JSON has it ("model.hidden_size": 64), but for the two of which
-    model.layer_types is what came out.
+    """Every setting, JSON-ready ("model.hidden_size": 64). `model.layer_types` is the resulting
+    list of layers, and replaces the two settings that it follows from.
     """
     settings = flatten(_jsonable(to_dict(config))) | {
         "model.layer_types": list(config.model.pattern)
@@ -365,20 +405,21 @@ def settings_of(config: Config) -> dict[str, Any]:
 def check_unchanged(
     sweep: Sweep, before: dict[str, dict[str, Any]], where: str | pathlib.Path
 ) -> None:
-    """Refuses a folder that holds another sweep; `before`: name of each point → its settings,
-    from the manifest there.
+    """Compares the points with those that were recorded in a folder.
+
+    Args:
+      before: name of each recorded point → its settings.
+      where: the folder, for the message.
+
+    Raises:
+      UserError: the folder holds another sweep; the message names the first difference.
     """
     now = {point.name: settings_of(point.config) for point in sweep.points}
-    # at which settings stand that were not there then, as they do for a run
+    # A setting that did not exist when the sweep was recorded counts as its default.
     defaults = settings_of(Config())
+    del defaults["model.layer_types"]
     before = {
-        name: {
-            setting: value
-            for setting, value in defaults.items()
-            if not setting.startswith("model.layer_types")
-        }
-        | without_earlier_defaults(settings)
-        for name, settings in before.items()
+        name: defaults | without_earlier_defaults(settings) for name, settings in before.items()
     }
     for name in (*now, *before):
         if name not in before or name not in now:
@@ -389,7 +430,7 @@ def check_unchanged(
     for name, settings in now.items():
         for setting in dict.fromkeys((*settings, *before[name])):
             old, new = before[name].get(setting), settings.get(setting)
-            # a tokenizer that is not given was recorded as "bytes", the default then
+            # When the tokenizer's default was "bytes", that was recorded for a sweep without one.
             unset = setting == "data.tokenizer" and {old, new} == {"", "bytes"}
             if old != new and not unset:
                 raise UserError(
@@ -399,8 +440,8 @@ def check_unchanged(
 
 
 def manifest(sweep: Sweep) -> dict[str, Any]:
-    """What sweep.json records. A point's config holds what its base file said too, so that an
-    edit of that is seen.
+    """The content of sweep.json. A point's "config" has every setting, also those of the base file,
+    so that a later change of that file is noticed.
     """
     return {
         "base": sweep.base,

@@ -1,5 +1,5 @@
-"""The sweep's page: findings in words, figures along the x axis, what they cost, every point and
-the command that repeats it.
+"""Writes the page of a sweep: findings in words, charts of metrics and costs along the x axis, and
+every point with the command that repeats it.
 """
 
 import html
@@ -8,6 +8,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from qwen3next_jax.common.figures import Figure
 from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
 from qwen3next_jax.runs.costs import count_costs
@@ -16,18 +17,19 @@ from qwen3next_jax.sweeps.results import (
     Result,
     Spread,
     along_x,
-    declared,
+    all_metrics,
     findings,
-    lines_of,
-    main_figures,
-    pareto,
+    metric_along_x,
+    main_metrics,
+    pareto_front,
     seed_axes,
-    shown,
+    metric_title,
     to_csv,
     to_json,
 )
 
-COUNTED = {
+# field of `Costs` → its name on the page
+COSTS = {
     "parameters": "parameters",
     "flops_per_token": "FLOPs per token",
     "cache_bytes_per_token": "cache bytes per token",
@@ -42,7 +44,11 @@ def write_report(
     title: str,
     workdir: pathlib.Path,
 ) -> None:
-    """Writes report.html, results.csv and results.json into WORKDIR, each at once or not at all."""
+    """Writes report.html, results.csv and results.json into `workdir`, each of them atomically.
+
+    Args:
+      commands: name of each point → the command that repeats it.
+    """
     files = {
         "report.html": report(sweep, results, commands, title),
         "results.csv": to_csv(sweep, results, commands),
@@ -55,6 +61,7 @@ def write_report(
 
 
 def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], title: str) -> str:
+    """The page as HTML. Arguments as for `write_report`."""
     done = [result for result in results if result.done]
     sections = {
         "Findings": _findings(sweep, results, done),
@@ -67,20 +74,21 @@ def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], ti
         f'<section id="{name.lower()}"><h2>{name}</h2>{text}</section>'
         for name, text in sections.items()
     )
-    matched = (
-        f", every point's MLPs as wide as gives it the first one's {sweep.match}"
-        if sweep.match
-        else ""
-    )
-    config = results[0].point.config
-    budgets = {count_costs(r.point.config).tokens for r in results}
+    return document(title, _subtitle(sweep, results, len(done)), list(sections), body)
+
+
+def _subtitle(sweep: Sweep, results: Sequence[Result], done: int) -> str:
+    budgets = {count_costs(result.point.config).tokens for result in results}
     tokens = " and ".join(f"{budget / 1e6:.3g} M" for budget in sorted(budgets))
-    subtitle = (
-        f"{len(done)} of {len(results)} points done · base {sweep.base} · {tokens} tokens a "
-        f"point{matched} · data seed "
-        f"{config.data.seed}: points on the same data see the same rows in the same order"
+    match = ""
+    if sweep.match:
+        match = f", MLP widths chosen so that every point has the {sweep.match} of the first"
+    seed = results[0].point.config.data.seed
+    return (
+        f"{done} of {len(results)} points done · base {sweep.base} · {tokens} tokens a "
+        f"point{match} · data seed {seed}: points on the same data see the same rows in the same "
+        "order"
     )
-    return document(title, subtitle, list(sections), body)
 
 
 def _findings(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
@@ -88,13 +96,13 @@ def _findings(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -
     failed = sum(bool(result.failed) and not result.done for result in results)
     if left := len(results) - len(done) - failed:
         sentences.insert(
-            0, f"{left} of {len(results)} points are not done yet: what follows may change."
+            0, f"{left} of {len(results)} points are not done yet: the findings may change."
         )
     if failed:
         sentences.insert(
             0,
-            f"{failed} of {len(results)} points failed: the table of points says why. What "
-            "follows is without them.",
+            f"{failed} of {len(results)} points failed: the table of points says why. The "
+            "findings are without them.",
         )
     if not sentences:
         return "<p>Nothing to compare yet.</p>"
@@ -102,78 +110,77 @@ def _findings(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -
 
 
 def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
-    """A chart per kind of figure; what it is split up by ("accuracy/8 pairs", "loss/64-127") are
-    lines of it, coloured by that and dashed by the other axes' values.
+    """One chart for each kind of metric. If a metric has several places ("accuracy/8 pairs",
+    "loss/64-127"), the chart has a line for each: the colour shows the place, the dashes show the
+    values of the other axes.
     """
-    values, charts, kinds = sweep.axes[sweep.x], [], {}
-    for name, figure in declared(done).items():
+    kinds: dict[tuple[str, bool, Figure], list[tuple[str, str]]] = {}
+    for name, metric in all_metrics(done).items():
         kind, _, place = name.partition("/")
-        kinds.setdefault((kind, bool(place), figure), []).append((name, place))
-    for (kind, _, figure), names in kinds.items():
-        lines = []
-        labels = list(
-            dict.fromkeys(label for name, _ in names for label in lines_of(sweep, done, name))
-        )
-        for i, (name, place) in enumerate(names):
-            for label, line in lines_of(sweep, done, name).items():
-                spreads = [line.get(value) for value in values]
-                text = (
-                    place if place and len(labels) == 1 else ", ".join(filter(None, (place, label)))
-                )
-                lines.append(
-                    Line(
-                        text,
-                        range(len(values)),
-                        [s.mean if s else math.nan for s in spreads],
-                        low=[min(s.values) if s else math.nan for s in spreads],
-                        high=[max(s.values) if s else math.nan for s in spreads],
-                        dots=True,
-                        colour=i if len(names) > 1 else labels.index(label),
-                        dash=labels.index(label) if len(names) > 1 else 0,
-                        shade=i / (len(names) - 1) if len(names) > 4 else None,
-                    )
-                )
-        seeds = (
-            "the line is the mean over seeds, the band their range"
-            if seed_axes(sweep)
-            else "one seed"
-        )
-        better = f"{figure.better.capitalize()} is better; " if figure.better else ""
+        kinds.setdefault((kind, bool(place), metric), []).append((name, place))
+    seeds = "one seed"
+    if seed_axes(sweep):
+        seeds = "the line is the mean over seeds, the band their range"
+    charts = []
+    for (kind, _, metric), names in kinds.items():
+        better = f"{metric.better.capitalize()} is better; " if metric.better else ""
         charts.append(
             line_chart(
-                shown(kind, figure),
-                lines,
+                metric_title(kind, metric),
+                _metric_lines(sweep, done, names),
                 x_label=sweep.x.rpartition(".")[2],
-                x_names=values,
-                from_zero=figure.unit == "share",
+                x_names=sweep.axes[sweep.x],
+                from_zero=metric.unit == "share",
                 note=f"{better}{seeds}.",
             )
         )
-    return (
-        f'<div class="charts">{"".join(charts)}</div>' if charts else "<p>No point is done yet.</p>"
-    )
+    if not charts:
+        return "<p>No point is done yet.</p>"
+    return f'<div class="charts">{"".join(charts)}</div>'
+
+
+def _metric_lines(sweep: Sweep, done: Sequence[Result], names: list[tuple[str, str]]) -> list[Line]:
+    """The lines of a chart. `names`: (name of the metric, place) of each of its places."""
+    values = sweep.axes[sweep.x]
+    along = {name: metric_along_x(sweep, done, name) for name, _ in names}
+    labels = list(dict.fromkeys(label for lines in along.values() for label in lines))
+    by_place = len(names) > 1
+    lines = []
+    for i, (name, place) in enumerate(names):
+        for label, line in along[name].items():
+            other_axes = labels.index(label)
+            title = ", ".join(filter(None, (place, label)))
+            spreads = [line.get(value) for value in values]
+            lines.append(
+                Line(
+                    place if place and len(labels) == 1 else title,
+                    range(len(values)),
+                    [s.mean if s else math.nan for s in spreads],
+                    low=[min(s.values) if s else math.nan for s in spreads],
+                    high=[max(s.values) if s else math.nan for s in spreads],
+                    dots=True,
+                    colour=i if by_place else other_axes,
+                    dash=other_axes if by_place else 0,
+                    shade=i / (len(names) - 1) if len(names) > 4 else None,
+                )
+            )
+    return lines
 
 
 def _cost(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
+    """Charts of what the points cost. A cost that is the same at all points has no chart."""
     charts = []
-    for name, text in COUNTED.items():
-        lines = along_x(sweep, ((r, r.counted[name]) for r in results))
-        if len({spread.mean for line in lines.values() for spread in line.values()}) > 1:
-            same = all(line == next(iter(lines.values())) for line in lines.values())
-            charts.append(
-                _cost_chart(
-                    sweep, _capital(text), {"": next(iter(lines.values()))} if same else lines
-                )
-            )
+    for name, text in COSTS.items():
+        lines = along_x(sweep, ((r, r.costs[name]) for r in results))
+        if len({spread.mean for line in lines.values() for spread in line.values()}) < 2:
+            continue
+        first = next(iter(lines.values()))
+        if all(line == first for line in lines.values()):
+            lines = {"": first}
+        charts.append(_cost_chart(sweep, text[0].upper() + text[1:], lines))
     speeds = along_x(sweep, ((r, r.tokens_per_second) for r in done))
-    charts.append(
-        _cost_chart(
-            sweep,
-            "Tokens per second",
-            speeds,
-            "On the machine that ran it, whatever else it did meanwhile.",
-        )
-    )
+    note = "On the machine that ran it, whatever else it did meanwhile."
+    charts.append(_cost_chart(sweep, "Tokens per second", speeds, note))
     charts += _pareto_charts(sweep, done)
     return f'<div class="charts">{"".join(charts)}</div>'
 
@@ -198,61 +205,55 @@ def _cost_chart(
 
 
 def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
-    """Each main figure against the cache a token of context costs, for each combination of the
-    other axes along which that changes.
+    """Charts of each main metric against the bytes of cache that a token of context costs; one for
+    each combination of the other axes along which these bytes differ.
     """
     charts = []
-    costs = along_x(sweep, ((r, r.counted["cache_bytes_per_token"]) for r in done))
-    for name, figure in main_figures(done).items():
-        for label, line in lines_of(sweep, done, name).items() if figure.better else ():
+    costs = along_x(sweep, ((r, r.costs["cache_bytes_per_token"]) for r in done))
+    for name, metric in main_metrics(done).items():
+        if not metric.better:
+            continue
+        for label, line in metric_along_x(sweep, done, name).items():
             points = [(costs[label][value].mean, line[value].mean) for value in line]
             if len({cost for cost, _ in points}) < 2:
                 continue
-            front = pareto(points, figure.better == "higher")
+            front = pareto_front(points, metric.better == "higher")
             lines = [
                 Line(value, [cost], [mean], colour=k, dots=True)
                 for k, (value, (cost, mean)) in enumerate(zip(line, points))
             ]
             if len(front) > 1:
-                lines.insert(
-                    0,
-                    Line(
-                        "best for its cost",
-                        [points[i][0] for i in front],
-                        [points[i][1] for i in front],
-                        colour=7,
-                        dash=1,
-                    ),
-                )
+                xs, ys = ([points[i][axis] for i in front] for axis in (0, 1))
+                lines.insert(0, Line("best for its cost", xs, ys, colour=7, dash=1))
+            title = metric_title(name, metric) + (f" ({label})" if label else "")
             charts.append(
                 line_chart(
-                    f"{shown(name, figure)}{f' ({label})' if label else ''} against cache",
-                    lines,
-                    x_label="cache bytes per token of context",
+                    f"{title} against cache", lines, x_label="cache bytes per token of context"
                 )
             )
     return charts
 
 
 def _points(sweep: Sweep, results: Sequence[Result]) -> str:
-    measured = main_figures(results)  # the rest is in results.csv
+    """The table of points, with the main metrics; results.csv has all of them."""
+    metrics = main_metrics(results)
     head = [
         *(axis.rpartition(".")[2] for axis in sweep.axes),
         "state",
         "step",
-        *(shown(name, figure) for name, figure in measured.items()),
+        *(metric_title(name, metric) for name, metric in metrics.items()),
         "tokens/s",
-        *COUNTED.values(),
+        *COSTS.values(),
         "seconds",
     ]
     rows = [
         [
             *r.point.values.values(),
-            "done" if r.done else f"failed: {r.failed}" if r.failed else "not done yet",
+            _state(r),
             f"{r.step:,} of {r.point.config.train.steps:,}",
-            *(f"{r.measured[name].value:.4g}" if name in r.measured else "–" for name in measured),
+            *(f"{r.metrics[name].value:.4g}" if name in r.metrics else "–" for name in metrics),
             f"{r.tokens_per_second:,.0f}" if r.step else "–",
-            *(f"{r.counted[name]:,.0f}" for name in COUNTED),
+            *(f"{r.costs[name]:,.0f}" for name in COSTS),
             f"{r.seconds:,.0f}",
         ]
         for r in results
@@ -260,10 +261,12 @@ def _points(sweep: Sweep, results: Sequence[Result]) -> str:
     return table(head, rows, numeric=True)
 
 
+def _state(result: Result) -> str:
+    if result.done:
+        return "done"
+    return f"failed: {result.failed}" if result.failed else "not done yet"
+
+
 def _commands(commands: dict[str, str]) -> str:
     lines = "\n".join(html.escape(command) for command in commands.values())
     return f'<p>Each line repeats one point.</p><pre class="scroll">{lines}</pre>'
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]

@@ -1,14 +1,14 @@
-"""Runs a sweep's points as processes of their own, one after another or several at a time, and
-survives what happens.
+"""Runs each point of a sweep in a process of its own, one after another or several at a time.
 
-    WORKDIR/sweep.json          the points; another sweep in the same folder is refused
-    WORKDIR/points/NAME/        a run's folder each (see README), with log.txt of what it printed
-    WORKDIR/report.html, results.csv    rewritten whenever a point ends
+    WORKDIR/sweep.json          the points; the runner refuses a folder of another sweep
+    WORKDIR/points/NAME/        the folder of a point's run (see README), and log.txt, its output
+    WORKDIR/report.html, results.csv, results.json      rewritten whenever a point ends
 
-A point is done when its metrics.jsonl has the held-out evaluation of the last step, whoever
-trained it. Stopping the runner stops its points after the step under way, saved; the same
-command goes on from there. A point that dies is started again, from its newest checkpoint, up to
-`retries` times; one that would only end the same way again has failed.
+A point is done when its metrics.jsonl has the evaluations of the last step, no matter who trained
+it. If the runner is stopped, its points save the current step and end, and the same command
+continues the sweep. If a point dies, the runner starts it again from its newest checkpoint, up to
+`retries` times. If a restart would only end the same way (a wrong setting, a diverged run, a full
+disk), the point has failed.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.child_processes import die_with_parent
@@ -35,29 +35,34 @@ TRAIN = pathlib.Path(__file__).parents[2] / "train.py"
 _POLL = 0.5  # seconds
 
 
-def command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[str]:
-    """The arguments of the train.py that is this point."""
+def train_arguments(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[str]:
+    """The arguments with which train.py runs this point."""
     settings = [f"--config.{name}={as_text(value)}" for name, value in point.overrides.items()]
-    # other points read them (`check.check_settings`)
+    # A setting without effect here has one in other points (`check.check_settings`).
     allowed = ["--allow-unread"] if unread_settings(sweep, point) else []
-    return [f"--config={sweep.base}", *settings, *allowed, f"--workdir={folder(workdir, point)}"]
+    return [
+        f"--config={sweep.base}",
+        *settings,
+        *allowed,
+        f"--workdir={point_folder(workdir, point)}",
+    ]
 
 
 def shell_command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> str:
-    """The same as a line for a shell or a cluster's scheduler, in the folder that this process is
-    in.
+    """The command of a point for a shell or a cluster's scheduler, to be run in the folder in which
+    this process runs.
     """
     train = ["uv", "run", "train.py"]
     if pathlib.Path.cwd() != TRAIN.parent:
         train = ["uv", "run", f"--project={TRAIN.parent}", str(TRAIN)]
-    return shlex.join([*train, *command(sweep, point, workdir)])
+    return shlex.join([*train, *train_arguments(sweep, point, workdir)])
 
 
 def shell_lines(sweep: Sweep, workdir: pathlib.Path) -> list[str]:
     """`shell_command` of every point.
 
     Raises:
-      UserError: one of them is longer than a line.
+      UserError: one of them has several lines.
     """
     lines = [shell_command(sweep, point, workdir) for point in sweep.points]
     for point, line in zip(sweep.points, lines, strict=True):
@@ -69,15 +74,16 @@ def shell_lines(sweep: Sweep, workdir: pathlib.Path) -> list[str]:
     return lines
 
 
-def folder(workdir: pathlib.Path, point: Point) -> pathlib.Path:
+def point_folder(workdir: pathlib.Path, point: Point) -> pathlib.Path:
+    """The folder of a point's run."""
     return workdir / "points" / point.name
 
 
 def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
-    """Starts the folder of a sweep, or checks that the one there is of this very sweep.
+    """Creates the folder of a sweep; if it exists, checks that it holds this sweep.
 
     Raises:
-      UserError: it is another sweep's, or cannot be written to.
+      UserError: the folder holds another sweep, or cannot be written.
     """
     path = workdir / "sweep.json"
     if path.exists():
@@ -100,9 +106,24 @@ def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
         ) from error
 
 
+class _Running(NamedTuple):
+    """The process of a point. `log_size`: bytes in its log when it started."""
+
+    point: Point
+    process: subprocess.Popen
+    started_at: float
+    log_size: int
+
+
 class Runner:
-    """`tell(line)` gets a line about every start and end; `after({failed point: why})` is called
-    when a point has ended and at the end, always under the folder's lock.
+    """Runs the points of a sweep.
+
+    Args:
+      workers: how many points run at the same time.
+      retries: how often a point that died is started again.
+      log: gets a line about every start and end of a point.
+      on_point_end: gets {name of a failed point: why}, whenever a point has ended and at the end.
+        The runner holds the folder's lock during the call.
     """
 
     def __init__(
@@ -112,55 +133,59 @@ class Runner:
         *,
         workers: int,
         retries: int,
-        tell: Callable[[str], None],
-        after: Callable[[dict[str, str]], None],
+        log: Callable[[str], None],
+        on_point_end: Callable[[dict[str, str]], None],
     ):
         self.sweep, self.workdir, self.workers, self.retries = sweep, workdir, workers, retries
-        self.tell, self.after = tell, after
-        # point, process, begun at, size of its log then
-        self.running: dict[str, tuple[Point, subprocess.Popen, float, int]] = {}
+        self.log, self.on_point_end = log, on_point_end
+        self.running: dict[str, _Running] = {}
         self.starts: dict[str, int] = {}
         self.failed: dict[str, str] = {}
         self._stopping = False
 
     def run(self) -> int:
-        """Runs what is not done. → exit code: 0 where every point is done, 1 where some failed,
-        130 where it was stopped.
+        """Runs the points that are not done.
+
+        Returns:
+          The exit code: 0 if every point is done, 1 if some failed, 130 if it was stopped.
+
+        Raises:
+          UserError: another runner holds the lock of the folder.
         """
         lock = self._lock()
-        before = {
+        handlers = {
             number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)
         }
         try:
             waiting = [point for point in self.sweep.points if not self._is_done(point)]
             if done := len(self.sweep.points) - len(waiting):
-                self.tell(f"{done} of {len(self.sweep.points)} points are done already")
+                self.log(f"{done} of {len(self.sweep.points)} points are done already")
             while (waiting and not self._stopping) or self.running:
                 while waiting and len(self.running) < self.workers and not self._stopping:
                     self._start(waiting.pop(0), lock)
                 time.sleep(_POLL)
-                waiting = [*self._ended(), *waiting]
+                waiting = [*self._collect_ended(), *waiting]
         finally:
-            for number, handler in before.items():
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
-            self.after(self.failed)
+            self.on_point_end(self.failed)
             os.close(lock)
         if self._stopping:
             left = sum(not self._is_done(point) for point in self.sweep.points)
-            self.tell(
+            self.log(
                 f"Interrupted with {left} of {len(self.sweep.points)} points to go. The same "
-                "command goes on from there."
+                "command continues the sweep."
             )
             return ExitCode.INTERRUPTED
         return 1 if self.failed else 0
 
     def _is_done(self, point: Point) -> bool:
         config = point.config
-        return is_done(folder(self.workdir, point), config.train.steps, config.eval.suites)
+        return is_done(point_folder(self.workdir, point), config.train.steps, config.eval.suites)
 
     def _lock(self) -> int:
-        """A lock that the points inherit, so that it holds as long as any of them runs, even
-        where this process is killed.
+        """Locks the folder and returns the descriptor. The points inherit it, so the lock holds as
+        long as any of them runs, even if this process is killed.
         """
         descriptor = os.open(self.workdir / "lock", os.O_CREAT | os.O_RDWR)
         try:
@@ -173,13 +198,13 @@ class Runner:
         return descriptor
 
     def _start(self, point: Point, lock: int) -> None:
-        where = folder(self.workdir, point)
+        where = point_folder(self.workdir, point)
         where.mkdir(parents=True, exist_ok=True)
         self.starts[point.name] = self.starts.get(point.name, 0) + 1
         with (where / "log.txt").open("ab") as log:
             size = os.fstat(log.fileno()).st_size
             process = subprocess.Popen(
-                [sys.executable, str(TRAIN), *command(self.sweep, point, self.workdir)],
+                [sys.executable, str(TRAIN), *train_arguments(self.sweep, point, self.workdir)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -187,55 +212,55 @@ class Runner:
                 pass_fds=(lock,),
                 preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
-        self.running[point.name] = point, process, time.monotonic(), size
-        # the signal came while the point was being started, and did not reach it
-        if self._stopping:
+        self.running[point.name] = _Running(point, process, time.monotonic(), size)
+        if self._stopping:  # the signal came during the start and did not reach this process
             process.terminate()
-        self.tell(
-            f"{point.name}: started"
-            + (f" (start {self.starts[point.name]})" if self.starts[point.name] > 1 else "")
-        )
+        start = self.starts[point.name]
+        self.log(f"{point.name}: started" + (f" (start {start})" if start > 1 else ""))
 
-    def _ended(self) -> list[Point]:
-        """Takes note of processes that have ended. → points to start again."""
+    def _collect_ended(self) -> list[Point]:
+        """Removes ended processes from `running`. Returns the points to restart."""
         again = []
-        for name, (point, process, begun, size) in list(self.running.items()):
-            code = process.poll()
+        for ended in list(self.running.values()):
+            code = ended.process.poll()
             if code is None:
                 continue
-            del self.running[name]
-            seconds = time.monotonic() - begun
-            where = folder(self.workdir, point)
-            if code == 0 and self._is_done(point):
-                self.tell(f"{name}: done in {seconds:,.0f} s")
-            elif self._stopping:
-                self.tell(f"{name}: stopped")
-            else:
-                last = _last_line(where / "log.txt", size)
-                if (code >= 0 and code not in RESTARTED) or self.starts[name] > self.retries:
-                    self.failed[name] = last
-                    self.tell(
-                        f"{name}: failed with exit code {code}: {last} (all of it: "
-                        f"{where / 'log.txt'})"
-                    )
-                else:
-                    self.tell(
-                        f"{name}: ended with exit code {code} after {seconds:,.0f} s; started again"
-                    )
-                    again.append(point)
-            self.after(self.failed)
+            del self.running[ended.point.name]
+            if self._must_restart(ended, code):
+                again.append(ended.point)
+            self.on_point_end(self.failed)
         return again
 
+    def _must_restart(self, ended: _Running, code: int) -> bool:
+        """Logs how a point ended, and records it if it failed."""
+        name = ended.point.name
+        seconds = time.monotonic() - ended.started_at
+        if code == 0 and self._is_done(ended.point):
+            self.log(f"{name}: done in {seconds:,.0f} s")
+            return False
+        if self._stopping:
+            self.log(f"{name}: stopped")
+            return False
+        if (code >= 0 and code not in RESTARTED) or self.starts[name] > self.retries:
+            path = point_folder(self.workdir, ended.point) / "log.txt"
+            self.failed[name] = _last_line(path, ended.log_size)
+            self.log(
+                f"{name}: failed with exit code {code}: {self.failed[name]} (all of it: {path})"
+            )
+            return False
+        self.log(f"{name}: ended with exit code {code} after {seconds:,.0f} s; started again")
+        return True
+
     def _stop(self, number: int, frame: Any) -> None:
-        """The points save and end; a second signal ends them at once."""
-        for _, process, _, _ in self.running.values():
-            process.send_signal(signal.SIGKILL if self._stopping else signal.SIGTERM)
+        """Handles a signal: the points save and end; a second signal ends them at once."""
+        for point in self.running.values():
+            point.process.send_signal(signal.SIGKILL if self._stopping else signal.SIGTERM)
         self._stopping = True
 
 
 def _last_line(path: pathlib.Path, begin: int) -> str:
-    """The error, or else the last line, of what the file holds from byte `begin` on: what an
-    earlier start said is not why.
+    """The error, or else the last line, that the file holds from byte `begin` on. Earlier bytes are
+    from an earlier start.
     """
     with path.open("rb") as file:
         file.seek(begin)

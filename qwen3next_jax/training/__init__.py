@@ -1,1 +1,1 @@
-"""Training: loss, optimizer, step, checkpoints, telemetry, and the loop that ties them together."""
+"""Training: loss, gradients, optimizers, the update step, and the loop with its hooks."""

@@ -1,9 +1,8 @@
-"""What is measured per layer every `telemetry.diagnostics_every` steps: a forward pass of its
-own, beside the train step.
+"""Measurements per layer: a separate forward pass every `telemetry.diagnostics_every` steps.
 
-Each layer says what to measure (its class documents the names); here the numbers of all layers
-become lists, one entry per layer, None where a layer has no such thing. docs/report.md explains
-them and the values published for them.
+Each module defines what it measures; its class documents the names. The functions here turn the
+measurements of all layers into lists with one entry per layer, None where a layer does not measure
+the quantity. docs/report.md explains the quantities and lists published values of them.
 
 Letters: L layers, the MTP module's (if there is one) last; N heads; E experts; S sparse layers.
 """
@@ -25,71 +24,76 @@ from qwen3next_jax.model.layers import SINK_HEAD
 
 
 def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
-    """L2 norms of a tree shaped like the parameters: `layers` [number of layers], and one [] for
-    each other group.
+    """L2 norms of a tree that is shaped like the parameters.
+
+    Returns:
+      name of a group (a top-level key of the tree) → norm: for "layers" an array [layers of the
+      trunk], for every other group a scalar.
     """
 
-    def squares(leaf, axes_kept):
-        return jnp.sum(
-            jnp.square(leaf.astype(jnp.float32)), axis=tuple(range(axes_kept, leaf.ndim))
-        )
+    def sum_of_squares(leaf, num_kept_axes):
+        axes = tuple(range(num_kept_axes, leaf.ndim))
+        return jnp.sum(jnp.square(leaf.astype(jnp.float32)), axis=axes)
 
     norms = {}
     for name, group in tree.items():
         if name == "layers":  # traced block → parameters stacked over its layers
-            norms[name] = jnp.sqrt(
-                _in_order(
-                    model,
-                    [
-                        sum(squares(leaf, 1) for leaf in jax.tree.leaves(group[j]))
-                        for j in sorted(group)
-                    ],
-                )
-            )
+            squares = [
+                sum(sum_of_squares(leaf, 1) for leaf in jax.tree.leaves(group[j]))
+                for j in sorted(group)
+            ]
+            norms[name] = jnp.sqrt(_in_layer_order(model, squares))
         else:
-            norms[name] = jnp.sqrt(sum(squares(leaf, 0) for leaf in jax.tree.leaves(group)))
+            norms[name] = jnp.sqrt(sum(sum_of_squares(leaf, 0) for leaf in jax.tree.leaves(group)))
     return norms
 
 
 def norm_weights_by_layer(model: ModelConfig, params: dict) -> jax.Array:
-    """[L]: the largest |w| among the layer's norm weights; those of most norms start at 0, and
-    act as 1 + w.
+    """[L] The largest |w| among the norm weights of each layer. (Most norms scale by 1 + w, with w
+    starting at 0.)
     """
 
-    def largest(group, prefix, axes_kept):
+    def largest(group, prefix, num_kept_axes):
         leaves = {
             f"{prefix}/{path_string(path)}": leaf
             for path, leaf in jax.tree_util.tree_leaves_with_path(group)
         }
         return jnp.stack(
             [
-                jnp.max(jnp.abs(leaf), axis=tuple(range(axes_kept, leaf.ndim)))
+                jnp.max(jnp.abs(leaf), axis=tuple(range(num_kept_axes, leaf.ndim)))
                 for name, leaf in leaves.items()
                 if declared(model)[name].kind == "norm"
             ]
         ).max(axis=0)
 
-    layers = _in_order(
-        model, [largest(params["layers"][j], f"layers/{j}", 1) for j in sorted(params["layers"])]
-    )
-    return (
-        jnp.concatenate([layers, largest(params["mtp"], "mtp", 0)[None]])
-        if "mtp" in params
-        else layers
-    )
+    blocks = params["layers"]
+    layers = _in_layer_order(model, [largest(blocks[j], f"layers/{j}", 1) for j in sorted(blocks)])
+    if "mtp" not in params:
+        return layers
+    return jnp.concatenate([layers, largest(params["mtp"], "mtp", 0)[None]])
 
 
-def _in_order(model: ModelConfig, of_blocks: list[jax.Array]) -> jax.Array:
-    """[layers of the trunk], from one array per traced block over its layers."""
+def _in_layer_order(model: ModelConfig, values_of_blocks: list[jax.Array]) -> jax.Array:
+    """[layers of the trunk] The values of all layers in order, from one array per traced block with
+    the values of its layers.
+    """
     order = np.argsort([layer for layers in model.stacks for layer in layers])
-    return jnp.concatenate(of_blocks)[order]
+    return jnp.concatenate(values_of_blocks)[order]
 
 
 def make_diagnostics_step(
     model: ModelConfig, graphdef: nnx.GraphDef, micro_batches: int = 1, mesh: Mesh | None = None
 ) -> Callable[[dict, dict[str, jax.Array]], dict[str, Any]]:
-    """→ jitted `step(params, batch)` → what `summarise` takes, from every `micro_batches`-th row
-    of `batch`.
+    """Makes the jitted function `step(params, batch)` that measures all layers.
+
+    Args:
+      model: the model's settings.
+      graphdef: the model without its parameters.
+      micro_batches: the step uses every `micro_batches`-th row of the batch.
+      mesh: the devices that share the batch; None: one device.
+
+    Returns:
+      the function; its result is the argument `measured` of `summarise`.
     """
 
     def step(params, batch):
@@ -103,7 +107,7 @@ def make_diagnostics_step(
             "norm_weights": norm_weights_by_layer(model, params),
         }
 
-    # Every process of the run reads all of it.
+    # Replicated, because every process of the run reads all values.
     return jax.jit(
         step, out_shardings=NamedSharding(mesh, PartitionSpec()) if mesh is not None else None
     )
@@ -112,15 +116,19 @@ def make_diagnostics_step(
 def summarise(
     measured: dict[str, Any], grad_norms: dict[str, Any], expert_load: Any
 ) -> dict[str, Any]:
-    """What a "diagnostics" event records.
+    """The fields of a "diagnostics" event.
 
     Args:
-      measured: of the step that `make_diagnostics_step` makes, on the host.
+      measured: the result of the function that `make_diagnostics_step` makes, on the host.
       grad_norms: `norms_by_layer` of the gradients, before clipping.
-      expert_load: [S, E] share of each expert times E, of the train step's whole batch; None
-      where nothing is sparse.
+      expert_load: [S, E] each expert's share of the choices of the train step's whole batch,
+        times E; None if no layer has experts.
+
+    Returns:
+      name of a quantity → a list with one number or None per layer; besides, "groups" (the norms
+      of the other parameters) and "expert_load" [S][E].
     """
-    rows = [_layer(layer) for layer in measured["layers"]]
+    rows = [_summarise_layer(layer) for layer in measured["layers"]]
     for name, norms in (("grad_norm", grad_norms), ("param_norm", measured["param_norms"])):
         per_layer = [*norms["layers"], *([norms["mtp"]] if "mtp" in norms else [])]
         for row, norm in zip(rows, per_layer, strict=True):
@@ -129,7 +137,7 @@ def summarise(
         row["norm_weight_max"] = weight
     record = {
         "groups": {
-            name: {"grad_norm": _short(norm), "param_norm": _short(measured["param_norms"][name])}
+            name: {"grad_norm": _round(norm), "param_norm": _round(measured["param_norms"][name])}
             for name, norm in grad_norms.items()
             if name not in ("layers", "mtp")
         }
@@ -148,13 +156,13 @@ def summarise(
         ]
     names = sorted({name for row in rows for name in row})
     return {
-        name: [_short(row[name]) if name in row else None for row in rows] for name in names
+        name: [_round(row[name]) if name in row else None for row in rows] for name in names
     } | record
 
 
-def _layer(layer: dict[str, np.ndarray]) -> dict[str, Any]:
-    """One layer's numbers with its heads summed up: the mean, of what is called "_max" the
-    largest.
+def _summarise_layer(layer: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Reduces the measurements of a layer over its heads: to the maximum if the name ends in
+    "_max", else to the mean.
     """
     row = {
         name: np.max(value) if name.endswith("_max") else np.mean(value)
@@ -175,6 +183,6 @@ def _layer(layer: dict[str, np.ndarray]) -> dict[str, Any]:
     return row
 
 
-def _short(value: Any) -> float:
-    """Four significant digits: 48 layers of these are written again and again."""
+def _round(value: Any) -> float:
+    """Rounds to four significant digits, because every event records many of these numbers."""
     return float(f"{float(value):.4g}")

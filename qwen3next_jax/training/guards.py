@@ -1,13 +1,14 @@
-"""Numerical guards inside the compiled step: what happens to an update whose loss or gradient
-went wrong.
+"""Numerical guards, a part of the compiled step: they decide whether an update is applied when the
+loss or the gradient looks wrong.
 
-A non-finite loss or gradient norm never reaches the parameters. A spike (robust z-score of the
-loss or of the gradient norm against a window of the steps before) is counted, skipped, or halts
-the run, as `guards.on_spike` says. A halted state no longer changes: the host may look a step
-later and still finds what the offending batch met.
+An update whose loss or gradient norm is not finite is never applied. A spike is a loss or gradient
+norm whose robust z-score against the window of past steps exceeds a threshold; the setting
+`guards.on_spike` says whether such an update is applied, skipped, or halts the run. Once halted,
+the train state no longer changes: the host may notice one step later and still finds the state that
+the bad batch met.
 
-The guards' memory is part of the train state, so that a resumed run decides as the undisturbed
-one would have. W: steps in the window.
+The guards' memory is part of the train state, so a resumed run decides as the undisturbed run would
+have. Letter: W steps in the window.
 """
 
 import jax
@@ -18,21 +19,26 @@ from qwen3next_jax.config import GuardConfig
 NON_FINITE, SPIKE, SKIPPED, HALTED = 1, 2, 4, 8  # bits of a step's flags
 NO_TARGETS = 16  # one more: the batch had no token to predict, which the step itself sees
 
-# A window without spread would make a spike of any change: spread counts as at least this share of
-# the median, and of what follows, so that a solved task, whose losses and gradients are near 0, has
-# no spikes of a hundredth of a nat.
-_LEAST_SPREAD = 1e-3
-_LEAST_LOSS, _LEAST_NORM = 1.0, 1e-3
-_MAD_TO_SIGMA = 1.4826  # of a normal distribution
+# Lower bounds of the spread of a window. Without them, after a window of equal values every change
+# would be a spike, and in a solved task, whose losses and gradients are near 0, a change of a
+# hundredth of a nat. The spread is at least _MIN_RELATIVE_SPREAD times the median, and the median
+# counts as at least _MIN_LOSS (losses) or _MIN_NORM (gradient norms).
+_MIN_RELATIVE_SPREAD = 1e-3
+_MIN_LOSS, _MIN_NORM = 1.0, 1e-3
+# Standard deviation / median absolute deviation, of a normal distribution.
+_MAD_TO_SIGMA = 1.4826
 
 
 def init_guards(config: GuardConfig) -> dict[str, jax.Array]:
     """The guards' part of the train state before the first step.
 
-    losses, grad_norms: float32 [W], the last finite ones, as a ring; entries: how many were ever
-    put in. skipped, skipped_in_a_row, spikes: int32 counts. halted: int32, 1 from the step on
-    that ended the run. data_offset: int32, batches that rewinds passed over: the step after
-    `step` steps takes batch step + data_offset.
+    Returns a dict of:
+      losses, grad_norms: float32 [W], ring buffers of the last finite values.
+      entries: int32, the number of values ever written to each ring buffer.
+      skipped, skipped_in_a_row, spikes: int32, counts of steps.
+      halted: int32, 1 from the step on that halted the run.
+      data_offset: int32, the number of batches that rewinds skipped: after `step` steps, the next
+        step takes batch number step + data_offset.
     """
     counts = ("entries", "skipped", "skipped_in_a_row", "spikes", "halted", "data_offset")
     rings = {name: jnp.zeros(config.window, jnp.float32) for name in ("losses", "grad_norms")}
@@ -42,35 +48,44 @@ def init_guards(config: GuardConfig) -> dict[str, jax.Array]:
 def reset(
     config: GuardConfig, guards: dict[str, jax.Array], data_offset: int, same_stream: bool
 ) -> dict[str, jax.Array]:
-    """The guards of a stage, or of a branch, that takes over `guards`.
+    """The guards with which a new stage, or a branch of a run, begins.
 
     Args:
-      data_offset: the new one.
-      same_stream: whether the batches are of the same kind as before. If not, the window is
-        empty: losses of another kind are no measure of spikes.
+      config: the settings of the guards.
+      guards: the guards at the end of the stage, or run, before.
+      data_offset: the new data offset.
+      same_stream: whether the new batches come from the same data as before. If not, the window
+        starts empty, because losses on other data say nothing about spikes.
     """
-    place = guards["data_offset"].sharding
+    sharding = guards["data_offset"].sharding
     if not same_stream:
-        # The optimizer counts its own updates, which are the steps less the skipped ones: that
-        # count stays.
+        # The number of skipped steps stays: the optimizer's own count of updates is the number of
+        # steps minus this number.
         counts = {name: guards[name] for name in ("skipped", "spikes")}
         guards = init_guards(config) | counts
-    return jax.device_put(guards | {"data_offset": jnp.int32(data_offset)}, place)
+    return jax.device_put(guards | {"data_offset": jnp.int32(data_offset)}, sharding)
 
 
 def check(
     config: GuardConfig, guards: dict, loss: jax.Array, grad_norm: jax.Array
 ) -> tuple[jax.Array, dict, dict]:
-    """→ (skip, new guards, metrics) for a step with this `loss` and `grad_norm` (float32 scalars).
+    """Decides whether the update of a step is applied.
 
-    skip: bool, whether the update is dropped. metrics: `flags` (bits), `loss_z`,
-    `grad_norm_z`, `skipped` (total).
+    Args:
+      config: the settings of the guards.
+      guards: the guards before the step.
+      loss, grad_norm: the step's loss and gradient norm, float32 scalars.
+
+    Returns:
+      (skip, new guards, metrics). skip: bool, whether the update is dropped. metrics: `flags`
+      (the bits above), `loss_z` and `grad_norm_z` (the z-scores, 0 while the window fills),
+      `skipped` (the number of skipped steps so far).
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    armed = guards["entries"] >= config.window
-    loss_z = jnp.where(armed & finite, _robust_z(loss, guards["losses"], _LEAST_LOSS), 0.0)
+    window_is_full = guards["entries"] >= config.window
+    loss_z = jnp.where(window_is_full & finite, _robust_z(loss, guards["losses"], _MIN_LOSS), 0.0)
     grad_norm_z = jnp.where(
-        armed & finite, _robust_z(grad_norm, guards["grad_norms"], _LEAST_NORM), 0.0
+        window_is_full & finite, _robust_z(grad_norm, guards["grad_norms"], _MIN_NORM), 0.0
     )
     spike = jnp.maximum(loss_z, grad_norm_z) > config.spike_z
 
@@ -82,14 +97,14 @@ def check(
         halts |= spike
     skip = bad | was_halted
 
-    put = finite & ~was_halted & ~halts
-    place = guards["entries"] % config.window
+    record = finite & ~was_halted & ~halts
+    slot = guards["entries"] % config.window
     new = {
-        "losses": jnp.where(put, guards["losses"].at[place].set(loss), guards["losses"]),
+        "losses": jnp.where(record, guards["losses"].at[slot].set(loss), guards["losses"]),
         "grad_norms": jnp.where(
-            put, guards["grad_norms"].at[place].set(grad_norm), guards["grad_norms"]
+            record, guards["grad_norms"].at[slot].set(grad_norm), guards["grad_norms"]
         ),
-        "entries": guards["entries"] + put,
+        "entries": guards["entries"] + record,
         "skipped": guards["skipped"] + skip,
         "skipped_in_a_row": in_a_row,
         "spikes": guards["spikes"] + spike,
@@ -112,16 +127,16 @@ def check(
 
 
 def keep_if(skip: jax.Array, old: dict, new: dict) -> dict:
-    """`old` where `skip`, else `new`, leaf by leaf: a selection that the compiler fuses into the
-    update.
+    """`old` if `skip`, else `new`, for each array of the trees. The compiler fuses this selection
+    into the update.
     """
     return jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
 
 
-def _robust_z(value: jax.Array, window_W: jax.Array, least: float) -> jax.Array:
+def _robust_z(value: jax.Array, window_W: jax.Array, min_median: float) -> jax.Array:
     """How many (robust) standard deviations `value` lies above the median of the window."""
     median = jnp.median(window_W)
     spread = _MAD_TO_SIGMA * jnp.median(jnp.abs(window_W - median))
     return (value - median) / jnp.maximum(
-        spread, _LEAST_SPREAD * jnp.maximum(jnp.abs(median), least)
+        spread, _MIN_RELATIVE_SPREAD * jnp.maximum(jnp.abs(median), min_median)
     )

@@ -2,16 +2,16 @@
 file to loss.
 
     mesh     `sharding.mesh.make_mesh`: the devices, as a grid with named axes
-    data     `data.preparation` packs documents into rows of tokens; `data.pipeline.Data` says
-             what row i of the endless training stream is, and step s takes B rows from s·B on
+    data     `data.preparation` packs documents into rows of tokens; `data.pipeline.Data` defines
+             row i of the endless training stream, and step s takes B rows from row s·B on
     model    `model.Qwen3Next`; its parameters are the "params" of the train state (`state`)
-    step     `make_train_step`, below: (state, batch) → (state, metrics), compiled once a stage
+    step     `make_train_step`, below: (state, batch) → (state, metrics), compiled once per stage
     loop     `Trainer.train`, below: the next batch, the step, the hooks
 
-`resolve.resolve_run` works out the configuration for a mesh, once; the functions here read what
-they need from the `ResolvedRun`. Everything that a run does besides its steps (evaluation,
-samples, checkpoints, diagnostics, metrics, display, profiler, watchdog) is a hook: `runs.train`
-registers them, and this file names none.
+`resolve.resolve_run` resolves the configuration for a mesh, once; the functions here read what they
+need from the `ResolvedRun`. Everything that a run does besides its steps (evaluation, samples,
+checkpoints, diagnostics, metrics, display, profiler, watchdog) is a hook. `runs.train` registers
+the hooks; this file names none of them.
 
 Letters: B batch, T time.
 """
@@ -57,17 +57,21 @@ TrainStep = Callable[[State, Batch], tuple[State, Metrics]]
 def make_train_step(
     run: ResolvedRun, stage: ResolvedStage, loss: Callable = total_loss
 ) -> TrainStep:
-    """→ the update step of `stage`, jitted; it donates the state.
-
-    train_step(state, batch) → (state, metrics):
-      state: see `state`; lies as `run.abstract_state` says.
-      batch: "tokens" and "segment_ids", int32 [B, T], as `run.batch_sharding` says; of some data
-        also "target_mask", bool [B, T].
-      metrics: scalars, but for expert_load [sparse layers, experts] and grad_norms (before
-        clipping; see `norms_by_layer`).
+    """Makes the jitted update step of `stage`.
 
     Args:
-      loss: as `loss.total_loss`.
+      run: the model, the mesh, and the settings of the run.
+      stage: the settings of the stage.
+      loss: a function with the arguments and results of `loss.total_loss`.
+
+    Returns:
+      train_step(state, batch) → (new state, metrics), which donates `state`:
+        state: the train state (see the file `state`), with the shardings of
+          `run.abstract_state`.
+        batch: "tokens" and "segment_ids", int32 [B, T], with `run.batch_sharding`; from some
+          sources of data also "target_mask", bool [B, T].
+        metrics: scalars, except expert_load [sparse layers, experts] and grad_norms (before
+          clipping; see `norms_by_layer`).
     """
     gradients = make_gradients(run, stage, loss)
     schedule = learning_rate_schedule(stage.optimizer, stage.train.steps, stage.schedule_start)
@@ -75,11 +79,11 @@ def make_train_step(
     guard_config = run.config.guards
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        # Gradients of the whole batch, micro-batch after micro-batch.
+        # The gradients of the whole batch, micro-batch after micro-batch.
         grads, loss_parts, counts = gradients(state["params"], batch)
         grad_norm = optax.tree.norm(grads)
 
-        # Whether loss or gradient went wrong, so that the update is skipped.
+        # The guards decide whether the update is skipped, because loss or gradient look wrong.
         skip, guard_state, guard_metrics = guards.check(
             guard_config, state["guards"], loss_parts["total_loss"], grad_norm
         )
@@ -99,7 +103,7 @@ def make_train_step(
             "grad_norms": norms_by_layer(run.model, grads),
             "tokens": counts.tokens,
             "flags": metrics["flags"] | guards.NO_TARGETS * ~counts.has_targets,
-            # The optimizer has not seen the skipped steps, so neither has its schedule.
+            # The optimizer, and so the schedule, counts only the steps that were not skipped.
             "learning_rate": schedule(state["step"] - state["guards"]["skipped"]),
         }
         if "indexer_loss" in loss_parts:
@@ -112,12 +116,12 @@ def make_train_step(
         }
         return new_state, metrics
 
-    everywhere = NamedSharding(run.mesh, PartitionSpec())
+    replicated = NamedSharding(run.mesh, PartitionSpec())
     return jax.jit(
         train_step,
         donate_argnums=0,
         in_shardings=(run.state_shardings, run.batch_sharding),
-        out_shardings=(run.state_shardings, everywhere),
+        out_shardings=(run.state_shardings, replicated),
         compiler_options=compiler_options(run.config.parallel, run.mesh) or None,
     )
 
@@ -127,16 +131,17 @@ def make_train_step(
 
 @dataclasses.dataclass(frozen=True)
 class StepInfo:
-    """What a hook is called with, when a step has ended.
+    """The argument of a hook, which is called when a step has ended.
 
     Attributes:
-      step: steps of the run taken so far, this one included.
+      step: the number of steps of the run so far, including this one.
       stage: the stage that the step belongs to.
-      state: the train state after the step. The next step donates it: read it now, keep a copy.
-      batch: what the step was taken on.
-      metrics: what the step returned (see `make_train_step`), still on the devices.
-      ends_stage: whether it is the stage's last step.
-      stopping: whether the run ends after this step, because something asked for it.
+      state: the train state after the step. The next step donates it, so a hook that needs values
+        of it later copies them.
+      batch: the batch of the step.
+      metrics: the step's metrics (see `make_train_step`), on the devices.
+      ends_stage: whether this is the last step of the stage.
+      stopping: whether the run ends after this step because `Trainer.stop` was called.
     """
 
     step: int
@@ -149,43 +154,42 @@ class StepInfo:
 
 
 class Hook:
-    """Something that a run does besides its steps: override the moments that it needs.
-
-    A plain function of a `StepInfo` is a hook, too.
+    """Something that a run does besides its steps. A subclass overrides the methods for the moments
+    at which it acts. A plain function of a `StepInfo` is a hook as well.
     """
 
     def __call__(self, info: StepInfo) -> None:
-        """After each step for which the hook is due (see `Trainer.add_hook`). The step has
-        ended, and the clock of the metrics stands still.
+        """Called after each step for which the hook is due (see `Trainer.add_hook`), when the step
+        has ended. The run's clock is paused, so that the hook does not count as training time.
         """
 
     def stage_begins(self, step: int, stage: ResolvedStage, cursor: DataCursor) -> None:
-        """Before `step`, the first one of a stage, or the first one after a start or a rewind:
-        the step will be compiled.
+        """Called before `step`, which is the first step of a stage, or the first step after a start
+        or a rewind. The step function will be compiled.
         """
 
     def before_batch(self, step: int) -> None:
-        """Before the batch of every step is read."""
+        """Called before the batch of `step` is read."""
 
     def before_step(self, step: int, pending: Metrics) -> None:
-        """Before every step, when its batch is there. The devices may still be computing
-        `pending`, the metrics of the step before it ({} where there is none).
+        """Called before `step`, after its batch was read. `pending` are the metrics of the step
+        before it, which the devices may still be computing; {} if there is none.
         """
 
     def after_dispatch(self, step: int, pending: Metrics) -> None:
-        """After the step has been handed to the devices, which are now computing `pending`, its
-        metrics.
+        """Called after `step` was dispatched. `pending` are its metrics, which the devices are
+        computing now.
         """
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
-        """Once for every step, when it has ended: mostly while the next one is computed. `state`
-        is the newest state.
+        """Called once for every step, when it has ended; usually the devices are computing the next
+        step by then. `state` is the newest state, which may be that of the next step.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class _Registered:
-    """A hook and when it is due."""
+    """A hook with the arguments of `Trainer.add_hook`."""
 
     hook: Hook | Callable[[StepInfo], None]
     name: str
@@ -195,15 +199,16 @@ class _Registered:
     required: bool
 
     def is_due(self, step: int, ends_stage: bool, stopping: bool) -> bool:
+        """Whether the hook is called after `step`."""
         return (
-            any(n and step % n == 0 for n in self.every)
+            any(period and step % period == 0 for period in self.every)
             or (self.at_stage_end and ends_stage)
             or (self.at_stop and stopping)
         )
 
 
 def stop_at_hook_error(name: str, step: int, error: Exception) -> None:
-    """Ends the run with one line that says which hook failed, where and why."""
+    """Raises a UserError of one line that says which hook failed, where and why."""
     raise UserError(
         f"{describe_hook_error(name, step, error)}: correct it, or set train.on_hook_error = "
         "'continue' to train on without it",
@@ -212,12 +217,14 @@ def stop_at_hook_error(name: str, step: int, error: Exception) -> None:
 
 
 def describe_hook_error(name: str, step: int, error: Exception) -> str:
-    """Which hook failed at which step, and the line of code that raised the error."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
+    """A phrase for messages: which hook failed after which step, the error, and the line of code
+    that raised it.
+    """
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     kind = type(error).__name__
     return (
         f"the hook {name} failed after step {step} ({kind}: {error_message(error)}; "
-        f"{place.filename}, line {place.lineno})"
+        f"{frame.filename}, line {frame.lineno})"
     )
 
 
@@ -225,44 +232,54 @@ def describe_hook_error(name: str, step: int, error: Exception) -> str:
 
 
 class Clock:
-    """Seconds that steps take, without what hooks take."""
+    """Measures the time of steps, without the time of hooks.
+
+    Attributes:
+      data_wait: the seconds since the last lap that the loop waited for batches.
+    """
 
     def __init__(self):
         self._since = time.perf_counter()
         self._paused_at: float | None = None
         self._last_step = 0
-        self.data_wait = 0.0  # seconds since the last lap
+        self.data_wait = 0.0
 
     def restart(self, step: int) -> None:
-        """Counts from now on, after `step`."""
+        """Begins a lap now, after `step`."""
         self._since = time.perf_counter()
         self._last_step = step
         self.data_wait = 0.0
 
     def lap(self, step: int) -> tuple[int, float, float]:
-        """(steps, their seconds, seconds of them spent waiting for data) since the last lap."""
+        """Ends a lap after `step` and begins the next one.
+
+        Returns:
+          (steps, seconds, seconds spent waiting for data) of the lap that ended.
+        """
         now = time.perf_counter() if self._paused_at is None else self._paused_at
-        taken = (step - self._last_step, now - self._since, self.data_wait)
+        lap = (step - self._last_step, now - self._since, self.data_wait)
         self._since = now
         self._last_step = step
         self.data_wait = 0.0
-        return taken
+        return lap
 
     def pause(self) -> None:
+        """Stops the clock until `resume`."""
         self._paused_at = time.perf_counter()
 
     def resume(self) -> None:
+        """Starts the clock again after `pause`."""
         self._since += time.perf_counter() - self._paused_at
         self._paused_at = None
 
 
 class Trainer:
-    """Takes the steps of a run.
+    """Runs the training loop.
 
     Attributes:
-      run: what is trained.
-      stage, cursor, data: those of the step under way.
-      clock: see `Clock`.
+      run: the resolved run.
+      stage, cursor, data: the stage of the current step, its cursor and its rows.
+      clock: measures the time of steps.
     """
 
     def __init__(
@@ -273,12 +290,15 @@ class Trainer:
         make_step: Callable[[ResolvedRun, ResolvedStage], TrainStep] = make_train_step,
         on_hook_error: Callable[[str, int, Exception], None] = stop_at_hook_error,
     ):
-        """Args:
-        data: the rows of every stage.
-        cursors: where every stage reads them.
-        make_step: makes the update step of a stage.
-        on_hook_error: called with the hook's name, the step and the error, when a hook fails
-          that the run can do without; training continues when it returns.
+        """Makes a trainer without hooks.
+
+        Args:
+          run: the resolved run.
+          data: the rows of every stage.
+          cursors: where every stage reads its rows.
+          make_step: makes the update step of a stage.
+          on_hook_error: called with the hook's name, the step and the error when a hook fails that
+            was not registered as required. If it returns, training continues.
         """
         self.run = run
         self.clock = Clock()
@@ -302,35 +322,43 @@ class Trainer:
         name: str = "",
         required: bool = False,
     ) -> None:
-        """Calls `hook(info)` after steps for which it is due, in the order of registration.
+        """Registers a hook: `train` calls `hook(info)` after the steps for which it is due. Hooks
+        that are due after the same step are called in the order of registration.
 
-        The run waits for a step after which a hook is due, so `every=1` costs the overlap of
-        one step with the hand-over of the next.
+        The loop waits until the devices have finished a step after which a hook is due. With
+        `every=1`, the dispatch of a step therefore no longer overlaps with the step before it.
 
         Args:
           hook: a function of a `StepInfo`, or a `Hook`.
-          every: steps between two calls, or several such numbers; 0 for none.
-          at_stage_end: also after the last step of every stage.
-          at_stop: also after the step with which the run is stopped.
-          name: for messages; by default the function's own.
-          required: the run cannot do without it: any error in it ends the run as it is.
+          every: the number of steps between two calls, or several such numbers; 0: no such calls.
+          at_stage_end: whether the hook is also called after the last step of every stage.
+          at_stop: whether it is also called after the step at which the run is stopped.
+          name: the hook's name in messages; default: the name of the function or class.
+          required: whether training needs the hook. An error in a required hook ends the run
+            unchanged; other errors go to `on_hook_error`.
         """
         if not name:
-            known = hook if hasattr(hook, "__qualname__") else type(hook)
-            name = f"{known.__module__}:{known.__qualname__}"
+            named = hook if hasattr(hook, "__qualname__") else type(hook)
+            name = f"{named.__module__}:{named.__qualname__}"
         periods = (every,) if isinstance(every, int) else tuple(every)
         self._hooks.append(_Registered(hook, name, periods, at_stage_end, at_stop, required))
 
     def stop(self) -> None:
-        """Ends the run after the step under way."""
+        """Makes `train` return after the current step."""
         self._stopping = True
 
     def train(self, state: State, first_step: int = 0) -> tuple[int, State, Metrics]:
-        """Trains from `state`, after `first_step` steps, to the last step or until a hook calls
-        `stop`. → (steps taken in all, the state then, the metrics of the last step).
+        """Trains until the last step of the run, or until a hook calls `stop`.
+
+        Args:
+          state: the train state, which the first step donates.
+          first_step: the number of steps that led to `state`.
+
+        Returns:
+          (number of steps of the run so far, the state after them, the metrics of the last one).
         """
         self._stopping = False
-        self._ended = first_step
+        self._last_ended = first_step
         self.clock.restart(first_step)
         metrics: Metrics = {}
         step = first_step
@@ -339,24 +367,24 @@ class Trainer:
             if begins_stage:
                 batches = self._begin_stage(step, state)
 
-            # Batch: this process's rows, then one array over all devices
-            self._at("before_batch", step)
-            asked = time.perf_counter()
+            # Batch: read this process's rows, then make an array over all devices
+            self._call_all("before_batch", step)
+            wait_start = time.perf_counter()
             batch = self._layout.to_global(next(batches))
-            self.clock.data_wait += time.perf_counter() - asked
+            self.clock.data_wait += time.perf_counter() - wait_start
 
-            # Step: handed over while the devices still compute the one before it. No more than
-            # one waits there: more would only make the display and a signal late.
-            self._at("before_step", step, metrics)
+            # Step: dispatch it while the devices still compute the one before it. No more than one
+            # step is queued: with more, the display and the reaction to a signal would be late.
+            self._call_all("before_step", step, metrics)
             previous = metrics
             state, metrics = self._train_step(state, batch)
-            self._at("after_dispatch", step, metrics)
+            self._call_all("after_dispatch", step, metrics)
             jax.block_until_ready(previous)
             self._end_step(step - 1, previous, state)
 
             # Hooks
             ends_stage = step == self.stage.last_step
-            due = [h for h in self._hooks if h.is_due(step, ends_stage, self._stopping)]
+            due = [hook for hook in self._hooks if hook.is_due(step, ends_stage, self._stopping)]
             if due:
                 jax.block_until_ready(metrics)
                 self._end_step(step, metrics, state)
@@ -365,7 +393,7 @@ class Trainer:
                 for registered in due:
                     self._call(registered, registered.hook, step, info)
                 self.clock.resume()
-            if begins_stage:  # the compilation is not part of any speed
+            if begins_stage:  # exclude the compilation from the measured time
                 jax.block_until_ready(metrics)
                 self.clock.restart(step)
             if self._stopping:
@@ -373,18 +401,24 @@ class Trainer:
         return step, state, metrics
 
     def _begin_stage(self, step: int, state: State) -> Iterator[dict]:
-        """Prepares for the stage of `step`. → its batches from there on, this process's rows."""
-        before, number = (stage_number(self._cursors, s) for s in (step - 1, step))
+        """Switches to the stage of `step`, and resets the guards in `state` if the step before
+        belongs to another stage.
+
+        Returns:
+          the batches from `step` on, with the rows of this process only.
+        """
+        previous_number = stage_number(self._cursors, step - 1)
+        number = stage_number(self._cursors, step)
         stage = self.run.stages[number]
         cursor = self._cursors[number]
-        if before != number:
-            was = self._cursors[before]
+        if previous_number != number:
+            previous_cursor = self._cursors[previous_number]
             offset = int(state["guards"]["data_offset"])
             state["guards"] = guards.reset(
                 self.run.config.guards,
                 state["guards"],
-                offset_in_next_stage(offset, was, cursor),
-                was.same_stream(cursor),
+                offset_in_next_stage(offset, previous_cursor, cursor),
+                previous_cursor.same_stream(cursor),
             )
         if stage != self.stage:
             self._train_step = self._make_step(self.run, stage)
@@ -392,29 +426,30 @@ class Trainer:
         self.stage = stage
         self.cursor = cursor
         self.data = self._all_data[number]
-        self._at("stage_begins", step, stage, cursor)
+        self._call_all("stage_begins", step, stage, cursor)
         first_batch = cursor.batch(step, int(state["guards"]["data_offset"]))
         return self.data.batches(first_batch, self._layout.rows)
 
     def _end_step(self, step: int, metrics: Metrics, state: State) -> None:
-        """Tells the hooks, once, that `step` has ended."""
-        if step > self._ended:
-            self._ended = step
-            self._at("step_ended", step, metrics, state)
+        """Calls `step_ended` of all hooks, unless they were already called for `step`."""
+        if step > self._last_ended:
+            self._last_ended = step
+            self._call_all("step_ended", step, metrics, state)
 
-    def _at(self, moment: str, step: int, *arguments: Any) -> None:
-        """Calls the method `moment` of every hook that has it."""
+    def _call_all(self, method: str, step: int, *arguments: Any) -> None:
+        """Calls the method of that name of every hook that is a `Hook`."""
         for registered in self._hooks:
             if isinstance(registered.hook, Hook):
-                self._call(registered, getattr(registered.hook, moment), step, step, *arguments)
+                self._call(registered, getattr(registered.hook, method), step, step, *arguments)
 
     def _call(
         self, registered: _Registered, function: Callable, step: int, *arguments: Any
     ) -> None:
+        """Calls a function of a hook, and handles its errors."""
         try:
             function(*arguments)
         except jax.errors.JaxRuntimeError:
-            raise  # a device or another process failed: no fault of the hook
+            raise  # a device or another process failed, not the hook
         except Exception as error:
             if registered.required:
                 raise

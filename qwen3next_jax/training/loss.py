@@ -81,8 +81,8 @@ def count_targets(
 
 
 def expert_load(features: Features, config: ModelConfig, counts: Counts) -> jax.Array:
-    """[L, E]: each expert's share of all choices, times E (1 = perfect balance); its sum over
-    micro-batches is the batch's.
+    """[L, E] Each expert's share of the choices of the whole batch, times E: 1 is perfect balance.
+    The sum over micro-batches is the load of the batch.
     """
     stacked = _per_layer(features, counts, "load")
     return jax.lax.stop_gradient(stacked * (config.num_experts / config.num_experts_per_tok))
@@ -96,15 +96,16 @@ def total_loss(
     load: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The share of the loss, and of each of its parts, that this (micro-)batch contributes.
+    """Computes the shares that this (micro-)batch contributes to the loss and to its parts.
 
     Args:
+      model: the model.
       batch: tokens and segment_ids, [B, T] int32. Targets are the tokens that follow in the same
-        document; with target_mask, [B, T] bool, those of them that it marks.
+        document; if the batch has target_mask, [B, T] bool, only the targets that it marks count.
       train: the weights of the parts of the loss, and `remat`.
       counts: of the whole batch.
-      load: [L, E] `expert_load` of the whole batch; None where this batch is the whole.
-      mesh: the devices that share the batch; None for one.
+      load: [L, E] `expert_load` of the whole batch; None if this batch is the whole batch.
+      mesh: the devices that share the batch; None: one device.
 
     Returns:
       (total, parts): parts are sums over the batch's shares: `loss`, `mtp_loss/d`, `mtp_top1/d`
@@ -120,8 +121,8 @@ def total_loss(
     )
 
     def cross_entropy(hidden_BTD, offset, targets):
-        """Share of (mean cross-entropy, top-1 accuracy) against the token `offset` later in the
-        same document.
+        """This batch's shares of (mean cross-entropy, top-1 accuracy); the target of a token is the
+        token `offset` positions later in the same document.
         """
         weight_BT = target_positions(batch, offset).astype(jnp.float32) / targets
         total, correct_BT, *_ = model.cross_entropy(
@@ -154,8 +155,8 @@ def total_loss(
 
 
 def _per_layer(features: Features, counts: Counts, name: str) -> jax.Array:
-    """[L, …]: a router statistic of every sparse layer per token of the whole batch, the MTP
-    module's layer last.
+    """[L, …] A router statistic of every sparse layer, divided by the number of tokens of the whole
+    batch. The MTP module's layer is last.
     """
     layers = []
     if features.router:

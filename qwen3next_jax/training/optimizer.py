@@ -1,4 +1,4 @@
-"""What all optimizers share: clipping, weight decay, the schedule of the learning rate."""
+"""The parts that all optimizers share: clipping, weight decay, the learning-rate schedule."""
 
 from collections.abc import Mapping
 
@@ -14,34 +14,46 @@ from qwen3next_jax.model.parameters import Declared
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0) -> optax.Schedule:
-    """Step (from 0) → learning rate of the `steps` steps after the first `begins`: linear
-    warm-up to the peak, then cosine, or constant and a linear fall over the last of them (of
-    "constant" none, of "linear" all).
+    """The learning rate of `steps` steps: a linear warm-up to the peak, then the schedule.
 
-    The last step runs at final_fraction of the peak, unless it is constant, and the first one
-    already learns (peak / warm-up), unless it is the last.
+    "cosine" falls along a cosine, "linear" linearly, over all steps after the warm-up.
+    "warmup_stable_decay" stays at the peak and falls linearly over the last `decay_fraction` of the
+    steps. "constant" stays at the peak.
+
+    The first step has the rate peak / warm-up steps. The last step has final_fraction × peak, also
+    if it is the only step; with "constant" it has the peak.
+
+    Args:
+      config: the settings of the optimizer.
+      steps: the length of the schedule.
+      begins: the number of updates before the schedule begins.
+
+    Returns:
+      a function: number of updates so far → learning rate.
     """
     peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
-    rising = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
-    falling = {
+    warm_up = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    decay_steps = {
         "constant": 0,
         "warmup_stable_decay": max(round(config.decay_fraction * steps), 1),
     }.get(config.schedule, steps)
-    stable_until = max(steps - falling, warmup)
-    left = max(steps - 1 - stable_until, 1)
-    fall = (
-        optax.cosine_decay_schedule(peak, left, config.final_fraction)
-        if config.schedule == "cosine"
-        else optax.linear_schedule(peak, peak * config.final_fraction, left)
-    )
-    schedules, boundaries = [rising, optax.constant_schedule(peak), fall], [warmup, stable_until]
-    # The warm-up takes all steps, or the fall is a single one: that one is already the last.
+    stable_until = max(steps - decay_steps, warmup)
+    transitions = max(steps - 1 - stable_until, 1)  # the last step has the final value
+    if config.schedule == "cosine":
+        decay = optax.cosine_decay_schedule(peak, transitions, config.final_fraction)
+    else:
+        decay = optax.linear_schedule(peak, peak * config.final_fraction, transitions)
+    schedules = [warm_up, optax.constant_schedule(peak), decay]
+    boundaries = [warmup, stable_until]
+    # If the warm-up takes all steps, or the decay has a single step, the last step has the final
+    # value at once.
     if config.schedule != "constant" and stable_until >= steps - 1:
         schedules[2] = optax.constant_schedule(peak * config.final_fraction)
         boundaries = [min(warmup, steps - 1), steps - 1]
     schedule = optax.join_schedules(schedules, boundaries)
-    # Skipped updates do not count, so that a later schedule may be asked for steps before its
-    # first. A fall to 0 ends a rounding below it.
+    # Skipped updates do not count, so a stage's schedule may be evaluated before its first update:
+    # it then has its first value. The outer maximum is for a decay to 0, which by rounding may end
+    # slightly below 0.
     return lambda step: jnp.maximum(schedule(jnp.maximum(step - begins, 0)), 0.0)
 
 
@@ -51,34 +63,36 @@ def make_optimizer(
     schedule: optax.Schedule,
     mesh: Mesh | None = None,
 ) -> optax.GradientTransformation:
-    """Clipping → the direction of `optimizer.name` → decoupled weight decay → learning rate.
+    """Chains clipping, the direction of the optimizer `optimizer.name`, decoupled weight decay and
+    the learning rate.
 
-    An optimizer is `direction(config, parameters, mesh)` → the transformation between clipping
-    and weight decay. Its state holds arrays with the path and shape of their parameter, so that
-    they lie on the mesh as the parameter does.
+    An optimizer is a function `direction(config, parameters, mesh)` that returns the gradient
+    transformation between clipping and weight decay. An array in its state has the path and the
+    shape of its parameter, and so the same sharding.
 
     Args:
-      parameters: the declaration of every parameter, by its path.
-      schedule: updates so far → learning rate (see `learning_rate_schedule`).
-      mesh: devices over which the optimizer may divide its work; None for one device.
+      config: the settings of the optimizer.
+      parameters: path of a parameter → its declaration.
+      schedule: number of updates so far → learning rate (see `learning_rate_schedule`).
+      mesh: the devices that share the optimizer's work; None: one device.
 
     Raises:
-      UserError: no such optimizer, or its line of `config.optimizers` cannot be imported.
+      UserError: there is no such optimizer, or it cannot be imported.
     """
 
-    def decays(params):
+    def decay_mask(params):
         return jax.tree_util.tree_map_with_path(
             lambda path, _: parameters[path_string(path)].decays(config.decay_norm_weights), params
         )
 
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
     direction = resolve(OPTIMIZERS, config.name, "optimizer.name")(config, parameters, mesh)
-    # The inner chain is that of optax.adamw, whose state the checkpoints hold.
+    # The inner chain has the structure of optax.adamw's, because checkpoints hold its state.
     return optax.chain(
         clip,
         optax.chain(
             direction,
-            optax.add_decayed_weights(config.weight_decay, decays),
+            optax.add_decayed_weights(config.weight_decay, decay_mask),
             optax.scale_by_learning_rate(schedule),
         ),
     )

@@ -1,5 +1,5 @@
-"""A configuration worked out for a mesh, once: stages, the model's structure, the train state as
-shapes with their shardings. Whoever trains, plans, restores or replays reads it here.
+"""Resolves a configuration for a mesh: its stages, the model's structure, and the train state as
+shapes with shardings. Training, planning, restoring and replaying a run all use the result.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ from qwen3next_jax.training.state import State, abstract_model, abstract_train_s
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ResolvedRun:
-    """What is known of a run before it makes an array.
+    """A configuration resolved for a mesh.
 
     Attributes:
-      config: as the user gave it.
+      config: the configuration as the user gave it.
       mesh: the devices of the run.
-      stages: in their order.
+      stages: the stages of the run in order.
       graphdef: the model without its parameters.
-      abstract_state: the train state as `jax.ShapeDtypeStruct`s with their shardings.
+      abstract_state: the train state as `jax.ShapeDtypeStruct`s with shardings.
     """
 
     config: Config
@@ -38,43 +38,50 @@ class ResolvedRun:
 
     @property
     def model(self) -> ModelConfig:
+        """The settings of the model."""
         return self.config.model
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
+        """The number of steps of the whole run."""
         return self.stages[-1].last_step
 
     @property
     def compute_mesh(self) -> Mesh | None:
-        """What the model's functions take as `mesh`: None for one device."""
+        """The argument `mesh` of the model's functions: None if there is only one device."""
         return compute_mesh(self.mesh)
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Where tokens and segment ids [B, T] lie."""
+        """The sharding of tokens and segment ids [B, T]."""
         return batch_sharding(self.mesh)
 
     @functools.cached_property
     def state_shardings(self) -> State:
-        """Where every array of the train state lies."""
+        """The sharding of every array of the train state."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
 
     def init_state(self, params: dict | None = None) -> State:
-        """The state before the first step, with random parameters from `train.seed`, or with
-        `params`.
+        """The train state before the first step, with `params`, or, if that is None, with random
+        parameters from the seed `train.seed`.
         """
-        c = self.config
+        config = self.config
         return state.init_state(
-            c.model, c.optimizer, c.guards, self.state_shardings, c.train.seed, params
+            config.model,
+            config.optimizer,
+            config.guards,
+            self.state_shardings,
+            config.train.seed,
+            params,
         )
 
 
 def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
-    """Works out `config` for `mesh`; no array is made.
+    """Resolves `config` for `mesh`, without allocating any array.
 
     Raises:
-      UserError: a stage cannot be trained, or the mesh does not divide what it splits.
+      UserError: the settings of a stage are not valid, or a size is not divisible by the axes of
+        the mesh that split it.
     """
     stages = resolve_stages(config)
     for stage in stages:

@@ -1,5 +1,5 @@
-"""The bias with which a router without balance loss chooses its experts (2408.15664): the load
-moves this parameter, no gradient does.
+"""Updates the router's bias, with which a router without balance loss balances its experts
+(2408.15664): the experts' load moves this parameter, no gradient does.
 
 Letters: L sparse layers, the multi-token prediction module's last; E experts.
 """
@@ -15,26 +15,31 @@ from qwen3next_jax.model import declared
 def update_router_bias(
     model: ModelConfig, params: dict, load_LE: jax.Array | None, rate: float
 ) -> dict:
-    """`params` with the biases of all routers moved by `rate`: up where an expert got less than
-    its share of the choices of the whole batch, down where it got more. A model without such
-    routers keeps its `params`.
+    """Adds `rate` to the bias of each expert that got less than its share of the choices of the
+    whole batch, and subtracts it from the bias of each expert that got more.
 
     Args:
-      load_LE: see `loss.expert_load`; None where the model has no experts.
+      model: the model's settings.
+      params: the model's parameters.
+      load_LE: `loss.expert_load` of the whole batch; None if the model has no experts.
+      rate: the size of the change.
+
+    Returns:
+      the parameters with new biases; `params` if the model's routers have no bias.
     """
     if not model.moe.router_bias:
         return params
     sparse = [layer for layer, (_, experts) in enumerate(model.layer_kinds) if experts]
-    # Shares are sums of quotients: two that differ in the seventh digit are of the same counts.
-    less_LE = jnp.sign(jnp.round((jnp.mean(load_LE, axis=-1, keepdims=True) - load_LE) * 1e6))
+    # Loads are sums of quotients in float32: loads of equal counts may differ in the seventh digit.
+    direction_LE = jnp.sign(jnp.round((jnp.mean(load_LE, axis=-1, keepdims=True) - load_LE) * 1e6))
 
-    def moved(path, leaf):
+    def update(path, leaf):
         name = path_string(path)
-        group, place, *_ = name.split("/") + [""]
+        group, block, *_ = name.split("/") + [""]
         if declared(model)[name].kind != "balance":
             return leaf
-        layers = (model.num_hidden_layers,) if group == "mtp" else model.stacks[int(place)]
+        layers = (model.num_hidden_layers,) if group == "mtp" else model.stacks[int(block)]
         rows = jnp.array([sparse.index(layer) for layer in layers])
-        return leaf + rate * less_LE[rows].reshape(leaf.shape)
+        return leaf + rate * direction_LE[rows].reshape(leaf.shape)
 
-    return jax.tree_util.tree_map_with_path(moved, params)
+    return jax.tree_util.tree_map_with_path(update, params)

@@ -1,11 +1,11 @@
 """The stages of a run, and where each of them reads the training data. Nothing here needs JAX.
 
-A run without `train.stages` has one stage. A stage continues with the row after the last one that
-the stage before it took, and a branch with the row after its parent's last one: no row is read
-twice. If both stages read the same training stream (the same fingerprint), the next stage takes
-the stream's next row. If they mix the same streams with other weights, each stream continues with
-its own next row; a rewind passes over rows of the mix, whichever stream they belong to. Rows of
-another length are other streams, which begin with their first row.
+A run without `train.stages` has one stage. No row of data is read twice: a stage continues with the
+row after the last row of the stage before it, and a branch with the row after the last row of its
+parent. If two consecutive stages read the same training stream (the same fingerprint), the second
+continues with the stream's next row. If they mix the same streams with other weights, each stream
+continues with its own next row. A rewind skips rows of the mix, whichever streams they belong to.
+Rows of another length form other streams, which begin with their first row.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from qwen3next_jax.config import Config, DataConfig, OptimizerConfig, Stage, Tra
 from qwen3next_jax.data.pipeline import Data, mix_streams, open_data
 from qwen3next_jax.data.preparation import Progress
 
-# What a stage may set, by the group of settings that it belongs to.
-SETTINGS = {
+# Group of settings → the settings of it that a stage can set.
+STAGE_SETTINGS = {
     "train": (
         "batch_size",
         "gradient_accumulation",
@@ -34,15 +34,17 @@ SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedStage:
-    """A stage with every setting worked out.
+    """A stage with the values of all settings.
 
     Attributes:
-      name: as records show it; "" where the run has no `train.stages`.
-      steps_before: steps of the run that are taken before this stage begins.
-      last_step: the last step of the run that belongs to this stage.
-      schedule_start: steps of the run that are taken before its learning-rate schedule begins.
-      train: `train.steps` is the length of the learning-rate schedule; `train.stages` is empty.
-      data, optimizer: the stage's settings.
+      name: the stage's name in records; "" if the run has no `train.stages`.
+      steps_before: the number of steps of the run before the stage begins.
+      last_step: the last step of the stage, counted from the start of the run.
+      schedule_start: the number of steps of the run before the stage's learning-rate schedule
+        begins.
+      train: the stage's settings of that group; but `train.steps` is the length of the
+        learning-rate schedule, and `train.stages` is empty.
+      data, optimizer: the stage's settings of these groups.
     """
 
     name: str
@@ -55,38 +57,41 @@ class ResolvedStage:
 
     @property
     def steps(self) -> int:
+        """The number of steps of the stage."""
         return self.last_step - self.steps_before
 
     @property
     def batch_size(self) -> int:
-        """Rows of a step, over all devices and micro-batches."""
+        """Rows per step, over all devices and micro-batches."""
         return self.train.batch_size
 
     @property
     def sequence_length(self) -> int:
+        """Tokens per row."""
         return self.train.sequence_length
 
     @property
     def micro_batches(self) -> int:
+        """Micro-batches per step."""
         return self.train.gradient_accumulation
 
     @property
     def tokens_per_step(self) -> int:
-        """Padding included."""
+        """Tokens per step, padding included."""
         return self.batch_size * self.sequence_length
 
-    def alone(self, config: Config) -> Config:
-        """The run `config` with this stage as its only one, from step 0 of its schedule."""
+    def as_single_stage(self, config: Config) -> Config:
+        """The configuration of a run with this stage only, whose schedule begins at step 0."""
         return dataclasses.replace(
             config, train=self.train, data=self.data, optimizer=self.optimizer
         )
 
 
 def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
-    """The stages of a run in their order.
+    """The stages of a run in order.
 
     Raises:
-      UserError: one of them cannot be trained; the message names it.
+      UserError: the settings of a stage are not valid; the message names the stage.
     """
     stages = config.train.stages
     if not stages:
@@ -96,11 +101,13 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
     terms = " + ".join(str(stage.steps) for stage in stages)
     require(
         boundaries[-1] == config.train.steps,
-        f"train.steps = {config.train.steps}, but the steps of train.stages, {terms}, come to "
-        f"{boundaries[-1]}: set the one to the other",
+        f"train.steps = {config.train.steps}, but the steps of train.stages, {terms}, sum to "
+        f"{boundaries[-1]}: change one of them so that both are equal",
     )
-    # Stages with which a learning-rate schedule begins; it lasts until the next such stage.
-    schedule_starts = [i for i, stage in enumerate(stages) if not i or _given(stage, "optimizer")]
+    # The stages with which a learning-rate schedule begins; it lasts until the next such stage.
+    schedule_starts = [
+        i for i, stage in enumerate(stages) if not i or _overrides(stage, "optimizer")
+    ]
     resolved = []
     for i, stage in enumerate(stages):
         begin = max(start for start in schedule_starts if start <= i)
@@ -112,39 +119,39 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
                 config.train,
                 stages=(),
                 steps=boundaries[end] - boundaries[begin],
-                **_given(stage, "train"),
+                **_overrides(stage, "train"),
             )
-            one = ResolvedStage(
+            resolved_stage = ResolvedStage(
                 name=stage.name or str(i + 1),
                 steps_before=boundaries[i],
                 last_step=boundaries[i + 1],
                 schedule_start=boundaries[begin],
                 train=train,
-                data=dataclasses.replace(config.data, **_given(stage, "data")),
+                data=dataclasses.replace(config.data, **_overrides(stage, "data")),
                 optimizer=dataclasses.replace(
-                    config.optimizer, **_given(stages[begin], "optimizer"), **no_warmup
+                    config.optimizer, **_overrides(stages[begin], "optimizer"), **no_warmup
                 ),
             )
-            one.alone(config)  # checks the groups against each other
+            resolved_stage.as_single_stage(config)  # checks the groups against each other
         except UserError as error:
             raise UserError(f"train.stages[{i}]: {error}") from error
-        resolved.append(one)
+        resolved.append(resolved_stage)
     return tuple(resolved)
 
 
-def _given(stage: Stage, group: str) -> dict[str, Any]:
-    """The settings of a group that the stage sets."""
-    values = {name: getattr(stage, name) for name in SETTINGS[group]}
+def _overrides(stage: Stage, group: str) -> dict[str, Any]:
+    """Name → value of the settings of a group that the stage sets."""
+    values = {name: getattr(stage, name) for name in STAGE_SETTINGS[group]}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def stage_at(stages: Sequence[ResolvedStage], step: int) -> ResolvedStage:
-    """The stage that takes `step` (from 1); beyond the last step the last stage."""
+    """The stage that contains `step` (from 1); after the last step, the last stage."""
     return next((stage for stage in stages if step <= stage.last_step), stages[-1])
 
 
 def tokens_seen(stages: Sequence[ResolvedStage], step: int) -> int:
-    """Tokens in the first `step` steps of a run, padding included."""
+    """The number of tokens in the first `step` steps of a run, padding included."""
     return sum(
         max(min(step, stage.last_step) - stage.steps_before, 0) * stage.tokens_per_step
         for stage in stages
@@ -154,7 +161,7 @@ def tokens_seen(stages: Sequence[ResolvedStage], step: int) -> int:
 def open_stages(
     stages: Sequence[ResolvedStage], vocab_size: int, progress: Progress | None = None
 ) -> list[Data]:
-    """The rows of every stage; rows that are not prepared yet are prepared now."""
+    """Opens the rows of every stage. Prepares rows that are not prepared yet."""
     return [
         open_data(stage.data, stage.sequence_length, stage.batch_size, vocab_size, progress)
         for stage in stages
@@ -162,15 +169,16 @@ def open_stages(
 
 
 class DataCursor(NamedTuple):
-    """Where a stage reads the training data; run.json holds it under these names.
+    """Where a stage reads the training data. A run.json holds the fields under these names.
 
     Attributes:
       fingerprint: the fingerprint of the training stream.
-      batch_size: rows of a step.
-      step: steps of the run that are taken when the stage begins to read.
-      row: the row of the training stream with which it begins.
-      starts: of every stream that the run has read: the row with which it begins here.
-      streams: the streams that are mixed, with their weights; {} for a single one.
+      batch_size: rows per step.
+      step: the number of steps of the run before the stage begins to read.
+      row: the row of the training stream with which the stage begins.
+      starts: name of a stream that the run has read → the stream's row with which the stage
+        begins.
+      streams: name of a stream in the mix → its weight; {} if the stage reads a single stream.
     """
 
     fingerprint: str
@@ -181,56 +189,63 @@ class DataCursor(NamedTuple):
     streams: Mapping[str, float] = {}
 
     def batch(self, step: int, data_offset: int) -> int:
-        """Which batch of the stage's data `step` (of the run, from 1) takes, when rewinds have
-        passed over `data_offset` batches.
+        """The number of the batch, in the stage's data, for `step` of the run (from 1), if rewinds
+        have skipped `data_offset` batches.
         """
         return step - 1 - self.step + data_offset
 
     def advance(self, step: int, data: Data, data_offset: int = 0) -> "DataCursor":
-        """The cursor of the next stage, which reads `data` after `step` steps of the run; this
-        stage took the last of them.
+        """The cursor of the next stage, which reads `data`, after `step` steps of the run. This
+        cursor is that of the stage that contains `step`.
         """
         rows = self.row + (step - self.step + data_offset) * self.batch_size
         if data.fingerprint == self.fingerprint:
             return self._replace(
                 batch_size=data.batch_size, step=step, row=rows, streams=dict(data.streams)
             )
-        taken = rows_taken(self.streams, rows) if self.streams else {self.fingerprint: rows}
+        rows_of_streams = (
+            rows_taken(self.streams, rows) if self.streams else {self.fingerprint: rows}
+        )
         starts = dict(self.starts) | {
-            name: self.starts.get(name, 0) + count for name, count in taken.items()
+            name: self.starts.get(name, 0) + count for name, count in rows_of_streams.items()
         }
         return DataCursor(data.fingerprint, data.batch_size, step, 0, starts, dict(data.streams))
 
     def same_stream(self, other: "DataCursor") -> bool:
-        """Whether both read batches of as many rows of the same training stream, so that their
-        losses and gradients can be compared.
+        """Whether both cursors read batches of the same size from the same training stream, so that
+        the losses and gradients are comparable.
         """
         return (self.fingerprint, self.batch_size) == (other.fingerprint, other.batch_size)
 
 
-# One for every stage; None for a stage that was over before the run began, as in a branch.
+# The cursor of every stage; None for a stage that ended before the run began (in a branch).
 DataCursors = Sequence[DataCursor | None]
 
 
 def rows_taken(streams: Mapping[str, float], rows: int) -> dict[str, int]:
-    """Of every stream: how many of the first `rows` rows of the mix belong to it, which is the
-    number of its next row.
+    """How many of the first `rows` rows of a mix come from each stream, by the stream's name. This
+    is also the number of the stream's next row.
     """
     weights = tuple(streams.values())
     mix = mix_streams(weights)
-    found = {i: 0 for i, weight in enumerate(weights) if not weight}
-    while len(found) < len(streams):
+    next_row = {i: 0 for i, weight in enumerate(weights) if not weight}
+    while len(next_row) < len(streams):
         stream, row = mix[rows]
-        found.setdefault(stream, row)
+        next_row.setdefault(stream, row)
         rows += 1
-    return {name: found[i] for i, name in enumerate(streams)}
+    return {name: next_row[i] for i, name in enumerate(streams)}
 
 
 def place_cursors(
     stages: Sequence[ResolvedStage], data: Sequence[Data], first: DataCursor
 ) -> DataCursors:
-    """The cursor of every stage of a run that begins at `first`; each stage's data begin there
-    from now on.
+    """Computes the cursor of every stage of a run that begins at `first`, and sets the data of each
+    stage to begin at its cursor.
+
+    Args:
+      stages: the stages of the run.
+      data: the rows of every stage, which this function changes.
+      first: the cursor with which the run begins.
     """
     cursors: list[DataCursor | None] = []
     for stage, rows in zip(stages, data, strict=True):
@@ -248,8 +263,8 @@ def place_cursors(
 
 
 def recorded_cursors(run: Mapping[str, Any], batch_size: int) -> DataCursors:
-    """The cursors that a run.json holds. Older code wrote one fingerprint, for a run of
-    `batch_size` rows a step.
+    """The cursors in the contents of a run.json. Older versions wrote a single fingerprint; then
+    `batch_size` is the run's number of rows per step.
     """
     if isinstance(run["data"], str):
         return [DataCursor(run["data"], batch_size)]
@@ -257,14 +272,14 @@ def recorded_cursors(run: Mapping[str, Any], batch_size: int) -> DataCursors:
 
 
 def first_cursor(cursors: DataCursors) -> DataCursor:
-    """The cursor of the first step of the run."""
+    """The cursor of the stage that contains the first step of the run."""
     return next(cursor for cursor in cursors if cursor)
 
 
 def stage_number(cursors: DataCursors, step: int) -> int:
-    """Number of the stage that takes `step` (of the run, from 1). The state after a step counts
-    its `data_offset` in batches of that stage; the state with which the run begins, in those of
-    the first stage.
+    """The index of the stage that contains `step` of the run (from 1). The `data_offset` in the
+    train state after a step counts batches of that stage; in the state before the first step,
+    batches of the first stage.
     """
     return max(
         (i for i, cursor in enumerate(cursors) if cursor and cursor.step < step),
@@ -273,16 +288,28 @@ def stage_number(cursors: DataCursors, step: int) -> int:
 
 
 def after_rewind(cursors: DataCursors, step: int, data_offset: int, to_step: int) -> int:
-    """The `data_offset` with which the state after `to_step` continues behind the batch of
-    `step`, which was taken with `data_offset`.
+    """The new `data_offset` after a rewind.
+
+    Args:
+      cursors: the cursors of the run's stages.
+      step: the step whose batch the run skips.
+      data_offset: the data offset at that step.
+      to_step: the step to which the run returns.
+
+    Returns:
+      the `data_offset` with which the state after `to_step` continues after the batch of `step`.
     """
     sizes = [cursors[stage_number(cursors, s)].batch_size for s in range(to_step, step + 1)]
     return -(-(data_offset * sizes[-1] + sum(sizes[1:])) // sizes[0])
 
 
 def offset_in_next_stage(data_offset: int, before: DataCursor, now: DataCursor) -> int:
-    """The `data_offset` with which the stage that reads `now` begins, when the stage before it
-    ended with `data_offset`: what rewinds passed over stays passed over.
+    """The `data_offset` with which a stage begins, so that rows that rewinds skipped stay skipped.
+
+    Args:
+      data_offset: the data offset at the end of the stage before it.
+      before: the cursor of the stage before it.
+      now: the cursor of the stage.
     """
     batches = -(-data_offset * before.batch_size // now.batch_size)
     return batches if before.fingerprint == now.fingerprint else max(batches, 0)

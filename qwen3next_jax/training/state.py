@@ -1,9 +1,9 @@
-"""The train state: a plain dict of arrays, from which a run continues bit for bit.
+"""The train state: a plain dict of arrays, from which a run resumes with bit-identical results.
 
 params      nested dict of float32 arrays, as `nnx.to_pure_dict` names them
 opt_state   the optimizer's state (optax)
 step        int32, steps taken so far
-guards      what the guards remember (see `guards`)
+guards      the guards' memory (see `guards`)
 """
 
 import jax
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.config import GuardConfig, ModelConfig, OptimizerConfig
 from qwen3next_jax.model import Qwen3Next, declared
-from qwen3next_jax.sharding.rules import shardings
+from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training.guards import init_guards
 from qwen3next_jax.training.optimizer import make_optimizer
 
@@ -22,7 +22,9 @@ State = dict
 
 
 def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, dict]:
-    """(graph definition, parameters as shapes): the structure of the model without its memory."""
+    """(graph definition, parameters): the structure of the model, with `jax.ShapeDtypeStruct`s in
+    place of arrays.
+    """
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
     return graphdef, nnx.to_pure_dict(params)
 
@@ -41,9 +43,9 @@ def abstract_train_state(
         params,
     )
     return jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         state,
-        shardings(state, declared(model), mesh),
+        tree_shardings(state, declared(model), mesh),
     )
 
 
@@ -55,18 +57,19 @@ def init_state(
     seed: int,
     params: dict | None = None,
 ) -> State:
-    """The state before the first step; each device makes its own part.
+    """The state before the first step; each device computes its own shards.
 
     Args:
-      state_shardings: where every array of the state lies.
-      seed: of the random parameters, which are the same on every mesh.
-      params: taken instead of random ones.
+      model, optimizer, guards: the settings.
+      state_shardings: the sharding of every array of the state.
+      seed: the seed of the random parameters, which are the same on every mesh.
+      params: parameters to use instead of random ones; None: random ones.
     """
     if params is None:
 
         def random_params() -> dict:
-            made = Qwen3Next(model, rngs=nnx.Rngs(seed))
-            return nnx.to_pure_dict(nnx.state(made, nnx.Param))
+            module = Qwen3Next(model, rngs=nnx.Rngs(seed))
+            return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
         params = jax.jit(random_params, out_shardings=state_shardings["params"])()
     else:
@@ -79,7 +82,9 @@ def init_state(
 
 
 def _optimizer(model: ModelConfig, optimizer: OptimizerConfig) -> optax.GradientTransformation:
-    """The optimizer as far as its first state goes: that depends on no learning rate."""
+    """The optimizer, to initialise its state. The initial state does not depend on the learning
+    rate, which is 0 here.
+    """
     return make_optimizer(optimizer, declared(model), optax.constant_schedule(0.0))
 
 

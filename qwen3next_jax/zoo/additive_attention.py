@@ -13,7 +13,7 @@ from qwen3next_jax.model.gated_attention import attend, gated_projection, write
 from qwen3next_jax.model.layers import token_mean
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.ops import blocks
-from qwen3next_jax.sharding.rules import TENSOR, activation_spec, constrain, local, shards
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, constrain, per_shard, num_shards
 from qwen3next_jax.zoo.attention_references import places
 
 EXAMPLES = {"bahdanau": {"full_mixer": "bahdanau"}, "luong": {"full_mixer": "luong"}}
@@ -61,13 +61,13 @@ class Bahdanau(Mixer):
 
     def heads(self, x_BTD, weight, context):
         """x times a matrix [D, heads, K], with heads split over `tensor` where they can be."""
-        split = None if weight.shape[-2] % shards(context.mesh, TENSOR) else "heads"
+        split = None if weight.shape[-2] % num_shards(context.mesh, TENSOR) else "heads"
         y_BTNK = jnp.einsum("btd,dnk->btnk", x_BTD, weight[...].astype(x_BTD.dtype))
         return constrain(y_BTNK, context.mesh, "batch", context.time, split, None)
 
     def attend(self, q_BTNK, k_BSMK, v_BSMK, context, cached: bool):
         """o [B, T, N, K]. `cached`: keys and values are the slots of a cache."""
-        if k_BSMK.shape[2] % shards(context.mesh, TENSOR):
+        if k_BSMK.shape[2] % num_shards(context.mesh, TENSOR):
             k_BSMK, v_BSMK = (
                 jnp.repeat(x, q_BTNK.shape[2] // x.shape[2], axis=2) for x in (k_BSMK, v_BSMK)
             )
@@ -89,7 +89,7 @@ class Bahdanau(Mixer):
         heads = activation_spec("batch", context.time, "heads")
         tokens = activation_spec("batch", context.time)
         in_specs = (heads, heads, heads, activation_spec("heads"), tokens, tokens)
-        return local(run, context.mesh, in_specs, heads)(
+        return per_shard(run, context.mesh, in_specs, heads)(
             q_BTNK,
             k_BSMK,
             v_BSMK,

@@ -1,5 +1,5 @@
-"""What the float64 references of the attention families share: gated attention, every pair of
-tokens by itself, for one row [T, D] of one document.
+"""What the float64 references of the attention families share: gated attention, pair of
+tokens by pair, for one row [T, D] of one document.
 
 A reference is a function of the ModelConfig, the parameters by name and the row, in plain
 jax.numpy, so that its gradients are autodiff's. Here positions turn the query by its distance
@@ -55,19 +55,20 @@ def places(x):
 def gated_attention(
     config, params, x, *, seen, distance=None, theta=None, bias=None, selected=None, sink=None
 ):
-    """Gated attention of one row.
+    """Gated attention of one row, with the biases that are among the parameters.
 
     Args:
-      seen: [T, S] bool. distance: [T, S], by which queries are turned; None: no positions.
+      seen: [T, S] bool.
+      distance: [T, S], by which queries are turned; None: no positions.
       theta: [T, 1, 1, 1] the rotations' base of each query; None: the model's.
-      bias: [N, T, S] or None, added to the scores. selected: None, or ([T, S] bool, n): each
-      query and head also sees the n best of these pairs. sink: [N] or None, a logit that takes
-      weight and gives nothing.
+      bias: [N, T, S] or None, added to the scores.
+      selected: None, or ([T, S] bool, n): each query and head also sees the n best of these pairs.
+      sink: [N] or None, a logit that takes weight and gives nothing.
     """
     settings, width = config.settings_of(config.mixers[0]), config.head_dim
-    q = jnp.einsum("td,dnk->tnk", x, params["q_proj"])
-    k = jnp.einsum("td,dmk->tmk", x, params["k_proj"])
-    v = jnp.einsum("td,dmk->tmk", x, params["v_proj"])
+    q = jnp.einsum("td,dnk->tnk", x, params["q_proj"]) + params.get("q_bias", 0)
+    k = jnp.einsum("td,dmk->tmk", x, params["k_proj"]) + params.get("k_bias", 0)
+    v = jnp.einsum("td,dmk->tmk", x, params["v_proj"]) + params.get("v_bias", 0)
     gate = None
     if config.attention_output_gate:
         q, gate = q[..., :width], q[..., width:]
@@ -97,4 +98,4 @@ def gated_attention(
     o = jnp.einsum("nts,snk->tnk", weights, v)
     if gate is not None:
         o = o * jax.nn.sigmoid(gate)
-    return jnp.einsum("tnk,nkd->td", o, params["o_proj"])
+    return jnp.einsum("tnk,nkd->td", o, params["o_proj"]) + params.get("o_bias", 0)

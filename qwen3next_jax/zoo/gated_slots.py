@@ -5,12 +5,12 @@ Letters: B batch, T time, H value heads, M slots.
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.recurrent import Inputs, Recurrent
 from qwen3next_jax.zoo.ops import channel_delta_rule, linear_scan, max_plus_scan
 from qwen3next_jax.zoo.projections import project_to_float32
@@ -34,10 +34,7 @@ class Slots(Recurrent):
     @dataclasses.dataclass(frozen=True)
     class Settings:
         # memory slots, each of which keeps a key and a value
-        slots: int = 64
-
-        def __post_init__(self):
-            check_bounds(self, "model.mixer", {"at least 1": "slots"})
+        slots: Annotated[int, "at least 1"] = 64
 
     switches = ()
     convolved = False

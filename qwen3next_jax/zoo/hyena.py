@@ -15,7 +15,7 @@ from qwen3next_jax.model.gated_attention import write
 from qwen3next_jax.model.layers import token_mean
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.ops import causal_conv1d, checks
-from qwen3next_jax.sharding.rules import activation_spec, local
+from qwen3next_jax.sharding.rules import activation_spec, per_shard
 
 EXAMPLES = {"hyena": {"linear_mixer": "hyena"}}
 ORDER = 2  # long convolutions
@@ -105,7 +105,7 @@ class Hyena(Mixer):
         narrow = activation_spec(None, "heads")
         network = (activation_spec(), activation_spec(), activation_spec(None, None, "heads"))
         in_specs = (rows, narrow, network, narrow, activation_spec("heads"), tokens, tokens, slots)
-        z_BTHV, size_BTH, cache = local(run, context.mesh, in_specs, (rows, rows, slots))(
+        z_BTHV, size_BTH, cache = per_shard(run, context.mesh, in_specs, (rows, rows, slots))(
             u_BTHC,
             self.conv_kernel[...].astype(u_BTHC.dtype),
             (self.filter_in[...], self.filter_hidden[...], self.filter_out[...]),

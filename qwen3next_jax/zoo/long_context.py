@@ -6,12 +6,12 @@ key/value heads, H = N // M, K head width, R rotated numbers of a head.
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.layers import rotate
 from qwen3next_jax.zoo.attention_references import gated_attention, places
 from qwen3next_jax.zoo.ops.pair_attention import dot
@@ -47,10 +47,7 @@ class ReRoPE(PairAttention):
     class Settings(PairAttention.Settings):
         # keys up to this distance are turned by their true distance; of lambda_window and
         # selected_tokens: keys that a query sees, its own among them
-        window: int = 1024
-
-        def __post_init__(self):
-            check_bounds(self, "model.mixer", {"at least 1": "window"})
+        window: Annotated[int, "at least 1"] = 1024
 
     read_time = ("window",)
 
@@ -81,11 +78,7 @@ class LeakyReRoPE(ReRoPE):
     @dataclasses.dataclass(frozen=True)
     class Settings(ReRoPE.Settings):
         # how much slower distances grow beyond the window
-        stretch: float = 16.0
-
-        def __post_init__(self):
-            super().__post_init__()
-            check_bounds(self, "model.mixer", {"at least 1": "stretch"})
+        stretch: Annotated[float, "at least 1"] = 16.0
 
     read_time = ("window", "stretch")
 
@@ -102,11 +95,7 @@ class LambdaWindow(ReRoPE):
     @dataclasses.dataclass(frozen=True)
     class Settings(ReRoPE.Settings):
         # keys at the start of a document that stay visible beyond the window
-        first_tokens: int = 0
-
-        def __post_init__(self):
-            super().__post_init__()
-            check_bounds(self, "model.mixer", {"0 or more": "first_tokens"})
+        first_tokens: Annotated[int, "0 or more"] = 0
 
     read_time = ("window", "first_tokens")
 
@@ -142,11 +131,7 @@ class SelectedTokens(ReRoPE):
     @dataclasses.dataclass(frozen=True)
     class Settings(LambdaWindow.Settings):
         # keys beyond the window, for each query and head
-        selected: int = 64
-
-        def __post_init__(self):
-            super().__post_init__()
-            check_bounds(self, "model.mixer", {"at least 1": "selected"})
+        selected: Annotated[int, "at least 1"] = 64
 
     read_time = ("window", "first_tokens", "selected")
 
@@ -177,12 +162,9 @@ class ParallelWindows(PairAttention):
     @dataclasses.dataclass(frozen=True)
     class Settings(PairAttention.Settings):
         # how many windows there are
-        contexts: int = 1
+        contexts: Annotated[int, "at least 1"] = 1
         # tokens of each window
-        window: int = 1024
-
-        def __post_init__(self):
-            check_bounds(self, "model.mixer", {"at least 1": "contexts window"})
+        window: Annotated[int, "at least 1"] = 1024
 
     read_time = ("contexts", "window")
 

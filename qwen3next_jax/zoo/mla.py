@@ -6,12 +6,12 @@ part of a key that all heads share, P = K - R width of a key's own part, and of 
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.gated_attention import (
     attend,
     attend_cached,
@@ -45,20 +45,13 @@ class MLA(Mixer):
     @dataclasses.dataclass(frozen=True)
     class Settings:
         # width of the latent of a token's keys and values, which the cache holds
-        latent_rank: int = 512
+        latent_rank: Annotated[int, "at least 1"] = 512
         # width of the queries' latent; 0: queries are made of the input
-        query_rank: int = 0
+        query_rank: Annotated[int, "0 or more"] = 0
         # numbers of each key that all heads share; 0: those that are rotated
-        shared_key_width: int = 0
+        shared_key_width: Annotated[int, "0 or more"] = 0
         # epsilon of the latents' norms; 0: rms_norm_eps
-        latent_norm_eps: float = 0.0
-
-        def __post_init__(self):
-            bounds = {
-                "at least 1": "latent_rank",
-                "0 or more": "query_rank shared_key_width latent_norm_eps",
-            }
-            check_bounds(self, "model.mixer", bounds)
+        latent_norm_eps: Annotated[float, "0 or more"] = 0.0
 
     switches = ("attention_output_gate", "yarn_factor", "block.rope_scaling")
     cache_kind = "slots"

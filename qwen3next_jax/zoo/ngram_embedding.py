@@ -31,8 +31,8 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.sharding.rules import (
     activation_spec,
-    gather_local,
-    local,
+    gather_in_shard,
+    per_shard,
     storage_spec,
 )
 
@@ -92,7 +92,7 @@ class NgramEmbedding(nnx.Module):
 
         def look_up(table_VK, ids_BTH):
             if mesh is not None:
-                table_VK = gather_local(table_VK, declared, shape, mesh, whole=True)
+                table_VK = gather_in_shard(table_VK, declared, shape, mesh, whole=True)
             rows_BTHK = table_VK[ids_BTH]
             return rows_BTHK.reshape(*ids_BTH.shape[:2], -1)
 
@@ -100,7 +100,7 @@ class NgramEmbedding(nnx.Module):
             return look_up(self.table[...], ids_BTH)
         tokens = activation_spec("batch", context.time, None)
         in_specs = (storage_spec(declared, shape, mesh), tokens)
-        return local(look_up, mesh, in_specs, tokens)(self.table[...], ids_BTH)
+        return per_shard(look_up, mesh, in_specs, tokens)(self.table[...], ids_BTH)
 
     def _per_stream(self, x_BTE: jax.Array, weight_E: jax.Array) -> jax.Array:
         """RMSNorm of each stream alone, [B, T, S, D]."""
@@ -168,7 +168,7 @@ def stream_count(config: ModelConfig) -> int:
     """How many residual streams the model has."""
     return (
         jax.eval_shape(
-            lambda x: config.block.of("placement").enter(x, config),
+            lambda x: config.block.resolve("placement").enter(x, config),
             jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.float32),
         ).shape[-1]
         // config.hidden_size

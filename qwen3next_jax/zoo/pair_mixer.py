@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.model.gated_attention import GatedAttention, write
 from qwen3next_jax.model.layers import rotate, token_mean
-from qwen3next_jax.sharding.rules import TENSOR, activation_spec, local, shards
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, per_shard, num_shards
 from qwen3next_jax.zoo.ops.pair_attention import CHUNK, dot, pair_attention
 
 
@@ -49,6 +49,10 @@ class PairAttention(GatedAttention):
     def best(self) -> int:
         return 0
 
+    def sink_logit(self) -> jax.Array | None:
+        """[N], a logit per head that takes weight and gives nothing; None: there is none."""
+        return None
+
     @classmethod
     def pairs(cls, config, length: int) -> float:
         """How many pairs are seen in a row of one document."""
@@ -61,10 +65,10 @@ class PairAttention(GatedAttention):
             cache = {"k": write(cache["k"], k_BTMK, t_BT), "v": write(cache["v"], v_BTMK, t_BT)}
             k, v, ids = cache["k"], cache["v"], None
             s_BS = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32), k.shape[:2])
-        if k.shape[2] % shards(mesh, TENSOR):
+        if k.shape[2] % num_shards(mesh, TENSOR):
             k, v = (jnp.repeat(x, q_BTNK.shape[2] // x.shape[2], axis=2) for x in (k, v))
 
-        def run(q, k, v, t, s, ids, per_head):
+        def run(q, k, v, t, s, ids, per_head, sink):
             return pair_attention(
                 q,
                 k,
@@ -76,15 +80,24 @@ class PairAttention(GatedAttention):
                 segment_ids=ids,
                 kv_segment_ids=ids,
                 best=self.best,
+                sink=sink,
                 axis_name=context.time_axis,
                 chunk=self.chunk,
             )
 
         heads = activation_spec("batch", context.time, "heads")
         tokens = activation_spec("batch", context.time)
-        in_specs = (heads, heads, heads, tokens, tokens, tokens, activation_spec("heads"))
-        o_BTNK = local(run, mesh, in_specs, heads)(
-            self.queries(q_BTNK, t_BT), self.keys(k, s_BS), v, t_BT, s_BS, ids, self.per_head()
+        by_head = activation_spec("heads")
+        in_specs = (heads, heads, heads, tokens, tokens, tokens, by_head, by_head)
+        o_BTNK = per_shard(run, mesh, in_specs, heads)(
+            self.queries(q_BTNK, t_BT),
+            self.keys(k, s_BS),
+            v,
+            t_BT,
+            s_BS,
+            ids,
+            self.per_head(),
+            self.sink_logit(),
         )
         return o_BTNK, cache
 

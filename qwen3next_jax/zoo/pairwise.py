@@ -7,14 +7,13 @@ key/value heads, K head width.
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.registry import MIXERS, resolve
 from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.zoo.attention_references import gated_attention, places
@@ -49,12 +48,13 @@ class Masked(PairAttention):
 
     @dataclasses.dataclass(frozen=True)
     class Settings(PairAttention.Settings):
+        # a token sees the tokens before it (causal), those of the prefix see each other, too
+        # (prefix), or all of its document (bidirectional)
         mask: Literal["causal", "prefix", "bidirectional"] = "causal"
         # of the mask "prefix": tokens at a document's start that see each other
-        prefix_tokens: int = 0
+        prefix_tokens: Annotated[int, "0 or more"] = 0
 
         def __post_init__(self):
-            check_bounds(self, "model.mixer", {"0 or more": "prefix_tokens"})
             require(
                 (self.mask == "prefix") == (self.prefix_tokens > 0),
                 f"model.mixer.mask = {self.mask!r} with model.mixer.prefix_tokens = "
@@ -156,14 +156,13 @@ class T5Bias(Masked):
 
     @dataclasses.dataclass(frozen=True)
     class Settings(Masked.Settings):
-        # of distances
-        buckets: int = 32
-        # the distance from which on all fall into the last bucket
+        # how many classes of distances have a number of their own
+        buckets: Annotated[int, "at least 4"] = 32
+        # the distance from which on all fall into the last bucket; more than half of buckets
         max_distance: int = 128
 
         def __post_init__(self):
             super().__post_init__()
-            check_bounds(self, "model.mixer", {"at least 4": "buckets"})
             require(
                 self.max_distance > self.buckets // 2,
                 f"model.mixer.max_distance = {self.max_distance}: expected more than half of "

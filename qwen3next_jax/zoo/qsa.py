@@ -44,7 +44,7 @@ from qwen3next_jax.model.gated_attention import (
 )
 from qwen3next_jax.model.layers import Context, rms_norm, rotate, token_mean
 from qwen3next_jax.ops import blocks
-from qwen3next_jax.sharding.rules import TENSOR, activation_spec, local, shards
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, per_shard, num_shards
 from qwen3next_jax.zoo.attention_references import gated_attention, norm, places, rotated
 from qwen3next_jax.zoo.ops.pair_attention import CHUNK, dot
 
@@ -131,7 +131,7 @@ class QSA(GatedAttention):
         )
 
     def __call__(self, x_BTD, context, cache=None):
-        q_BTNK, k_BTMK, v_BTMK, gate_BTNK = self.project(x_BTD, context)
+        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.heads(x_BTD, context)
         index_q_BTHI, index_k_BTI = self.index(x_BTD, context)
         if cache is not None:
             o_BTNK, cache = self._attend_cached(
@@ -315,15 +315,15 @@ class QSA(GatedAttention):
             "it would take)",
         )
         q_BTNK, *keys = heads
-        if keys[0].shape[2] % shards(mesh, TENSOR):
+        if keys[0].shape[2] % num_shards(mesh, TENSOR):
             keys = [jnp.repeat(x, q_BTNK.shape[2] // x.shape[2], axis=2) for x in keys]
         by_head, row = activation_spec("batch", None, "heads"), activation_spec("batch")
         in_specs = (*(by_head,) * len(heads), *(row,) * 6)
-        return lambda *rest: local(run, mesh, in_specs, out_spec)(q_BTNK, *keys, *rest)
+        return lambda *rest: per_shard(run, mesh, in_specs, out_spec)(q_BTNK, *keys, *rest)
 
     @staticmethod
     def _head_axis(context: Context) -> str | None:
-        return TENSOR if shards(context.mesh, TENSOR) > 1 else None
+        return TENSOR if num_shards(context.mesh, TENSOR) > 1 else None
 
     @classmethod
     def loss_tokens(cls, config, positions_BT, counted_BT):

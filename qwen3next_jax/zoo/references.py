@@ -19,10 +19,12 @@ def outer_product_recurrence(
     """S ← e^g S + β k vᵀ, o = Sᵀq, with S [H, K, V] from zeros.
 
     Args:
-      q, k: [T, H, K]. v: [T, H, V].
-      g: log decay [T, H] or, for every key channel, [T, H, K]. beta: [T, H]; None for 1.
-      erase: the delta rule, S ← e^g S, then S ← S + β k (v - Sᵀe)ᵀ, where e is `erase_key`
-        [T, H, K], or k where that is None.
+      q, k: [T, H, K].
+      v: [T, H, V].
+      g: log decay [T, H] or, for every key channel, [T, H, K].
+      beta: [T, H]; None for 1.
+      erase: the delta rule, S ← e^g S, then S ← S + β k (v - Sᵀe)ᵀ, where e is `erase_key` [T, H,
+        K], or k where that is None.
       bonus: [H, K], reads the state before the token: o = Sᵀq + (Σ q bonus k) v.
       normaliser: also returns zᵀq [T, H, 1], z ← e^g z + β k.
 

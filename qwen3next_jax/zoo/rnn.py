@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.model.mixer import Mixer
-from qwen3next_jax.sharding.rules import activation_spec, local
+from qwen3next_jax.sharding.rules import activation_spec, per_shard
 from qwen3next_jax.zoo.ops import token_scan
 from qwen3next_jax.zoo.references import project_out
 
@@ -76,7 +76,7 @@ class RecurrentNetwork(Mixer):
             )
 
         x_BTHC = jnp.einsum("btd,dhc->bthc", x_BTD, self.in_proj[...].astype(x_BTD.dtype))
-        h_BTHV, state = local(
+        h_BTHV, state = per_shard(
             run, context.mesh, (rows, heads, heads, tokens, first), (rows, first)
         )(
             x_BTHC,

@@ -12,7 +12,7 @@ from qwen3next_jax.model.layers import Context, token_mean
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.recurrent import Inputs, Recurrent
 from qwen3next_jax.ops import causal_conv1d
-from qwen3next_jax.sharding.rules import activation_spec, local
+from qwen3next_jax.sharding.rules import activation_spec, per_shard
 from qwen3next_jax.zoo.ops import channel_delta_rule, linear_scan, max_plus_scan
 from qwen3next_jax.zoo.projections import make_low_rank, project_to_float32
 from qwen3next_jax.zoo.references import (
@@ -48,7 +48,7 @@ def token_shift(
 
     rows = activation_spec("batch", context.time)
     first = activation_spec("batch")
-    return local(run, context.mesh, (rows, rows, first), (rows, first))(
+    return per_shard(run, context.mesh, (rows, rows, first), (rows, first))(
         x_BTD, context.segment_ids, before_B1D
     )
 
@@ -98,9 +98,9 @@ class RWKV4(Mixer):
         def run(k, v, w, bonus, segment_ids, state):
             return self._weighted_mean(k, v, w, bonus, segment_ids, context.time_axis, state)
 
-        o, state = local(run, context.mesh, (rows, rows, whole, whole, rows, first), (rows, first))(
-            k, v, self.decay[...], self.bonus[...], context.segment_ids, state
-        )
+        o, state = per_shard(
+            run, context.mesh, (rows, rows, whole, whole, rows, first), (rows, first)
+        )(k, v, self.decay[...], self.bonus[...], context.segment_ids, state)
         gated = (jax.nn.sigmoid(r.astype(jnp.float32)) * o).astype(dtype)
         y = gated @ self.out_proj[...].astype(dtype)
         diagnostics = {}

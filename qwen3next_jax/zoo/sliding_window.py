@@ -7,43 +7,44 @@ a chunk, F first tokens.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from qwen3next_jax.config.bounds import check_bounds
-from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.ops import blocks, checks
-from qwen3next_jax.sharding.rules import TENSOR, activation_spec, local, shards
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, per_shard, num_shards
 from qwen3next_jax.zoo.attention_references import gated_attention, places
+from qwen3next_jax.zoo.biased_projections import BiasedProjections
 
 EXAMPLES = {
     "sliding_window": {
         "linear_mixer": "sliding_window",
-        "mixer": {"window": 7, "first_tokens": 2, "sink_logit": True},
+        "mixer": {
+            "window": 7,
+            "first_tokens": 2,
+            "sink_logit": True,
+            "attention_bias": "qkvo",
+        },
     }
 }
 CHUNK = 128  # queries worked at once
 _HIDDEN = -1e30  # score of a key that is not seen; finite, so that a row without keys stays finite
 
 
-class SlidingWindow(GatedAttention):
+class SlidingWindow(BiasedProjections):
     """`GatedAttention` whose queries see `window` keys. Its cache is the window, which is as large
     after any number of tokens.
     """
 
     @dataclasses.dataclass(frozen=True)
-    class Settings(GatedAttention.Settings):
+    class Settings(BiasedProjections.Settings):
         # keys that a query sees, its own among them
-        window: int = 1024
+        window: Annotated[int, "at least 1"] = 1024
         # keys at the start of a document that stay visible beyond the window
-        first_tokens: int = 0
+        first_tokens: Annotated[int, "0 or more"] = 0
         # a learned score per head that takes weight and gives nothing
         sink_logit: bool = False
-
-        def __post_init__(self):
-            check_bounds(self, "model.mixer", {"at least 1": "window", "0 or more": "first_tokens"})
 
     read_time = ("window", "first_tokens")
     cache_kind = "state"
@@ -71,7 +72,7 @@ class SlidingWindow(GatedAttention):
             first = (k, v, jnp.arange(positions.shape[1]) - positions)
         elif s.first_tokens:
             first = (cache["first_k"], cache["first_v"], jnp.zeros_like(positions))
-        if k.shape[2] % shards(mesh, TENSOR):
+        if k.shape[2] % num_shards(mesh, TENSOR):
             k, v, *first_kv = (
                 jnp.repeat(x, q_BTNK.shape[2] // x.shape[2], axis=2)
                 for x in (k, v, *(first or ())[:2])
@@ -96,7 +97,7 @@ class SlidingWindow(GatedAttention):
         firsts = first and (heads, heads, tokens)
         in_specs = (heads, heads, heads, tokens, tokens, firsts, tokens, activation_spec("heads"))
         sink = self.sink[...] if s.sink_logit else None
-        o_BTNK = local(run, mesh, in_specs, heads)(
+        o_BTNK = per_shard(run, mesh, in_specs, heads)(
             q_BTNK, k, v, ids, kv_ids, first, positions, sink
         )
         return o_BTNK, cache
@@ -193,8 +194,7 @@ def window_attention(
       k, v: [B, W + T, M, K] with N % M == 0, the W = window - 1 rows before the first query in
         front; or [B, T, M, K] where there are none.
       segment_ids: [B, T] integers or None, the document of each query.
-      kv_segment_ids: of the keys, [B, W + T], with -1 where there is none; None where k has T
-        rows.
+      kv_segment_ids: of the keys, [B, W + T], with -1 where there is none; None where k has T rows.
       sink: [N] or None, a logit per head that takes weight and gives nothing.
       first: None, or the first tokens that every query of a document sees.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order. k then has T

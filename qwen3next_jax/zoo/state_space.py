@@ -6,19 +6,19 @@ channel keeps (S4D: pairs of conjugate numbers), R rank of Δ.
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.gated_deltanet import DECAY_INITS, log_uniform_dt_bias
 from qwen3next_jax.model.layers import Context, token_mean
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.recurrent import Inputs, Recurrent
 from qwen3next_jax.ops import causal_conv1d
-from qwen3next_jax.sharding.rules import activation_spec, local
+from qwen3next_jax.sharding.rules import activation_spec, per_shard
 from qwen3next_jax.zoo.ops import expanded_scan
 from qwen3next_jax.zoo.projections import project_to_float32
 from qwen3next_jax.zoo.references import (
@@ -42,10 +42,7 @@ class ChannelStates(Mixer):
     @dataclasses.dataclass(frozen=True)
     class Settings:
         # numbers that a channel keeps; S4D keeps half as many complex pairs
-        state_size: int = 16
-
-        def __post_init__(self):
-            check_bounds(self, "model.mixer", {"at least 1": "state_size"})
+        state_size: Annotated[int, "at least 1"] = 16
 
     @classmethod
     def forward_flops(cls, config, length):
@@ -133,7 +130,7 @@ class Mamba(ChannelStates):
             )
 
         in_specs = (rows, activation_spec(None, "heads"), tokens, first)
-        return local(convolve, context.mesh, in_specs, (rows, first))(
+        return per_shard(convolve, context.mesh, in_specs, (rows, first))(
             x_BTHV, self.conv_kernel[...].astype(x_BTHV.dtype), context.segment_ids, state
         )
 
@@ -175,7 +172,7 @@ class Mamba(ChannelStates):
         heads = activation_spec("heads")
         states = activation_spec("batch", "heads")
         in_specs = (rows, rows, tokens, tokens, heads, tokens, states)
-        return local(run, context.mesh, in_specs, (rows, states))(
+        return per_shard(run, context.mesh, in_specs, (rows, states))(
             x_BTHV, step_BTHV, b_BTN, c_BTN, self.a_log[...], context.segment_ids, state_BHVN
         )
 
@@ -277,7 +274,7 @@ class S4D(ChannelStates):
         states = activation_spec("batch", "heads")
         in_specs = (rows, *(heads,) * 5, activation_spec("batch", context.time), states)
         parameters = (self.log_step, self.a_log, self.a_imag, self.read, self.skip)
-        return local(run, context.mesh, in_specs, (rows, states))(
+        return per_shard(run, context.mesh, in_specs, (rows, states))(
             x_BTHV,
             *(parameter[...].astype(jnp.float32) for parameter in parameters),
             context.segment_ids,

@@ -6,12 +6,12 @@ Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a v
 """
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.model.recurrent import Inputs, Recurrent
 from qwen3next_jax.zoo.ops import token_scan
 from qwen3next_jax.zoo.projections import l2_normalize, project_to_float32
@@ -32,10 +32,7 @@ class TrainedState(Recurrent):
     @dataclasses.dataclass(frozen=True)
     class Settings:
         # tokens of a document whose gradients are taken at one state
-        block: int = 16
-
-        def __post_init__(self):
-            check_bounds(self, "model.mixer", {"at least 1": "block"})
+        block: Annotated[int, "at least 1"] = 16
 
     def scan_tokens(self, step, heads, gates, state):
         """Applies `step` to one token after the other.

@@ -8,7 +8,7 @@ from flax import nnx
 
 from qwen3next_jax import ModelConfig, Qwen3Next
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
-from qwen3next_jax.sharding.chips import CHIPS, chip_of
+from qwen3next_jax.sharding.chips import CHIPS, find_chip
 
 SMALL = dict(
     vocab_size=64,
@@ -89,12 +89,12 @@ def test_forward_flops_are_two_per_weight_and_what_the_mixers_add(config):
 
 def test_chips_are_found_by_device_kind():
     assert (
-        chip_of("TPU v5").name == "v5p"
-        and chip_of("TPU v5 lite").name == "v5e"
-        and chip_of("NVIDIA H200").name == "H200"
+        find_chip("TPU v5").name == "v5p"
+        and find_chip("TPU v5 lite").name == "v5e"
+        and find_chip("NVIDIA H200").name == "H200"
     )
-    assert chip_of("TPU7x").device_flops == CHIPS["tpu7x"].bf16_flops / 2
-    assert chip_of("cpu") is None and chip_of("NVIDIA H100 PCIe") is None
+    assert find_chip("TPU7x").device_flops == CHIPS["tpu7x"].bf16_flops / 2
+    assert find_chip("cpu") is None and find_chip("NVIDIA H100 PCIe") is None
     assert len({kind for chip in CHIPS.values() for kind in chip.kinds}) == sum(
         len(chip.kinds) for chip in CHIPS.values()
     )

@@ -22,7 +22,7 @@ from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.parameters import Declared, Make, declared_tree
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.sharding.rules import shardings
+from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from qwen3next_jax.training.optimizers import muon
 from qwen3next_jax.training.optimizers.muon import orthogonalised
@@ -163,7 +163,7 @@ def test_no_mixer_has_two_heads_in_one_matrix():
         return {
             tuple(sorted(muon._layout(one, width, True, None).shape[-2:]))
             for one in slabs.values()
-            for width in muon._widths(one, True)
+            for width in muon._part_widths(one, True)
         }
 
     for name in MIXERS:
@@ -199,7 +199,7 @@ def test_eight_devices_divide_the_products_and_get_what_one_gets():
     }
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, expert=2, tensor=2)), jax.devices()[:8])
     tree = {name: random(*one.stack, *one.shape) for name, one in declared.items()}
-    lies = shardings(tree, declared, mesh)
+    lies = tree_shardings(tree, declared, mesh)
 
     def done(mesh):
         return lambda tree: [

@@ -7,7 +7,7 @@ import pytest
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, to_dict
-from qwen3next_jax.config.describe import settings
+from qwen3next_jax.config.describe import list_settings
 from qwen3next_jax.config.registry import resolve
 
 
@@ -46,7 +46,7 @@ def test_every_setting_of_a_run_is_described_with_its_default():
     """`--help` reads the comments of the config's fields: all fields are found, also those that
     span lines, and a comment belongs to one field.
     """
-    described = {setting.name: setting for setting in settings(Config)}
+    described = {setting.name: setting for setting in list_settings(Config)}
     # of the mixers' settings, which the model's mixers declare, there is the group alone
     assert described.pop("model.mixer").default == {}
     assert described.keys() == {

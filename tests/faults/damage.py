@@ -121,10 +121,10 @@ def plain_flips_in_checkpoint(lab: Lab, count: int) -> list[Trial]:
     import orbax.checkpoint as ocp
 
     from qwen3next_jax.runs.checkpoint import with_text_keys
-    from qwen3next_jax.sharding.mesh import one_device
+    from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.resolve import resolve_run
 
-    state = with_text_keys(resolve_run(lab.config, one_device()).init_state()["params"])
+    state = with_text_keys(resolve_run(lab.config, single_device_mesh()).init_state()["params"])
     folder = lab.new_folder() / "plain"
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, state)
@@ -151,10 +151,10 @@ def plain_newest_checkpoints(lab: Lab, k: int) -> list[Trial]:
     import orbax.checkpoint as ocp
 
     from qwen3next_jax.runs.checkpoint import with_text_keys
-    from qwen3next_jax.sharding.mesh import one_device
+    from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.resolve import resolve_run
 
-    state = with_text_keys(resolve_run(lab.config, one_device()).init_state()["params"])
+    state = with_text_keys(resolve_run(lab.config, single_device_mesh()).init_state()["params"])
     folder = lab.new_folder() / "plain"
     with ocp.CheckpointManager(folder) as manager:
         for step in range(1, 5):
@@ -175,10 +175,10 @@ def plain_files_of_checkpoint(lab: Lab, _: int) -> list[Trial]:
     import orbax.checkpoint as ocp
 
     from qwen3next_jax.runs.checkpoint import with_text_keys
-    from qwen3next_jax.sharding.mesh import one_device
+    from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.resolve import resolve_run
 
-    state = with_text_keys(resolve_run(lab.config, one_device()).init_state()["params"])
+    state = with_text_keys(resolve_run(lab.config, single_device_mesh()).init_state()["params"])
     folder, trials = lab.new_folder() / "plain", []
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder, state)

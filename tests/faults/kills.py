@@ -219,7 +219,7 @@ SUPERVISED = """
 import functools, pathlib, sys
 from qwen3next_jax.processes import supervisor
 from qwen3next_jax.runs.folder import written
-supervisor.FIRST_PAUSE, supervisor.LONGEST_PAUSE, supervisor.FRUITLESS = 0.2, 0.2, 100
+supervisor.FIRST_PAUSE, supervisor.LONGEST_PAUSE, supervisor.MAX_FRUITLESS_STARTS = 0.2, 0.2, 100
 workdir, pids, spec = sys.argv[1:]
 command = ["/bin/sh", "-c", 'echo $$ >> "$0"; exec "$@"', pids]
 command += [sys.executable, "-m", "tests.faults.worker", spec]

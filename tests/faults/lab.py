@@ -195,12 +195,13 @@ class Lab:
         import jax
 
         from qwen3next_jax.runs.checkpoint import Checkpoints
-        from qwen3next_jax.sharding.mesh import one_device
+        from qwen3next_jax.sharding.mesh import single_device_mesh
         from qwen3next_jax.training.resolve import resolve_run
 
         with Checkpoints(workdir) as checkpoints:
             state = checkpoints.restore(
-                self.config.train.steps, resolve_run(self.config, one_device()).abstract_state
+                self.config.train.steps,
+                resolve_run(self.config, single_device_mesh()).abstract_state,
             )
         return [
             (jax.tree_util.keystr(path), np.asarray(leaf).tobytes())

@@ -19,14 +19,14 @@ def train_plain(
 
     from qwen3next_jax.config import Config, from_dict
     from qwen3next_jax.model import declared
-    from qwen3next_jax.sharding.mesh import one_device
+    from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.gradients import make_gradients
     from qwen3next_jax.training.loss import total_loss
     from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
     from qwen3next_jax.training.resolve import resolve_run
 
     config = from_dict(Config, config)
-    run = resolve_run(config, one_device())
+    run = resolve_run(config, single_device_mesh())
     (stage,) = run.stages
     loss_of = total_loss
     if poison >= 0:

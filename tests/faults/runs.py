@@ -37,8 +37,8 @@ def _launches(count: int) -> list[dict]:
             "launch": {
                 "source": "the fault table",
                 "coordinator": where,
-                "processes": count,
-                "process": i,
+                "num_processes": count,
+                "process_id": i,
             }
         }
         for i in range(count)
@@ -164,7 +164,7 @@ def device_counts(lab: Lab, _: int) -> list[Trial]:
     import jax
 
     from qwen3next_jax.runs.checkpoint import Checkpoints
-    from qwen3next_jax.sharding.mesh import make_mesh, one_device
+    from qwen3next_jax.sharding.mesh import make_mesh, single_device_mesh
     from qwen3next_jax.training.resolve import resolve_run
 
     trials, counts = [], (1, 2, 4, 8)
@@ -179,7 +179,9 @@ def device_counts(lab: Lab, _: int) -> list[Trial]:
         with Checkpoints(workdir) as checkpoints:
             step = checkpoints.newest_good_step()
             saved = jax.device_get(
-                checkpoints.restore(step, resolve_run(lab.config, one_device()).abstract_state)
+                checkpoints.restore(
+                    step, resolve_run(lab.config, single_device_mesh()).abstract_state
+                )
             )
             for m in counts:
                 mesh = make_mesh(lab.config.parallel, jax.devices()[:m])

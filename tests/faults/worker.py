@@ -56,7 +56,7 @@ def _train(spec: dict) -> int:
         jax.config.update("jax_num_cpu_devices", spec["devices"])
     config = from_dict(Config, spec["config"])
     launch = Launch(**spec["launch"]) if spec.get("launch") else None
-    with distributed.joined(launch, config.parallel, spec["config"]):
+    with distributed.distributed_run(launch, config.parallel, spec["config"]):
         from qwen3next_jax.runs.train import train
         from qwen3next_jax.training.loop import make_train_step
         from qwen3next_jax.training.loss import total_loss

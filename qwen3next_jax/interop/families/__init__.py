@@ -1,10 +1,10 @@
-"""The families of checkpoints that this project reads and writes: one file each."""
+"""The families of checkpoints that this project reads and writes, one file each."""
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, short_repr
 from qwen3next_jax.interop.families import kimi_linear, qwen3_5, qwen3_next, qwen4_exp
 from qwen3next_jax.interop.families.form import Fields, Form
 
-# The values of `model.hf_form`.
+# Value of `model.hf_form` → the form.
 FORMS: dict[str, Form] = {
     form.name: form
     for form in (
@@ -19,10 +19,10 @@ FORMS: dict[str, Form] = {
 
 
 def form_of(fields: Fields, where: str) -> Form:
-    """The form of a config.json with these fields.
+    """The form of a config.json with these fields, by its `model_type`.
 
     Raises:
-      UserError: another `model_type`; `where` names the file.
+      UserError: the `model_type` is unknown; the message begins with `where`, the file's name.
     """
     model_type = fields.get("model_type")
     model_types = {name: form for form in FORMS.values() for name in form.model_types}

@@ -1,6 +1,6 @@
-"""What the families share in reading and writing the fields of a config.json.
+"""Functions that the families share for reading and writing the fields of a config.json.
 
-In all functions `where` names the file, for messages.
+In all functions, `where` is the name of the file, for messages.
 """
 
 import functools
@@ -11,7 +11,7 @@ from qwen3next_jax.common.errors import UserError, short_repr, warn
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop.families.form import Fields
 
-# Fields that change nothing that is computed, whatever their value.
+# Fields that do not affect what the model computes, whatever their value.
 IGNORED = frozenset(
     (
         "architectures",
@@ -30,9 +30,9 @@ IGNORED = frozenset(
         "_name_or_path",
     )
 )
-# Fields that an export always writes anew. It takes over others from the checkpoint that its
-# model began with.
-_RENEWED = frozenset(
+# Fields that an export never copies from the checkpoint from which its model was initialised: it
+# writes them itself, or leaves them out.
+_NOT_COPIED = frozenset(
     (
         "architectures",
         "dtype",
@@ -48,19 +48,21 @@ _RENEWED = frozenset(
 )
 
 
-def first_given(fields: Fields, *names: str) -> Any:
-    """The first value of these fields that is neither null nor 0; None: there is none."""
+def first_present(fields: Fields, *names: str) -> Any:
+    """The first value of the fields `names` that is neither null nor 0; None: there is none."""
     values = (fields.get(name) for name in names)
     return next((value for value in values if value is not None and value != 0), None)
 
 
-def given(fields: Fields, names: Collection[str]) -> Fields:
-    """Those of the fields that are there and not null."""
+def present_fields(fields: Fields, names: Collection[str]) -> Fields:
+    """The fields `names`, without those that are missing or null."""
     return {name: fields[name] for name in names if fields.get(name) is not None}
 
 
 def refuse_other_values(fields: Fields, supported: Mapping[str, tuple], where: str) -> None:
-    """Raises UserError where a field has a value that is not supported; null is no value."""
+    """Raises UserError if a field has a value that is not among its `supported` ones. A field that
+    is missing or null is accepted.
+    """
     for name, values in supported.items():
         value = fields.get(name)
         if value is None or value in values:
@@ -74,32 +76,36 @@ def refuse_other_values(fields: Fields, supported: Mapping[str, tuple], where: s
 
 
 def note_unknown(fields: Fields, known: Collection[str], where: str) -> None:
-    """Names the fields that are not known, in a note."""
+    """Prints a note that names the fields that are not among the `known` ones."""
     unknown = sorted(
         name
         for name, value in fields.items()
         if name not in known and value is not None and (name, value) != ("attention_dropout", 0)
     )
     if unknown:
-        note(
-            f"{where}: {', '.join(short_repr(name) for name in unknown)}: not known here, and "
-            "taken to change nothing that is computed"
+        note_once(
+            f"{where}: {', '.join(short_repr(name) for name in unknown)}: unknown fields, which "
+            "are assumed not to affect what the model computes"
         )
 
 
 @functools.cache
-def note(message: str) -> None:
-    """A note on standard error, once per process: a command reads a config.json several times."""
+def note_once(message: str) -> None:
+    """Prints a note on standard error, but the same note only once in a process: a command may read
+    a config.json several times.
+    """
     warn(message, "note")
 
 
-def taken_over(source: Fields) -> Fields:
-    """The fields that an export takes over from its source, unless it writes them itself."""
-    return {name: value for name, value in source.items() if name not in _RENEWED}
+def fields_from_source(source: Fields) -> Fields:
+    """The fields of a checkpoint that an export copies, unless it writes them itself."""
+    return {name: value for name, value in source.items() if name not in _NOT_COPIED}
 
 
 def token_fields(config: ModelConfig, source: Fields) -> Fields:
-    """`bos_token_id` and `eos_token_id`. A list in the source stays if it has the model's token."""
+    """The fields `bos_token_id` and `eos_token_id` of an export. If the source has a list that
+    contains the model's token, the list is copied.
+    """
     tokens = {}
     for name in ("bos_token_id", "eos_token_id"):
         token = getattr(config, name)

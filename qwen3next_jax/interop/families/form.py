@@ -1,8 +1,9 @@
-"""What a form is: one way to store a model in a Hugging Face directory.
+"""A form: one way to store a model in a Hugging Face directory.
 
-A family is a file of this folder. It has one or more forms, the values of `model.hf_form`. A form
-says how config.json becomes settings and back, which tensors hold which parameters, and which
-models it cannot store. It is data and plain functions; nothing here imports JAX or the model.
+Each other file of this folder, but `fields.py` and `rope.py`, is a family of models with one or
+more forms; the setting `model.hf_form` names a form. A form converts config.json to settings and
+back, says which tensors hold which parameters, and refuses models that it cannot store. It consists
+of data and plain functions; nothing here imports JAX or the model.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ import numpy as np
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop.entries import Entries, Entry, vector
 
-Fields = dict[str, Any]  # of a config.json
+Fields = dict[str, Any]  # the fields of a config.json, or of a group in it
 
 
 def layer_norms(config: ModelConfig) -> Iterator[Entry]:
@@ -34,29 +35,32 @@ class Form:
 
     Attributes:
       name: the value of `model.hf_form`.
-      title: what messages call a model of this form.
-      model_types: config.json's `model_type` → the `model_type` of the text model in it, which is
-        another one only in a wrapper.
-      read: (fields of the text model, where) → settings of `ModelConfig`, without those that every
-        form stores alike (`hf_config.parse_hf_config`). Raises UserError for a model that this
-        project does not compute; `where` names the file.
-      write: (config, dtype, fields of the source's text model, fields of the source around it) →
-        the fields of config.json. `dtype` is the stored weights'. The source is the checkpoint
-        that the model began with; both groups are empty where there is none of this kind.
-      check: raises UserError for a model that has no such form, beyond what `mixers` and `settings`
-        say.
-      settings: the settings of `ModelConfig` that config.json holds, or that `check` looks at. Any
-        other must have its default, or be one of `WITHOUT_MEANING`.
+      title: the name of such models in messages.
+      model_types: the values of `model_type` in config.json → the `model_type` of the text model,
+        which differs from it only in a wrapper (a model with a vision tower).
+      read: (fields of the text model, where) → settings of `ModelConfig`, except those that every
+        form stores alike (`hf_config.parse_hf_config` adds these). `where` names the file in
+        messages. Raises UserError for a model that this project does not compute.
+      write: (config, dtype, text, wrapper) → the fields of config.json. `dtype` is the dtype of
+        the stored weights. `text` and `wrapper` are the fields of the text model and of the
+        wrapper in the checkpoint that the model was initialised from, {} if there is none.
+      check: raises UserError for a model that this form cannot store, for reasons that `mixers`
+        and `settings` do not express.
+      settings: the settings of `ModelConfig` that config.json holds or that `check` looks at. All
+        others must have their defaults, except those in `NOT_IN_FILES`.
       mixers: name of a mixer (`config.registry.MIXERS`) → its entries.
-      experts: entries of a layer's mixture of experts.
-      multi_token_prediction: entries of that module without its layer; None: the form has no such
-        module.
-      sizes: fields whose product is a width of some tensor, checked before anything is built.
-      trunk: what the names of the tensors of embedding, layers and last norm begin with.
-      vision: what the names of a vision tower's tensors begin with; "": there is no tower.
-      text_group: the group of config.json that holds the text model's fields; "": the file itself.
-      text_fields: (fields of config.json, where) → the text model's fields, under the names that
-        `read` and `sizes` know.
+      experts: the entries of a layer's mixture of experts.
+      multi_token_prediction: the entries of the multi-token prediction module without its layer;
+        None: the form has no such module.
+      width_fields: groups of fields whose product is a width of some tensor. `check_sizes`
+        compares these before anything is built.
+      trunk_prefix: the prefix of the names of embedding, layers and last norm.
+      vision_prefix: the prefix of the names of a vision tower's tensors; "": the form has no
+        tower.
+      text_group: the name of the group in config.json that holds the fields of the text model;
+        "": they are not in a group.
+      text_fields: (fields of config.json, where) → the fields of the text model, under the names
+        that `read` and `width_fields` use.
       tensor_name: name of a tensor in the file → its name in the entries.
       layer_norms: entries of a layer's norms, or what the placement has in their place.
       final_norm: the same of what follows the last layer.
@@ -76,9 +80,9 @@ class Form:
     mixers: Mapping[str, Entries]
     experts: Entries
     multi_token_prediction: Entries | None
-    sizes: tuple[tuple[str, ...], ...]
-    trunk: str = "model."
-    vision: str = ""
+    width_fields: tuple[tuple[str, ...], ...]
+    trunk_prefix: str = "model."
+    vision_prefix: str = ""
     text_group: str = ""
     text_fields: Callable[[Fields, str], Fields] = lambda fields, where: fields
     tensor_name: Callable[[str], str] = lambda name: name
@@ -88,9 +92,9 @@ class Form:
     layer_constants: Callable[[ModelConfig, int], Mapping[str, np.ndarray]] | None = None
 
 
-# Settings that need no place in a file: they say how the model is computed, how its weights began,
-# how it is stored, or (the last four) spell what `layer_types` says.
-WITHOUT_MEANING = frozenset(
+# Settings that need no field in config.json: they say how the model is computed, how its weights
+# were initialised or how it is stored, or (the last four) are another spelling of `layer_types`.
+NOT_IN_FILES = frozenset(
     (
         "delta_rule",
         "decay_init",

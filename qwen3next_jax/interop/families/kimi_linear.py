@@ -1,10 +1,11 @@
-"""Kimi Linear: layers of KDA and latent attention, DeepSeek-V3's router, no positions, no
+"""Kimi Linear: layers of KDA and of latent attention (MLA), DeepSeek-V3's router, no positions, no
 multi-token prediction.
 
-config.json is read in two forms: as released (`linear_attn_config`, `first_k_dense_replace`), and
-as transformers saves it (`layer_types`, `mlp_layer_types`). Some fields have two names. Here they
-have the one that transformers prefers; an export is written so that both readers take it. This
-file knows the mixers `kda` and `mla` by their names in `config.registry.MIXERS` alone.
+This file reads config.json in two notations: that of the released model (`linear_attn_config`,
+`first_k_dense_replace`) and that of transformers (`layer_types`, `mlp_layer_types`). Where a field
+has two names, this file uses transformers'. An export has the fields of both notations, so that the
+released model's code and transformers can both read it. This file knows the mixers `kda` and `mla`
+only by their names in `config.registry.MIXERS`.
 """
 
 import dataclasses
@@ -14,13 +15,13 @@ from typing import Any
 
 from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
-from qwen3next_jax.interop.entries import Entry, TensorSlice, one, swiglu, vector
+from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor, swiglu, vector
 from qwen3next_jax.interop.families import rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
+    fields_from_source,
     note_unknown,
     refuse_other_values,
-    taken_over,
     token_fields,
 )
 from qwen3next_jax.interop.families.form import Fields, Form
@@ -30,10 +31,10 @@ from qwen3next_jax.interop.families.form import Fields, Form
 _MIXER_OF_LAYER_TYPE = {LINEAR: "kda", FULL: "mla"}
 _LAYER_TYPES = {mixer: kind for kind, mixer in _MIXER_OF_LAYER_TYPE.items()}
 _MLP_TYPES = ("dense", "sparse")
-_LATENT_NORM_EPS = 1e-6  # of the latents' norms, whatever rms_norm_eps is
+_LATENT_NORM_EPS = 1e-6  # eps of the norms of latents, whatever rms_norm_eps is
 
-# Names in released files → transformers' names.
-_NAMES = {
+# Field in released files → transformers' name of it.
+_TRANSFORMERS_NAMES = {
     "num_experts_per_token": "num_experts_per_tok",
     "moe_renormalize": "norm_topk_prob",
     "num_expert_group": "n_group",
@@ -41,15 +42,16 @@ _NAMES = {
     "model_max_length": "max_position_embeddings",
     "num_local_experts": "num_experts",
 }
-# Names within `linear_attn_config` → transformers' names at the top.
-_LINEAR_NAMES = {
+# Field of the group `linear_attn_config` → transformers' name of it, at the top level.
+_TRANSFORMERS_NAMES_OF_LINEAR = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-# Lists of layers within `linear_attn_config`; the first layer is 1.
+# Field of the group `linear_attn_config` that lists layers → their layer type. The first layer has
+# the number 1.
 _LAYER_LISTS = {"full_attn_layers": FULL, "kda_layers": LINEAR}
-# What transformers takes where the file says nothing.
+# transformers' values of missing fields.
 _DEFAULTS = {
     "vocab_size": 163_840,
     "hidden_size": 2304,
@@ -77,7 +79,7 @@ _DEFAULTS = {
     "linear_conv_kernel_dim": 4,
     "first_k_dense_replace": 1,
 }
-# Fields with the values that this project computes.
+# Field → the values that this project supports.
 _SUPPORTED = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -91,7 +93,7 @@ _SUPPORTED = {
     "use_grouped_topk": (True,),
     "topk_method": ("noaux_tc",),
 }
-# Fields that change nothing here, beside those of every family: no position is rotated.
+# Fields that do not affect this family, besides those of all families: it rotates no positions.
 _IGNORED = frozenset(("auto_map", "head_dim", "qk_head_dim", "pretraining_tp"))
 _READ = {
     *_DEFAULTS,
@@ -99,10 +101,10 @@ _READ = {
     *_IGNORED,
     *("num_key_value_heads", "layer_types", "mlp_layer_types"),
 }
-# An export writes these fields itself and takes none of them over from its source.
-_WRITTEN = {*_READ, *_NAMES, "linear_attn_config"}
-# Fields that are settings of the same name and meaning.
-_SAME = (
+# Fields that an export never copies from its source: it writes them itself, or leaves them out.
+_WRITTEN = {*_READ, *_TRANSFORMERS_NAMES, "linear_attn_config"}
+# Fields that have the name and the meaning of a setting of `ModelConfig`.
+_SAME_NAME = (
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
@@ -111,12 +113,20 @@ _SAME = (
     "initializer_range",
     "rms_norm_eps",
 )
-_SAME_IF_MIXTURE = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-_SAME_IN_ROUTER = ("n_group", "topk_group", "routed_scaling_factor")
+# The same, in a model with experts.
+_SAME_NAME_IF_MIXTURE = (
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "norm_topk_prob",
+)
+# Fields that have the name and the meaning of a setting of `model.moe`.
+_SAME_NAME_IN_ROUTER = ("n_group", "topk_group", "routed_scaling_factor")
+# The settings that config.json holds, or that `_check` looks at (see `Form.settings`).
 _SETTINGS = frozenset(
     (
-        *_SAME,
-        *_SAME_IF_MIXTURE,
+        *_SAME_NAME,
+        *_SAME_NAME_IF_MIXTURE,
         "bos_token_id",
         "eos_token_id",
         "decoder_sparse_step",
@@ -129,9 +139,9 @@ _SETTINGS = frozenset(
         "mixer",
         "mlp_only_layers",
         "moe",
-        "rope_theta",  # nothing is rotated
+        "rope_theta",  # has no effect: no positions are rotated
         "shared_expert_intermediate_size",
-        # `_check` says which values these have
+        # `_check` requires certain values of these
         "attention_output_gate",
         "linear_num_value_heads",
         "linear_value_head_dim",
@@ -144,7 +154,8 @@ _SETTINGS = frozenset(
         "zero_centered_norm",
     )
 )
-_SIZES = (
+# See `Form.width_fields`.
+_WIDTH_FIELDS = (
     ("num_experts",),
     ("linear_num_heads", "linear_head_dim"),
     ("linear_conv_kernel_dim",),
@@ -156,10 +167,10 @@ _SIZES = (
 
 
 def _text_fields(fields: Fields, where: str) -> Fields:
-    """`fields` under transformers' names, with `layer_types` and `mlp_layer_types`.
+    """`fields` under transformers' names, and with `layer_types` and `mlp_layer_types`.
 
     Raises:
-      UserError: the file contradicts itself.
+      UserError: two fields of the file contradict each other.
     """
     inner = fields.get("linear_attn_config")
     inner = {} if inner is None else inner
@@ -171,7 +182,7 @@ def _text_fields(fields: Fields, where: str) -> Fields:
     for name, value in fields.items():
         if name == "linear_attn_config" or value is None:
             continue
-        canonical = _NAMES.get(name, name)
+        canonical = _TRANSFORMERS_NAMES.get(name, name)
         require(
             canonical not in renamed or renamed[canonical] == value,
             f"{where}: {name} = {short_repr(value)}, and {short_repr(renamed.get(canonical))} "
@@ -180,7 +191,8 @@ def _text_fields(fields: Fields, where: str) -> Fields:
         renamed[canonical] = value
     for name, value in inner.items():
         if name not in _LAYER_LISTS:
-            renamed[_LINEAR_NAMES.get(name, f"linear_attn_config.{name}")] = value
+            canonical = _TRANSFORMERS_NAMES_OF_LINEAR.get(name, f"linear_attn_config.{name}")
+            renamed[canonical] = value
 
     count = renamed.get("num_hidden_layers", _DEFAULTS["num_hidden_layers"])
     require(
@@ -200,7 +212,9 @@ def _text_fields(fields: Fields, where: str) -> Fields:
 
 
 def _layer_types(linear_attn_config: Fields, count: int, where: str) -> list[str]:
-    """`layer_types` of a file that lists its layers by kind, or says nothing about them."""
+    """`layer_types` of a file without that field: from the lists in `linear_attn_config`, or, if it
+    has none, transformers' default.
+    """
     if not linear_attn_config.keys() & _LAYER_LISTS.keys():
         return [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
     kinds = []
@@ -223,87 +237,92 @@ def _layer_types(linear_attn_config: Fields, count: int, where: str) -> list[str
 def _read(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, _SUPPORTED, where)
     note_unknown(fields, {*_READ, *IGNORED, *rope.FIELDS}, where)
-    f = _DEFAULTS | fields
-    _check_fields(f, where)
-    settings = {name: f[name] for name in (*_SAME, "layer_types", "max_position_embeddings")}
+    fields = _DEFAULTS | fields
+    _check_fields(fields, where)
+    settings = {
+        name: fields[name] for name in (*_SAME_NAME, "layer_types", "max_position_embeddings")
+    }
     settings |= {
         "linear_mixer": _MIXER_OF_LAYER_TYPE[LINEAR],
         "full_mixer": _MIXER_OF_LAYER_TYPE[FULL],
-        "num_key_value_heads": f["num_attention_heads"],
+        "num_key_value_heads": fields["num_attention_heads"],
         "partial_rotary_factor": 0.0,
-        "head_dim": f["qk_nope_head_dim"] + f["qk_rope_head_dim"],
+        "head_dim": fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"],
         "mtp_depth": 0,
         "decay_init": "log_uniform",
         "num_experts": 0,
-        "linear_num_key_heads": f["linear_num_heads"],
-        "linear_num_value_heads": f["linear_num_heads"],
-        "linear_key_head_dim": f["linear_head_dim"],
-        "linear_value_head_dim": f["linear_head_dim"],
-        "linear_conv_kernel_dim": f["linear_conv_kernel_dim"],
+        "linear_num_key_heads": fields["linear_num_heads"],
+        "linear_num_value_heads": fields["linear_num_heads"],
+        "linear_key_head_dim": fields["linear_head_dim"],
+        "linear_value_head_dim": fields["linear_head_dim"],
+        "linear_conv_kernel_dim": fields["linear_conv_kernel_dim"],
         "zero_centered_norm": False,
         "attention_output_gate": False,
         "mixer": {
-            "latent_rank": f["kv_lora_rank"],
-            "query_rank": f["q_lora_rank"],
-            "shared_key_width": f["qk_rope_head_dim"],
+            "latent_rank": fields["kv_lora_rank"],
+            "query_rank": fields["q_lora_rank"],
+            "shared_key_width": fields["qk_rope_head_dim"],
             "latent_norm_eps": _LATENT_NORM_EPS,
         },
     }
-    if "sparse" not in f["mlp_layer_types"]:
+    if "sparse" not in fields["mlp_layer_types"]:
         return settings
     router = {"scoring_func": "sigmoid", "router_bias": True, "shared_expert_gate": False}
-    dense = [layer for layer, kind in enumerate(f["mlp_layer_types"]) if kind == "dense"]
+    dense = [layer for layer, kind in enumerate(fields["mlp_layer_types"]) if kind == "dense"]
     return (
         settings
-        | {name: f[name] for name in _SAME_IF_MIXTURE}
+        | {name: fields[name] for name in _SAME_NAME_IF_MIXTURE}
         | {
-            "shared_expert_intermediate_size": f["n_shared_experts"] * f["moe_intermediate_size"],
+            "shared_expert_intermediate_size": fields["n_shared_experts"]
+            * fields["moe_intermediate_size"],
             "mlp_only_layers": dense,
-            "moe": router | {name: f[name] for name in _SAME_IN_ROUTER},
+            "moe": router | {name: fields[name] for name in _SAME_NAME_IN_ROUTER},
         }
     )
 
 
-def _check_fields(f: Fields, where: str) -> None:
-    """Raises UserError for sizes and layers that this project does not compute."""
+def _check_fields(fields: Fields, where: str) -> None:
+    """Raises UserError for sizes and kinds of layers that this project does not support."""
     for name, same_as in (
         ("num_key_value_heads", "num_attention_heads"),
         ("v_head_dim", "qk_nope_head_dim"),
     ):
         require(
-            f.get(name, f[same_as]) == f[same_as],
-            f"{where}: {name} = {short_repr(f.get(name))} is not supported: expected "
-            f"{short_repr(f[same_as])}, as {same_as}",
+            fields.get(name, fields[same_as]) == fields[same_as],
+            f"{where}: {name} = {short_repr(fields.get(name))} is not supported: expected "
+            f"{short_repr(fields[same_as])}, as {same_as}",
         )
     for name, known in (("layer_types", _MIXER_OF_LAYER_TYPE), ("mlp_layer_types", _MLP_TYPES)):
-        kinds = f[name]
+        kinds = fields[name]
         require(
             isinstance(kinds, list)
             and set(map(str, kinds)) <= set(known)
-            and len(kinds) == f["num_hidden_layers"],
-            f"{where}: {name} = {short_repr(kinds)}: expected {f['num_hidden_layers']} of "
+            and len(kinds) == fields["num_hidden_layers"],
+            f"{where}: {name} = {short_repr(kinds)}: expected {fields['num_hidden_layers']} of "
             f"{' and '.join(known)}",
         )
-    require(FULL in f["layer_types"], f"{where}: layer_types has no {FULL}: expected a layer of it")
+    require(
+        FULL in fields["layer_types"], f"{where}: layer_types has no {FULL}: expected a layer of it"
+    )
     positive = ("qk_nope_head_dim", "qk_rope_head_dim")
-    if "sparse" in f["mlp_layer_types"]:
+    if "sparse" in fields["mlp_layer_types"]:
         positive += ("n_shared_experts", "moe_intermediate_size")
     for name in positive:
         require(
-            type(f[name]) is int and f[name] > 0,
-            f"{where}: {name} = {short_repr(f[name])}: expected a positive number",
+            type(fields[name]) is int and fields[name] > 0,
+            f"{where}: {name} = {short_repr(fields[name])}: expected a positive number",
         )
 
 
-def _write(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
+def _write(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
     c, latent = config, _mla_settings(config)
     mlp_types = ["sparse" if c.is_sparse(i) else "dense" for i in range(c.num_hidden_layers)]
     first_sparse = (*mlp_types, "sparse").index("sparse")
     key_and_value_width = c.head_dim - latent.shared_key_width
-    numbered = list(enumerate(c.mixers, 1))
+    numbered_mixers = list(enumerate(c.mixers, 1))
     fields = {"pad_token_id": None, "use_cache": True}
-    fields |= {name: v for name, v in taken_over(source).items() if name not in _WRITTEN}
-    fields |= {name: getattr(c, name) for name in _SAME}
+    fields |= {name: v for name, v in fields_from_source(source).items() if name not in _WRITTEN}
+    fields |= {name: getattr(c, name) for name in _SAME_NAME}
     fields |= token_fields(config, source)
     fields |= {
         "architectures": ["KimiLinearForCausalLM"],
@@ -336,8 +355,8 @@ def _write(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> F
             "head_dim": c.linear_key_head_dim,
             "num_heads": c.linear_num_key_heads,
             "short_conv_kernel_size": c.linear_conv_kernel_dim,
-            "full_attn_layers": [layer for layer, mixer in numbered if mixer == "mla"],
-            "kda_layers": [layer for layer, mixer in numbered if mixer == "kda"],
+            "full_attn_layers": [layer for layer, mixer in numbered_mixers if mixer == "mla"],
+            "kda_layers": [layer for layer, mixer in numbered_mixers if mixer == "kda"],
         },
         "num_nextn_predict_layers": 0,
         "hidden_act": "silu",
@@ -350,13 +369,13 @@ def _write(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> F
 
 
 def _check(config: ModelConfig) -> None:
-    """Raises UserError for a model that no Kimi Linear is."""
+    """Raises UserError for a model that Kimi Linear's config.json cannot describe."""
     c, latent = config, _mla_settings(config)
-    others = sorted(set(c.mixers) - set(_LAYER_TYPES))
+    unsupported = sorted(set(c.mixers) - set(_LAYER_TYPES))
     require(
-        not others,
-        f"model.layer_types: kimi_linear has no layers of {', '.join(others)}: expected kda and "
-        "mla, or another form",
+        not unsupported,
+        f"model.layer_types: kimi_linear has no layers of {', '.join(unsupported)}: expected kda "
+        "and mla, or another form",
     )
     require(
         "mla" in c.mixers
@@ -380,7 +399,7 @@ def _check(config: ModelConfig) -> None:
     for name, value in expected.items():
         require(
             getattr(c, name) == value,
-            f"model.{name} = {getattr(c, name)!r}: kimi_linear has no such models: expected "
+            f"model.{name} = {getattr(c, name)!r}: kimi_linear cannot store it: expected "
             f"{value!r}, or another form",
         )
     if not c.has_experts:
@@ -390,14 +409,14 @@ def _check(config: ModelConfig) -> None:
         scoring_func="sigmoid",
         router_bias=True,
         shared_expert_gate=False,
-        **{name: getattr(c.moe, name) for name in _SAME_IN_ROUTER},
+        **{name: getattr(c.moe, name) for name in _SAME_NAME_IN_ROUTER},
     )
     shared = c.shared_expert_intermediate_size
     require(
         c.moe == router and shared > 0 and shared % c.moe_intermediate_size == 0,
         "model.moe: kimi_linear has scoring_func = 'sigmoid', router_bias = True, "
-        "shared_expert_gate = False, and a shared expert of a "
-        "multiple of moe_intermediate_size: expected these, or another form",
+        "shared_expert_gate = False, and a shared expert whose width is a multiple of "
+        "moe_intermediate_size: expected these, or another form",
     )
 
 
@@ -410,57 +429,61 @@ def _mla_settings(config: ModelConfig) -> Any:
 
 
 def _kda(config: ModelConfig) -> Iterator[Entry]:
-    """`kda`: q, k and v are stored apart; the decay and the gate are products of two matrices."""
+    """Entries of `kda`: q, k and v have a tensor each, and so do the two low-rank factors of the
+    decay's and of the gate's projection.
+    """
     d, heads = config.hidden_size, config.linear_num_value_heads
-    k = config.linear_key_head_dim  # of values, too
-    places = {
+    k = config.linear_key_head_dim  # the width of a head's keys, and of its values
+    index_of = {
         name: (slice(None), slice(i * k, (i + 1) * k)) for i, name in enumerate(("q", "k", "v"))
     }
     projections = tuple(
-        TensorSlice(place, f"self_attn.{name}_proj.weight", (heads * k, d))
-        for name, place in places.items()
+        TensorSlice(index, f"self_attn.{name}_proj.weight", (heads * k, d))
+        for name, index in index_of.items()
     )
     convolutions = tuple(
         TensorSlice(
-            place,
+            index,
             f"self_attn.{name}_conv1d.weight",
             (heads * k, 1, config.linear_conv_kernel_dim),
         )
-        for name, place in places.items()
+        for name, index in index_of.items()
     )
     yield Entry("in_proj", (1, 2, 0), projections)
     yield Entry("conv_kernel", (1, 2, 0), convolutions)
-    yield one("beta_proj", "self_attn.b_proj.weight", (1, 0), (heads, d))
-    yield one("decay_down", "self_attn.f_a_proj.weight", (1, 0), (k, d))
-    yield one("decay_up", "self_attn.f_b_proj.weight", (1, 2, 0), (heads * k, k))
-    yield one("gate_down", "self_attn.g_a_proj.weight", (1, 0), (k, d))
-    yield one("gate_up", "self_attn.g_b_proj.weight", (1, 2, 0), (heads * k, k))
-    yield one("a_log", "self_attn.A_log", (0,), (1, 1, heads, 1))
-    yield one("dt_bias", "self_attn.dt_bias", (0, 1), (heads * k,))
+    yield one_tensor("beta_proj", "self_attn.b_proj.weight", (1, 0), (heads, d))
+    yield one_tensor("decay_down", "self_attn.f_a_proj.weight", (1, 0), (k, d))
+    yield one_tensor("decay_up", "self_attn.f_b_proj.weight", (1, 2, 0), (heads * k, k))
+    yield one_tensor("gate_down", "self_attn.g_a_proj.weight", (1, 0), (k, d))
+    yield one_tensor("gate_up", "self_attn.g_b_proj.weight", (1, 2, 0), (heads * k, k))
+    yield one_tensor("a_log", "self_attn.A_log", (0,), (1, 1, heads, 1))
+    yield one_tensor("dt_bias", "self_attn.dt_bias", (0, 1), (heads * k,))
     yield vector("norm", "self_attn.o_norm.weight", k)
-    yield one("out_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * k))
+    yield one_tensor("out_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * k))
 
 
 def _mla(config: ModelConfig) -> Iterator[Entry]:
-    """`mla`: keys and values are made of a latent; queries, too, with a `query_rank`."""
+    """Entries of `mla`: keys and values are projections of a latent; so are queries if
+    `query_rank` > 0.
+    """
     d, heads, latent = config.hidden_size, config.num_attention_heads, _mla_settings(config)
     rank, query_rank, shared = latent.latent_rank, latent.query_rank, latent.shared_key_width
-    own = config.head_dim - shared  # numbers of each key that belong to one head; of values, too
+    own = config.head_dim - shared  # the part of a key that heads do not share; a value
     query = (heads * config.head_dim, query_rank or d)
     if query_rank:
-        yield one("q_down", "self_attn.q_a_proj.weight", (1, 0), (query_rank, d))
+        yield one_tensor("q_down", "self_attn.q_a_proj.weight", (1, 0), (query_rank, d))
         yield vector("q_norm", "self_attn.q_a_layernorm.weight", query_rank)
-        yield one("q_proj", "self_attn.q_b_proj.weight", (1, 2, 0), query)
+        yield one_tensor("q_proj", "self_attn.q_b_proj.weight", (1, 2, 0), query)
     else:
-        yield one("q_proj", "self_attn.q_proj.weight", (1, 2, 0), query)
-    yield one("kv_down", "self_attn.kv_a_proj_with_mqa.weight", (1, 0), (rank + shared, d))
+        yield one_tensor("q_proj", "self_attn.q_proj.weight", (1, 2, 0), query)
+    yield one_tensor("kv_down", "self_attn.kv_a_proj_with_mqa.weight", (1, 0), (rank + shared, d))
     yield vector("kv_norm", "self_attn.kv_a_layernorm.weight", rank)
-    yield one("kv_up", "self_attn.kv_b_proj.weight", (1, 2, 0), (heads * 2 * own, rank))
-    yield one("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * own))
+    yield one_tensor("kv_up", "self_attn.kv_b_proj.weight", (1, 2, 0), (heads * 2 * own, rank))
+    yield one_tensor("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * own))
 
 
 def _experts(config: ModelConfig) -> Iterator[Entry]:
-    """The mixture of experts, with a bias of its router and an ungated shared expert."""
+    """Entries of a mixture of experts with a router bias and an ungated shared expert."""
     d, width = config.hidden_size, config.moe_intermediate_size
     count, mlp = config.num_experts, "block_sparse_moe"
     gate_and_up = tuple(
@@ -472,7 +495,7 @@ def _experts(config: ModelConfig) -> Iterator[Entry]:
         TensorSlice((expert,), f"{mlp}.experts.{expert}.w2.weight", (d, width))
         for expert in range(count)
     )
-    yield one("router", f"{mlp}.gate.weight", (1, 0), (count, d))
+    yield one_tensor("router", f"{mlp}.gate.weight", (1, 0), (count, d))
     yield vector("router_bias", f"{mlp}.gate.e_score_correction_bias", count)
     yield Entry("expert_gate_up", (0, 2, 3, 1), gate_and_up)
     yield Entry("expert_down", (0, 2, 1), down)
@@ -483,8 +506,8 @@ _DENSE_MLP_AS_EXPERTS = re.compile(r"(layers\.\d+)\.block_sparse_moe\.(?=(?:gate
 
 
 def _tensor_name(name: str) -> str:
-    """transformers saves a dense MLP under the name of the experts; the released files say `mlp`,
-    and transformers reads that as well.
+    """Renames the tensors of dense MLPs: transformers saves them under the name of the experts'
+    module (`block_sparse_moe`), but also reads the name in released files, `mlp`.
     """
     return _DENSE_MLP_AS_EXPERTS.sub(r"\1.mlp.", name)
 
@@ -500,7 +523,7 @@ FORM = Form(
     mixers={"kda": _kda, "mla": _mla},
     experts=_experts,
     multi_token_prediction=None,
-    sizes=_SIZES,
+    width_fields=_WIDTH_FIELDS,
     text_fields=_text_fields,
     tensor_name=_tensor_name,
 )

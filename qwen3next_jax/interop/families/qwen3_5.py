@@ -1,8 +1,10 @@
-"""Qwen3.5 and what followed: the mathematics of Qwen3-Next, dense or mixture in all layers.
+"""Qwen3.5 and later models of the same architecture: Qwen3-Next with experts in all layers, or in
+none.
 
-The text model stands alone (`qwen3_5_text`), or in a wrapper beside a vision tower (`qwen3_5`),
-whose config.json has the text model's fields in the group `text_config`. The projections of the
-recurrent layers are stored apart: all q, all k, all v; z; b; a.
+A directory holds the text model only (`qwen3_5_text`), or a wrapper around a text model and a
+vision tower (`qwen3_5`); a wrapper's config.json has the text model's fields in the group
+`text_config`. A recurrent layer has four tensors for its input projections: one for q, k and v (q
+of all heads, then k of all heads, then v of all heads), and one each for z, b and a.
 """
 
 import dataclasses
@@ -14,10 +16,10 @@ from qwen3next_jax.interop.entries import Entry, TensorSlice
 from qwen3next_jax.interop.families import qwen3_next, rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
-    given,
+    fields_from_source,
     note_unknown,
+    present_fields,
     refuse_other_values,
-    taken_over,
 )
 from qwen3next_jax.interop.families.form import Fields, Form
 
@@ -25,11 +27,11 @@ from qwen3next_jax.interop.families.form import Fields, Form
 
 _DENSE = "qwen3_5_text"
 _MIXTURE = "qwen3_5_moe_text"
-_SAME = {
-    _DENSE: qwen3_next.SAME + qwen3_next.SAME_IF_DENSE,
-    _MIXTURE: qwen3_next.SAME + qwen3_next.SAME_IF_MIXTURE,
+_SAME_NAME = {
+    _DENSE: qwen3_next.SAME_NAME + qwen3_next.SAME_NAME_IF_DENSE,
+    _MIXTURE: qwen3_next.SAME_NAME + qwen3_next.SAME_NAME_IF_MIXTURE,
 }
-# What transformers takes where the file says nothing, as far as it differs from `ModelConfig`.
+# transformers' values of missing fields, where they differ from the defaults of `ModelConfig`.
 _DEFAULTS = {
     _DENSE: qwen3_next.DEFAULTS
     | {
@@ -56,7 +58,8 @@ _SUPPORTED = qwen3_next.SUPPORTED | {
     "mlp_only_layers": ([],),
 }
 _ARCHITECTURES = {_DENSE: "Qwen3_5", _MIXTURE: "Qwen3_5Moe"}
-_AROUND_THE_TEXT_MODEL = frozenset(
+# Fields of a wrapper, outside of `text_config`.
+_WRAPPER_FIELDS = frozenset(
     (
         "text_config",
         "tie_word_embeddings",
@@ -67,8 +70,8 @@ _AROUND_THE_TEXT_MODEL = frozenset(
         "vision_end_token_id",
     )
 )
-# Fields that a wrapper may hold for its text model.
-_OF_THE_TEXT_MODEL = (
+# Fields of a wrapper that are about its text model.
+_TEXT_FIELDS_OF_WRAPPER = (
     "dtype",
     "torch_dtype",
     "bos_token_id",
@@ -81,19 +84,19 @@ _OF_THE_TEXT_MODEL = (
 def _read(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, _SUPPORTED, where)
     kind = _MIXTURE if fields["model_type"].startswith("qwen3_5_moe") else _DENSE
-    known = {*_SAME[kind], *_SUPPORTED, *IGNORED, *rope.FIELDS, "mtp_num_hidden_layers"}
+    known = {*_SAME_NAME[kind], *_SUPPORTED, *IGNORED, *rope.FIELDS, "mtp_num_hidden_layers"}
     note_unknown(fields, known, where)
-    settings = _DEFAULTS[kind] | given(fields, _SAME[kind])
+    settings = _DEFAULTS[kind] | present_fields(fields, _SAME_NAME[kind])
     context = settings["max_position_embeddings"]
     return settings | rope.read_rope(fields, context, where, ignored=rope.IMAGE_POSITIONS)
 
 
 def text_fields_in_wrapper(fields: Fields, where: str) -> Fields:
-    """The fields of `text_config`, and those of the wrapper that are about the text model.
+    """The fields of `text_config` together with the wrapper's fields about the text model.
     `model_type` is the wrapper's.
 
     Raises:
-      UserError: the wrapper contradicts its text model.
+      UserError: the wrapper and its text model contradict each other.
     """
     model_type, text = fields["model_type"], fields.get("text_config")
     require(
@@ -116,35 +119,39 @@ def text_fields_in_wrapper(fields: Fields, where: str) -> Fields:
         f"{where}: tie_word_embeddings is true and false, at the top and in text_config: expected "
         "the same in both",
     )
-    note_unknown(fields, _AROUND_THE_TEXT_MODEL | IGNORED | rope.FIELDS, where)
-    return given(fields, _OF_THE_TEXT_MODEL) | given(text, list(text)) | {"model_type": model_type}
+    note_unknown(fields, _WRAPPER_FIELDS | IGNORED | rope.FIELDS, where)
+    return (
+        present_fields(fields, _TEXT_FIELDS_OF_WRAPPER)
+        | present_fields(text, list(text))
+        | {"model_type": model_type}
+    )
 
 
-def _write_text(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
+def _write_text(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
     kind = _MIXTURE if config.num_experts else _DENSE
-    fields = qwen3_next.text_model_fields(config, dtype, source, _SAME[kind])
+    fields = qwen3_next.text_model_fields(config, dtype, source, _SAME_NAME[kind])
     return fields | {
         "architectures": [f"{_ARCHITECTURES[kind]}ForCausalLM"],
         "model_type": kind,
         "attn_output_gate": True,
-        # the modules that are stored; each depth applies the same one
+        # the number of stored modules; all depths apply the same module
         "mtp_num_hidden_layers": min(config.mtp_depth, 1),
         "mtp_use_dedicated_embeddings": False,
     }
 
 
-def _write_wrapper(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
+def _write_wrapper(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
     text = _write_text(config, dtype, source, {})
-    return around_text(text, _ARCHITECTURES[text["model_type"]], config, dtype, around)
+    return around_text(text, _ARCHITECTURES[text["model_type"]], config, dtype, wrapper)
 
 
 def around_text(
-    text: Fields, architecture: str, config: ModelConfig, dtype: str, around: Fields
+    text: Fields, architecture: str, config: ModelConfig, dtype: str, wrapper: Fields
 ) -> Fields:
     """The fields of a wrapper around those of its text model; see `Form.write`."""
     kind = text["model_type"]
     text = {name: value for name, value in text.items() if name != "architectures"}
-    return taken_over(around) | {
+    return fields_from_source(wrapper) | {
         "architectures": [f"{architecture}ForConditionalGeneration"],
         "model_type": kind.removesuffix("_text"),
         "text_config": text,
@@ -154,14 +161,16 @@ def around_text(
 
 
 def _check(config: ModelConfig) -> None:
-    """Raises UserError for layers that differ in having experts, and for other weights of them."""
+    """Raises UserError if only some layers have experts, or if the weights of a token's experts are
+    not normalised.
+    """
     qwen3_next.check(config)
     default = ModelConfig()
-    for name in qwen3_next.MIXTURE_ONLY_HERE if config.num_experts else ():
+    for name in qwen3_next.MIXTURE_FIELDS_OF_QWEN3_NEXT if config.num_experts else ():
         value, expected = getattr(config, name), getattr(default, name)
         require(
             value == expected,
-            f"model.{name} = {value!r}: {config.hf_form} has no such models: expected "
+            f"model.{name} = {value!r}: {config.hf_form} cannot store it: expected "
             f"{expected!r}, or the form qwen3_next",
         )
 
@@ -170,17 +179,17 @@ def _check(config: ModelConfig) -> None:
 
 
 def gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
-    """Gated DeltaNet, with a tensor for each projection of the input, all heads together."""
+    """Entries of Gated DeltaNet, with one tensor for q, k and v, and one each for z, b and a."""
     d, heads = config.hidden_size, config.linear_num_value_heads
     value_heads_per_key_head = heads // config.linear_num_key_heads
     order = qwen3_next.all_q_all_k_all_v(config)
     channels_per_key_head = len(order) // config.linear_num_key_heads
     value_width = heads * config.linear_value_head_dim
-    every = slice(None)  # every key head
-    qkv = (every, slice(channels_per_key_head))
-    z = (every, slice(channels_per_key_head, None))
-    b = (every, slice(value_heads_per_key_head))
-    a = (every, slice(value_heads_per_key_head, None))
+    all_key_heads = slice(None)
+    qkv = (all_key_heads, slice(channels_per_key_head))
+    z = (all_key_heads, slice(channels_per_key_head, None))
+    b = (all_key_heads, slice(value_heads_per_key_head))
+    a = (all_key_heads, slice(value_heads_per_key_head, None))
     yield Entry(
         "in_proj_qkvz",
         (1, 2, 0),
@@ -211,15 +220,15 @@ TEXT = Form(
     mixers=qwen3_next.MIXERS | {"gated_deltanet": gated_deltanet},
     experts=qwen3_next.experts,
     multi_token_prediction=qwen3_next.multi_token_prediction,
-    sizes=qwen3_next.SIZES,
-    vision="model.visual.",
+    width_fields=qwen3_next.WIDTH_FIELDS,
+    vision_prefix="model.visual.",
 )
 WRAPPER = dataclasses.replace(
     TEXT,
     name="qwen3_5",
     model_types={"qwen3_5": _DENSE, "qwen3_5_moe": _MIXTURE},
     write=_write_wrapper,
-    trunk="model.language_model.",
+    trunk_prefix="model.language_model.",
     text_group="text_config",
     text_fields=text_fields_in_wrapper,
 )

@@ -1,7 +1,7 @@
-"""Qwen3-Next: the released model's own config.json and tensors.
+"""Qwen3-Next: the config.json and the tensors of the released model.
 
-A projection of the recurrent layers is stored as here: one slab [q | k | v | z] per key head. Other
-families that share parts of this one import them from here.
+The input projection of a recurrent layer is stored as this project holds it: one block
+[q | k | v | z] per key head. Families that share parts of this one import them from here.
 """
 
 import dataclasses
@@ -11,22 +11,22 @@ import numpy as np
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import FULL, LINEAR, MixerConfig, ModelConfig
-from qwen3next_jax.interop.entries import Entries, Entry, TensorSlice, one, swiglu, vector
+from qwen3next_jax.interop.entries import Entries, Entry, TensorSlice, one_tensor, swiglu, vector
 from qwen3next_jax.interop.families import rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
-    given,
+    fields_from_source,
     note_unknown,
+    present_fields,
     refuse_other_values,
-    taken_over,
     token_fields,
 )
 from qwen3next_jax.interop.families.form import Fields, Form
 
 # ---- config.json
 
-# Fields that are settings of the same name and meaning.
-SAME = (
+# Fields that have the name and the meaning of a setting of `ModelConfig`.
+SAME_NAME = (
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
@@ -45,20 +45,21 @@ SAME = (
     "rms_norm_eps",
     "initializer_range",
 )
-SAME_IF_DENSE = ("intermediate_size",)
-SAME_IF_MIXTURE = (
+SAME_NAME_IF_DENSE = ("intermediate_size",)
+SAME_NAME_IF_MIXTURE = (
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
-# Which layers have experts, and what their weights sum to.
-MIXTURE_ONLY_HERE = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
-_SAME = SAME + SAME_IF_DENSE + SAME_IF_MIXTURE + MIXTURE_ONLY_HERE
+# Fields about experts that Qwen3.5 does not have: which layers have experts, and whether the
+# weights of a token's experts sum to 1.
+MIXTURE_FIELDS_OF_QWEN3_NEXT = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+_SAME_NAME = SAME_NAME + SAME_NAME_IF_DENSE + SAME_NAME_IF_MIXTURE + MIXTURE_FIELDS_OF_QWEN3_NEXT
 
 SETTINGS = frozenset(
     (
-        *_SAME,
+        *_SAME_NAME,
         "rope_theta",
         "partial_rotary_factor",
         "yarn_factor",
@@ -67,17 +68,18 @@ SETTINGS = frozenset(
         "eos_token_id",
     )
 )
-# What transformers takes where the file says nothing, as far as it differs from `ModelConfig`.
+# transformers' values of missing fields, where they differ from the defaults of `ModelConfig`.
 DEFAULTS = {"max_position_embeddings": 32_768}
 _DEFAULTS = DEFAULTS | {"intermediate_size": 5632}
-# Fields with the values that this project computes.
+# Field → the values that this project supports.
 SUPPORTED = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "quantization_config": (None,),
     "attn_output_gate": (True,),
 }
-SIZES = (
+# See `Form.width_fields`.
+WIDTH_FIELDS = (
     ("num_experts",),
     ("num_attention_heads", "head_dim"),
     ("num_key_value_heads", "head_dim"),
@@ -92,14 +94,14 @@ _LAYER_TYPES = {"gated_deltanet": LINEAR, "gated_attention": FULL}
 
 def _read(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, SUPPORTED, where)
-    note_unknown(fields, {*_SAME, *SUPPORTED, *IGNORED, *rope.FIELDS}, where)
-    settings = _DEFAULTS | given(fields, _SAME)
+    note_unknown(fields, {*_SAME_NAME, *SUPPORTED, *IGNORED, *rope.FIELDS}, where)
+    settings = _DEFAULTS | present_fields(fields, _SAME_NAME)
     return settings | rope.read_rope(fields, settings["max_position_embeddings"], where)
 
 
-def _write(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
-    fields = text_model_fields(config, dtype, source, _SAME)
-    fields |= rope.rope_fields_at_the_top(config, source)
+def _write(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
+    fields = text_model_fields(config, dtype, source, _SAME_NAME)
+    fields |= rope.top_level_rope_fields(config, source)
     return fields | {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
@@ -109,22 +111,22 @@ def _write(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> F
 
 
 def text_model_fields(
-    config: ModelConfig, dtype: str, source: Fields, same: Collection[str]
+    config: ModelConfig, dtype: str, source: Fields, same_name: Collection[str]
 ) -> Fields:
-    """The fields of the text model that all forms of this model have in common, with those that
-    stay from its source.
+    """The fields of the text model that all forms of this model have in common, and the fields
+    that are copied from the source.
 
     Args:
-      config: the model.
-      dtype: of the stored weights.
-      source: fields of the source's text model.
-      same: the fields of this form that are settings of the same name.
+      config: the model's settings.
+      dtype: the dtype of the stored weights.
+      source: the fields of the text model in the checkpoint from which the model was initialised.
+      same_name: the fields of the form that have the name of a setting.
     """
     fields = {"pad_token_id": None, "use_cache": True}
-    if "num_experts" in same:
+    if "num_experts" in same_name:
         fields |= {"output_router_logits": False, "router_aux_loss_coef": 0.001}
-    fields |= taken_over(source)
-    fields |= {name: getattr(config, name) for name in same}
+    fields |= fields_from_source(source)
+    fields |= {name: getattr(config, name) for name in same_name}
     fields["layer_types"] = [_LAYER_TYPES.get(mixer, mixer) for mixer in config.mixers]
     if not _layers_follow_the_interval(config):
         fields.pop("full_attention_interval", None)
@@ -134,14 +136,14 @@ def text_model_fields(
         "attention_bias": False,
         "attention_dropout": 0.0,
         "hidden_act": "silu",
-        "mtp_depth": config.mtp_depth,  # this project's own field; transformers does not use it
+        "mtp_depth": config.mtp_depth,  # a field of this project; transformers ignores it
         "dtype": dtype,
     }
 
 
 def _layers_follow_the_interval(config: ModelConfig) -> bool:
-    """Whether `full_attention_interval` alone says the same as `layer_types`, as transformers
-    reads it: 0 is not its word for "never".
+    """Whether transformers derives the same layers from `full_attention_interval` alone. It does
+    not know an interval of 0 (no full attention).
     """
     by_interval = dataclasses.replace(
         config,
@@ -155,11 +157,13 @@ def _layers_follow_the_interval(config: ModelConfig) -> bool:
 
 
 def check(config: ModelConfig) -> None:
-    """Raises UserError for a multi-token prediction module of another mixer."""
+    """Raises UserError if the multi-token prediction module has another mixer than the released
+    model's.
+    """
     require(
         not config.mtp_depth or config.full_mixer == "gated_attention",
         f"model.full_mixer = {config.full_mixer!r}: the multi-token prediction module has a "
-        "Hugging Face form with gated_attention alone: expected that, or model.mtp_depth = 0",
+        "Hugging Face form with gated_attention only: expected that, or model.mtp_depth = 0",
     )
 
 
@@ -167,29 +171,31 @@ def check(config: ModelConfig) -> None:
 
 
 def gated_attention(config: ModelConfig) -> Iterator[Entry]:
-    """Gated attention: q and its gate side by side in each head."""
+    """Entries of gated attention; q_proj holds, for each head, the query and then its gate."""
     d, k = config.hidden_size, config.head_dim
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
-    yield one("q_proj", "self_attn.q_proj.weight", (1, 2, 0), (heads * 2 * k, d))
-    yield one("k_proj", "self_attn.k_proj.weight", (1, 2, 0), (key_value_heads * k, d))
-    yield one("v_proj", "self_attn.v_proj.weight", (1, 2, 0), (key_value_heads * k, d))
-    yield one("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * k))
+    yield one_tensor("q_proj", "self_attn.q_proj.weight", (1, 2, 0), (heads * 2 * k, d))
+    yield one_tensor("k_proj", "self_attn.k_proj.weight", (1, 2, 0), (key_value_heads * k, d))
+    yield one_tensor("v_proj", "self_attn.v_proj.weight", (1, 2, 0), (key_value_heads * k, d))
+    yield one_tensor("o_proj", "self_attn.o_proj.weight", (2, 0, 1), (d, heads * k))
     yield vector("q_norm", "self_attn.q_norm.weight", k)
     yield vector("k_norm", "self_attn.k_norm.weight", k)
 
 
 def _gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
-    """Gated DeltaNet, its projections by key head as they are here."""
+    """Entries of Gated DeltaNet; its input projections are grouped by key head, as the parameters
+    are.
+    """
     d = config.hidden_size
     key_width = config.linear_num_key_heads * config.linear_key_head_dim
     value_width = config.linear_num_value_heads * config.linear_value_head_dim
-    yield one(
+    yield one_tensor(
         "in_proj_qkvz",
         "linear_attn.in_proj_qkvz.weight",
         (1, 2, 0),
         (2 * key_width + 2 * value_width, d),
     )
-    yield one(
+    yield one_tensor(
         "in_proj_ba",
         "linear_attn.in_proj_ba.weight",
         (1, 2, 0),
@@ -199,10 +205,10 @@ def _gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
 
 
 def recurrence(config: ModelConfig) -> Iterator[Entry]:
-    """Gated DeltaNet without its projections of the input."""
+    """Entries of Gated DeltaNet without its input projections."""
     heads, value_dim = config.linear_num_value_heads, config.linear_value_head_dim
     order = all_q_all_k_all_v(config)
-    yield one(
+    yield one_tensor(
         "conv_kernel",
         "linear_attn.conv1d.weight",
         (1, 2, 0),
@@ -212,7 +218,7 @@ def recurrence(config: ModelConfig) -> Iterator[Entry]:
     yield vector("a_log", "linear_attn.A_log", heads)
     yield vector("dt_bias", "linear_attn.dt_bias", heads)
     yield vector("norm", "linear_attn.norm.weight", value_dim)
-    yield one(
+    yield one_tensor(
         "out_proj",
         "linear_attn.out_proj.weight",
         (2, 0, 1),
@@ -221,8 +227,9 @@ def recurrence(config: ModelConfig) -> Iterator[Entry]:
 
 
 def all_q_all_k_all_v(config: ModelConfig) -> np.ndarray:
-    """[channels] The channels in the order of the files, q of all heads, k of all heads, v of all
-    heads: which of the channels by key head, [q | k | v] each, it is.
+    """[channels] The order of the convolution's channels in files: q of all heads, k of all heads,
+    v of all heads. Element i is the position of the file's channel i in the parameter, where the
+    channels are grouped by key head, [q | k | v] each.
     """
     groups, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
     value_width = config.linear_num_value_heads // groups * config.linear_value_head_dim
@@ -233,7 +240,7 @@ def all_q_all_k_all_v(config: ModelConfig) -> np.ndarray:
 
 
 def experts(config: ModelConfig) -> Iterator[Entry]:
-    """The mixture of experts: a tensor for each expert, or one for all of them."""
+    """Entries of a mixture of experts; the experts have a tensor each, or one for all of them."""
     d, width = config.hidden_size, config.moe_intermediate_size
     count, shared = config.num_experts, config.shared_expert_intermediate_size
     gate_and_up = tuple(
@@ -245,7 +252,7 @@ def experts(config: ModelConfig) -> Iterator[Entry]:
         TensorSlice((expert,), f"mlp.experts.{expert}.down_proj.weight", (d, width))
         for expert in range(count)
     )
-    yield one("router", "mlp.gate.weight", (1, 0), (count, d))
+    yield one_tensor("router", "mlp.gate.weight", (1, 0), (count, d))
     yield Entry(
         "expert_gate_up",
         (0, 2, 3, 1),
@@ -260,15 +267,15 @@ def experts(config: ModelConfig) -> Iterator[Entry]:
     )
     if shared:
         yield from swiglu("shared_", "mlp.shared_expert", d, shared)
-        yield one("shared_gate", "mlp.shared_expert_gate.weight", (0,), (1, d))
+        yield one_tensor("shared_gate", "mlp.shared_expert_gate.weight", (0,), (1, d))
 
 
 def multi_token_prediction(config: ModelConfig) -> Iterator[Entry]:
-    """The multi-token prediction module without its layer."""
+    """Entries of the multi-token prediction module without its layer."""
     d = config.hidden_size
     yield vector("embedding_norm", "pre_fc_norm_embedding.weight", d)
     yield vector("hidden_norm", "pre_fc_norm_hidden.weight", d)
-    yield one("fc", "fc.weight", (1, 0), (d, 2 * d))
+    yield one_tensor("fc", "fc.weight", (1, 0), (d, 2 * d))
     yield vector("norm", "norm.weight", d)
 
 
@@ -285,5 +292,5 @@ FORM = Form(
     mixers=MIXERS,
     experts=experts,
     multi_token_prediction=multi_token_prediction,
-    sizes=SIZES,
+    width_fields=WIDTH_FIELDS,
 )

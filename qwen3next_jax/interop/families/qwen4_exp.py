@@ -12,11 +12,11 @@ import numpy as np
 
 from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
-from qwen3next_jax.interop.entries import Entry, TensorSlice, one, vector
+from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor, vector
 from qwen3next_jax.interop.families import qwen3_5, qwen3_next, rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
-    given,
+    present_fields,
     note_unknown,
     refuse_other_values,
 )
@@ -31,7 +31,7 @@ _GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 # Fields that are settings of the same name and meaning.
 _SAME = tuple(
     name
-    for name in qwen3_next.SAME + qwen3_next.SAME_IF_MIXTURE
+    for name in qwen3_next.SAME_NAME + qwen3_next.SAME_NAME_IF_MIXTURE
     if name not in ("layer_types", "full_attention_interval")
 )
 # Fields → settings of groups.
@@ -80,8 +80,8 @@ _SUPPORTED = qwen3_next.SUPPORTED | {
 # How many states transformers' cache keeps of convolutions changes nothing.
 _IGNORED = frozenset(("number_of_conv_states", "mtp_num_hidden_layers"))
 _SETTINGS = qwen3_next.SETTINGS | {"block", "streams", "ple", "mixer", "output_gate_type"}
-_SIZES = (
-    *qwen3_next.SIZES,
+_WIDTH_FIELDS = (
+    *qwen3_next.WIDTH_FIELDS,
     ("hc_count", "hidden_size"),
     ("hc_lowrank",),
     ("indexer_n_heads", "indexer_head_dim"),
@@ -97,18 +97,18 @@ def _read(fields: Fields, where: str) -> Fields:
     refuse_other_values(fields, _SUPPORTED, where)
     known = {*_SAME, *_STREAMS, *_INDEXER, *_PLE, *_SUPPORTED, *_IGNORED, *IGNORED, *rope.FIELDS}
     note_unknown(fields, known | {"layer_types", "full_attention_interval"}, where)
-    settings = _DEFAULTS | given(fields, (*_SAME, "full_attention_interval"))
+    settings = _DEFAULTS | present_fields(fields, (*_SAME, "full_attention_interval"))
     if fields.get("layer_types") is not None:
         settings["layer_types"] = _layer_types(fields["layer_types"], where)
     settings |= rope.read_rope(
         fields, settings["max_position_embeddings"], where, ignored=rope.IMAGE_POSITIONS
     )
-    ple = {_PLE[name]: value for name, value in given(fields, tuple(_PLE)).items()}
+    ple = {_PLE[name]: value for name, value in present_fields(fields, tuple(_PLE)).items()}
     return settings | {
         "full_mixer": "qsa",
         "block": {"placement": "gated_residual"},
-        "streams": given(fields, _STREAMS),
-        "mixer": given(fields, _INDEXER),
+        "streams": present_fields(fields, _STREAMS),
+        "mixer": present_fields(fields, _INDEXER),
         "ple": ple,
         "output_gate_type": _GATES[fields.get("output_gate_type") or "sigmoid"],
     }
@@ -199,11 +199,13 @@ def _mix(config: ModelConfig, path: str, name: str, injects: bool) -> Iterator[E
     streams, rank = config.streams.hc_count, config.streams.hc_lowrank
     width = streams * config.hidden_size
     yield vector(f"{path}/norm", f"{name}.hc_norm.weight", width)
-    yield one(f"{path}/down", f"{name}.input_mix_weight_down.weight", (2, 0, 1), (rank, width))
-    yield one(f"{path}/up", f"{name}.input_mix_weight_up.weight", (1, 2, 0), (width, rank))
+    yield one_tensor(
+        f"{path}/down", f"{name}.input_mix_weight_down.weight", (2, 0, 1), (rank, width)
+    )
+    yield one_tensor(f"{path}/up", f"{name}.input_mix_weight_up.weight", (1, 2, 0), (width, rank))
     if injects:
         tensor = f"{name}.block_inject_weight.weight"
-        yield one(f"{path}/inject", tensor, (2, 0, 1), (streams, width))
+        yield one_tensor(f"{path}/inject", tensor, (2, 0, 1), (streams, width))
 
 
 def _layer_norms(config: ModelConfig) -> Iterator[Entry]:
@@ -219,8 +221,8 @@ def _multi_token_prediction(config: ModelConfig) -> Iterator[Entry]:
     d = config.hidden_size
     yield vector("embedding_norm", "pre_fc_norm_embedding.weight", d)
     yield vector("hidden_norm", "pre_fc_norm_hidden.weight", config.streams.hc_count * d)
-    yield one("fc_embedding", "fc_embedding.weight", (1, 0), (d, d))
-    yield one("fc_hidden", "fc_hidden.weight", (1, 0), (d, d))
+    yield one_tensor("fc_embedding", "fc_embedding.weight", (1, 0), (d, d))
+    yield one_tensor("fc_hidden", "fc_hidden.weight", (1, 0), (d, d))
     yield from _mix(config, "norm", "hyper_connection_mixer", injects=False)
 
 
@@ -230,7 +232,7 @@ def _qsa(config: ModelConfig) -> Iterator[Entry]:
     s, name = config.settings_of("qsa"), "self_attn.indexer"
     height = (s.indexer_n_heads + 1) * s.indexer_head_dim
     tensor = f"{name}.index_qk_proj.weight"
-    yield one("index_qk_proj", tensor, (1, 2, 0), (height, config.hidden_size))
+    yield one_tensor("index_qk_proj", tensor, (1, 2, 0), (height, config.hidden_size))
     yield vector("index_q_norm", f"{name}.q_layernorm.weight", s.indexer_head_dim)
     yield vector("index_k_norm", f"{name}.k_layernorm.weight", s.indexer_head_dim)
 
@@ -248,12 +250,12 @@ def _layer_embedding(config: ModelConfig, number: int) -> Iterator[Entry]:
         for part in range(ple.split_ngram_parts)
     )
     yield Entry("table", (0, 1), shards)
-    yield one("key_proj", "ple.key_proj.weight", (1, 2, 0), (width, ple.embed_dim))
-    yield one("value_proj", "ple.value_proj.weight", (1, 0), (d, ple.embed_dim))
+    yield one_tensor("key_proj", "ple.key_proj.weight", (1, 2, 0), (width, ple.embed_dim))
+    yield one_tensor("value_proj", "ple.value_proj.weight", (1, 0), (d, ple.embed_dim))
     yield vector("key_norm", "ple.norm_key.weight", width)
     yield vector("query_norm", "ple.norm_query.weight", width)
     yield vector("conv_norm", "ple.norm_conv.weight", width)
-    yield one("conv_kernel", "ple.conv1d.weight", (1, 0), (width, 1, ple.conv_kernel_size))
+    yield one_tensor("conv_kernel", "ple.conv1d.weight", (1, 0), (width, 1, ple.conv_kernel_size))
 
 
 def _layer_constants(config: ModelConfig, number: int) -> dict[str, np.ndarray]:
@@ -278,7 +280,7 @@ TEXT = dataclasses.replace(
     settings=_SETTINGS,
     mixers={"gated_deltanet": qwen3_5.gated_deltanet, "qsa": _qsa},
     multi_token_prediction=_multi_token_prediction,
-    sizes=_SIZES,
+    width_fields=_WIDTH_FIELDS,
     layer_norms=_layer_norms,
     final_norm=_final_norm,
     layer_embedding=_layer_embedding,
@@ -289,7 +291,7 @@ WRAPPER: Form = dataclasses.replace(
     name="qwen4_exp",
     model_types={"qwen4_exp": _TEXT},
     write=_write_wrapper,
-    trunk="model.language_model.",
+    trunk_prefix="model.language_model.",
     text_group="text_config",
     text_fields=qwen3_5.text_fields_in_wrapper,
 )

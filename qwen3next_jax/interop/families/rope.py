@@ -1,6 +1,7 @@
-"""The rotary settings in the config.json of Qwen3-Next and Qwen3.5, in both forms that are in use:
-fields at the top (`rope_theta`, `partial_rotary_factor`, `rope_scaling`), or the group
-`rope_parameters`.
+"""Reads and writes the rotary settings in the config.json of Qwen3-Next and Qwen3.5.
+
+Two notations are in use: the fields `rope_theta`, `partial_rotary_factor` and `rope_scaling` at the
+top level, or the group `rope_parameters`.
 """
 
 import math
@@ -8,14 +9,19 @@ from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, short_repr
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.interop.families.fields import given, note, note_unknown, refuse_other_values
+from qwen3next_jax.interop.families.fields import (
+    note_once,
+    note_unknown,
+    present_fields,
+    refuse_other_values,
+)
 from qwen3next_jax.interop.families.form import Fields
 
 FIELDS = frozenset(("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor"))
-# Of positions in images. The tokens of a text have one position each, so these change nothing.
+# Fields about positions in images. A token of a text has one position, so they have no effect here.
 IMAGE_POSITIONS = frozenset(("mrope_section", "mrope_interleaved"))
 
-# What transformers takes where the file says nothing.
+# transformers' values of missing fields.
 _DEFAULTS = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
 _KNOWN = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
 _YARN_SUPPORTED = {
@@ -33,28 +39,28 @@ _YARN_KNOWN = frozenset(
 def read_rope(
     fields: Fields, context: Any, where: str, ignored: frozenset[str] = frozenset()
 ) -> Fields:
-    """The rotary settings of `ModelConfig`.
+    """Reads the settings of `ModelConfig` about rotary positions.
 
     Args:
-      fields: of the text model.
-      context: its `max_position_embeddings`.
-      where: names the file.
-      ignored: names within the groups that change nothing.
+      fields: the fields of the text model.
+      context: the text model's `max_position_embeddings`.
+      where: the name of the file, for messages.
+      ignored: the names of fields in the groups that have no effect.
 
     Raises:
-      UserError: a scaling that this project does not compute.
+      UserError: the file asks for a scaling that this project does not compute.
     """
-    at_the_top = _DEFAULTS | given(fields, ("rope_theta", "partial_rotary_factor"))
+    top_level = _DEFAULTS | present_fields(fields, ("rope_theta", "partial_rotary_factor"))
     parameters = _group(fields, "rope_parameters", where)
     scaling = _group(fields, "rope_scaling", where)
-    rope = at_the_top | parameters | scaling
-    if parameters and scaling and rope != at_the_top | scaling:
-        note(
-            f"{where}: transformers would read rope_scaling alone and forget what only "
-            "rope_parameters says: put all of it there"
+    rope = top_level | parameters | scaling
+    if parameters and scaling and rope != top_level | scaling:
+        note_once(
+            f"{where}: transformers would read rope_scaling only and ignore "
+            "rope_parameters: put all rotary fields into rope_scaling"
         )
     known = _KNOWN | ignored
-    settings = given(rope, ("rope_theta", "partial_rotary_factor"))
+    settings = present_fields(rope, ("rope_theta", "partial_rotary_factor"))
     if rope["rope_type"] == "yarn":
         known |= _YARN_KNOWN
         settings |= _read_yarn(rope, context, where)
@@ -69,6 +75,9 @@ def read_rope(
 
 
 def _group(fields: Fields, name: str, where: str) -> Fields:
+    """The group `name` without null fields, with "type" renamed to "rope_type"; {} if there is no
+    such group.
+    """
     group = {} if fields.get(name) is None else fields[name]
     require(
         isinstance(group, dict),
@@ -82,6 +91,7 @@ def _group(fields: Fields, name: str, where: str) -> Fields:
 
 
 def _read_yarn(rope: Fields, context: Any, where: str) -> Fields:
+    """The settings of `ModelConfig` for YaRN: yarn_factor and max_position_embeddings."""
     refuse_other_values(rope, _YARN_SUPPORTED, where)
     factor = rope.get("factor")
     trained = rope.get("original_max_position_embeddings", context)
@@ -108,8 +118,8 @@ def _read_yarn(rope: Fields, context: Any, where: str) -> Fields:
 
 
 def rope_fields(config: ModelConfig, source: Fields) -> Fields:
-    """`max_position_embeddings` and the group `rope_parameters`; what `source` says of positions in
-    images stays.
+    """The fields `max_position_embeddings` and `rope_parameters` of an export. Fields about
+    positions in images are copied from `source`.
     """
     scaling = _scaling(config, source)
     return {
@@ -118,8 +128,8 @@ def rope_fields(config: ModelConfig, source: Fields) -> Fields:
     }
 
 
-def rope_fields_at_the_top(config: ModelConfig, source: Fields) -> Fields:
-    """The same settings in the older form."""
+def top_level_rope_fields(config: ModelConfig, source: Fields) -> Fields:
+    """The same settings in the older notation, as fields at the top level."""
     scaling = _scaling(config, source) if config.yarn_factor > 1 else None
     return _rotation(config) | {"rope_scaling": scaling}
 

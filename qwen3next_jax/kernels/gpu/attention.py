@@ -1,7 +1,9 @@
 """Attention over packed documents by tokamax's kernels for Hopper GPUs (docs/gpu.md).
 
-The keys that a query sees are those from the start of its document to its end, as ids do not
-decrease along a row; of causal attention, up to its own. Letters as in `xla`.
+Ids do not decrease along a row, so a query sees the keys from the start of its document to its end;
+in causal attention those up to its own.
+
+B batch, T queries, S keys, N query heads, M key/value heads, D head width.
 """
 
 import functools
@@ -16,17 +18,20 @@ from qwen3next_jax.ops.attention import xla
 
 WIDTHS = (64, 128, 256)
 ROWS = 128  # of a tile
-TOLERANCE = 0.03  # relative L2 of two forms that round the weights to bfloat16
+# Relative L2 difference of two implementations that round the softmax weights to bfloat16.
+TOLERANCE = 0.03
 
 
 def is_default(q, k, v, split: bool) -> bool:
-    """A training step with these kernels stopped on the GPU: they run by name alone."""
+    """Never: a training step with these kernels stopped on the GPU, so they run only if named."""
     return False
 
 
 def supports(q, k, v, split: bool) -> str:
-    """Why the kernels cannot run a call, "" where they can. A row that is `split` over a mesh axis
-    comes in halves of a shard.
+    """Why the kernels cannot run a call; "" where they can.
+
+    Args:
+      split: whether the sequence is split over a mesh axis; the kernels then get half of a shard.
     """
     queries, keys = (x.shape[1] // (2 if split else 1) for x in (q, k))
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
@@ -39,7 +44,9 @@ def supports(q, k, v, split: bool) -> str:
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """As `xla.forward`, which stands in on a CPU: the interpreter lacks what the kernels use."""
+    """As `ops.attention.xla.forward`. On a CPU it runs that function, because the interpreter lacks
+    what the kernels use.
+    """
     if interpret:
         return xla.forward(
             q, k, v, segment_ids, kv_segment_ids, scale=scale, causal=causal, block=xla.CPU_BLOCK
@@ -62,14 +69,14 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=Fa
     )
     o, (largest_BNT, total_BNT) = jax.vmap(
         lambda q, k, v, start, end: kernel(q, k, v, k_start=start, k_end=end)
-    )(q, k, v, *_seen(segment_ids, kv_segment_ids))
+    )(q, k, v, *_key_limits(segment_ids, kv_segment_ids))
     return o, jnp.where(total_BNT > 0, largest_BNT + jnp.log(total_BNT), xla.UNSEEN)
 
 
 def backward(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
-    """As `xla.backward`, which stands in on a CPU."""
+    """As `ops.attention.xla.backward`, which it runs on a CPU."""
     if interpret:
         return xla.backward(
             *(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do),
@@ -78,8 +85,8 @@ def backward(
             block=xla.CPU_BLOCK,
         )
     sm90 = tokamax.module("attention.pallas_mosaic_gpu_vjp_kernel_sm90")
-    # Two warpgroups that compute have 168 registers each, one has 255: with heads of 256 channels
-    # it spills less.
+    # Two computing warpgroups have 168 registers a thread each, a single one has 255, so with heads
+    # of 256 channels it spills less.
     config = sm90.Config(
         block_q_dkv=64,
         block_kv_dkv=64,
@@ -99,27 +106,31 @@ def backward(
         config=config,
     )
 
-    def one(q, k, v, o, logsumexp, do, start, end):  # weights are exp(score − logsumexp) / 1
+    def row_backward(q, k, v, o, logsumexp, do, start, end):
+        # The kernel takes the largest score and the sum; the weights are exp(score − logsumexp) /
+        # 1.
         return kernel(
             q, k, v, (logsumexp, jnp.ones_like(logsumexp)), o, do, k_start=start, k_end=end
         )[:3]
 
-    dq, dk, dv = jax.vmap(one)(
+    dq, dk, dv = jax.vmap(row_backward)(
         q,
         k,
         v,
         o.astype(q.dtype),
         logsumexp_BNT,
         do.astype(q.dtype),
-        *_seen(segment_ids, kv_segment_ids),
+        *_key_limits(segment_ids, kv_segment_ids),
     )
     return dq, dk, dv
 
 
-def _seen(segment_ids, kv_segment_ids):
-    """[B, 1, T] the first key of each query's document, and the one behind its last; None where
-    a row is one document. One limit for all heads: tokamax 0.0.17 takes those of another head
-    for the gradients of keys that several query heads share.
+def _key_limits(segment_ids, kv_segment_ids):
+    """[B, 1, T] each: the first key of each query's document, and the key after its last one; None
+    where a row is one document.
+
+    All heads have one limit, because tokamax 0.0.17 takes another head's for the gradients of keys
+    that several query heads share.
     """
     if segment_ids is None:
         return None, None
@@ -134,8 +145,12 @@ def _seen(segment_ids, kv_segment_ids):
 
 
 def max_error(width: int, kernels=None) -> tuple[str, float]:
-    """The result in which the kernels and the XLA form differ most, on three documents and
-    padding, with two query heads a key head.
+    """The result in which the kernels and the form in XLA differ most, and its relative L2
+    difference, on three documents and padding, with two query heads for a key head.
+
+    Args:
+      width: D.
+      kernels: functions to test in place of `forward` and `backward`.
     """
     rng = np.random.default_rng(0)
     array = lambda heads: jnp.asarray(rng.normal(size=(2, 2 * ROWS, heads, width)), jnp.bfloat16)

@@ -1,9 +1,10 @@
 """Mosaic GPU kernels of the causal depthwise convolution with its activation (sm_90a): one pass
 over the tokens forward, one backward.
 
-A block of one warpgroup takes C channels of R tokens, two channels a thread, and goes through
-the tokens one by one: what they share stays in registers, float32. The tokens beside a block, W
-- 1 before it and backward as many behind it, are copied with it.
+A block of one warpgroup takes 32 tokens of 128 or 256 channels, and each thread one or two of these
+channels. The block computes one token after another and holds the inputs that they share in
+registers, in float32. With its tokens it copies the W - 1 tokens before them, and backward also the
+W - 1 tokens behind them.
 
 B batch, T time, W kernel width, D channels.
 """
@@ -19,9 +20,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from qwen3next_jax.kernels import causal_conv1d_edges, self_test
 from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_before
 
-TOLERANCE = 0.02  # relative L2, of two results rounded to bfloat16
+TOLERANCE = 0.02  # relative L2 difference of two results rounded to bfloat16
 INTERPRETER = plgpu.InterpretGPUParams()
-TOKENS = 32  # of a block; more take shared memory from other blocks, and are slower (docs/gpu.md)
+TOKENS = 32  # of a block; with more, fewer blocks fit a processor, which is slower (docs/gpu.md)
 
 
 def supports(x, kernel, activation) -> str:
@@ -41,8 +42,8 @@ def supports(x, kernel, activation) -> str:
 
 
 def is_default(x, kernel, activation) -> bool:
-    """Where they passed their test; says once what was decided. Rows as short as those of decoding
-    are left to XLA.
+    """Whether a call that names no implementation runs the kernels: where they passed their test,
+    but not for rows as short as those of decoding. Prints the decision once.
     """
     if x.shape[1] < TOKENS:
         return False
@@ -50,6 +51,7 @@ def is_default(x, kernel, activation) -> bool:
 
 
 def test(x, kernel, activation) -> self_test.SelfTest:
+    """The test of calls of this kind."""
     kind = activation, str(x.dtype), kernel.shape[0]
     return self_test.SelfTest(
         "convolution",
@@ -62,8 +64,9 @@ def test(x, kernel, activation) -> self_test.SelfTest:
 
 
 def max_error(activation, dtype: str, width: int, interpret: bool = False) -> tuple[str, float]:
-    """Two rows of two blocks of tokens, with three documents and padding and as one document,
-    against autodiff of the sum written out.
+    """The result in which the kernels and autodiff of the plain sum differ most, and its relative
+    L2 difference, on two rows of two blocks of tokens: with three documents and padding, and as one
+    document.
     """
     rng, size = np.random.default_rng(0), TOKENS
     before, x, kernel, dy = (
@@ -103,8 +106,8 @@ def max_error(activation, dtype: str, width: int, interpret: bool = False) -> tu
         return y, *pullback(dy)
 
     names = "y", "gradient of the inputs before", "dx", "dkernel"
-    found = [self_test.largest_error(names, got(ids), want(ids)) for ids in (documents, None)]
-    return max(found, key=lambda item: item[1])
+    errors = [self_test.largest_error(names, got(ids), want(ids)) for ids in (documents, None)]
+    return max(errors, key=lambda item: item[1])
 
 
 def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
@@ -114,7 +117,9 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
 
 
 def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
-    """Gradients of `forward`: of before, x and kernel."""
+    """The gradients of before, x and kernel, from dy [B, T, D]; the arguments are those of
+    `forward`.
+    """
     age = document_ages(ids, kernel.shape[0])
     call = _Call(activation, before, x, kernel, age)
     sums = jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // TOKENS, *kernel.shape), jnp.float32)
@@ -134,25 +139,37 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
 
 
 class _Call:
-    """What the kernels know of a call, and the call itself."""
+    """One call: its sizes, and what the forward and the backward kernel share.
+
+    Attributes:
+      width: W. channels: of a block. shape: of x.
+      has_age: whether there are documents.
+    """
 
     def __init__(self, activation, before, x, kernel, age):
-        self.activation, self.width, self.aged = activation, kernel.shape[0], age is not None
+        self.activation, self.width, self.has_age = activation, kernel.shape[0], age is not None
         self.channels = 256 if x.shape[2] % 256 == 0 else 128
         self.shape, self.inputs = (
             x.shape,
-            [x, before.astype(x.dtype), kernel.astype(jnp.float32)] + [age] * self.aged,
+            [x, before.astype(x.dtype), kernel.astype(jnp.float32)] + [age] * self.has_age,
         )
 
     def __call__(self, body, name, inputs, outputs, behind: int, interpret: bool):
-        """`behind`: how many tokens behind a block it reads."""
+        """The results of the kernel `body`.
+
+        Args:
+          inputs: beside those of the forward kernel. outputs: shapes.
+          behind: how many tokens behind a block the kernel reads; 0 forward.
+        """
         rows, dtype, backward = TOKENS + behind, self.inputs[0].dtype, behind > 0
         scratch = [
             plgpu.SMEM((self.width - 1 + rows, self.channels), dtype),
             plgpu.SMEM((rows, self.channels), dtype),
         ]
-        scratch += [plgpu.SMEM((TOKENS + 32 * backward,), jnp.int32)] * self.aged
-        scratch.append(plgpu.Barrier(num_arrivals=2 + self.aged + (2 + self.aged + 1) * backward))
+        scratch += [plgpu.SMEM((TOKENS + 32 * backward,), jnp.int32)] * self.has_age
+        scratch.append(
+            plgpu.Barrier(num_arrivals=2 + self.has_age + (2 + self.has_age + 1) * backward)
+        )
         batch, time, d = self.shape
         with jax.enable_x64(False):
             return plgpu.kernel(
@@ -165,8 +182,8 @@ class _Call:
                 interpret=INTERPRETER if interpret else None,
             )(*self.inputs, *inputs)
 
-    def place(self):
-        """(row of the batch, block of tokens, its first token, its channels)."""
+    def block_position(self):
+        """(row of the batch, block of tokens, its first token, the slice of its channels)."""
         t = jax.lax.axis_index("tokens")
         return (
             jax.lax.axis_index("batch"),
@@ -175,9 +192,11 @@ class _Call:
             pl.ds(jax.lax.axis_index("channels") * self.channels, self.channels),
         )
 
-    def load(self, gmem, before_gmem, age_gmem, xs, ages_ref, arrived):
-        """Starts the copies of a block's inputs, of those before it and of its ages."""
-        b, t, first, channels = self.place()
+    def start_copies(self, gmem, before_gmem, age_gmem, xs, ages_ref, arrived):
+        """Starts the copies of a block's inputs, of the inputs before it and of its tokens' ages.
+        Returns a function that starts a further copy.
+        """
+        b, t, first, channels = self.block_position()
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, arrived)
         edge = xs.at[pl.ds(0, self.width - 1)]
         pl.when(t == 0)(lambda: copy(before_gmem.at[b, :, channels], edge))
@@ -187,32 +206,35 @@ class _Call:
             )
         )
         copy(gmem.at[b, pl.ds(first, TOKENS), channels], xs.at[pl.ds(self.width - 1, TOKENS)])
-        if self.aged:
+        if self.has_age:
             copy(age_gmem.at[b, pl.ds(first, TOKENS)], ages_ref.at[pl.ds(0, TOKENS)])
         return copy
 
-    def own(self, x, age, back: int):
+    def if_same_document(self, x, age, back: int):
+        """x, zero where the input `back` tokens before belongs to another document."""
         return x if age is None else x * (age >= back).astype(jnp.float32)
 
     def before_activation(self, weights, taps, age):
-        """`taps`: the inputs of a token, its own first."""
+        """The weighted sum of `taps`, the inputs that a token reads, its own first."""
         return functools.reduce(
             jnp.add,
             (
-                self.own(weights[self.width - 1 - back] * x, age, back)
+                self.if_same_document(weights[self.width - 1 - back] * x, age, back)
                 for back, x in enumerate(taps)
             ),
         )
 
 
 def _refs(call, refs, outputs: int, gradient: bool):
-    """The references in the order of `_Call`, None for ages that are not there."""
+    """The references by what they are, from the order in which `_Call` passes them; None for those
+    that are not there.
+    """
     x, before, kernel, *refs = refs
-    age = refs.pop(0) if call.aged else None
+    age = refs.pop(0) if call.has_age else None
     dy = refs.pop(0) if gradient else None
     out, (xs, ys, *rest) = refs[:outputs], refs[outputs:]
-    ages_ref, arrived = rest if call.aged else (None, *rest)
-    channels = call.place()[3]
+    ages_ref, arrived = rest if call.has_age else (None, *rest)
+    channels = call.block_position()[3]
     weights = [kernel[w, channels] for w in range(call.width)]
     return x, before, age, dy, out, xs, ys, ages_ref, arrived, weights
 
@@ -225,13 +247,13 @@ def _forward(call, *refs):
     x_gmem, before, age_gmem, _, (y_gmem,), xs, ys, ages_ref, arrived, weights = _refs(
         call, refs, 1, False
     )
-    b, _, first, channels = call.place()
-    call.load(x_gmem, before, age_gmem, xs, ages_ref, arrived)
+    b, _, first, channels = call.block_position()
+    call.start_copies(x_gmem, before, age_gmem, xs, ages_ref, arrived)
     plgpu.barrier_wait(arrived)
 
     def step(r, earlier):
         taps = (_row(xs, r + call.width - 1), *earlier)
-        z = call.before_activation(weights, taps, ages_ref[r] if call.aged else None)
+        z = call.before_activation(weights, taps, ages_ref[r] if call.has_age else None)
         ys[r] = (z * jax.nn.sigmoid(z) if call.activation == "silu" else z).astype(ys.dtype)
         return taps[:-1]
 
@@ -244,43 +266,44 @@ def _forward(call, *refs):
 
 
 def _backward(call, *refs):
-    """From the last token to the first. The tokens behind the block come first; of them the
-    gradients before the activation are needed alone. The last block copies its own last tokens
-    in their place, and takes them as zero.
+    """From the last token to the first. It begins with the tokens behind the block, for which only
+    the gradients before the activation are needed. The last block has none: it copies its own last
+    tokens in their place and takes their gradients as zero.
     """
     x_gmem, before, age_gmem, dy_gmem, (dx_gmem, sums_gmem), xs, dys, ages_ref, arrived, weights = (
         _refs(call, refs, 2, True)
     )
-    b, t, first, channels = call.place()
+    b, t, first, channels = call.block_position()
     edge, rows = call.width - 1, TOKENS
-    copy = call.load(x_gmem, before, age_gmem, xs, ages_ref, arrived)
+    copy = call.start_copies(x_gmem, before, age_gmem, xs, ages_ref, arrived)
     copy(dy_gmem.at[b, pl.ds(first, rows), channels], dys.at[pl.ds(0, rows)])
     behind = pl.ds(jnp.minimum(first + rows, call.shape[1] - edge), edge)
     copy(x_gmem.at[b, behind, channels], xs.at[pl.ds(edge + rows, edge)])
     copy(dy_gmem.at[b, behind, channels], dys.at[pl.ds(rows, edge)])
-    if call.aged:
+    if call.has_age:
         copy(
             age_gmem.at[b, pl.ds(jnp.minimum(first + rows, call.shape[1] - 32), 32)],
             ages_ref.at[pl.ds(rows, 32)],
         )
     plgpu.barrier_wait(arrived)
-    live = (first + rows < call.shape[1]).astype(jnp.float32)
+    is_behind = (first + rows < call.shape[1]).astype(jnp.float32)
 
     def gradient(r, taps):
-        """Before the activation."""
+        """Of token r, before the activation."""
         dz = _row(dys, r)
         if call.activation == "silu":
-            z = call.before_activation(weights, taps, ages_ref[r] if call.aged else None)
+            z = call.before_activation(weights, taps, ages_ref[r] if call.has_age else None)
             gate = jax.nn.sigmoid(z)
             dz = dz * (gate * (1 + z * (1 - gate)))
         return dz
 
+    taps_of_kernel = range(edge, -1, -1)  # by how far back they read
     taps_of = lambda r, later: (*later, _row(xs, r))  # xs[r] is the oldest input of token r
     inputs = tuple(_row(xs, 2 * edge + rows - 1 - i) for i in range(edge))
     following = ()
     for r in range(rows + edge - 1, rows - 1, -1):
         taps = taps_of(r, inputs)
-        following = (gradient(r, taps) * live, *following)
+        following = (gradient(r, taps) * is_behind, *following)
         inputs = taps[1:]
 
     def step(i, carry):
@@ -288,17 +311,17 @@ def _backward(call, *refs):
         r = rows - 1 - i
         taps = taps_of(r, inputs)
         dzs = (gradient(r, taps), *following)
-        age = lambda back: ages_ref[r + back] if call.aged else None
-        places = range(edge, -1, -1)  # of the kernel, by how far back
+        age = lambda back: ages_ref[r + back] if call.has_age else None
         dx = functools.reduce(
             jnp.add,
             (
-                call.own(weights[w] * dz, age(back), back)
-                for back, (w, dz) in enumerate(zip(places, dzs))
+                call.if_same_document(weights[w] * dz, age(back), back)
+                for back, (w, dz) in enumerate(zip(taps_of_kernel, dzs))
             ),
         )
         sums = tuple(
-            s + call.own(dzs[0] * x, age(0), back) for back, (s, x) in enumerate(zip(sums, taps))
+            s + call.if_same_document(dzs[0] * x, age(0), back)
+            for back, (s, x) in enumerate(zip(sums, taps))
         )
         dys[r] = dx.astype(dys.dtype)
         return taps[1:], dzs[:-1], sums

@@ -1,7 +1,13 @@
-"""The Mosaic GPU kernel of what a chunk makes by itself (sm_90a): norms, decays, P beta and the
-inverse of I + M beta. One block of one warpgroup takes a chunk of a key head, with all its value
-heads. The algebra is that of docs/delta_rule.md, "In terms of E".
+"""The Mosaic GPU kernel for what a chunk computes without the state (sm_90a): norms, decays, P beta
+and the inverse of I + M beta.
+
+One block of one warpgroup takes a chunk of a key head, with all its value heads. The algebra is
+that of docs/delta_rule.md, "In terms of E".
+
+C = 64 tokens of a chunk; a [C, C] matrix has rows i and columns j.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +23,7 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     K_NORM,
     K_NORM_J,
     K_RHO,
-    PARTS,
+    PART_PAIRS,
     Q_GAMMA,
     Q_NORM,
     RHO,
@@ -25,45 +31,73 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     TOTAL,
     TOTAL_J,
     C,
-    across,
+    along_i,
+    along_j,
     channels,
-    down,
     high_and_low,
     indices,
     products,
-    put,
+    rows,
     same_document,
+    store_tiles,
+    tiles,
     tokens,
     transposed,
-    with_sums,
+    with_accumulators,
 )
 from qwen3next_jax.ops.delta_rule import chunk_math
 
 LOG2_E = 1.4426950408889634
-# columns of the smallest product, which are those that an operand of 32 swizzled bytes has
-NARROW = 16
+NARROW = 16  # columns of the smallest product: those of an operand with 32 swizzled bytes
 
 
-def half_products(p, a, b_refs, meanwhile=lambda: None):
-    """[C, columns] float32 a @ b, a in halves in registers, b in halves in shared memory;
-    `meanwhile` is done while they run.
+def scratch(p) -> list:
+    """The shared memory and barriers of `chunk_kernel`."""
+    product = plgpu.SMEM(
+        (C, C),
+        jnp.float32,
+        transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
+    )
+    keys = plgpu.RefUnion(tiles(p.key_tiles), product)
+    narrow = functools.partial(tiles, 2, columns=NARROW)
+    return [
+        keys,
+        keys,
+        narrow(),
+        narrow(),
+        narrow(width=NARROW),
+        rows(2, 8),
+        rows(6),
+        plgpu.Barrier(num_arrivals=2 * p.key_tiles),
+        plgpu.Barrier(num_barriers=2),
+    ]
+
+
+def product_of_parts(p, a, b_refs, meanwhile=lambda: None):
+    """a @ b [C, columns] in float32; a is (high, low) in registers, b the same in shared memory.
+
+    Args:
+      meanwhile: is called while the products run.
     """
 
-    def accumulate(found):
-        for x, y in PARTS:
-            found.add(a[x], b_refs.at[y])
+    def accumulate(total):
+        for x, y in PART_PAIRS:
+            total.add(a[x], b_refs.at[y])
         meanwhile()
-        return found()
+        return total.read()
 
-    return with_sums(p, [b_refs.shape[2]], accumulate)
+    return with_accumulators(p, [b_refs.shape[2]], accumulate)
 
 
-def columns(n: int):
+def column_block(n: int):
+    """The slice of the n-th 16 columns."""
     return slice(n * NARROW, (n + 1) * NARROW)
 
 
-def blocks():
-    """[C, 16] of four blocks of rows: the block, the row in it and the column."""
+def block_indices():
+    """[C, 16] each, for four blocks of 16 rows below each other: the block, the row in it and the
+    column.
+    """
     i, j = (
         plgpu.broadcasted_iota(jnp.int32, (C, NARROW), axis, layout=plgpu.Layout.WGMMA)
         for axis in (0, 1)
@@ -71,158 +105,179 @@ def blocks():
     return i // NARROW, i % NARROW, j
 
 
-def choose(*found):
-    """[C, 16]: of every argument the block of rows that its place says, zeros for None."""
-    block, chosen = blocks()[0], 0.0
-    for n, x in enumerate(found):
-        chosen = chosen if x is None else jnp.where(block == n, x, chosen)
-    return chosen
+def select_rows(*arrays):
+    """[C, 16]: the n-th block of 16 rows of the n-th array [C, 16]; zeros where that is None."""
+    block, result = block_indices()[0], 0.0
+    for n, x in enumerate(arrays):
+        result = result if x is None else jnp.where(block == n, x, result)
+    return result
 
 
-def on_diagonal(x):
-    """[C, 16]: the blocks of 16 on the diagonal, one below the other."""
-    return choose(*(x[:, columns(n)] for n in range(C // NARROW)))
+def diagonal_blocks(x):
+    """[C, 16]: the 16 x 16 blocks on the diagonal of x [C, C], below each other."""
+    return select_rows(*(x[:, column_block(n)] for n in range(C // NARROW)))
 
 
 def inverse_norms(squares):
-    """[C] rsqrt(sum x^2 + 1e-6) of every row of x, of x @ x.T."""
-    _, i, j = blocks()
+    """[C]: rsqrt(sum x^2 + 1e-6) of every row of x, from `squares` = x @ x.T."""
+    _, i, j = block_indices()
     return jax.lax.rsqrt(
-        jnp.sum(jnp.where(i == j, on_diagonal(squares), 0.0), axis=1) + chunk_math.NORM_EPSILON
+        jnp.sum(jnp.where(i == j, diagonal_blocks(squares), 0.0), axis=1) + chunk_math.NORM_EPSILON
     )
 
 
-def unit_lower_inverse(p, l, l_refs, x_refs, blocks_refs):
-    """(I + L)^{-1} into x_refs, by the ladder of `inverse.py`: X <- X + X (-L) X in the lower
-    left quarter of each 2m diagonal block.
+def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
+    """Writes (I + L)^{-1} to x_refs, high and low part, by the doubling of
+    `ops/delta_rule/inverse.py`: X <- X + X (-L) X in the lower left quarter of each 2m diagonal
+    block.
 
-    X stays in registers, in blocks of 16: x has the four of the diagonal, one below the other.
-    As the left operand they are spread over the diagonal of [C, C] again; the right operand has
-    its blocks one below the other, too. l_refs has in its first 16 columns those of -L on the
-    diagonal, then those left of the second and the fourth, then all of the lower left quarter.
+    X stays in registers. Up to blocks of 16 rows it has the four diagonal blocks below each other,
+    [C, 16]; as a left operand they lie on the diagonal of [C, C], as a right operand below each
+    other. l_refs has -L: the diagonal blocks in its first 16 columns, then the blocks left of the
+    second and the fourth, then the whole lower left quarter.
     """
-    block, i, j = blocks()
+    block, i, j = block_indices()
     ones = [jnp.where(block == n, 1.0, 0.0).astype(jnp.bfloat16) for n in range(C // NARROW)]
 
-    def spread(pair, up: int = 0):
-        return [jnp.concatenate([x * one for one in ones[up:]], axis=1) for x in pair]
+    def to_diagonal(parts, first: int = 0):
+        """Blocks below each other put on the diagonal of [C, C], without the columns before
+        `first`.
+        """
+        return [jnp.concatenate([x * one for one in ones[first:]], axis=1) for x in parts]
 
-    diagonal = on_diagonal(l)
-    beside = choose(None, l[:, columns(0)], None, l[:, columns(2)])
-    put(l_refs, *high_and_low(-jnp.concatenate([diagonal, beside, l[:, : C // 2]], axis=1)))
-    first, second, half = l_refs.at[:, :, columns(0)], l_refs.at[:, :, columns(1)], slice(C // 2, C)
+    diagonal = diagonal_blocks(l)
+    left_blocks = select_rows(None, l[:, column_block(0)], None, l[:, column_block(2)])
+    store_tiles(
+        l_refs, *high_and_low(-jnp.concatenate([diagonal, left_blocks, l[:, : C // 2]], axis=1))
+    )
+    first, second, half = (
+        l_refs.at[:, :, column_block(0)],
+        l_refs.at[:, :, column_block(1)],
+        slice(C // 2, C),
+    )
     x = jnp.where(i == j, 1.0, jnp.where(i ^ j == 1, -diagonal, 0.0))
     for m in (2, 4, 8):
-        pair = high_and_low(x)
-        t = half_products(p, spread(pair), first, lambda: put(blocks_refs, *pair))
-        # the quarter: above the diagonal it is zero anyway
+        parts = high_and_low(x)
+        t = product_of_parts(
+            p, to_diagonal(parts), first, lambda: store_tiles(diagonal_refs, *parts)
+        )
+        # Only the lower left quarter; the upper right one is zero.
         t = jnp.where((i ^ j) // m == 1, t, 0.0)
-        x = x + half_products(p, spread(high_and_low(t)), blocks_refs)
-    pair = high_and_low(x)
-    t = half_products(p, spread(pair), second, lambda: put(blocks_refs, *pair))
-    below = half_products(p, spread(high_and_low(t), up=1), blocks_refs.at[:, : C - NARROW])
-    left = jnp.concatenate([choose(x, below), choose(None, x)], axis=1)
+        x = x + product_of_parts(p, to_diagonal(high_and_low(t)), diagonal_refs)
+    parts = high_and_low(x)
+    t = product_of_parts(p, to_diagonal(parts), second, lambda: store_tiles(diagonal_refs, *parts))
+    below = product_of_parts(
+        p, to_diagonal(high_and_low(t), first=1), diagonal_refs.at[:, : C - NARROW]
+    )
+    left = jnp.concatenate([select_rows(x, below), select_rows(None, x)], axis=1)
     right = high_and_low(
-        jnp.concatenate([choose(None, None, x, below), choose(None, None, None, x)], axis=1)
+        jnp.concatenate(
+            [select_rows(None, None, x, below), select_rows(None, None, None, x)], axis=1
+        )
     )
     left_refs, right_refs = (x_refs.at[:, :, n] for n in (slice(C // 2), half))
 
-    def both():
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # P beta, which x_refs has had until now
-        put(left_refs, *high_and_low(left))
-        put(right_refs, *right)
+    def store_halves():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # x_refs held P beta until here
+        store_tiles(left_refs, *high_and_low(left))
+        store_tiles(right_refs, *right)
 
-    t = half_products(p, right, l_refs.at[:, half, half], both)
-    put(
+    t = product_of_parts(p, right, l_refs.at[:, half, half], store_halves)
+    store_tiles(
         left_refs,
-        *high_and_low(left + half_products(p, high_and_low(t), left_refs.at[:, : C // 2])),
+        *high_and_low(left + product_of_parts(p, high_and_low(t), left_refs.at[:, : C // 2])),
     )
 
 
-def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, numbers_gmem, p_gmem, *refs):
-    """Of every value head of a key head: norms and decays, P beta, and the inverse where there
-    is a place for it.
+def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, factors_gmem, p_gmem, *refs):
+    """For every value head of a key head: the factors, P beta, and the inverse if there is an
+    output for it.
     """
     (
         *inverses_gmem,
         (q, qk_ref),
         (k, kk_ref),
-        l,
-        x,
-        blocks_refs,
+        l_refs,
+        x_refs,
+        diagonal_refs,
         rows_refs,
-        numbers,
-        keys_here,
-        rows_here,
+        factors,
+        keys_arrived,
+        rows_arrived,
     ) = refs
     b, g, n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
 
-    def bring_rows(head):
+    def load_rows(head):
         slot = head % 2
         plgpu.copy_gmem_to_smem(
-            rows_gmem.at[b, g * p.share + head, n], rows_refs.at[slot], rows_here.at[slot]
+            rows_gmem.at[b, g * p.heads_per_key + head, n],
+            rows_refs.at[slot],
+            rows_arrived.at[slot],
         )
 
     for t in range(p.key_tiles):
-        plgpu.copy_gmem_to_smem(q_gmem.at[b, tokens(n), g, channels(t)], q.at[t], keys_here)
-        plgpu.copy_gmem_to_smem(k_gmem.at[b, tokens(n), g, channels(t)], k.at[t], keys_here)
-    bring_rows(0)
-    plgpu.barrier_wait(keys_here)
-    against = lambda rows, others: [
-        (rows.at[t], transposed(others.at[t])) for t in range(p.key_tiles)
+        plgpu.copy_gmem_to_smem(q_gmem.at[b, tokens(n), g, channels(t)], q.at[t], keys_arrived)
+        plgpu.copy_gmem_to_smem(k_gmem.at[b, tokens(n), g, channels(t)], k.at[t], keys_arrived)
+    load_rows(0)
+    plgpu.barrier_wait(keys_arrived)
+    against = lambda left, right: [
+        (left.at[t], transposed(right.at[t])) for t in range(p.key_tiles)
     ]
     qk, kk, qq = products(against(q, k), against(k, k), against(q, q))
     if p.normalize:
         k_norm, q_norm = inverse_norms(kk), inverse_norms(qq)
     else:
         k_norm = q_norm = plgpu.layout_cast(jnp.ones((C,), jnp.float32), ROW)
-    plgpu.barrier_wait(rows_here.at[0])
+    plgpu.barrier_wait(rows_arrived.at[0])
     row = lambda slot, i: plgpu.load(rows_refs.at[slot, i], layout=ROW)
     q_norm = jnp.where(row(0, DOCUMENT) >= 0, q_norm * p.key**-0.5, 0.0)
-    numbers[K_NORM], numbers[K_NORM_J], numbers[Q_NORM] = k_norm, k_norm, q_norm
+    factors[K_NORM], factors[K_NORM_J], factors[Q_NORM] = k_norm, k_norm, q_norm
     plgpu.commit_smem()
 
-    # What all value heads share: the products of normalized queries and keys with keys, of a
-    # document and not of the future.
+    # All value heads share the products of normalized queries and keys with keys, zero between
+    # documents and for later keys.
     i, j = indices()
-    mask, norm = same_document(rows_refs.at[0]) & (i >= j), across(numbers, K_NORM_J)
-    qk = jnp.where(mask, qk * (down(numbers, Q_NORM) * norm), 0.0)
-    kk = jnp.where(mask & (i > j), kk * (down(numbers, K_NORM) * norm), 0.0)
-    qk_ref[...], kk_ref[...] = qk, kk  # not kept in registers: three blocks at a time have 168 each
+    mask, norm = same_document(rows_refs.at[0]) & (i >= j), along_j(factors, K_NORM_J)
+    qk = jnp.where(mask, qk * (along_i(factors, Q_NORM) * norm), 0.0)
+    kk = jnp.where(mask & (i > j), kk * (along_i(factors, K_NORM) * norm), 0.0)
+    # In shared memory, because a block has 168 registers a thread: three share a processor.
+    qk_ref[...], kk_ref[...] = qk, kk
 
-    @pl.loop(0, p.share)
+    @pl.loop(0, p.heads_per_key)
     def _(head):
-        slot, h = head % 2, g * p.share + head
-        here = rows_refs.at[slot]
+        slot, h = head % 2, g * p.heads_per_key + head
+        head_rows = rows_refs.at[slot]
 
         @pl.when(head > 0)
         def _():
-            plgpu.barrier_wait(rows_here.at[slot])
+            plgpu.barrier_wait(rows_arrived.at[slot])
 
-        # Of the masked pairs, whose products are zero, the exponent must only not be too large.
+        # The products of masked pairs are zero, so their exponent only has to be finite.
         column = jnp.exp2(
-            jnp.minimum(down(here, TOTAL) * LOG2_E - across(here, TOTAL_J) * LOG2_E, 126.0)
-        ) * across(here, BETA_J)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the head before
-        numbers[K_GAMMA], numbers[Q_GAMMA] = row(slot, GAMMA) * k_norm, row(slot, GAMMA) * q_norm
-        numbers[K_RHO] = row(slot, RHO) * row(slot, BETA) * k_norm
-        put(x, plgpu.load(qk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column)
-        plgpu.copy_smem_to_gmem(numbers, numbers_gmem.at[b, h, n])
-        plgpu.copy_smem_to_gmem(x.at[0], p_gmem.at[b, h, n])
+            jnp.minimum(
+                along_i(head_rows, TOTAL) * LOG2_E - along_j(head_rows, TOTAL_J) * LOG2_E, 126.0
+            )
+        ) * along_j(head_rows, BETA_J)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head's results are copied
+        factors[K_GAMMA], factors[Q_GAMMA] = row(slot, GAMMA) * k_norm, row(slot, GAMMA) * q_norm
+        factors[K_RHO] = row(slot, RHO) * row(slot, BETA) * k_norm
+        store_tiles(x_refs, plgpu.load(qk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column)
+        plgpu.copy_smem_to_gmem(factors, factors_gmem.at[b, h, n])
+        plgpu.copy_smem_to_gmem(x_refs.at[0], p_gmem.at[b, h, n])
 
-        @pl.when(head + 1 < p.share)
+        @pl.when(head + 1 < p.heads_per_key)
         def _():
-            bring_rows(head + 1)
+            load_rows(head + 1)
 
         if inverses_gmem:
             unit_lower_inverse(
                 p,
                 plgpu.load(kk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column,
-                l,
-                x,
-                blocks_refs,
+                l_refs,
+                x_refs,
+                diagonal_refs,
             )
             for part in range(2):
-                plgpu.copy_smem_to_gmem(x.at[part], inverses_gmem[0].at[n, b, h, part])
+                plgpu.copy_smem_to_gmem(x_refs.at[part], inverses_gmem[0].at[n, b, h, part])
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,13 +1,19 @@
-"""The Mosaic GPU kernel of the gradients of a chunk, the states that enter and their gradients
-known: what one block does for a value head. Tiles, products and rows of numbers are those of
-`delta_rule_tiles`.
+"""The Mosaic GPU kernel for the gradients of a chunk, once the states that enter it and the
+gradients of those that leave it are known (sm_90a). A block takes a chunk of a value head.
 
-Two blocks of one warpgroup share a processor, one works while the other waits: so shared memory
-(at most 115,712 bytes each) holds no more than what products read that wait for nothing else,
-and what is made of pairs of rows is transposed, j by i: then E is a left operand, which wgmma
-takes from registers. Keys of 256 fill a processor, and more registers than a warpgroup has:
-there a block has two. Both make E; each has two of the keys' four tiles, and of the pairs of
-rows one has those of errors, the other those of outputs. What they sum is added at the end.
+The algebra is that of docs/delta_rule.md, "In terms of E"; `delta_rule_tiles` has the tiles and the
+rows of numbers.
+
+With keys of 64 or 128 channels, two blocks of one warpgroup share a processor, so that one computes
+while the other waits. Each has at most 115,712 bytes of shared memory, which hold only what
+products read while nothing else is pending. The [C, C] matrices are transposed, j by i: then E is a
+left operand, which wgmma takes from registers.
+
+Keys of 256 channels fill a processor and need more registers than a warpgroup has, so there a block
+has two warpgroups. Both compute E. Each takes two of the keys' four tiles; the first one computes
+the gradient of K K^T, the second one that of Q K^T. Their sums are added at the end.
+
+C = 64 tokens of a chunk.
 """
 
 import functools
@@ -32,9 +38,9 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     TOTAL,
     TOTAL_J,
     C,
-    across,
+    along_i,
+    along_j,
     channels,
-    down,
     high_and_low,
     indices,
     product,
@@ -43,28 +49,35 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     tiles,
     tokens,
     transposed,
-    with_sums,
+    with_accumulators,
 )
 
-Q_NORM_ROW = 6  # Q_NORM once more, which is needed along both sides
-# Rows of sums: two results; three along i, KEPT's sum is <S, dS>; of queries and of keys along
-# their gradients.
-DG, DBETA, ENTER, WRITTEN, KEPT, INNER_Q, INNER_K = range(7)
+Q_NORM_ROW = 6  # Q_NORM once more: it is needed along i and along j
+# Rows of sums. DG and DBETA are results. ENTER is what decays since the chunk's start, LEAVE what
+# decays until its end, CARRIED sums up to <S, dS>, all by token. INNER_Q and INNER_K are the inner
+# products of rows of q and k with their gradients.
+DG, DBETA, ENTER, LEAVE, CARRIED, INNER_Q, INNER_K = range(7)
 
 
 def warpgroups(p) -> int:
+    """Of a block."""
     return 2 if p.key_tiles > 2 else 1
 
 
 def threads(p) -> dict:
+    """The arguments of `plgpu.kernel` for several warpgroups."""
     return dict(num_threads=2, thread_name="warpgroups") if warpgroups(p) > 1 else {}
 
 
 def scratch(p) -> list:
-    """k, dO, dV, the inverse's halves and later the pairs', slots; numbers, sums; barriers."""
+    """Shared memory for k, dO, dV, the inverse's parts (later the gradients of K K^T and Q K^T),
+    the slots; the factors, the rows, the sums; and barriers.
+    """
     n = warpgroups(p)
-    slots, own = 2 * p.key_tiles + (1 if n == 1 else 2 + n), p.key_tiles // n
-    arrivals = lambda of_each, count=1: plgpu.Barrier(num_arrivals=of_each, num_barriers=count)
+    slots, own_tiles = 2 * p.key_tiles + (1 if n == 1 else 2 + n), p.key_tiles // n
+    arrivals = lambda tiles_each, count=1: plgpu.Barrier(
+        num_arrivals=tiles_each, num_barriers=count
+    )
     return [
         tiles(p.key_tiles),
         tiles(p.value_tiles),
@@ -77,7 +90,7 @@ def scratch(p) -> list:
         arrivals(p.key_tiles + 3 + 2 * p.erase),
         arrivals(2, p.value_tiles),
         arrivals(p.key_tiles),
-        arrivals(own, n),
+        arrivals(own_tiles, n),
         arrivals(p.key_tiles),
         arrivals(1, 1 if n == 1 else 2 + n),
         arrivals(n),
@@ -85,8 +98,8 @@ def scratch(p) -> list:
 
 
 def rebased(*refs):
-    """The same memory by addresses that the compiler takes for others: else it would hold the first
-    ones from use to use, in more registers than there are.
+    """The same memory by addresses that the compiler cannot know to be equal. Otherwise it would
+    hold the addresses between uses, in more registers than there are.
     """
     zero = jax.lax.optimization_barrier(jnp.int32(0))
     return [ref.at[pl.ds(zero, ref.shape[0])] for ref in refs]
@@ -96,20 +109,20 @@ def row_sums(x, y):
     return jnp.sum(x * y, axis=1)
 
 
-def spread(x_C):
-    """[C, C] a column of numbers along the rows."""
+def along_rows(x_C):
+    """[C, C]: in row i the number i of x [C]."""
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(x_C, (C, C), (0,)), plgpu.Layout.WGMMA)
 
 
-def no_numbers():
+def zero_row():
     return plgpu.layout_cast(jnp.zeros((C,), jnp.float32), ROW)
 
 
-def no_pairs():
-    return no_numbers(), plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), plgpu.Layout.WGMMA)
+def zero_pairs():
+    return zero_row(), plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), plgpu.Layout.WGMMA)
 
 
-def put_tile(ref, x):
+def store_tile(ref, x):
     ref[...] = x
 
 
@@ -118,12 +131,12 @@ def load_tile(ref):
 
 
 def decay_of_pairs(rows_ref, row, column):
-    """Gamma transposed: the exponent is masked, never the result."""
+    """The decay from one token to another, transposed. The exponent is masked, never the result."""
     mask = (column >= row) & same_document(rows_ref)
-    return jnp.exp(jnp.where(mask, across(rows_ref, TOTAL_J) - down(rows_ref, TOTAL), -jnp.inf))
+    return jnp.exp(jnp.where(mask, along_j(rows_ref, TOTAL_J) - along_i(rows_ref, TOTAL), -jnp.inf))
 
 
-def of_row(ref, i: int):
+def load_row(ref, i: int):
     return plgpu.load(ref.at[i], layout=ROW)
 
 
@@ -131,15 +144,22 @@ def gradient_kernel(p, *refs):
     """dQ and dK of a value head, dg and dbeta."""
     block = _Block(p, *refs)
     block.start_copies()
-    highs, of_keys, pairs = block.errors()
+    error_highs, error_dstate, pairs = block.errors()
     block.rebase()
-    block.pairs_of_rows(highs, pairs)
-    block.write_gradients(*block.queries_and_keys(of_keys))
+    block.gradients_of_pairs(error_highs, pairs)
+    block.write_gradients(*block.queries_and_keys(error_dstate))
 
 
 class _Block:
     """One block of the grid: its references, where its copies go, and what it computes, one method
-    after another. Its copies and products overlap, so that the order of the statements counts.
+    after another. Copies and products run while later statements execute, so the order of
+    statements matters.
+
+    Attributes:
+      own_tiles: the tiles of 64 key channels that this warpgroup takes.
+      slots: tiles of shared memory; first the state's tiles, then those of its gradient (and later
+        of q), then one spare tile, or one each for v, the low part of dV and each warpgroup.
+      `…_arrived`: barriers at which the copy of that input is awaited.
     """
 
     def __init__(
@@ -153,7 +173,7 @@ class _Block:
         dv_low_gmem,
         states_gmem,
         dstates_gmem,
-        numbers_gmem,
+        factors_gmem,
         rows_gmem,
         *refs,
     ):
@@ -162,381 +182,409 @@ class _Block:
         self.q_gmem, self.k_gmem, self.v_gmem = q_gmem, k_gmem, v_gmem
         self.do_gmem, self.dv_gmem, self.dv_low_gmem = do_gmem, dv_gmem, dv_low_gmem
         self.states_gmem, self.dstates_gmem = states_gmem, dstates_gmem
-        self.numbers_gmem, self.rows_gmem = numbers_gmem, rows_gmem
+        self.factors_gmem, self.rows_gmem = factors_gmem, rows_gmem
         self.inverses_gmem = refs.pop(0) if p.erase else None
         self.dq_gmem, self.dk_gmem, self.dg_gmem = refs[:3]
-        *self.tiles, self.numbers, self.rows, self.all_sums = refs[3:11]
+        *self.tiles, self.factors, self.rows, self.all_sums = refs[3:11]
         self.k, self.do, self.dv, self.a, self.slots = self.tiles
-        # barriers: what they are named for has arrived
-        self.keys_here, self.values_here, self.states_here, dstates_here, self.q_here = refs[11:16]
-        spares_here, self.met = refs[16:]
+        (
+            self.keys_arrived,
+            self.values_arrived,
+            self.states_arrived,
+            dstates_arrived,
+            self.q_arrived,
+        ) = refs[11:16]
+        spares_arrived, self.all_warpgroups = refs[16:]
 
         self.b, self.h, self.n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
-        self.g = jax.lax.div(self.h, p.share)
+        self.g = jax.lax.div(self.h, p.heads_per_key)
         self.last = p.value_tiles - 1
         self.keys = range(p.key_tiles)
-        self.alone = warpgroups(p) == 1
-        self.w = 0 if self.alone else jax.lax.axis_index("warpgroups")
-        of_each = p.key_tiles // warpgroups(p)
-        self.own = [self.w * of_each + i for i in range(of_each)]
-        # A slot for each of a state's tiles and of its gradient's, for one block of the value's
-        # channels; then q has the latter. One spare, or one for v, one for the low half of dV, and
-        # one for each warpgroup.
-        self.v_at, self.low_at, self.spare = (
-            2 * p.key_tiles + (0 if self.alone else i) for i in (0, 1, 2 + self.w)
+        self.one_warpgroup = warpgroups(p) == 1
+        self.w = 0 if self.one_warpgroup else jax.lax.axis_index("warpgroups")
+        tiles_each = p.key_tiles // warpgroups(p)
+        self.own_tiles = [self.w * tiles_each + i for i in range(tiles_each)]
+        self.v_slot, self.low_slot, self.spare_slot = (
+            2 * p.key_tiles + (0 if self.one_warpgroup else i) for i in (0, 1, 2 + self.w)
         )
-        self.v_here, self.low_here, self.spare_here = (
-            spares_here.at[at - 2 * p.key_tiles] for at in (self.v_at, self.low_at, self.spare)
+        self.v_arrived, self.low_arrived, self.spare_arrived = (
+            spares_arrived.at[at - 2 * p.key_tiles]
+            for at in (self.v_slot, self.low_slot, self.spare_slot)
         )
         self.sums = self.all_sums.at[self.w]
-        self.dstates_here = lambda: dstates_here.at[self.w]
+        self.dstates_arrived = lambda: dstates_arrived.at[self.w]
 
     # ---- what every step uses
 
-    def dstate_at(self, t: int) -> int:
+    def dstate_slot(self, t: int) -> int:
         """The slot of tile t of the state's gradient, later of q."""
         return self.p.key_tiles + t
 
     def q(self, t: int):
-        return self.slots.at[self.dstate_at(t)]
+        return self.slots.at[self.dstate_slot(t)]
 
-    def of_value(self, gmem, c: int):
+    def value_tile(self, gmem, c: int):
         return gmem.at[self.b, tokens(self.n), self.h, channels(c)]
 
-    def of_state(self, gmem, t: int, c: int):
+    def state_tile(self, gmem, t: int, c: int):
         return gmem.at[self.n, self.b, self.h, channels(t), channels(c)]
 
-    def of_key(self, gmem, t: int):
+    def key_tile(self, gmem, t: int):
         return gmem.at[self.b, tokens(self.n), self.g, channels(t)]
 
-    def start(self, slot: int, source, here):
-        plgpu.copy_gmem_to_smem(source, self.slots.at[slot], here)
+    def copy_to_slot(self, slot: int, source, barrier):
+        plgpu.copy_gmem_to_smem(source, self.slots.at[slot], barrier)
 
-    def start_state(self, slot: int, t: int, c: int, here):
-        self.start(slot, self.of_state(self.states_gmem, t, c), here)
+    def copy_state(self, slot: int, t: int, c: int, barrier):
+        self.copy_to_slot(slot, self.state_tile(self.states_gmem, t, c), barrier)
 
-    def start_dstate(self, t: int, c: int):
-        self.start(self.dstate_at(t), self.of_state(self.dstates_gmem, t, c), self.dstates_here())
+    def copy_dstate(self, t: int, c: int):
+        self.copy_to_slot(
+            self.dstate_slot(t), self.state_tile(self.dstates_gmem, t, c), self.dstates_arrived()
+        )
 
     def rebase(self):
         self.k, self.do, self.dv, self.a, self.slots = rebased(*self.tiles)
 
-    def once(self, do):
-        """By one warpgroup alone."""
-        do() if self.alone else pl.when(self.w == 0)(do)
+    def on_first_warpgroup(self, do):
+        """Runs `do` in the first warpgroup only."""
+        do() if self.one_warpgroup else pl.when(self.w == 0)(do)
 
-    def meet(self):
-        """Everything read and written so far is done before a warpgroup or a copy continues."""
+    def sync_warpgroups(self):
+        """Waits until all warpgroups have done their reads and writes of shared memory so far."""
         plgpu.commit_smem()
-        if not self.alone:
-            plgpu.barrier_arrive(self.met)
-            plgpu.barrier_wait(self.met)
+        if not self.one_warpgroup:
+            plgpu.barrier_arrive(self.all_warpgroups)
+            plgpu.barrier_wait(self.all_warpgroups)
 
-    def add(self, row: int, x):
-        """To a row of sums in shared memory: there are too few registers."""
+    def add_to_sum(self, row: int, x):
+        """Adds x to a row of sums. They are in shared memory, as there are too few registers."""
         self.sums[row] = plgpu.load(self.sums.at[row], layout=ROW) + x
 
     # ---- copies
 
     def start_copies(self):
-        @self.once
+        @self.on_first_warpgroup
         def _():
             at = self.b, self.h, self.n
             copy = plgpu.copy_gmem_to_smem
             for t in self.keys:
-                copy(self.of_key(self.k_gmem, t), self.k.at[t], self.keys_here)
-            copy(self.numbers_gmem.at[at], self.numbers.at[:6], self.keys_here)
-            copy(self.numbers_gmem.at[*at, Q_NORM], self.numbers.at[Q_NORM_ROW], self.keys_here)
-            copy(self.rows_gmem.at[at], self.rows, self.keys_here)
+                copy(self.key_tile(self.k_gmem, t), self.k.at[t], self.keys_arrived)
+            copy(self.factors_gmem.at[at], self.factors.at[:6], self.keys_arrived)
+            copy(self.factors_gmem.at[*at, Q_NORM], self.factors.at[Q_NORM_ROW], self.keys_arrived)
+            copy(self.rows_gmem.at[at], self.rows, self.keys_arrived)
 
-        for t in self.own:
-            self.start_state(t, t, 0, self.states_here)
-        for t in self.own:
-            self.start_dstate(t, 0)
+        for t in self.own_tiles:
+            self.copy_state(t, t, 0, self.states_arrived)
+        for t in self.own_tiles:
+            self.copy_dstate(t, 0)
 
-        @self.once
+        @self.on_first_warpgroup
         def _():
             copy = plgpu.copy_gmem_to_smem
-            self.start(self.v_at, self.of_value(self.v_gmem, 0), self.v_here)
+            self.copy_to_slot(self.v_slot, self.value_tile(self.v_gmem, 0), self.v_arrived)
             for part in range(2 * self.p.erase):
                 inverse = self.inverses_gmem.at[self.n, self.b, self.h, part]
-                copy(inverse, self.a.at[part], self.keys_here)
+                copy(inverse, self.a.at[part], self.keys_arrived)
             for c in range(self.p.value_tiles):
-                copy(self.of_value(self.do_gmem, c), self.do.at[c], self.values_here.at[c])
-                copy(self.of_value(self.dv_gmem, c), self.dv.at[c], self.values_here.at[c])
+                copy(self.value_tile(self.do_gmem, c), self.do.at[c], self.values_arrived.at[c])
+                copy(self.value_tile(self.dv_gmem, c), self.dv.at[c], self.values_arrived.at[c])
 
-        for row in (ENTER, WRITTEN, KEPT):
-            self.sums[row] = no_numbers()
-        plgpu.barrier_wait(self.keys_here)
+        for row in (ENTER, LEAVE, CARRIED):
+            self.sums[row] = zero_row()
+        plgpu.barrier_wait(self.keys_arrived)
 
     # ---- errors E
 
     def errors(self):
-        """The high halves of E by block of the value's channels (kept where one warpgroup works
-        alone), E dS^T, which keys take of it, and what pairs of rows take of E, dO and dV.
+        """Computes E by tile of value channels, and its products.
+
+        Returns:
+          error_highs: the high part of E of each tile; empty with two warpgroups.
+          error_dstate: E dS^T [C, 64] for each of this warpgroup's key tiles.
+          pairs: E dV^T [C, C]; with two warpgroups the second one has E dO^T.
         """
-        highs, of_keys, pairs = [], None, None
+        error_highs, error_dstate, pairs = [], None, None
         for c in range(self.p.value_tiles):
             self.rebase()
-            for here in (
-                self.states_here,
-                self.dstates_here(),
-                self.v_here,
-                self.values_here.at[c],
+            for barrier in (
+                self.states_arrived,
+                self.dstates_arrived(),
+                self.v_arrived,
+                self.values_arrived.at[c],
             ):
-                plgpu.barrier_wait(here)
-            ks, found = self.errors_of(c)
-            self.meet()  # slots were read before copies write there
-            self.start_next_state(c)
-            high, low = high_and_low(found)
-            lost, pairs, of_keys = self.products_of_errors(c, ks, high, low, pairs, of_keys)
+                plgpu.barrier_wait(barrier)
+            ks, errors = self.errors_of(c)
+            self.sync_warpgroups()  # all reads of the slots are done before copies write there
+            self.copy_next_state(c)
+            high, low = high_and_low(errors)
+            dv_low_term, pairs, error_dstate = self.add_products_of_errors(
+                c, ks, high, low, pairs, error_dstate
+            )
             if self.p.erase:
-                self.add(ENTER, -lost)
+                self.add_to_sum(ENTER, -dv_low_term)
             plgpu.commit_smem()
-            if self.alone:
-                highs.append(high)
-            self.start_next_dstate(c)
-        return highs, of_keys, pairs
+            if self.one_warpgroup:
+                error_highs.append(high)
+            self.copy_next_dstate(c)
+        return error_highs, error_dstate, pairs
 
     def errors_of(self, c: int):
-        """(K S, None without erasing; E) of a block of the value's channels."""
-        k, dv, a, slots, spare = self.k, self.dv, self.a, self.slots, self.spare
-        kept = sum(
-            row_sums(load_tile(slots.at[t]), load_tile(slots.at[self.dstate_at(t)]))
-            for t in self.own
+        """(K S, None without the delta term; E) of a tile of value channels."""
+        k, dv, a, slots, spare_slot = self.k, self.dv, self.a, self.slots, self.spare_slot
+        carried = sum(
+            row_sums(load_tile(slots.at[t]), load_tile(slots.at[self.dstate_slot(t)]))
+            for t in self.own_tiles
         )
-        self.add(KEPT, kept)
+        self.add_to_sum(CARRIED, carried)
         ks = None
         if self.p.erase:
-            ks = down(self.numbers, K_GAMMA) * product(*((k.at[t], slots.at[t]) for t in self.keys))
-            self.once(lambda: self.add(ENTER, -row_sums(ks, load_tile(dv.at[c]))))
-            slots[spare] = (load_tile(slots.at[self.v_at]) - ks).astype(jnp.bfloat16)
+            ks = along_i(self.factors, K_GAMMA) * product(
+                *((k.at[t], slots.at[t]) for t in self.keys)
+            )
+            self.on_first_warpgroup(
+                lambda: self.add_to_sum(ENTER, -row_sums(ks, load_tile(dv.at[c])))
+            )
+            slots[spare_slot] = (load_tile(slots.at[self.v_slot]) - ks).astype(jnp.bfloat16)
             rounded = jax.lax.optimization_barrier(ks.astype(jnp.bfloat16))
-            if not self.alone:
-                self.once(lambda: put_tile(a.at[2], rounded))
+            if not self.one_warpgroup:
+                self.on_first_warpgroup(lambda: store_tile(a.at[2], rounded))
             plgpu.commit_smem()
-            found = product((a.at[0], slots.at[spare]), (a.at[1], slots.at[spare]))
+            errors = product((a.at[0], slots.at[spare_slot]), (a.at[1], slots.at[spare_slot]))
             ks = rounded
         else:
-            found = load_tile(slots.at[self.v_at])
-        written = product(*((k.at[t], slots.at[self.dstate_at(t)]) for t in self.own))
-        self.add(WRITTEN, row_sums(written, found))
-        return ks, found
+            errors = load_tile(slots.at[self.v_slot])
+        leave = product(*((k.at[t], slots.at[self.dstate_slot(t)]) for t in self.own_tiles))
+        self.add_to_sum(LEAVE, row_sums(leave, errors))
+        return ks, errors
 
-    def start_next_state(self, c: int):
-        for t in self.own if c < self.last else ():
-            self.start_state(t, t, c + 1, self.states_here)
+    def copy_next_state(self, c: int):
+        for t in self.own_tiles if c < self.last else ():
+            self.copy_state(t, t, c + 1, self.states_arrived)
 
-        @self.once
+        @self.on_first_warpgroup
         def _():
             if self.p.erase:
-                self.start(self.low_at, self.of_value(self.dv_low_gmem, c), self.low_here)
-            if c < self.last and not self.alone:
-                self.start(self.v_at, self.of_value(self.v_gmem, c + 1), self.v_here)
+                self.copy_to_slot(
+                    self.low_slot, self.value_tile(self.dv_low_gmem, c), self.low_arrived
+                )
+            if c < self.last and not self.one_warpgroup:
+                self.copy_to_slot(self.v_slot, self.value_tile(self.v_gmem, c + 1), self.v_arrived)
 
-    def start_next_dstate(self, c: int):
-        for t in self.own:
+    def copy_next_dstate(self, c: int):
+        for t in self.own_tiles:
             if c < self.last:
-                self.start_dstate(t, c + 1)
+                self.copy_dstate(t, c + 1)
             else:
-                self.start(self.dstate_at(t), self.of_key(self.q_gmem, t), self.q_here)
-        if c < self.last and self.alone:
-            self.start(self.v_at, self.of_value(self.v_gmem, c + 1), self.v_here)
+                self.copy_to_slot(
+                    self.dstate_slot(t), self.key_tile(self.q_gmem, t), self.q_arrived
+                )
+        if c < self.last and self.one_warpgroup:
+            self.copy_to_slot(self.v_slot, self.value_tile(self.v_gmem, c + 1), self.v_arrived)
         elif c == self.last and self.last:
-            self.start_state(self.spare, self.own[0], self.last - 1, self.spare_here)
+            self.copy_state(self.spare_slot, self.own_tiles[0], self.last - 1, self.spare_arrived)
 
-    def products_of_errors(self, c: int, ks, high, low, pairs, of_keys):
-        """E's high and low halves against rows: (<ks, the low half of dV>, pairs of rows, E dS^T),
-        the latter two added to those of the blocks before.
+    def add_products_of_errors(self, c: int, ks, high, low, pairs, error_dstate):
+        """Adds the products of E, given as its high and low part, to those of the tiles before.
+
+        Returns:
+          <ks, the low part of dV> by token, `pairs` and `error_dstate` (see `errors`).
         """
         p, do, dv, a, slots = self.p, self.do, self.dv, self.a, self.slots
 
-        def to_errors(found, meanwhile=lambda: None):
-            """E dV^T and <ks, the low half of dV>; `meanwhile` while that is on its way."""
+        def to_errors(products, meanwhile=lambda: None):
+            """(<ks, the low part of dV>, E dV^T). Calls `meanwhile` while that part is copied."""
             if c:
-                found.start(pairs)
-            found.add(low, transposed(dv.at[c]))
-            found.add(high, transposed(dv.at[c]))
+                products.start(pairs)
+            products.add(low, transposed(dv.at[c]))
+            products.add(high, transposed(dv.at[c]))
             meanwhile()
-            plgpu.barrier_wait(self.low_here)
-            found.add(high, transposed(slots.at[self.low_at]))
-            lost = row_sums(
-                ks.astype(jnp.float32) if self.alone else load_tile(a.at[2]),
-                load_tile(slots.at[self.low_at]),
+            plgpu.barrier_wait(self.low_arrived)
+            products.add(high, transposed(slots.at[self.low_slot]))
+            dv_low_term = row_sums(
+                ks.astype(jnp.float32) if self.one_warpgroup else load_tile(a.at[2]),
+                load_tile(slots.at[self.low_slot]),
             )
-            return lost, found()
+            return dv_low_term, products.read()
 
-        def to_outputs(found):  # E dO^T
+        def to_outputs(products):  # E dO^T
             if c:
-                found.start(pairs)
-            found.add(high, transposed(do.at[c]))
-            return no_numbers(), found()
+                products.start(pairs)
+            products.add(high, transposed(do.at[c]))
+            return zero_row(), products.read()
 
-        def to_keys(*found):  # E dS^T
-            for i, x in enumerate(found):
+        def to_keys(*products):  # E dS^T
+            for i, x in enumerate(products):
                 if c:
-                    x.start(of_keys[i])
-                x.add(high, transposed(slots.at[self.dstate_at(self.own[i])]))
-            return found
+                    x.start(error_dstate[i])
+                x.add(high, transposed(slots.at[self.dstate_slot(self.own_tiles[i])]))
+            return products
 
-        def errors_and_keys(of_errors, *found):
-            lost, of_pairs = to_errors(of_errors, lambda: to_keys(*found))
-            return lost, of_pairs, *(x() for x in found)
+        def errors_and_keys(of_errors, *products):
+            dv_low_term, of_pairs = to_errors(of_errors, lambda: to_keys(*products))
+            return dv_low_term, of_pairs, *(x.read() for x in products)
 
-        count = len(self.own)
-        if self.alone and p.erase:
-            lost, pairs, *of_keys = with_sums(p, [C] * (1 + count), errors_and_keys)
-            return lost, pairs, of_keys
-        of_keys = with_sums(p, [C] * count, lambda *found: [x() for x in to_keys(*found)])
-        lost = None
-        if not self.alone:
-            to_pairs = functools.partial(with_sums, p, [C])
-            errors = functools.partial(to_pairs, to_errors) if p.erase else no_pairs
+        count = len(self.own_tiles)
+        if self.one_warpgroup and p.erase:
+            dv_low_term, pairs, *error_dstate = with_accumulators(
+                p, [C] * (1 + count), errors_and_keys
+            )
+            return dv_low_term, pairs, error_dstate
+        error_dstate = with_accumulators(
+            p, [C] * count, lambda *products: [x.read() for x in to_keys(*products)]
+        )
+        dv_low_term = None
+        if not self.one_warpgroup:
+            to_pairs = functools.partial(with_accumulators, p, [C])
+            errors = functools.partial(to_pairs, to_errors) if p.erase else zero_pairs
             outputs = functools.partial(to_pairs, to_outputs)
-            lost, pairs = jax.lax.cond(self.w == 0, errors, outputs)
-        return lost, pairs, of_keys
+            dv_low_term, pairs = jax.lax.cond(self.w == 0, errors, outputs)
+        return dv_low_term, pairs, error_dstate
 
-    # ---- pairs of rows, j by i
+    # ---- the gradients of K K^T and Q K^T, j by i
 
-    def pairs_of_rows(self, highs, pairs):
-        """What they add to dg and dbeta, and what queries and keys take of them, into `a`."""
-        p, a, k, numbers, sums = self.p, self.a, self.k, self.numbers, self.sums
+    def gradients_of_pairs(self, error_highs, pairs):
+        """Computes the gradients of Q K^T and K K^T into `a`, and their part of dg and dbeta."""
+        p, a, k, factors, sums = self.p, self.a, self.k, self.factors, self.sums
 
-        def against_outputs(found):  # E dO^T
-            for c, high in enumerate(highs):
-                found.add(high, transposed(self.do.at[c]))
-            return found()
+        def against_outputs(products):  # E dO^T
+            for c, high in enumerate(error_highs):
+                products.add(high, transposed(self.do.at[c]))
+            return products.read()
 
-        outputs = with_sums(p, [C], against_outputs) if self.alone else None
+        outputs = with_accumulators(p, [C], against_outputs) if self.one_warpgroup else None
         row, column = self.row, self.column = indices()
-        plgpu.barrier_wait(self.q_here)
-        decay = decay_of_pairs(self.rows, row, column) * down(numbers, K_NORM)
+        plgpu.barrier_wait(self.q_arrived)
+        decay = decay_of_pairs(self.rows, row, column) * along_i(factors, K_NORM)
 
         def of_queries():
             return product(*((k.at[t], transposed(self.q(t))) for t in self.keys))
 
-        def of_themselves():
+        def of_keys():
             return product(*((k.at[t], transposed(k.at[t])) for t in self.keys))
 
-        def put_triangle():
+        def store_triangle():
             a[warpgroups(p)] = jnp.where(row >= column, 1.0, 0.0).astype(jnp.bfloat16)
 
         of_errors = None
-        if self.alone:
-            of_outputs = outputs * across(numbers, Q_NORM) * decay
-            a[0] = (of_outputs * down(self.rows, BETA)).astype(jnp.bfloat16)
-            put_triangle()
+        if self.one_warpgroup:
+            of_outputs = outputs * along_j(factors, Q_NORM) * decay
+            a[0] = (of_outputs * along_i(self.rows, BETA)).astype(jnp.bfloat16)
+            store_triangle()
             if p.erase:
                 before = jnp.where(column > row, pairs, 0.0)
-                of_errors = before * (-across(numbers, K_NORM_J) * decay)
+                of_errors = before * (-along_j(factors, K_NORM_J) * decay)
             products = jax.lax.optimization_barrier(of_outputs * of_queries())
             if p.erase:
-                products = products + of_errors * of_themselves()
-                of_errors = (of_errors * down(self.rows, BETA)).astype(jnp.bfloat16)
+                products = products + of_errors * of_keys()
+                of_errors = (of_errors * along_i(self.rows, BETA)).astype(jnp.bfloat16)
         else:
             errors = (self.w == 0).astype(jnp.float32)
             pairs = (
                 pairs
                 * decay
                 * (
-                    across(numbers, Q_NORM) * (1 - errors)
-                    - jnp.where(column > row, across(numbers, K_NORM_J) * errors, 0.0)
+                    along_j(factors, Q_NORM) * (1 - errors)
+                    - jnp.where(column > row, along_j(factors, K_NORM_J) * errors, 0.0)
                 )
             )
-            self.meet()  # the inverse is read
-            a[1 - self.w] = (pairs * down(self.rows, BETA)).astype(jnp.bfloat16)
-            products = pairs * jax.lax.cond(self.w == 0, of_themselves, of_queries)
-            self.once(put_triangle)
-        self.meet()
-        written = of_row(sums, WRITTEN) * of_row(self.rows, RHO) * of_row(numbers, K_NORM)
-        sums[DBETA] = jnp.sum(products, axis=1) + written
+            self.sync_warpgroups()  # the inverse is read
+            a[1 - self.w] = (pairs * along_i(self.rows, BETA)).astype(jnp.bfloat16)
+            products = pairs * jax.lax.cond(self.w == 0, of_keys, of_queries)
+            self.on_first_warpgroup(store_triangle)
+        self.sync_warpgroups()
+        leave = load_row(sums, LEAVE) * load_row(self.rows, RHO) * load_row(factors, K_NORM)
+        sums[DBETA] = jnp.sum(products, axis=1) + leave
 
         def from_column_on(after):  # column t: the sum over columns from t on
-            for part in high_and_low(products * down(self.rows, BETA)):
+            for part in high_and_low(products * along_i(self.rows, BETA)):
                 after.add(part, a.at[warpgroups(p)])
-            return after()
+            return after.read()
 
-        leave = spread(written * of_row(self.rows, BETA))
-        after = with_sums(p, [C], from_column_on)
-        spans = jnp.where(row < column, after + leave, spread(of_row(sums, ENTER)))
+        leave_rows = along_rows(leave * load_row(self.rows, BETA))
+        after = with_accumulators(p, [C], from_column_on)
+        spans = jnp.where(row < column, after + leave_rows, along_rows(load_row(sums, ENTER)))
         sums[DG] = jnp.sum(spans, axis=0)
-        if self.alone and p.erase:
-            plgpu.commit_smem()  # of the triangle, which all have read
+        if self.one_warpgroup and p.erase:
+            plgpu.commit_smem()  # all reads of the triangle are done
             a[1] = of_errors
             plgpu.commit_smem()
 
     # ---- queries and keys
 
-    def queries_and_keys(self, of_keys):
-        """(dQ, dK) by tile of this warpgroup's; adds to dg."""
+    def queries_and_keys(self, error_dstate):
+        """(dQ, dK), a tile for each of this warpgroup's, before the norms. Adds to dg."""
         sums = self.sums
-        found = [
-            with_sums(self.p, [C, C], functools.partial(self.tile_gradients, i, of_keys[i]))
-            for i in range(len(self.own))
+        gradients = [
+            with_accumulators(
+                self.p, [C, C], functools.partial(self.tile_gradients, i, error_dstate[i])
+            )
+            for i in range(len(self.own_tiles))
         ]
-        enters, dq, dk = zip(*found)
-        kept = self.rows[GAMMA, C - 1] * of_row(sums, KEPT)
+        enters, dq, dk = zip(*gradients)
+        carried = self.rows[GAMMA, C - 1] * load_row(sums, CARRIED)
         sums[DG] = sums[DG] + jnp.sum(
-            jnp.where(self.row >= self.column, spread(sum(enters)), 0.0) + spread(kept), axis=0
+            jnp.where(self.row >= self.column, along_rows(sum(enters)), 0.0) + along_rows(carried),
+            axis=0,
         )
         return dq, dk
 
-    def tile_gradients(self, i: int, of_keys, of_q, of_k):
-        """(<q, its gradient by the state>, dQ, dK) of 64 channels, before the norms."""
-        p, last, numbers = self.p, self.last, self.numbers
+    def tile_gradients(self, i: int, error_dstate, of_q, of_k):
+        """(<q, its gradient through the state>, dQ, dK) of the i-th tile, before the norms."""
+        p, last, factors = self.p, self.last, self.factors
         k, do, dv, a, slots = rebased(*self.tiles)
-        t = self.own[i]
+        t = self.own_tiles[i]
         for c in reversed(range(p.value_tiles)):
-            state = slots.at[t if c == last else self.spare]
+            state = slots.at[t if c == last else self.spare_slot]
             if c < last:
-                plgpu.barrier_wait(self.spare_here)
+                plgpu.barrier_wait(self.spare_arrived)
             of_q.add(do.at[c], transposed(state))
             if p.erase:
                 of_k.add(dv.at[c], transposed(state))
             if 0 < c < last:
                 plgpu.wgmma_wait(0)
                 plgpu.commit_smem()
-                self.start_state(self.spare, t, c - 1, self.spare_here)
-        read = down(numbers, Q_GAMMA) * of_q()
-        if last and i + 1 < len(self.own):
+                self.copy_state(self.spare_slot, t, c - 1, self.spare_arrived)
+        read = along_i(factors, Q_GAMMA) * of_q.read()
+        if last and i + 1 < len(self.own_tiles):
             plgpu.commit_smem()
-            self.start_state(self.spare, self.own[i + 1], last - 1, self.spare_here)
+            self.copy_state(self.spare_slot, self.own_tiles[i + 1], last - 1, self.spare_arrived)
         of_q.start(read)
         of_q.add(transposed(a.at[0]), k.at[t])
-        gradient = down(numbers, K_RHO) * of_keys
+        gradient = along_i(factors, K_RHO) * error_dstate
         if p.erase:
-            gradient = gradient - down(numbers, K_GAMMA) * of_k(1)
+            gradient = gradient - along_i(factors, K_GAMMA) * of_k.read(1)
         of_k.start(gradient)
-        of_k.add(a.at[0], slots.at[self.dstate_at(t)])
+        of_k.add(a.at[0], slots.at[self.dstate_slot(t)])
         if p.erase:
             of_k.add(a.at[1], k.at[t])
             of_k.add(transposed(a.at[1]), k.at[t])
-        return row_sums(read, load_tile(slots.at[self.dstate_at(t)])), of_q(), of_k()
+        return row_sums(read, load_tile(slots.at[self.dstate_slot(t)])), of_q.read(), of_k.read()
 
     # ---- results
 
     def write_gradients(self, dq, dk):
-        """dQ and dK through the norms to the outputs; dg and dbeta, summed over warpgroups."""
-        p, sums, numbers, own = self.p, self.sums, self.numbers, self.own
-        gradients = [(dq, [self.q(t) for t in own]), (dk, [self.k.at[t] for t in own])]
+        """Writes dQ and dK, through the norms, and dg and dbeta, summed over the warpgroups."""
+        p, sums, factors, own_tiles = self.p, self.sums, self.factors, self.own_tiles
+        gradients = [(dq, [self.q(t) for t in own_tiles]), (dk, [self.k.at[t] for t in own_tiles])]
         inner = [
             jnp.sum(sum(x * load_tile(tile) for x, tile in zip(*pair)), axis=1)
             for pair in gradients
             if p.normalize
         ]
-        if self.alone:
+        if self.one_warpgroup:
             plgpu.commit_smem()
         else:
             for i, x in zip((INNER_Q, INNER_K), inner):
                 sums[i] = x
-            self.meet()
+            self.sync_warpgroups()
             inner = [
-                of_row(self.all_sums.at[0], i) + of_row(self.all_sums.at[1], i)
+                load_row(self.all_sums.at[0], i) + load_row(self.all_sums.at[1], i)
                 for i in (INNER_Q, INNER_K)
                 if p.normalize
             ]
 
-            @self.once
+            @self.on_first_warpgroup
             def _():
                 for i, layout in ((DG, COLUMN), (DBETA, ROW)):
                     parts = (plgpu.load(self.all_sums.at[j, i], layout=layout) for j in range(2))
@@ -544,26 +592,26 @@ class _Block:
                 plgpu.commit_smem()
 
         at = self.b, self.h, self.n
-        self.once(lambda: plgpu.copy_smem_to_gmem(sums.at[:2], self.dg_gmem.at[at]))
+        self.on_first_warpgroup(lambda: plgpu.copy_smem_to_gmem(sums.at[:2], self.dg_gmem.at[at]))
 
         def finish(i, gmem, norm, slot_of):
-            found, tile_refs = gradients[i]
+            tiles_, tile_refs = gradients[i]
             if p.normalize:
-                found = [
-                    x - spread(norm * inner[i]) * load_tile(tile)
-                    for x, tile in zip(found, tile_refs)
+                tiles_ = [
+                    x - along_rows(norm * inner[i]) * load_tile(tile)
+                    for x, tile in zip(tiles_, tile_refs)
                 ]
-            for x, t in zip(found, own):
+            for x, t in zip(tiles_, own_tiles):
                 self.slots[slot_of(t)] = x.astype(jnp.bfloat16)
             plgpu.commit_smem()
-            for t in own:
+            for t in own_tiles:
                 source = self.slots.at[slot_of(t)]
                 plgpu.copy_smem_to_gmem(
                     source, gmem.at[self.b, tokens(self.n), self.h, channels(t)]
                 )
 
-        q_norm = of_row(numbers, Q_NORM_ROW) * of_row(numbers, Q_NORM_ROW) * p.key
+        q_norm = load_row(factors, Q_NORM_ROW) * load_row(factors, Q_NORM_ROW) * p.key
         finish(0, self.dq_gmem, q_norm, lambda t: t)
-        k_norm = of_row(numbers, K_NORM) * of_row(numbers, K_NORM)
-        finish(1, self.dk_gmem, k_norm, self.dstate_at)
+        k_norm = load_row(factors, K_NORM) * load_row(factors, K_NORM)
+        finish(1, self.dk_gmem, k_norm, self.dstate_slot)
         plgpu.wait_smem_to_gmem(0)

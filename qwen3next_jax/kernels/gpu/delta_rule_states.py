@@ -1,7 +1,17 @@
-"""The Mosaic GPU kernels of the passes of the state (sm_90a), chunk after chunk, forward and
-backward. A block takes one or two tiles of 64 value channels of a value head, a warpgroup each,
-and has one that copies. The algebra is that of docs/delta_rule.md, "In terms of E".
+"""The Mosaic GPU kernels for the passes of the state (sm_90a), chunk after chunk, forward and
+backward.
+
+A block takes one or two tiles of 64 value channels of a value head. Each has a warpgroup that
+computes; one more warpgroup copies. The algebra is that of docs/delta_rule.md, "In terms of E".
+
+States, errors and outputs are transposed here: value channels by tokens or key channels. Then each
+is a left operand of a product, which wgmma takes from registers, so that nothing that the next
+chunk waits for passes through shared memory.
+
+C = 64 tokens of a chunk.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,312 +24,327 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     K_RHO,
     Q_GAMMA,
     C,
-    across,
+    along_j,
     channels,
     high_and_low,
     tokens,
     transposed,
-    with_sums,
+    with_accumulators,
 )
 
 
-def copies_and_chunks(p, loads, arrived, read, first_to_last: bool, chunk, first, store):
-    """The last warpgroup copies: `loads(n, slot, barrier)` for every chunk of the piece, some
-    ahead, once all others have `read` what was in the slot. They take the chunks in turn:
-    `store` of what `chunk(n, slot, carry)` leaves, from `first()`.
+def forward_kernel(p, *refs):
+    """The state of a value head over all chunks of a piece, and o. In a pass that computes maps the
+    state alone: its first channels are U, computed from zero, the further ones are M, computed
+    without values from the identity.
     """
-    length, w = p.chunks // p.pieces, jax.lax.axis_index("warpgroups")
-    start = jax.lax.div(jax.lax.axis_index("batch"), p.batch) * length
-    number = lambda i: start + (i if first_to_last else length - 1 - i)
-
-    @pl.when(w == p.warpgroups)
-    def _():
-        if not p.interpret:
-            plgpu.set_max_registers(24 if no_registers(p) else 40, action="decrease")
-
-        @pl.loop(0, length)
-        def _(i):
-            slot = jax.lax.rem(i, p.stages)
-            pl.when(i >= p.stages)(lambda: plgpu.barrier_wait(read.at[slot]))
-            loads(number(i), slot, arrived.at[slot])
-
-    @pl.when(w < p.warpgroups)
-    def _():
-        if not p.interpret:
-            plgpu.set_max_registers(240 if no_registers(p) else 232, action="increase")
-
-        def step(i, carry):
-            slot = jax.lax.rem(i, p.stages)
-            # else the compiler keeps the addresses of all that lies there for all chunks
-            if p.stages == 1:
-                slot = jax.lax.optimization_barrier(slot)
-            plgpu.barrier_wait(arrived.at[slot])
-            carry = chunk(number(i), slot, carry)
-            plgpu.commit_smem()  # what was read of the slot, before a copy writes there
-            plgpu.barrier_arrive(read.at[slot])
-            return carry
-
-        store(jax.lax.fori_loop(0, length, step, first()))
-        plgpu.wait_smem_to_gmem(0)
+    _Forward(p, *refs).run()
 
 
-def first_state(p, gmem, h, c):
-    """What makes the state that enters the piece, transposed: the block c of the value's
-    channels by all of the key, float32. Of a map zeros for the value's blocks, and the columns
-    of one for the key's behind them.
+def backward_kernel(p, *refs):
+    """The gradient of a value head's state over all chunks of a piece, from the last one, and dV in
+    two parts. In a pass that computes maps the gradient alone, from zero.
     """
-
-    def known():
-        return plgpu.load(
-            gmem.at[jax.lax.axis_index("batch"), h, channels(c)],
-            layout=plgpu.Layout.WGMMA,
-            optimized=False,
-        )
-
-    def of_map():
-        i, j = (
-            plgpu.broadcasted_iota(jnp.int32, (C, p.key), axis, layout=plgpu.Layout.WGMMA)
-            for axis in (0, 1)
-        )
-        return jnp.where(i + (c - p.map_tiles[0]) * C == j, 1.0, 0.0)
-
-    return of_map if p.maps else known
+    _Backward(p, *refs).run()
 
 
-def store_state(gmem, h, c):
-    def store(state):
-        gmem[jax.lax.axis_index("batch"), h, channels(c)] = state
-
-    return store
-
-
-def place(p):
-    """(batch, value head, the warpgroup and its value tile)."""
-    b, h, c, w = (
-        jax.lax.axis_index(name) for name in ("batch", "heads", "value_tiles", "warpgroups")
-    )
-    return jax.lax.rem(b, p.batch), h, w, c * p.warpgroups + w
+def state_in_shared_memory(p) -> bool:
+    """Whether the state takes half of the registers: then products read it from shared memory, and
+    fewer run at a time.
+    """
+    return p.key > 128
 
 
 def load_transposed(tile):
     return plgpu.load(transposed(tile), layout=plgpu.Layout.WGMMA)
 
 
-def send_transposed(x, tile, target, in_flight: int):
-    """An array to memory through a tile, once all but so many copies before have left theirs."""
+def store_transposed(x, tile, target, in_flight: int):
+    """Copies an array to memory through a tile, after all copies but the last `in_flight` have read
+    their tiles.
+    """
     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
     transposed(tile)[...] = x.astype(jnp.bfloat16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(tile, target)
 
 
-def no_registers(p) -> bool:
-    """Whether the state takes half of the registers: then it is a left operand from shared
-    memory, and less is done at a time.
-    """
-    return p.key > 128
+class _StatePass:
+    """A pass of the state in one block of the grid. Subclasses say what happens in a chunk.
 
-
-def operand(p, state, tile, target, in_flight: int):
-    """A state as a left operand of products, and what sends it to memory, if anywhere."""
-    if not no_registers(p):
-        x = state.astype(jnp.bfloat16)
-        return x, lambda: None if target is None else send_transposed(x, tile, target, in_flight)
-    plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
-    for t in range(p.key_tiles):
-        transposed(tile.at[channels(t)])[...] = state[:, t * C : (t + 1) * C].astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    return transposed(
-        tile
-    ), lambda: None if target is None else plgpu.copy_smem_to_gmem(tile, target)
-
-
-def loads_of(p, b, h, sources, targets):
-    """What copies chunk n of a value head, the value tiles of all warpgroups, with what its key
-    head and the chunk's numbers are, into a slot; not what has no source.
+    Attributes:
+      first_to_last: whether the chunks are taken in that order, or from the last one.
+      b, h: the row of the batch and the value head.
+      w, c: the warpgroup, and the tile of value channels that it computes.
+      inputs: (source in memory or None, target in shared memory with a slot for each stage) of k or
+        q and k, values or dO, P, the factors, the rows, the inverse.
+      first_gmem: the state that enters each piece; None in a pass that computes maps.
+      last_gmem: where the state that leaves each piece goes.
+      arrived, read: barriers for each slot: its inputs are there; all warpgroups have read them.
     """
 
-    def loads(n, slot, barrier):
+    first_to_last: bool
+
+    def __init__(self, p):
+        b, self.h, c, self.w = (
+            jax.lax.axis_index(name) for name in ("batch", "heads", "value_tiles", "warpgroups")
+        )
+        self.p, self.b, self.c = p, jax.lax.rem(b, p.batch), c * p.warpgroups + self.w
+
+    def run(self):
+        """The last warpgroup copies the inputs of every chunk, some chunks ahead, once all other
+        warpgroups have read what was in the same slot. The others take the chunks one by one.
+        """
+        p = self.p
+        length, w = p.chunks // p.pieces, jax.lax.axis_index("warpgroups")
+        start = jax.lax.div(jax.lax.axis_index("batch"), p.batch) * length
+        number = lambda i: start + (i if self.first_to_last else length - 1 - i)
+
+        @pl.when(w == p.warpgroups)
+        def _():
+            if not p.interpret:
+                registers = 24 if state_in_shared_memory(p) else 40
+                plgpu.set_max_registers(registers, action="decrease")
+
+            @pl.loop(0, length)
+            def _(i):
+                slot = jax.lax.rem(i, p.stages)
+                pl.when(i >= p.stages)(lambda: plgpu.barrier_wait(self.read.at[slot]))
+                self.start_copies(number(i), slot, self.arrived.at[slot])
+
+        @pl.when(w < p.warpgroups)
+        def _():
+            if not p.interpret:
+                registers = 240 if state_in_shared_memory(p) else 232
+                plgpu.set_max_registers(registers, action="increase")
+
+            def step(i, state):
+                slot = jax.lax.rem(i, p.stages)
+                # Otherwise the compiler holds the addresses of all that lies there for all chunks.
+                if p.stages == 1:
+                    slot = jax.lax.optimization_barrier(slot)
+                plgpu.barrier_wait(self.arrived.at[slot])
+                state = self.chunk(number(i), slot, state)
+                plgpu.commit_smem()  # the slot's reads are done before a copy writes there
+                plgpu.barrier_arrive(self.read.at[slot])
+                return state
+
+            state = jax.lax.fori_loop(0, length, step, self.first_state())
+            self.store_last_state(state)
+            plgpu.wait_smem_to_gmem(0)
+
+    def chunk(self, n, slot, state):
+        """The state, or its gradient, after chunk n, whose inputs are in `slot`."""
+        raise NotImplementedError
+
+    def first_state(self):
+        """The transposed state that enters the piece: this block's value channels by all key
+        channels, float32. For a map zeros, or behind the value's tiles rows of the identity.
+        """
+        p, c = self.p, self.c
+        if not p.computes_maps:
+            return plgpu.load(
+                self.first_gmem.at[jax.lax.axis_index("batch"), self.h, channels(c)],
+                layout=plgpu.Layout.WGMMA,
+                optimized=False,
+            )
+        i, j = (
+            plgpu.broadcasted_iota(jnp.int32, (C, p.key), axis, layout=plgpu.Layout.WGMMA)
+            for axis in (0, 1)
+        )
+        return jnp.where(i + (c - p.map_tiles[0]) * C == j, 1.0, 0.0)
+
+    def store_last_state(self, state):
+        self.last_gmem[jax.lax.axis_index("batch"), self.h, channels(self.c)] = state
+
+    def start_copies(self, n, slot, barrier):
+        """Starts the copies of chunk n's inputs into a slot: rows of the key head, the tiles of all
+        warpgroups, and the chunk's matrices and numbers. Inputs that are None are left out.
+        """
+        p, h, b = self.p, self.h, self.b
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, barrier)
-        *keys, values, products, numbers, rows, inverses = zip(sources, targets, strict=True)
+        *keys, values, products, factors, rows, inverses = self.inputs
         for source, target in keys:
             if source is not None:
-                copy(source.at[b, tokens(n), jax.lax.div(h, p.share)], target.at[slot])
+                copy(source.at[b, tokens(n), jax.lax.div(h, p.heads_per_key)], target.at[slot])
         for w in range(p.warpgroups):
             c = jnp.minimum(jax.lax.axis_index("value_tiles") * p.warpgroups + w, p.value_tiles - 1)
             copy(values[0].at[b, tokens(n), h, channels(c)], values[1].at[slot, w])
-        for source, target in (products, numbers, rows):
+        for source, target in (products, factors, rows):
             if source is not None:
                 copy(source.at[b, h, n], target.at[slot])
         if p.erase:
             copy(inverses[0].at[n, b, h], inverses[1].at[slot])
 
-    return loads
-
-
-def forward_kernel(p, q_gmem, k_gmem, v_gmem, numbers_gmem, rows_gmem, p_gmem, *refs):
-    """The state of a value head, 64 of its value channels in a warpgroup, over all chunks of a
-    piece; o beside it. For a map the state alone, which has blocks of channels behind the
-    value's: without values, from one.
-
-    State, errors and o are transposed, channels of the value by …: each is a left operand, which
-    wgmma takes from registers, so that nothing that the next chunk waits for goes through shared
-    memory.
-    """
-    refs = list(refs)
-    inverses_gmem = refs.pop(0) if p.erase else None
-    initial_gmem = None if p.maps else refs.pop(0)
-    final_gmem = refs.pop(0)
-    o_gmem = None if p.maps else refs.pop(0)
-    states_gmem = refs.pop(0) if p.save else None
-    b, h, w, c = place(p)
-    q, k, v, p_ref, a, numbers, rows_ref, s, o, arrived, read_all = refs
-    if p.maps:
-        q_gmem = p_gmem = None
-    loads = loads_of(
-        p,
-        b,
-        h,
-        (q_gmem, k_gmem, v_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
-        (q, k, v, p_ref, numbers, rows_ref, a),
-    )
-
-    tight = no_registers(p)
-
-    def chunk(n, slot, state):
-        def products(of_k, outputs, errors, after):
-            here = numbers.at[slot]
-            before, send = operand(
-                p,
-                state,
-                s.at[w],
-                states_gmem.at[n, b, h, :, channels(c)] if p.save else None,
-                in_flight=1,
+    def state_operand(self, state, tile, target, in_flight: int):
+        """The state as a left operand of products, and a function that copies it to `target` in
+        memory, if that is not None.
+        """
+        if not state_in_shared_memory(self.p):
+            x = state.astype(jnp.bfloat16)
+            return (
+                x,
+                lambda: None if target is None else store_transposed(x, tile, target, in_flight),
             )
-            if p.erase:
-                of_k.add(before, transposed(k.at[slot]))
-            if not (p.maps or tight):
-                outputs.add(before, transposed(q.at[slot]))
-            send()
-            values = load_transposed(v.at[slot, w]).astype(jnp.float32)
-            if p.maps:
-                values = values * (c < p.map_tiles[0]).astype(jnp.float32)
-            if p.erase:
-                values = (
-                    values - across(here, K_GAMMA) * of_k(0 if p.maps or tight else 1)
-                ).astype(jnp.bfloat16)
-                for part in range(2):
-                    errors.add(values, transposed(a.at[slot, part]))
-            if tight and not p.maps:
-                outputs.add(before, transposed(q.at[slot]))
-            if not p.maps:
-                outputs.start(across(here, Q_GAMMA) * outputs(0 if tight else 2 * p.erase))
-            after.start(rows_ref[slot, GAMMA, C - 1] * state)
-            if p.erase:
-                values = errors()
-            parts = (
-                jax.lax.optimization_barrier(high_and_low(values))
-                if tight
-                else high_and_low(values)
+        plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
+        for t in range(self.p.key_tiles):
+            columns = state[:, t * C : (t + 1) * C]
+            transposed(tile.at[channels(t)])[...] = columns.astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        return transposed(
+            tile
+        ), lambda: None if target is None else plgpu.copy_smem_to_gmem(tile, target)
+
+
+class _Forward(_StatePass):
+    first_to_last = True
+
+    def __init__(self, p, q_gmem, k_gmem, v_gmem, factors_gmem, rows_gmem, p_gmem, *refs):
+        super().__init__(p)
+        refs = list(refs)
+        inverses_gmem = refs.pop(0) if p.erase else None
+        self.first_gmem = None if p.computes_maps else refs.pop(0)
+        self.last_gmem = refs.pop(0)
+        self.o_gmem = None if p.computes_maps else refs.pop(0)
+        self.states_gmem = refs.pop(0) if p.save else None
+        *targets, self.state_tiles, self.o_tiles, self.arrived, self.read = refs
+        self.q, self.k, self.v, self.p_ref, self.inverse, self.factors, self.rows = targets
+        if p.computes_maps:
+            q_gmem = p_gmem = None
+        self.inputs = (
+            (q_gmem, self.q),
+            (k_gmem, self.k),
+            (v_gmem, self.v),
+            (p_gmem, self.p_ref),
+            (factors_gmem, self.factors),
+            (rows_gmem, self.rows),
+            (inverses_gmem, self.inverse),
+        )
+
+    def chunk(self, n, slot, state):
+        body = functools.partial(self.products, n, slot, state)
+        return with_accumulators(self.p, (C, C, C, self.p.key), body)
+
+    def products(self, n, slot, state, k_state, outputs, errors, after):
+        """S', from accumulators for K S, O, E and S'."""
+        p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
+        maps, from_shared = p.computes_maps, state_in_shared_memory(p)
+        factors = self.factors.at[slot]
+        before, copy_state = self.state_operand(
+            state,
+            self.state_tiles.at[w],
+            self.states_gmem.at[n, b, h, :, channels(c)] if p.save else None,
+            in_flight=1,
+        )
+        if p.erase:
+            k_state.add(before, transposed(self.k.at[slot]))
+        if not (maps or from_shared):
+            outputs.add(before, transposed(self.q.at[slot]))
+        copy_state()
+        values = load_transposed(self.v.at[slot, w]).astype(jnp.float32)
+        if maps:
+            values = values * (c < p.map_tiles[0]).astype(jnp.float32)
+        if p.erase:
+            in_flight = 0 if maps or from_shared else 1
+            values = (values - along_j(factors, K_GAMMA) * k_state.read(in_flight)).astype(
+                jnp.bfloat16
             )
-            if not p.maps:
-                for part in parts:
-                    outputs.add(part, transposed(p_ref.at[slot]))
-            send_outputs = lambda in_flight: (
-                None
-                if p.maps
-                else send_transposed(
-                    outputs(in_flight),
-                    o.at[w],
-                    o_gmem.at[b, tokens(n), h, channels(c)],
-                    in_flight=int(p.save),
+            for part in range(2):
+                errors.add(values, transposed(self.inverse.at[slot, part]))
+        if from_shared and not maps:
+            outputs.add(before, transposed(self.q.at[slot]))
+        if not maps:
+            in_flight = 0 if from_shared else 2 * p.erase
+            outputs.start(along_j(factors, Q_GAMMA) * outputs.read(in_flight))
+        after.start(self.rows[slot, GAMMA, C - 1] * state)
+        if p.erase:
+            values = errors.read()
+        parts = high_and_low(values)
+        if from_shared:
+            parts = jax.lax.optimization_barrier(parts)
+        if not maps:
+            for part in parts:
+                outputs.add(part, transposed(self.p_ref.at[slot]))
+        if from_shared:
+            self.copy_outputs(n, outputs, in_flight=0)
+            # Of E the compiler then holds the parts alone.
+            values = sum(part.astype(jnp.float32) for part in parts)
+        for part in high_and_low(along_j(factors, K_RHO) * values):
+            after.add(part, self.k.at[slot])
+        if not from_shared:
+            self.copy_outputs(n, outputs, in_flight=2)
+        return after.read()
+
+    def copy_outputs(self, n, outputs, in_flight: int):
+        """O to memory, while the last `in_flight` products run."""
+        if self.p.computes_maps:
+            return
+        store_transposed(
+            outputs.read(in_flight),
+            self.o_tiles.at[self.w],
+            self.o_gmem.at[self.b, tokens(n), self.h, channels(self.c)],
+            in_flight=int(self.p.save),
+        )
+
+
+class _Backward(_StatePass):
+    first_to_last = False
+
+    def __init__(self, p, q_gmem, k_gmem, do_gmem, factors_gmem, rows_gmem, p_gmem, *refs):
+        super().__init__(p)
+        refs = list(refs)
+        inverses_gmem = refs.pop(0) if p.erase else None
+        self.first_gmem = None if p.computes_maps else refs.pop(0)
+        self.last_gmem = refs.pop(0)
+        if not p.computes_maps:
+            *self.dv_gmems, self.dstates_gmem = (refs.pop(0) for _ in range(3))
+        *targets, self.dstate_tiles, self.dv_tiles, self.arrived, self.read = refs
+        self.q, self.k, self.do, self.p_ref, self.inverse, self.factors, self.rows = targets
+        self.inputs = (
+            (q_gmem, self.q),
+            (k_gmem, self.k),
+            (do_gmem, self.do),
+            (p_gmem, self.p_ref),
+            (factors_gmem, self.factors),
+            (rows_gmem, self.rows),
+            (inverses_gmem, self.inverse),
+        )
+
+    def chunk(self, n, slot, state):
+        body = functools.partial(self.products, n, slot, state)
+        return with_accumulators(self.p, (C, C, C, self.p.key), body)
+
+    def products(self, n, slot, dstate, k_dstate, p_do, values, before):
+        """dS, from accumulators for K dS', P^T dO, dV and dS."""
+        p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
+        maps, from_shared = p.computes_maps, state_in_shared_memory(p)
+        factors = self.factors.at[slot]
+        target = None if maps else self.dstates_gmem.at[n, b, h, :, channels(c)]
+        after, copy_state = self.state_operand(dstate, self.dstate_tiles.at[w], target, in_flight=2)
+        k_dstate.add(after, transposed(self.k.at[slot]))
+        if from_shared:
+            p_do.start(along_j(factors, K_RHO) * k_dstate.read())
+        doutputs = load_transposed(self.do.at[slot, w])
+        p_do.add(doutputs, self.p_ref.at[slot])
+        copy_state()
+        if from_shared:
+            dvalues = p_do.read()
+        else:
+            dvalues = along_j(factors, K_RHO) * k_dstate.read(1) + p_do.read()
+        if p.erase:
+            high, low = high_and_low(dvalues)
+            for x, part in ((high, 0), (high, 1), (low, 0)):
+                values.add(x, self.inverse.at[slot, part])
+        before.start(self.rows[slot, GAMMA, C - 1] * dstate)
+        scaled = along_j(factors, Q_GAMMA) * doutputs.astype(jnp.float32)
+        before.add(scaled.astype(jnp.bfloat16), self.q.at[slot])
+        if p.erase:
+            dvalues = values.read(1)
+            dread = -along_j(factors, K_GAMMA) * dvalues
+            before.add(dread.astype(jnp.bfloat16), self.k.at[slot])
+        if not maps:
+            for i, (x, gmem) in enumerate(zip(high_and_low(dvalues), self.dv_gmems)):
+                store_transposed(
+                    x, self.dv_tiles.at[w, i], gmem.at[b, tokens(n), h, channels(c)], in_flight=2
                 )
-            )
-            if tight:  # o, then of E what its parts hold
-                send_outputs(0)
-                values = sum(part.astype(jnp.float32) for part in parts)
-            for part in high_and_low(across(here, K_RHO) * values):
-                after.add(part, k.at[slot])
-            if not tight:
-                send_outputs(2)
-            return after()
-
-        return with_sums(p, (C, C, C, p.key), products)
-
-    copies_and_chunks(
-        p,
-        loads,
-        arrived,
-        read_all,
-        True,
-        chunk,
-        first_state(p, initial_gmem, h, c),
-        store_state(final_gmem, h, c),
-    )
-
-
-def backward_kernel(p, q_gmem, k_gmem, do_gmem, numbers_gmem, rows_gmem, p_gmem, *refs):
-    """The gradient of the state of a value head, 64 of its value channels in a warpgroup, over
-    all chunks of a piece from the last; dV beside it, in halves. For a map the gradient alone,
-    from zero. All transposed, as in `forward_kernel`.
-    """
-    refs = list(refs)
-    inverses_gmem = refs.pop(0) if p.erase else None
-    dfinal_gmem = None if p.maps else refs.pop(0)
-    dinitial_gmem = refs.pop(0)
-    dv_gmem, dv_low_gmem, dstates_gmem = [None] * 3 if p.maps else (refs.pop(0) for _ in range(3))
-    b, h, w, c = place(p)
-    q, k, do, p_ref, a, numbers, rows_ref, ds, dv, arrived, read_all = refs
-    loads = loads_of(
-        p,
-        b,
-        h,
-        (q_gmem, k_gmem, do_gmem, p_gmem, numbers_gmem, rows_gmem, inverses_gmem),
-        (q, k, do, p_ref, numbers, rows_ref, a),
-    )
-
-    tight = no_registers(p)
-
-    def chunk(n, slot, dstate):
-        def products(of_k, of_p, values, after):
-            here = numbers.at[slot]
-            target = None if p.maps else dstates_gmem.at[n, b, h, :, channels(c)]
-            before, send = operand(p, dstate, ds.at[w], target, in_flight=2)
-            of_k.add(before, transposed(k.at[slot]))
-            if tight:
-                of_p.start(across(here, K_RHO) * of_k())
-            doutputs = load_transposed(do.at[slot, w])
-            of_p.add(doutputs, p_ref.at[slot])
-            send()
-            dvalues = of_p() if tight else across(here, K_RHO) * of_k(1) + of_p()
-            if p.erase:
-                high, low = high_and_low(dvalues)
-                for x, part in ((high, 0), (high, 1), (low, 0)):
-                    values.add(x, a.at[slot, part])
-            after.start(rows_ref[slot, GAMMA, C - 1] * dstate)
-            after.add(
-                (across(here, Q_GAMMA) * doutputs.astype(jnp.float32)).astype(jnp.bfloat16),
-                q.at[slot],
-            )
-            if p.erase:
-                dvalues = values(1)
-                after.add((-across(here, K_GAMMA) * dvalues).astype(jnp.bfloat16), k.at[slot])
-            if not p.maps:
-                for i, (x, gmem) in enumerate(zip(high_and_low(dvalues), (dv_gmem, dv_low_gmem))):
-                    send_transposed(
-                        x, dv.at[w, i], gmem.at[b, tokens(n), h, channels(c)], in_flight=2
-                    )
-            return after()
-
-        return with_sums(p, (C, C, C, p.key), products)
-
-    copies_and_chunks(
-        p,
-        loads,
-        arrived,
-        read_all,
-        False,
-        chunk,
-        first_state(p, dfinal_gmem, h, c),
-        store_state(dinitial_gmem, h, c),
-    )
+        return before.read()

@@ -1,13 +1,15 @@
-"""What the bodies of the Mosaic GPU kernels for Hopper (sm_90a) are made of: tiles, sums of
-products, rows of numbers.
+"""What the Mosaic GPU kernels of the gated delta rule (sm_90a) are made of: tiles, accumulators,
+rows of numbers by token.
 
-Every matrix is cut into tiles of 64 x 64, the height of a wgmma: rows of a chunk by channels,
-channels by channels. bfloat16 tiles lie in shared memory, swizzled as wgmma reads them; what is
-summed, decayed or inverted is float32 in registers. Where sums cancel, a float32 operand goes in
-two bfloat16 parts (`high_and_low`).
+Every matrix is split into tiles of 64 x 64, as a wgmma has 64 rows: tokens of a chunk by channels,
+or channels by channels. bfloat16 tiles lie in shared memory, swizzled as wgmma reads them; float32
+sums, decays and inverses are in registers. Where sums cancel, a float32 operand is split in two
+bfloat16 parts (`high_and_low`).
 
-The algebra is that of docs/delta_rule.md, "In terms of E"; i is the row, j the column of a [C,
-C] matrix.
+The algebra is that of docs/delta_rule.md, "In terms of E". A [C, C] matrix has rows i and columns
+j.
+
+C = 64 tokens of a chunk.
 """
 
 import jax
@@ -16,29 +18,34 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 C = 64  # tokens of a chunk, and the side of every tile
-# Rows of numbers by token: those that a chunk brings (`pallas_gpu.Problem.rows`), and those that
-# the chunk kernel makes, norms and decays times norms. What is needed along i and along j lies
-# there twice: one place in shared memory is read in one layout.
+# Rows of a number for each token, by their index. `Problem.rows` makes the first ones from the
+# inputs: the running sum of g, the document's index, beta, the decays gamma and rho.
+# `delta_rule_chunks` makes the second ones, the factors: norms, and decays times norms. A row that
+# is needed along i and along j is stored twice, because one place in shared memory is read in one
+# layout.
 TOTAL, DOCUMENT, BETA, GAMMA, RHO, TOTAL_J, DOCUMENT_J, BETA_J = range(8)
 K_GAMMA, Q_GAMMA, K_RHO, K_NORM, Q_NORM, K_NORM_J = range(6)
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 def tiles(*count, height: int = C, width: int = C, columns: int = C):
-    """Shared memory for so many bfloat16 tiles, of which products take so many columns at a
-    time.
+    """Shared memory for `count` bfloat16 tiles.
+
+    Args:
+      columns: that a product takes at a time.
     """
     transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
     return plgpu.SMEM((*count, height, width), jnp.bfloat16, transforms=transforms)
 
 
 def rows(*count):
+    """Shared memory for `count` rows of C float32 numbers."""
     return plgpu.SMEM((*count, C), jnp.float32)
 
 
-class Sum:
-    """[C, columns] float32, to which products are added by and by; a left operand may lie in
-    registers.
+class Accumulator:
+    """A sum of products [C, columns] in float32, in registers. The left operand of a product may
+    lie in registers, too.
     """
 
     def __init__(self, ref):
@@ -50,18 +57,19 @@ class Sum:
     def add(self, a, b):
         plgpu.wgmma(self.ref, a, b)
 
-    def __call__(self, in_flight: int = 0):
-        """Its value, once no more than so many products, the last ones, are not done. The
-        barrier keeps the compiler from taking a step with the registers, a change of sign, ahead
-        of that wait: docs/gpu.md.
+    def read(self, in_flight: int = 0):
+        """The sum, after a wait for all products but the last `in_flight`.
+
+        The barrier keeps the compiler from moving an operation on the registers, a change of sign,
+        ahead of that wait: docs/gpu.md.
         """
         x = jax.lax.optimization_barrier(plgpu.wgmma_accumulator_load(self.ref, wait_n=in_flight))
         return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
 
 
-class InterpretedSum:
-    """The same where a CPU interprets: its wgmma takes no registers, and its sums start from
-    zero.
+class InterpretedAccumulator:
+    """An `Accumulator` for the interpreter on a CPU, whose wgmma takes no registers and whose sums
+    start from zero.
     """
 
     def __init__(self):
@@ -74,69 +82,71 @@ class InterpretedSum:
         a, b = (x if isinstance(x, jax.Array) else x[...] for x in (a, b))
         self.value = self.value + jnp.dot(a, b, preferred_element_type=jnp.float32)
 
-    def __call__(self, in_flight: int = 0):
+    def read(self, in_flight: int = 0):
         return self.value
 
 
-def with_sums(p, widths, body):
-    """What `body` returns, given a sum of every width."""
+def with_accumulators(p, widths, body):
+    """What `body` returns, given an accumulator [C, width] for every width."""
     if p.interpret:
-        return body(*(InterpretedSum() for _ in widths))
+        return body(*(InterpretedAccumulator() for _ in widths))
     return pl.run_scoped(
-        lambda *refs: body(*map(Sum, refs)), *[plgpu.ACC((C, width)) for width in widths]
+        lambda *refs: body(*map(Accumulator, refs)), *[plgpu.ACC((C, width)) for width in widths]
     )
 
 
 def products(*sums):
-    """[C, columns] float32 each: for every list of pairs the sum of a @ b."""
+    """For every list of pairs (a, b) the sum of a @ b, [C, columns] in float32."""
 
     def accumulate(*sum_refs):
         for sum_ref, pairs in zip(sum_refs, sums):
             for a, b in pairs:
                 plgpu.wgmma(sum_ref, a, b)
-        return [Sum(sum_ref)() for sum_ref in sum_refs]
+        return [Accumulator(sum_ref).read() for sum_ref in sum_refs]
 
     return pl.run_scoped(accumulate, *[plgpu.ACC((C, pairs[0][1].shape[1])) for pairs in sums])
 
 
 def product(*pairs):
-    """[C, C] float32: the sum of a @ b."""
+    """The sum of a @ b over the pairs (a, b), [C, C] in float32."""
     return products(pairs)[0]
 
 
 def transposed(tile):
+    """A reference to the tile's transpose."""
     return tile.transpose((1, 0))
 
 
 def high_and_low(x):
-    """A float32 array as two bfloat16 ones: its high part and what that leaves. Rounded by the
-    bits, since a conversion of one number at a time is slow.
+    """A float32 array as the sum of two in bfloat16: the rounded array and the rounded remainder.
+    It is rounded by its bits, because the compiler converts one number at a time, which is slow.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) + 0x8000 & -65536
     high = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
-def put(tile_refs, *arrays):
-    """Arrays into tiles, for wgmma and copies to read."""
+def store_tiles(tile_refs, *arrays):
+    """Stores arrays in tiles of shared memory, for wgmma and copies to read."""
     for i, x in enumerate(arrays):
         tile_refs[i] = x.astype(jnp.bfloat16)
     plgpu.commit_smem()
 
 
-PARTS = (0, 0), (1, 0), (0, 1)  # of two operands in halves: all but low with low
+# The parts (0 high, 1 low) of two operands whose products count: all but low with low.
+PART_PAIRS = (0, 0), (1, 0), (0, 1)
 
 
-def down(ref, row: int):
-    """[C, C] a row of numbers by token, along i."""
+def along_i(ref, row: int):
+    """[C, C]: in row i the number of token i, from a row of `ref`."""
     return plgpu.layout_cast(
         jax.lax.broadcast_in_dim(plgpu.load(ref.at[row], layout=ROW), (C, C), (0,)),
         plgpu.Layout.WGMMA,
     )
 
 
-def across(ref, row: int):
-    """[C, C] the same along j."""
+def along_j(ref, row: int):
+    """[C, C]: in column j the number of token j, from a row of `ref`."""
     return plgpu.layout_cast(
         jax.lax.broadcast_in_dim(plgpu.load(ref.at[row], layout=COLUMN), (C, C), (1,)),
         plgpu.Layout.WGMMA,
@@ -144,15 +154,16 @@ def across(ref, row: int):
 
 
 def same_document(rows_ref):
-    """[C, C] whether two tokens are of one; symmetric."""
+    """[C, C]: whether tokens i and j belong to one document."""
     document = [
         jnp.where(x >= 0, x, -1 - x)
-        for x in (down(rows_ref, DOCUMENT), across(rows_ref, DOCUMENT_J))
+        for x in (along_i(rows_ref, DOCUMENT), along_j(rows_ref, DOCUMENT_J))
     ]
     return document[0] == document[1]
 
 
 def indices():
+    """[C, C] each: i and j."""
     return tuple(
         plgpu.broadcasted_iota(jnp.int32, (C, C), axis, layout=plgpu.Layout.WGMMA)
         for axis in (0, 1)
@@ -160,8 +171,10 @@ def indices():
 
 
 def channels(i: int):
+    """The slice of the i-th 64 channels."""
     return pl.ds(i * C, C)
 
 
 def tokens(n):
+    """The slice of the tokens of chunk n."""
     return pl.ds(n * C, C)

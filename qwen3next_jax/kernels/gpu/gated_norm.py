@@ -1,8 +1,9 @@
-"""Mosaic GPU kernels of the RMS norm of each head times a SiLU gate (sm_90a): one pass over
-memory forward, one backward.
+"""Mosaic GPU kernels of the RMS norm of each head times a SiLU gate (sm_90a): one pass over memory
+forward, one backward.
 
-A block of one warpgroup takes one head of 64 tokens, in tiles of 64 channels. B batch, T time, H
-heads of V channels.
+A block of one warpgroup takes one head of C = 64 tokens, in tiles of 64 channels.
+
+B batch, T time, H heads of V channels.
 """
 
 import functools
@@ -16,7 +17,7 @@ from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import COLUMN, C, channels, tiles, tokens
 from qwen3next_jax.ops.gated_norm import in_xla
 
-TOLERANCE = 0.02  # relative L2, of two results rounded to bfloat16
+TOLERANCE = 0.02  # relative L2 difference of two results rounded to bfloat16
 INTERPRETER = plgpu.InterpretGPUParams()
 
 
@@ -32,11 +33,14 @@ def supports(o, weight, eps: float) -> str:
 
 
 def is_default(o, weight, eps: float) -> bool:
-    """Where they passed their test; says once what was decided."""
+    """Whether a call that names no implementation runs the kernels: where they passed their test.
+    Prints the decision once.
+    """
     return self_test.is_enabled(test(eps, weight.shape[0]), supports(o, weight, eps))
 
 
 def test(eps: float, width: int) -> self_test.SelfTest:
+    """The test of calls with heads of `width` channels."""
     return self_test.SelfTest(
         "norm and gate",
         self_test.AVOID,
@@ -48,7 +52,9 @@ def test(eps: float, width: int) -> self_test.SelfTest:
 
 
 def max_error(eps: float, width: int, interpret: bool = False) -> tuple[str, float]:
-    """Two blocks of tokens of two heads, against autodiff in XLA."""
+    """The result in which the kernels and autodiff in XLA differ most, and its relative L2
+    difference, on two blocks of tokens of two heads.
+    """
     rng = np.random.default_rng(0)
     o, gate, dy = (
         jnp.asarray(rng.normal(size=(1, 2 * C, 2 * width)), jnp.bfloat16) for _ in range(3)
@@ -70,11 +76,12 @@ def max_error(eps: float, width: int, interpret: bool = False) -> tuple[str, flo
 
 
 def forward(eps, o, gate, weight, *, interpret: bool = False):
+    """y [B, T, H · V], as `ops.gated_norm` defines it."""
     return _call(_forward, eps, weight, (o, gate), [o], (), interpret)[0]
 
 
 def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
-    """Gradients of o, gate and weight."""
+    """The gradients of o, gate and weight, from dy [B, T, H · V]."""
     batch, time, d = o.shape
     sums = jax.ShapeDtypeStruct((batch, time // C, d), jnp.float32)
     do, dgate, sums = _call(_backward, eps, weight, (o, gate, dy), [o, gate], [sums], interpret)
@@ -82,6 +89,7 @@ def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
 
 
 def _call(body, eps, weight, inputs, like, sums, interpret):
+    """The results of `body`: of the shapes of the arrays `like`, then of the shapes `sums`."""
     batch, time, d = inputs[0].shape
     width = weight.shape[0]
     scratch = [tiles(width // C)] * len(inputs) + [plgpu.SMEM((width,), jnp.float32)]
@@ -100,7 +108,12 @@ def _call(body, eps, weight, inputs, like, sums, interpret):
 
 
 class _Block:
-    """A block's inputs, copied, and its place in them."""
+    """The inputs of a block of the grid, in shared memory.
+
+    Attributes:
+      at: (tile of channels) → the tile's index in memory.
+      scale: 1 / rms of the rows of o, [C, C] with equal columns.
+    """
 
     def __init__(self, eps, width, weight_gmem, sources, targets, weight_ref, arrived):
         self.tiles, self.weight, self.targets = width // C, weight_ref, targets
@@ -115,15 +128,18 @@ class _Block:
         self.scale = self.along_rows(jax.lax.rsqrt(squares / width + eps))
 
     def load(self, i: int, c: int):
+        """Tile c of input i, [C, C] float32."""
         return plgpu.load(self.targets[i].at[c], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
     def o(self, c: int):
         return self.load(0, c)
 
     def along_rows(self, x):
+        """[C, C]: in row i the number i of x [C]."""
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (C, C), (0,)), plgpu.Layout.WGMMA)
 
     def weights(self, c: int):
+        """[C, C]: in column j the weight of channel j of tile c."""
         row = plgpu.load(self.weight.at[channels(c)], layout=COLUMN)
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(row, (C, C), (1,)), plgpu.Layout.WGMMA)
 
@@ -157,29 +173,29 @@ def _backward(
     weight,
     arrived,
 ):
-    """dy gives way to do, gate to its gradient."""
+    """In shared memory do replaces dy, and the gradient of the gate replaces the gate."""
     block = _Block(
         eps, width, weight_gmem, (o_gmem, gate_gmem, dy_gmem), (o, gate, dy), weight, arrived
     )
     b, t = (jax.lax.axis_index(name) for name in ("batch", "tokens"))
 
-    def parts(c: int):
-        """o / rms, the gate and its logistic function, dy, of a tile."""
+    def load_tile(c: int):
+        """o / rms, the gate, its sigmoid and dy of a tile."""
         x = block.load(1, c)
         return block.o(c) * block.scale, x, jax.nn.sigmoid(x), block.load(2, c)
 
     inner = 0.0
     for c in range(block.tiles):
-        normed, x, open_, d = parts(c)
-        weighted = d * (x * open_) * normed
+        normed, x, sigmoid, d = load_tile(c)
+        weighted = d * (x * sigmoid) * normed
         sums_gmem[b, t, block.at(c)[2]] = jnp.sum(weighted, axis=0)
         inner = inner + jnp.sum(weighted * block.weights(c), axis=1)
     mean = block.along_rows(inner / width)
     for c in range(block.tiles):
-        normed, x, open_, d = parts(c)
+        normed, x, sigmoid, d = load_tile(c)
         d = d * block.weights(c)
-        gate[c] = (d * normed * (open_ * (1 + x * (1 - open_)))).astype(gate.dtype)
-        dy[c] = (block.scale * (d * (x * open_) - normed * mean)).astype(dy.dtype)
+        gate[c] = (d * normed * (sigmoid * (1 + x * (1 - sigmoid)))).astype(gate.dtype)
+        dy[c] = (block.scale * (d * (x * sigmoid) - normed * mean)).astype(dy.dtype)
     plgpu.commit_smem()
     for c in range(block.tiles):
         plgpu.copy_smem_to_gmem(gate.at[c], dgate_gmem.at[block.at(c)])

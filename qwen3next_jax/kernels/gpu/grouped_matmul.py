@@ -1,4 +1,4 @@
-"""Products of rows sorted by group, each row once, by tokamax's kernels for Hopper GPUs
+"""Grouped matrix products, of rows sorted by group, by tokamax's kernels for Hopper GPUs
 (docs/gpu.md).
 
 R rows, D width in, F width out, E groups.
@@ -11,14 +11,17 @@ import numpy as np
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import tokamax
 
-# relative L2, of two products of the same bfloat16 operands with float32 sums, rounded to bfloat16
+# Relative L2 difference of two products of the same bfloat16 operands with float32 sums, rounded to
+# bfloat16.
 TOLERANCE = 0.02
-FEWEST = 128  # rows of a tile; fewer are not worth a kernel
+MIN_ROWS = 128  # of a call that runs the kernels by default: the rows of a tile
 
 
 def supports(x, weights) -> str:
-    """Why the kernels cannot multiply rows x [R, D] by matrices [E, D, F] of each of `weights`; ""
-    where they can.
+    """Why the kernels cannot run a call; "" where they can.
+
+    Args:
+      x: [R, D]. weights: the arrays of matrices [E, D, F] of all products of the call.
     """
     if {x.dtype, *(w.dtype for w in weights)} != {jnp.dtype(jnp.bfloat16)}:
         return f"has rows of {x.dtype} and matrices of {weights[0].dtype}: expected bfloat16"
@@ -31,22 +34,24 @@ def supports(x, weights) -> str:
 
 
 def is_default(x, weights) -> bool:
-    """Where they passed their test; says once what was decided."""
-    if x.shape[0] < FEWEST:
+    """Whether a call that names no implementation runs the kernels: where they passed their test.
+    Prints the decision once.
+    """
+    if x.shape[0] < MIN_ROWS:
         return False
     return self_test.is_enabled(test(), supports(x, weights))
 
 
 def matmul(x_RD, w_EDF, sizes_E):
-    """As `grouped_matmul`."""
+    """y [R, F], as `ops.grouped_matmul`; zeros in rows of no group."""
     kernel = tokamax.module("ragged_dot.pallas_mosaic_gpu_kernel_sm90").ragged_dot_kernel
     y_RF = kernel(x_RD, w_EDF, sizes_E, x_RD.dtype, _config(block_m=128, num_stages=4))
-    # what it leaves alone may be anything
+    # The kernel does not write the rows of no group.
     return jnp.where(jnp.arange(x_RD.shape[0])[:, None] < jnp.sum(sizes_E), y_RF, 0)
 
 
 def gradients(x_RD, w_EDF, sizes_E, dy_RF):
-    """Of `matmul`: dx, dw."""
+    """The gradients of x and w, from dy_RF [R, F]."""
     kernel = tokamax.module(
         "ragged_dot.pallas_mosaic_gpu_kernel_sm90"
     ).ragged_contracting_dim_dot_kernel
@@ -68,6 +73,7 @@ def _config(**sizes):
 
 
 def test() -> self_test.SelfTest:
+    """The test of all calls."""
     names = "pallas_mosaic_gpu_kernel_sm90", "pallas_mosaic_gpu_common"
     modules = tuple(f"tokamax._src.ops.ragged_dot.{name}" for name in names)
     return self_test.SelfTest(
@@ -81,15 +87,18 @@ def test() -> self_test.SelfTest:
     )
 
 
-def max_error(form=None) -> tuple[str, float]:
-    """The result in which the kernels and XLA's products differ most, with groups that end within
-    tiles, an empty group, and rows that belong to none.
+def max_error(functions=None) -> tuple[str, float]:
+    """The result in which the kernels and products in XLA differ most, and its relative L2
+    difference, with groups that end within tiles, an empty group, and rows of no group.
+
+    Args:
+      functions: to test in place of `matmul` and `gradients`.
     """
     rng = np.random.default_rng(0)
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
     sizes = np.array([130, 0, 57, 69])
     x, w, dy = array(264, 192), array(len(sizes), 192, 64), array(264, 64)
-    both = lambda matmul, gradients: jax.jit(
+    results = lambda matmul, gradients: jax.jit(
         lambda x, w, dy: (
             matmul(x, w, jnp.asarray(sizes, jnp.int32)),
             *gradients(x, w, jnp.asarray(sizes, jnp.int32), dy),
@@ -98,12 +107,15 @@ def max_error(form=None) -> tuple[str, float]:
     group = np.repeat(np.arange(len(sizes) + 1), [*sizes, 264 - sum(sizes)])
 
     def dense(x, w, *_):
-        every = jnp.concatenate([w, jnp.zeros_like(w[:1])]).astype(jnp.float32)
+        matrices = jnp.concatenate([w, jnp.zeros_like(w[:1])]).astype(jnp.float32)
         return jnp.einsum(
-            "rd,rdf->rf", x.astype(jnp.float32), every[group], precision=jax.lax.Precision.HIGHEST
+            "rd,rdf->rf",
+            x.astype(jnp.float32),
+            matrices[group],
+            precision=jax.lax.Precision.HIGHEST,
         ).astype(x.dtype)
 
-    want = both(dense, lambda x, w, _, dy: jax.vjp(dense, x, w)[1](dy))
+    want = results(dense, lambda x, w, _, dy: jax.vjp(dense, x, w)[1](dy))
     return self_test.largest_error(
-        ("product", "dx", "dw"), both(*(form or (matmul, gradients))), want
+        ("product", "dx", "dw"), results(*(functions or (matmul, gradients))), want
     )

@@ -1,4 +1,4 @@
-"""May tokamax's kernels for Hopper GPUs run here? (docs/gpu.md)"""
+"""Access to tokamax's kernels for Hopper GPUs, and whether they can run here (docs/gpu.md)."""
 
 import importlib
 import importlib.metadata
@@ -8,11 +8,13 @@ import jax
 
 from qwen3next_jax.kernels import self_test
 
-# Its kernels have no public name that depends on no device, so no other release is accepted.
+# tokamax has no public names for the kernels of one kind of device, so only this release is
+# accepted.
 RELEASE = "0.0.17"
 
 
 def module(name: str):
+    """tokamax's module of that name under its operators."""
     return importlib.import_module(f"tokamax._src.ops.{name}")
 
 

@@ -1,8 +1,9 @@
-"""TPU kernels of what lies between attention's projections and its kernels (`ops.attention_heads`),
-one pass over memory each way.
+"""TPU kernels of `ops.attention_heads`, what lies between the projections of attention and
+attention
+itself: one pass over memory forward, one backward.
 
-B batch, T time in blocks of R rows, N heads of K channels, C = N · K side by side, in blocks of
-whole heads, L lanes.
+B batch, T time in blocks of R rows, N heads of K channels, C = N · K channels of all heads side by
+side, in blocks of whole heads, L lanes.
 """
 
 import functools
@@ -19,8 +20,10 @@ BLOCK = 256, 1024  # rows and channels, at most
 
 
 def supports(time: int, width: int, rotary: int, dtype) -> str:
-    """Why the kernels cannot run rows of `time` tokens with heads of `width` channels, `rotary` of
-    them rotated; "" where they can.
+    """Why the kernels cannot run a call; "" where they can.
+
+    Args:
+      time: tokens of a row. width: channels of a head. rotary: channels of a head that rotate.
     """
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"has {dtype}: expected bfloat16 or float32"
@@ -33,6 +36,7 @@ def supports(time: int, width: int, rotary: int, dtype) -> str:
 
 
 def norm_and_rotate(eps, half, x, weight, cos, sin, *, interpret: bool = False):
+    """[B, N, T, K], as `ops.attention_heads.norm_and_rotate`."""
     return _call(
         functools.partial(_norm_and_rotate_kernel, eps, half),
         weight.shape[0],
@@ -44,26 +48,34 @@ def norm_and_rotate(eps, half, x, weight, cos, sin, *, interpret: bool = False):
 
 
 def norm_and_rotate_gradients(eps, half, x, weight, cos, sin, dy, *, interpret: bool = False):
-    """Gradients of x and weight."""
+    """The gradients of x [B, T, C] and weight [K], from dy [B, N, T, K]."""
     body = functools.partial(_norm_and_rotate_gradients_kernel, eps, half)
     dx, sums = _call(body, weight.shape[0], (x, dy), "c", (weight, cos, sin), True, interpret)
     return dx, jnp.sum(sums, axis=0).astype(weight.dtype)
 
 
 def gate(o, gate, *, interpret: bool = False):
+    """[B, T, C], as `ops.attention_heads.gate_heads`."""
     return _call(_gate_kernel, o.shape[3], (o, gate), "c", interpret=interpret)[0]
 
 
 def gate_gradients(o, gate, dy, *, interpret: bool = False):
-    """Gradients of o and gate."""
+    """The gradients of o [B, N, T, K] and gate [B, T, C], from dy [B, T, C]."""
     return tuple(
         _call(_gate_gradients_kernel, o.shape[3], (o, gate, dy), "hc", interpret=interpret)
     )
 
 
-def _call(body, width, inputs, outputs, of_rotation=(), sums=False, interpret=False):
-    """`outputs`: a letter for each, "h" for heads one after another [B, N, T, K], "c" for heads
-    side by side [B, T, C]; in the flat input's dtype.
+def _call(body, width, inputs, outputs, norm_inputs=(), sums=False, interpret=False):
+    """The results of `body` over a grid of blocks.
+
+    Args:
+      width: K.
+      inputs: arrays [B, N, T, K] or [B, T, C].
+      outputs: a letter for each, "h" for [B, N, T, K], "c" for [B, T, C]; they have the dtype of
+        the first input [B, T, C].
+      norm_inputs: the norm's weight [K], and cosines and sines [B, T, L].
+      sums: whether there is an output more, of 8 rows [K] of sums for each block of heads.
     """
     like = next(x for x in inputs if x.ndim == 3)
     batch, time, d = like.shape
@@ -77,34 +89,36 @@ def _call(body, width, inputs, outputs, of_rotation=(), sums=False, interpret=Fa
         "c": jax.ShapeDtypeStruct(like.shape, like.dtype),
         "h": jax.ShapeDtypeStruct((batch, d // width, time, width), like.dtype),
     }
-    out_specs, out_shape = [spec[of] for of in outputs], [shape[of] for of in outputs]
+    out_specs, out_shape = [spec[c] for c in outputs], [shape[c] for c in outputs]
     blocks = d // (heads * width)
-    if sums:  # of each block of heads
+    if sums:
         out_shape.append(jax.ShapeDtypeStruct((8 * blocks, width), jnp.float32))
         out_specs.append(pl.BlockSpec((8, width), lambda c, b, t: (c, 0)))
-    in_specs, copied = [], (len(inputs) + len(outputs)) * like.size * like.dtype.itemsize
-    if of_rotation:
-        weight, *rotation = of_rotation
-        of_rotation = weight.astype(jnp.float32)[None], *rotation
+    in_specs, bytes_accessed = [], (len(inputs) + len(outputs)) * like.size * like.dtype.itemsize
+    if norm_inputs:
+        weight, *rotation = norm_inputs
+        norm_inputs = weight.astype(jnp.float32)[None], *rotation
         in_specs = [pl.BlockSpec((1, width), lambda c, b, t: (0, 0))] + 2 * [
             pl.BlockSpec((1, rows, LANES), lambda c, b, t: (b, t, 0))
         ]
-        copied += blocks * sum(x.size * 4 for x in rotation)
+        bytes_accessed += blocks * sum(x.size * 4 for x in rotation)
     return grids.call(
         body,
-        (*of_rotation, *inputs),
+        (*norm_inputs, *inputs),
         in_specs + [spec["h" if x.ndim == 4 else "c"] for x in inputs],
         out_shape,
         out_specs,
         (blocks, batch, time // rows),
         name=getattr(body, "func", body).__name__.strip("_").removesuffix("_kernel"),
-        bytes_accessed=copied,
+        bytes_accessed=bytes_accessed,
         interpret=interpret,
     )
 
 
-def _each(heads, body):
-    """`body`(head, its lanes side by side) for those of a block [1, N, R, K]."""
+def _for_each_head(heads, body):
+    """Runs body(head, lanes) for every head of a block [1, N, R, K]; `lanes` is its slice of a
+    block [1, R, C].
+    """
 
     def step(h, _):
         body(h, pl.ds(pl.multiple_of(h * heads.shape[3], LANES), heads.shape[3]))
@@ -120,9 +134,9 @@ def _normed(eps, x):
 
 
 def _rotated(x, cos, sin, half):
-    """The first lanes of x [R, K] rotated."""
+    """x [R, K] with its first LANES channels rotated."""
     first = x[:, :LANES]
-    # of lane i: i - half, i + half
+    # in lane i the channels i - half and i + half
     below, above = pltpu.roll(first, half, 1), pltpu.roll(first, LANES - half, 1)
     lane = jax.lax.broadcasted_iota(jnp.int32, first.shape, 1)
     rotated = first * cos + jnp.where(lane < half, above, below) * sin
@@ -134,7 +148,7 @@ def _norm_and_rotate_kernel(eps, half, weight, cos, sin, x, y):
         _, normed = _normed(eps, x[0, :, lanes].astype(jnp.float32))
         y[0, h] = _rotated(normed * weight[...], cos[0], sin[0], half).astype(y.dtype)
 
-    _each(y, head)
+    _for_each_head(y, head)
 
 
 def _norm_and_rotate_gradients_kernel(eps, half, weight, cos, sin, x, dy, dx, dweight):
@@ -151,7 +165,7 @@ def _norm_and_rotate_gradients_kernel(eps, half, weight, cos, sin, x, dy, dx, dw
             scale * (d - normed * jnp.mean(d * normed, axis=-1, keepdims=True))
         ).astype(dx.dtype)
 
-    _each(dy, head)
+    _for_each_head(dy, head)
 
 
 def _gate_kernel(o, gate, y):
@@ -160,18 +174,18 @@ def _gate_kernel(o, gate, y):
             o[0, h].astype(jnp.float32) * jax.nn.sigmoid(gate[0, :, lanes].astype(jnp.float32))
         ).astype(y.dtype)
 
-    _each(o, head)
+    _for_each_head(o, head)
 
 
 def _gate_gradients_kernel(o, gate, dy, do, dgate):
     def head(h, lanes):
-        open_, d = (
+        sigmoid, d = (
             jax.nn.sigmoid(gate[0, :, lanes].astype(jnp.float32)),
             dy[0, :, lanes].astype(jnp.float32),
         )
-        do[0, h] = (d * open_).astype(do.dtype)
-        dgate[0, :, lanes] = (d * o[0, h].astype(jnp.float32) * open_ * (1 - open_)).astype(
+        do[0, h] = (d * sigmoid).astype(do.dtype)
+        dgate[0, :, lanes] = (d * o[0, h].astype(jnp.float32) * sigmoid * (1 - sigmoid)).astype(
             dgate.dtype
         )
 
-    _each(o, head)
+    _for_each_head(o, head)

@@ -1,9 +1,10 @@
 """TPU kernels of the causal depthwise convolution with its activation: one pass over the tokens
 forward, one backward.
 
-Products and sums are float32 in registers, one column of lanes after another; what a block reads
-of its neighbours comes as a second block of the same input (forward), or stays in VMEM from the
-block before, which is the later one (backward).
+Products and sums are float32 in registers, one column of lanes after another. A block also reads
+the W - 1 tokens before it, which come as a second block of the same input. Backward it needs
+gradients of the W - 1 tokens behind it; the grid goes from the last block to the first, so they
+stay in VMEM from the previous step.
 
 B batch, T time in blocks of R rows, W kernel width, D channels in blocks of C.
 """
@@ -19,10 +20,10 @@ from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_be
 from qwen3next_jax.kernels.tpu import grids
 from qwen3next_jax.kernels.tpu.grids import LANES
 
-# rows and channels of a block, at most: these spill the fewest registers of a column
+# Rows and channels of a block, at most. Of the sizes tried, these spill the fewest registers.
 FORWARD_BLOCK = 256, 1024
 BACKWARD_BLOCK = 128, 2048
-EDGE = grids.TILE_ROWS  # rows of a neighbour
+EDGE = grids.TILE_ROWS  # rows that a block reads of the block before it
 
 
 def supports(x, kernel, activation) -> str:
@@ -41,8 +42,11 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
     """y [B, T, D].
 
     Args:
-      before: [B, W - 1, D], the inputs before the first. x: [B, T, D]. kernel: [W, D].
-      ids: [B, W - 1 + T] documents of all inputs, 0 for padding at the end; None: they are one.
+      activation: "silu" or None.
+      before: [B, W - 1, D], the inputs before the first token.
+      x: [B, T, D]. kernel: [W, D].
+      ids: [B, W - 1 + T], the documents of all inputs, 0 for padding at the end; None: one
+        document.
     """
     call = _Call(x, kernel, document_ages(ids, kernel.shape[0]), interpret)
     return call(
@@ -51,12 +55,14 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
         call.edges,
         (call.block,),
         (jax.ShapeDtypeStruct(x.shape, x.dtype),),
-        copied=2 * x.size,
+        elements=2 * x.size,
     )[0]
 
 
 def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
-    """Gradients of `forward`: of before, x and kernel."""
+    """The gradients of before, x and kernel, from dy [B, T, D]; the arguments are those of
+    `forward`.
+    """
     age, (width, d) = document_ages(ids, kernel.shape[0]), kernel.shape
     call = _Call(x, kernel, age, interpret, backwards=True)
     dx, dkernel = call(
@@ -66,7 +72,7 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
         (call.block, pl.BlockSpec((8 * width, call.channels), lambda c, b, t: (0, c))),
         (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((8 * width, d), jnp.float32)),
         (pltpu.VMEM((width - 1, 8, call.channels), jnp.float32),),
-        copied=3 * x.size,
+        elements=3 * x.size,
     )
 
     return (
@@ -77,12 +83,19 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
 
 
 class _Call:
+    """The blocks of one call and their specifications.
+
+    Attributes:
+      rows, channels: R and C. blocks: of rows.
+      edges: specifications for `rows_before`.
+    """
+
     def __init__(self, x, kernel, age, interpret, backwards=False):
         self.batch, time, d = x.shape
         self.rows, self.channels = grids.block_sizes(
             time, d, BACKWARD_BLOCK if backwards else FORWARD_BLOCK
         )
-        self.blocks, self.size = time // self.rows, x.dtype.itemsize
+        self.blocks, self.itemsize = time // self.rows, x.dtype.itemsize
         self.kernel, self.age, self.interpret = kernel.astype(jnp.float32), age, interpret
         at = (lambda t: self.blocks - 1 - t) if backwards else (lambda t: t)
         tiles = self.rows // EDGE
@@ -97,9 +110,13 @@ class _Call:
         )
 
     def rows_before(self, before, x):
+        """Three inputs: `before`, padded to EDGE rows; x, for the last EDGE rows of the block
+        before; x, for the block.
+        """
         return jnp.pad(before.astype(x.dtype), ((0, 0), (EDGE - before.shape[1], 0), (0, 0))), x, x
 
-    def __call__(self, body, inputs, in_specs, out_specs, outputs, scratch=(), *, copied):
+    def __call__(self, body, inputs, in_specs, out_specs, outputs, scratch=(), *, elements):
+        """The results of `body`; `elements` is how many it reads and writes."""
         width, d = self.kernel.shape
         inputs = [self.kernel, *inputs]
         in_specs = [pl.BlockSpec((width, self.channels), lambda c, b, t: (0, c)), *in_specs]
@@ -114,14 +131,14 @@ class _Call:
             out_specs,
             (d // self.channels, self.batch, self.blocks),
             name=f"causal_conv1d{body.func.__name__}",
-            bytes_accessed=copied * self.size,
+            bytes_accessed=elements * self.itemsize,
             interpret=self.interpret,
             scratch=scratch,
         )
 
 
 def _taps(first, before, tail, x, width: int, lanes):
-    """The inputs of each tap, the current token's first: [R, lanes] float32 each."""
+    """The inputs of each tap, that of the current token first: [R, lanes] float32 each."""
     edge = jnp.where(first, before[0, :, lanes], tail[0, :, lanes]).astype(jnp.float32)
     x = x[0, :, lanes].astype(jnp.float32)
     extended = jnp.concatenate([edge, x])
@@ -129,26 +146,28 @@ def _taps(first, before, tail, x, width: int, lanes):
 
 
 def _over_lanes(age):
-    """[R, 1] → [R, lanes], once for all columns: a comparison first would be spread over the
-    lanes anew for each tap of each column.
+    """[R, 1] → [R, lanes]. Done once for all columns: otherwise each tap of each column would
+    broadcast its own comparison over the lanes.
     """
     return jnp.broadcast_to(age, (age.shape[0], LANES))
 
 
-def _own(age, x, back: int):
+def _if_same_document(age, x, back: int):
+    """x, zero where the input `back` tokens before belongs to another document."""
     return x if age is None else jnp.where(age >= back, x, 0.0)
 
 
 def _before_activation(kernel, age, taps, lanes):
     width = kernel.shape[0]
     return sum(
-        kernel[width - 1 - back, lanes][None] * _own(age, x, back) for back, x in enumerate(taps)
+        kernel[width - 1 - back, lanes][None] * _if_same_document(age, x, back)
+        for back, x in enumerate(taps)
     )
 
 
-def _forward(activation, aged, kernel, *refs):
-    age = _over_lanes(refs[0][0]) if aged else None
-    before, tail, x, y = refs[aged:]
+def _forward(activation, has_age, kernel, *refs):
+    age = _over_lanes(refs[0][0]) if has_age else None
+    before, tail, x, y = refs[has_age:]
     first = pl.program_id(2) == 0
 
     def column(lanes):
@@ -160,9 +179,9 @@ def _forward(activation, aged, kernel, *refs):
     grids.for_each_column(y.shape[2], column)
 
 
-def _backward(activation, aged, kernel, *refs):
-    age = _over_lanes(refs[0][0]) if aged else None
-    before, tail, x, dy, dx, dkernel, later = refs[aged:]
+def _backward(activation, has_age, kernel, *refs):
+    age = _over_lanes(refs[0][0]) if has_age else None
+    before, tail, x, dy, dx, dkernel, later = refs[has_age:]
     width, t, blocks = kernel.shape[0], pl.program_id(2), pl.num_programs(2)
 
     @pl.when(t == 0)
@@ -182,15 +201,15 @@ def _backward(activation, aged, kernel, *refs):
             dz = dz * (gate * (1 + z * (1 - gate)))
         rows, total = dz.shape[0], 0.0
         for back, tap in enumerate(taps):
-            own, place = _own(age, dz, back), width - 1 - back
-            dkernel[8 * place : 8 * place + 8, lanes] += jnp.sum(
-                (own * tap).reshape(rows // 8, 8, LANES), axis=0
+            tap_dz, w = _if_same_document(age, dz, back), width - 1 - back
+            dkernel[8 * w : 8 * w + 8, lanes] += jnp.sum(
+                (tap_dz * tap).reshape(rows // 8, 8, LANES), axis=0
             )
-            if back:  # input s meets output s + back
-                following = jnp.concatenate([own, later[back - 1, :, lanes]])
-                later[back - 1, :, lanes] = own[:8]
-                own = following[back : back + rows]
-            total += kernel[place, lanes][None] * own
+            if back:  # input s is read by output s + back
+                following = jnp.concatenate([tap_dz, later[back - 1, :, lanes]])
+                later[back - 1, :, lanes] = tap_dz[:8]
+                tap_dz = following[back : back + rows]
+            total += kernel[w, lanes][None] * tap_dz
         dx[0, :, lanes] = total.astype(dx.dtype)
 
     grids.for_each_column(dx.shape[2], column)

@@ -1,19 +1,21 @@
 """Mosaic TPU kernels of the gated delta rule, forward and backward.
 
-One grid step handles one chunk of a block of heads; the chunk axis is innermost and sequential,
-and the state (forward) or its gradient (backward) stays in VMEM across it, in the block of the
-output that becomes the final state (or the gradient of the initial one). The value heads of a
-key head share K K^T and Q K^T, and dQ and dK are summed over them in the kernel.
+One grid step handles one chunk of a block of heads. The chunk axis is innermost and sequential, and
+the state (forward) or its gradient (backward) stays in VMEM from chunk to chunk, in the block of
+the output that becomes the final state (or the gradient of the initial one). The value heads of a
+key head share K K^T and Q K^T, and the kernel sums dQ and dK over them.
 
-The algebra is that of docs/delta_rule.md, "In terms of E": beta, the decays and the norms of q
-and k meet matrices as rows and columns of two heads at once, or are multiplied together as rows
-before they are spread over lanes.
+The algebra is that of docs/delta_rule.md, "In terms of E", where E are the errors. The TPU
+multiplies matrices by rows and columns of numbers faster for two heads at once: beta, the decays
+and the norms of q and k are kept as rows [pairs, 2C], multiplied with each other as rows, and
+broadcast over lanes where they are used.
 
-Matrix products take operands in the inputs' dtype and accumulate in float32; where sums cancel,
-bfloat16 operands go in two parts (`head_pairs.PairProducts`).
+Matrix products take operands in the inputs' dtype and accumulate in float32. Where sums cancel,
+bfloat16 operands are split in two parts (`head_pairs.PairProducts`).
 
-N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width; J key
-heads, I value heads and E = I / 2 pairs of one grid step (`head_pairs.py`).
+B batch, T time, N chunks, C chunk length, G key heads, H value heads, K key width, V value width;
+of one grid step J key heads, I value heads and E = I / 2 pairs of value heads (`head_pairs.py`); R
+any number of rows, X any width.
 """
 
 import jax
@@ -24,207 +26,207 @@ from jax.experimental.pallas import tpu as pltpu
 from qwen3next_jax.kernels.tpu import head_pairs
 from qwen3next_jax.kernels.tpu.delta_rule_tiling import Problem
 from qwen3next_jax.ops.delta_rule import chunk_math
-from qwen3next_jax.ops.delta_rule.chunk_math import Inputs, chunk_size
+from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 
-def supports(x: Inputs, normalize_qk: bool, erase: bool, split: bool) -> str:
-    """Why the kernels cannot run a call on the chip, "" where they can.
+def supports(x: Inputs, settings: Settings, split: bool) -> str:
+    """Why the kernels cannot run a call on the chip; "" where they can.
 
-    It depends on shapes, dtypes and the chip alone, so that all passes over a problem run the same
-    implementation: the kernels save other inverses than XLA's forms.
+    The answer depends on shapes, dtypes and the chip alone, so that all passes of a call run the
+    same implementation: the kernels save other inverses than the forms in XLA.
     """
     if any(array is not None and array.dtype == jnp.float64 for array in x):
         return "has float64 inputs: expected float32 or bfloat16"
     try:
-        Problem(x.q, x.v, chunk_size(x))
+        Problem(x.q, x.v, settings.chunk_size)
     except NotImplementedError as error:
         return str(error)
     return ""
 
 
 def forward(
-    x: Inputs,
-    initial_state,
-    inverses,
-    *,
-    size: int,
-    normalize_qk: bool,
-    erase: bool,
-    save: bool,
-    interpret: bool = False,
+    x: Inputs, initial_state, inverses, settings: Settings, *, save: bool, interpret: bool = False
 ):
-    """As `chunked.forward`; without `save` the last two results are None and never exist."""
-    p, v = Problem(x.q, x.v, size), x.v
-    inputs = p.inputs(*x)
+    """`Implementation.forward`; without `save` nothing but o and the final state is written."""
+    p, v = Problem(x.q, x.v, settings.chunk_size), x.v
+    inputs = p.inputs(x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
     if inverses is not None:
         inputs["inverses"] = p.pad_pairs(inverses)
-    shapes = dict(
-        o=p.flat(p.value_heads, p.value, v.dtype),
+    outputs = dict(
+        o=p.flat_shape(p.value_heads, p.value, v.dtype),
         final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
     )
     if save:
-        shapes["states"] = jax.ShapeDtypeStruct((p.chunks, *p.state_shape), v.dtype)
-        if erase and inverses is None:
-            shapes["inverses"] = p.inverses_shape
-    out = p.call(_forward_kernel, inputs, shapes, True, normalize_qk, erase, interpret)
-    o = p.unflatten(out["o"], v.shape)
-    states = p.cut_state(out["states"]) if save else None
-    known = p.cut_pairs(out["inverses"]) if "inverses" in out else inverses
-    return o, p.cut_state(out["final"]), states, known if save else None
+        outputs["states"] = jax.ShapeDtypeStruct((p.chunks, *p.state_shape), v.dtype)
+        if settings.erase and inverses is None:
+            outputs["inverses"] = p.inverses_shape
+    results = p.call(_forward_kernel, inputs, outputs, settings, False, interpret)
+    o = p.unflatten(results["o"], v.shape)
+    states = p.unpad_state(results["states"]) if save else None
+    if "inverses" in results:
+        inverses = p.unpad_pairs(results["inverses"])
+    return o, p.unpad_state(results["final"]), states, inverses if save else None
 
 
-def affine_map(
-    x: Inputs, initial_state, *, size: int, normalize_qk: bool, erase: bool, interpret: bool = False
-):
-    """As `chunked.affine_map`."""
-    p = Problem(x.q, x.v, size)
-    inputs = p.inputs(*x)
+def affine_map(x: Inputs, initial_state, settings: Settings, *, interpret: bool = False):
+    """`Implementation.affine_map`."""
+    p = Problem(x.q, x.v, settings.chunk_size)
+    inputs = p.inputs(x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
     heads = p.state_shape[:2]
-    shapes = dict(
+    outputs = dict(
         final=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
         m=jax.ShapeDtypeStruct((*heads, p.key, p.key), jnp.float32),
-        reads=jax.ShapeDtypeStruct((p.chunks, *heads, size, p.key), x.v.dtype),
+        reads=jax.ShapeDtypeStruct((p.chunks, *heads, p.chunk_size, p.key), x.v.dtype),
     )
-    if erase:
-        shapes["inverses"] = p.inverses_shape
-    out = p.call(_map_kernel, inputs, shapes, True, normalize_qk, erase, interpret)
-    m, reads = (
-        out["m"][:, : p.heads_in, : p.key_in, : p.key_in],
-        out["reads"][:, :, : p.heads_in, :, : p.key_in],
-    )
-    return p.cut_state(out["final"]), m, reads, p.cut_pairs(out["inverses"]) if erase else None
+    if settings.erase:
+        outputs["inverses"] = p.inverses_shape
+    results = p.call(_map_kernel, inputs, outputs, settings, False, interpret)
+    key, value_heads = p.unpadded_key, p.unpadded_value_heads
+    m = results["m"][:, :value_heads, :key, :key]
+    reads = results["reads"][:, :, :value_heads, :, :key]
+    u = p.unpad_state(results["final"])
+    return u, m, reads, p.unpad_pairs(results["inverses"]) if settings.erase else None
 
 
 def backward(
-    x: Inputs,
-    states,
-    inverses,
-    do,
-    dfinal,
-    *,
-    size: int,
-    normalize_qk: bool,
-    erase: bool,
-    interpret: bool = False,
+    x: Inputs, states, inverses, do, dfinal, settings: Settings, *, interpret: bool = False
 ):
-    """As `chunked.backward`."""
+    """`Implementation.backward`."""
     q, k, v, *_ = x
-    p = Problem(q, v, size)
-    inputs = p.inputs(*x)
+    p = Problem(q, v, settings.chunk_size)
+    inputs = p.inputs(x)
     inputs |= dict(do=p.flatten(do.astype(v.dtype), p.value_heads), states=p.pad_state(states))
     inputs["dfinal"] = p.pad_state(dfinal.astype(jnp.float32))
-    if erase:
+    if settings.erase:
         inputs["inverses"] = p.pad_pairs(inverses)
-    rows = jax.ShapeDtypeStruct(
-        (p.batch, p.chunks, p.value_heads // p.block, p.block // 2, 2 * size), jnp.float32
-    )
-    shapes = dict(
-        dq=p.flat(p.key_heads, p.key, q.dtype),
-        dk=p.flat(p.key_heads, p.key, k.dtype),
-        dv=p.flat(p.value_heads, p.value, v.dtype),
-        dg=rows,
-        dbeta=rows,
+    outputs = dict(
+        dq=p.flat_shape(p.key_heads, p.key, q.dtype),
+        dk=p.flat_shape(p.key_heads, p.key, k.dtype),
+        dv=p.flat_shape(p.value_heads, p.value, v.dtype),
+        dg=p.rows_shape,
+        dbeta=p.rows_shape,
         dinitial=jax.ShapeDtypeStruct(p.state_shape, jnp.float32),
     )
-    out = p.call(_backward_kernel, inputs, shapes, False, normalize_qk, erase, interpret)
+    results = p.call(_backward_kernel, inputs, outputs, settings, True, interpret)
     dq, dk, dv = (
-        p.unflatten(out[n], shape)
-        for n, shape in (("dq", q.shape), ("dk", k.shape), ("dv", v.shape))
+        p.unflatten(results[name], shape)
+        for name, shape in (("dq", q.shape), ("dk", k.shape), ("dv", v.shape))
     )
-    return dq, dk, dv, p.unchunk(out["dg"]), p.unchunk(out["dbeta"]), p.cut_state(out["dinitial"])
+    dg, dbeta = p.from_rows(results["dg"]), p.from_rows(results["dbeta"])
+    return dq, dk, dv, dg, dbeta, p.unpad_state(results["dinitial"])
 
 
 # ---- kernels
-# --------------------------------------------------------------------------------------------------
 #
-# All heads of a step go through each stage together, as a leading dimension: the compiler schedules
-# near the order it is given, and side by side their chains hide each other's latency.
+# All heads of a grid step take each stage together, as a leading dimension: the compiler schedules
+# near the order it is given, and one head's latency is hidden by the others' work.
 
 
 class _Block:
-    """The inputs of one step's heads and what both directions make of them."""
+    """The heads of one grid step: their inputs, and what both passes compute from these.
+
+    Attributes:
+      beta: [E, 1, 2C].
+      carry: [I, 1, 1] decay over the whole chunk.
+      pair_decay: [E, C, 2C] decay from row j to row i.
+      kk, qk: [E, C, 2C], K K^T and Q K^T without the norms of q and k.
+      kk_scale, qk_scale: [E, C, 2C], the norms that `kk` and `qk` lack, and q's scale.
+      k_gamma, q_gamma: [E, 2C], the decay from the chunk's start times the norm of k or q.
+      rho_row: [E, 2C], the decay to the chunk's end times the norm of k.
+      k_rho: [E, 2C], `rho_row` times beta.
+      k_norm, q_norm: [J, C, LANES], the norms of the key heads' rows, q's with its scale.
+    """
 
     def __init__(self, p: Problem, refs, normalize: bool):
-        self.p, self.refs, size = p, refs, p.size
+        self.p, self.refs, size = p, refs, p.chunk_size
         self.dots = head_pairs.PairProducts(p.operand)
         total, beta = refs["total"][0, 0, 0], refs["beta"][0, 0, 0]  # [E, 2C]
         row, column = chunk_math.indices(size, 2 * size)
         self.lower, self.strict, on_diagonal = (
             f(row, column % size) for f in (jnp.greater_equal, jnp.greater, jnp.equal)
         )
+        gamma, rho, is_token = self._decays(total, beta)
+        # The value heads of a pair have the same keys.
+        self.shared = p.heads_per_key % 2 == 0
+        self.k, self.q = (self.load(name, p.key).astype(p.operand) for name in "kq")  # [J, C, K]
+        self.kq = jnp.concatenate([self.k, self.q], axis=1)  # [J, 2C, K]
+        products = self._products_with_keys()
+        self._norms(products, on_diagonal, is_token, gamma, rho, beta, normalize)
+
+    def _decays(self, total, beta):
+        """Sets beta, carry and pair_decay. Returns the logarithms of gamma and rho [E, 2C], and
+        which rows are tokens [1, 2C], None where all are.
+        """
+        size = self.p.chunk_size
         last = jnp.where(
             head_pairs.is_first_head((1, 2 * size)),
             total[:, size - 1 : size],
             total[:, 2 * size - 1 :],
         )
-        gamma, rho, carry, mask, live = total, last - total, last, self.lower, None
-        if "documents" in refs:
-            signed = refs["documents"][0, 0]  # [1, 2C]
-            live = signed >= 0
-            index = jnp.where(live, signed, -1 - signed)
+        gamma, rho, carry, mask, is_token = total, last - total, last, self.lower, None
+        if "documents" in self.refs:
+            signed = self.refs["documents"][0, 0]  # [1, 2C]
+            is_token = signed >= 0
+            index = jnp.where(is_token, signed, -1 - signed)
             mask = mask & (jnp.broadcast_to(index, (8, 2 * size)).T[:size, :1] == index)
             gamma = jnp.where(index == 0, gamma, -jnp.inf)
             rho = jnp.where(index == index[:, -1:], rho, -jnp.inf)
             carry = jnp.where(index[:, -1:] == 0, carry, -jnp.inf)
         self.beta, carry = beta[:, None], jnp.exp(carry)[:, None]  # [E, 1, 2C]
-        self.carry = head_pairs.interleave_heads(
-            carry[..., :1], carry[..., size : size + 1]
-        )  # [I, 1, 1]
-        self.pair = jnp.exp(
+        self.carry = head_pairs.interleave_heads(carry[..., :1], carry[..., size : size + 1])
+        self.pair_decay = jnp.exp(
             jnp.where(mask, head_pairs.pair_columns(total) - total[:, None], -jnp.inf)
         )
+        return gamma, rho, is_token
 
-        # One product of the rows as they came holds K K^T, Q K^T and, on diagonals, the squared
-        # norms.
-        self.shared = p.share % 2 == 0  # the heads of a pair have the same keys
-        self.k, self.q = (self.load(name, p.key).astype(p.operand) for name in "kq")
-        self.both = jnp.concatenate([self.k, self.q], axis=1)  # [J, 2C, K]
+    def _products_with_keys(self):
+        """One product of the rows without their norms, which holds K K^T, Q K^T and, on diagonals,
+        the squared norms: [J or E, 2C, 4C].
+        """
         if self.shared:
-            pairs = self.dots.plain.nt(
-                self.both, jnp.concatenate([self.k, self.k, self.q, self.q], axis=1)
-            )
-        else:
-            right = jnp.concatenate(
-                [head_pairs.block_diagonal(self.repeated(x)) for x in (self.k, self.q)], axis=1
-            )
-            pairs = self.dots.plain.nt(head_pairs.concat_pair(self.repeated(self.both)), right)
-        k_row = q_row = jnp.ones((pairs.shape[0], 2 * size), jnp.float32)  # [J or E, 2C]
+            right = jnp.concatenate([self.k, self.k, self.q, self.q], axis=1)
+            return self.dots.plain.nt(self.kq, right)
+        right = jnp.concatenate(
+            [head_pairs.block_diagonal(self.for_value_heads(x)) for x in (self.k, self.q)], axis=1
+        )
+        return self.dots.plain.nt(head_pairs.concat_pair(self.for_value_heads(self.kq)), right)
+
+    def _norms(self, products, on_diagonal, is_token, gamma, rho, beta, normalize: bool):
+        """Sets kk, qk and everything that holds a norm."""
+        p, size = self.p, self.p.chunk_size
+        k_row = q_row = jnp.ones((products.shape[0], 2 * size), jnp.float32)  # [J or E, 2C]
         if normalize:
-            squares = pairs[:, :size, : 2 * size], pairs[:, size:, 2 * size :]
+            squares = products[:, :size, : 2 * size], products[:, size:, 2 * size :]
             k_row, q_row = (
                 chunk_math.inverse_root(jnp.sum(jnp.where(on_diagonal, x, 0), axis=1))
                 for x in squares
             )
-        q_row = q_row * p.key_in**-0.5
-        if live is not None:
-            q_row = jnp.where(live, q_row, 0)
+        q_row = q_row * p.unpadded_key**-0.5
+        if is_token is not None:
+            q_row = jnp.where(is_token, q_row, 0)
         if self.shared:
-            self.norms = tuple(head_pairs.over_lanes(x[:, :size]) for x in (k_row, q_row))
-            scale = jnp.concatenate([x[..., : 2 * size] for x in self.norms], axis=1)
+            norms = tuple(head_pairs.over_lanes(x[:, :size]) for x in (k_row, q_row))
+            scale = jnp.concatenate([x[..., : 2 * size] for x in norms], axis=1)
         else:
-            first = lambda x: x.reshape(-1, p.share, *x.shape[1:])[:, 0]
-            self.norms = tuple(
-                first(head_pairs.pairs_over_lanes(x)) for x in (k_row, q_row)
-            )  # [J, C, LANES]
+            first = lambda x: x.reshape(-1, p.heads_per_key, *x.shape[1:])[:, 0]
+            norms = tuple(first(head_pairs.pairs_over_lanes(x)) for x in (k_row, q_row))
             scale = jnp.concatenate([head_pairs.pair_columns(x) for x in (k_row, q_row)], axis=1)
+        self.k_norm, self.q_norm = norms
         scale = scale * k_row[:, None]
-        each = lambda x: jnp.repeat(x, p.share // 2, axis=0) if self.shared and p.share > 2 else x
-        # [E, C, 2C], no norms in them
-        self.kk, self.qk = each(pairs[:, :size, : 2 * size]), each(pairs[:, size:, : 2 * size])
-        self.kk_scale, self.qk_scale = each(scale[:, :size]), each(scale[:, size:])
-        k_row, gamma = each(k_row), jnp.exp(gamma)
+        self.kk = self.for_pairs(products[:, :size, : 2 * size])
+        self.qk = self.for_pairs(products[:, size:, : 2 * size])
+        self.kk_scale = self.for_pairs(scale[:, :size])
+        self.qk_scale = self.for_pairs(scale[:, size:])
+        k_row, gamma = self.for_pairs(k_row), jnp.exp(gamma)
         self.rho_row = k_row * jnp.exp(rho)
-        # [E, 2C]
-        self.k_gamma, self.q_gamma, self.k_rho = (
-            gamma * k_row,
-            gamma * each(q_row),
-            self.rho_row * beta,
-        )
+        self.k_gamma = gamma * k_row
+        self.q_gamma = gamma * self.for_pairs(q_row)
+        self.k_rho = self.rho_row * beta
 
     def load(self, name: str, width: int):
-        """[heads, C, width] out of a block [1, C, heads * width]."""
+        """[heads, C, width] of a block [1, C, heads * width]."""
         ref = self.refs[name]
         return jnp.stack([ref[0, :, i : i + width] for i in range(0, ref.shape[-1], width)])
 
@@ -234,191 +236,223 @@ class _Block:
         for i in range(x.shape[0]):
             ref[0, :, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
 
-    # products of what belongs to a key head with what belongs to its value heads, all of these in
-    # one
+    # Key heads and their value heads. A product of what belongs to a key head with what belongs to
+    # each of its value heads is one product, with the value heads concatenated.
 
-    def repeated(self, x_J):
-        """What a key head holds, for each of its value heads."""
-        return x_J if self.p.share == 1 else jnp.repeat(x_J, self.p.share, axis=0)
+    def for_value_heads(self, x_J):
+        """The array of a key head for each of its value heads, [I, ...]."""
+        count = self.p.heads_per_key
+        return x_J if count == 1 else jnp.repeat(x_J, count, axis=0)
 
-    def wide(self, x_IRX):
-        """[J, R, share X]."""
-        x = x_IRX.reshape(-1, self.p.share, *x_IRX.shape[1:])
-        return jnp.concatenate([x[:, i] for i in range(self.p.share)], axis=-1)
+    def for_pairs(self, x):
+        """The array of a key head for each of its pairs of value heads, [E, ...]; the array itself
+        where it belongs to pairs already.
+        """
+        count = self.p.heads_per_key
+        return jnp.repeat(x, count // 2, axis=0) if self.shared and count > 2 else x
 
-    def narrow(self, x_JRX):
-        """The reverse of `wide`."""
-        x = jnp.stack(jnp.split(x_JRX, self.p.share, axis=-1), axis=1)
+    def concat_value_heads(self, x_IRX):
+        """[J, R, heads_per_key X]: the value heads of a key head side by side."""
+        x = x_IRX.reshape(-1, self.p.heads_per_key, *x_IRX.shape[1:])
+        return jnp.concatenate([x[:, i] for i in range(self.p.heads_per_key)], axis=-1)
+
+    def split_value_heads(self, x_JRX):
+        """The reverse of `concat_value_heads`."""
+        x = jnp.stack(jnp.split(x_JRX, self.p.heads_per_key, axis=-1), axis=1)
         return x.reshape(-1, *x.shape[2:])
 
+    def sum_value_heads(self, x_I):
+        """The sum over the value heads of each key head, [J, ...]."""
+        if self.p.heads_per_key == 1:
+            return x_I
+        return jnp.sum(x_I.reshape(-1, self.p.heads_per_key, *x_I.shape[1:]), axis=1)
+
     def read(self, rows_JRK, state_IKV):
-        """[I, R, V] rows of the keys' heads times the states."""
-        return self.narrow(
-            self.dots.plain.nn(rows_JRK, self.wide(state_IKV.astype(self.p.operand)))
+        """[I, R, V]: the key heads' rows times the states."""
+        return self.split_value_heads(
+            self.dots.plain.nn(rows_JRK, self.concat_value_heads(state_IKV.astype(self.p.operand)))
         )
 
     def write(self, rows_JRK, *parts_IRV):
-        """[I, K, V] the sum of rows^T part over the parts."""
-        rows, parts = (
-            jnp.concatenate([rows_JRK] * len(parts_IRV), axis=1),
-            [self.wide(x) for x in parts_IRV],
-        )
-        return self.narrow(self.dots.plain.tn(rows, jnp.concatenate(parts, axis=1)))
+        """[I, K, V]: rows^T times the sum of the parts."""
+        rows = jnp.concatenate([rows_JRK] * len(parts_IRV), axis=1)
+        parts = [self.concat_value_heads(x) for x in parts_IRV]
+        return self.split_value_heads(self.dots.plain.tn(rows, jnp.concatenate(parts, axis=1)))
 
-    def from_states(self, xs_IRV, y_IRV, state_IKV, other_IKV):
-        """[J, R, K] each: the sum over the value heads of a key head of x state^T for every x,
-        and of y other^T. The two states fill the matrix unit's columns, of which each row then
-        needs half.
+    def times_states(self, xs_IRV, y_IRV, state_IKV, other_IKV):
+        """([x state^T for every x], y other^T), [J, R, K] each, summed over the value heads of each
+        key head.
+
+        It is one product: the two states fill the matrix unit's columns, of which each row needs
+        half.
         """
         stack = lambda *xs: jnp.concatenate(
-            [self.wide(x.astype(self.p.operand)) for x in xs], axis=1
+            [self.concat_value_heads(x.astype(self.p.operand)) for x in xs], axis=1
         )
-        out = self.dots.plain.nt(stack(*xs_IRV, y_IRV), stack(state_IKV, other_IKV))
-        *found, last = jnp.split(out, len(xs_IRV) + 1, axis=1)
+        product = self.dots.plain.nt(stack(*xs_IRV, y_IRV), stack(state_IKV, other_IKV))
+        *products, last = jnp.split(product, len(xs_IRV) + 1, axis=1)
         key = state_IKV.shape[1]
-        return [x[..., :key] for x in found], last[..., key:]
+        return [x[..., :key] for x in products], last[..., key:]
 
     def times_keys(self, x_ERC):
-        """[J, R, K] the sum over value heads of pairs times the keys."""
+        """[J, R, K]: pairs times the keys, summed over the value heads of each key head."""
         if not self.shared:
-            return self.summed(self.dots.nn((x_ERC,), (self.repeated(self.k),)))
-        each = x_ERC.reshape(-1, self.p.share // 2, *x_ERC.shape[1:])
-        x = jnp.concatenate([each[:, i] for i in range(self.p.share // 2)], axis=-1)
-        return self.dots.plain.nn(x, jnp.concatenate([self.k] * self.p.share, axis=1))
+            return self.sum_value_heads(self.dots.nn((x_ERC,), (self.for_value_heads(self.k),)))
+        x_JRC = self._concat_pairs(x_ERC)
+        return self.dots.plain.nn(x_JRC, jnp.concatenate([self.k] * self.p.heads_per_key, axis=1))
 
     def transposed_times(self, x_ERC, rows_JRK):
-        """[J, C, K] the sum over value heads of pairs transposed times the key heads' rows."""
+        """[J, C, K]: transposed pairs times the key heads' rows, summed over the value heads of
+        each key head.
+        """
         if not self.shared:
-            return self.summed(self.dots.tn((x_ERC,), (self.repeated(rows_JRK),)))
-        each = x_ERC.reshape(-1, self.p.share // 2, *x_ERC.shape[1:])
-        x = jnp.concatenate([each[:, i] for i in range(self.p.share // 2)], axis=-1)
-        return sum(jnp.split(self.dots.plain.tn(x, rows_JRK), self.p.share, axis=1))
+            return self.sum_value_heads(self.dots.tn((x_ERC,), (self.for_value_heads(rows_JRK),)))
+        product = self.dots.plain.tn(self._concat_pairs(x_ERC), rows_JRK)
+        return sum(jnp.split(product, self.p.heads_per_key, axis=1))
 
-    def summed(self, x_I):
-        """The sum over the value heads of a key head."""
-        return (
-            x_I
-            if self.p.share == 1
-            else jnp.sum(x_I.reshape(-1, self.p.share, *x_I.shape[1:]), axis=1)
-        )
+    def _concat_pairs(self, x_ERC):
+        """[J, R, heads_per_key C]: the pairs of a key head side by side."""
+        count = self.p.heads_per_key // 2
+        x = x_ERC.reshape(-1, count, *x_ERC.shape[1:])
+        return jnp.concatenate([x[:, i] for i in range(count)], axis=-1)
 
 
-def _spread(rows_EC, width: int):
-    """[I, C, width]; at the place of its use, since what waits there is spilled."""
+def _over_lanes(rows_EC, width: int):
+    """[I, C, width]: row numbers [E, 2C] broadcast over lanes. Call it where the result is used: a
+    result that waits is spilled.
+    """
     return head_pairs.tile_lanes(head_pairs.pairs_over_lanes(rows_EC), width)
 
 
-def _start(p: Problem, ref, initial_ref):
-    """The state before the first chunk, into the block that keeps it."""
-    here = initial_ref.at[pl.ds(pl.program_id(0), 1), pl.ds(pl.program_id(1) * p.block, p.block)]
+def _copy_initial_state(p: Problem, ref, initial_ref):
+    """Before the first chunk: from HBM into the block that holds the state over the chunks."""
+    of_block = initial_ref.at[
+        pl.ds(pl.program_id(0), 1), pl.ds(pl.program_id(1) * p.block_heads, p.block_heads)
+    ]
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        pltpu.sync_copy(here, ref)
+        pltpu.sync_copy(of_block, ref)
 
 
 def _inverse(c: _Block):
-    return head_pairs.pair_inverse(c.kk * c.kk_scale * c.pair * c.beta, c.dots)
+    """A [E, C, 2C] of every pair."""
+    return head_pairs.pair_inverse(c.kk * c.kk_scale * c.pair_decay * c.beta, c.dots)
+
+
+def _errors(c: _Block, values, kq_state, inverse):
+    """E = A (V - gamma K S), [I, C, V]; V where `inverse` is None, without the delta term.
+
+    Args:
+      kq_state: [I, 2C, V], the rows of K S before those of Q S.
+    """
+    if inverse is None:
+        return values
+    k_gamma = _over_lanes(c.k_gamma, values.shape[-1])
+    errors = values - k_gamma * kq_state[:, : c.p.chunk_size]
+    return c.dots.nn(c.dots.split(inverse), c.dots.split(errors))
 
 
 def _next_state(c: _Block, state, errors):
-    return c.carry * state + c.write(
-        c.k, *c.dots.parts(_spread(c.k_rho, errors.shape[-1]) * errors)
+    """S' = carry S + K^T (rho beta E)."""
+    carried = c.carry * state
+    return carried + c.write(c.k, *c.dots.split(_over_lanes(c.k_rho, errors.shape[-1]) * errors))
+
+
+def _output(c: _Block, q_state, errors):
+    """O = gamma Q S + P (beta E)."""
+    p_CC = c.qk * c.qk_scale * c.pair_decay * c.beta
+    return _over_lanes(c.q_gamma, q_state.shape[-1]) * q_state + c.dots.nn(
+        (p_CC.astype(c.p.operand),), c.dots.split(errors)
     )
 
 
-def _output(c: _Block, qs, errors):
-    p_CC = c.qk * c.qk_scale * c.pair * c.beta
-    return _spread(c.q_gamma, qs.shape[-1]) * qs + c.dots.nn(
-        (p_CC.astype(c.p.operand),), c.dots.parts(errors)
-    )
-
-
-def _forward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
+def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     refs = dict(zip(inputs + outputs, refs))
-    _start(p, refs["final"], refs["initial_state"])
-    c = _Block(p, refs, normalize)
+    _copy_initial_state(p, refs["final"], refs["initial_state"])
+    c = _Block(p, refs, settings.normalize_qk)
     values, state = c.load("v", p.value).astype(jnp.float32), refs["final"][0]
     if "states" in refs:
         refs["states"][0, 0] = state.astype(refs["states"].dtype)
-    read = c.read(c.both, state)  # before the inverse, which leaves the matrix unit idle at first
-    a = None
-    if erase:
-        a = refs["inverses"][0, 0] if "inverses" in inputs else _inverse(c)
+    # Before the inverse, which leaves the matrix unit idle at first.
+    kq_state = c.read(c.kq, state)
+    inverse = None
+    if settings.erase:
+        inverse = refs["inverses"][0, 0] if "inverses" in inputs else _inverse(c)
     if "inverses" in outputs:
-        refs["inverses"][0, 0] = a
-    errors = values - _spread(c.k_gamma, values.shape[-1]) * read[:, : p.size] if erase else values
-    if erase:
-        errors = c.dots.nn(c.dots.parts(a), c.dots.parts(errors))
-    c.store("o", _output(c, read[:, p.size :], errors))
+        refs["inverses"][0, 0] = inverse
+    errors = _errors(c, values, kq_state, inverse)
+    c.store("o", _output(c, kq_state[:, p.chunk_size :], errors))
     refs["final"][0] = _next_state(c, refs["final"][0], errors)
 
 
-def _map_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
-    """U and M side by side along the lanes, [U | M]: M is the state of values zero that starts
-    at the identity.
+def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
+    """The forward pass for U and M side by side along the lanes, [U | M]: M is the state of a call
+    whose values are zero and whose initial state is the identity.
     """
     refs = dict(zip(inputs + outputs, refs))
-    _start(p, refs["final"], refs["initial_state"])
+    _copy_initial_state(p, refs["final"], refs["initial_state"])
 
     @pl.when(pl.program_id(2) == 0)
     def _():
         row, column = chunk_math.indices(p.key, p.key)
         refs["m"][0] = jnp.broadcast_to((row == column).astype(jnp.float32), refs["m"].shape[1:])
 
-    c = _Block(p, refs, normalize)
+    c = _Block(p, refs, settings.normalize_qk)
     values = c.load("v", p.value).astype(jnp.float32)
     values = jnp.concatenate([values, jnp.zeros((*values.shape[:-1], p.key), jnp.float32)], axis=-1)
     state = jnp.concatenate([refs["final"][0], refs["m"][0]], axis=-1)
-    read, a = c.read(c.both, state), None
-    if erase:
-        a = refs["inverses"][0, 0] = _inverse(c)
-    errors = values - _spread(c.k_gamma, values.shape[-1]) * read[:, : p.size] if erase else values
-    if erase:
-        errors = c.dots.nn(c.dots.parts(a), c.dots.parts(errors))
+    kq_state, inverse = c.read(c.kq, state), None
+    if settings.erase:
+        inverse = refs["inverses"][0, 0] = _inverse(c)
+    errors = _errors(c, values, kq_state, inverse)
     state = _next_state(c, state, errors)
     refs["final"][0], refs["m"][0] = state[..., : p.value], state[..., p.value :]
-    reads = _output(c, read[:, p.size :, p.value :], errors[..., p.value :])
+    reads = _output(c, kq_state[:, p.chunk_size :, p.value :], errors[..., p.value :])
     refs["reads"][0, 0] = reads.astype(refs["reads"].dtype)
 
 
-def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, *refs):
+def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     refs = dict(zip(inputs + outputs, refs))
-    _start(p, refs["dinitial"], refs["dfinal"])
-    c = _Block(p, refs, normalize)
-    dots, size, value = c.dots, p.size, p.value
+    erase = settings.erase
+    _copy_initial_state(p, refs["dinitial"], refs["dfinal"])
+    c = _Block(p, refs, settings.normalize_qk)
+    dots, size, value = c.dots, p.chunk_size, p.value
     do, values = c.load("do", value).astype(p.operand), c.load("v", value).astype(jnp.float32)
     state, dstate = refs["states"][0, 0], refs["dinitial"][0]
-    a = refs["inverses"][0, 0] if erase else None
-    q_pair, k_pair = c.qk_scale * c.pair, c.kk_scale * c.pair
-    read, kd = c.read(c.both, state), c.read(c.k, dstate)
-    ks, qs = read[:, :size], read[:, size:]
-    k_gamma, k_rho = _spread(c.k_gamma, value), _spread(c.k_rho, value)
+    inverse = refs["inverses"][0, 0] if erase else None
+    q_pair, k_pair = c.qk_scale * c.pair_decay, c.kk_scale * c.pair_decay
+    kq_state, k_dstate = c.read(c.kq, state), c.read(c.k, dstate)
+    k_state, q_state = kq_state[:, :size], kq_state[:, size:]
+    k_gamma, k_rho = _over_lanes(c.k_gamma, value), _over_lanes(c.k_rho, value)
     q_gamma = head_pairs.tile_lanes(head_pairs.pairs_over_lanes_by_product(c.q_gamma), value)
-    errors = dots.nn(dots.parts(a), dots.parts(values - k_gamma * ks)) if erase else values
-    p_CC = (c.qk * q_pair * c.beta).astype(p.operand)
-    dv = dots.tn((p_CC,), (do,)) + k_rho * kd  # beta dV'
+    errors = values
     if erase:
-        dv = dots.tn(dots.parts(a), dots.parts(dv))
+        errors = dots.nn(dots.split(inverse), dots.split(values - k_gamma * k_state))
+    p_CC = (c.qk * q_pair * c.beta).astype(p.operand)
+    dv = dots.tn((p_CC,), (do,)) + k_rho * k_dstate  # beta dV'
+    if erase:
+        dv = dots.tn(dots.split(inverse), dots.split(dv))
     c.store("dv", dv)
 
-    # rows of q and k against rows of the states
-    yq, yr = q_gamma * do.astype(jnp.float32), k_rho * errors
-    enter, written = qs * yq, kd * errors
-    ys = [yq]
+    # The gradients that rows of q and k get through the states. For dg: what decays since the
+    # chunk's start (`enter`) and what decays until its end (`leave`).
+    dq_read, dk_write = q_gamma * do.astype(jnp.float32), k_rho * errors
+    enter, leave = q_state * dq_read, k_dstate * errors
+    reads = [dq_read]
     if erase:
-        yk = -k_gamma * dv
-        enter += ks * yk
-        ys.append(yk)
-        dread = c.write(c.both, jnp.concatenate([yk, yq], axis=1).astype(p.operand))
+        dk_read = -k_gamma * dv
+        enter += k_state * dk_read
+        reads.append(dk_read)
+        dread = c.write(c.kq, jnp.concatenate([dk_read, dq_read], axis=1).astype(p.operand))
     else:
-        dread = c.write(c.q, yq.astype(p.operand))
+        dread = c.write(c.q, dq_read.astype(p.operand))
     refs["dinitial"][0] = c.carry * dstate + dread
 
-    # pairs of rows
-    parts = dots.parts(errors)
-    (d_qk,) = dots.nt([(do,)], parts)
-    d_kk = dots.nt([dots.parts(dv)], parts)
+    # The gradients of Q K^T and K K^T.
+    error_parts = dots.split(errors)
+    (d_qk,) = dots.nt([(do,)], error_parts)
+    d_kk = dots.nt([dots.split(dv)], error_parts)
     d_qk = d_qk * q_pair
     pairs = c.qk * d_qk
     if erase:
@@ -427,42 +461,52 @@ def _backward_kernel(p: Problem, inputs, outputs, normalize: bool, erase: bool, 
     before = dots.sums_before(pairs * c.beta)
     d_pairs, rows = (d_qk * c.beta).astype(p.operand), c.q
     if erase:
-        d_pairs, rows = (
-            jnp.concatenate([d_pairs, (-d_kk * c.beta).astype(p.operand)], axis=1),
-            jnp.concatenate([c.q, c.k], axis=1),
-        )
+        d_pairs = jnp.concatenate([d_pairs, (-d_kk * c.beta).astype(p.operand)], axis=1)
+        rows = jnp.concatenate([c.q, c.k], axis=1)
 
-    # keys and queries
-    left = c.times_keys(d_pairs)
-    (dq, *dks), dk = c.from_states(ys, yr, state, dstate)
-    dq = dq + left[:, :size]
-    dk = sum(dks, dk) + c.transposed_times(d_pairs, rows)
+    # The gradients of q and k.
+    through_pairs = c.times_keys(d_pairs)
+    (dq, *dk_reads), dk = c.times_states(reads, dk_write, state, dstate)
+    dq = dq + through_pairs[:, :size]
+    dk = sum(dk_reads, dk) + c.transposed_times(d_pairs, rows)
     if erase:
-        dk = dk + left[:, size:]
-    if normalize:
-        scales = c.norms[0], c.norms[1] * p.key_in**0.5
-        for_norm = lambda dx, x, scale: (
-            dx - (scale * scale) * jnp.sum(dx * x, axis=-1, keepdims=True) * x
-        )
-        dk, dq = (
-            for_norm(dx, x.astype(jnp.float32), head_pairs.tile_lanes(s, p.key))
-            for dx, x, s in zip((dk, dq), (c.k, c.q), scales)
-        )
+        dk = dk + through_pairs[:, size:]
+    if settings.normalize_qk:
+        dk, dq = _through_norms(c, dk, dq)
     c.store("dq", dq)
     c.store("dk", dk)
 
-    # decay and beta, as rows [E, 2C]
-    beta, (enter, written) = c.beta[:, 0], head_pairs.row_sums(enter, written)
-    written = c.rho_row * written
-    refs["dbeta"][0, 0, 0] = jnp.sum(pairs, axis=1) + written
-    kept = jnp.sum(
-        jnp.sum(dstate * state.astype(jnp.float32), axis=1, keepdims=True), axis=2, keepdims=True
-    )
-    first, second = head_pairs.split_heads(c.carry * kept)
-    kept = jnp.where(head_pairs.is_first_head((1, 1, 2 * size)), first, second)[:, 0]
+    # The gradients of g and beta, as rows [E, 2C].
+    beta, (enter, leave) = c.beta[:, 0], head_pairs.row_sums(enter, leave)
+    leave = c.rho_row * leave
+    refs["dbeta"][0, 0, 0] = jnp.sum(pairs, axis=1) + leave
+    carried = _carried_gradient(c, state, dstate)
     dg = (
         jnp.sum(jnp.where(c.lower, before, 0), axis=1)
-        + head_pairs.sums(enter, jnp.greater_equal)
-        + head_pairs.sums(beta * written, jnp.less)
+        + head_pairs.sum_columns_where(enter, jnp.greater_equal)
+        + head_pairs.sum_columns_where(beta * leave, jnp.less)
     )
-    refs["dg"][0, 0, 0] = dg + kept
+    refs["dg"][0, 0, 0] = dg + carried
+
+
+def _through_norms(c: _Block, dk, dq):
+    """The gradients of k and q from those of the normalised rows without their scale."""
+    scales = c.k_norm, c.q_norm * c.p.unpadded_key**0.5
+    through_norm = lambda dx, x, scale: (
+        dx - (scale * scale) * jnp.sum(dx * x, axis=-1, keepdims=True) * x
+    )
+    return tuple(
+        through_norm(dx, x.astype(jnp.float32), head_pairs.tile_lanes(scale, c.p.key))
+        for dx, x, scale in zip((dk, dq), (c.k, c.q), scales)
+    )
+
+
+def _carried_gradient(c: _Block, state, dstate):
+    """[E, 2C]: what the state that passes through the whole chunk adds to dg, the same for all its
+    tokens.
+    """
+    products = dstate * state.astype(jnp.float32)
+    inner = jnp.sum(jnp.sum(products, axis=1, keepdims=True), axis=2, keepdims=True)
+    first, second = head_pairs.split_heads(c.carry * inner)
+    size = c.p.chunk_size
+    return jnp.where(head_pairs.is_first_head((1, 1, 2 * size)), first, second)[:, 0]

@@ -1,9 +1,9 @@
-"""How one call of the TPU kernels is cut: heads and tokens of a grid step, layouts of the
-arrays, blocks of the grid.
+"""How the grid of the TPU kernels of the gated delta rule tiles a call: the heads of a grid step,
+the arrays' layouts, the blocks.
 
-Value heads go in twos (`head_pairs.py`); an odd number of them is filled up with zeros.
+The kernels take value heads in pairs (`head_pairs.py`); heads of zeros fill up an odd number.
 
-N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width.
+B batch, T time, N chunks, C chunk length, G key heads, H value heads, K key width, V value width.
 """
 
 import dataclasses
@@ -17,113 +17,136 @@ from jax.experimental.pallas import tpu as pltpu
 from qwen3next_jax.kernels.tpu import chip, head_pairs
 from qwen3next_jax.kernels.tpu.grids import LANES
 from qwen3next_jax.ops.delta_rule import chunk_math
+from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How one call is cut: `block` value heads and `size` tokens a grid step, widths padded to
-    whole lanes.
+    """What one grid step takes: one chunk of `block_heads` value heads.
 
-    The heads of a step are independent and hide each other's latency, so the largest block wins,
-    up to 32, as long as each core of a chip has one; memory for what the compiler keeps of a
-    head while the others go through the same stage sets the bound.
+    The heads of a step are independent, and one's latency is hidden by the others' work, so the
+    largest block is best, up to 32 heads, as long as each core of the chip has a block. VMEM sets
+    the bound: the compiler keeps intermediate arrays of every head while the others take the same
+    stage.
+
+    Raises:
+      ValueError: the block holds no whole pairs and key heads, or a width no whole lanes.
     """
 
-    block: int
-    share: int  # value heads a key head
-    size: int
-    key: int
+    block_heads: int
+    heads_per_key: int  # value heads of a key head
+    chunk_size: int
+    key: int  # K and V, padded to multiples of LANES
     value: int
     key_bytes: int  # of a number in q and k
-    value_bytes: int  # of one in v
+    value_bytes: int  # of a number in v
 
     def __post_init__(self):
-        if self.block % self.share != 0 or self.block % 2 != 0:
+        if self.block_heads % self.heads_per_key != 0 or self.block_heads % 2 != 0:
             raise ValueError(
-                f"block of {self.block} value heads: expected an even multiple of the "
-                f"{self.share} that share a key head"
+                f"block of {self.block_heads} value heads: expected an even multiple of the "
+                f"{self.heads_per_key} that share a key head"
             )
         if self.key % LANES != 0 or self.value % LANES != 0:
             raise ValueError(f"widths {self.key} and {self.value}: expected multiples of {LANES}")
 
     @property
     def vmem_bytes(self) -> int:
-        """Of the backward kernel: double-buffered blocks and the intermediates of every head (8
-        arrays of [C, K + V] float32 in the compiler's allocation for v6e, and as much again to
-        be safe: the map's M, [K, K] float32, fits in that too).
+        """What the backward kernel needs: double-buffered blocks, and intermediate arrays of every
+        head. The compiler allocates 8 of [C, K + V] float32 for v6e; this counts 16 to be safe,
+        which also holds M of the affine map, [K, K] float32.
         """
-        keys, values = self.size * self.key, self.size * self.value
+        keys, values = self.chunk_size * self.key, self.chunk_size * self.value
         state = self.key * self.value
         buffers = (
             4 * (self.key_bytes * keys + self.value_bytes * values)
             + (4 + self.value_bytes) * state
-            + 4 * self.size**2
+            + 4 * self.chunk_size**2
         )
-        return self.block * (2 * buffers + 16 * 4 * (keys + values))
+        return self.block_heads * (2 * buffers + 16 * 4 * (keys + values))
 
     @classmethod
     def choose(cls, value_heads: int, *, vmem: int, cores: int, **sizes):
-        """The largest block that divides the heads, fits in `vmem` bytes and leaves no core idle
-        if that can be.
+        """The largest block that divides the heads, fits in VMEM and, if possible, leaves no core
+        idle.
 
-        Raises NotImplementedError where not even one key head fits.
+        Args:
+          value_heads: of the call. vmem: bytes. cores: that share the blocks.
+          sizes: the other fields of `Tiling`.
+
+        Raises:
+          NotImplementedError: the smallest block does not fit.
         """
-        share = sizes["share"]
+        per_key = sizes["heads_per_key"]
         blocks = [
-            n for n in range(2, max(32, 2 * share) + 1, 2) if value_heads % n == n % share == 0
+            n for n in range(2, max(32, 2 * per_key) + 1, 2) if value_heads % n == n % per_key == 0
         ]
         fitting = [x for x in (cls(n, **sizes) for n in blocks) if x.vmem_bytes <= vmem]
         if not fitting:
             raise NotImplementedError(
-                f"has head widths {sizes['key']} and {sizes['value']} with {share} value heads a "
+                f"has head widths {sizes['key']} and {sizes['value']} with {per_key} value heads a "
                 "key head: one block of the TPU kernel "
                 f"needs more than {vmem} bytes of VMEM (95 % of the chip's, of "
                 f"{chip.SMALLEST_VMEM} where none is known)"
             )
-        return max(fitting, key=lambda x: (min(value_heads // x.block, cores), x.block))
+        return max(fitting, key=lambda x: (min(value_heads // x.block_heads, cores), x.block_heads))
 
 
-def _pad(x, *axes_and_sizes):
-    """Zeros after the entries of each axis, up to the size that follows it."""
+def _pad(x, sizes: dict[int, int]):
+    """x with zeros at the end of every axis in `sizes`, up to its size."""
     pads = [(0, 0)] * x.ndim
-    for axis, size in zip(axes_and_sizes[::2], axes_and_sizes[1::2]):
+    for axis, size in sizes.items():
         pads[axis] = (0, size - x.shape[axis])
     return jnp.pad(x, pads)
 
 
 class Problem:
-    """The sizes of one call, its arrays in the kernels' layouts, and the blocks the grid cuts
-    from them.
+    """The sizes of one call, its arrays in the kernels' layouts, and the blocks of the grid.
+
+    Heads and widths are those of the padded arrays; `unpadded_…` are those of the call.
+
+    Raises:
+      NotImplementedError: no block of heads fits in the chip's VMEM.
     """
 
-    def __init__(self, q, v, size: int):
-        self.batch, self.time, self.key_heads, self.key_in = q.shape
-        self.value_heads, self.value_in = v.shape[2:]
+    def __init__(self, q, v, chunk_size: int):
+        self.batch, self.time, self.key_heads, self.unpadded_key = q.shape
+        self.value_heads, self.unpadded_value = v.shape[2:]
         self.operand = v.dtype
-        self.share, self.heads_in = self.value_heads // self.key_heads, self.value_heads
-        if self.value_heads % 2 == 1:  # heads go in twos: one key head of zeros more
-            self.key_heads, self.value_heads = self.key_heads + 1, self.value_heads + self.share
-        self.key, self.value = (-(-x // LANES) * LANES for x in (self.key_in, self.value_in))
-        self.size, self.chunks = size, -(-self.time // size)
+        self.unpadded_value_heads = self.value_heads
+        self.heads_per_key = self.value_heads // self.key_heads
+        if self.value_heads % 2 == 1:  # the kernels take pairs: a key head of zeros is added
+            self.key_heads += 1
+            self.value_heads += self.heads_per_key
+        self.key, self.value = (
+            -(-width // LANES) * LANES for width in (self.unpadded_key, self.unpadded_value)
+        )
+        self.chunk_size, self.chunks = chunk_size, -(-self.time // chunk_size)
         cores = chip.cores()
-        cores = 1 if self.batch % cores == 0 else cores  # rows of the batch go to the cores first
+        cores = (
+            1 if self.batch % cores == 0 else cores
+        )  # the cores share the rows of the batch first
         tiling = Tiling.choose(
             self.value_heads,
             vmem=int(chip.vmem_budget()),
             cores=cores,
-            share=self.share,
-            size=size,
+            heads_per_key=self.heads_per_key,
+            chunk_size=chunk_size,
             key=self.key,
             value=self.value,
             key_bytes=q.dtype.itemsize,
             value_bytes=v.dtype.itemsize,
         )
-        self.block, self.key_block = tiling.block, tiling.block // self.share
-        self.grid = (self.batch, self.value_heads // self.block, self.chunks)
+        self.block_heads = tiling.block_heads
+        self.block_key_heads = tiling.block_heads // self.heads_per_key
+        self.grid = (self.batch, self.value_heads // self.block_heads, self.chunks)
         self.state_shape = (self.batch, self.value_heads, self.key, self.value)
         self.inverses_shape = jax.ShapeDtypeStruct(
-            (self.chunks, self.batch, self.value_heads // 2, size, 2 * size), jnp.float32
+            (self.chunks, self.batch, self.value_heads // 2, chunk_size, 2 * chunk_size),
+            jnp.float32,
         )
+        rows = self.value_heads // self.block_heads, self.block_heads // 2, 2 * chunk_size
+        self.rows_shape = jax.ShapeDtypeStruct((self.batch, self.chunks, *rows), jnp.float32)
         self.compiler_params = pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=chip.vmem_bytes(),
@@ -133,106 +156,117 @@ class Problem:
         self,
         kernel,
         inputs: dict,
-        shapes: dict,
-        forward: bool,
-        normalize: bool,
-        erase: bool,
+        outputs: dict,
+        settings: Settings,
+        backward: bool,
         interpret: bool,
     ) -> dict:
-        """`kernel` over the grid: named inputs in, named outputs out."""
-        spec = self.specs(forward)
+        """Runs `kernel` over the grid.
+
+        Args:
+          kernel: takes this problem, the names of inputs and outputs, the settings, and their
+            references.
+          inputs: arrays by name. outputs: shapes by name. The names are those of `specs`.
+          backward: whether the grid goes from the last chunk to the first.
+
+        Returns:
+          The outputs by name.
+        """
+        specs = self.specs(backward)
         call = pl.pallas_call(
-            functools.partial(kernel, self, list(inputs), list(shapes), normalize, erase),
+            functools.partial(kernel, self, list(inputs), list(outputs), settings),
             grid=self.grid,
-            out_shape=list(shapes.values()),
-            in_specs=[spec[n] for n in inputs],
-            out_specs=[spec[n] for n in shapes],
+            out_shape=list(outputs.values()),
+            in_specs=[specs[name] for name in inputs],
+            out_specs=[specs[name] for name in outputs],
             interpret=interpret,
             name=f"gated_delta_rule{kernel.__name__.removesuffix('_kernel')}",
             compiler_params=self.compiler_params,
         )
         with jax.enable_x64(False):  # the TPU's compiler aborts the process at a 64-bit index
-            out = call(*inputs.values())
-        return dict(zip(shapes, out))
+            results = call(*inputs.values())
+        return dict(zip(outputs, results))
 
     # layouts
 
-    def flat(self, heads: int, width: int, dtype):
-        return jax.ShapeDtypeStruct((self.batch, self.chunks * self.size, heads * width), dtype)
+    def flat_shape(self, heads: int, width: int, dtype):
+        """Of what `flatten` returns."""
+        shape = self.batch, self.chunks * self.chunk_size, heads * width
+        return jax.ShapeDtypeStruct(shape, dtype)
 
     def flatten(self, x, heads: int):
         """[B, T, heads, width] to [B, N C, heads * padded width]: a head is then a slice of
         whole lanes.
         """
         width = -(-x.shape[-1] // LANES) * LANES
-        x = _pad(x, 1, self.chunks * self.size, 2, heads, 3, width)
+        x = _pad(x, {1: self.chunks * self.chunk_size, 2: heads, 3: width})
         return x.reshape(*x.shape[:2], -1)
 
     def unflatten(self, x, shape):
-        """The reverse, for an array of `shape`."""
+        """The reverse of `flatten`, for an array of `shape` [B, T, heads, width]."""
         x = x.reshape(*x.shape[:2], -1, -(-shape[-1] // LANES) * LANES)
         return x[:, : self.time, : shape[2], : shape[3]]
 
     def pad_state(self, x):
-        return _pad(x, -3, self.value_heads, -2, self.key, -1, self.value)
+        """States [..., H, K, V] to those of the padded heads and widths."""
+        return _pad(x, {-3: self.value_heads, -2: self.key, -1: self.value})
 
-    def cut_state(self, x):
-        return x[..., : self.heads_in, : self.key_in, : self.value_in]
+    def unpad_state(self, x):
+        """The reverse of `pad_state`."""
+        return x[..., : self.unpadded_value_heads, : self.unpadded_key, : self.unpadded_value]
 
     def pad_pairs(self, x):
-        return _pad(x, 2, self.value_heads // 2)
+        """Inverses [N, B, ⌈H / 2⌉, C, 2C] to those of the padded heads."""
+        return _pad(x, {2: self.value_heads // 2})
 
-    def cut_pairs(self, x):
-        return x[:, :, : (self.heads_in + 1) // 2]
+    def unpad_pairs(self, x):
+        """The reverse of `pad_pairs`."""
+        return x[:, :, : (self.unpadded_value_heads + 1) // 2]
 
-    def rows(self, x):
-        """[B, T, H] to [B, N, blocks, pairs of a block, 2C]: two heads a row."""
-        x = _pad(x, 1, self.chunks * self.size, 2, self.value_heads)
-        x = jnp.swapaxes(x.reshape(self.batch, self.chunks, self.size, -1), 2, 3)
-        return x.reshape(self.batch, self.chunks, -1, self.block // 2, 2 * self.size)
+    def to_rows(self, x):
+        """[B, T, H] to [B, N, blocks, pairs of a block, 2C]: the two heads of a pair in a row."""
+        x = _pad(x, {1: self.chunks * self.chunk_size, 2: self.value_heads})
+        x = jnp.swapaxes(x.reshape(self.batch, self.chunks, self.chunk_size, -1), 2, 3)
+        return x.reshape(self.batch, self.chunks, -1, self.block_heads // 2, 2 * self.chunk_size)
 
-    def unchunk(self, x):
-        """The reverse of `rows`."""
-        x = x.reshape(self.batch, self.chunks, self.value_heads, self.size)
-        return jnp.swapaxes(x, 2, 3).reshape(self.batch, -1, self.value_heads)[
-            :, : self.time, : self.heads_in
-        ]
+    def from_rows(self, x):
+        """The reverse of `to_rows`."""
+        x = x.reshape(self.batch, self.chunks, self.value_heads, self.chunk_size)
+        x = jnp.swapaxes(x, 2, 3).reshape(self.batch, -1, self.value_heads)
+        return x[:, : self.time, : self.unpadded_value_heads]
 
-    def inputs(self, q, k, v, g, beta, segments) -> dict:
+    def inputs(self, x: Inputs) -> dict:
+        """The arrays that every kernel takes, by name, in the kernels' layouts."""
+        q, k, v, g, beta, segments = x
         arrays = dict(
             q=self.flatten(q, self.key_heads),
             k=self.flatten(k, self.key_heads),
             v=self.flatten(v, self.value_heads),
-            total=head_pairs.sums(self.rows(g.astype(jnp.float32)), jnp.less_equal),
-            beta=self.rows(beta.astype(jnp.float32)),
+            total=head_pairs.sum_columns_where(self.to_rows(g.astype(jnp.float32)), jnp.less_equal),
+            beta=self.to_rows(beta.astype(jnp.float32)),
         )
         if segments is not None:
             signed = jnp.pad(
-                segments, ((0, 0), (0, self.chunks * self.size - self.time)), mode="edge"
+                segments, ((0, 0), (0, self.chunks * self.chunk_size - self.time)), mode="edge"
             )
-            signed = signed.reshape(self.batch, self.chunks, self.size)
+            signed = signed.reshape(self.batch, self.chunks, self.chunk_size)
             index = jnp.swapaxes(
                 chunk_math.document_index(jnp.swapaxes(signed, 0, 1)), 0, 1
             ).astype(jnp.float32)
-            # padding rows keep their document, negated
+            # A padding row gets its document's index i as -1 - i.
             index = jnp.where(signed > 0, index, -1 - index)
             arrays["documents"] = jnp.concatenate([index, index], axis=-1)[:, :, None]
         return arrays
 
-    def specs(self, forward: bool) -> dict:
-        """Block specifications by name; the backward grid walks the chunks from the last to the
-        first.
-        """
-        n = (lambda i: i) if forward else (lambda i: self.chunks - 1 - i)
-        flat = lambda width: pl.BlockSpec((1, self.size, width), lambda b, h, i: (b, n(i), h))
-        rows = pl.BlockSpec(
-            (1, 1, 1, self.block // 2, 2 * self.size), lambda b, h, i: (b, n(i), h, 0, 0)
-        )
-        state = pl.BlockSpec((1, self.block, self.key, self.value), lambda b, h, i: (b, h, 0, 0))
-        per_chunk = lambda *shape: pl.BlockSpec(
-            (1, 1, self.block, *shape), lambda b, h, i: (n(i), b, h, 0, 0)
-        )
-        keys, values = flat(self.key_block * self.key), flat(self.block * self.value)
+    def specs(self, backward: bool) -> dict:
+        """The block specification of every input and output, by name."""
+        n = (lambda i: self.chunks - 1 - i) if backward else (lambda i: i)
+        size, heads = self.chunk_size, self.block_heads
+        flat = lambda width: pl.BlockSpec((1, size, width), lambda b, h, i: (b, n(i), h))
+        rows = pl.BlockSpec((1, 1, 1, heads // 2, 2 * size), lambda b, h, i: (b, n(i), h, 0, 0))
+        state = pl.BlockSpec((1, heads, self.key, self.value), lambda b, h, i: (b, h, 0, 0))
+        per_chunk = lambda *shape: pl.BlockSpec((1, 1, *shape), lambda b, h, i: (n(i), b, h, 0, 0))
+        keys, values = flat(self.block_key_heads * self.key), flat(heads * self.value)
         return dict(
             q=keys,
             k=keys,
@@ -246,16 +280,13 @@ class Problem:
             beta=rows,
             dg=rows,
             dbeta=rows,
-            documents=pl.BlockSpec((1, 1, 1, 2 * self.size), lambda b, h, i: (b, n(i), 0, 0)),
+            documents=pl.BlockSpec((1, 1, 1, 2 * size), lambda b, h, i: (b, n(i), 0, 0)),
             initial_state=pl.BlockSpec(memory_space=pl.ANY),
             final=state,
             dfinal=pl.BlockSpec(memory_space=pl.ANY),
             dinitial=state,
-            states=per_chunk(self.key, self.value),
-            inverses=pl.BlockSpec(
-                (1, 1, self.block // 2, self.size, 2 * self.size),
-                lambda b, h, i: (n(i), b, h, 0, 0),
-            ),
-            reads=per_chunk(self.size, self.key),
-            m=pl.BlockSpec((1, self.block, self.key, self.key), lambda b, h, i: (b, h, 0, 0)),
+            states=per_chunk(heads, self.key, self.value),
+            inverses=per_chunk(heads // 2, size, 2 * size),
+            reads=per_chunk(heads, size, self.key),
+            m=pl.BlockSpec((1, heads, self.key, self.key), lambda b, h, i: (b, h, 0, 0)),
         )

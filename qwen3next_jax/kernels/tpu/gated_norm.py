@@ -1,6 +1,7 @@
-"""TPU kernels of the RMS norm of each head times a SiLU gate: one pass over memory each way.
+"""TPU kernels of the RMS norm of each head times a SiLU gate: one pass over memory forward, one
+backward.
 
-B batch, T time in blocks of R rows, C = H · V channels of H heads, in blocks of whole heads.
+B batch, T time in blocks of R rows, H heads of V = LANES channels in blocks of whole heads.
 """
 
 import functools
@@ -27,13 +28,14 @@ def supports(o, weight, eps: float) -> str:
 
 
 def forward(eps, o, gate, weight, *, interpret: bool = False):
+    """y [B, T, H · V], as `ops.gated_norm` defines it."""
     return _call(
         functools.partial(_forward_kernel, eps), o, (o, gate), weight, (o.dtype,), interpret
     )[0]
 
 
 def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
-    """Gradients of o, gate and weight."""
+    """The gradients of o, gate and weight, from dy [B, T, H · V]."""
     body = functools.partial(_backward_kernel, eps)
     do, dgate, dweight = _call(
         body, o, (o, gate, dy), weight, (o.dtype, gate.dtype), interpret, sums=True
@@ -42,12 +44,15 @@ def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
 
 
 def _call(body, like, inputs, weight, dtypes, interpret, sums=False):
+    """Outputs of the shape of `like` in `dtypes`; with `sums` also a block of 8 rows of sums for
+    each block of channels.
+    """
     batch, time, d = like.shape
     rows, channels = grids.block_sizes(time, d, BLOCK)
     block = pl.BlockSpec((1, rows, channels), lambda c, b, t: (b, t, c))
     outputs = [jax.ShapeDtypeStruct(like.shape, dtype) for dtype in dtypes]
     out_specs = [block] * len(dtypes)
-    if sums:  # of each block of channels
+    if sums:
         outputs.append(jax.ShapeDtypeStruct((8 * (d // channels), LANES), jnp.float32))
         out_specs.append(pl.BlockSpec((8, LANES), lambda c, b, t: (c, 0)))
     return grids.call(
@@ -63,18 +68,18 @@ def _call(body, like, inputs, weight, dtypes, interpret, sums=False):
     )
 
 
-def _parts(eps, o, gate, lanes):
-    """(1 / rms, o / rms, silu(gate), its derivative) of one head, float32."""
+def _normed_and_gate(eps, o, gate, lanes):
+    """(1 / rms, o / rms, silu(gate), the derivative of silu) of one head, float32."""
     o, gate = o[0, :, lanes].astype(jnp.float32), gate[0, :, lanes].astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps)
-    open_ = jax.nn.sigmoid(gate)
-    return scale, o * scale, gate * open_, open_ * (1 + gate * (1 - open_))
+    sigmoid = jax.nn.sigmoid(gate)
+    return scale, o * scale, gate * sigmoid, sigmoid * (1 + gate * (1 - sigmoid))
 
 
 def _forward_kernel(eps, weight, o, gate, y):
     def head(lanes):
-        _, normed, open_, _ = _parts(eps, o, gate, lanes)
-        y[0, :, lanes] = (normed * weight[...] * open_).astype(y.dtype)
+        _, normed, silu, _ = _normed_and_gate(eps, o, gate, lanes)
+        y[0, :, lanes] = (normed * weight[...] * silu).astype(y.dtype)
 
     grids.for_each_column(y.shape[2], head)
 
@@ -85,10 +90,10 @@ def _backward_kernel(eps, weight, o, gate, dy, do, dgate, dweight):
         dweight[...] = jnp.zeros_like(dweight)
 
     def head(lanes):
-        scale, normed, open_, slope = _parts(eps, o, gate, lanes)
+        scale, normed, silu, slope = _normed_and_gate(eps, o, gate, lanes)
         d = dy[0, :, lanes].astype(jnp.float32)
         dgate[0, :, lanes] = (d * normed * weight[...] * slope).astype(dgate.dtype)
-        d = d * open_
+        d = d * silu
         dweight[...] += jnp.sum((d * normed).reshape(-1, 8, LANES), axis=0)
         d = d * weight[...]
         do[0, :, lanes] = (

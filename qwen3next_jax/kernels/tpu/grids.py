@@ -1,5 +1,5 @@
-"""What kernels over blocks of tokens and channels share: block sizes, the call, the loop over the
-lanes of a block.
+"""What the kernels over blocks of tokens and channels share: block sizes, the call, the loop over a
+block's columns of lanes.
 """
 
 import jax
@@ -7,15 +7,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-TILE_ROWS = 16  # of bfloat16
+TILE_ROWS = 16  # of a tile of bfloat16
 
 
 def block_sizes(time: int, channels: int, largest: tuple[int, int]) -> tuple[int, int]:
-    """Rows and channels of a block: the largest that divide both, rows in whole tiles, channels in
-    whole lanes.
+    """The rows and channels of a block: the largest up to `largest` that divide `time` and
+    `channels`, in multiples of TILE_ROWS and LANES.
 
     Args:
-      time: a multiple of `TILE_ROWS`. channels: a multiple of `LANES`. largest: rows and channels.
+      time: tokens of a row, a multiple of TILE_ROWS.
+      channels: a multiple of LANES.
+      largest: rows and channels of a block, at most.
     """
     return (
         next(n for n in (256, 128, 64, 32, TILE_ROWS) if n <= largest[0] and time % n == 0),
@@ -36,11 +38,13 @@ def call(
     interpret: bool,
     scratch=(),
 ):
-    """`body` over a grid of blocks of channels, which a chip's cores share, rows of the batch, and
-    blocks of tokens.
+    """The results of `body` over a grid (blocks of channels, rows of the batch, blocks of tokens).
+    The cores of a chip share the blocks of channels.
 
     Args:
-      bytes_accessed: what the call copies, which is all that it costs.
+      body: the kernel; takes the references of inputs, outputs and scratch memory.
+      outputs: shapes.
+      bytes_accessed: what the call reads and writes; its cost to the compiler's scheduler.
     """
     return pl.pallas_call(
         body,
@@ -59,12 +63,12 @@ def call(
 
 
 def first_step():
-    """Whether this is the first grid step of its block of channels."""
+    """Whether this is the first grid step of a block of channels."""
     return (pl.program_id(1) == 0) & (pl.program_id(2) == 0)
 
 
 def for_each_column(channels: int, body) -> None:
-    """`body`(lanes) for every column of `LANES` channels."""
+    """Runs body(lanes) for every column of LANES channels; `lanes` is its slice."""
 
     def step(i, _):
         body(pl.ds(pl.multiple_of(i * LANES, LANES), LANES))

@@ -1,12 +1,12 @@
 """TPU kernels of the routed experts: a grouped SwiGLU forward and backward, and sums of rows by
 token.
 
-Rows come in tiles of one expert each: an expert's rows start on a tile, and what is left of its
-last tile has weight 0 and finite rows. Products accumulate in float32 and everything between
-them stays in VMEM; rows leave a kernel in their own dtype.
+Rows come in tiles of one expert each. An expert's rows start on a tile, and the rows that fill up
+its last tile are finite and have weight 0. Products accumulate in float32, and everything between
+them stays in VMEM. Rows leave a kernel in their own dtype.
 
-Letters: T tiles, M rows of a tile, P = T·M, D model, I expert width, F = 2I (gate before up), E
-experts, N tokens, K tokens of a block, V visits.
+T tiles, M rows of a tile, P = T·M, D model, I expert width, F = 2I (gate before up), E experts,
+N tokens, V visits of a block of tokens to a tile of rows.
 """
 
 import jax
@@ -19,16 +19,17 @@ from qwen3next_jax.kernels.tpu.grids import LANES
 
 _NT = (((1,), (1,)), ((), ()))  # x yᵀ
 _TN = (((0,), (0,)), ((), ()))  # xᵀ y
-_SUM_TOKENS, _SUM_ROWS = 128, 256  # of a block and a tile of `sum_rows`
+_SUM_TOKENS, _SUM_ROWS = 128, 256  # tokens of a block and rows of a tile of `sum_rows`
 
 
 def supports(x, gate_up, tile: int, added: bool) -> str:
-    """Why the kernels of the grouped SwiGLU cannot run these shapes on the chip, "" where they can:
-    whole lanes, and an expert's weights or their gradients in VMEM.
+    """Why the kernels of the grouped SwiGLU cannot run these shapes on the chip; "" where they can.
+
+    They need whole lanes, and the weights of an expert, or their gradients, in VMEM.
 
     Args:
       x: [P, D]. gate_up: [E, D, F].
-      tile: rows of a tile.
+      tile: M.
       added: whether the gradients are added to others, which are then in VMEM, too.
     """
     (_, d, f), size = gate_up.shape, x.dtype.itemsize
@@ -39,12 +40,12 @@ def supports(x, gate_up, tile: int, added: bool) -> str:
             f"has widths {d} and {f} and tiles of {tile} rows: expected multiples of "
             f"{LANES * chip.cores()}, {2 * LANES} and {32 // size}"
         )
-    # What a step reads and writes is there twice; sums and the values between products, in float32,
-    # once.
+    # VMEM holds the inputs and outputs of two steps, and the sums and the values between products,
+    # in float32, of one.
     weights, rows = d * f * 3 // 2, 2 * tile * size * (3 * d + f * 3 // 2) + 4 * tile * 5 * f
-    of_weights = max(2 * size * weights, (4 + (2 + 2 * added) * size) * weights // chip.cores())
-    if of_weights + rows >= chip.vmem_budget():
-        return f"needs {of_weights + rows} bytes of VMEM of {int(chip.vmem_budget())}"
+    weight_bytes = max(2 * size * weights, (4 + (2 + 2 * added) * size) * weights // chip.cores())
+    if weight_bytes + rows >= chip.vmem_budget():
+        return f"needs {weight_bytes + rows} bytes of VMEM of {int(chip.vmem_budget())}"
     return ""
 
 
@@ -64,18 +65,26 @@ def _call(
     semantics,
     scratch=(),
     flops=0.0,
-    twice=(),
+    shared=(),
     aliases=(),
     interpret=False,
 ):
-    """`twice`: inputs that each core reads. aliases: (input, the output written in its place)."""
-    sizes = [a.size * a.dtype.itemsize for a in (*inputs, *outputs, *twice * (chip.cores() - 1))]
+    """The results of `kernel` over the grid.
+
+    Args:
+      scalars: arrays of integers, which the specifications' index maps take.
+      semantics: of each grid axis, "parallel" or "arbitrary".
+      shared: inputs that every core reads whole.
+      aliases: (number of an input, number of the output that is written in its place).
+    """
+    read_by_others = shared * (chip.cores() - 1)
+    sizes = [a.size * a.dtype.itemsize for a in (*inputs, *outputs, *read_by_others)]
     return pl.pallas_call(
         kernel,
         out_shape=outputs,
         interpret=interpret,
         name=kernel.__name__.strip("_"),
-        input_output_aliases={len(scalars) + given: made for given, made in aliases},
+        input_output_aliases={len(scalars) + i: output for i, output in aliases},
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=grid,
@@ -93,14 +102,16 @@ def _call(
 
 
 # ---- the grouped SwiGLU
-# ------------------------------------------------------------------------------------------
 
 
 def mlp(x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, *, interpret: bool = False):
-    """y_p = (weight_p · silu(x_p gate) · (x_p up)) down of the expert of p's tile; zeros in
-    tiles from `used` on.
+    """y_p = (weight_p · silu(x_p gate) · (x_p up)) down, [P, D], by the expert of p's tile; zeros
+    in tiles from `used` on.
 
-    expert_T: [T] int32, ascending. used: [1] int32, tiles that hold rows.
+    Args:
+      x_PD: [P, D]. weight_P: [P]. gate_up_EDF: [E, D, F]. down_EID: [E, I, D].
+      expert_T: [T] int32, ascending.
+      used: [1] int32, the number of tiles that hold rows.
     """
     spec = _Specs(x_PD, gate_up_EDF, down_EID, expert_T)
     return _call(
@@ -118,10 +129,24 @@ def mlp(x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, *, interpret: boo
 
 
 def mlp_gradients(
-    x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, dy_PD, *before, interpret: bool = False
+    x_PD,
+    weight_P,
+    gate_up_EDF,
+    down_EID,
+    expert_T,
+    used,
+    dy_PD,
+    *dw_before,
+    interpret: bool = False,
 ):
-    """→ (dx [P, D], dweight [P] float32, dgate_up [E, D, F], ddown [E, I, D]). before: what the
-    last two are added to; without it those of an expert that has no tile are undefined.
+    """The gradients of `mlp`, from dy_PD [P, D].
+
+    Args:
+      dw_before: gradients of gate_up and down that this call's are added to. Without them the
+        gradients of an expert without a tile are undefined.
+
+    Returns:
+      dx [P, D], dweight [P] float32, dgate_up [E, D, F], ddown [E, I, D].
     """
     spec = _Specs(x_PD, gate_up_EDF, down_EID, expert_T)
     p, shape = x_PD.shape[0], jax.ShapeDtypeStruct
@@ -142,7 +167,7 @@ def mlp_gradients(
         flops=5 * spec.flops,
         interpret=interpret,
     )
-    # The model's width in as many parts as the chip has cores, which work on one each.
+    # Each core of the chip takes a part of the model's width.
     cores = chip.cores()
     part, i, f = spec.d // cores, spec.f // 2, spec.f
     at = lambda t, used: jnp.minimum(t, used[0] - 1)
@@ -155,22 +180,26 @@ def mlp_gradients(
     dgate_up, ddown = _call(
         _expert_backward_weights,
         (expert_T, used),
-        (x_PD, dhidden, activation, dy_PD, *before),
-        (row_part, row(f), row(i), row_part, *results[: len(before)]),
+        (x_PD, dhidden, activation, dy_PD, *dw_before),
+        (row_part, row(f), row(i), row_part, *results[: len(dw_before)]),
         (shape(gate_up_EDF.shape, gate_up_EDF.dtype), shape(down_EID.shape, down_EID.dtype)),
         results,
         (cores, spec.tiles),
         ("parallel", "arbitrary"),
         (pltpu.VMEM((part, f), jnp.float32), pltpu.VMEM((i, part), jnp.float32)),
         flops=3 * spec.flops,
-        twice=(dhidden, activation),
-        aliases=[(4 + n, n) for n in range(len(before))],
+        shared=(dhidden, activation),
+        aliases=[(4 + n, n) for n in range(len(dw_before))],
         interpret=interpret,
     )
     return dx, dweight[:, 0], dgate_up, ddown
 
 
 class _Specs:
+    """Sizes of a call, and specifications of the blocks of a tile and of its expert's weights.
+    Tiles without rows read the last tile that has some, which copies nothing.
+    """
+
     def __init__(self, x_PD, gate_up_EDF, down_EID, expert_T):
         _, self.d, self.f = gate_up_EDF.shape
         self.tiles = expert_T.shape[0]
@@ -184,16 +213,18 @@ class _Specs:
         )
 
     def rows(self, width):
+        """Of an input [P, width]."""
         return pl.BlockSpec((self.tile, width), lambda t, e, used: (jnp.minimum(t, used[0] - 1), 0))
 
     def written(self, width):
+        """Of an output [P, width]."""
         return pl.BlockSpec((self.tile, width), lambda t, e, used: (t, 0))
 
 
 def _expert_forward(expert_T, used, x, weight, gate_up, down, y):
     @pl.when(pl.program_id(0) < used[0])
     def _():
-        gate, up = _halves(_dot(x[...], gate_up[0]))
+        gate, up = _gate_and_up(_dot(x[...], gate_up[0]))
         y[...] = _dot(
             (gate * jax.nn.sigmoid(gate) * up * weight[...]).astype(x.dtype), down[0]
         ).astype(y.dtype)
@@ -208,7 +239,7 @@ def _expert_backward_rows(
 ):
     @pl.when(pl.program_id(0) < used[0])
     def _():
-        gate, up = _halves(_dot(x[...], gate_up[0]))
+        gate, up = _gate_and_up(_dot(x[...], gate_up[0]))
         sigmoid = jax.nn.sigmoid(gate)
         swiglu = gate * sigmoid * up
         da = _dot(dy[...], down[0], _NT)
@@ -226,36 +257,38 @@ def _expert_backward_rows(
 
 
 def _expert_backward_weights(expert_T, used, x, dhidden, activation, dy, *refs):
-    *before, dgate_up, ddown, dgate_up_sum, ddown_sum = refs
+    *dw_before, dgate_up, ddown, dgate_up_sum, ddown_sum = refs
     t = pl.program_id(1)
     first = (t == 0) | (expert_T[t] != expert_T[jnp.maximum(t - 1, 0)])
 
     @pl.when(t < used[0])
-    # stores of every tile hide behind its products; those of zeros, or of the last tile alone,
-    # would not
+    # The sums are stored after every tile, which overlaps with the products. Stores of zeros, or
+    # after an expert's last tile alone, would not.
     def _():
-        parts = (dgate_up_sum, dgate_up, x, dhidden), (ddown_sum, ddown, activation, dy)
+        gradients = (dgate_up_sum, dgate_up, x, dhidden), (ddown_sum, ddown, activation, dy)
         for (sums, result, left, right), begin in zip(
-            parts, [w[0].astype(jnp.float32) for w in before] or (0.0, 0.0)
+            gradients, [w[0].astype(jnp.float32) for w in dw_before] or (0.0, 0.0)
         ):
             total = jnp.where(first, begin, sums[...]) + _dot(left[...], right[...], _TN)
             sums[...] = total
             result[0] = total.astype(result.dtype)
 
 
-def _halves(hidden):
+def _gate_and_up(hidden):
     return hidden[:, : hidden.shape[1] // 2], hidden[:, hidden.shape[1] // 2 :]
 
 
 # ---- sums by token
-# -----------------------------------------------------------------------------------------------
 
 
 def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
-    """[N, D]: for each token the sum of its rows: a product of each block of tokens with the
-    tiles that hold its rows.
+    """[N, D]: the sum of each token's rows. Each block of tokens is multiplied, as a matrix of ones
+    and zeros, by the tiles that hold its rows.
 
-    token_P: ascending; rows of tokens ≥ `tokens` are not counted, but must be finite.
+    Args:
+      rows_PD: [P, D], finite.
+      token_P: [P] integers, ascending; rows of tokens from N on are left out.
+      tokens: N.
     """
     p, d = rows_PD.shape
     cores = chip.cores()
@@ -266,8 +299,8 @@ def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
     tiles, blocks = rows_PD.shape[0] // _SUM_ROWS, -(-tokens // _SUM_TOKENS)
     edges = jnp.arange(blocks + 1) * _SUM_TOKENS
     starts = jnp.sum(token_P < edges[:, None], axis=1, dtype=jnp.int32)
-    first = jnp.minimum(starts[:-1] // _SUM_ROWS, tiles - 1)  # tile of each block
-    # one for a block without rows, too
+    first = jnp.minimum(starts[:-1] // _SUM_ROWS, tiles - 1)  # of each block, its first tile
+    # At least one visit, for a block without rows, too.
     visits = jnp.maximum(-(-starts[1:] // _SUM_ROWS) - first, 1)
     ends = jnp.cumsum(visits)
     v = jnp.minimum(jnp.arange(tiles + blocks), ends[-1] - 1)
@@ -298,11 +331,11 @@ def _sum_by_token(block_V, tile_V, used, token, rows, y, total):
 
     @pl.when(v < used[0])
     def _():
-        place = (
+        token_of_row = (
             jax.lax.broadcasted_iota(jnp.int32, (_SUM_TOKENS, _SUM_ROWS), 0) + block * _SUM_TOKENS
         )
         sums = jnp.where(first, 0.0, total[...]) + _dot(
-            (place == token[0]).astype(rows.dtype), rows[...]
+            (token_of_row == token[0]).astype(rows.dtype), rows[...]
         )
         total[...] = sums
         y[...] = sums.astype(y.dtype)

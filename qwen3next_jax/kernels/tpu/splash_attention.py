@@ -1,6 +1,6 @@
 """Splash attention, the TPU kernels that come with JAX.
 
-Letters: B batch, T queries, N query heads, D head width.
+B batch, T queries or keys, N query heads, M key/value heads, D head width.
 """
 
 import inspect
@@ -14,38 +14,48 @@ from qwen3next_jax.ops.compile_target import compile_target
 
 LANES = 128
 SAVED_AXES = (0, 2, 1, 3)  # heads before tokens, as the kernels write their output
-BLOCK, LONG_BLOCK = 512, 1024
-WIDEST = 512  # bytes of a head, for the long one
+BLOCK, LONG_BLOCK = 512, 1024  # queries and keys of a block
+LONG_BLOCK_BYTES = 512  # of a head, at most, for the long block to fit in VMEM
 
 
 def supports(q, k, v, split: bool) -> str:
-    """They run any shapes, padded to whole blocks."""
+    """Why the kernels cannot run a call: never, as shapes are padded to whole blocks."""
     return ""
 
 
 def is_default(q, k, v, split: bool) -> bool:
-    """Rows of fewer tokens than lanes would be mostly padding. A row that is `split` over a mesh
-    axis comes in halves of a shard.
+    """Whether a call that names no implementation runs the kernels: rows of fewer tokens than lanes
+    would be mostly padding.
+
+    Args:
+      split: whether the sequence is split over a mesh axis; the kernels then get half of a shard.
     """
     return q.shape[1] // (2 if split else 1) >= LANES
 
 
 def block_size(length: int, width: int, itemsize: int) -> int:
-    """Of queries and keys. With the long one a key that is looked at costs a tenth to a quarter
-    fewer cycles and half the copies, but a causal mask leaves out fewer of them, which in a
-    short row costs more than that gains. Wider rows than this do not fit in VMEM.
+    """Queries and keys of a block. With the long block a key that is read costs a tenth to a
+    quarter fewer cycles and half the copies, but a causal mask leaves out fewer keys, which costs
+    more than that in a short row.
+
+    Args:
+      length: of the padded row. width: D.
     """
-    long = length >= 4 * LONG_BLOCK and length % LONG_BLOCK == 0 and width * itemsize <= WIDEST
+    long = (
+        length >= 4 * LONG_BLOCK
+        and length % LONG_BLOCK == 0
+        and width * itemsize <= LONG_BLOCK_BYTES
+    )
     return LONG_BLOCK if long else min(BLOCK, length)
 
 
-def _kernel(like, heads: int, length: int, causal: bool, interpret: bool, save_residuals: bool):
+def _kernel(x, heads: int, length: int, causal: bool, interpret: bool, save_residuals: bool):
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
         splash_attention_mask,
     )
 
-    block = block_size(length, like.shape[-1], like.dtype.itemsize)
+    block = block_size(length, x.shape[-1], x.dtype.itemsize)
     sizes = dict.fromkeys(
         ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block
     )
@@ -63,7 +73,7 @@ def _kernel(like, heads: int, length: int, causal: bool, interpret: bool, save_r
 
 
 def _length(t: int) -> int:
-    """`t` padded to whole lanes, and to whole blocks where there are several."""
+    """t rounded up to whole lanes, and to whole blocks where there are several."""
     lanes = -(-t // LANES) * LANES
     return lanes if lanes <= BLOCK else -(-t // BLOCK) * BLOCK
 
@@ -75,16 +85,19 @@ def _to_splash(x_BTND):
 
 
 def _from_splash(x_BNTD, like):
+    """The reverse of `_to_splash`, in the shape and dtype of `like`."""
     return x_BNTD[:, :, : like.shape[1], : like.shape[3]].swapaxes(1, 2).astype(like.dtype)
 
 
 def _segments(q, segment_ids, kv_segment_ids, causal):
-    """Ids of both axes, padded; a row of padding is no key of any query."""
+    """The ids of queries and keys, padded; no query reads a padding key. None where no ids are
+    needed.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     padding = ((0, 0), (0, _length(q.shape[1]) - q.shape[1]))
     if segment_ids is None:
-        if causal or padding[1] == (0, 0):  # the causal mask hides keys behind the last query
+        if causal or padding[1] == (0, 0):  # the causal mask hides the padding
             return None
         segment_ids = kv_segment_ids = jnp.ones(q.shape[:2], jnp.int32)
     return splash_attention_kernel.SegmentIds(
@@ -93,30 +106,32 @@ def _segments(q, segment_ids, kv_segment_ids, causal):
     )
 
 
-def _named(causal: bool):
-    """What the kernels' traced names say of the mask, which nothing else in a compiled program
-    does: the planner reads it.
+def _mask_scope(causal: bool):
+    """A scope that puts the mask into the kernels' names. The planner reads it there; nothing else
+    in a compiled program says which mask a kernel has.
     """
     return jax.named_scope("splash_causal" if causal else "splash_full")
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
+    """As `ops.attention.xla.forward`."""
     t, n = q.shape[1:3]
     kernel = _kernel(q, n, _length(t), causal, interpret, save_residuals=True)
     inputs = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v)
-    with _named(causal):
+    with _mask_scope(causal):
         o, (logsumexp,) = jax.vmap(kernel)(
             *inputs, _segments(q, segment_ids, kv_segment_ids, causal)
         )
     return _from_splash(o, q), logsumexp[:, :, :t].astype(wide(q))
 
 
-def _backward_of_a_row(kernel):
-    """→ f(q, k, v, segments, o, logsumexp, do) → (dq, dk, dv): the backward kernels alone, which
-    have no public name.
+def _row_backward(kernel):
+    """A function (q, k, v, segments, o, logsumexp, do) → (dq, dk, dv) for one row of the batch,
+    which runs the backward kernels alone.
 
-    `_splash_attention_bwd` was like this in JAX 0.11.2 and 0.12.0. Where it is not, the public
-    gradient serves, which runs the forward kernel again to have what we kept.
+    They have no public name. JAX 0.11.2 and 0.12.0 have them as `_splash_attention_bwd` with the
+    arguments used here. In a JAX that does not, this uses the public gradient, which runs the
+    forward kernel once more.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -150,14 +165,13 @@ def _backward_of_a_row(kernel):
 def backward(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
+    """As `ops.attention.xla.backward`."""
     (t, n), chip = q.shape[1:3], compile_target().tpu
-    # The backward kernels run on one core of a chip, but for dimensions that vmap gives them, which
-    # its cores share out: part of the heads.
+    # The cores of a chip share only the axes that vmap adds to the backward kernels' grid, so the
+    # heads are split into a part for each core.
     parts = math.gcd(chip.num_cores if chip else 1, k.shape[2])
     length = _length(t)
-    row = _backward_of_a_row(
-        _kernel(q, n // parts, length, causal, interpret, save_residuals=False)
-    )
+    row = _row_backward(_kernel(q, n // parts, length, causal, interpret, save_residuals=False))
     logsumexp = jnp.pad(logsumexp_BNT.astype(jnp.float32), ((0, 0), (0, 0), (0, length - t)))
     arrays = (
         _to_splash(q * jnp.asarray(scale, q.dtype)),
@@ -170,7 +184,7 @@ def backward(
     q_, k_, v_, o_, logsumexp, do_ = (
         x.reshape(x.shape[0], parts, -1, *x.shape[2:]) for x in arrays
     )
-    with _named(causal):
+    with _mask_scope(causal):
         grads = jax.vmap(jax.vmap(row, in_axes=(0, 0, 0, None, 0, 0, 0)))(
             q_, k_, v_, _segments(q, segment_ids, kv_segment_ids, causal), o_, logsumexp, do_
         )

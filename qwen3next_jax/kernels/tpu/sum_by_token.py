@@ -1,4 +1,8 @@
-"""Sums of rows by token, as products of the sorted rows with their tokens."""
+"""Sums of rows by token on TPUs: the rows are sorted by token, then `routed_experts.sum_rows` sums
+them.
+
+N tokens, A choices of each, P rows, D model.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +11,12 @@ from qwen3next_jax.kernels.tpu.routed_experts import sum_rows
 
 
 def supports(rows, shape: tuple[int, int]) -> str:
-    """They run any shapes."""
+    """Why the kernel cannot run a call: never."""
     return ""
 
 
 def sum_by_token(rows, choice, shape: tuple[int, int], *, interpret: bool = False):
-    """As `ops.routed_experts.sum_by_token`."""
+    """[N, D], as `ops.routed_experts.sum_by_token`."""
     choice = choice.astype(jnp.int32)
     choice, order = jax.lax.sort(
         (choice, jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1, is_stable=False

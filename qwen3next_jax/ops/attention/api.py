@@ -1,7 +1,7 @@
 """Causal grouped-query attention over packed documents, in memory linear in the length.
 
-Letters: B batch, T time, N query heads, M key/value heads (query head n reads head n // (N //
-M)), D head width.
+B batch, T time, N query heads, M key/value heads (query head n reads head n // (N // M)), D head
+width.
 """
 
 import functools
@@ -31,24 +31,21 @@ def attention(
       q: [B, T, N, D].
       k, v: [B, T, M, D] with N % M == 0.
       segment_ids: [B, T] integers or None: positive and non-decreasing along T, one id per
-      document, 0 for padding at the
-        end. A query sees keys of its own segment only.
+        document, 0 for padding at the end. A query sees keys of its own segment only.
       scale: of the scores; None means D^-1/2.
-      implementation: "xla" (blockwise), "splash" (TPU; on CPU it runs interpreted), "tokamax"
-      (its kernels on an H100 or H200, XLA's form
-        on a CPU; a training step with them stopped: docs/gpu.md), or None: "splash" on TPU,
-        "xla" elsewhere and where that does not apply.
-      axis_name: inside `shard_map`, the mesh axis over which T is split in order; every array is
-      then this shard's part, the
-        segment ids are those of the whole row, and T must be even.
+      implementation: "xla" (blockwise), "splash" (on a TPU; on a CPU it runs interpreted),
+        "tokamax" (its kernels on an H100 or H200, on a CPU the form in XLA; a training step with
+        them stopped: docs/gpu.md), or None: "splash" on a TPU for rows of at least 128 tokens,
+        "xla" elsewhere.
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order. Every array is
+        then this shard's part, the segment ids are those of the whole row, and T must be even.
 
     Returns:
-      o: [B, T, N, D] in q's dtype. Padding rows hold something finite and give no gradient to
-      other rows.
+      o: [B, T, N, D] in q's dtype. Padding rows are finite and give no gradient to other rows.
 
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
-      NotImplementedError: the named implementation cannot run this problem.
+      NotImplementedError: the named implementation cannot run these arrays here.
     """
     _check(q, k, v, segment_ids, implementation)
     if axis_name is not None:
@@ -82,7 +79,7 @@ def _check_split(axis_name, q):
         )
 
 
-# ---- one custom gradient around every implementation
+# ---- the custom gradient around the chosen implementation
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -92,7 +89,7 @@ def _operator(options, *inputs):
 
 def _operator_forward(options, *inputs):
     o, logsumexp_BNT = dispatch.forward(options, *inputs)
-    axes = options.saved_axes  # two are exchanged, or none: the order is its own inverse
+    axes = options.saved_axes  # exchanges two axes, or none: it is its own inverse
     o, logsumexp_BNT = blocks.save_for_backward((o.transpose(axes), logsumexp_BNT), "attention")
     o = o.transpose(axes)
     return o, (inputs, o, logsumexp_BNT)

@@ -1,23 +1,21 @@
-"""Causal attention over a sequence split over a mesh axis: a ring of keys, with equal work on
-every shard.
+"""Causal attention over a sequence that is split over a mesh axis: ring attention
+(https://arxiv.org/abs/2310.01889) with equal work on every shard.
 
-The row is cut into 2n blocks for n shards. Shard i holds blocks 2i and 2i+1, in order; inside
-this operator it works on blocks i and 2n-1-i instead, exchanged by two `ppermute`s before and
-after, because the causal mask gives late queries more keys: in order, the last shard would have
-twice the average work. Keys and values then travel round the ring. With the keys of shard j
-(blocks j and 2n-1-j) shard i != j has two pairs of blocks to do, none of which the causal mask
-cuts:
+The row has 2n blocks for n shards. Shard i holds blocks 2i and 2i+1. The causal mask gives late
+queries more keys, so with these blocks the last shard would have twice the average work. Inside
+this operator shard i works on blocks i and 2n-1-i instead; two `ppermute`s before and two after it
+exchange them. Keys and values then go round the ring. With the keys of shard j (blocks j and
+2n-1-j) shard i != j computes two pairs of blocks, each without a mask:
 
-    its high block (2n-1-i) with the low keys (j) - always; and
-    its low block (i) with the low keys where j < i, its high block with the high keys (2n-1-j)
-    where j > i.
+    its high block (2n-1-i) with the low keys (j);
+    for j < i its low block (i) with the low keys, for j > i its high block with the high keys
+    (2n-1-j).
 
-With its own keys it has plain causal attention over both blocks, one after the other. Every
-piece runs through `dispatch`; pieces of one query are combined by their logsumexp. A pair of
-blocks that share no document is skipped.
+With its own keys it computes causal attention over its two blocks one after the other. All of this
+runs by `dispatch`. The results of a query for several blocks of keys are combined by their
+logsumexp. A pair of blocks that share no document is skipped.
 
-Letters: B batch, T tokens of a shard, N query heads, M key/value heads, D head width; n shards,
-i this one.
+B batch, T tokens of a shard, N query heads, M key/value heads, D head width; n shards, i this one.
 """
 
 import functools
@@ -39,11 +37,10 @@ def attention(options: dispatch.Options, axis_name: str, q, k, v, segment_ids):
 
 
 # ---- which shard works on which block
-# -----------------------------------------------------------------------------
 
 
 def _owners(n: int):
-    """For the even and for the odd blocks: (shard that holds the block in order, shard that
+    """For the even and for the odd blocks a list of (the shard that holds a block, the shard that
     works on it).
     """
     worker = lambda block: min(block, 2 * n - 1 - block)
@@ -60,6 +57,7 @@ def _to_balanced(x, axis_name, n):
 
 
 def _from_balanced(x, axis_name, n):
+    """The reverse of `_to_balanced`."""
     low, high = jnp.split(x, 2, axis=1)
     even, odd = jnp.split(_in_order(low, high, axis_name), 2, axis=1)
     back = [[(worker, holder) for holder, worker in pairs] for pairs in _owners(n)]
@@ -70,13 +68,12 @@ def _from_balanced(x, axis_name, n):
 
 
 def _in_order(first, second, axis_name):
-    """Both blocks, exchanged on odd shards: their low block i is an odd one."""
+    """Both blocks in order: odd shards exchange them, as their low block i is an odd one."""
     swap = jax.lax.axis_index(axis_name) % 2 == 1
     return jnp.concatenate([jnp.where(swap, second, first), jnp.where(swap, first, second)], axis=1)
 
 
 # ---- the ring
-# --------------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -94,20 +91,20 @@ def _ring_forward(options, axis_name, q, k, v, segment_ids):
 
     def pair(queries, keys, done):
         (q, ids), (k, v, kv_ids) = queries, keys
-        return _combined(
+        return _combine(
             done, dispatch.forward(options._replace(causal=False), q, k, v, ids, kv_ids)
         )
 
     def step(earlier, visiting, result):
         for query, key in _pairs(earlier):
             arguments = _pick(mine, query), _pick(visiting, key), _pick(result, query)
-            done = _if_related(
+            done = _if_document_shared(
                 arguments[0][1], arguments[1][2], pair, lambda queries, keys, done: done, *arguments
             )
             result = _put(result, query, done)
         return (), result
 
-    _, (o, logsumexp) = _around(axis_name, visiting, (), result, step)
+    _, (o, logsumexp) = _around_ring(axis_name, visiting, (), result, step)
     o, logsumexp = blocks.save_for_backward(
         (_merge_blocks(o, 1).astype(q.dtype), _merge_blocks(logsumexp, 2)), "attention"
     )
@@ -136,13 +133,13 @@ def _ring_backward(options, axis_name, residuals, do):
         for query, key in _pairs(earlier):
             done = _pick(dq, query), *_pick(dkv_visiting, key)
             arguments = _pick(mine, query), _pick(visiting, key), done
-            new = _if_related(
+            new = _if_document_shared(
                 arguments[0][1], arguments[1][2], pair, lambda queries, keys, done: done, *arguments
             )
             dq, dkv_visiting = _put(dq, query, new[0]), _put(dkv_visiting, key, new[1:])
         return dkv_visiting, dq
 
-    dkv, dq = _around(axis_name, visiting, dkv, _split_blocks(dq, 1), step)
+    dkv, dq = _around_ring(axis_name, visiting, dkv, _split_blocks(dq, 1), step)
     dq, dk, dv = (_merge_blocks(x, 1).astype(like.dtype) for x, like in zip((dq, *dkv), (q, k, v)))
     return dq, dk, dv, None
 
@@ -150,13 +147,19 @@ def _ring_backward(options, axis_name, residuals, do):
 _ring.defvjp(_ring_forward, _ring_backward)
 
 
-def _around(axis_name, visiting, gradients, result, step):
-    """Every shard's `visiting` arrays pass every other shard once, and their gradients with
+def _around_ring(axis_name, visiting, gradients, result, step):
+    """Sends every shard's `visiting` arrays to every other shard once, and their gradients with
     them, back to their owner.
 
-    step(earlier, visiting, result) → (gradients of the visiting arrays, result), `earlier`
-    telling whether they come from a shard before this one. What is needed next is sent before a
-    step computes, so that both can go on at once.
+    The arrays of the next step are sent before a step computes, so that both happen at once.
+
+    Args:
+      gradients: of this shard's arrays so far.
+      step: (earlier, visiting, result) → (gradients of the visiting arrays, result); `earlier` says
+        whether these arrays come from a shard before this one.
+
+    Returns:
+      The gradients of this shard's arrays, and the result.
     """
     n, shard = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     send = lambda tree: jax.lax.ppermute(tree, axis_name, [(i, (i + 1) % n) for i in range(n)])
@@ -174,26 +177,26 @@ def _around(axis_name, visiting, gradients, result, step):
 
 
 def _pairs(earlier):
-    """(query block, key block) of the two pairs of one step; 0 is the low block of a shard, 1
-    the high one.
-    """
+    """The two pairs (query block, key block) of a step; 0 is the low block, 1 the high one."""
     same = jnp.where(earlier, 0, 1)
     return (1, 0), (same, same)
 
 
-def _if_related(ids, kv_ids, pair, nothing, *arguments):
-    """`pair` where the queries and the keys before them share a document, else `nothing`."""
+def _if_document_shared(ids, kv_ids, pair, skip, *arguments):
+    """pair(*arguments) where the queries and the keys before them share a document, else
+    skip(*arguments).
+    """
     if ids is None:
         return pair(*arguments)
-    first_B = ids[:, 0]  # ids do not decrease: only the keys' last document can go on
-    related = jnp.any((first_B > 0) & (first_B == jnp.max(kv_ids, axis=1)))
-    return jax.lax.cond(related, pair, nothing, *arguments)
+    first_B = ids[:, 0]  # ids do not decrease: only the keys' last document can continue here
+    shared = jnp.any((first_B > 0) & (first_B == jnp.max(kv_ids, axis=1)))
+    return jax.lax.cond(shared, pair, skip, *arguments)
 
 
-def _combined(done, new):
-    """Two parts (o, logsumexp) of one softmax."""
+def _combine(done, new):
+    """(o, logsumexp) of a softmax over the keys of both."""
     (o1, l1), (o2, l2) = done, new
-    # rows that see none of these keys; every row has seen itself before
+    # A row may see none of the new keys; it has seen its own key before.
     l2 = jnp.where(l2 == xla.UNSEEN, -jnp.inf, l2)
     top = jnp.maximum(l1, l2)
     weights = jnp.exp(l1 - top), jnp.exp(l2 - top)
@@ -203,7 +206,6 @@ def _combined(done, new):
 
 
 # ---- the two blocks of a shard, on a leading axis
-# -----------------------------------------------------------------
 
 
 def _split_blocks(x, axis: int):

@@ -1,8 +1,9 @@
-"""Attention in XLA alone, blockwise with online softmax, https://arxiv.org/abs/2205.14135.
+"""Attention in XLA alone, blockwise with online softmax (FlashAttention,
+https://arxiv.org/abs/2205.14135).
 
-Letters: B batch, T queries, S keys, N query heads, M key/value heads (query head n reads head n
-// (N // M)), H = N // M query heads of a group, D head width, C queries or keys of a block, L =
-H · C rows of a query block.
+B batch, T queries, S keys, N query heads, M key/value heads (query head n reads head n // (N //
+M)), H = N // M query heads of a group, D head width, C queries or keys of a block, L = H · C rows
+of a block of queries.
 """
 
 import jax
@@ -10,16 +11,20 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
 
-# of queries and of keys: the scores of a block stay in cache; measured with benchmarks/attention.py
+# Queries and keys of a block, so that its scores stay in cache; measured by
+# benchmarks/attention.py.
 CPU_BLOCK = 64
 GPU_BLOCK = 512
-# score of a pair that does not attend; finite, so that a row without keys stays finite
+# The score of a pair that the mask hides. It is finite, so that a row without keys stays finite.
 _HIDDEN = -1e30
-UNSEEN = -_HIDDEN  # logsumexp of a row that sees no key: its weights are 0 in the backward pass
+# The logsumexp of a row that sees no key: its weights are 0 in the backward pass.
+UNSEEN = -_HIDDEN
 
 
 def _plan(block, causal, q, k, segment_ids, kv_segment_ids):
-    """Block sizes (queries, keys) and the padded positions and segments of both axes."""
+    """(queries of a block, keys of a block, last visible key of each query, segments of queries,
+    segments of keys); the arrays by block.
+    """
     (b, t), s = q.shape[:2], k.shape[1]
     size_q, size_k = min(t, block), min(s, block)
     positions = jnp.arange(t, dtype=jnp.int32) if causal else jnp.full((t,), s - 1, jnp.int32)
@@ -48,7 +53,7 @@ def _from_query_blocks(x, t, n):
 
 
 def _visible(position_BC, segment_BC, kv_segment_BC, first_key, size_k):
-    """[B, 1, 1, C, C] mask of one block."""
+    """[B, 1, 1, C, C]: which pairs of a block of queries and one of keys attend."""
     key = first_key + jnp.arange(size_k, dtype=jnp.int32)
     mask = key[None, None] <= position_BC[:, :, None]
     if segment_BC is not None:
@@ -56,7 +61,7 @@ def _visible(position_BC, segment_BC, kv_segment_BC, first_key, size_k):
     return mask[:, None, None]
 
 
-def _scores(scale, q_BMLD, k_BMCD, mask):
+def _masked_scores(scale, q_BMLD, k_BMCD, mask):
     s_BMLC = (
         jnp.einsum("bmld,bmcd->bmlc", q_BMLD, k_BMCD, preferred_element_type=blocks.wide(q_BMLD))
         * scale
@@ -67,7 +72,7 @@ def _scores(scale, q_BMLD, k_BMCD, mask):
 
 
 def _key_range(position_BC, segment_BC, kv_segments, size_k, keys):
-    """[first, last) key blocks that any query of this block sees."""
+    """The first block of keys that any query of this block sees, and the one after the last."""
     last = jnp.minimum(jnp.max(position_BC), keys - 1) // size_k + 1
     if segment_BC is None:
         return 0, last
@@ -78,13 +83,16 @@ def _key_range(position_BC, segment_BC, kv_segments, size_k, keys):
 
 
 def _add(x, j, term):
-    """x[j] += term, in place; `.at[j].add` would be a scatter."""
+    """x[j] += term, in place. `.at[j].add` would be a scatter."""
     return jax.lax.dynamic_update_index_in_dim(x, x[j] + term, j, 0)
 
 
 def _finish(o, largest, total):
-    """(o, logsumexp) from Σ p v [..., D], the largest score and Σ p [...] of each row, where p =
-    exp(score − largest).
+    """(o [..., D], logsumexp [...]) of each row.
+
+    Args:
+      o: [..., D], Σ p v with p = exp(score − largest).
+      largest: [...], the largest score. total: [...], Σ p.
     """
     seen = largest > _HIDDEN / 2
     return jnp.where(seen[..., None], o / total[..., None], 0), jnp.where(
@@ -93,6 +101,15 @@ def _finish(o, largest, total):
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
+    """As `dispatch.forward`, in blocks of `block` queries and keys.
+
+    Args:
+      q: [B, T, N, D]. k, v: [B, S, M, D]. segment_ids: [B, T] or None. kv_segment_ids: [B, S] or
+        None.
+
+    Returns:
+      o [B, T, N, D] in q's dtype, and logsumexp [B, N, T] in float32.
+    """
     size_q, size_k, position, segment, kv_segment = _plan(
         block, causal, q, k, segment_ids, kv_segment_ids
     )
@@ -112,14 +129,14 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
                 j * size_k,
                 size_k,
             )
-            s_BMLC = _scores(scale, q_BMLD, k_blocks[j], mask)
+            s_BMLC = _masked_scores(scale, q_BMLD, k_blocks[j], mask)
             new_BML = jnp.maximum(largest_BML, jnp.max(s_BMLC, axis=-1))
             p_BMLC = jnp.exp(s_BMLC - new_BML[..., None])
-            shrink_BML = jnp.exp(largest_BML - new_BML)
-            o_BMLD = o_BMLD * shrink_BML[..., None] + jnp.einsum(
+            rescale_BML = jnp.exp(largest_BML - new_BML)
+            o_BMLD = o_BMLD * rescale_BML[..., None] + jnp.einsum(
                 "bmlc,bmcd->bmld", p_BMLC.astype(v.dtype), v_blocks[j], preferred_element_type=wide
             )
-            return o_BMLD, new_BML, total_BML * shrink_BML + jnp.sum(p_BMLC, axis=-1)
+            return o_BMLD, new_BML, total_BML * rescale_BML + jnp.sum(p_BMLC, axis=-1)
 
         zero = (
             jnp.zeros(q_BMLD.shape, wide),
@@ -142,6 +159,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
 
 
 def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, block, causal):
+    """As `dispatch.backward`: dq [B, T, N, D], dk and dv [B, S, M, D], from do [B, T, N, D]."""
     size_q, size_k, position, segment, kv_segment = _plan(
         block, causal, q, k, segment_ids, kv_segment_ids
     )
@@ -162,7 +180,7 @@ def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scal
                 j * size_k,
                 size_k,
             )
-            p_BMLC = jnp.exp(_scores(scale, q_BMLD, k_blocks[j], mask) - logsumexp_BML1)
+            p_BMLC = jnp.exp(_masked_scores(scale, q_BMLD, k_blocks[j], mask) - logsumexp_BML1)
             dp_BMLC = jnp.einsum(
                 "bmld,bmcd->bmlc", do_BMLD, v_blocks[j], preferred_element_type=wide
             )

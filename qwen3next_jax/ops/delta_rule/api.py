@@ -1,5 +1,5 @@
-"""`gated_delta_rule`: shapes checked, an implementation chosen, one custom gradient around all
-of them.
+"""`gated_delta_rule`, the public function: it checks the arguments, chooses an implementation and
+wraps it in one custom gradient.
 
 B batch, T time, G key heads, H value heads (value head h reads key head h // (H // G)), K key
 width, V value width.
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import checks
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.delta_rule import chunk_math, context, dispatch, reference
+from qwen3next_jax.ops.delta_rule.interface import Inputs
 
 IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu")
 
@@ -40,46 +41,46 @@ def gated_delta_rule(
 
     Args:
       q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a
-      multiple of G. v: [B, T, H, V] values.
-      g: [B, T, H] log decay, finite and <= 0. Decay over a span of tokens is a difference of
-      running sums within a chunk of 64,
-        so that strong decay costs accuracy: with G the sum of g over a chunk, up to |G| * 3e-7,
-        relative, in float32. For "forget everything" -100 is enough (exp(-100) is zero in
-        float32); -inf gives NaN.
+        multiple of G.
+      v: [B, T, H, V] values.
+      g: [B, T, H] log decay, finite and <= 0. The decay over a span of tokens is a difference of
+        running sums within a chunk of 64, so strong decay costs accuracy: with G the sum of g over
+        a chunk, a relative error of up to |G| * 3e-7 in float32. To forget everything, -100 is
+        enough (exp(-100) is zero in float32); -inf gives NaN.
       beta: [B, T, H] write strength, in (0, 1); up to 2 works.
       initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first
-      segment. segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id
-      per document; 0 marks padding, at
-        the end only. The state is reset where the id changes. Padding rows give zeros and get
-        zero gradients.
+        segment.
+      segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id per
+        document; 0 marks padding, at the end only. The state is reset where the id changes. Padding
+        rows give zeros and get zero gradients.
       normalize_qk: L2-normalise q and k over K in float32 first: x * rsqrt(sum x^2 + 1e-6).
       erase: False drops the delta term -S^T k_t, which leaves gated linear attention.
-      implementation: one of "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu"
-      (on CPU these two run interpreted;
-        the last takes bfloat16 heads of 64, 128 or 256 channels and no `axis_name`), or None for
-        the platform's best: "pallas_tpu" on TPU where its blocks fit in VMEM, "pallas_gpu" on an
-        H100 or H200 where it has it and it was right when first tried there (docs/gpu.md),
-        "chunked" elsewhere. On a TPU "pallas_tpu"
-        cannot be under `jax.vmap`: the copy of the first state is a DMA, to which JAX's batching
-        of Pallas calls gives sources and targets of unlike shapes. Fold the mapped axis into B.
-      axis_name: inside `shard_map`, the mesh axis over which T is split in order; the arrays are
-      then this shard's part and
-        the segment ids those of the whole row. `initial_state` enters the first shard (elsewhere
-        it is ignored and has no gradient); `final_state` is the row's, the same on every shard.
-      each: of "recurrent" alone: `final_state` is [B, T, H, K, V], the state after every token.
+      implementation: one of "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu", or
+        None for the platform's best: "pallas_tpu" on a TPU where its blocks fit in VMEM,
+        "pallas_gpu" on an H100 or H200 that it supports and where it passed its test
+        (docs/gpu.md), "chunked" elsewhere. Both kernels also run interpreted on a CPU.
+        "pallas_gpu" takes bfloat16 heads of 64, 128 or 256 channels and no `axis_name`. On a TPU
+        "pallas_tpu" does not run under `jax.vmap`, because JAX's batching of Pallas calls gives the
+        DMA that copies the initial state a source and a target of different shapes; fold the mapped
+        axis into B.
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order. The arrays are
+        then this shard's part, and the segment ids are those of the whole row. `initial_state`
+        enters the first shard (other shards ignore theirs, which gets no gradient); `final_state`
+        is the row's, the same on every shard.
+      each: for "recurrent" alone: `final_state` is [B, T, H, K, V], the state after each token.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
-      final_state: [B, H, K, V] float32 (float64 for float64 inputs); with `segment_ids`, of the
-      last segment.
+      final_state: [B, H, K, V] float32 (float64 for float64 inputs); with `segment_ids`, that of
+        the last segment.
 
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
-      NotImplementedError: the named implementation cannot run this problem here.
+      NotImplementedError: the named implementation cannot run these arrays here.
 
-    Values are checked only where this is traced under `jax.debug_nans(True)` (`JAX_DEBUG_NANS=1`
-    for a whole process): then a g that is positive, infinite or NaN, and ids out of order or
-    after padding, end the program with a ValueError from a host callback.
+    Values are checked only where this function is traced under `jax.debug_nans(True)`
+    (`JAX_DEBUG_NANS=1` for a whole process): a g that is positive, infinite or NaN, and ids out of
+    order or after padding, then end the program with a ValueError from a host callback.
     """
     # NumPy's float64 becomes float32 where x64 is off
     q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))
@@ -97,15 +98,15 @@ def gated_delta_rule(
         segments = chunk_math.encode_segments(segment_ids, before)
         live = segments[:, :, None] > 0  # a padding row neither decays nor writes
         g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
-    x = chunk_math.Inputs(q, k, v, g, beta, segments)
-    options = dispatch.options(implementation, x, normalize_qk, erase, axis_name)
+    x = Inputs(q, k, v, g, beta, segments)
+    operator = dispatch.choose_operator(implementation, x, normalize_qk, erase, axis_name)
     if axis_name is not None:
-        return context.across(options, axis_name, x, initial_state, before)
-    if options.chosen.name == "recurrent":
+        return context.gated_delta_rule_over_axis(operator, axis_name, x, initial_state, before)
+    if operator.chosen.name == "recurrent":
         return reference.recurrent(
-            x, initial_state, normalize_qk=normalize_qk, erase=erase, each=each
+            x, initial_state, normalize_qk=normalize_qk, erase=erase, return_all_states=each
         )
-    return _operator(options, x, initial_state)
+    return _run(operator, x, initial_state)
 
 
 def _check(q, k, v, g, beta, initial_state, segment_ids, implementation):
@@ -148,25 +149,26 @@ def _check_values(g, segment_ids):
     checks.values(wrong)
 
 
-# ---- one custom gradient around every implementation
+# ---- the custom gradient around the chosen implementation
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _operator(options: dispatch.Options, x: chunk_math.Inputs, initial_state):
-    return dispatch.forward(options, x, initial_state, inverses=None, save=False)[:2]
+def _run(operator: dispatch.Operator, x: Inputs, initial_state):
+    return operator.forward(x, initial_state, inverses=None, save=False)[:2]
 
 
-def _operator_forward(options, x, initial_state):
+def _run_forward(operator: dispatch.Operator, x: Inputs, initial_state):
     o, final, *saved = save_for_backward(
-        dispatch.forward(options, x, initial_state, inverses=None, save=True)
+        operator.forward(x, initial_state, inverses=None, save=True)
     )
+    # An empty slice of the initial state carries its dtype.
     return (o, final), (x, initial_state[:0], saved)
 
 
-def _operator_backward(options, residuals, cotangents):
+def _run_backward(operator: dispatch.Operator, residuals, cotangents):
     x, initial_state, saved = residuals
-    *gradients, dinitial = dispatch.backward(options, x, *saved, *cotangents)
+    *gradients, dinitial = operator.backward(x, *saved, *cotangents)
     return x.cast(gradients), dinitial.astype(initial_state.dtype)
 
 
-_operator.defvjp(_operator_forward, _operator_backward)
+_run.defvjp(_run_forward, _run_backward)

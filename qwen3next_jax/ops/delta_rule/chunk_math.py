@@ -1,17 +1,19 @@
 """One chunk of the gated delta rule, forward and backward, as pure functions of arrays.
 
-The XLA forms are made of it (any leading batch dimensions); the TPU kernels share its products,
-norms and documents, and arrange the rest for two heads at once (`kernels/tpu/head_pairs.py`). The
-derivation is in docs/delta_rule.md. Every product has a name there; the names here follow it:
+The implementations in XLA are made of these functions (with any leading batch dimensions). The TPU
+kernels share the products, norms and documents, and arrange the rest for two heads at once
+(`kernels/tpu/head_pairs.py`). docs/delta_rule.md derives the formulas and names every product; the
+names here are the same:
 
-  gamma  decay from the chunk's start to row i        rho  decay from row i to the chunk's end
-         pair   decay from row j to row i (lower triangle)    carry  decay over the whole chunk A
-         = (I + L)^{-1}, L the strictly lower part of beta (K K^T) * pair;  P = (Q K^T) * pair;
-         written = V' = A R
+  gamma  decay from the chunk's start to row i     rho    decay from row i to the chunk's end
+  pair   decay from row j to row i, i >= j         carry  decay over the whole chunk
+  A = (I + L)^{-1}, L the strictly lower part of beta (K K^T) * pair
+  P = (Q K^T) * pair
+  written = V' = A R, with R = beta (V - gamma K S)
 
 q arrives multiplied by K^{-1/2} (and by zero on padding rows), so that no scale appears below.
 
-C chunk length, K key width, V value width; a 1 is a column or row kept for broadcasting; `...`
+C chunk length, K key width, V value width; a 1 is a row or column kept for broadcasting; `...`
 leading batch dimensions.
 """
 
@@ -31,15 +33,20 @@ def indices(rows: int, columns: int):
     return tuple(jax.lax.broadcasted_iota(jnp.int32, (rows, columns), axis) for axis in (0, 1))
 
 
-def parts(x, operand):
-    """x as a sum of arrays of the type `operand`: itself, or its high part and what that leaves."""
+def split_precision(x, operand):
+    """Arrays of the dtype `operand` whose sum is x: x itself, or, where `operand` is narrower, x
+    rounded to it and the rounded remainder.
+    """
     high = x.astype(operand)
     return (high,) if operand == x.dtype else (high, (x - high.astype(x.dtype)).astype(operand))
 
 
-def stacked(x_parts, y_parts, x_axis: int, y_axis: int):
-    """The pairs of parts whose products count (all but low with low), stacked along the
-    contraction: those axes of x and y.
+def stack_for_product(x_parts, y_parts, x_axis: int, y_axis: int):
+    """Two operands whose one product is the sum of the products of all pairs of parts, but the
+    pair of two remainders.
+
+    The parts (`split_precision`) are concatenated along the contracted axes, `x_axis` of x and
+    `y_axis` of y.
     """
     pairs = [(x, y) for i, x in enumerate(x_parts) for j, y in enumerate(y_parts) if i + j < 2]
     x, y = zip(*pairs)
@@ -59,11 +66,12 @@ def _dot(x, y, x_dim: int, y_dim: int, precision=None):
 
 
 class Scaled(typing.NamedTuple):
-    """Rows as they came, and the number each is to be multiplied by, as a column and as a row.
+    """A matrix whose rows are still to be multiplied by one number each: the unscaled rows, and the
+    numbers as a column and as a row.
 
-    Normalised keys rounded to bfloat16 no longer have length one, and with keys that repeat that
-    error compounds; keys as they came are exact. So for bfloat16 the norm stays outside the
-    products.
+    For bfloat16 the norms of q and k stay outside the products: a normalised key that is rounded
+    to bfloat16 no longer has length one, and with repeated keys that error compounds, while the
+    unscaled key is exact.
     """
 
     raw: jax.Array  # [..., C, K]
@@ -76,14 +84,17 @@ class Scaled(typing.NamedTuple):
 
 
 class Products(typing.NamedTuple):
-    """Matrix products with operands in `operand` and at least float32 accumulation; either
-    operand may be `Scaled`.
+    """Matrix products that cast their operands and accumulate in float32 at least. Either operand
+    may be `Scaled`.
 
-    `fine` takes the right operand (`nt`: both) in two bfloat16 parts where that is the operand
-    type: terms may cancel in the sums that follow.
+    Attributes:
+      operand: the dtype of the operands.
+      copies: whether `tn` may write x^T to memory. On CPU, XLA gives only products over the left
+        operand's last axis to its fast library, which takes half of the time.
 
-    `copies` says that x^T may be made where x^T @ y is slow: on CPU, XLA hands only products
-    over the left operand's last axis to its fast library (half of the time of the others).
+    The argument `fine` of a product splits its right operand (`nt`: both) in two bfloat16 parts
+    (`split_precision`) where `operand` is bfloat16: use it where terms may cancel in the sums that
+    follow.
     """
 
     operand: typing.Any
@@ -97,7 +108,9 @@ class Products(typing.NamedTuple):
         if isinstance(y, Scaled):
             return self.nn(x * y.row, y.raw, fine)
         if fine and self._narrow:
-            x, y = stacked((x.astype(self.operand),), parts(y, self.operand), -1, -2)
+            x, y = stack_for_product(
+                (x.astype(self.operand),), split_precision(y, self.operand), -1, -2
+            )
         return _dot(x.astype(self.operand), y.astype(self.operand), 1, 0, self.precision)
 
     def nt(self, x, y, fine: bool = False):
@@ -108,7 +121,9 @@ class Products(typing.NamedTuple):
             )
             return x.column * product * y.row
         if fine and self._narrow:
-            x, y = stacked(parts(x, self.operand), parts(y, self.operand), -1, -1)
+            x, y = stack_for_product(
+                split_precision(x, self.operand), split_precision(y, self.operand), -1, -1
+            )
         return _dot(x.astype(self.operand), y.astype(self.operand), 1, 1, self.precision)
 
     def tn(self, x, y, fine: bool = False):
@@ -118,7 +133,9 @@ class Products(typing.NamedTuple):
         if isinstance(y, Scaled):
             return self.tn(y.column * x, y.raw, fine)
         if fine and self._narrow:
-            x, y = stacked((x.astype(self.operand),), parts(y, self.operand), -2, -2)
+            x, y = stack_for_product(
+                (x.astype(self.operand),), split_precision(y, self.operand), -2, -2
+            )
         x, y = x.astype(self.operand), y.astype(self.operand)
         if not self.copies:
             return _dot(x, y, 0, 0, self.precision)
@@ -149,43 +166,18 @@ def lower_mask(size: int, strict: bool = False):
     return row > column if strict else row >= column
 
 
-# ---- inputs
-# -----------------------------------------------------------------------------------------------
-
-
-class Inputs(typing.NamedTuple):
-    """The arrays of one call by token, which every pass over it takes."""
-
-    q: jax.Array  # [B, T, G, K]
-    k: jax.Array  # [B, T, G, K]
-    v: jax.Array  # [B, T, H, V]
-    g: jax.Array  # [B, T, H]
-    beta: jax.Array  # [B, T, H]
-    segments: jax.Array | None = None  # [B, T], see `encode_segments`
-
-    def cast(self, gradients) -> "Inputs":
-        """The gradients of q, k, v, g and beta in their dtypes; ids have none."""
-        return Inputs(*(dx.astype(x.dtype) for dx, x in zip(gradients, self)))
-
-
-def chunk_size(x: Inputs) -> int:
-    """Tokens of a chunk: 64; 16 for float32 heads of at most 32 channels, where work within a
-    chunk (8 C d) outweighs the state's (6 d²): a training step of configs/tiny.py took 0.57 s
-    instead of 0.66 on 2 CPU cores. For a shorter sequence, the power of two that holds it. In
-    bfloat16 every chunk rounds the state once more as an operand, so there it stays 64.
-    """
-    narrow = max(x.q.shape[-1], x.v.shape[-1]) <= 32
-    longest = 16 if narrow and x.v.dtype == jnp.float32 else 64
-    return min(longest, max(16, 1 << (x.q.shape[1] - 1).bit_length()))
+# ---- documents
 
 
 def encode_segments(segment_ids, before=None):
-    """[B, T] ids (0 = padding at the end) to signed ids: a padding row carries minus the last
-    document's id.
+    """Signed ids [B, T] of ids [B, T] with 0 for padding at the end: a padding row gets minus the
+    id of the last document.
 
-    |id| then says which state a row belongs to, and the sign whether it is a token at all.
-    `before` [B]: the id of the last document that started before these rows, where they are not
-    the first of their sequence.
+    |id| then says which state a row belongs to, and the sign whether the row is a token.
+
+    Args:
+      before: [B], the id of the last document that started before these rows; None where they are
+        the first of their sequence.
     """
     ids = segment_ids.astype(jnp.int32)
     last = jnp.maximum(
@@ -195,10 +187,9 @@ def encode_segments(segment_ids, before=None):
 
 
 def document_index(signed_chunks):
-    """[N, B, C] signed ids to the document's index inside its chunk, 0 being the incoming
-    state's document.
-
-    The state entering the first chunk belongs to the first document.
+    """The index of each row's document inside its chunk, from signed ids [N, B, C]. 0 is the
+    document of the state that enters the chunk; the state that enters the first chunk belongs to
+    the first document.
     """
     ids = jnp.abs(signed_chunks)
     incoming = jnp.concatenate([ids[:1, :, :1], ids[:-1, :, -1:]])
@@ -216,14 +207,14 @@ def inverse_norm(x):
 
 
 def inverse_norm_backward(dy, x, scale):
-    """Gradient of x for y = x * inverse_norm(x), `scale` being inverse_norm(x)."""
+    """The gradient of x for y = x * inverse_norm(x). `scale` is inverse_norm(x)."""
     y = x * scale
     return scale * (dy - y * jnp.sum(dy * y, axis=-1, keepdims=True))
 
 
 def scales(q, k, normalize: bool):
-    """[..., 1] factors of the rows of q and k: the L2 norm's inverse where asked, for q also
-    K^{-1/2}.
+    """Two arrays [..., 1] of what the rows of q and k are multiplied by: the inverse of their L2
+    norm if `normalize`, and for q also K^{-1/2}.
     """
     if not normalize:
         one = jnp.ones((), q.dtype)
@@ -234,10 +225,11 @@ def scales(q, k, normalize: bool):
 
 
 # ---- decay
-# ------------------------------------------------------------------------------------------------
 
 
 class Decay(typing.NamedTuple):
+    """The decays inside a chunk; the file's legend says from where to where."""
+
     pair: jax.Array  # [..., C, C], zero above the diagonal and across documents
     gamma: jax.Array  # [..., C, 1]
     rho: jax.Array  # [..., C, 1]
@@ -245,8 +237,8 @@ class Decay(typing.NamedTuple):
 
 
 class Documents(typing.NamedTuple):
-    """Which document of the chunk each row belongs to, counted from 0 = the incoming state's, as
-    a column and a row.
+    """The index of each row's document inside its chunk (`document_index`), as a column and as a
+    row, and that of the last row.
     """
 
     column: jax.Array  # [..., C, 1]
@@ -255,10 +247,11 @@ class Documents(typing.NamedTuple):
 
 
 def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
-    """The four decays of a chunk from the inclusive running sum of g (a column, a row, and its
-    last entry).
+    """The four decays of a chunk from the inclusive running sum of g, given as a column, as a row
+    and as its last entry.
 
-    The exponent is masked, never the result, and never split into a product: |total| can pass 1000.
+    The exponent is masked, and not the result, whose gradient would be NaN. It is never split into
+    a product of two exponentials, because |total| can pass 1000.
     """
     mask = lower_mask(total_C1.shape[-2])
     gamma, rho, carry = total_C1, total_11 - total_C1, total_11
@@ -271,17 +264,30 @@ def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
     return Decay(pair, jnp.exp(gamma), jnp.exp(rho), jnp.exp(carry))
 
 
+class Chunk(typing.NamedTuple):
+    """A chunk's inputs by head, and what every pass over them needs."""
+
+    q: jax.Array | Scaled  # [..., C, K] normalised, scaled, zero on padding rows
+    k: jax.Array | Scaled  # [..., C, K] normalised
+    v: jax.Array  # [..., C, V]
+    beta: jax.Array  # [..., C, 1]
+    decay: Decay
+    kk: jax.Array  # K K^T [..., C, C]
+    qk: jax.Array  # Q K^T [..., C, C]
+    inverse: jax.Array | None  # A [..., C, C]; None without the delta term
+    p: jax.Array  # P [..., C, C]
+
+
 # ---- forward
-# ----------------------------------------------------------------------------------------------
 
 
 def interaction(kk_CC, beta_C1, d: Decay):
-    """L: how much of row j's write row i erases."""
+    """L: how much of the write at row j the write at row i subtracts."""
     return jnp.where(lower_mask(kk_CC.shape[-1], strict=True), beta_C1 * kk_CC * d.pair, 0)
 
 
-def unseen(v_CV, ks_CV, d: Decay):
-    """V - gamma K S: the part of the values that the incoming state does not predict."""
+def prediction_error(v_CV, ks_CV, d: Decay):
+    """V - gamma K S, the part of the values that the incoming state does not hold."""
     return v_CV - d.gamma * ks_CV
 
 
@@ -296,10 +302,11 @@ def output(qs_CV, p_CC, written_CV, d: Decay, dots: Products):
 
 
 # ---- backward
-# ---------------------------------------------------------------------------------------------
 
 
 class Gradients(typing.NamedTuple):
+    """Of one chunk's inputs."""
+
     q: jax.Array  # [..., C, K]
     k: jax.Array  # [..., C, K]
     v: jax.Array  # [..., C, V]
@@ -308,56 +315,48 @@ class Gradients(typing.NamedTuple):
 
 
 def written_backward(po_CV, k_CK, dstate_KV, d: Decay, dots: Products):
-    """dV' = P^T dO + rho (K dS'), the first term given."""
+    """dV' = P^T dO + rho (K dS'). `po_CV` is P^T dO."""
     return po_CV + d.rho * dots.nn(k_CK, dstate_KV)
 
 
 def state_backward(qo_KV, k_CK, x_CV, dstate_KV, d: Decay, dots: Products):
-    """dS = carry dS' + (gamma Q)^T dO - K^T X, the second term given; X = beta gamma dR, None
-    without erasing.
+    """dS = carry dS' + (gamma Q)^T dO - K^T X.
+
+    Args:
+      qo_KV: (gamma Q)^T dO.
+      x_CV: X = beta gamma dR; None without the delta term.
     """
     dstate = d.carry * dstate_KV + qo_KV
     return dstate if x_CV is None else dstate - dots.tn(k_CK, x_CV)
 
 
 def chunk_gradients(
-    q_CK,
-    k_CK,
-    unseen_CV,
-    beta_C1,
-    d: Decay,
-    kk_CC,
-    qk_CC,
-    written_CV,
-    dr_CV,
-    x_CV,
-    state_KV,
-    dstate_KV,
-    do_CV,
-    erase: bool,
-    dots: Products,
+    c: Chunk, error_CV, written_CV, dr_CV, x_CV, state_KV, dstate_KV, do_CV, dots: Products
 ) -> Gradients:
-    """Everything but the state pass: the gradients of one chunk's inputs from V', dR, X, S, dS'
-    and dO.
+    """The gradients of one chunk's inputs, once those of the states are known.
 
-    `unseen_CV` is V - gamma K S, or V without erasing.
+    Args:
+      error_CV: V - gamma K S, or V without the delta term.
+      written_CV: V'. dr_CV: dR. x_CV: X, as in `state_backward`. do_CV: dO.
+      state_KV: S, the state that enters. dstate_KV: dS', the gradient of the state that leaves.
     """
+    q_CK, k_CK, beta_C1, d = c.q, c.k, c.beta, c.decay
     strict = lower_mask(q_CK.shape[-2], strict=True)
     dv_CV = beta_C1 * dr_CV
-    dbeta_C1 = jnp.sum(dr_CV * unseen_CV, axis=-1, keepdims=True)
+    dbeta_C1 = jnp.sum(dr_CV * error_CV, axis=-1, keepdims=True)
     ov_CC = dots.nt(do_CV, written_CV, fine=True) * d.pair
-    pairs_CC = ov_CC * qk_CC
+    pairs_CC = ov_CC * c.qk
     os_CK = d.gamma * dots.nt(do_CV, state_KV)
     enter_C1 = rows_dot(q_CK, os_CK)
     dq_CK = os_CK + dots.nn(ov_CC, k_CK)
     vs_CK = d.rho * dots.nt(written_CV, dstate_KV, fine=True)
     leave_C1 = rows_dot(k_CK, vs_CK)
     dk_CK = dots.tn(ov_CC, q_CK) + vs_CK
-    if erase:
+    if c.inverse is not None:
         rv_CC = jnp.where(strict, -dots.nt(dr_CV, written_CV, fine=True) * d.pair, 0)
         n_CC = beta_C1 * rv_CC
-        pairs_CC += n_CC * kk_CC
-        dbeta_C1 += jnp.sum(rv_CC * kk_CC, axis=-1, keepdims=True)
+        pairs_CC += n_CC * c.kk
+        dbeta_C1 += jnp.sum(rv_CC * c.kk, axis=-1, keepdims=True)
         xs_CK = dots.nt(x_CV, state_KV, fine=True)
         enter_C1 -= rows_dot(k_CK, xs_CK)
         dk_CK += dots.tn(n_CC, k_CK) + dots.nn(n_CC, k_CK) - xs_CK
@@ -370,7 +369,7 @@ def chunk_gradients(
 def decay_gradient(pairs_CC, enter_C1, leave_C1):
     """dg_t = sum_{i>=t>j} pairs_ij + sum_{i>=t} enter_i + sum_{i<t} leave_i, as a row [..., 1, C].
 
-    The rectangle is summed as it stands: differences of row and column sums cancel
+    The rectangle is summed entry by entry, because differences of row and column sums cancel
     catastrophically.
     """
     size = pairs_CC.shape[-1]

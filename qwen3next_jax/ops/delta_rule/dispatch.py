@@ -1,18 +1,18 @@
-"""One pass of the gated delta rule, forward or backward, by the implementation that was chosen.
+"""The implementations of the gated delta rule in XLA, and the choice of one for a call.
 
-The custom gradients of `api` and `context` are made of these passes.
+The custom gradients of `api` and `context` are made of the passes of the chosen implementation.
 """
 
 import functools
 from typing import NamedTuple
 
 from qwen3next_jax.ops.delta_rule import chunked
-from qwen3next_jax.ops.delta_rule.chunk_math import Inputs, chunk_size
+from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings, chunk_size
 from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 
 def chunked_form(platforms: tuple[str, ...], limits: chunked.BlockLimits) -> Form:
-    """The state passes from chunk to chunk, block by block of chunks."""
+    """The state passes from chunk to chunk; the sequence is taken a block of chunks at a time."""
     functions = dict(
         forward=functools.partial(chunked.forward_in_blocks, limits=limits),
         backward=functools.partial(chunked.backward_in_blocks, limits=limits),
@@ -36,52 +36,43 @@ FORMS = (
 )
 
 
-class Options(NamedTuple):
+class Operator(NamedTuple):
+    """The implementation that runs every pass of one call, and the call's settings.
+
+    Hashable, so that a custom gradient takes it as a static argument. The methods have the
+    arguments and results of `interface.Implementation`.
+    """
+
     chosen: Chosen
-    normalize_qk: bool
-    erase: bool
+    settings: Settings
 
-    def run(self, name: str, x: Inputs, *arguments, **settings):
-        return self.chosen.function(name)(
-            x,
-            *arguments,
-            size=chunk_size(x),
-            normalize_qk=self.normalize_qk,
-            erase=self.erase,
-            **settings,
-        )
+    def forward(self, x: Inputs, initial_state, inverses, *, save: bool):
+        run = self.chosen.function("forward")
+        return run(x, initial_state, inverses, self.settings, save=save)
+
+    def affine_map(self, x: Inputs, initial_state):
+        return self.chosen.function("affine_map")(x, initial_state, self.settings)
+
+    def backward(self, x: Inputs, states, inverses, do, dfinal):
+        run = self.chosen.function("backward")
+        return run(x, states, inverses, do, dfinal, self.settings)
 
 
-def options(
+def choose_operator(
     implementation: str | None, x: Inputs, normalize_qk: bool, erase: bool, axis_name: str | None
-) -> Options:
-    """With the implementation that runs every pass over `x`.
+) -> Operator:
+    """The named implementation, or the best for `x` on the platform that is compiled for.
 
     Raises:
-      NotImplementedError: the named implementation cannot run it here.
+      NotImplementedError: the named implementation cannot run `x` here.
     """
+    settings = Settings(chunk_size(x), normalize_qk, erase)
     chosen = choose(
         "gated_delta_rule",
         implementation,
         FORMS,
         x=x,
-        normalize_qk=normalize_qk,
-        erase=erase,
+        settings=settings,
         split=axis_name is not None,
     )
-    return Options(chosen, normalize_qk, erase)
-
-
-def forward(options: Options, x: Inputs, initial_state, inverses, *, save: bool):
-    """`chunked.forward` or its like."""
-    return options.run("forward", x, initial_state, inverses, save=save)
-
-
-def affine_map(options: Options, x: Inputs, initial_state):
-    """`chunked.affine_map` or its like."""
-    return options.run("affine_map", x, initial_state)
-
-
-def backward(options: Options, x: Inputs, states, inverses, do, dfinal):
-    """`chunked.backward` or its like."""
-    return options.run("backward", x, states, inverses, do, dfinal)
+    return Operator(chosen, settings)

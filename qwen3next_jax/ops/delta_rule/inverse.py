@@ -1,8 +1,10 @@
-"""The inverse of I + L, L strictly lower triangular, out of plain matrix products.
+"""The inverse of I + L, for L strictly lower triangular, by matrix products alone.
 
-A power series of L is unsafe at these sizes: with keys correlated 0.9 its terms grow until
-float32 holds nothing of the result. Block elimination never forms those powers: (I + L)^{-1} of
-a 2m block follows from the inverses of its two diagonal m blocks as X21 = -X22 (L21 X11).
+A power series of L is unsafe at these sizes: with keys correlated 0.9 its terms grow until their
+sum in float32 has no correct digit. Block elimination never forms those powers: (I + L)^{-1} of a
+2m block follows from the inverses of its two diagonal m blocks, X21 = -X22 (L21 X11).
+
+C rows of the matrix.
 """
 
 import jax.numpy as jnp
@@ -13,8 +15,9 @@ BASE = 16
 
 
 def ladder(l_CC, exact: Products, size: int):
-    """(I + L)^{-1} of blocks of `size` rows by doubling on masked whole matrices: X <- X - X L_m
-    X, where L_m keeps of L only the lower-left m x m quarter of each 2m diagonal block.
+    """(I + L)^{-1}, [..., C, C], of the diagonal blocks of `size` rows, by doubling:
+    X <- X - X L_m X for m = 2, 4, …, where L_m is L with zeros outside the lower left m x m quarter
+    of each 2m diagonal block.
     """
     row, column = indices(*l_CC.shape[-2:])
     x = jnp.where(
@@ -29,8 +32,8 @@ def ladder(l_CC, exact: Products, size: int):
 
 
 def unit_lower_inverse(l_CC, exact: Products):
-    """(I + L)^{-1}, [..., C, C], for C a power of two: the ladder inside 16-row diagonal blocks,
-    then block merges.
+    """(I + L)^{-1}, [..., C, C], for C a power of two: `ladder` inside diagonal blocks of 16 rows,
+    then the blocks are merged two by two.
     """
     size = l_CC.shape[-1]
     base = min(BASE, size)

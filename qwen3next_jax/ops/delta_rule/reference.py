@@ -1,4 +1,5 @@
-"""The gated delta rule token by token, as printed in the paper: the oracle, and the decode step.
+"""The gated delta rule token by token, as printed in the paper. Tests compare every implementation
+with it, and decoding runs it.
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
 equation 10.
@@ -10,16 +11,22 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.delta_rule import chunk_math
+from qwen3next_jax.ops.delta_rule.interface import Inputs
 
 
 def recurrent(
-    x: chunk_math.Inputs, initial_state, *, normalize_qk: bool, erase: bool, each: bool = False
+    x: Inputs, initial_state, *, normalize_qk: bool, erase: bool, return_all_states: bool = False
 ):
-    """The recurrence in the widest dtype of the inputs, differentiable by plain autodiff.
+    """The recurrence in the widest dtype of the inputs, float32 at least. Autodiff gives its
+    gradients.
+
+    Args:
+      initial_state: [B, H, K, V].
 
     Returns:
-      o [B, T, H, V] in v's dtype and the final state [B, H, K, V], or with `each` the states
-      after every token [B, T, H, K, V].
+      o: [B, T, H, V] in v's dtype.
+      state: [B, H, K, V] after the last token, or with `return_all_states` [B, T, H, K, V] after
+        each token.
     """
     q, k, v, g, beta, segments = x
     dtype = jnp.result_type(jnp.float32, q.dtype, initial_state.dtype)
@@ -48,12 +55,13 @@ def recurrent(
         o_BHV = jnp.sum(state_BHKV * q_BHK[..., None], axis=-2)
         return state_BHKV, (
             jnp.where(live_B[:, None, None], o_BHV, 0),
-            state_BHKV if each else None,
+            state_BHKV if return_all_states else None,
         )
 
     tokens = (q_BTHK, k_BTHK, v.astype(dtype), g.astype(dtype), beta.astype(dtype), new_BT, live_BT)
-    # Without the barrier XLA on CPU computes what makes one token's inputs again for every element
-    # of the state.
+    # Without the barrier XLA on CPU fuses the scaling of q and k into the loop and repeats it for
+    # every element of the state.
     tokens = jax.lax.optimization_barrier(jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens))
     state, (o_TBHV, states) = jax.lax.scan(step, initial_state.astype(dtype), tokens)
-    return jnp.moveaxis(o_TBHV, 0, 1).astype(v.dtype), jnp.moveaxis(states, 0, 1) if each else state
+    o = jnp.moveaxis(o_TBHV, 0, 1).astype(v.dtype)
+    return o, jnp.moveaxis(states, 0, 1) if return_all_states else state

@@ -1,4 +1,4 @@
-"""The routed experts of one device, rows laid out in tiles of one expert each."""
+"""The routed experts of one device, with rows in tiles of one expert each."""
 
 from qwen3next_jax.ops.routed_experts.layout import (
     routed_experts,

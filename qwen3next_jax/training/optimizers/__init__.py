@@ -1,3 +1,3 @@
-"""One file per optimizer of `config.optimizers`: what gradients become before weight decay and
-learning rate.
+"""One file for each optimizer of `config.registry.OPTIMIZERS`: the direction of an update, before
+weight decay and learning rate.
 """

@@ -1,4 +1,6 @@
-"""AdamW (1711.05101): each element over the root of its mean square."""
+"""AdamW (1711.05101): the mean of the gradients, divided by the root of the mean of their squares,
+element by element.
+"""
 
 from collections.abc import Mapping
 
@@ -12,5 +14,5 @@ from qwen3next_jax.model.parameters import Declared
 def direction(
     config: OptimizerConfig, declared: Mapping[str, Declared], mesh: Mesh | None
 ) -> optax.GradientTransformation:
-    """See `training.optimizer.make_optimizer`."""
+    """AdamW's direction (see `training.optimizer.make_optimizer`)."""
     return optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)

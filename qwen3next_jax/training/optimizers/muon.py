@@ -1,13 +1,15 @@
-"""Muon (Jordan 2024; 2502.16982): the momentum of every matrix, with its singular values made
-about 1 by Newton–Schulz iterations.
+"""Muon (Jordan 2024; 2502.16982): the direction of a matrix is its momentum, orthogonalised: by
+Newton–Schulz iterations, all singular values become about 1.
 
-What a matrix is stands in the declarations: each part of a fused slab, each layer, each expert
-is orthogonalised alone, with `muon.per_head` each head of them, too. Parameters that are no
-matrices (embeddings, head, router, convolutions, norms, vectors, rates) get AdamW's direction.
+A parameter's declaration says which matrices it holds. Each part of a fused projection, each layer
+and each expert is orthogonalised separately; with `muon.per_head`, each head as well. Parameters
+that are no matrices (embeddings, head, router, convolutions, norms, vectors, rates) get AdamW's
+direction.
 
-On a mesh every device orthogonalises whole matrices, its share of them: those of one shape, over
-all parameters, layers and experts, are stacked, and the stack's own axis is split instead of
-rows and columns (an all-to-all per mesh axis, there and back).
+On a mesh, each device orthogonalises a share of the matrices, and each of these entirely. All
+matrices of one shape (of all parameters, layers and experts) are stacked, and the mesh splits the
+stack's axis instead of rows and columns. That costs an all-to-all per mesh axis before the
+iterations, and one after them.
 """
 
 import itertools
@@ -27,14 +29,19 @@ from qwen3next_jax.model.parameters import Declared, Part
 from qwen3next_jax.sharding.rules import storage_spec
 from qwen3next_jax.training.optimizers import adamw
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, (x xᵀ) x, (x xᵀ)² x: Jordan's
-# of a matrix's elements, about that of AdamW's updates, so that both learn at one rate (2502.16982)
+# Jordan's coefficients of x, (x xᵀ) x and (x xᵀ)² x in an iteration.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# The root mean square of the elements of a direction. It is about that of AdamW's, so that both
+# optimizers can have the same learning rate (2502.16982).
 UPDATE_RMS = 0.2
 
 
 class MuonState(NamedTuple):
-    """count: updates so far; momentum: running mean of the gradients, shaped like the
-    parameters.
+    """The state of Muon.
+
+    Attributes:
+      count: the number of updates so far.
+      momentum: the running mean of the gradients, shaped like the parameters.
     """
 
     count: jax.Array
@@ -44,7 +51,9 @@ class MuonState(NamedTuple):
 def direction(
     config: OptimizerConfig, declared: Mapping[str, Declared], mesh: Mesh | None
 ) -> optax.GradientTransformation:
-    """See `training.optimizer.make_optimizer`."""
+    """Muon's direction for matrices, AdamW's for all other parameters (see
+    `training.optimizer.make_optimizer`).
+    """
 
     def label(path, _):
         return "muon" if declared[path_string(path)].kind == "matrix" else "adamw"
@@ -58,18 +67,19 @@ def direction(
 def _muon(
     config: OptimizerConfig, declared: Mapping[str, Declared], mesh: Mesh | None
 ) -> optax.GradientTransformation:
+    """Muon's direction, for parameters that are matrices."""
     beta = config.muon.momentum
 
     def update(grads, state, params=None):
         momentum, count = optax.tree.update_moment(grads, state.momentum, beta, 1), state.count + 1
-        # Nesterov's: the mean after one more step with the same gradient. Both are corrected for
-        # their start at 0.
-        ahead = jax.tree.map(
+        # Nesterov's momentum: the mean after one more step with the same gradient. Both terms are
+        # corrected for the mean's start at 0.
+        nesterov = jax.tree.map(
             lambda m, g: beta * m + (1 - beta) * g,
             optax.tree.bias_correction(momentum, beta, count + 1),
             optax.tree.bias_correction(grads, beta, count),
         )
-        return orthogonalised(ahead, declared, config, mesh), MuonState(count, momentum)
+        return orthogonalised(nesterov, declared, config, mesh), MuonState(count, momentum)
 
     return optax.GradientTransformation(
         lambda params: MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params)), update
@@ -79,44 +89,55 @@ def _muon(
 def orthogonalised(
     tree: Any, declared: Mapping[str, Declared], config: OptimizerConfig, mesh: Mesh | None
 ) -> Any:
-    """`tree` (arrays of declared matrices, or gradients, momenta of them) with every matrix
-    orthogonalised, of root mean square about UPDATE_RMS where it has full rank.
+    """Orthogonalises every matrix in the arrays of `tree`. Where a matrix has full rank, the root
+    mean square of its result is about UPDATE_RMS.
+
+    Args:
+      tree: gradients or momenta of parameters that are matrices.
+      declared: path of a parameter → its declaration.
+      config: the settings of the optimizer.
+      mesh: the devices that share the work; None: one device.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    slabs = [declared[path_string(path)] for path, _ in leaves]
+    declarations = [declared[path_string(path)] for path, _ in leaves]
     per_head = config.muon.per_head
-    widths = [_widths(slab, per_head) for slab in slabs]
+    widths_of_leaves = [_part_widths(parameter, per_head) for parameter in declarations]
     parts = [
         part
-        for (_, x), of_slab in zip(leaves, widths)
-        for part in jnp.split(x, _ends(of_slab), axis=-1)
+        for (_, leaf), widths in zip(leaves, widths_of_leaves, strict=True)
+        for part in jnp.split(leaf, _split_points(widths), axis=-1)
     ]
     layouts = [
-        _layout(slab, width, per_head, mesh)
-        for slab, of_slab in zip(slabs, widths)
-        for width in of_slab
+        _layout(parameter, width, per_head, mesh)
+        for parameter, widths in zip(declarations, widths_of_leaves, strict=True)
+        for width in widths
     ]
 
-    alike: dict[tuple, list[int]] = {}
+    groups: dict[tuple, list[int]] = {}  # parts whose matrices go into one stack
     for i, layout in enumerate(layouts):
-        alike.setdefault(layout.alike, []).append(i)
-    for group in alike.values():
+        groups.setdefault(layout.stack_key, []).append(i)
+    for group in groups.values():
         stacks = [layouts[i].stack(parts[i]) for i in group]
-        done = _spread(jnp.concatenate(stacks, axis=-3), layouts[group[0]].spec, config, mesh)
-        for i, stack in zip(
-            group, jnp.split(done, _ends(stack.shape[-3] for stack in stacks), axis=-3), strict=True
-        ):
-            parts[i] = layouts[i].unstack(stack)
-    rest = iter(parts)
+        stack = jnp.concatenate(stacks, axis=-3)
+        stack = _orthogonalise_on_mesh(stack, layouts[group[0]].spec, config, mesh)
+        sizes = [stack.shape[-3] for stack in stacks]
+        results = jnp.split(stack, _split_points(sizes), axis=-3)
+        for i, result in zip(group, results, strict=True):
+            parts[i] = layouts[i].unstack(result)
+    remaining = iter(parts)
     return jax.tree.unflatten(
         structure,
-        [jnp.concatenate([next(rest) for _ in of_slab], axis=-1) for of_slab in widths],
+        [
+            jnp.concatenate([next(remaining) for _ in widths], axis=-1)
+            for widths in widths_of_leaves
+        ],
     )
 
 
-def _widths(declared: Declared, per_head: bool) -> list[int]:
-    """Where a parameter is cut along its last dimension into parts that hold whole matrices; with
-    `per_head` heads that lie side by side in a part are apart.
+def _part_widths(declared: Declared, per_head: bool) -> list[int]:
+    """The widths of the parts into which a parameter is split along its last dimension, so that
+    each part holds whole matrices. With `per_head`, heads that are side by side in a part become
+    parts of their own.
     """
     widths = []
     for part in declared.parts or (Part("", declared.shape[-1]),):
@@ -126,85 +147,95 @@ def _widths(declared: Declared, per_head: bool) -> list[int]:
 
 
 class Layout(NamedTuple):
-    """How the array of a part becomes a stack [*S, M, m, n] of its matrices, m ≤ n: S are those
-    dimensions of layers, experts, heads, … that the mesh splits, M all the others.
+    """How the array of a part is reshaped to a stack [*S, M, m, n] of its matrices, with m ≤ n. S
+    are the dimensions of layers, experts, heads, … that the mesh splits; M is the product of those
+    that it does not split.
 
-    order: the array's dimensions as the stack has them; sizes: of these; shape: the stack's
-    before m and n are exchanged; turned: whether they are; spec: how the stack lies on the mesh
-    where the parameter does.
+    Attributes:
+      order: the array's dimensions in the order of the stack.
+      sizes: the sizes of these dimensions.
+      shape: the stack's shape before the last two dimensions are transposed.
+      transposed: whether the last two dimensions are transposed, so that m ≤ n.
+      spec: the partition spec of the stack that follows from the parameter's.
     """
 
     order: tuple[int, ...]
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
-    turned: bool
+    transposed: bool
     spec: P
 
     def stack(self, x: jax.Array) -> jax.Array:
+        """The array of a part as a stack."""
         x = x.transpose(self.order).reshape(self.shape)
-        return x.mT if self.turned else x
+        return x.mT if self.transposed else x
 
     def unstack(self, x: jax.Array) -> jax.Array:
-        x = (x.mT if self.turned else x).reshape(self.sizes)
+        """The inverse of `stack`."""
+        x = (x.mT if self.transposed else x).reshape(self.sizes)
         return x.transpose(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     @property
-    def alike(self) -> tuple:
-        """The same for parts whose matrices go into one stack."""
+    def stack_key(self) -> tuple:
+        """A key that is equal for all parts whose matrices go into one stack."""
         return self.shape[:-3], tuple(sorted(self.shape[-2:])), tuple(self.spec)
 
 
 def _layout(declared: Declared, width: int, per_head: bool, mesh: Mesh | None) -> Layout:
-    """Of the part `width` wide along the last dimension. Dimensions that a product sums over are
-    rows, those it keeps columns.
+    """The layout of a part of a parameter that is `width` wide along the last dimension. Dimensions
+    that a product sums over are the rows of the matrices, dimensions of its result the columns.
     """
-    shape, ahead = declared.stack + declared.shape, len(declared.stack)
+    shape, num_stack_dims = declared.stack + declared.shape, len(declared.stack)
     spec = (None,) * len(shape) if mesh is None else storage_spec(declared, shape, mesh)
     shape = (*shape[:-1], width)
 
-    def of(letter):
+    def dims_with(letter):
+        axes = zip(declared.axes, declared.letters, strict=True)
         return [
-            d
-            for d, (axis, own) in enumerate(
-                zip(declared.axes, declared.letters, strict=True), ahead
-            )
-            if own == letter and not (per_head and axis and axis.endswith("_heads"))
+            dim
+            for dim, (axis, axis_letter) in enumerate(axes, num_stack_dims)
+            if axis_letter == letter and not (per_head and axis and axis.endswith("_heads"))
         ]
 
-    rows, columns = of("i"), of("o")
-    batch = [d for d in range(len(shape)) if d not in rows + columns]
-    split, whole = [d for d in batch if spec[d]], [d for d in batch if not spec[d]]
-    order = (*split, *whole, *rows, *columns)
-    m, n = (math.prod(shape[d] for d in dims) for dims in (rows, columns))
-    # Of several dimensions that become one, the first can stay split; others (widths of heads,
-    # sometimes) are gathered.
-    lies = [spec[dims[0]] if dims else None for dims in (rows, columns)]
+    rows, columns = dims_with("i"), dims_with("o")
+    batch = [dim for dim in range(len(shape)) if dim not in rows + columns]
+    split, unsplit = [dim for dim in batch if spec[dim]], [dim for dim in batch if not spec[dim]]
+    order = (*split, *unsplit, *rows, *columns)
+    m, n = (math.prod(shape[dim] for dim in dims) for dims in (rows, columns))
+    # Of several dimensions that become one, only the first can stay split; others (sometimes the
+    # widths of heads) are gathered.
+    matrix_spec = [spec[dims[0]] if dims else None for dims in (rows, columns)]
     return Layout(
         order,
-        tuple(shape[d] for d in order),
-        (*(shape[d] for d in split), math.prod(shape[d] for d in whole), m, n),
+        tuple(shape[dim] for dim in order),
+        (*(shape[dim] for dim in split), math.prod(shape[dim] for dim in unsplit), m, n),
         m > n,
-        P(*(spec[d] for d in split), None, *(lies[::-1] if m > n else lies)),
+        P(*(spec[dim] for dim in split), None, *(matrix_spec[::-1] if m > n else matrix_spec)),
     )
 
 
-def _spread(stack: jax.Array, spec: P, config: OptimizerConfig, mesh: Mesh | None) -> jax.Array:
-    """`_orthogonal` of a stack [*S, M, m, n], each device with its share of M: axes that split
-    rows and columns move to M one at a time, which is an all-to-all each, and devices that hold
-    the same take different matrices of it.
+def _orthogonalise_on_mesh(
+    stack: jax.Array, spec: P, config: OptimizerConfig, mesh: Mesh | None
+) -> jax.Array:
+    """`_orthogonalise` of a stack [*S, M, m, n], with M shared by the devices.
+
+    The mesh axes that split rows and columns move to M one at a time, which costs an all-to-all
+    each. Mesh axes along which the devices hold the same values split M as well.
     """
     if mesh is None:
-        return _orthogonal(stack, config)
+        return _orthogonalise(stack, config)
     *split, _, rows, columns = (
         (entry,) if isinstance(entry, str) else entry or () for entry in spec
     )
-    taken = {axis for axes in (*split, rows, columns) for axis in axes}
+    used_axes = {axis for axes in (*split, rows, columns) for axis in axes}
+    replicated = (axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
     moving = [
         *columns[::-1],
         *rows[::-1],
-        *(axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis not in taken),
+        *(axis for axis in replicated if axis not in used_axes),
     ]
-    stages = [
+    # The spec after each move, from `spec` to one with whole matrices on every device.
+    specs = [
         P(
             *split,
             tuple(moving[:i]),
@@ -213,36 +244,42 @@ def _spread(stack: jax.Array, spec: P, config: OptimizerConfig, mesh: Mesh | Non
         )
         for i in range(len(moving) + 1)
     ]
-    m = stack.shape[-3]
-    short = -m % math.prod(mesh.shape[axis] for axis in moving)
-    stack = jnp.pad(stack, [(0, 0)] * len(split) + [(0, short), (0, 0), (0, 0)])
-    for stage in stages:
-        stack = jax.lax.with_sharding_constraint(stack, NamedSharding(mesh, stage))
-    stack = _orthogonal(stack, config)
-    for stage in reversed(stages):
-        stack = jax.lax.with_sharding_constraint(stack, NamedSharding(mesh, stage))
-    return stack[..., :m, :, :]
+    num_matrices = stack.shape[-3]
+    padding = -num_matrices % math.prod(mesh.shape[axis] for axis in moving)
+    stack = jnp.pad(stack, [(0, 0)] * len(split) + [(0, padding), (0, 0), (0, 0)])
+    for spec_after_move in specs:
+        sharding = NamedSharding(mesh, spec_after_move)
+        stack = jax.lax.with_sharding_constraint(stack, sharding)
+    stack = _orthogonalise(stack, config)
+    for spec_after_move in reversed(specs):
+        sharding = NamedSharding(mesh, spec_after_move)
+        stack = jax.lax.with_sharding_constraint(stack, sharding)
+    return stack[..., :num_matrices, :, :]
 
 
-def _orthogonal(stack: jax.Array, config: OptimizerConfig) -> jax.Array:
-    """Newton–Schulz iterations of each matrix [m, n] of the stack, times UPDATE_RMS √max(m, n).
-    optax's own, of a mean over one gradient, which is that gradient.
+def _orthogonalise(stack: jax.Array, config: OptimizerConfig) -> jax.Array:
+    """Applies Newton–Schulz iterations to each matrix [m, n] of the stack, and multiplies the
+    result by UPDATE_RMS √max(m, n).
+
+    The iterations are those of optax's Muon, with a momentum of 0: the mean of its gradients is
+    then the given matrix.
     """
-    # Coefficients for every step make it a loop, which compiles in a fraction of the time.
-    own = optax.contrib.scale_by_muon(
+    # With a list of coefficients for every iteration, optax makes a loop, which compiles in a
+    # fraction of the time.
+    newton_schulz = optax.contrib.scale_by_muon(
         (COEFFICIENTS,) * config.muon.steps, config.muon.steps, 0.0, config.eps, nesterov=False
     )
 
-    def one(x):
+    def orthogonalise(x):
         x = x.astype(config.muon.dtype)
         with jax.default_matmul_precision("highest" if x.dtype == jnp.float32 else "default"):
-            return own.update(x, own.init(x))[0].astype(stack.dtype)
+            return newton_schulz.update(x, newton_schulz.init(x))[0].astype(stack.dtype)
 
     for _ in stack.shape[:-2]:
-        one = jax.vmap(one)
-    return UPDATE_RMS * math.sqrt(max(stack.shape[-2:])) * one(stack)
+        orthogonalise = jax.vmap(orthogonalise)
+    return UPDATE_RMS * math.sqrt(max(stack.shape[-2:])) * orthogonalise(stack)
 
 
-def _ends(widths: Iterable[int]) -> list[int]:
-    """Where to split what has pieces of these widths."""
+def _split_points(widths: Iterable[int]) -> list[int]:
+    """The indices at which `jnp.split` splits an axis into pieces of these widths."""
     return list(itertools.accumulate(widths))[:-1]

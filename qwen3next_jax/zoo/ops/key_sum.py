@@ -12,7 +12,8 @@ def key_sum(q, k, *, g, beta, initial_state=None, segment_ids=None, axis_name: s
 
     Args:
       q, k: [B, T, G, K] queries and keys; head h reads key head h // (H // G).
-      g: [B, T, H] log decay, ≤ 0. beta: [B, T, H] weights of the keys.
+      g: [B, T, H] log decay, ≤ 0.
+      beta: [B, T, H] weights of the keys.
       initial_state: [B, H, K] or None for zeros.
       segment_ids, axis_name: as in `linear_scan`.
 

@@ -38,6 +38,7 @@ def pair_attention(
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     best: int = 0,
+    sink: jax.Array | None = None,
     axis_name: str | None = None,
     chunk: int = CHUNK,
 ) -> jax.Array:
@@ -46,15 +47,17 @@ def pair_attention(
     Args:
       q, k: what the scores are made of, arrays [B, T, …] and [B, S, …] or trees of such.
       v: [B, S, M, K].
-      score: (q, k, positions [B, C, 1], kv_positions [B, 1, S]) of a chunk of queries and all
-        keys → [B, N, C, S] float32.
-      seen: (positions, kv_positions) → bool [B, C, S], the pairs that are seen; with `best` two
-        of these, the pairs that are seen and those that may be chosen.
+      score: (q, k, positions [B, C, 1], kv_positions [B, 1, S]) of a chunk of queries and all keys
+        → [B, N, C, S] float32.
+      seen: (positions, kv_positions) → bool [B, C, S], the pairs that are seen; with `best` two of
+        these, the pairs that are seen and those that may be chosen.
       positions, kv_positions: [B, T], [B, S] integers, places in the document.
-      segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each token:
-        none sees another.
+      segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each token: none
+        sees another.
       best: so many more keys each query and head sees, those of the highest scores (of equal ones
         all).
+      sink: [N] or None, a logit per head that joins the softmax's denominator: it takes weight and
+        gives nothing.
       axis_name: inside `shard_map`, the mesh axis over which T and S are split in order; the keys
         of the whole row are gathered.
       chunk: queries worked at once.
@@ -88,8 +91,12 @@ def pair_attention(
             visible_BNCS = always_BCS[:, None] | (maybe_BCS[:, None] & (s_BNCS >= least))
         else:
             visible_BNCS = (visible & same)[:, None]
-        p_BNCS = jax.nn.softmax(jnp.where(visible_BNCS, s_BNCS, _HIDDEN), axis=-1).astype(v.dtype)
-        b, n, c, keys = p_BNCS.shape
+        b, n, c, keys = s_BNCS.shape
+        s_BNCS = jnp.where(visible_BNCS, s_BNCS, _HIDDEN)
+        if sink is not None:
+            sink_BNC1 = jnp.broadcast_to(sink.astype(jnp.float32)[:, None, None], (b, n, c, 1))
+            s_BNCS = jnp.concatenate([s_BNCS, sink_BNC1], axis=-1)
+        p_BNCS = jax.nn.softmax(s_BNCS, axis=-1)[..., :keys].astype(v.dtype)
         p_BMHCS = p_BNCS.reshape(b, v.shape[2], -1, c, keys)
         o = jnp.einsum("bmhcs,bsmk->bcmhk", p_BMHCS, v, preferred_element_type=jnp.float32)
         return carry, o.reshape(b, c, n, v.shape[3]).astype(v.dtype)

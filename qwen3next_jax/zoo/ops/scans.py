@@ -20,10 +20,11 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
     Args:
       a: [B, T, …] log decay, real part <= 0, -inf to forget; axes of size 1 are spread over b's.
       b: [B, T, …], real or complex.
-      initial_state: [B, …] or None for zeros. With `segment_ids` it belongs to the first
-      segment. segment_ids: [B, T] integers or None, as in `gated_delta_rule`. Padding rows
-      repeat the last state. axis_name: inside `shard_map`, the mesh axis over which T is split
-      in order, as in `gated_delta_rule`.
+      initial_state: [B, …] or None for zeros. With `segment_ids` it belongs to the first segment.
+      segment_ids: [B, T] integers or None, as in `gated_delta_rule`. Padding rows repeat the last
+        state.
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order, as in
+        `gated_delta_rule`.
 
     Returns:
       h [B, T, …], the h before each token (zero where a document starts), and the last one [B,
@@ -74,8 +75,8 @@ def expanded_scan(
       expand: the inputs of some tokens → (a, b) of them, [B, C, …].
       read: (h [B, C, …], the inputs) → what is read of it, [B, C, …].
       inputs: arrays [B, T, …] in any nesting.
-      initial_state: [B, …], of b's dtype. Others: as `linear_scan`; over a split T every shard
-      goes over its tokens twice.
+      initial_state: [B, …], of b's dtype. Others: as `linear_scan`; over a split T every shard goes
+        over its tokens twice.
 
     Returns:
       what is read [B, T, …] and the last h [B, …].
@@ -124,9 +125,10 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
       step: (state, the inputs of a token [B, …]) → (state, what is read [B, …]).
       inputs: arrays [B, T, …] in any nesting.
       initial_state: arrays [B, …] in any nesting. With `segment_ids` it belongs to the first
-      segment. segment_ids: as in `linear_scan`.
+        segment.
+      segment_ids: as in `linear_scan`.
       axis_name: as in `linear_scan`. The shards take turns: all of them together take as long as
-      one would for the row.
+        one would for the row.
 
     Returns:
       what is read [B, T, …] and the last state.

@@ -56,28 +56,31 @@ def channel_delta_rule(
 
     Args:
       q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a
-      multiple of G. v: [B, T, H, V] values.
+        multiple of G.
+      v: [B, T, H, V] values.
       g: [B, T, H, K] log decay, <= 0; -inf forgets the channel exactly. No decay costs accuracy,
-      however strong. beta: [B, T, H] write strength; None for 1.
+        however strong.
+      beta: [B, T, H] write strength; None for 1.
       erase: False drops the delta term -S^T k_t, which leaves gated linear attention (GLA,
-      https://arxiv.org/abs/2312.06635). erase_key: [B, T, H, K] or None for k: e_t in S + beta_t
-      k_t (v_t - S^T e_t)^T, what is erased by another key than what is written
-        (Gated DeltaNet-2, https://arxiv.org/abs/2605.22791).
-      read: "after" decay and write, or "before" both (RWKV): then o_t = S^T q_t of the state
-      before the token. bonus: [H, K] or None, with read="before": o_t += (sum_c q_c bonus_c k_c)
-      v_t, what the token reads of itself. value_decay: [B, T, H, V] or None, log decay <= 0 of
-      the state's other axis: S <- Diag(exp(g_t)) S Diag(exp(value_decay_t)).
-        Without erasing only.
+        https://arxiv.org/abs/2312.06635).
+      erase_key: [B, T, H, K] or None for k: e_t in S + beta_t k_t (v_t - S^T e_t)^T, what is erased
+        by another key than what is written (Gated DeltaNet-2, https://arxiv.org/abs/2605.22791).
+      read: "after" decay and write, or "before" both (RWKV): then o_t = S^T q_t of the state before
+        the token.
+      bonus: [H, K] or None, with read="before": o_t += (sum_c q_c bonus_c k_c) v_t, what the token
+        reads of itself.
+      value_decay: [B, T, H, V] or None, log decay <= 0 of the state's other axis: S <-
+        Diag(exp(g_t)) S Diag(exp(value_decay_t)). Without erasing only.
       initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first
-      segment. segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id
-      per document; 0 marks padding, at
-        the end only. The state is reset where the id changes. Padding rows give zeros and get
-        zero gradients.
-      implementation: "recurrent", "chunked", or None for the platform's best, which is
-      "chunked". axis_name: inside `shard_map`, the mesh axis over which T is split in order; the
-      arrays are then this shard's part and
-        the segment ids those of the whole row. `initial_state` enters the first shard (elsewhere
-        it is ignored and has no gradient); `final_state` is the row's, the same on every shard.
+        segment.
+      segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id per
+        document; 0 marks padding, at the end only. The state is reset where the id changes. Padding
+        rows give zeros and get zero gradients.
+      implementation: "recurrent", "chunked", or None for the platform's best, which is "chunked".
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order; the arrays are
+        then this shard's part and the segment ids those of the whole row. `initial_state` enters
+        the first shard (elsewhere it is ignored and has no gradient); `final_state` is the row's,
+        the same on every shard.
 
     Returns:
       o: [B, T, H, V] in v's dtype.

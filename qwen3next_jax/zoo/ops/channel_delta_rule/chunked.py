@@ -39,7 +39,13 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.delta_rule import inverse
-from qwen3next_jax.ops.delta_rule.chunk_math import Products, lower_mask, parts, rows_dot, stacked
+from qwen3next_jax.ops.delta_rule.chunk_math import (
+    Products,
+    lower_mask,
+    rows_dot,
+    split_precision,
+    stack_for_product,
+)
 from qwen3next_jax.zoo.ops.channel_delta_rule import ladder
 
 
@@ -86,7 +92,11 @@ class Chunks(typing.NamedTuple):
 
 def both(product, x, y, dots: Products, x_axis: int, y_axis: int):
     """`product` of x and y, both in two parts where the operands are bfloat16."""
-    return product(*stacked(parts(x, dots.operand), parts(y, dots.operand), x_axis, y_axis))
+    return product(
+        *stack_for_product(
+            split_precision(x, dots.operand), split_precision(y, dots.operand), x_axis, y_axis
+        )
+    )
 
 
 def _cut(x, size: int):

@@ -1,9 +1,9 @@
 """Decay on both axes of the state, without erasing: S ← Diag(e^{g}) S Diag(e^{g'}) + β k vᵀ,
 chunk by chunk, by plain autodiff.
 
-Values decay by the same ladder as keys: at each level the pairs' products meet values that stand
-at the border, and what they give goes on from there. So a level's matrix is applied at once, and
-no matrix of all pairs exists.
+Values decay by the same ladder as keys: at each level the pairs' products meet values that have
+decayed up to the border, and the result decays on from the border. So a level's matrix is applied
+at once, and no matrix of all pairs exists.
 
 B batch, H heads, C chunk length, K key width, V value width.
 """

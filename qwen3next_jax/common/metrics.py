@@ -1,0 +1,133 @@
+"""What an evaluation measures: each metric's title, its unit, and which direction is better.
+
+An evaluation declares its metrics, and the event that records the measured values records the
+declarations too (under "figures", the key that earlier versions wrote). The display, the report
+and sweeps read the declarations from the event, so they need no list of evaluations, and they can
+show evaluations that another version of this code wrote.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NamedTuple
+
+# Fields of an event that say where it comes from; every other number in it is a measured value.
+_EVENT_HEADER = ("event", "step", "time", "suite")
+_FORMATS = {"share": ".1%", "count": ",.0f", "nats": ".4f", "bits": ".4f"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Metric:
+    """The declaration of one kind of number that an evaluation returns.
+
+    An evaluation may measure the same metric under several conditions. It then returns one value
+    for each of them, under "kind/condition": "accuracy/8 pairs" is the metric "accuracy" measured
+    with 8 pairs.
+
+    Attributes:
+      title: what a chart or table calls the metric.
+      unit: "share" is printed in percent; "nats" and "bits" are printed with four decimals;
+        "count" is printed as a whole number and has no chart.
+      better: whether higher or lower values are better; "" if neither is.
+      main: whether the evaluation is judged by this metric. Sweeps compare the main metrics, and
+        the terminal shows only them.
+    """
+
+    title: str
+    unit: Literal["share", "nats", "bits", "count", ""] = ""
+    better: Literal["higher", "lower", ""] = ""
+    main: bool = False
+
+
+class MetricValue(NamedTuple):
+    """One number that an evaluation measured.
+
+    Attributes:
+      name: the key under which the evaluation returned it: "accuracy/8 pairs".
+      kind: the part of the name that says which metric it is: "accuracy".
+      condition: the rest of the name: "8 pairs". "" for a value over all conditions.
+      metric: the declaration of the metric.
+      value: the number itself.
+    """
+
+    name: str
+    kind: str
+    condition: str
+    metric: Metric
+    value: float
+
+    @property
+    def label(self) -> str:
+        """The metric's title followed by the condition."""
+        return f"{self.metric.title} {self.condition}".strip()
+
+    def __str__(self) -> str:
+        """The number in the format of its unit."""
+        if not math.isfinite(self.value):
+            return str(self.value)
+        return format(self.value, _FORMATS.get(self.metric.unit, ".4g"))
+
+
+def to_metric_values(values: Mapping[str, Any], metrics: Mapping[str, Metric]) -> list[MetricValue]:
+    """Pairs every number of `values` with the declaration of its metric.
+
+    Values that are not numbers are left out. A number whose metric is not declared gets a
+    declaration made from its name.
+    """
+    found = []
+    for name, value in values.items():
+        if not _is_number(value):
+            continue
+        kind, _, condition = name.partition("/")
+        metric = metrics.get(kind) or Metric(kind.replace("_", " "), main=True)
+        found.append(MetricValue(name, kind, condition, metric, float(value)))
+    return found
+
+
+def main_values(values: Iterable[MetricValue]) -> list[MetricValue]:
+    """Selects the values of main metrics.
+
+    For a metric that has a value over all conditions only that value is selected; for any other
+    metric, the value under each condition.
+    """
+    values = list(values)
+    names = {value.name for value in values}
+    return [
+        value
+        for value in values
+        if value.metric.main and (not value.condition or value.kind not in names)
+    ]
+
+
+def event_fields(values: Mapping[str, float], metrics: Mapping[str, Metric]) -> dict[str, Any]:
+    """Returns the fields of the event that records `values`: the numbers, and under "figures"
+    the declarations of their metrics.
+    """
+    kinds = {value.kind for value in to_metric_values(values, metrics)}
+    declarations = {kind: dataclasses.asdict(metrics[kind]) for kind in metrics if kind in kinds}
+    return {**values, "figures": declarations}
+
+
+def metric_values_of_event(event: Mapping[str, Any]) -> list[MetricValue]:
+    """Returns every number that an evaluation's event records, with its declaration."""
+    known = {field.name for field in dataclasses.fields(Metric)}
+    metrics = {
+        kind: Metric(**{name: value for name, value in declaration.items() if name in known})
+        for kind, declaration in event.get("figures", {}).items()
+    }
+    values = {name: value for name, value in event.items() if name not in _EVENT_HEADER}
+    return to_metric_values(values, metrics)
+
+
+def evaluation_of_event(event: Mapping[str, Any]) -> str:
+    """Returns the name of the evaluation that wrote the event; "" if no evaluation did."""
+    if event["event"] == "suite":
+        return str(event.get("suite", ""))
+    return "heldout" if event["event"] == "heldout" else ""
+
+
+def _is_number(value: Any) -> bool:
+    """Whether `value` is a number of an event; there, numbers that are not finite are text."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float)) or value in ("nan", "inf", "-inf")

@@ -1,0 +1,262 @@
+"""The sizes of one call of the gated delta rule's Mosaic GPU kernels, what follows from them, and
+the calls of the kernels over their grids.
+
+B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key width, V value width.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from qwen3next_jax.kernels.gpu import delta_rule_chunks, delta_rule_states
+from qwen3next_jax.kernels.gpu.delta_rule_tiles import C, rows, tiles
+from qwen3next_jax.ops.delta_rule import chunk_math
+from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
+
+WIDTHS = (64, 128, 256)  # of heads that the kernels take
+# Streaming multiprocessors of an H100 or H200. A block of a pass of the state takes one, by its
+# shared memory.
+PROCESSORS = 132
+# How many chunks a pass of the state does in the time in which XLA composes the maps of the pieces.
+# A guess: it was not timed.
+COMPOSING = 64
+INTERPRETER = plgpu.InterpretGPUParams()
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call's sizes, and what is static in it.
+
+    Attributes:
+      save: whether the forward pass writes the state that enters each chunk.
+      interpret: whether a CPU interprets the kernels.
+      pieces: into which every row is split in the passes of the state.
+      map_tiles: in a pass that computes maps, the blocks of 64 channels of U and of M; else None.
+    """
+
+    batch: int
+    chunks: int
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    normalize: bool
+    erase: bool
+    save: bool = False
+    interpret: bool = False
+    pieces: int = 1
+    map_tiles: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, x: Inputs, settings: Settings, pieces: int | None = None, **others) -> "Problem":
+        """That of a call; `pieces` is chosen where it is None."""
+        batch, time, key_heads, key = x.q.shape
+        value_heads, value = x.v.shape[2:]
+        normalize, erase = settings.normalize_qk, settings.erase
+        sizes = batch, -(-time // C), key_heads, value_heads, key, value
+        p = cls(*sizes, normalize, erase, **others)
+        return dataclasses.replace(p, pieces=pieces or p.best_pieces())
+
+    # ---- what follows from the sizes
+
+    @property
+    def heads_per_key(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def key_tiles(self) -> int:
+        return self.key // C
+
+    @property
+    def value_tiles(self) -> int:
+        return self.value // C
+
+    @property
+    def state_shape(self):
+        return self.batch, self.value_heads, self.key, self.value
+
+    @property
+    def computes_maps(self) -> bool:
+        return self.map_tiles is not None
+
+    @property
+    def columns(self) -> int:
+        """Blocks of 64 channels of what passes from chunk to chunk: the state, or U and M."""
+        return sum(self.map_tiles) if self.computes_maps else self.value_tiles
+
+    @property
+    def stages(self) -> int:
+        """Chunks in shared memory at a time, in the passes of the state."""
+        return 1 if self.key == max(WIDTHS) else 2
+
+    @property
+    def warpgroups(self) -> int:
+        """That compute in a block of a pass of the state, each 64 channels of the value. Two share
+        what they read of q and k; there is one where that gives every block a processor.
+        """
+        blocks = self.pieces * self.batch * self.value_heads * self.columns
+        return 1 if self.columns % 2 or blocks <= PROCESSORS else 2
+
+    def best_pieces(self) -> int:
+        """The number of pieces with which the passes of the state take the least time, in chunks
+        that a processor does one after another; 1 where more pieces do not save a fifth of it.
+
+        Several pieces need a further pass for the maps, and time to compose these.
+        """
+
+        def chunks_in_turn(pieces: int) -> int:
+            passes = [self.value_tiles] + [self.value_tiles + self.key_tiles] * (pieces > 1)
+            blocks = (self.batch * self.value_heads * pieces * -(-tiles // 2) for tiles in passes)
+            return self.chunks // pieces * sum(-(-n // PROCESSORS) for n in blocks) + COMPOSING * (
+                pieces > 1
+            )
+
+        best = min((n for n in (1, 2, 4, 8, 16, 32) if self.chunks % n == 0), key=chunks_in_turn)
+        return best if chunks_in_turn(best) <= 0.8 * chunks_in_turn(1) else 1
+
+    # ---- layouts
+
+    def shaped(self, *shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def pad_time(self, x_BT, mode: str = "constant"):
+        """[B, T, …] padded to whole chunks."""
+        missing = self.chunks * C - x_BT.shape[1]
+        if not missing:
+            return x_BT
+        return jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2), mode=mode)
+
+    def rows(self, x: Inputs):
+        """[B, H, N, 8, C] float32: the rows that `delta_rule_tiles` names TOTAL, DOCUMENT, …"""
+        by_chunk = lambda x_BTH: jnp.moveaxis(
+            self.pad_time(x_BTH).reshape(self.batch, self.chunks, C, -1), 3, 1
+        ).astype(jnp.float32)
+        g, beta = by_chunk(x.g), by_chunk(x.beta)
+        total = jnp.matmul(
+            g, chunk_math.lower_mask(C).astype(jnp.float32).T, precision=chunk_math.HIGHEST
+        )
+        gamma, rho, document = total, total[..., -1:] - total, jnp.zeros_like(total)
+        if x.segments is not None:
+            signed = self.pad_time(x.segments, "edge").reshape(self.batch, self.chunks, C)
+            index = jnp.swapaxes(chunk_math.document_index(jnp.swapaxes(signed, 0, 1)), 0, 1)
+            signed, index = signed[:, None], index[:, None].astype(jnp.float32)
+            gamma = jnp.where(index == 0, gamma, -jnp.inf)
+            rho = jnp.where(index == index[..., -1:], rho, -jnp.inf)
+            document = document + jnp.where(signed > 0, index, -1 - index)
+        return jnp.stack(
+            [total, document, beta, jnp.exp(gamma), jnp.exp(rho), total, document, beta], axis=3
+        )
+
+    def from_rows(self, x_BHNC):
+        """[B, N C, H]."""
+        return jnp.moveaxis(x_BHNC, 1, 3).reshape(self.batch, -1, self.value_heads)
+
+    def to_key_heads(self, x_BTHK):
+        """[B, T, G, K]: the sum over the value heads of each key head."""
+        x = x_BTHK.reshape(*x_BTHK.shape[:2], self.key_heads, self.heads_per_key, self.key)
+        if self.heads_per_key == 1:
+            return x[:, :, :, 0]
+        return jnp.sum(x, axis=3, dtype=jnp.float32).astype(x.dtype)
+
+    def by_piece(self, x):
+        """[pieces · B, …] as [pieces, B, …]."""
+        return x.reshape(self.pieces, self.batch, *x.shape[1:])
+
+    # ---- calls
+
+    def call(
+        self, kernel, name: str, grid: dict, outputs: dict, scratch: list, inputs: list, **threads
+    ) -> dict:
+        """The results of `kernel` over the grid, by name.
+
+        Args:
+          kernel: takes this problem, then the references of inputs, outputs and scratch memory.
+          name: of the kernel in a compiled program.
+          grid: sizes by axis name. outputs: shapes by name.
+          threads: `num_threads` and `thread_name` of several warpgroups.
+        """
+        with jax.enable_x64(False):
+            results = plgpu.kernel(
+                functools.partial(kernel, self),
+                out_type=tuple(outputs.values()),
+                scratch_types=tuple(scratch),
+                grid=tuple(grid.values()),
+                grid_names=tuple(grid),
+                kernel_name=f"gated_delta_rule_{name}",
+                interpret=INTERPRETER if self.interpret else None,
+                **threads,
+            )(*inputs)
+        return dict(zip(outputs, results))
+
+    def run_chunks(self, q, k, rows_BHN8C, inverses: bool) -> dict:
+        """`delta_rule_chunks`: what a chunk computes without the state.
+
+        Returns:
+          factors: [B, H, N, 6, C] float32, the rows that `delta_rule_tiles` names K_GAMMA, ….
+          p: [B, H, N, C, C] bfloat16, P beta.
+          inverses: [N, B, H, 2, C, C], high and low parts in bfloat16; only where asked for.
+        """
+        heads = (self.batch, self.value_heads, self.chunks)
+        outputs = dict(
+            factors=self.shaped(*heads, 6, C, dtype=jnp.float32), p=self.shaped(*heads, C, C)
+        )
+        if inverses:
+            outputs["inverses"] = self.shaped(self.chunks, *heads[:2], 2, C, C)
+        grid = dict(chunks=self.chunks, heads=self.key_heads, batch=self.batch)
+        return self.call(
+            delta_rule_chunks.chunk_kernel,
+            "chunks",
+            grid,
+            outputs,
+            delta_rule_chunks.scratch(self),
+            [q, k, rows_BHN8C],
+        )
+
+    def run_states(self, kernel, name: str, outputs: dict, scratch, inputs: list) -> dict:
+        """A pass of the state: a block for every 64 or 128 channels of every value head.
+
+        Args:
+          kernel: `delta_rule_states.forward_kernel` or `backward_kernel`.
+          scratch: shared memory for what the kernel writes beside states.
+        """
+        maps_forward = self.computes_maps and kernel is delta_rule_states.forward_kernel
+        copies = self.warpgroups + 5 + self.erase - 2 * maps_forward
+        barriers = [
+            plgpu.Barrier(num_arrivals=n, num_barriers=self.stages)
+            for n in (copies, self.warpgroups)
+        ]
+        grid = dict(
+            value_tiles=self.columns // self.warpgroups,
+            heads=self.value_heads,
+            batch=self.pieces * self.batch,
+        )
+        return self.call(
+            kernel,
+            name,
+            grid,
+            outputs,
+            [*self._state_scratch(), scratch, *barriers],
+            inputs,
+            num_threads=self.warpgroups + 1,
+            thread_name="warpgroups",
+        )
+
+    def _state_scratch(self) -> list:
+        """Shared memory for every stage's q, k, v or dO, P, inverse, factors and rows; and for the
+        state of every warpgroup.
+        """
+        n, keys = self.stages, tiles(self.stages, width=self.key)
+        return [
+            keys,
+            keys,
+            tiles(n, self.warpgroups),
+            tiles(n),
+            tiles(n, 2),
+            rows(n, 6),
+            rows(n, 8),
+            tiles(self.warpgroups, height=self.key),
+        ]

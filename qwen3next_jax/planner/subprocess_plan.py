@@ -1,0 +1,124 @@
+"""Makes a plan in a process of its own, because libtpu ends its process when one of its checks
+fails. The planner then reports that in one line, and a search continues with its other candidates.
+"""
+
+import dataclasses
+import os
+import pickle
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+
+from qwen3next_jax.common.child_processes import die_with_parent
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config import Config
+from qwen3next_jax.planner.planning import Plan, used_cpu_seconds, make_plan
+from qwen3next_jax.planner.schedule import enable_schedule_dump
+from qwen3next_jax.planner.topology import Topology, describe_topology
+
+
+def make_plan_in_subprocess(
+    config: Config, topology: Topology, optimization_level: str = ""
+) -> Plan:
+    """Calls `make_plan` in a new process, which ends with this one. If the compiler ends that
+    process, the plan's `failed` is true.
+
+    Raises:
+      UserError: as `make_plan`.
+    """
+    start, cpu_then = time.perf_counter(), used_cpu_seconds(resource.RUSAGE_CHILDREN)
+    # The answer is a file without a name, so nothing is left of it however the processes end.
+    with (
+        tempfile.TemporaryFile() as answer,
+        tempfile.TemporaryDirectory(prefix="schedules-") as dump_folder,
+    ):
+        fd = answer.fileno()
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "qwen3next_jax.planner.subprocess_plan",
+                str(os.getpid()),
+                str(fd),
+                dump_folder,
+            ],
+            pass_fds=(fd,),
+            stderr=subprocess.PIPE,
+            input=pickle.dumps((config, topology.name, optimization_level)),
+        )
+        answer.seek(0)
+        try:
+            found = pickle.load(answer)
+        except (EOFError, pickle.UnpicklingError):  # the process ended before it had written all
+            found = None
+    if isinstance(found, UserError):
+        raise found
+    if found:
+        return dataclasses.replace(found, topology=topology)
+    return Plan(
+        config,
+        topology,
+        mesh=config.parallel.mesh.sizes(len(topology.devices)),
+        lower_seconds=0.0,
+        optimization_level=optimization_level or "default",
+        compile_seconds=time.perf_counter() - start,
+        compile_cpu_seconds=used_cpu_seconds(resource.RUSAGE_CHILDREN) - cpu_then,
+        fits=False,
+        failed=True,
+        reason=_failure(done.returncode, done.stderr.decode(errors="replace")),
+    )
+
+
+def _failure(code: int, text: str) -> str:
+    """Why a process ended without an answer.
+
+    Args:
+      code: its exit code.
+      text: its standard error; printed here if Python crashed, as that is a mistake of the planner
+        and not of the compiler.
+    """
+    if code < 0:
+        if check := re.search(r"Check failed.*", text):
+            return f"the compiler aborted: {check.group()[:300]}"
+        why = f"the compiler's process was ended by signal {-code} ({signal.strsignal(-code)})"
+        hint = ": perhaps the machine ran out of memory" if code == -signal.SIGKILL else ""
+        return why + hint
+    sys.stderr.write(text)
+    last = (text.strip().splitlines() or ["it printed nothing"])[-1]
+    return f"the planner crashed: {last[:300]}"
+
+
+def _main(planner: int, fd: int, dump_folder: str) -> None:
+    """Runs in the new process: reads what to compile from standard input and writes the plan, or a
+    UserError, to the open file `fd`.
+
+    The process ends with the process `planner`, however that dies.
+    """
+    die_with_parent(planner, signal.SIGKILL)
+    jax.config.update("jax_platforms", "cpu")
+    # JAX can write programs for described devices to its cache, but not read them.
+    jax.config.update("jax_enable_compilation_cache", False)
+    config, name, optimization_level = pickle.load(sys.stdin.buffer)
+    enable_schedule_dump(dump_folder)
+    try:
+        found = dataclasses.replace(
+            make_plan(config, describe_topology(name), optimization_level, dump_folder),
+            topology=None,
+        )
+    except UserError as error:
+        found = error
+    with open(fd, "wb") as answer:
+        pickle.dump(found, answer)
+
+
+if __name__ == "__main__":
+    try:
+        _main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    except KeyboardInterrupt:
+        sys.exit(130)  # the planner's own process reports the interrupt

@@ -1,0 +1,66 @@
+"""Full attention with biases of its projections (GLM-4.5, Qwen 2, gpt-oss), and with a sink logit
+for each head (gpt-oss, 2508.10925).
+
+Letters: T queries, S keys, N query heads.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+
+from qwen3next_jax.zoo.attention_references import gated_attention, places
+from qwen3next_jax.zoo.biased_projections import BiasedProjections
+from qwen3next_jax.zoo.pair_mixer import PairAttention
+
+EXAMPLES = {
+    "biased_attention": {"full_mixer": "biased_attention"},
+    "sink_attention": {"full_mixer": "sink_attention", "mixer": {"attention_bias": "qkvo"}},
+}
+
+
+class BiasedAttention(BiasedProjections):
+    """`GatedAttention` with biases, in the fast kernels."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings(BiasedProjections.Settings):
+        # the projections that have a bias: of queries, keys and values; of the output, too
+        attention_bias: Literal["qkv", "qkvo"] = "qkv"
+
+
+class SinkAttention(BiasedProjections, PairAttention):
+    """Attention whose softmax has one term more, e^s with a learned logit s of each head:
+    p_ij = e^{q_i·k_j} / (e^s + Σ_{j'} e^{q_i·k_j'}). A head can so attend to nothing. The fast
+    kernels have no such term: this is T × T work in XLA.
+    """
+
+    weights_of = None
+
+    def __init__(self, config, make, layers):
+        super().__init__(config, make, layers)
+        self.sink = make.parameter(
+            jnp.zeros, (config.num_attention_heads,), "query_heads", kind="rate"
+        )
+
+    def sink_logit(self):
+        return self.sink[...]
+
+
+# ---- references
+# --------------------------------------------------------------------------------------------------
+
+
+def biased_attention_reference(config, params, x):
+    i, j, causal = places(x)
+    return gated_attention(config, params, x, seen=causal, distance=i - j)
+
+
+def sink_attention_reference(config, params, x):
+    i, j, causal = places(x)
+    return gated_attention(config, params, x, seen=causal, distance=i - j, sink=params["sink"])
+
+
+REFERENCES = {
+    "biased_attention": biased_attention_reference,
+    "sink_attention": sink_attention_reference,
+}

@@ -1,0 +1,61 @@
+"""Gated attention with biases of its projections: what the families `biased_attention.py` and
+`sliding_window.py` build on.
+
+Letters: B batch, T time, D model, N query heads, M key/value heads, K head width.
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+
+from qwen3next_jax.model.gated_attention import GatedAttention
+
+
+class BiasedProjections(GatedAttention):
+    """`GatedAttention` with q = W x + b, and likewise keys, values and output, as
+    `attention_bias` says. The query's bias is as wide as its projection: it reaches the output
+    gate, too, where there is one. Biases start at 0 and take no weight decay.
+    """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings(GatedAttention.Settings):
+        # the projections that have a bias: of queries, keys and values; of the output, too
+        attention_bias: Literal["none", "qkv", "qkvo"] = "none"
+
+    def __init__(self, config, make, layers):
+        super().__init__(config, make, layers)
+        c, biased = config, self.settings(config).attention_bias
+        gate_width = c.head_dim * c.attention_output_gate
+        if biased != "none":
+            self.q_bias = make.parameter(
+                jnp.zeros,
+                (c.num_attention_heads, c.head_dim + gate_width),
+                "query_heads head_width",
+                kind="rate",
+            )
+            shape, axes = (c.num_key_value_heads, c.head_dim), "key_value_heads head_width"
+            self.k_bias = make.parameter(jnp.zeros, shape, axes, kind="rate")
+            self.v_bias = make.parameter(jnp.zeros, shape, axes, kind="rate")
+        if biased == "qkvo":
+            self.o_bias = make.parameter(jnp.zeros, (c.hidden_size,), ".", kind="rate")
+
+    def project(self, x_BTD, context):
+        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = super().project(x_BTD, context)
+        if self.settings(self.config).attention_bias == "none":
+            return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
+        q_bias_NK, gate_bias_NK = jnp.split(self.q_bias[...], (self.config.head_dim,), axis=-1)
+        if gate_BTNK is not None:
+            gate_BTNK = _plus(gate_BTNK, gate_bias_NK)
+        q_BTNK = _plus(q_BTNK, q_bias_NK)
+        return q_BTNK, gate_BTNK, _plus(k_BTMK, self.k_bias[...]), _plus(v_BTMK, self.v_bias[...])
+
+    def __call__(self, x_BTD, context, cache=None):
+        y_BTD, diagnostics, cache = super().__call__(x_BTD, context, cache)
+        if self.settings(self.config).attention_bias == "qkvo":
+            y_BTD = _plus(y_BTD, self.o_bias[...])
+        return y_BTD, diagnostics, cache
+
+
+def _plus(x, bias):
+    return x + bias.astype(x.dtype)

@@ -1,0 +1,216 @@
+"""Experts beside the released model's SwiGLU, which `model.moe.experts` names: without a gate
+(Nemotron 3 Nano), and clipped with biases (gpt-oss).
+
+Routed experts go through one sorted form, in plain XLA. Where the mesh splits the experts, every
+shard gathers all tokens and adds what its own experts give; its buffers hold all choices.
+
+Letters: R tokens, D model, A choices per token, Q rows sorted by expert, E experts, L experts of
+this shard, I expert width.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from qwen3next_jax.model.expert_forms import sorted_moe
+from qwen3next_jax.model.layers import keeping_inputs
+from qwen3next_jax.model.moe import SparseMoE
+from qwen3next_jax.ops.grouped_matmul import grouped_matmul
+from qwen3next_jax.sharding.rules import EXPERT, TENSOR, num_shards
+
+# Every line of the table, with the router that such a model has.
+EXAMPLES = {
+    "swiglu": {},
+    "relu2": {
+        "moe": {
+            "experts": "relu2",
+            "scoring_func": "sigmoid",
+            "router_bias": True,
+            "routed_scaling_factor": 2.5,
+            "shared_expert_gate": False,
+        },
+    },
+    "clipped_swiglu": {
+        "moe": {"experts": "clipped_swiglu"},
+        "shared_expert_intermediate_size": 0,
+    },
+}
+ALPHA, LIMIT = 1.702, 7.0  # of the clipped SwiGLU, as gpt-oss has them
+
+
+def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer):
+    """The sorted form of other experts.
+
+    Args:
+      mlp: computes rows sorted by expert, (shards of the mesh axis `tensor`, x [Q, D], *experts,
+        group_sizes [E]) → [Q, D].
+      mesh, dtype, in_tiles, few_tokens, layer: see `model.expert_forms.expert_form`.
+    """
+    of_one_layer = functools.partial(
+        sorted_moe, mlp=functools.partial(mlp, num_shards(mesh, TENSOR))
+    )
+
+    def run(x_RD, weight_RA, expert_RA, *experts):
+        if layer is not None:
+            experts = [weight[layer] for weight in experts]
+        return of_one_layer(x_RD, weight_RA, expert_RA, *experts)
+
+    return functools.partial(_over_shards, run) if num_shards(mesh, EXPERT) > 1 else run
+
+
+def _over_shards(run, x_RD, weight_RA, expert_RA, *experts):
+    """`run` of the tokens of all shards along `expert` with this shard's experts, and the sum of
+    what all shards give for this shard's tokens.
+    """
+    x_RD, weight_RA, expert_RA = (
+        jax.lax.all_gather(a, EXPERT, tiled=True) for a in (x_RD, weight_RA, expert_RA)
+    )
+    count = experts[0].shape[0]
+    expert_RA -= jax.lax.axis_index(EXPERT) * count
+    here_RA = (expert_RA >= 0) & (expert_RA < count)
+    # Choices of other shards' experts are sorted behind all others, into rows of no group.
+    expert_RA = jnp.where(here_RA, expert_RA, count)
+    part_RD = run(x_RD, jnp.where(here_RA, weight_RA, 0), expert_RA, *experts)
+    return jax.lax.psum_scatter(part_RD, EXPERT, tiled=True)
+
+
+# ---- without a gate
+# --------------------------------------------------------------------------------------------------
+
+
+class SquaredReLUExperts(SparseMoE):
+    """Experts and shared expert are down(max(0, up x)²) (2109.08668), without a gate: two matrices
+    each (Nemotron 3 Nano, 2512.20848).
+    """
+
+    expert_parameters = ("expert_up", "expert_down")
+
+    def make_experts(self, make, d, e, i):
+        self.expert_up = make.matrix((e, d, i), "experts | embed -> mlp", gathered="operator")
+        self.expert_down = make.matrix((e, i, d), "experts | mlp_in -> embed", gathered="operator")
+
+    def make_shared(self, make, d, i):
+        self.shared_up = make.matrix((d, i), "embed -> mlp")
+        self.shared_down = make.matrix((i, d), "mlp -> embed")
+
+    def shared(self, x_BTD):
+        dtype = x_BTD.dtype
+        hidden_BTI = keeping_inputs(_squared_relu, x_BTD @ self.shared_up[...].astype(dtype))
+        return hidden_BTI @ self.shared_down[...].astype(dtype)
+
+    @staticmethod
+    def expert_form(*args, **how):
+        return form_of(_squared_relu_mlp, *args, **how)
+
+
+def _squared_relu(x):
+    return jnp.square(jax.nn.relu(x))
+
+
+def _squared_relu_mlp(tensor_shards, x_QD, up_EDI, down_EID, sizes_E):
+    hidden_QI = keeping_inputs(_squared_relu, grouped_matmul(x_QD, up_EDI, sizes_E))
+    return grouped_matmul(hidden_QI, down_EID, sizes_E)
+
+
+# ---- clipped, with biases
+# --------------------------------------------------------------------------------------------------
+
+
+class ClippedSwiGLUExperts(SparseMoE):
+    """Experts down(g σ(1.702 g) (u + 1)) + b, with g = min(gate x + b', 7) and u = up x + b''
+    clipped to -7 … 7, and a bias of the router's logits (gpt-oss, 2508.10925; its published
+    code). The shared expert, which gpt-oss does not have, is SwiGLU. Biases start at 0 and take
+    no weight decay.
+    """
+
+    expert_parameters = (
+        "expert_gate_up",
+        "expert_gate_up_bias",
+        "expert_down",
+        "expert_down_bias",
+    )
+
+    def __init__(self, config, make):
+        super().__init__(config, make)
+        self.logit_bias = make.parameter(jnp.zeros, (config.num_experts,), ".", kind="rate")
+
+    def make_experts(self, make, d, e, i):
+        super().make_experts(make, d, e, i)
+        self.expert_gate_up_bias = make.parameter(
+            jnp.zeros, (e, 2, i), "experts | -> * mlp", kind="rate", gathered="operator"
+        )
+        self.expert_down_bias = make.parameter(
+            jnp.zeros, (e, d), "experts | -> embed", kind="rate", gathered="operator"
+        )
+
+    @staticmethod
+    def expert_form(*args, **how):
+        return form_of(_clipped_swiglu_mlp, *args, **how)
+
+
+def _clipped_swiglu(gate_up):
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    gate = jnp.minimum(gate, LIMIT)
+    return gate * jax.nn.sigmoid(ALPHA * gate) * (jnp.clip(up, -LIMIT, LIMIT) + 1)
+
+
+def _clipped_swiglu_mlp(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID, bias_ED, sizes_E):
+    experts = len(sizes_E)
+    expert_Q = jnp.repeat(jnp.arange(experts), sizes_E, total_repeat_length=len(x_QD))
+    gate_up = gate_up.reshape(*gate_up.shape[:2], -1)  # [E, D, 2, I] or [E, D, 2·I]
+    gate_up_bias = gate_up_bias.reshape(experts, -1)
+    hidden_QI = keeping_inputs(
+        _clipped_swiglu, grouped_matmul(x_QD, gate_up, sizes_E) + gate_up_bias[expert_Q]
+    )
+    # The shards of `tensor` are summed later: each adds its part of the bias.
+    return grouped_matmul(hidden_QI, down_EID, sizes_E) + bias_ED[expert_Q] / tensor_shards
+
+
+# ---- references
+# --------------------------------------------------------------------------------------------------
+
+
+def experts_reference(config, params, x):
+    """[T, D] → [T, D]: all experts of every token, with weight 0 for those not chosen."""
+    c = config.moe
+    logits = x @ params["router"] + params.get("logit_bias", 0)
+    scores = jax.nn.softmax(logits, axis=-1)
+    if c.scoring_func == "sigmoid":
+        scores = 1 / (1 + jnp.exp(-logits))
+    rank = scores + params.get("router_bias", 0)
+    least = jnp.sort(rank, axis=-1)[:, -config.num_experts_per_tok, None]
+    weight = jnp.where(rank >= least, scores, 0)
+    weight = c.routed_scaling_factor * weight / jnp.sum(weight, axis=-1, keepdims=True)
+    y = 0
+    for e in range(config.num_experts):
+        own = {
+            name.removeprefix("expert_"): parameter[e]
+            for name, parameter in params.items()
+            if name.startswith("expert_")
+        }
+        y = y + weight[:, e, None] * _expert_reference(c.experts, own, x)
+    if config.shared_expert_intermediate_size:
+        shared = {
+            name.removeprefix("shared_"): parameter
+            for name, parameter in params.items()
+            if name.startswith("shared_")
+        }
+        opened = (
+            1 / (1 + jnp.exp(-x @ shared["gate"])) if c.shared_expert_gate else jnp.ones(len(x))
+        )
+        y = y + opened[:, None] * _expert_reference(c.experts, shared, x)
+    return y
+
+
+def _expert_reference(kind, p, x):
+    if kind == "relu2":
+        up = x @ p["up"]
+        return jnp.where(up > 0, up, 0) ** 2 @ p["down"]
+    gate, up = x @ p["gate_up"][:, 0], x @ p["gate_up"][:, 1]
+    if kind == "swiglu":
+        return (gate / (1 + jnp.exp(-gate)) * up) @ p["down"]
+    gate, up = gate + p["gate_up_bias"][0], up + p["gate_up_bias"][1]
+    gate, up = jnp.where(gate > 7, 7, gate), jnp.where(up > 7, 7, jnp.where(up < -7, -7, up))
+    hidden = gate / (1 + jnp.exp(-1.702 * gate)) * (up + 1)
+    return hidden @ p["down"] + p["down_bias"]
