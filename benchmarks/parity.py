@@ -1,5 +1,5 @@
-"""How far this implementation is from transformers' own Qwen3-Next, Qwen3.5 and Kimi Linear,
-quantity by quantity, in float32.
+"""How far this implementation is from transformers' own Qwen3-Next, Qwen3.5, Kimi Linear and
+Qwen3.8-Flash-Next, quantity by quantity, in float32.
 
 A reference directory holds a small random-weight checkpoint and `cases.safetensors`, what
 transformers computed from it (of a wrapper, those of the same text model without one). With
@@ -27,6 +27,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
+from qwen3next_jax.model.layers import Context
 
 ROOT = pathlib.Path(__file__).parents[1]
 REFERENCES = {  # checkpoint → the directory with its cases
@@ -36,6 +37,8 @@ REFERENCES = {  # checkpoint → the directory with its cases
     "qwen3_5_moe_tiny": "qwen3_5_moe_tiny",
     "qwen3_5_moe_wrapper_fused_mtp_tiny": "qwen3_5_moe_tiny",
     "kimi_linear_tiny": "kimi_linear_tiny",
+    "qwen4_exp_text_tiny": "qwen4_exp_text_tiny",
+    "qwen4_exp_wrapper_tiny": "qwen4_exp_text_tiny",
 }
 FIXTURES = ROOT / "tests" / "fixtures"
 
@@ -94,11 +97,16 @@ def measure(reference: str = "qwen3_next_tiny") -> list[Row]:
         )
         for i, x in enumerate(out.router_logits)
     ]
-    ours = _fuse_experts(hf_tensors(gradient, _text_form(model.config)), model.config.num_experts)
+    ours = hf_tensors(gradient, _text_form(model.config))
+    ours = _join_tables(_fuse_experts(ours, model.config.num_experts))
     graded = sorted(name.removeprefix("grad.") for name in cases if name.startswith("grad."))
     rows += [
         Row("gradients", name, _relative_l2(ours[name], cases[f"grad.{name}"]), 1e-3)
         for name in graded
+    ]
+    rows += [
+        Row("choices", name, int(np.sum(np.asarray(found) != cases[name])), 0)
+        for name, found in _choices(model, cases, out.hidden_states).items()
     ]
     rows.append(
         Row(
@@ -127,7 +135,9 @@ def _text_form(config: ModelConfig) -> ModelConfig:
     """
     return dataclasses.replace(
         config,
-        hf_form="qwen3_5_text" if config.hf_form == "qwen3_5" else config.hf_form,
+        hf_form={"qwen3_5": "qwen3_5_text", "qwen4_exp": "qwen4_exp_text"}.get(
+            config.hf_form, config.hf_form
+        ),
         hf_fused_experts=(),
     )
 
@@ -177,6 +187,30 @@ def _programs(config: ModelConfig) -> Programs:
     )
 
 
+def _choices(model: Qwen3Next, cases: dict[str, np.ndarray], hidden_states) -> dict[str, jax.Array]:
+    """What is chosen by integers, under the names of the cases: rows of n-grams, and the tokens
+    that the first layer with sparse attention sees.
+    """
+    config, tokens, found = model.config, jnp.asarray(cases["input_ids"]), {}
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    if config.ple.layer_ids:
+        ids = config.ple.module().ids(config, 0, tokens, positions)
+        found["ngram_ids.first_ple_layer"] = ids
+    if "qsa" in config.mixers:
+        layer = config.mixers.index("qsa")
+        stack = next(i for i, layers in enumerate(config.stacks) if layer in layers)
+        graph, params = nnx.split(model.layers[stack])
+        which = config.stacks[stack].index(layer)
+        block = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[which], params))
+        context, h = Context(positions, tokens=tokens), hidden_states[layer]
+        if block.embedding is not None:
+            h = h + block.embedding(h, context)[0]
+        found["selected.first_attention_layer"] = block.mixer.seen(
+            block.before(h, "mixer"), context
+        )
+    return found
+
+
 def _fuse_experts(tensors: dict[str, np.ndarray], experts: int) -> dict[str, np.ndarray]:
     """Adds the fused forms [E, 2I, D] (gate | up) and [E, D, I] to per-expert tensors."""
     fused = dict(tensors)
@@ -194,6 +228,17 @@ def _fuse_experts(tensors: dict[str, np.ndarray], experts: int) -> dict[str, np.
             f"{layer}down_proj": down,
         }
     return fused
+
+
+def _join_tables(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Adds the whole tables of n-gram embeddings, whose rows are divided over several tensors."""
+    joined = dict(tensors)
+    for name in [name for name in tensors if name.endswith(".shard_0.weight")]:
+        table = name.removesuffix("shard_0.weight")
+        parts = [part for part in tensors if part.startswith(f"{table}shard_")]
+        in_order = [tensors[f"{table}shard_{i}.weight"] for i in range(len(parts))]
+        joined[f"{table}weight"] = np.concatenate(in_order)
+    return joined
 
 
 def _greedy_differences(run: Programs, params: nnx.State, cases: dict[str, np.ndarray]) -> int:

@@ -12,7 +12,9 @@ from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.moe import MoEConfig
+from qwen3next_jax.config.ngram import PLEConfig
 from qwen3next_jax.config.registry import MIXERS, check_name, resolve
+from qwen3next_jax.config.streams import StreamsConfig
 
 # in `layer_types`: what `linear_mixer` and `full_mixer` name
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -49,6 +51,10 @@ class ModelConfig:
     mixer: MixerConfig = MixerConfig()
     # what else a block may be made of
     block: BlockConfig = BlockConfig()
+    # several residual streams
+    streams: StreamsConfig = StreamsConfig()
+    # embeddings of n-grams that layers add
+    ple: PLEConfig = PLEConfig()
 
     num_attention_heads: int = 16
     num_key_value_heads: int = 2
@@ -106,6 +112,8 @@ class ModelConfig:
     beta_gate: bool = True
     # of recurrent layers
     linear_output_gate: bool = True
+    # the function of that gate
+    output_gate_type: Literal["silu", "sigmoid"] = "silu"
     attention_output_gate: bool = True
     # of attention
     qk_norm: bool = True
@@ -121,7 +129,9 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # which Hugging Face format exports of the model have (docs/families.md); nothing that is
     # computed depends on it
-    hf_form: Literal["qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear"] = "qwen3_next"
+    hf_form: Literal[
+        "qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear", "qwen4_exp_text", "qwen4_exp"
+    ] = "qwen3_next"
     # where the experts of a layer are one tensor in that format: in the trunk, in multi-token
     # prediction
     hf_fused_experts: tuple[Literal["trunk", "mtp"], ...] = ()
@@ -149,6 +159,7 @@ class ModelConfig:
         self._check_heads()
         self._check_mlps()
         self.block.check(self)
+        self.ple.check(self)
         given = MixerConfig(**self.mixer).checked(name for name, _ in self.layer_kinds)
         object.__setattr__(self, "mixer", given)
 
@@ -275,8 +286,10 @@ class ModelConfig:
         the others is one layer of the period that follows (3 recurrent + 1 attention in the
         released model), stacked over the period's repeats (12). A pattern without a period is
         traced layer by layer.
+        A layer with an embedding of its own (`ple`) stands alone.
         """
-        return _stacks(self.layer_kinds[: self.num_hidden_layers])
+        embeddings = map(self.ple.number, range(self.num_hidden_layers))
+        return _stacks(tuple(zip(self.layer_kinds, embeddings)))
 
     def differs(self, other: "ModelConfig") -> tuple[str, ...]:
         """The names of the settings in which the two models differ. How a config spells its

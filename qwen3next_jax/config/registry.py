@@ -61,6 +61,7 @@ MIXERS = {
     "lambda_window": "qwen3next_jax.zoo.long_context:LambdaWindow",
     "parallel_windows": "qwen3next_jax.zoo.long_context:ParallelWindows",
     "selected_tokens": "qwen3next_jax.zoo.long_context:SelectedTokens",
+    "qsa": "qwen3next_jax.zoo.qsa:QSA",
 }
 # Placements of a block's norms, for model.block.placement; N is a norm, f the mixer or the MLP.
 PLACEMENTS = {
@@ -69,7 +70,11 @@ PLACEMENTS = {
     "olmo2": "qwen3next_jax.zoo.block_parts:Olmo2",  # x + N(f(x))
     "sandwich": "qwen3next_jax.zoo.block_parts:Sandwich",  # x + N'(f(N(x)))
     "deep": "qwen3next_jax.zoo.block_parts:Deep",  # N(α x + f(x))
+    # several streams, mixed for f and written by f through gates: model.streams
+    "gated_residual": "qwen3next_jax.zoo.gated_residual:GatedResidual",
 }
+# Those of them that have several residual streams (model.streams).
+WITH_STREAMS = ("gated_residual",)
 # Dense MLPs: model.block.mlp.
 MLPS = {
     "swiglu": "qwen3next_jax.model.moe:DenseMLP",
@@ -104,6 +109,10 @@ ROPE_SCALINGS = {
     "linear": "qwen3next_jax.zoo.block_parts:linear",
     "ntk": "qwen3next_jax.zoo.block_parts:ntk",
     "truncated": "qwen3next_jax.zoo.block_parts:truncated",
+}
+# What a layer adds to the residual stream before its mixer, for model.ple.embedding.
+LAYER_EMBEDDINGS = {
+    "ngram": "qwen3next_jax.zoo.ngram_embedding:NgramEmbedding",
 }
 # Optimizers, for optimizer.name. Settings that only one optimizer has are a group of
 # `OptimizerConfig` with the optimizer's name.
@@ -141,6 +150,7 @@ SETTINGS = {
     "model.block.norm": NORMS,
     "model.block.positions": POSITIONS,
     "model.block.rope_scaling": ROPE_SCALINGS,
+    "model.ple.embedding": LAYER_EMBEDDINGS,
     "optimizer.name": OPTIMIZERS,
     "eval.suites": EVALUATIONS,
     "data.source": DATA_SOURCES,

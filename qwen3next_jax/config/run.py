@@ -16,6 +16,7 @@ from qwen3next_jax.config.reading import to_dict
 from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS, check_name, is_import_string
 
 MESH_AXES = ("data", "expert", "context", "tensor")
+IndexerTraining = Literal["frozen", "dense", "sparse"]
 # What the forward pass saves for the backward pass, which computes everything else again:
 #   "none"     all results; in bfloat16, all but those of cheap elementwise operations
 #   "block"    the input of each block
@@ -152,6 +153,7 @@ class Stage:
     gradient_accumulation: int | None = None
     sequence_length: int | None = None
     remat: Remat | None = None
+    indexer_training: IndexerTraining | None = None
     weights: tuple[float, ...] | None = None
     # A stage that sets one of the four settings below has its own learning-rate schedule, over its
     # own steps and without warm-up. A stage that sets none of them continues the schedule of the
@@ -204,6 +206,11 @@ class TrainConfig:
     mtp_loss_weight: float = 0.1
     # weight of the router z-loss
     router_z_loss_weight: float = 0.0
+    # How the indexers of sparse attention train: not at all, on dense attention (a warm-up), or on
+    # what they select. Their loss trains nothing else.
+    indexer_training: IndexerTraining = "frozen"
+    # weight of the indexers' loss, a mean over their layers
+    indexer_loss_weight: float = 1.0
     # how much one step adds to, or subtracts from, a bias of model.moe.router_bias
     router_bias_rate: float = 0.001
     # steps between two lines of metrics
@@ -229,6 +236,7 @@ class TrainConfig:
                 "at least 2": "sequence_length",
                 "0 … 2^32 - 1": "seed",
                 "0 or more": "balance_loss_weight mtp_loss_weight router_z_loss_weight "
+                "indexer_loss_weight "
                 "router_bias_rate step_timeout compile_timeout",
             },
         )

@@ -7,7 +7,7 @@ length; the cache of an attention layer has a slot for every token.
 import jax
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.block import layer_cache, mixer_class
 
 MIN_SLOTS = 64  # slots of the smallest cache
 
@@ -30,13 +30,11 @@ def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
     The kind "state" has the same size at any length; the kind "slots" grows with it.
     """
     total = {"state": 0, "slots": 0}
-    for name in config.mixers:
-        shapes = jax.eval_shape(
-            lambda mixer=mixer_class(name): mixer.init_cache(config, batch, length)
-        )
-        total[mixer_class(name).cache_kind] += sum(
-            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes)
-        )
+    for layer, name in enumerate(config.mixers):
+        shapes = jax.eval_shape(lambda layer=layer: layer_cache(config, layer, batch, length))
+        for part, leaves in shapes.items():
+            kind = "state" if part == "embedding" else mixer_class(name).cache_kind
+            total[kind] += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(leaves))
     return total
 
 
@@ -55,8 +53,12 @@ def cache_after_token(config: ModelConfig, cache: list, index_B: jax.Array) -> l
         index = index_B.reshape(1, -1, *(1,) * (leaf.ndim - 2))
         return jax.numpy.take_along_axis(leaf, index, axis=2)[:, :, 0]
 
+    def picked(mixer, layer):
+        has_slots = mixer.cache_kind == "slots"
+        return {
+            name: part if has_slots and name != "embedding" else jax.tree.map(pick, part)
+            for name, part in layer.items()
+        }
+
     mixers = [mixer_class(config.mixers[layers[0]]) for layers in config.stacks]
-    return [
-        layer if mixer.cache_kind == "slots" else jax.tree.map(pick, layer)
-        for mixer, layer in zip(mixers, cache, strict=True)
-    ]
+    return [picked(mixer, layer) for mixer, layer in zip(mixers, cache, strict=True)]

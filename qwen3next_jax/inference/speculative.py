@@ -142,9 +142,12 @@ def prefill(
     size = tokens_BX.shape[1] - 1
     t_BT = jnp.broadcast_to(begin + jnp.arange(size, dtype=jnp.int32), (len(tokens_BX), size))
     is_token_BT = (t_BT < state.position[:, None]).astype(jnp.int32)
-    hidden_BTD, cache = model.decode(tokens_BX[:, :size], t_BT, state.cache, is_token_BT, mesh)
+    x_BTD, cache = model.decode(
+        tokens_BX[:, :size], t_BT, state.cache, is_token_BT, mesh, leave=False
+    )
+    state_BTD = model.mtp.state(x_BTD, model.leave(x_BTD))
     run_mtp = _mtp_step(model, mesh)
-    _, mtp_cache = run_mtp(hidden_BTD, tokens_BX[:, 1:], t_BT, state.mtp_cache)
+    *_, mtp_cache = run_mtp(state_BTD, tokens_BX[:, 1:], t_BT, state.mtp_cache)
     return state._replace(cache=cache, mtp_cache=mtp_cache)
 
 
@@ -171,7 +174,7 @@ def advance(
 
     def take_round(carry):
         step, state, emitted = carry
-        new_BJ, accepted_B, hidden_BJD, cache = _verify(
+        new_BJ, accepted_B, state_BJD, cache = _verify(
             model, mesh, greedy, filters, state, sampling, seed
         )
         active_B = state.remaining > 0
@@ -199,7 +202,7 @@ def advance(
             greedy,
             filters,
             state._replace(cache=cache),
-            hidden_BJD,
+            state_BJD,
             new_BJ,
             accepted_B,
             sampling,
@@ -236,19 +239,21 @@ def _verify(
     Returns:
       new tokens [B, J] after the pending one, valid up to the index `accepted`;
       accepted [B], the number of accepted drafts;
-      the trunk's hidden states [B, J, D] from the pending token on;
+      the trunk's states [B, J, D] for the module, from the pending token on;
       the cache after the accepted drafts.
     """
     k = state.drafts.shape[1]
     offset_J = jnp.arange(k + 1, dtype=jnp.int32)
     tokens_BJ = jnp.concatenate((state.token[:, None], state.drafts), axis=1)
-    hidden_BJD, cache = model.decode(
+    x_BJD, cache = model.decode(
         tokens_BJ,
         state.position[:, None] + offset_J,
         state.cache,
         mesh=mesh,
         return_all_states=True,
+        leave=False,
     )
+    hidden_BJD = model.leave(x_BJD)
     logits_BJV = model.logits(hidden_BJD)
     if greedy:
         new_BJ = argmax_token(logits_BJV)
@@ -256,7 +261,8 @@ def _verify(
     else:
         log_p_BJV = log_probabilities(logits_BJV, sampling, filters)
         new_BJ, accepted_B = _accept_samples(state, log_p_BJV, seed)
-    return new_BJ, accepted_B, hidden_BJD, cache_after_token(model.config, cache, accepted_B)
+    state_BJD = model.mtp.state(x_BJD, hidden_BJD)
+    return new_BJ, accepted_B, state_BJD, cache_after_token(model.config, cache, accepted_B)
 
 
 def _accept_samples(
@@ -299,7 +305,7 @@ def _draft(
     greedy: bool,
     filters: bool,
     state: DraftState,
-    hidden_BJD: jax.Array,
+    state_BJD: jax.Array,
     new_BJ: jax.Array,
     accepted_B: jax.Array,
     sampling: Sampling,
@@ -318,13 +324,13 @@ def _draft(
     t_BJ = state.position[:, None] + jnp.arange(k + 1, dtype=jnp.int32)
     # This call only writes keys and values of the accepted tokens into the cache; XLA removes the
     # rest of it.
-    _, cache = run_mtp(hidden_BJD, new_BJ, t_BJ, state.mtp_cache)
-    hidden_B1D, token_B1, t_B1 = (
-        _gather_positions(x, accepted_B[:, None]) for x in (hidden_BJD, new_BJ, t_BJ)
+    *_, cache = run_mtp(state_BJD, new_BJ, t_BJ, state.mtp_cache)
+    state_B1D, token_B1, t_B1 = (
+        _gather_positions(x, accepted_B[:, None]) for x in (state_BJD, new_BJ, t_BJ)
     )
     drafts, log_q = [], []
     for d in range(k):
-        hidden_B1D, cache = run_mtp(hidden_B1D, token_B1, t_B1 + d, cache)
+        hidden_B1D, cache = run_mtp(state_B1D, token_B1, t_B1 + d, cache)
         logits_BV = model.logits(hidden_B1D[:, 0])
         if greedy:
             draft_B, log_q_BV = argmax_token(logits_BV), state.log_q[:, d]
@@ -342,22 +348,24 @@ def _draft(
 def _mtp_step(model: Qwen3Next, mesh: Mesh | None):
     """Returns a function that runs one depth of the module.
 
-    It maps hidden states [B, T, D], the tokens after them [B, T], positions [B, T] and the
-    module's cache to the next depth's hidden states [B, T, D] and the updated cache.
+    It maps states [B, T, D], the tokens after them [B, T], positions [B, T] and the module's cache
+    to the hidden states for the head [B, T, D], the states for the next depth and the updated
+    cache.
     """
     graphdef, params = nnx.split(model.mtp)
     module = nnx.merge(graphdef, gather_params(params, mesh, model.config.dtype))
 
-    def run_mtp(hidden_BTD, tokens_BT, t_BT, cache):
+    def run_mtp(state_BTD, tokens_BT, t_BT, cache):
         in_place = mixer_class(model.config.full_mixer).in_place
         cache = cache if in_place else jax.tree.map(lambda leaf: leaf[0], cache)
-        hidden_BTD, _, cache = module(
-            hidden_BTD,
+        hidden_BTD, state_BTD, _, cache = module(
+            state_BTD,
             model.embed(tokens_BT, mesh, time=None),
             Context(t_BT, mesh=mesh, time=None),
             cache,
         )
-        return hidden_BTD, cache if in_place else jax.tree.map(lambda leaf: leaf[None], cache)
+        cache = cache if in_place else jax.tree.map(lambda leaf: leaf[None], cache)
+        return hidden_BTD, state_BTD, cache
 
     return run_mtp
 

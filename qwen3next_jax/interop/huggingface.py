@@ -31,7 +31,7 @@ from qwen3next_jax.interop.hf_config import (
     read_hf_config,
     text_group,
 )
-from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters
+from qwen3next_jax.interop.layout import Parameter, check_hf_form, constants, parameters
 from qwen3next_jax.interop.shard_slices import ShardSlice
 from qwen3next_jax.interop.source import read_source
 from qwen3next_jax.interop.weights import Weights, count_and_names, weight_files
@@ -90,6 +90,12 @@ def _tensors(tree: Any, config: ModelConfig, dtype: str | None = None) -> Iterat
             for tensor in parameter.entry.slices:
                 blocks = functools.partial(reader.blocks, leaf, parameter, tensor, layer)
                 yield Tensor(prefix + tensor.name, tensor_dtype, tensor.shape, blocks)
+
+
+def _constants(config: ModelConfig) -> Iterator[Tensor]:
+    """The tensors that hold no parameters."""
+    for name, value in constants(config).items():
+        yield Tensor(name, value.dtype, value.shape, lambda value=value: iter([value]))
 
 
 def check_hf(path: str | os.PathLike) -> ModelConfig:
@@ -284,6 +290,8 @@ def _check_tensors(checkpoint: Checkpoint, stored: Iterable[Parameter]) -> None:
         for prefix in parameter.prefixes
         for tensor in parameter.entry.slices
     }
+    _check_constants(checkpoint)
+    names -= constants(config).keys()
     missing = expected.keys() - names
     if missing:
         raise UserError(
@@ -304,6 +312,22 @@ def _check_tensors(checkpoint: Checkpoint, stored: Iterable[Parameter]) -> None:
             raise UserError(
                 f"{directory}: tensor {name} has shape {list(weights.shape(name))}: "
                 f"expected {list(shape)} by config.json"
+            )
+
+
+def _check_constants(checkpoint: Checkpoint) -> None:
+    """Raises UserError where the checkpoint holds other numbers than its settings ask for. It may
+    leave them out.
+    """
+    for name, expected in constants(checkpoint.config).items():
+        if name not in checkpoint.weights.names:
+            continue
+        found = checkpoint.weights.read_integers(name)
+        if not np.array_equal(found, expected):
+            raise UserError(
+                f"{checkpoint.directory}: tensor {name} holds {found.ravel()[:4].tolist()} …: "
+                f"expected {expected[:4].tolist()} … by config.json, as its n-grams would have "
+                "other rows"
             )
 
 
@@ -363,7 +387,9 @@ def save_hf(
     from_source = read_source(source, config, vision, out_dir)
     if from_source.directory is not None:
         require_undamaged(from_source.directory)
-    files = files_of([*_tensors(params, config, dtype), *from_source.vision_tensors])
+    files = files_of(
+        [*_tensors(params, config, dtype), *_constants(config), *from_source.vision_tensors]
+    )
     stored_as = dtype or str(params["embedding"][...].dtype)
     fields = format_hf_config(config, stored_as, from_source.fields)
     if identity:

@@ -8,10 +8,12 @@ mixer outside of this package brings its own (`hf_entries`, docs/extending.md).
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import ModelConfig, to_dict
-from qwen3next_jax.interop.entries import Entries, Entry, one_tensor, swiglu, under_module, vector
+from qwen3next_jax.interop.entries import Entries, Entry, one_tensor, swiglu, under_module
 from qwen3next_jax.interop.families import FORMS
 from qwen3next_jax.interop.families.form import NOT_IN_FILES, Form
 from qwen3next_jax.model import declared
@@ -73,24 +75,37 @@ def _parameters(config: ModelConfig, declarations: Mapping[str, Declared]) -> It
             full_path = module + entry.path
             yield Parameter(full_path, entry, prefixes, declarations.get(full_path))
 
-    yield from with_paths("", (form.trunk_prefix,), _embedding_and_norm(config))
+    yield from with_paths("", (form.trunk_prefix,), _embedding(config))
+    yield from with_paths("", (form.trunk_prefix,), form.final_norm(config))
     if not config.tie_word_embeddings:
         yield from with_paths("", ("",), _head(config))
     for position, layers in enumerate(config.stacks):
         prefixes = tuple(f"{form.trunk_prefix}layers.{layer}." for layer in layers)
         entries = _layer(form, config, *config.layer_kinds[layers[0]])
         yield from with_paths(f"layers/{position}/", prefixes, entries)
+        number = config.ple.number(layers[0])
+        if number is not None:
+            entries = form.layer_embedding(config, number)
+            yield from with_paths(f"layers/{position}/embedding/", prefixes, entries)
     if config.mtp_depth:
         yield from with_paths("mtp/", ("mtp.",), form.multi_token_prediction(config))
         entries = _layer(form, config, *config.layer_kinds[-1])
         yield from with_paths("mtp/block/", ("mtp.layers.0.",), entries)
 
 
-def _embedding_and_norm(config: ModelConfig) -> Iterator[Entry]:
-    """The entries of the embedding and of the norm after the last layer."""
+def constants(config: ModelConfig) -> dict[str, np.ndarray]:
+    """The tensors that hold no parameters: name → the integers that the settings ask for."""
+    form = FORMS[config.hf_form]
+    return {
+        f"{form.trunk_prefix}layers.{layer - 1}.{name}": value
+        for layer in config.ple.layer_ids
+        for name, value in form.layer_constants(config, config.ple.number(layer - 1)).items()
+    }
+
+
+def _embedding(config: ModelConfig) -> Iterator[Entry]:
     size = (config.vocab_size, config.hidden_size)
     yield one_tensor("embedding", "embed_tokens.weight", (0, 1), size)
-    yield vector("final_norm", "norm.weight", config.hidden_size)
 
 
 def _head(config: ModelConfig) -> Iterator[Entry]:
@@ -101,8 +116,7 @@ def _layer(form: Form, config: ModelConfig, mixer: str, sparse: bool) -> Iterato
     """The entries of a layer with the mixer of that name, and with experts (`sparse`) or a dense
     MLP.
     """
-    yield vector("mixer_norm", "input_layernorm.weight", config.hidden_size)
-    yield vector("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
+    yield from form.layer_norms(config)
     yield from under_module("mixer", _mixer_entries(form, mixer)(config))
     if sparse:
         yield from under_module("mlp", form.experts(config))

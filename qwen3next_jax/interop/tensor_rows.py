@@ -68,10 +68,16 @@ def layer_rows(parameter: Parameter, tensor: TensorSlice) -> range | np.ndarray:
     """
     row_shape, _ = _row_and_column_shape(parameter, tensor)
     index, order = tensor.index, tensor.row_order
-    if order is None and all(isinstance(position, int) for position in index):
-        count = math.prod(row_shape[len(index) :])
-        number = np.ravel_multi_index(index, row_shape[: len(index)]) if index else 0
-        return range(int(number) * count, (int(number) + 1) * count)
+    ahead = index[:-1] if index and isinstance(index[-1], slice) else index
+    if order is None and all(isinstance(position, int) for position in ahead):
+        count = math.prod(row_shape[len(ahead) :])
+        number = np.ravel_multi_index(ahead, row_shape[: len(ahead)]) if ahead else 0
+        rows = range(int(number) * count, (int(number) + 1) * count)
+        if len(ahead) == len(index):
+            return rows
+        side, below = row_shape[len(ahead)], count // row_shape[len(ahead)]
+        start, stop, _ = index[-1].indices(side)
+        return rows[start * below : stop * below]
     rows = np.arange(math.prod(row_shape)).reshape(row_shape)[index].ravel()
     return rows if order is None else rows[order]
 

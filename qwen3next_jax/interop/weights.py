@@ -212,7 +212,28 @@ class Weights:
           UserError: the tensor is not of a floating-point type, or the file changed or cannot be
             read.
         """
-        dtype = self.dtype(name)
+        return self._read(name, self.dtype(name), rows, columns)
+
+    def read_integers(self, name: str) -> np.ndarray:
+        """A whole tensor of 64-bit integers.
+
+        Raises:
+          UserError: the stored tensor is of another dtype.
+        """
+        location = self._locations[name]
+        if location.dtype != "I64":
+            raise UserError(
+                f"{self.directory}: tensor {name} is {location.dtype}: expected I64, integers"
+            )
+        return self._read(name, np.dtype(np.int64)).reshape(location.shape)
+
+    def _read(
+        self,
+        name: str,
+        dtype: np.dtype,
+        rows: slice = slice(None),
+        columns: slice = slice(None),
+    ) -> np.ndarray:
         file, _, shape, tensor_start = self._locations[name]
         height, width = math.prod(shape[:-1]), math.prod(shape[-1:])
         top, bottom, _ = rows.indices(height)

@@ -39,7 +39,13 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 _INCOMPLETE = re.compile(r"model(-[0-9]+-of-[0-9]+)?\.safetensors\.tmp")
 # The folder of the files beside the weights, until progress.json names them.
 _OTHER_FILES = "rest.tmp"
-_DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
+_DTYPE_NAMES = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float64": "F64",
+    "int64": "I64",
+}
 
 
 class Tensor(NamedTuple):

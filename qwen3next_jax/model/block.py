@@ -14,6 +14,7 @@ from qwen3next_jax.config.registry import MIXERS, resolve
 from qwen3next_jax.model.layers import Context, rms_norm, token_mean
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.moe import SparseMoE
+from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.row_groups import merge_rows, row_groups, split_rows
 from qwen3next_jax.ops.blocks import save_for_backward
@@ -44,7 +45,8 @@ def check_mixers(config: ModelConfig) -> None:
     for mixer in used.values():
         mixer.check(config)
     read = {setting for mixer in used.values() for setting in mixer.switches} | set(Block.switches)
-    for setting in (*ABLATIONS, "delta_rule", "yarn_factor", "block.rope_scaling"):
+    others = ("output_gate_type", "delta_rule", "yarn_factor", "block.rope_scaling")
+    for setting in (*ABLATIONS, *others):
         value, default = map(operator.attrgetter(setting), (config, ModelConfig()))
         require(
             value == default or setting in read,
@@ -70,6 +72,11 @@ def unread_by_mixers(config: ModelConfig) -> dict[str, str]:
             for mixer in used.values()
         )
     }
+
+
+def has_indexer(config: ModelConfig) -> bool:
+    """Whether a mixer of the model trains an indexer by a loss of its own."""
+    return any(mixer_class(name).has_loss for name, _ in config.layer_kinds)
 
 
 def partial_ablations(config: ModelConfig) -> list[str]:
@@ -119,27 +126,50 @@ def versions(config: ModelConfig) -> dict[str, int]:
     return {name: getattr(part, "version", 1) for name, part in parts.items()}
 
 
-def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int]:
-    """What the layers' mixers ask of a mesh (see `sharding.mesh.check_divides`): the settings
-    that `tensor` must divide, and the tokens read of a neighbour.
+def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int, list[str]]:
+    """What the layers ask of a mesh (see `sharding.mesh.check_divides`): the settings that
+    `tensor` must divide, the tokens read of a neighbour, and the parts that need whole rows.
     """
-    mixers = [mixer_class(name) for name in dict.fromkeys(name for name, _ in config.layer_kinds)]
-    splits = {setting: size for mixer in mixers for setting, size in mixer.splits(config).items()}
-    return splits, max(mixer.halo(config) for mixer in mixers)
+    mixers = {name: mixer_class(name) for name, _ in config.layer_kinds}
+    splits = {
+        setting: size for mixer in mixers.values() for setting, size in mixer.splits(config).items()
+    }
+    whole_rows = [f"the mixer {name!r}" for name, mixer in mixers.items() if mixer.whole_rows]
+    if config.ple.layer_ids and config.ple.module().whole_rows:
+        whole_rows.append(f"the embedding {config.ple.embedding!r} of model.ple.layer_ids")
+    return splits, max(mixer.halo(config) for mixer in mixers.values()), whole_rows
+
+
+def layer_cache(config: ModelConfig, layer: int, batch: int, length: int) -> dict[str, Any]:
+    """The cache of one layer before the first token: its mixer's, and under "embedding" that of
+    the layer's embedding, if it has one.
+    """
+    cache = mixer_class(config.mixers[layer]).init_cache(config, batch, length)
+    if config.ple.number(layer) is None:
+        return cache
+    return cache | {"embedding": config.ple.module().init_cache(config, batch)}
 
 
 class Block(nnx.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)). `layers`: numbers of the layers stacked in it."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)). `layers`: numbers of the layers stacked in it.
+
+    What goes from layer to layer is the residual stream, here as wide as the model. Another
+    placement overrides `before` and `after`; one with a wider stream also `enter`, `make_last`,
+    `leave` and `multi_token_prediction`.
+    """
 
     switches = ("zero_centered_norm",)
+    # a module that adds an embedding of the tokens before the mixer; the model gives it to a layer
+    embedding: nnx.Module | None = None
+    multi_token_prediction = MultiTokenPrediction
 
     def __init__(
         self, config: ModelConfig, mixer: str, sparse: bool, make: Make, layers: tuple[int, ...]
     ):
         self.config = config
-        self.mixer_norm = make.norm(config.hidden_size)
+        self.mixer_norm = self.make_norm(make)
         self.mixer = mixer_class(mixer)(config, make, layers)
-        self.mlp_norm = make.norm(config.hidden_size)
+        self.mlp_norm = self.make_norm(make)
         mlp = config.moe.mixture() if sparse else config.block.resolve("mlp")
         self.mlp = mlp(config, make)
 
@@ -165,24 +195,45 @@ class Block(nnx.Module):
             if context.return_all_states and self.mixer.cache_kind == "state"
             else self.mixer
         )
-        xs_BTD, contexts = [], []
+        if self.embedding is not None:
+            x_BTD, cache, embedding_cache = self._add_embedding(x_BTD, context, cache)
+        xs_BTD, contexts, mixer_losses = [], [], []
         for rows_BTD, own in split_rows(
             x_BTD, context, row_groups(x_BTD, self.config, context.mesh) if several else 1
         ):
             mixed_BTD, diagnostics, cache = mix(whole(self.before(rows_BTD, "mixer")), own, cache)
             xs_BTD.append(save_for_backward(whole(self.after(rows_BTD, mixed_BTD, "mixer"))))
             contexts.append(own)
+            if "mixer_loss" in diagnostics:
+                mixer_losses.append(diagnostics.pop("mixer_loss"))
         inputs_BTD = [whole(self.before(rows_BTD, "mlp")) for rows_BTD in xs_BTD]
         y_BTD, aux = self.mlp(inputs_BTD, contexts) if sparse else self.mlp(inputs_BTD[0], context)
         x_BTD = merge_rows(
             [whole(self.after(x, y, "mlp")) for x, y in zip(xs_BTD, y_BTD if sparse else [y_BTD])],
             context,
         )
+        if mixer_losses:
+            aux["mixer_loss"] = sum(mixer_losses)
         if context.collect_stats:
             aux["diagnostics"] = (
                 diagnostics | aux.get("diagnostics", {}) | _activations(x_BTD, context.stats_mask)
             )
+        if self.embedding is not None and cache is not None:
+            cache = cache | {"embedding": embedding_cache}
         return x_BTD, aux, cache
+
+    def _add_embedding(self, x_BTD: jax.Array, context: Context, cache: dict | None):
+        """(x with the layer's embedding added, the mixer's cache, the embedding's cache)."""
+        own = None
+        if cache is not None:
+            own = cache["embedding"]
+            cache = {name: leaf for name, leaf in cache.items() if name != "embedding"}
+        added_BTD, own = self.embedding(x_BTD, context, own)
+        return x_BTD + added_BTD, cache, own
+
+    def make_norm(self, make: Make) -> nnx.Module | nnx.Param:
+        """The parameters with which `before` and `after` treat the mixer, or the MLP."""
+        return make.norm(self.config.hidden_size)
 
     def before(self, x_BTD: jax.Array, part: str) -> jax.Array:
         """The input of `part`, "mixer" or "mlp", made of the residual stream."""
@@ -191,6 +242,21 @@ class Block(nnx.Module):
     def after(self, x_BTD: jax.Array, y_BTD: jax.Array, part: str) -> jax.Array:
         """The residual stream after `part`: x is the stream before it, y the part's output."""
         return x_BTD + y_BTD
+
+    @staticmethod
+    def enter(x_BTD: jax.Array, config: ModelConfig) -> jax.Array:
+        """The residual stream before the first layer, of the embeddings [B, T, D]."""
+        return x_BTD
+
+    @staticmethod
+    def make_last(config: ModelConfig, make: Make) -> nnx.Module | nnx.Param:
+        """The parameters of `leave`."""
+        return make.norm(config.hidden_size)
+
+    @staticmethod
+    def leave(x_BTD: jax.Array, last: Any, config: ModelConfig) -> jax.Array:
+        """What the head reads [B, T, D], of the residual stream after the last layer."""
+        return rms_norm(x_BTD, last[...], config)
 
 
 def _activations(x_BTD: jax.Array, counted_BT: jax.Array | None) -> dict[str, jax.Array]:

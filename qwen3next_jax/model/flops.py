@@ -57,8 +57,9 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
 
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[str, float]:
     """Model FLOPs of one token's forward pass, by part: each mixer by name, "router", "experts"
-    (the chosen ones), "mlp" (dense and shared), "head", and "mtp" with all of its module and its
-    head, once per depth.
+    (the chosen ones), "mlp" (dense and shared), "residual" (the mixes of several streams),
+    "embedding" (projections of a layer's own embedding), "head", and "mtp" with all of its module
+    and its head, once per depth.
     """
     head = 2.0 * config.hidden_size * config.vocab_size  # of a tied embedding, too
     parts = {"head": head, "mtp": config.mtp_depth * head}
@@ -105,4 +106,7 @@ def _part(config: ModelConfig, path: str, parameter: Declared) -> str:
         return "mtp"
     if parameter.kind == "router" or parameter.experts > 1:
         return "router" if parameter.kind == "router" else "experts"
-    return config.mixers[config.stacks[int(place[0])][0]] if place[1] == "mixer" else "mlp"
+    if group != "layers" or place[1] in ("mixer_norm", "mlp_norm"):
+        return "residual"
+    mixer = config.mixers[config.stacks[int(place[0])][0]]
+    return mixer if place[1] == "mixer" else place[1]

@@ -78,20 +78,25 @@ class GatedAttention(Mixer):
         """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache with these tokens'
         keys and values written).
         """
-        c = self.config
         if cache is None and self.uses_fused_layout(x_BTD, context):
             return *self._fused(x_BTD, context), None
-        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.project(x_BTD, context)
-        if c.qk_norm:
-            q_BTNK = self.normed(q_BTNK, self.q_norm[...])
-            k_BTMK = self.normed(k_BTMK, self.k_norm[...])
-        q_BTNK, k_BTMK = (self.placed(x, context.positions) for x in (q_BTNK, k_BTMK))
-
+        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.heads(x_BTD, context)
         o_BTNK, after = self.attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
         diagnostics = {}
         if context.collect_stats and cache is None:
             diagnostics = self.diagnostics(q_BTNK, k_BTMK, gate_BTNK, context)
         return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, after
+
+    def heads(
+        self, x_BTD: jax.Array, context: Context
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
+        """What `project` gives, with queries and keys normed and in their places."""
+        q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.project(x_BTD, context)
+        if self.config.qk_norm:
+            q_BTNK = self.normed(q_BTNK, self.q_norm[...])
+            k_BTMK = self.normed(k_BTMK, self.k_norm[...])
+        q_BTNK, k_BTMK = (self.placed(x, context.positions) for x in (q_BTNK, k_BTMK))
+        return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
 
     def project(
         self, x_BTD: jax.Array, context: Context

@@ -13,6 +13,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.ops.gated_norm import GATES
 from qwen3next_jax.sharding.rules import constrain
 
 
@@ -22,7 +23,7 @@ class GatedDeltaNet(Recurrent):
 
     For each token: q, k, v, z = W x, convolved; β = σ(w_b x), g = -e^{A_log} softplus(w_a x +
     dt_bias) for each value head; o as `ops.gated_delta_rule` computes it, with q and k of length
-    1; y = W_out (RMSNorm(o) SiLU(z)).
+    1; y = W_out (RMSNorm(o) SiLU(z)), or with the sigmoid of z (`model.output_gate_type`).
 
     The input projections have the grouping of the released checkpoint: one matrix [q | k | v | z]
     and one [b | a] for each key head, so that splitting G over devices leaves every value head
@@ -38,6 +39,7 @@ class GatedDeltaNet(Recurrent):
         "erase",
         "beta_gate",
         "linear_output_gate",
+        "output_gate_type",
     )
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
@@ -124,6 +126,9 @@ class GatedDeltaNet(Recurrent):
                 ba_BTGC[..., -r:].reshape(shape) + self.dt_bias[...].astype(jnp.float32)
             )
         return g_BTH, beta_BTH
+
+    def activation(self, gate: jax.Array) -> jax.Array:
+        return GATES[self.config.output_gate_type](gate)
 
     @classmethod
     def uses_delta_term(cls, config: ModelConfig) -> bool:

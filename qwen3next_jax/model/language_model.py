@@ -22,10 +22,10 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.block import check_mixers, mixer_class
+from qwen3next_jax.model.block import check_mixers, layer_cache, mixer_class
 from qwen3next_jax.model.layer_stack import run_layers
-from qwen3next_jax.model.layers import Context, document_positions, rms_norm
-from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction, targets_in_document
+from qwen3next_jax.model.layers import Context, document_positions
+from qwen3next_jax.model.multi_token_prediction import targets_in_document
 from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops import linear_cross_entropy
@@ -57,6 +57,8 @@ class Features(NamedTuple):
       hidden_states, router_logits: per layer, where asked for; else None.
       diagnostics: per layer a dict of small arrays (see the layers' classes), the MTP module's at
         depth 0 last, where asked for; else None.
+      mixer_losses: [] of each layer whose mixer has a loss of its own, in order, the sum over its
+        tokens; mtp_mixer_loss: of the MTP module, over all depths, or None.
     """
 
     hidden: jax.Array
@@ -66,6 +68,8 @@ class Features(NamedTuple):
     hidden_states: tuple[jax.Array, ...] | None = None
     router_logits: tuple[jax.Array, ...] | None = None
     diagnostics: tuple[dict[str, jax.Array], ...] | None = None
+    mixer_losses: tuple[jax.Array, ...] = ()
+    mtp_mixer_loss: jax.Array | None = None
 
 
 class Output(NamedTuple):
@@ -108,13 +112,16 @@ class Qwen3Next(nnx.Module):
                 for layers in c.stacks
             ]
         )
-        self.final_norm = make.norm(c.hidden_size)
+        for number, layer in enumerate(sorted(c.ple.layer_ids)):
+            (of_layer,) = [own for own, layers in zip(self.layers, c.stacks) if layer - 1 in layers]
+            of_layer.embedding = c.ple.module()(c, make.stacked(1), number)
+        self.final_norm = block.make_last(c, make)
         if not c.tie_word_embeddings:
             self.head = make.matrix(
                 (c.hidden_size, c.vocab_size), "embed -> vocab", kind="head", gathered="operator"
             )
         if c.mtp_depth:
-            self.mtp = MultiTokenPrediction(c, make)
+            self.mtp = block.multi_token_prediction(c, make)
         check_declared(self)
 
     def __call__(
@@ -153,6 +160,7 @@ class Qwen3Next(nnx.Module):
         capture: bool = False,
         diagnose: bool = False,
         mesh: Mesh | None = None,
+        indexer: str = "frozen",
     ) -> Features:
         """The forward pass without the output head.
 
@@ -163,6 +171,7 @@ class Qwen3Next(nnx.Module):
           diagnose: also return each layer's diagnostics.
           mesh: the devices that share the pass, with parameters as `sharding.rules` places them;
             None for one device.
+          indexer: how indexers train (see `Context`).
         """
         b, t = tokens.shape
         if segment_ids is None:
@@ -175,6 +184,7 @@ class Qwen3Next(nnx.Module):
             context = Context(
                 document_positions(segment_ids), segment_ids, segment_ids > 0, diagnose, mesh
             )
+        context = self._with_tokens(context._replace(indexer=indexer), tokens)
         embedded = self.embed(tokens, mesh)
         results_are_named = (  # by `ops.blocks.save_for_backward`, of which "kept" makes use
             all(vars(mixer_class(name)).get("names_kept") for name in self.config.mixers)
@@ -186,15 +196,17 @@ class Qwen3Next(nnx.Module):
             if remat == "none" and results_are_named and embedded.dtype.itemsize < 4
             else remat
         )
-        x = self.positions(embedded, context.positions)
+        entered = self._enter(embedded, context.positions)
         x, per_layer, _ = run_layers(
-            self.layers, self.config, x, context, remat=remat, capture=capture
+            self.layers, self.config, entered, context, remat=remat, capture=capture
         )
-        hidden = constrain(self._final(x), mesh, "batch", "time", None)
-        mtp_hidden, mtp_router, mtp_diagnostics = self._run_mtp(hidden, embedded, context, remat)
+        hidden = constrain(self.leave(x), mesh, "batch", "time", None)
+        mtp_hidden, mtp_router, mtp_diagnostics, mtp_mixer_loss = self._run_mtp(
+            x, hidden, embedded, context, remat
+        )
 
         hidden_states = (
-            (embedded, *(layer["x"] for layer in per_layer[:-1]), hidden) if capture else None
+            (entered, *(layer["x"] for layer in per_layer[:-1]), hidden) if capture else None
         )
         router_logits = (
             tuple(layer["router_logits"] for layer in per_layer if "router_logits" in layer)
@@ -211,7 +223,15 @@ class Qwen3Next(nnx.Module):
             (*(layer["diagnostics"] for layer in per_layer), *mtp_diagnostics) if diagnose else None
         )
         return Features(
-            hidden, mtp_hidden, router, mtp_router, hidden_states, router_logits, diagnostics
+            hidden,
+            mtp_hidden,
+            router,
+            mtp_router,
+            hidden_states,
+            router_logits,
+            diagnostics,
+            tuple(layer["mixer_loss"] for layer in per_layer if "mixer_loss" in layer),
+            mtp_mixer_loss,
         )
 
     def decode(
@@ -222,6 +242,7 @@ class Qwen3Next(nnx.Module):
         segment_ids: jax.Array | None = None,
         mesh: Mesh | None = None,
         return_all_states: bool = False,
+        leave: bool = True,
     ) -> tuple[jax.Array, list]:
         """Continues cached rows by some tokens.
 
@@ -236,14 +257,16 @@ class Qwen3Next(nnx.Module):
             [repeats, B, T, …]. Needs segment_ids = None.
 
         Returns:
-          The states [B, T, D] after the final norm; the cache after these tokens.
+          The states [B, T, D] after the final norm, or without `leave` the residual stream before
+          it; the cache after these tokens.
         """
         context = Context(
             positions, segment_ids, mesh=mesh, time=None, return_all_states=return_all_states
         )
-        x = self.positions(self.embed(tokens, mesh, time=None), positions)
+        context = self._with_tokens(context, tokens)
+        x = self._enter(self.embed(tokens, mesh, time=None), positions)
         x, _, cache = run_layers(self.layers, self.config, x, context, cache)
-        return self._final(x), cache
+        return self.leave(x) if leave else x, cache
 
     def init_cache(self, batch: int, length: int) -> list:
         """The cache of `length` slots before the first token: for each block that is traced
@@ -251,10 +274,9 @@ class Qwen3Next(nnx.Module):
         """
 
         def empty(layers: tuple[int, ...]):
-            mixer = mixer_class(self.config.mixers[layers[0]])
+            cache = layer_cache(self.config, layers[0], batch, length)
             return jax.tree.map(
-                lambda leaf: jnp.broadcast_to(leaf, (len(layers), *leaf.shape)),
-                mixer.init_cache(self.config, batch, length),
+                lambda leaf: jnp.broadcast_to(leaf, (len(layers), *leaf.shape)), cache
             )
 
         return [empty(layers) for layers in self.config.stacks]
@@ -348,14 +370,26 @@ class Qwen3Next(nnx.Module):
             preferred_element_type=jnp.float32,
         )
 
-    def _final(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.final_norm[...], self.config)
+    def _enter(self, embedded: jax.Array, positions: jax.Array) -> jax.Array:
+        """The residual stream before the first layer."""
+        placement = self.config.block.resolve("placement")
+        return placement.enter(self.positions(embedded, positions), self.config)
 
-    def _run_mtp(self, hidden, embedded, context: Context, remat: str):
+    def leave(self, x: jax.Array) -> jax.Array:
+        """The final norm, or what a wider residual stream has in its place → [B, T, D]."""
+        return self.config.block.resolve("placement").leave(x, self.final_norm, self.config)
+
+    def _with_tokens(self, context: Context, tokens: jax.Array) -> Context:
+        return context._replace(tokens=tokens) if self.config.ple.layer_ids else context
+
+    def _run_mtp(self, x, hidden, embedded, context: Context, remat: str):
         """→ (per depth the normed states, router statistics summed over depths, [diagnostics of
-        depth 0] or []).
+        depth 0] or [], the mixer's own loss summed over depths or None).
         """
         states, total, diagnostics = [], {}, []
+        if not self.config.mtp_depth:
+            return (), {}, [], None
+        state = self.mtp.state(x, hidden)
         segment_ids = (
             jnp.ones(hidden.shape[:2], jnp.int32)
             if context.segment_ids is None
@@ -365,24 +399,26 @@ class Qwen3Next(nnx.Module):
             counted = targets_in_document(segment_ids, 2 + depth)
             graphdef, params = nnx.split(self.mtp)
 
-            def apply(params, hidden, shifted, graphdef=graphdef, counted=counted):
+            def apply(params, state, shifted, graphdef=graphdef, counted=counted):
                 params = gather_params(params, context.mesh, self.config.dtype)
                 x, aux, _ = nnx.merge(graphdef, params).before_norm(
-                    hidden, shifted, context._replace(stats_mask=counted)
+                    state, shifted, context._replace(stats_mask=counted)
                 )
                 return constrain(x, context.mesh, "batch", "time", None), aux
 
             x, aux = rematerialized(apply, remat)(
-                params, hidden, jnp.roll(embedded, -(1 + depth), axis=1)
+                params, state, jnp.roll(embedded, -(1 + depth), axis=1)
             )
             # Not inside `apply`: for the norm's gradient alone remat would run the experts again.
-            hidden = rms_norm(x, self.mtp.norm[...], self.config)
+            hidden = self.mtp.leave(x)
+            state = self.mtp.state(x, hidden)
             aux.pop("router_logits", None)
             if context.collect_stats:
                 diagnostics.append(aux.pop("diagnostics"))
             total = jax.tree.map(jnp.add, total, aux) if total else aux
             states.append(hidden)
-        return tuple(states), total, diagnostics[:1]
+        mixer_loss = total.pop("mixer_loss", None)
+        return tuple(states), total, diagnostics[:1], mixer_loss
 
 
 @functools.lru_cache(maxsize=256)

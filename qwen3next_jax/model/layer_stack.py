@@ -62,11 +62,11 @@ def run_layers(
     # the layers before the period: their stacks hold one layer
     single = sum(len(layers) == 1 for layers in config.stacks)
     first_of = functools.partial(jax.tree.map, lambda leaf: leaf[0])
-    own = [c if is_in_place else first_of(c) for c, is_in_place in zip(caches, in_place[:single])]
+    own = [_of_own(first_of, c, is_in_place) for c, is_in_place in zip(caches, in_place[:single])]
     x_BTD, per_layer, own = run(graphdefs[:single], first_of(list(params[:single])), x_BTD, own, 0)
     stacked_again = functools.partial(jax.tree.map, lambda leaf: leaf[None])
     caches[:single] = [
-        c if is_in_place else stacked_again(c) for c, is_in_place in zip(own, in_place)
+        _of_own(stacked_again, c, is_in_place) for c, is_in_place in zip(own, in_place)
     ]
     if single == len(blocks):
         return x_BTD, per_layer, caches
@@ -110,6 +110,15 @@ def run_layers(
         for aux in auxes:
             per_layer.append(jax.tree.map(lambda leaf, i=repeat: leaf[i], aux))
     return x_BTD, per_layer, caches
+
+
+def _of_own(f, cache: Cache | None, in_place: bool) -> Cache | None:
+    """`cache` with `f` of the parts that a layer gets without those of other layers: all of them,
+    or where the mixer writes in place the layer's embedding's alone.
+    """
+    if cache is None or not in_place:
+        return f(cache)
+    return {name: f(part) if name == "embedding" else part for name, part in cache.items()}
 
 
 def _run_blocks(

@@ -37,6 +37,9 @@ class Context(NamedTuple):
     return_all_states: a mixer whose cache is a state returns the state after every token (see
       `Mixer.each_token`).
     layer: which of the stacked layers of a cache with slots is this layer's.
+    tokens: [B, T] int32, for layers that embed them; None where no layer does.
+    indexer: how mixers with an indexer train it: "frozen", "dense" or "sparse"
+      (`TrainConfig.indexer_training`).
     """
 
     positions: jax.Array
@@ -47,6 +50,8 @@ class Context(NamedTuple):
     time: str | None = "time"
     return_all_states: bool = False
     layer: jax.Array | int = 0
+    tokens: jax.Array | None = None
+    indexer: str = "frozen"
 
     @property
     def time_axis(self) -> str | None:

@@ -21,6 +21,7 @@ Switch = Literal[
     "erase",
     "beta_gate",
     "linear_output_gate",
+    "output_gate_type",
     "attention_output_gate",
     "qk_norm",
     "delta_rule",
@@ -57,6 +58,8 @@ class Mixer(nnx.Module):
     in_place: for a cache with slots: the mixer gets the caches of all layers that are stacked
       with it, [layers, B, …], and writes into that of `context.layer`. Cutting the layer's cache
       out and putting it back would copy it for every token.
+    has_loss: it trains an indexer by a loss of its own (`Context.indexer`, `loss_tokens`).
+    whole_rows: the mesh axis `context` cannot split the rows that it works on.
     names_kept: whether its products and operators name the results that the backward pass needs
       (`ops.blocks.save_for_backward`). Not inherited.
     """
@@ -72,6 +75,8 @@ class Mixer(nnx.Module):
     version: ClassVar[int] = 1
     cache_kind: ClassVar[Literal["state", "slots"]] = "state"
     in_place: ClassVar[bool] = False
+    has_loss: ClassVar[bool] = False
+    whole_rows: ClassVar[bool] = False
     names_kept: ClassVar[bool] = False
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
@@ -95,8 +100,9 @@ class Mixer(nnx.Module):
           cache: that of `init_cache` or of an earlier call; None in training.
 
         Returns:
-          y [B, T, D]; diagnostics, small arrays by name ({} unless `context.collect_stats`); the
-          cache after these tokens, None without one.
+          y [B, T, D]; diagnostics, small arrays by name ({} unless `context.collect_stats`),
+          and beside them the mixer's own loss, if it has one: "mixer_loss" [], the sum over its
+          `loss_tokens`; the cache after these tokens, None without one.
         """
         raise NotImplementedError
 
@@ -128,6 +134,15 @@ class Mixer(nnx.Module):
     def settings(cls, config: ModelConfig) -> Any:
         """The values of `Settings` in this configuration."""
         return config.mixer.read(cls.Settings)
+
+    @classmethod
+    def loss_tokens(
+        cls, config: ModelConfig, positions_BT: jax.Array, counted_BT: jax.Array
+    ) -> jax.Array:
+        """[B, T] bool: the tokens, of those that count, over which the mixer's own loss is a mean.
+        `positions_BT`: of each token in its document.
+        """
+        return counted_BT
 
     @classmethod
     def tokens_seen_ahead(cls, config: ModelConfig) -> float:

@@ -24,45 +24,71 @@ from qwen3next_jax.sharding.rules import constrain
 class MultiTokenPrediction(nnx.Module):
     """norm → fc([embedding ; state]) → a layer of `full_mixer` → norm. A mixer that depends on
     its layer's number gets the number of the model's last layer, as its formulas end there.
+
+    Where the residual stream is wider than the model, a subclass overrides `make_input`, `input`
+    and `state`.
     """
 
     def __init__(self, config: ModelConfig, make: Make):
-        self.config, d = config, config.hidden_size
-        self.embedding_norm = make.norm(d)
-        self.hidden_norm = make.norm(d)
-        self.fc = make.matrix((2 * d, d), "embed -> embed_out")  # the embedding's half first
-        self.block = config.block.resolve("placement")(
+        self.config = config
+        self.make_input(make)
+        placement = config.block.resolve("placement")
+        self.block = placement(
             config, *config.layer_kinds[-1], make, (config.num_hidden_layers - 1,)
         )
-        self.norm = make.norm(d)
+        self.norm = placement.make_last(config, make)
 
     def __call__(
         self,
-        hidden_BTD: jax.Array,
+        state_BTD: jax.Array,
         embedded_BTD: jax.Array,
         context: Context,
         cache: dict | None = None,
-    ) -> tuple[jax.Array, dict[str, jax.Array], dict | None]:
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], dict | None]:
         """One depth.
 
         Args:
-          hidden_BTD: the states of the depth before.
+          state_BTD: the states of the depth before.
           embedded_BTD: for each position the embedding of the token that it is combined with.
 
         Returns:
-          The normed states [B, T, D], the block's auxiliary outputs, the cache.
+          The normed states [B, T, D] for the head, the states for the next depth, the block's
+          auxiliary outputs, the cache.
         """
-        x_BTD, aux, cache = self.before_norm(hidden_BTD, embedded_BTD, context, cache)
-        return rms_norm(x_BTD, self.norm[...], self.config), aux, cache
+        x_BTD, aux, cache = self.before_norm(state_BTD, embedded_BTD, context, cache)
+        hidden_BTD = self.leave(x_BTD)
+        return hidden_BTD, self.state(x_BTD, hidden_BTD), aux, cache
 
     def before_norm(
         self,
-        hidden_BTD: jax.Array,
+        state_BTD: jax.Array,
         embedded_BTD: jax.Array,
         context: Context,
         cache: dict | None = None,
     ):
-        """`__call__` without the last norm."""
+        """The layer's residual stream, aux, cache."""
+        return self.block(self.input(state_BTD, embedded_BTD, context), context, cache)
+
+    def leave(self, x_BTD: jax.Array) -> jax.Array:
+        """What the head reads, of the layer's residual stream."""
+        return self.config.block.resolve("placement").leave(x_BTD, self.norm, self.config)
+
+    @staticmethod
+    def state(x_BTD: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
+        """What the next depth reads of a depth, or depth 0 of the trunk: its residual stream, or
+        what its head reads.
+        """
+        return hidden_BTD
+
+    def make_input(self, make: Make) -> None:
+        """The parameters of `input`."""
+        d = self.config.hidden_size
+        self.embedding_norm = make.norm(d)
+        self.hidden_norm = make.norm(d)
+        self.fc = make.matrix((2 * d, d), "embed -> embed_out")  # the embedding's half first
+
+    def input(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context) -> jax.Array:
+        """The residual stream before the module's layer."""
         pair = jnp.concatenate(
             (
                 rms_norm(embedded_BTD, self.embedding_norm[...], self.config),
@@ -70,7 +96,7 @@ class MultiTokenPrediction(nnx.Module):
             ),
             axis=-1,
         )
-        x_BTD = save_for_backward(
+        return save_for_backward(
             constrain(
                 pair @ self.fc[...].astype(hidden_BTD.dtype),
                 context.mesh,
@@ -79,7 +105,6 @@ class MultiTokenPrediction(nnx.Module):
                 None,
             )
         )
-        return self.block(x_BTD, context, cache)
 
 
 def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:

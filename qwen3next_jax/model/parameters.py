@@ -33,8 +33,18 @@ from qwen3next_jax.sharding.rules import check_logical_axes
 #   it never decays. It stays float32.
 # - balance: the bias of a router. The experts' load moves it (`training.router_bias`), no gradient
 #   and no weight decay does.
+# - indexer: of sparse attention. A loss of its own trains it, or it is frozen; it never decays.
 Kind = Literal[
-    "matrix", "embedding", "head", "router", "convolution", "vector", "norm", "rate", "balance"
+    "matrix",
+    "embedding",
+    "head",
+    "router",
+    "convolution",
+    "vector",
+    "norm",
+    "rate",
+    "balance",
+    "indexer",
 ]
 
 
@@ -94,7 +104,9 @@ class Declared:
 
     def decays(self, norm_weights: bool) -> bool:
         """Whether weight decay acts on it. `norm_weights`: whether it acts on weights of norms."""
-        return self.kind not in ("rate", "balance") and (norm_weights or self.kind != "norm")
+        return self.kind not in ("rate", "balance", "indexer") and (
+            norm_weights or self.kind != "norm"
+        )
 
 
 class Make:

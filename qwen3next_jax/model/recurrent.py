@@ -400,7 +400,9 @@ class Recurrent(Mixer):
                 implementation=c.named_delta_rule,
                 axis_name=context.time_axis,
             )
-            o_BTC = gated_norm(o_BTHV.reshape(gate.shape), gate, norm_V, c.rms_norm_eps)
+            o_BTC = gated_norm(
+                o_BTHV.reshape(gate.shape), gate, norm_V, c.rms_norm_eps, c.output_gate_type
+            )
             return o_BTC, final_state
 
         spec = functools.partial(activation_spec, "batch")

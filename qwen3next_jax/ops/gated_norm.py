@@ -1,4 +1,4 @@
-"""RMS norm of each head times a SiLU gate.
+"""RMS norm of each head times a SiLU gate, or a sigmoid one.
 
 B batch, T time, H heads of V channels.
 """
@@ -11,21 +11,27 @@ import jax.numpy as jnp
 from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 
-def gated_norm(o, gate, weight, eps: float):
+GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
+
+
+def gated_norm(o, gate, weight, eps: float, gate_type: str = "silu"):
     """y = o / rms(o) · weight · silu(gate), with the root mean square over the channels of a head.
 
     The output norm of Gated DeltaNet (https://arxiv.org/abs/2412.06464), fla's
     `FusedRMSNormGated`. With kernels, on a TPU or a Hopper GPU, it is one pass over memory forward
-    and one backward.
+    and one backward; with another gate it is XLA's form.
 
     Args:
       o, gate: [B, T, H · V].
       weight: [V].
       eps: is added to the mean square.
+      gate_type: the function of the gate, one of `GATES`.
 
     Returns:
       y: [B, T, H · V] in o's dtype, computed in float32.
     """
+    if gate_type != "silu":
+        return jax.checkpoint(functools.partial(in_xla, eps, gate_type=gate_type))(o, gate, weight)
     chosen = choose("gated_norm", None, FORMS, o=o, weight=weight, eps=eps)
     return _operator(chosen, eps, o, gate, weight)
 
@@ -44,7 +50,7 @@ _operator.defvjp(
 )
 
 
-def in_xla(eps, o, gate, weight):
+def in_xla(eps, o, gate, weight, gate_type: str = "silu"):
     """`gated_norm` in XLA alone."""
     wide = jnp.promote_types(jnp.float32, o.dtype)
     heads = o.astype(wide).reshape(*o.shape[:2], -1, weight.shape[0])
@@ -53,7 +59,7 @@ def in_xla(eps, o, gate, weight):
         * jax.lax.rsqrt(jnp.mean(jnp.square(heads), axis=-1, keepdims=True) + eps)
         * weight.astype(wide)
     )
-    return (normed.reshape(o.shape) * jax.nn.silu(gate.astype(wide))).astype(o.dtype)
+    return (normed.reshape(o.shape) * GATES[gate_type](gate.astype(wide))).astype(o.dtype)
 
 
 def _in_xla_backward(eps, o, gate, weight, dy):

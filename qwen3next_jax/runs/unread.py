@@ -6,6 +6,7 @@ line overrides another one (experts' sizes after `model.num_experts = 0`); that 
 resumed run may keep all its settings.
 """
 
+import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +24,8 @@ from qwen3next_jax.config import (
     to_dict,
 )
 from qwen3next_jax.config.files import UserInput, names_in_code
-from qwen3next_jax.config.registry import EVALUATIONS, resolve
+from qwen3next_jax.config.ngram import PLEConfig
+from qwen3next_jax.config.registry import EVALUATIONS, WITH_STREAMS, resolve
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.folder import read_config
@@ -57,6 +59,24 @@ _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
             "model.mlp_only_layers",
         ),
         (lambda c: c.model.num_experts > 0, "the model has no experts (model.num_experts = 0)"),
+    ),
+    **dict.fromkeys(
+        ("model.streams.hc_count", "model.streams.hc_lowrank"),
+        (
+            lambda c: c.model.block.placement in WITH_STREAMS,
+            "there is one residual stream (model.block.placement)",
+        ),
+    ),
+    **dict.fromkeys(
+        (f"model.ple.{field.name}" for field in dataclasses.fields(PLEConfig)),
+        (
+            lambda c: bool(c.model.ple.layer_ids),
+            "no layer embeds n-grams (model.ple.layer_ids = ())",
+        ),
+    ),
+    "train.indexer_loss_weight": (
+        lambda c: any(stage.train.indexer_training != "frozen" for stage in resolve_stages(c)),
+        "no stage trains an indexer (train.indexer_training)",
     ),
     "model.intermediate_size": (lambda c: c.model.has_dense_mlps, "every layer has experts"),
     # A weight of 0 is true without experts, so it is allowed.
@@ -114,9 +134,17 @@ def unread_by_layers(config: Config) -> dict[str, str]:
     """Returns the settings of mixers and evaluations that have no effect on a run of `config`, each
     with the reason. It imports JAX.
     """
-    from qwen3next_jax.model.block import unread_by_mixers
+    from qwen3next_jax.model.block import has_indexer, unread_by_mixers
 
     unread_settings = {f"model.{name}": why for name, why in unread_by_mixers(config.model).items()}
+    if not has_indexer(config.model):
+        why = "no mixer of the model has an indexer"
+        stages = [f"train.stages[{i}]" for i, _ in enumerate(config.train.stages)]
+        unread_settings |= {
+            f"{group}.indexer_training": why
+            for group in ("train", *stages)
+            if f"{group}.indexer_training" in settings_by_name(config)
+        }
     suites = [resolve(EVALUATIONS, name, "eval.suites").settings for name in config.eval.suites]
     if None not in suites:
         unread_settings |= {

@@ -87,6 +87,7 @@ def check_divides(
     mesh: Mesh,
     split_by_mixers: Mapping[str, int],
     halo: int,
+    whole_rows: Sequence[str] = (),
 ) -> None:
     """Checks that every axis of `mesh` divides the dimensions that it splits.
 
@@ -96,6 +97,7 @@ def check_divides(
       split_by_mixers: setting → size of the dimensions that the model's mixers split over `tensor`
         (`Mixer.splits`).
       halo: tokens before its own that a device reads from its neighbour, if `context` splits rows.
+      whole_rows: parts of the model that work on whole rows.
 
     Raises:
       UserError: names the axis, what it does not divide, and the nearest sizes that divide it.
@@ -115,15 +117,22 @@ def check_divides(
             f"parallel.mesh.expert = {size['expert']}, but the model has no experts "
             "(model.num_experts = 0): expected 1"
         )
-    _check_axis("context", size["context"], length // 2, _context_constraints(size, length, halo))
+    context = _context_constraints(size, length, halo, whole_rows)
+    _check_axis("context", size["context"], length // 2, context)
     experts = [_divides("num_experts", model.num_experts)] if model.has_experts else []
     _check_axis("expert", size["expert"], model.num_experts, experts)
     tensor = _tensor_constraints(model, split_by_mixers)
     _check_axis("tensor", size["tensor"], model.num_attention_heads, tensor)
 
 
-def _context_constraints(size: Mapping[str, int], length: int, halo: int) -> list[_Constraint]:
+def _context_constraints(
+    size: Mapping[str, int], length: int, halo: int, whole_rows: Sequence[str]
+) -> list[_Constraint]:
     return [
+        _Constraint(
+            f" splits rows, and {' and '.join(whole_rows)} needs whole ones",
+            lambda n: n == 1 or not whole_rows,
+        ),
         # Attention exchanges half blocks to balance the causal mask.
         _Constraint(
             f": twice that does not divide train.sequence_length = {length}",

@@ -47,7 +47,7 @@ def make_gradients(
 
     def micro_batch_load(params, batch, counts):
         features = nnx.merge(run.graphdef, params).features(
-            batch["tokens"], batch["segment_ids"], mesh=mesh
+            batch["tokens"], batch["segment_ids"], mesh=mesh, indexer=train.indexer_training
         )
         return expert_load(features, config, counts)
 
@@ -66,7 +66,7 @@ def make_gradients(
 
     def gradients(params: dict, batch: Batch):
         batch = mask_seen_targets(config, batch)
-        counts: Counts = count_targets(batch, config.mtp_depth)
+        counts: Counts = count_targets(batch, config.mtp_depth, config)
         if stage.micro_batches == 1:
             grads, parts = micro_batch_gradients(params, batch, counts)
         else:

@@ -34,6 +34,7 @@ from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.training import guards
 from qwen3next_jax.training.diagnostics import norms_by_layer
 from qwen3next_jax.training.gradients import Batch, make_gradients
+from qwen3next_jax.training.indexer import keep_indexers
 from qwen3next_jax.training.loss import total_loss
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from qwen3next_jax.training.resolve import ResolvedRun
@@ -94,6 +95,8 @@ def make_train_step(
         params = update_router_bias(
             run.model, params, loss_parts.get("expert_load"), stage.train.router_bias_rate
         )
+        if stage.train.indexer_training == "frozen":
+            params = keep_indexers(run.model, state["params"], params)
 
         metrics = loss_parts | guard_metrics
         metrics |= {
@@ -104,6 +107,8 @@ def make_train_step(
             # The optimizer, and so the schedule, counts only the steps that were not skipped.
             "learning_rate": schedule(state["step"] - state["guards"]["skipped"]),
         }
+        if "indexer_loss" in loss_parts:
+            metrics["indexer_loss_weight"] = stage.train.indexer_loss_weight
         new_state = {
             "params": guards.keep_if(skip, state["params"], params),
             "opt_state": guards.keep_if(skip, state["opt_state"], opt_state),

@@ -1,15 +1,19 @@
 """The training objective, as sums that add up exactly over micro-batches and devices.
 
     total = CE + w_mtp · mean_d MTP_d + w_balance · mean_l balance_l + w_z · mean_l z_l
+            + w_indexer · mean_a indexer_a
 
 CE and MTP_d are means over the targets of the whole batch, balance_l and z_l over its tokens (l
-runs over the sparse layers, the MTP module's included). Every piece is divided by the batch's
-own counts, which follow from the segment ids alone, so a micro-batch contributes a share and the
-shares sum to the batch's value.
+runs over the sparse layers, the MTP module's included). indexer_a is the loss with which a layer
+of sparse attention trains its indexer, a mean over the tokens of the batch that have something to
+select (`Mixer.loss_tokens`; only where `TrainConfig.indexer_training` asks for it). Every piece is
+divided by the batch's own counts, which follow from the segment ids alone, so a micro-batch
+contributes a share and the shares sum to the batch's value.
 
 Letters: B batch, T time, R = B·T, D model, V vocabulary, E experts, L sparse layers.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -18,6 +22,8 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.config import ModelConfig, TrainConfig
 from qwen3next_jax.model import Features, Qwen3Next
+from qwen3next_jax.model.block import has_indexer, mixer_class
+from qwen3next_jax.model.layers import document_positions
 from qwen3next_jax.model.multi_token_prediction import target_positions, targets_in_document
 
 
@@ -27,6 +33,8 @@ class Counts(NamedTuple):
     Each is at least 1, as sums are divided by it.
 
     has_targets: bool, whether the next-token loss has any target.
+    mixer_tokens, mtp_mixer_tokens: those of the indexers' loss, of a layer of the trunk and over
+    all MTP depths; None where there is no such loss.
     """
 
     targets: jax.Array
@@ -34,11 +42,15 @@ class Counts(NamedTuple):
     tokens: jax.Array
     mtp_tokens: jax.Array
     has_targets: jax.Array
+    mixer_tokens: jax.Array | None = None
+    mtp_mixer_tokens: jax.Array | None = None
 
 
-def count_targets(batch: dict[str, jax.Array], mtp_depth: int) -> Counts:
+def count_targets(
+    batch: dict[str, jax.Array], mtp_depth: int, model: ModelConfig | None = None
+) -> Counts:
     """What the sums over this batch are divided by (at least 1, so that padding alone gives 0),
-    and whether it has anything to predict.
+    and whether it has anything to predict. `model`: whose indexers' loss is counted, too.
     """
 
     def total(mask):
@@ -46,7 +58,7 @@ def count_targets(batch: dict[str, jax.Array], mtp_depth: int) -> Counts:
 
     depths = range(mtp_depth)
     targets = jnp.sum(target_positions(batch, 1), dtype=jnp.float32)
-    return Counts(
+    counts = Counts(
         jnp.maximum(targets, 1.0),
         tuple(total(target_positions(batch, 2 + d)) for d in depths),
         total(batch["segment_ids"] > 0),
@@ -54,6 +66,17 @@ def count_targets(batch: dict[str, jax.Array], mtp_depth: int) -> Counts:
             (total(targets_in_document(batch["segment_ids"], 2 + d)) for d in depths), jnp.zeros(())
         ),
         targets > 0,
+    )
+    if model is None or not has_indexer(model):
+        return counts
+    mixers = [mixer_class(name) for name, _ in model.layer_kinds]
+    mixer = next(mixer for mixer in mixers if mixer.has_loss)
+    positions = document_positions(batch["segment_ids"])
+    learning = functools.partial(mixer.loss_tokens, model, positions)
+    behind = [learning(targets_in_document(batch["segment_ids"], 2 + d)) for d in depths]
+    return counts._replace(
+        mixer_tokens=total(learning(batch["segment_ids"] > 0)),
+        mtp_mixer_tokens=sum(map(total, behind), jnp.zeros(())),
     )
 
 
@@ -86,10 +109,16 @@ def total_loss(
 
     Returns:
       (total, parts): parts are sums over the batch's shares: `loss`, `mtp_loss/d`, `mtp_top1/d`
-      (share of targets hit by the depth's best guess), `top1`, `balance_loss`, `router_z`, and
-      `expert_load` [L, E].
+      (share of targets hit by the depth's best guess), `top1`, `balance_loss`, `router_z`,
+      `indexer_loss` (where an indexer is trained), and `expert_load` [L, E].
     """
-    features = model.features(batch["tokens"], batch["segment_ids"], remat=train.remat, mesh=mesh)
+    features = model.features(
+        batch["tokens"],
+        batch["segment_ids"],
+        remat=train.remat,
+        mesh=mesh,
+        indexer=train.indexer_training,
+    )
 
     def cross_entropy(hidden_BTD, offset, targets):
         """This batch's shares of (mean cross-entropy, top-1 accuracy); the target of a token is the
@@ -116,6 +145,12 @@ def total_loss(
         router_z = jnp.mean(_per_layer(features, counts, "z"))
         total = total + train.balance_loss_weight * balance + train.router_z_loss_weight * router_z
         parts |= {"balance_loss": balance, "router_z": router_z, "expert_load": own_load}
+    indexer_losses = [loss / counts.mixer_tokens for loss in features.mixer_losses]
+    if features.mtp_mixer_loss is not None:
+        indexer_losses.append(features.mtp_mixer_loss / counts.mtp_mixer_tokens)
+    if indexer_losses:
+        parts["indexer_loss"] = sum(indexer_losses) / len(indexer_losses)
+        total = total + train.indexer_loss_weight * parts["indexer_loss"]
     return total, parts | {"total_loss": total}
 
 

@@ -85,7 +85,7 @@ def make_optimizer(
             lambda path, _: parameters[path_string(path)].decays(config.decay_norm_weights), params
         )
 
-    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+    clip = _clip(config.clip_norm, parameters) if config.clip_norm else optax.identity()
     direction = resolve(OPTIMIZERS, config.name, "optimizer.name")(config, parameters, mesh)
     # The inner chain has the structure of optax.adamw's, because checkpoints hold its state.
     return optax.chain(
@@ -96,3 +96,24 @@ def make_optimizer(
             optax.scale_by_learning_rate(schedule),
         ),
     )
+
+
+def _clip(norm: float, parameters: Mapping[str, Declared]) -> optax.GradientTransformation:
+    """Clipping by the global norm. Indexers of sparse attention are clipped by themselves: their
+    loss would otherwise slow all other parameters down.
+    """
+    clip = optax.clip_by_global_norm(norm)
+    indexers = {path for path, parameter in parameters.items() if parameter.kind == "indexer"}
+    if not indexers:
+        return clip
+
+    def update(updates, state, params=None):
+        leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
+        groups = {False: [], True: []}
+        for path, leaf in leaves:
+            groups[path_string(path) in indexers].append(leaf)
+        clipped = {key: iter(clip.update(group, state)[0]) for key, group in groups.items()}
+        in_order = [next(clipped[path_string(path) in indexers]) for path, _ in leaves]
+        return jax.tree.unflatten(structure, in_order), state
+
+    return optax.GradientTransformation(clip.init, update)

@@ -84,15 +84,13 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
         the mesh that split it.
     """
     stages = resolve_stages(config)
-    splits, halo = split_sizes(config.model)
     for stage in stages:
         check_divides(
             config.model,
             stage.batch_size // stage.micro_batches,
             stage.sequence_length,
             mesh,
-            splits,
-            halo,
+            *split_sizes(config.model),
         )
     graphdef, _ = abstract_model(config.model)
     abstract_state = abstract_train_state(config.model, config.optimizer, config.guards, mesh)

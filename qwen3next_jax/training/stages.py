@@ -20,7 +20,13 @@ from qwen3next_jax.data.preparation import Progress
 
 # Group of settings → the settings of it that a stage can set.
 STAGE_SETTINGS = {
-    "train": ("batch_size", "gradient_accumulation", "sequence_length", "remat"),
+    "train": (
+        "batch_size",
+        "gradient_accumulation",
+        "sequence_length",
+        "remat",
+        "indexer_training",
+    ),
     "data": ("weights",),
     "optimizer": ("learning_rate", "schedule", "decay_fraction", "final_fraction"),
 }

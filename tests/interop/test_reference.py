@@ -1,5 +1,5 @@
-"""The model against what transformers' own Qwen3-Next, Qwen3.5 and Kimi Linear compute from the
-same weights (tests/fixtures).
+"""The model against what transformers' own Qwen3-Next, Qwen3.5, Kimi Linear and
+Qwen3.8-Flash-Next compute from the same weights (tests/fixtures).
 """
 
 import functools
@@ -25,6 +25,8 @@ GROUPS = {
     "qwen3_5_wrapper_tiny": _DENSE,
     "qwen3_5_moe_tiny": _MIXTURE,
     "qwen3_5_moe_wrapper_fused_mtp_tiny": _MIXTURE,
+    "qwen4_exp_text_tiny": _MIXTURE | {"gradients": 133, "choices": 2},
+    "qwen4_exp_wrapper_tiny": _MIXTURE | {"gradients": 133, "choices": 2},
     "kimi_linear_tiny": {
         "logits": 1,
         "losses": 1,
@@ -42,6 +44,7 @@ SLOW = (
     "qwen3_5_moe_wrapper_fused_mtp_tiny",
     "qwen3_5_moe_tiny",
     "kimi_linear_tiny",
+    "qwen4_exp_wrapper_tiny",
 )
 measured = functools.cache(measure)
 

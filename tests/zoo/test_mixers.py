@@ -288,10 +288,10 @@ MESHES = {"tensor": {"tensor": 2, "data": 2}, "context": {"context": 2}}
 
 def on_meshes():
     """Of the released model's two test_parallel_equality.py has the whole model with both axes."""
-    every = itertools.product((*MIXERS, "retention"), MESHES)
+    every = set(itertools.product((*MIXERS, "retention"), MESHES)) - {("qsa", "context")}  # refused
     return [
         pytest.param(*case, marks=() if case == ("kda", "context") else pytest.mark.slow)
-        for case in every
+        for case in sorted(every)
     ]
 
 

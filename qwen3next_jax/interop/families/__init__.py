@@ -1,12 +1,20 @@
 """The families of checkpoints that this project reads and writes, one file each."""
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, short_repr
-from qwen3next_jax.interop.families import kimi_linear, qwen3_5, qwen3_next
+from qwen3next_jax.interop.families import kimi_linear, qwen3_5, qwen3_next, qwen4_exp
 from qwen3next_jax.interop.families.form import Fields, Form
 
 # Value of `model.hf_form` → the form.
 FORMS: dict[str, Form] = {
-    form.name: form for form in (qwen3_next.FORM, qwen3_5.WRAPPER, qwen3_5.TEXT, kimi_linear.FORM)
+    form.name: form
+    for form in (
+        qwen3_next.FORM,
+        qwen3_5.WRAPPER,
+        qwen3_5.TEXT,
+        kimi_linear.FORM,
+        qwen4_exp.WRAPPER,
+        qwen4_exp.TEXT,
+    )
 }
 
 

@@ -7,13 +7,26 @@ of data and plain functions; nothing here imports JAX or the model.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.interop.entries import Entries
+from qwen3next_jax.interop.entries import Entries, Entry, vector
 
 Fields = dict[str, Any]  # the fields of a config.json, or of a group in it
+
+
+def layer_norms(config: ModelConfig) -> Iterator[Entry]:
+    """The norms of a layer."""
+    yield vector("mixer_norm", "input_layernorm.weight", config.hidden_size)
+    yield vector("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
+
+
+def final_norm(config: ModelConfig) -> Iterator[Entry]:
+    """The norm after the last layer."""
+    yield vector("final_norm", "norm.weight", config.hidden_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +62,12 @@ class Form:
       text_fields: (fields of config.json, where) → the fields of the text model, under the names
         that `read` and `width_fields` use.
       tensor_name: name of a tensor in the file → its name in the entries.
+      layer_norms: entries of a layer's norms, or what the placement has in their place.
+      final_norm: the same of what follows the last layer.
+      layer_embedding: (config, number) → entries of a layer's own embedding (`ModelConfig.ple`),
+        the numbered one of the model's; None: the form has none.
+      layer_constants: (config, number) → tensors of the same layer that hold no parameters: name →
+        the integers that the settings ask for.
     """
 
     name: str
@@ -67,6 +86,10 @@ class Form:
     text_group: str = ""
     text_fields: Callable[[Fields, str], Fields] = lambda fields, where: fields
     tensor_name: Callable[[str], str] = lambda name: name
+    layer_norms: Entries = layer_norms
+    final_norm: Entries = final_norm
+    layer_embedding: Callable[[ModelConfig, int], Iterator[Entry]] | None = None
+    layer_constants: Callable[[ModelConfig, int], Mapping[str, np.ndarray]] | None = None
 
 
 # Settings that need no field in config.json: they say how the model is computed, how its weights

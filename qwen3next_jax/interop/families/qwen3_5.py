@@ -91,7 +91,7 @@ def _read(fields: Fields, where: str) -> Fields:
     return settings | rope.read_rope(fields, context, where, ignored=rope.IMAGE_POSITIONS)
 
 
-def _text_fields_in_wrapper(fields: Fields, where: str) -> Fields:
+def text_fields_in_wrapper(fields: Fields, where: str) -> Fields:
     """The fields of `text_config` together with the wrapper's fields about the text model.
     `model_type` is the wrapper's.
 
@@ -142,10 +142,17 @@ def _write_text(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields
 
 def _write_wrapper(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
     text = _write_text(config, dtype, source, {})
-    del text["architectures"]
+    return around_text(text, _ARCHITECTURES[text["model_type"]], config, dtype, wrapper)
+
+
+def around_text(
+    text: Fields, architecture: str, config: ModelConfig, dtype: str, wrapper: Fields
+) -> Fields:
+    """The fields of a wrapper around those of its text model; see `Form.write`."""
     kind = text["model_type"]
+    text = {name: value for name, value in text.items() if name != "architectures"}
     return fields_from_source(wrapper) | {
-        "architectures": [f"{_ARCHITECTURES[kind]}ForConditionalGeneration"],
+        "architectures": [f"{architecture}ForConditionalGeneration"],
         "model_type": kind.removesuffix("_text"),
         "text_config": text,
         "tie_word_embeddings": config.tie_word_embeddings,
@@ -171,7 +178,7 @@ def _check(config: ModelConfig) -> None:
 # ---- tensors
 
 
-def _gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
+def gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
     """Entries of Gated DeltaNet, with one tensor for q, k and v, and one each for z, b and a."""
     d, heads = config.hidden_size, config.linear_num_value_heads
     value_heads_per_key_head = heads // config.linear_num_key_heads
@@ -210,7 +217,7 @@ TEXT = Form(
     write=_write_text,
     check=_check,
     settings=qwen3_next.SETTINGS,
-    mixers=qwen3_next.MIXERS | {"gated_deltanet": _gated_deltanet},
+    mixers=qwen3_next.MIXERS | {"gated_deltanet": gated_deltanet},
     experts=qwen3_next.experts,
     multi_token_prediction=qwen3_next.multi_token_prediction,
     width_fields=qwen3_next.WIDTH_FIELDS,
@@ -223,5 +230,5 @@ WRAPPER = dataclasses.replace(
     write=_write_wrapper,
     trunk_prefix="model.language_model.",
     text_group="text_config",
-    text_fields=_text_fields_in_wrapper,
+    text_fields=text_fields_in_wrapper,
 )

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 import numpy as np
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.config import FULL, LINEAR, ModelConfig
+from qwen3next_jax.config import FULL, LINEAR, MixerConfig, ModelConfig
 from qwen3next_jax.interop.entries import Entries, Entry, TensorSlice, one_tensor, swiglu, vector
 from qwen3next_jax.interop.families import rope
 from qwen3next_jax.interop.families.fields import (
@@ -129,7 +129,7 @@ def text_model_fields(
     fields |= {name: getattr(config, name) for name in same_name}
     fields["layer_types"] = [_LAYER_TYPES.get(mixer, mixer) for mixer in config.mixers]
     if not _layers_follow_the_interval(config):
-        del fields["full_attention_interval"]
+        fields.pop("full_attention_interval", None)
     fields |= rope.rope_fields(config, source)
     fields |= token_fields(config, source)
     return fields | {
@@ -151,6 +151,7 @@ def _layers_follow_the_interval(config: ModelConfig) -> bool:
         full_attention_placement="last",
         linear_mixer="gated_deltanet",
         full_mixer="gated_attention",
+        mixer=MixerConfig(),
     )
     return config.full_attention_interval > 0 and by_interval.mixers == config.mixers
 

@@ -1,0 +1,188 @@
+"""The group `model.ple`: an embedding of n-grams that some layers add to the residual stream
+(Qwen3.8-Flash-Next's per-layer embedding), and the numbers of its hash function.
+
+The numbers follow from the settings alone, as transformers derives them: the model hashes with
+them, and a checkpoint stores them. `zoo/ngram_embedding.py` says what is computed.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.config.registry import LAYER_EMBEDDINGS, check_name, resolve
+
+_LAYER_STRIDE = 10_007
+_GOLDEN = 0x9E3779B97F4A7C15
+_LARGEST_INT64 = 2**63 - 1
+_MOST_ROWS = 2**31 - 1  # rows of a table are looked up by int32 numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class PLEConfig:
+    """Settings of the layers' n-gram embedding, under the names of transformers' `config.json`
+    for `qwen4_exp` (where they begin with `ple_`, without that).
+    """
+
+    # the layers that have one, the first layer being 1; (): none has
+    layer_ids: tuple[int, ...] = ()
+    # what such a layer adds: a line of the registry's LAYER_EMBEDDINGS
+    embedding: str = "ngram"
+    # n-grams of 2, 3, … and so many tokens
+    ngram_size: int = 3
+    # hash functions, and tables, for the n-grams of each length
+    heads_per_ngram: int = 8
+    # width of all heads' rows side by side
+    embed_dim: int = 2560
+    # every head's table has a prime number of rows, of this size or a little more
+    ngram_vocab_size_base: int = 20_000_000
+    # the rows of all heads together are padded to a multiple of this
+    make_ngram_vocab_size_divisible_by: int = 128
+    # tokens of the causal convolution behind the lookup, `ngram_size` tokens apart
+    conv_kernel_size: int = 4
+    # of the hash functions
+    seed: int = 1234
+    # into how many tensors of as many rows a Hugging Face directory divides the table
+    split_ngram_parts: int = 128
+
+    def __post_init__(self):
+        object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
+        check_bounds(
+            self,
+            "model.ple",
+            {
+                "at least 1": "heads_per_ngram embed_dim make_ngram_vocab_size_divisible_by "
+                "conv_kernel_size split_ngram_parts",
+                "at least 2": "ngram_size ngram_vocab_size_base",
+                "0 or more": "seed",
+            },
+        )
+
+    @property
+    def heads(self) -> int:
+        return self.heads_per_ngram * (self.ngram_size - 1)
+
+    @property
+    def head_width(self) -> int:
+        return self.embed_dim // self.heads
+
+    def module(self) -> Any:
+        """The class that `embedding` names."""
+        return resolve(LAYER_EMBEDDINGS, self.embedding, "model.ple.embedding")
+
+    def number(self, layer: int) -> int | None:
+        """Which of the embeddings the one of 0-based `layer` is, from 0; None: it has none."""
+        ids = sorted(self.layer_ids)
+        return ids.index(layer + 1) if layer + 1 in ids else None
+
+    def table_sizes(self, number: int) -> tuple[int, ...]:
+        """[heads] rows of each head's table in embedding `number`: no two heads of the model
+        have as many.
+        """
+        count = len(self.layer_ids) * self.heads
+        return _primes(self.ngram_vocab_size_base, count)[
+            number * self.heads : (number + 1) * self.heads
+        ]
+
+    def rows(self, number: int) -> int:
+        """Rows of all heads' tables together, padding included."""
+        return _padded(sum(self.table_sizes(number)), self.make_ngram_vocab_size_divisible_by)
+
+    def offsets(self, number: int) -> tuple[int, ...]:
+        """[heads] the first row of each head's table."""
+        sizes = self.table_sizes(number)
+        return tuple(sum(sizes[:head]) for head in range(len(sizes)))
+
+    def multipliers(self, number: int, vocab_size: int) -> tuple[int, ...]:
+        """[ngram_size] odd factors of the tokens 0, 1, … places back. A token times its factor
+        is less than 2^63.
+        """
+        half = max(1, _LARGEST_INT64 // vocab_size // 2)
+        seed = self.seed + _LAYER_STRIDE * number
+        return tuple(
+            2 * (_splitmix64(seed + _GOLDEN * (k + 1)) % half) + 1 for k in range(self.ngram_size)
+        )
+
+    def check(self, model: Any) -> None:
+        """Raises UserError where `model`, the ModelConfig, cannot have these embeddings."""
+        if not self.layer_ids:
+            return
+        check_name(LAYER_EMBEDDINGS, self.embedding, "model.ple.embedding")
+        ids, layers = self.layer_ids, model.num_hidden_layers
+        for i in ids:
+            require(
+                1 <= i <= layers and ids.count(i) == 1,
+                f"model.ple.layer_ids = {ids} names layer {i}"
+                f"{' twice' if ids.count(i) > 1 else ''}: expected numbers of different layers, "
+                f"1 … {layers} (model.num_hidden_layers)",
+            )
+        require(
+            0 <= model.eos_token_id < model.vocab_size,
+            f"model.ple.layer_ids = {ids} with model.eos_token_id = {model.eos_token_id}: n-grams "
+            f"end at an end token: expected its number, 0 … {model.vocab_size - 1}",
+        )
+        require(
+            self.embed_dim % self.heads == 0,
+            f"model.ple.embed_dim = {self.embed_dim}: expected a multiple of the {self.heads} "
+            "heads, model.ple.heads_per_ngram × (model.ple.ngram_size - 1)",
+        )
+        smallest = self.ngram_vocab_size_base * self.heads
+        require(
+            smallest <= _MOST_ROWS,
+            f"model.ple.ngram_vocab_size_base = {self.ngram_vocab_size_base}: {self.heads} heads "
+            f"of as many n-gram ids are {smallest} rows: expected at most {_MOST_ROWS}, as rows "
+            "have int32 numbers here (transformers has int64: at most 2^63 - 1)",
+        )
+        for number in range(len(ids)):
+            rows = self.rows(number)
+            require(
+                rows <= _MOST_ROWS and rows % self.split_ngram_parts == 0,
+                f"model.ple.split_ngram_parts = {self.split_ngram_parts}: the table of layer "
+                f"{sorted(ids)[number]} has {rows} rows: expected a divisor of them, and at most "
+                f"{_MOST_ROWS} rows (model.ple.make_ngram_vocab_size_divisible_by = "
+                f"{self.make_ngram_vocab_size_divisible_by})",
+            )
+
+
+def _padded(rows: int, multiple: int) -> int:
+    return -(-rows // multiple) * multiple
+
+
+def _splitmix64(state: int) -> int:
+    """The output of the generator splitmix64 that has this state (Steele, Lea and Flood 2014)."""
+    z = (state + _GOLDEN) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    return z ^ (z >> 31)
+
+
+@functools.lru_cache(maxsize=16)
+def _primes(first: int, count: int) -> tuple[int, ...]:
+    """The first `count` primes that are at least `first`."""
+    found, candidate = [], first
+    while len(found) < count:
+        if _is_prime(candidate):
+            found.append(candidate)
+        candidate += 1
+    return tuple(found)
+
+
+def _is_prime(n: int) -> bool:
+    """Whether n < 2^32 is a prime: Miller and Rabin's test with the bases that suffice there."""
+    if n < 2 or any(n % p == 0 for p in (2, 3, 5, 7)):
+        return n in (2, 3, 5, 7)
+    odd, twos = n - 1, 0
+    while odd % 2 == 0:
+        odd, twos = odd // 2, twos + 1
+    for base in (2, 3, 5, 7):
+        x = pow(base, odd, n)
+        if x in (1, n - 1):
+            continue
+        for _ in range(twos - 1):
+            x = x * x % n
+            if x == n - 1:
+                break
+        else:
+            return False
+    return True

@@ -1,0 +1,297 @@
+"""Qwen3.8-Flash-Next (transformers' `qwen4_exp`): Gated DeltaNet with sigmoid gates, sparse
+attention (`qsa`), several residual streams in place of norms, n-gram embeddings in some layers.
+
+The text model stands alone (`qwen4_exp_text`), or in a wrapper beside a vision tower
+(`qwen4_exp`), as Qwen3.5's does. This file knows plugins by their names in `config.registry` alone.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from qwen3next_jax.common.errors import require, short_repr
+from qwen3next_jax.config import FULL, LINEAR, ModelConfig
+from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor, vector
+from qwen3next_jax.interop.families import qwen3_5, qwen3_next, rope
+from qwen3next_jax.interop.families.fields import (
+    IGNORED,
+    present_fields,
+    note_unknown,
+    refuse_other_values,
+)
+from qwen3next_jax.interop.families.form import Fields, Form
+
+# ---- config.json
+
+_TEXT = "qwen4_exp_text"
+_INDEXED = "indexed_attention"
+_LAYER_TYPES = {LINEAR: LINEAR, FULL: FULL, _INDEXED: FULL}
+_GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
+# Fields that are settings of the same name and meaning.
+_SAME = tuple(
+    name
+    for name in qwen3_next.SAME_NAME + qwen3_next.SAME_NAME_IF_MIXTURE
+    if name not in ("layer_types", "full_attention_interval")
+)
+# Fields → settings of groups.
+_STREAMS = ("hc_count", "hc_lowrank")
+_INDEXER = (
+    "indexer_n_heads",
+    "indexer_head_dim",
+    "indexer_budget",
+    "indexer_compress_ratio",
+)
+_PLE = {
+    "ple_layer_ids": "layer_ids",
+    "ple_embed_dim": "embed_dim",
+    "ple_conv_kernel_size": "conv_kernel_size",
+} | {
+    name: name
+    for name in (
+        "ngram_size",
+        "heads_per_ngram",
+        "ngram_vocab_size_base",
+        "make_ngram_vocab_size_divisible_by",
+        "split_ngram_parts",
+        "seed",
+    )
+}
+# Where the file says nothing, the sizes of the release.
+_DEFAULTS = {
+    "vocab_size": 248_320,
+    "hidden_size": 2560,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "linear_num_value_heads": 48,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 640,
+    "shared_expert_intermediate_size": 640,
+    "max_position_embeddings": 262_144,
+}
+_SUPPORTED = qwen3_next.SUPPORTED | {
+    "indexer_kv_heads": (1,),
+    "mtp_use_dedicated_embeddings": (False,),
+    "norm_topk_prob": (True,),
+    "output_gate_type": tuple(_GATES),
+}
+# How many states transformers' cache keeps of convolutions changes nothing.
+_IGNORED = frozenset(("number_of_conv_states", "mtp_num_hidden_layers"))
+_SETTINGS = qwen3_next.SETTINGS | {"block", "streams", "ple", "mixer", "output_gate_type"}
+_WIDTH_FIELDS = (
+    *qwen3_next.WIDTH_FIELDS,
+    ("hc_count", "hidden_size"),
+    ("hc_lowrank",),
+    ("indexer_n_heads", "indexer_head_dim"),
+    ("ple_embed_dim",),
+    ("ple_layer_ids",),
+    ("ple_conv_kernel_size",),
+    ("heads_per_ngram", "ngram_size"),
+    ("split_ngram_parts",),
+)
+
+
+def _read(fields: Fields, where: str) -> Fields:
+    refuse_other_values(fields, _SUPPORTED, where)
+    known = {*_SAME, *_STREAMS, *_INDEXER, *_PLE, *_SUPPORTED, *_IGNORED, *IGNORED, *rope.FIELDS}
+    note_unknown(fields, known | {"layer_types", "full_attention_interval"}, where)
+    settings = _DEFAULTS | present_fields(fields, (*_SAME, "full_attention_interval"))
+    if fields.get("layer_types") is not None:
+        settings["layer_types"] = _layer_types(fields["layer_types"], where)
+    settings |= rope.read_rope(
+        fields, settings["max_position_embeddings"], where, ignored=rope.IMAGE_POSITIONS
+    )
+    ple = {_PLE[name]: value for name, value in present_fields(fields, tuple(_PLE)).items()}
+    return settings | {
+        "full_mixer": "qsa",
+        "block": {"placement": "gated_residual"},
+        "streams": present_fields(fields, _STREAMS),
+        "mixer": present_fields(fields, _INDEXER),
+        "ple": ple,
+        "output_gate_type": _GATES[fields.get("output_gate_type") or "sigmoid"],
+    }
+
+
+def _layer_types(names: object, where: str) -> list[str]:
+    require(
+        isinstance(names, list) and all(name in _LAYER_TYPES for name in map(str, names)),
+        f"{where}: layer_types = {short_repr(names)}: expected a list of {', '.join(_LAYER_TYPES)}",
+    )
+    return [_LAYER_TYPES[name] for name in names]
+
+
+def _write_text(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
+    fields = qwen3_next.text_model_fields(config, dtype, source, _SAME)
+    indexer = config.settings_of("qsa")
+    return fields | {
+        "architectures": ["Qwen4ExpForCausalLM"],
+        "model_type": _TEXT,
+        "layer_types": [
+            LINEAR if mixer == "gated_deltanet" else _INDEXED for mixer in config.mixers
+        ],
+        **{name: getattr(config.streams, name) for name in _STREAMS},
+        **{name: getattr(indexer, name) for name in _INDEXER},
+        **{field: getattr(config.ple, name) for field, name in _PLE.items()},
+        "ple_layer_ids": list(config.ple.layer_ids),
+        "indexer_kv_heads": 1,
+        "norm_topk_prob": True,
+        "output_gate_type": "sigmoid" if config.output_gate_type == "sigmoid" else "swish",
+        # the modules that are stored; each depth applies the same one
+        "mtp_num_hidden_layers": min(config.mtp_depth, 1),
+    }
+
+
+def _write_wrapper(config: ModelConfig, dtype: str, source: Fields, around: Fields) -> Fields:
+    text = _write_text(config, dtype, source, {})
+    return qwen3_5.around_text(text, "Qwen4Exp", config, dtype, around)
+
+
+def _check(config: ModelConfig) -> None:
+    """Raises UserError for models that transformers' Qwen4Exp refuses or does not have."""
+    form = config.hf_form
+    block = dataclasses.replace(config.block, placement="pre")
+    require(
+        config.block.placement == "gated_residual" and block == type(block)(),
+        f"model.block = {config.block}: {form} has placement 'gated_residual' alone, with the "
+        "defaults of the rest",
+    )
+    require(
+        config.streams.hc_count > 1,
+        f"model.streams.hc_count = {config.streams.hc_count}: transformers refuses a {form} of "
+        "one stream: expected at least 2 for an export",
+    )
+    for layer in config.ple.layer_ids:
+        require(
+            config.mixers[layer - 1] == "gated_deltanet",
+            f"model.ple.layer_ids = {config.ple.layer_ids}: layer {layer} has the mixer "
+            f"{config.mixers[layer - 1]!r}, and transformers refuses n-gram embeddings but on "
+            "gated_deltanet: expected other layers for an export",
+        )
+    require(
+        config.ple.embedding == "ngram",
+        f"model.ple.embedding = {config.ple.embedding!r}: {form} has 'ngram' alone",
+    )
+    require(
+        not config.has_dense_mlps and config.norm_topk_prob,
+        f"model.num_experts = {config.num_experts} with model.decoder_sparse_step = "
+        f"{config.decoder_sparse_step}, model.mlp_only_layers = {config.mlp_only_layers}, "
+        f"model.norm_topk_prob = {config.norm_topk_prob}: {form} has experts in every layer, whose "
+        "weights sum to 1",
+    )
+    require(
+        config.mixer.get("qk_norm_over", "head") == "head",
+        f"model.mixer.qk_norm_over = 'layer': {form} norms each head",
+    )
+    require(
+        not config.mtp_depth or config.full_mixer == "qsa",
+        f"model.full_mixer = {config.full_mixer!r}: the multi-token prediction module of {form} "
+        "has qsa alone: expected that, or model.mtp_depth = 0",
+    )
+
+
+# ---- tensors
+
+
+def _mix(config: ModelConfig, path: str, name: str, injects: bool) -> Iterator[Entry]:
+    """A mix of the residual streams."""
+    streams, rank = config.streams.hc_count, config.streams.hc_lowrank
+    width = streams * config.hidden_size
+    yield vector(f"{path}/norm", f"{name}.hc_norm.weight", width)
+    yield one_tensor(
+        f"{path}/down", f"{name}.input_mix_weight_down.weight", (2, 0, 1), (rank, width)
+    )
+    yield one_tensor(f"{path}/up", f"{name}.input_mix_weight_up.weight", (1, 2, 0), (width, rank))
+    if injects:
+        tensor = f"{name}.block_inject_weight.weight"
+        yield one_tensor(f"{path}/inject", tensor, (2, 0, 1), (streams, width))
+
+
+def _layer_norms(config: ModelConfig) -> Iterator[Entry]:
+    yield from _mix(config, "mixer_norm", "attn_hyper_connection", injects=True)
+    yield from _mix(config, "mlp_norm", "mlp_hyper_connection", injects=True)
+
+
+def _final_norm(config: ModelConfig) -> Iterator[Entry]:
+    yield from _mix(config, "final_norm", "hyper_connection_mixer", injects=False)
+
+
+def _multi_token_prediction(config: ModelConfig) -> Iterator[Entry]:
+    d = config.hidden_size
+    yield vector("embedding_norm", "pre_fc_norm_embedding.weight", d)
+    yield vector("hidden_norm", "pre_fc_norm_hidden.weight", config.streams.hc_count * d)
+    yield one_tensor("fc_embedding", "fc_embedding.weight", (1, 0), (d, d))
+    yield one_tensor("fc_hidden", "fc_hidden.weight", (1, 0), (d, d))
+    yield from _mix(config, "norm", "hyper_connection_mixer", injects=False)
+
+
+def _qsa(config: ModelConfig) -> Iterator[Entry]:
+    """Gated attention, and the indexer: all its query heads, then its key head."""
+    yield from qwen3_next.gated_attention(config)
+    s, name = config.settings_of("qsa"), "self_attn.indexer"
+    height = (s.indexer_n_heads + 1) * s.indexer_head_dim
+    tensor = f"{name}.index_qk_proj.weight"
+    yield one_tensor("index_qk_proj", tensor, (1, 2, 0), (height, config.hidden_size))
+    yield vector("index_q_norm", f"{name}.q_layernorm.weight", s.indexer_head_dim)
+    yield vector("index_k_norm", f"{name}.k_layernorm.weight", s.indexer_head_dim)
+
+
+def _layer_embedding(config: ModelConfig, number: int) -> Iterator[Entry]:
+    """The n-gram embedding of a layer; its table in pieces of as many rows."""
+    ple, d, width = config.ple, config.hidden_size, config.streams.hc_count * config.hidden_size
+    rows = ple.rows(number) // ple.split_ngram_parts
+    shards = tuple(
+        TensorSlice(
+            (slice(part * rows, (part + 1) * rows),),
+            f"ple.ple_embedding.ngram_embedding.shard_{part}.weight",
+            (rows, ple.head_width),
+        )
+        for part in range(ple.split_ngram_parts)
+    )
+    yield Entry("table", (0, 1), shards)
+    yield one_tensor("key_proj", "ple.key_proj.weight", (1, 2, 0), (width, ple.embed_dim))
+    yield one_tensor("value_proj", "ple.value_proj.weight", (1, 0), (d, ple.embed_dim))
+    yield vector("key_norm", "ple.norm_key.weight", width)
+    yield vector("query_norm", "ple.norm_query.weight", width)
+    yield vector("conv_norm", "ple.norm_conv.weight", width)
+    yield one_tensor("conv_kernel", "ple.conv1d.weight", (1, 0), (width, 1, ple.conv_kernel_size))
+
+
+def _layer_constants(config: ModelConfig, number: int) -> dict[str, np.ndarray]:
+    """The numbers of a layer's hash functions, which the settings say, too."""
+    ple, name = config.ple, "ple.ple_embedding"
+    numbers = {
+        "layer_multipliers": ple.multipliers(number, config.vocab_size),
+        "ngram_heads_offsets": ple.offsets(number),
+        "ngram_heads_vocab_sizes": ple.table_sizes(number),
+    }
+    return {f"{name}.{key}": np.array(value, np.int64) for key, value in numbers.items()}
+
+
+TEXT = dataclasses.replace(
+    qwen3_5.TEXT,
+    name=_TEXT,
+    title="Qwen4Exp",
+    model_types={_TEXT: _TEXT},
+    read=_read,
+    write=_write_text,
+    check=_check,
+    settings=_SETTINGS,
+    mixers={"gated_deltanet": qwen3_5.gated_deltanet, "qsa": _qsa},
+    multi_token_prediction=_multi_token_prediction,
+    width_fields=_WIDTH_FIELDS,
+    layer_norms=_layer_norms,
+    final_norm=_final_norm,
+    layer_embedding=_layer_embedding,
+    layer_constants=_layer_constants,
+)
+WRAPPER: Form = dataclasses.replace(
+    TEXT,
+    name="qwen4_exp",
+    model_types={"qwen4_exp": _TEXT},
+    write=_write_wrapper,
+    trunk_prefix="model.language_model.",
+    text_group="text_config",
+    text_fields=qwen3_5.text_fields_in_wrapper,
+)

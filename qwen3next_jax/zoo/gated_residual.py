@@ -1,0 +1,191 @@
+"""Several residual streams with gates in place of norms: the residual form of Qwen3.8-Flash-Next
+(transformers' `qwen4_exp`; hyper-connections, 2409.19606, with a low-rank input gate).
+
+The embedding is repeated S times. Around every block f, with n the RMSNorm of each stream alone,
+
+    w = sigmoid(U silu(V n / S))     x = mean over streams of w ∘ n       f reads x
+    a = 2 sigmoid(A n / S)           h_s ← h_s + a_s · f(x)               for every stream s
+
+and after the last layer one more such mix gives the head's input. There is no other norm.
+
+The streams of a token lie side by side, [B, T, S·D]. Letters: B batch, T time, S streams, D model,
+R rank of the input gate.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.block import Block
+from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm
+from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
+from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.ops.blocks import save_for_backward
+from qwen3next_jax.sharding.rules import constrain
+
+# Streams of another number than the settings' own, around both kinds of mixer.
+EXAMPLES = {
+    "gated_residual": {
+        "block": {"placement": "gated_residual"},
+        "streams": {"hc_count": 3, "hc_lowrank": 5},
+    }
+}
+
+
+class StreamMix(nnx.Module):
+    """Mixes the streams for one block, and says how much of its output each stream gets.
+
+    `injects`: whether there is a block; after the last layer there is none.
+    """
+
+    def __init__(self, config: ModelConfig, make: Make, injects: bool = True):
+        self.config = config
+        require(
+            config.block.norm == "rms",
+            f"model.block.norm = {config.block.norm!r} with model.block.placement = "
+            f"{config.block.placement!r}: expected 'rms', the norm of each stream",
+        )
+        s, r, d = config.streams.hc_count, config.streams.hc_lowrank, config.hidden_size
+        self.norm = make.norm(s * d)
+        self.down = make.matrix((s, d, r), ". embed -> .")
+        self.up = make.matrix((r, s, d), ". -> . embed")
+        if injects:
+            self.inject = make.matrix((s, d, s), ". embed -> .")
+
+    def mix(self, h_BTE: jax.Array) -> jax.Array:
+        """Streams [B, T, S·D] → the block's input [B, T, D]."""
+
+        def mixed(h_BTE, norm, down_SDR, up_RSD):
+            n_BTSD = self._normed(h_BTE, norm)
+            inner_BTR = jnp.einsum(
+                "btsd,sdr->btr",
+                n_BTSD,
+                down_SDR.astype(n_BTSD.dtype),
+                preferred_element_type=jnp.float32,
+            )
+            inner_BTR = jax.nn.silu(inner_BTR / n_BTSD.shape[2]).astype(n_BTSD.dtype)
+            gate_BTSD = jnp.einsum(
+                "btr,rsd->btsd",
+                inner_BTR,
+                up_RSD.astype(n_BTSD.dtype),
+                preferred_element_type=jnp.float32,
+            )
+            x_BTD = jnp.mean(jax.nn.sigmoid(gate_BTSD) * n_BTSD.astype(jnp.float32), axis=2)
+            return x_BTD.astype(h_BTE.dtype)
+
+        return keeping_inputs(mixed, h_BTE, self.norm[...], self.down[...], self.up[...])
+
+    def write(self, h_BTE: jax.Array, y_BTD: jax.Array) -> jax.Array:
+        """The streams with the output of the block that read them."""
+
+        def written(h_BTE, y_BTD, norm, inject_SDZ):
+            n_BTSD = self._normed(h_BTE, norm)
+            share_BTZ = jnp.einsum(
+                "btsd,sdz->btz",
+                n_BTSD,
+                inject_SDZ.astype(n_BTSD.dtype),
+                preferred_element_type=jnp.float32,
+            )
+            share_BTZ = 2 * jax.nn.sigmoid(share_BTZ / n_BTSD.shape[2])
+            added_BTSD = share_BTZ[..., None] * y_BTD[:, :, None].astype(jnp.float32)
+            return h_BTE + added_BTSD.astype(h_BTE.dtype).reshape(h_BTE.shape)
+
+        return keeping_inputs(written, h_BTE, y_BTD, self.norm[...], self.inject[...])
+
+    def _normed(self, h_BTE: jax.Array, norm: jax.Array) -> jax.Array:
+        return stream_norm(h_BTE, norm, self.config)
+
+
+def stream_norm(h_BTE: jax.Array, weight_E: jax.Array, config: ModelConfig) -> jax.Array:
+    """The RMSNorm of each stream alone, [B, T, S, D]."""
+    shape = (-1, config.hidden_size)
+    return rms_norm(h_BTE.reshape(*h_BTE.shape[:-1], *shape), weight_E.reshape(shape), config)
+
+
+class GatedMultiTokenPrediction(MultiTokenPrediction):
+    """The module over all streams: x_s = fc_e norm(embedding) + fc_h n_s, where n is one RMSNorm
+    over all S·D numbers of the trunk's streams (before its last mix); then a layer and a mix of
+    its own. As vLLM serves it; transformers has no such module.
+    """
+
+    def make_input(self, make: Make) -> None:
+        d, s = self.config.hidden_size, self.config.streams.hc_count
+        self.embedding_norm = make.norm(d)
+        self.hidden_norm = make.norm(s * d)
+        self.fc_embedding = make.matrix((d, d), "embed -> embed_out")
+        self.fc_hidden = make.matrix((d, d), "embed -> embed_out")
+
+    def input(self, state_BTE: jax.Array, embedded_BTD: jax.Array, context: Context) -> jax.Array:
+        dtype = state_BTE.dtype
+        n_BTE = rms_norm(state_BTE, self.hidden_norm[...], self.config)
+        n_BTSD = n_BTE.reshape(*n_BTE.shape[:-1], -1, self.config.hidden_size)
+        e_BTD = rms_norm(embedded_BTD, self.embedding_norm[...], self.config)
+        x_BTSD = (e_BTD @ self.fc_embedding[...].astype(dtype))[:, :, None] + (
+            n_BTSD @ self.fc_hidden[...].astype(dtype)
+        )
+        return save_for_backward(
+            constrain(x_BTSD.reshape(n_BTE.shape), context.mesh, "batch", context.time, None)
+        )
+
+    @staticmethod
+    def state(x_BTE: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
+        return x_BTE
+
+
+class GatedResidual(Block):
+    """A layer whose mixer and MLP read and write several residual streams."""
+
+    multi_token_prediction = GatedMultiTokenPrediction
+
+    def make_norm(self, make):
+        return StreamMix(self.config, make)
+
+    def before(self, h_BTE, part):
+        return getattr(self, f"{part}_norm").mix(h_BTE)
+
+    def after(self, h_BTE, y_BTD, part):
+        return getattr(self, f"{part}_norm").write(h_BTE, y_BTD)
+
+    @staticmethod
+    def enter(x_BTD, config):
+        return jnp.tile(x_BTD, config.streams.hc_count)
+
+    @staticmethod
+    def make_last(config, make):
+        return StreamMix(config, make, injects=False)
+
+    @staticmethod
+    def leave(h_BTE, last, config):
+        return last.mix(h_BTE)
+
+
+# ---- reference
+# --------------------------------------------------------------------------------------------------
+
+
+def _mix_reference(config, p, h_SD):
+    """(x [D], a [S]) of one token's streams; a is None after the last layer."""
+    size = np.sqrt(np.mean(h_SD * h_SD, axis=-1, keepdims=True) + config.rms_norm_eps)
+    n_SD = h_SD / size * (1 + p["norm"].reshape(h_SD.shape))
+    streams = len(h_SD)
+    inner_R = np.einsum("sd,sdr->r", n_SD, p["down"]) / streams
+    inner_R = inner_R / (1 + np.exp(-inner_R))
+    w_SD = 1 / (1 + np.exp(-np.einsum("r,rsd->sd", inner_R, p["up"])))
+    x_D = np.mean(w_SD * n_SD, axis=0)
+    if "inject" not in p:
+        return x_D, None
+    a_S = 2 / (1 + np.exp(-np.einsum("sd,sdz->z", n_SD, p["inject"]) / streams))
+    return x_D, a_S
+
+
+def streams_reference(config, params, h_SD, blocks):
+    """One token through `blocks`, functions of x [D], each with its parameters in `params` (a list
+    with one more for the end) → the head's input [D]. NumPy, in the dtype of its inputs.
+    """
+    for p, block in zip(params[:-1], blocks):
+        x_D, a_S = _mix_reference(config, p, h_SD)
+        h_SD = h_SD + a_S[:, None] * block(x_D)[None]
+    return _mix_reference(config, params[-1], h_SD)[0]

@@ -1,0 +1,287 @@
+"""An embedding of n-grams that a layer adds to the residual stream before its mixer (the
+per-layer embedding, PLE, of Qwen3.8-Flash-Next; transformers' `qwen4_exp`).
+
+Every head hashes the n-gram that ends at a token into a table of its own. With e the heads' rows
+side by side and h the residual streams, per stream
+
+    key = norm(K e)     query = norm(h)     value = V e, the same for all streams
+    s = <key, query> / √D,  s ← sign(s) √max(|s|, 1e-6),  v = sigmoid(s) · value
+    h ← h + v + silu(causal depthwise convolution of norm(v), dilated by ngram_size)
+
+An n-gram lies within a document, and within the stretch after the last end token (an end token
+closes its own stretch); where it would begin earlier, it holds end tokens.
+
+JAX without x64 has no 64-bit integers, so hashing works on pairs of uint32, the high and the low
+word. The products are less than 2^63, and every step is exact.
+
+Letters: B batch, T time, S residual streams, D model, E = S·D, P width of all heads' rows, H heads,
+W taps of the convolution, C = (W - 1) · ngram_size tokens that it reads before its own.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm
+from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.ops.blocks import save_for_backward
+from qwen3next_jax.sharding.rules import (
+    activation_spec,
+    gather_in_shard,
+    per_shard,
+    storage_spec,
+)
+
+Words = tuple[jax.Array, jax.Array]  # the high and the low 32 bits, uint32
+_SMALLEST_SCORE = 1e-6
+
+
+class NgramEmbedding(nnx.Module):
+    """What one layer adds. `number`: which of the model's n-gram embeddings it is, from 0: each
+    has hash functions and a table of its own. `whole_rows`: as that of `model.mixer.Mixer`.
+    """
+
+    whole_rows = True
+
+    def __init__(self, config: ModelConfig, make: Make, number: int):
+        self.config, self.number = config, number
+        ple, d = config.ple, config.hidden_size
+        s = stream_count(config)
+        self.table = make.matrix(
+            (ple.rows(number), ple.head_width), "vocab embed", kind="embedding", gathered="operator"
+        )
+        self.key_proj = make.matrix((ple.embed_dim, s, d), ". -> . embed")
+        self.value_proj = make.matrix((ple.embed_dim, d), ". -> embed")
+        self.key_norm = make.norm(s * d)
+        self.query_norm = make.norm(s * d)
+        self.conv_norm = make.norm(s * d)
+        self.conv_kernel = make.parameter(
+            jnp.zeros, (ple.conv_kernel_size, s * d), ". channels", kind="convolution"
+        )
+
+    def __call__(
+        self, h_BTE: jax.Array, context: Context, cache: dict | None = None
+    ) -> tuple[jax.Array, dict | None]:
+        """h [B, T, S·D] → (what is added to it, the cache after these tokens; with
+        `context.return_all_states` after every token, [B, T, …]).
+        """
+        c, (before_BK, before_BCE) = self.config, (None, None)
+        if cache is not None:
+            before_BK, before_BCE = cache["tokens"], cache["conv"]
+        ids_BTH = ngram_ids(c, self.number, context.tokens, context.positions, before_BK)
+        rows_BTP = save_for_backward(self._look_up(ids_BTH, context))
+        e_BTP = rows_BTP.astype(h_BTE.dtype)
+        v_BTE = self._gated_value(e_BTP, h_BTE)
+        n_BTE = self._per_stream(v_BTE, self.conv_norm[...]).reshape(v_BTE.shape)
+        y_BTE = v_BTE + jax.nn.silu(self._convolve(n_BTE, context.positions, before_BCE))
+        if cache is None:
+            return y_BTE, None
+        ends = context.segment_ids
+        return y_BTE, {
+            "tokens": _window(before_BK, context.tokens, ends, context.return_all_states),
+            "conv": _window(before_BCE, n_BTE, ends, context.return_all_states),
+        }
+
+    def _look_up(self, ids_BTH: jax.Array, context: Context) -> jax.Array:
+        """Rows [B, T, P] of the table. On a mesh it is gathered; see docs/qwen3_8_flash_next.md."""
+        mesh, declared, shape = context.mesh, self.table.declared, self.table.shape
+
+        def look_up(table_VK, ids_BTH):
+            if mesh is not None:
+                table_VK = gather_in_shard(table_VK, declared, shape, mesh, whole=True)
+            rows_BTHK = table_VK[ids_BTH]
+            return rows_BTHK.reshape(*ids_BTH.shape[:2], -1)
+
+        if mesh is None:
+            return look_up(self.table[...], ids_BTH)
+        tokens = activation_spec("batch", context.time, None)
+        in_specs = (storage_spec(declared, shape, mesh), tokens)
+        return per_shard(look_up, mesh, in_specs, tokens)(self.table[...], ids_BTH)
+
+    def _per_stream(self, x_BTE: jax.Array, weight_E: jax.Array) -> jax.Array:
+        """RMSNorm of each stream alone, [B, T, S, D]."""
+        shape = (-1, self.config.hidden_size)
+        x_BTSD = x_BTE.reshape(*x_BTE.shape[:2], *shape)
+        return rms_norm(x_BTSD, weight_E.reshape(shape), self.config)
+
+    def _gated_value(self, e_BTP: jax.Array, h_BTE: jax.Array) -> jax.Array:
+        """v [B, T, S·D]."""
+        dtype = h_BTE.dtype
+        key_BTSD = jnp.einsum("btp,psd->btsd", e_BTP, self.key_proj[...].astype(dtype))
+        value_BTD = e_BTP @ self.value_proj[...].astype(dtype)
+
+        def gate(h_BTE, key_BTSD, value_BTD):
+            key_BTSD = self._per_stream(key_BTSD.reshape(h_BTE.shape), self.key_norm[...])
+            query_BTSD = self._per_stream(h_BTE, self.query_norm[...])
+            s_BTS = jnp.einsum(
+                "btsd,btsd->bts", key_BTSD, query_BTSD, preferred_element_type=jnp.float32
+            )
+            s_BTS = s_BTS * self.config.hidden_size**-0.5
+            s_BTS = jnp.sign(s_BTS) * jnp.sqrt(jnp.maximum(jnp.abs(s_BTS), _SMALLEST_SCORE))
+            open_BTS = jax.nn.sigmoid(s_BTS).astype(dtype)
+            return (open_BTS[..., None] * value_BTD[:, :, None]).reshape(h_BTE.shape)
+
+        return keeping_inputs(gate, h_BTE, key_BTSD, value_BTD)
+
+    def _convolve(
+        self, n_BTE: jax.Array, positions_BT: jax.Array, before_BCE: jax.Array | None
+    ) -> jax.Array:
+        """y_t = Σ_w kernel_w n_{t - (W - 1 - w) · dilation}, of tokens of the same document."""
+        kernel_WE, dilation = self.conv_kernel[...].astype(n_BTE.dtype), self.config.ple.ngram_size
+        width, time = len(kernel_WE), n_BTE.shape[1]
+        reach = (width - 1) * dilation
+        if before_BCE is None:
+            padded_BXE = jnp.pad(n_BTE, ((0, 0), (reach, 0), (0, 0)))
+        else:
+            padded_BXE = jnp.concatenate((before_BCE.astype(n_BTE.dtype), n_BTE), axis=1)
+        y_BTE = jnp.zeros_like(n_BTE)
+        for w in range(width):
+            back = (width - 1 - w) * dilation
+            tap_BTE = padded_BXE[:, reach - back : reach - back + time]
+            inside_BT1 = (positions_BT >= back)[..., None]
+            y_BTE += kernel_WE[w] * jnp.where(inside_BT1, tap_BTE, 0)
+        return y_BTE
+
+    @staticmethod
+    def ids(config, number, tokens_BT, positions_BT, before_BK=None) -> jax.Array:
+        """See `ngram_ids`."""
+        return ngram_ids(config, number, tokens_BT, positions_BT, before_BK)
+
+    @classmethod
+    def init_cache(cls, config: ModelConfig, batch: int) -> dict[str, jax.Array]:
+        """Before the first token: the tokens, and the convolution's inputs, that later tokens
+        read. Positions say which of them are of the row.
+        """
+        ple = config.ple
+        reach, width = (ple.conv_kernel_size - 1) * ple.ngram_size, stream_count(config)
+        return {
+            "tokens": jnp.zeros((batch, ple.ngram_size - 1), jnp.int32),
+            "conv": jnp.zeros((batch, reach, width * config.hidden_size), config.dtype),
+        }
+
+
+def stream_count(config: ModelConfig) -> int:
+    """How many residual streams the model has."""
+    return (
+        jax.eval_shape(
+            lambda x: config.block.resolve("placement").enter(x, config),
+            jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.float32),
+        ).shape[-1]
+        // config.hidden_size
+    )
+
+
+def _window(
+    before_BKx: jax.Array, new_BTx: jax.Array, segment_ids_BT: jax.Array | None, each: bool
+) -> jax.Array:
+    """The last K entries after the new ones, [B, K, …]; right padding (segment 0) does not count.
+    `each`: after every new one, [B, T, K, …].
+    """
+    kept, time = before_BKx.shape[1], new_BTx.shape[1]
+    all_BXx = jnp.concatenate((before_BKx, new_BTx.astype(before_BKx.dtype)), axis=1)
+    if each:
+        return jnp.stack([all_BXx[:, t : t + kept] for t in range(1, time + 1)], axis=1)
+    if segment_ids_BT is None:
+        return all_BXx[:, time:]
+    count_B = jnp.sum(segment_ids_BT > 0, axis=1)
+    return jax.vmap(lambda x, n: jax.lax.dynamic_slice_in_dim(x, n, kept))(all_BXx, count_B)
+
+
+# ---- hashing
+
+
+def ngram_ids(
+    config: ModelConfig,
+    number: int,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    before_BK: jax.Array | None = None,
+) -> jax.Array:
+    """[B, T, H] int32: the row of each head's n-gram in the table of embedding `number`. Heads of
+    2-grams come first, then those of 3-grams, ….
+
+    Args:
+      positions_BT: of each token in its document.
+      before_BK: the ngram_size - 1 tokens before them; None: there are none.
+    """
+    ple, time = config.ple, tokens_BT.shape[1]
+    factors = ple.multipliers(number, config.vocab_size)
+    sizes, offsets = ple.table_sizes(number), ple.offsets(number)
+    reach = ple.ngram_size - 1
+    if before_BK is None:
+        padded_BX = jnp.pad(tokens_BT, ((0, 0), (reach, 0)))
+    else:
+        padded_BX = jnp.concatenate((before_BK, tokens_BT), axis=1)
+    within_BT = jnp.ones(tokens_BT.shape, bool)
+    hashed, ids = None, []
+    for back, factor in enumerate(factors):
+        token_BT = padded_BX[:, reach - back : reach - back + time]
+        if back:
+            # a stretch ends with its end token, so that no n-gram holds one before its last token
+            within_BT &= (positions_BT >= back) & (token_BT != config.eos_token_id)
+        product = _product(jnp.where(within_BT, token_BT, config.eos_token_id), factor)
+        hashed = product if hashed is None else tuple(x ^ y for x, y in zip(hashed, product))
+        if back:
+            heads = slice((back - 1) * ple.heads_per_ngram, back * ple.heads_per_ngram)
+            size_H, offset_H = (np.array(x[heads], np.uint32) for x in (sizes, offsets))
+            ids.append(_remainder(hashed, size_H) + offset_H)
+    return jnp.concatenate(ids, axis=-1).astype(jnp.int32)
+
+
+def _product(token: jax.Array, factor: int) -> Words:
+    """token × factor, for 0 ≤ token < 2^31 and a product of less than 2^64."""
+    token = token.astype(jnp.uint32)
+    high, low = _times_32(token, factor % 2**32)
+    return high + token * np.uint32(factor >> 32), low
+
+
+def _times_32(a: jax.Array, b: int) -> Words:
+    """a × b of two 32-bit numbers, by their halves of 16 bits."""
+    a_high, a_low = a >> 16, a & 0xFFFF
+    b_high, b_low = np.uint32(b >> 16), np.uint32(b & 0xFFFF)
+    low, middle = a_low * b_low, a_high * b_low
+    # at most (2^16 - 1)^2 + 2^16 - 1 each: no carry is lost
+    middle += low >> 16
+    other = a_low * b_high + (middle & 0xFFFF)
+    return a_high * b_high + (middle >> 16) + (other >> 16), (other << 16) | (low & 0xFFFF)
+
+
+def _remainder(words: Words, size_H: np.ndarray) -> jax.Array:
+    """[..., H] uint32: the remainder of each number by each of `size`, at most 2^31: as many bits
+    at a time as leave room for a remainder before them.
+    """
+    step = 32 - int(size_H.max()).bit_length()
+    rest = jnp.zeros((*words[0].shape, len(size_H)), jnp.uint32)
+    for word in words:
+        for begin in range(0, 32, step):
+            bits = min(step, 32 - begin)
+            piece = (word >> np.uint32(32 - begin - bits)) & np.uint32(2**bits - 1)
+            rest = ((rest << np.uint32(bits)) | piece[..., None]) % size_H
+    return rest
+
+
+# ---- reference
+# --------------------------------------------------------------------------------------------------
+
+
+def ngram_ids_reference(config: ModelConfig, number: int, tokens: Any) -> np.ndarray:
+    """[T, H] of one document, with Python's integers."""
+    ple, eos = config.ple, config.eos_token_id
+    factors = ple.multipliers(number, config.vocab_size)
+    sizes, offsets = ple.table_sizes(number), ple.offsets(number)
+    ids = []
+    for t in range(len(tokens)):
+        seen, hashed, row = [int(tokens[t])], int(tokens[t]) * factors[0], []
+        for back in range(1, ple.ngram_size):
+            earlier = int(tokens[t - back]) if t >= back else eos
+            seen.append(eos if eos in seen[1:] or earlier == eos else earlier)
+            hashed ^= seen[-1] * factors[back]
+            first = (back - 1) * ple.heads_per_ngram
+            for head in range(first, first + ple.heads_per_ngram):
+                row.append(hashed % sizes[head] + offsets[head])
+        ids.append(row)
+    return np.array(ids)

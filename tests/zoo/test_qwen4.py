@@ -1,0 +1,542 @@
+"""Qwen3.8-Flash-Next: residual streams, n-gram embeddings, sparse attention and its indexer, over
+their ranges. What transformers computes is in test_reference.py.
+"""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding
+from mixer_references import errors
+from safetensors.numpy import load_file, save_file
+
+from qwen3next_jax import ModelConfig, Qwen3Next, load_hf, save_hf
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config import (
+    FULL,
+    LINEAR,
+    MeshConfig,
+    MixerConfig,
+    ParallelConfig,
+    TrainConfig,
+    from_dict,
+    to_dict,
+)
+from qwen3next_jax.config.block import BlockConfig
+from qwen3next_jax.config.ngram import PLEConfig
+from qwen3next_jax.config.streams import StreamsConfig
+from qwen3next_jax.inference import complete
+from qwen3next_jax.interop.layout import check_hf_form
+from qwen3next_jax.model.block import split_sizes
+from qwen3next_jax.model.layers import Context, document_positions
+from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.sharding.mesh import check_divides, make_mesh
+from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
+from qwen3next_jax.training.loss import count_targets, total_loss
+from qwen3next_jax.zoo import gated_residual, ngram_embedding, qsa
+
+EOS = 3
+BASE = ModelConfig(
+    vocab_size=64,
+    hidden_size=24,
+    num_hidden_layers=4,
+    full_mixer="qsa",
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=8,
+    max_position_embeddings=256,
+    output_gate_type="sigmoid",
+    eos_token_id=EOS,
+    decay_init="log_uniform",
+    dtype="float32",
+    initializer_range=0.2,
+    hf_form="qwen4_exp_text",
+    block=BlockConfig(placement="gated_residual"),
+    streams=StreamsConfig(hc_count=4, hc_lowrank=6),
+    mixer=MixerConfig(
+        indexer_n_heads=2, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=4
+    ),
+    ple=PLEConfig(
+        layer_ids=(2,),
+        heads_per_ngram=2,
+        embed_dim=12,
+        ngram_size=3,
+        ngram_vocab_size_base=50,
+        make_ngram_vocab_size_divisible_by=8,
+        split_ngram_parts=4,
+    ),
+)
+VARIANTS = {
+    "as released, in small": {},
+    "two streams, attention first, two embeddings, longer n-grams, tied": {
+        "layer_types": (FULL, LINEAR, LINEAR, FULL, LINEAR, LINEAR),
+        "num_hidden_layers": 6,
+        "streams": StreamsConfig(hc_count=2, hc_lowrank=3),
+        "ple": dataclasses.replace(
+            BASE.ple, layer_ids=(3, 2), ngram_size=4, embed_dim=18, split_ngram_parts=1
+        ),
+        "mixer": BASE.mixer | {"indexer_budget": 6, "indexer_compress_ratio": 3},
+        "tie_word_embeddings": True,
+    },
+    "scanned periods, ratio 1, no embedding": {
+        "num_hidden_layers": 6,
+        "full_attention_interval": 2,
+        "ple": PLEConfig(),
+        "mixer": BASE.mixer | {"indexer_budget": 3, "indexer_compress_ratio": 1},
+    },
+}
+variants = pytest.mark.parametrize("name", VARIANTS)
+# float32 through at most 6 layers
+CLOSE = dict(rtol=1e-4, atol=2e-5)
+
+
+def config_of(name="as released, in small", **changes):
+    return dataclasses.replace(BASE, **VARIANTS[name] | changes)
+
+
+_models = {}
+
+
+def model_of(config):
+    """A model all of whose parameters matter: norms and convolutions away from their start."""
+    if config not in _models:
+        model = nnx.jit(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))()
+        rng = np.random.default_rng(0)
+
+        def moved(p):
+            still = p.declared.kind not in ("norm", "convolution")
+            noise = 0.3 * rng.normal(size=p.shape).astype(np.float32)
+            return p if still else p.replace(p[...] + noise)
+
+        params = jax.tree.map(
+            moved, nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+        nnx.update(model, params)
+        _models[config] = model
+    return _models[config]
+
+
+def tokens_of(shape, seed=0):
+    """Random tokens, some of them end tokens."""
+    tokens = np.random.default_rng(seed).integers(0, BASE.vocab_size, shape).astype(np.int32)
+    return np.where(np.random.default_rng(seed + 1).random(shape) < 0.1, EOS, tokens)
+
+
+# ---- the parts against their formulas
+
+
+@pytest.mark.parametrize("streams", [1, 2, 5])
+def test_streams_are_their_formula(streams):
+    """Two blocks and the last mix, of one token, in float64."""
+    config = config_of(streams=StreamsConfig(hc_count=streams, hc_lowrank=3))
+    rng = np.random.default_rng(0)
+    make = Make(config, nnx.Rngs(0))
+    mixes = [gated_residual.StreamMix(config, make, injects=i < 2) for i in range(3)]
+    for mix in mixes:
+        mix.norm[...] = jnp.asarray(rng.normal(size=mix.norm.shape), jnp.float32)
+    h = rng.normal(size=(streams, config.hidden_size)).astype(np.float32)
+    maps = [lambda x: 2 * x, lambda x: -x[::-1]]
+    got = jnp.asarray(h.reshape(1, 1, -1))
+    for mix, f in zip(mixes, maps):
+        got = mix.write(got, f(mix.mix(got)[0, 0])[None, None])
+    got = mixes[2].mix(got)[0, 0]
+    params = [
+        jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(nnx.state(mix)))
+        for mix in mixes
+    ]
+    want = gated_residual.streams_reference(config, params, h.astype(np.float64), maps)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "vocabulary, ple, layers",
+    [
+        (248_320, PLEConfig(layer_ids=(2,)), 1),  # the release
+        (2**31 - 1, PLEConfig(layer_ids=(1, 2), ngram_size=5, embed_dim=32, seed=7), 2),
+        (7, dataclasses.replace(BASE.ple, ngram_size=2, embed_dim=2, ngram_vocab_size_base=2), 1),
+    ],
+)
+def test_hashing_is_exact(vocabulary, ple, layers):
+    """Without 64-bit integers, against Python's; documents, end tokens, the largest tokens."""
+    eos = vocabulary - 2
+    ple = dataclasses.replace(ple, split_ngram_parts=1)
+    config = dataclasses.replace(BASE, vocab_size=vocabulary, eos_token_id=eos, ple=ple)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, vocabulary, 300)
+    tokens[rng.random(300) < 0.1], tokens[rng.random(300) < 0.05] = eos, vocabulary - 1
+    segments = np.repeat([1, 2, 3], (100, 1, 199)).astype(np.int32)[None]
+    positions = document_positions(jnp.asarray(segments))
+    for number in range(layers):
+        got = ngram_embedding.ngram_ids(
+            config, number, jnp.asarray(tokens[None], jnp.int32), positions
+        )
+        want = [
+            ngram_embedding.ngram_ids_reference(config, number, tokens[segments[0] == i])
+            for i in (1, 2, 3)
+        ]
+        np.testing.assert_array_equal(got[0], np.concatenate(want))
+        assert got.max() < ple.rows(number)
+
+
+@pytest.mark.parametrize("ratio, budget, length", [(4, 8, 39), (3, 24, 40), (1, 2, 9), (5, 5, 26)])
+def test_sparse_attention_is_its_formula(ratio, budget, length):
+    settings = {"indexer_budget": budget, "indexer_compress_ratio": ratio}
+    config = config_of(layer_types=("qsa",) * 4, ple=PLEConfig(), mixer=BASE.mixer | settings)
+    output, (of_parameters, of_input) = errors("qsa", config, "float32", length)
+    assert max(output, of_input, *of_parameters.values()) < 2e-6
+    no_gradient = {name for name, error in of_parameters.items() if not error}
+    assert {"index_qk_proj", "index_q_norm", "index_k_norm"} <= no_gradient
+
+
+def test_ties_go_to_the_lowest_block():
+    """All scores are 0: the first blocks of the document are selected."""
+    config = config_of()
+    layer = model_of(config).layers[3].mixer
+    graph, params = nnx.split(layer)
+    params = jax.tree.map(lambda leaf: leaf[0], params)
+    params["index_qk_proj"][...] *= 0
+    segments = jnp.asarray(np.repeat([1, 2], (17, 21)).astype(np.int32)[None])
+    context = Context(document_positions(segments), segments)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 38, 24)), jnp.float32)
+    seen = np.asarray(nnx.merge(graph, params).seen(x, context))[0]
+    assert list(np.flatnonzero(seen[15])) == [*range(8)]
+    assert list(np.flatnonzero(seen[16])) == [*range(8), 16]
+    assert list(np.flatnonzero(seen[17 + 19])) == [*range(17, 25)]
+    assert list(np.flatnonzero(seen[17 + 20])) == [*range(17, 25), 37]
+
+
+# ---- packed documents
+
+
+@variants
+def test_packed_documents_are_separate_ones(name):
+    """States, multi-token prediction, and the gradients of all parameters."""
+    model = model_of(config_of(name))
+    graph, params = nnx.split(model)
+    lengths = (1, 2, 21, 3, 17)
+    tokens = tokens_of(sum(lengths) + 4)
+    cuts = np.cumsum((0, *lengths))
+    segments = np.repeat([*range(1, 6), 0], (*lengths, 4)).astype(np.int32)
+    weight = jnp.asarray(np.random.default_rng(5).normal(size=BASE.hidden_size), jnp.float32)
+
+    def total(params, rows, segments):
+        f = nnx.merge(graph, params).features(rows, segments)
+        inside = segments > 0
+        ahead = (jnp.roll(segments, -1, axis=1) == segments) & inside
+        states = f.hidden * inside[..., None], f.mtp_hidden[0] * ahead[..., None]
+        return sum(jnp.sum(jnp.sin(x @ weight)) for x in states), states
+
+    run = jax.jit(jax.value_and_grad(total, has_aux=True))
+    (_, packed), d_packed = run(params, tokens[None], segments[None])
+    longest = max(lengths) + 1
+    rows = np.zeros((len(lengths), longest), np.int32)
+    own = np.zeros_like(rows)
+    for i, (start, n) in enumerate(zip(cuts, lengths)):
+        rows[i, :n], own[i, :n] = tokens[start : start + n], 1
+    (_, separate), d_separate = run(params, rows, own)
+    for got, want in zip(packed, separate):
+        for i, (start, n) in enumerate(zip(cuts, lengths)):
+            np.testing.assert_allclose(got[0, start : start + n], want[i, :n], **CLOSE)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * np.abs(b).max()),
+        *(nnx.to_pure_dict(x) for x in (d_packed, d_separate)),
+    )
+
+
+# ---- decoding
+
+
+@variants
+def test_cached_states_are_those_of_the_whole_sequence(name):
+    """Rows cut at different places into prefills, one with padding, and single tokens."""
+    model = model_of(config_of(name))
+    graph, params = nnx.split(model)
+    rows, length = tokens_of((3, 40)), 40
+    want = states(model, rows)
+    decode = jax.jit(lambda params, *args: nnx.merge(graph, params).decode(*args))
+    cache, at = model.init_cache(3, 64), np.zeros(3, int)
+    # of 16 slots, so many are tokens; the rest is padding
+    for counts in ((16, 5, 1), (2, 16, 16), (1, 1, 1), (8, 9, 10)):
+        step = np.arange(16)
+        positions = (at[:, None] + step).astype(np.int32)
+        new = np.take_along_axis(rows, np.minimum(positions, length - 1), axis=1)
+        inside = (step < np.array(counts)[:, None]).astype(np.int32)
+        hidden, cache = decode(params, new, positions, cache, inside)
+        for row, n in enumerate(counts):
+            np.testing.assert_allclose(hidden[row, :n], want[row, at[row] : at[row] + n], **CLOSE)
+        at += counts
+
+
+@functools.cache
+def _states(graph):
+    return jax.jit(lambda params, rows: nnx.merge(graph, params).features(rows).hidden)
+
+
+def states(model, rows):
+    graph, params = nnx.split(model)
+    return _states(graph)(params, rows)
+
+
+@pytest.mark.parametrize(
+    "name, drafts",
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * bool(case[1] < 3))
+        for case in zip(VARIANTS, (3, 1, 2))
+    ],
+)
+def test_drafts_give_the_plain_text(name, drafts):
+    """Ragged prompts, past the budget; the plain text is the whole sequence's own."""
+    model = model_of(config_of(name))
+    prompts = [tokens_of(n, seed=n) for n in (1, 16, 7)]
+    plain = complete(model, prompts, max_new_tokens=24)
+    drafted = complete(model, prompts, max_new_tokens=24, speculative=drafts)
+    rows = np.zeros((3, 40), np.int32)
+    for row, prompt, text in zip(rows, prompts, plain):
+        row[: len(prompt) + 24] = np.concatenate((prompt, text))
+    best = np.argmax(model.logits(states(model, rows)), axis=-1)
+    for row, prompt, a, b in zip(best, prompts, plain, drafted):
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(row[len(prompt) - 1 :][:24], a)
+
+
+# ---- the indexer's loss
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse"])
+@pytest.mark.parametrize("ratio, budget", [(4, 8), (3, 6), (1, 64)])
+def test_the_indexer_learns_by_its_formula(mode, ratio, budget):
+    """The loss of a packed row, and its gradient, which the indexer alone has, in float64."""
+    settings = {"indexer_budget": budget, "indexer_compress_ratio": ratio}
+    config = config_of(layer_types=("qsa",) * 4, ple=PLEConfig(), mixer=BASE.mixer | settings)
+    graph, params = nnx.split(qsa.QSA(config, Make(config, nnx.Rngs(0)), (0,)))
+    cuts = (0, 2, 25, 30, 43)
+    segments = np.repeat([1, 2, 3, 4, 0], (*np.diff(cuts), 3)).astype(np.int32)[None]
+    x = np.random.default_rng(0).normal(size=(46, config.hidden_size)).astype(np.float32)
+
+    def ours(params, x):
+        context = Context(document_positions(segments), segments, segments > 0, indexer=mode)
+        _, found, _ = nnx.merge(graph, params)(x[None], context)
+        return found["mixer_loss"]
+
+    ours = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))
+    got, (d_params, d_x) = ours(params, jnp.asarray(x))
+    d_params = nnx.to_pure_dict(d_params)
+
+    def theirs(params, x):
+        documents = [x[a:b] for a, b in zip(cuts, cuts[1:]) if b - a >= ratio]
+        return sum(qsa.divergence_reference(config, params, d, mode == "dense") for d in documents)
+
+    with jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda a: jnp.asarray(np.asarray(a, np.float64)), (nnx.to_pure_dict(params), x)
+        )
+        indexer = {name: p for name, p in wide[0].items() if name.startswith("index_")}
+        others = {name: p for name, p in wide[0].items() if name not in indexer}
+        of_indexer = jax.jit(jax.value_and_grad(lambda p: theirs(p | others, wide[1])))
+        want, d_want = of_indexer(indexer)
+    assert want > 0.1 and float(got) == pytest.approx(float(want), rel=1e-5)
+    counted = qsa.QSA.loss_tokens(config, document_positions(segments), segments > 0)
+    assert int(counted.sum()) == sum(max(n - ratio + 1, 0) for n in np.diff(cuts))
+    for name, d in d_want.items():
+        np.testing.assert_allclose(d_params.pop(name), d, rtol=1e-3, atol=1e-5 * np.abs(d).max())
+    assert not any(np.any(d) for d in (*d_params.values(), d_x))
+
+
+@pytest.mark.parametrize("mode", ["frozen", "sparse"])
+def test_rows_of_two_tokens(mode):
+    """Shorter than a block, a convolution and an n-gram: finite losses and gradients."""
+    config = config_of()
+    graph, params = nnx.split(model_of(config))
+    batch = {"tokens": tokens_of((2, 2)), "segment_ids": np.ones((2, 2), np.int32)}
+
+    def loss(params):
+        counts = count_targets(batch, 1, config)
+        train = TrainConfig(indexer_training=mode)
+        return total_loss(nnx.merge(graph, params), batch, train, counts)[0]
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(params)
+    assert np.isfinite(value) and all(np.isfinite(d).all() for d in jax.tree.leaves(gradient))
+
+
+# ---- a mesh
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"data": 2, "expert": 2, "tensor": 2}, {"data": 8}])
+def test_a_mesh_gives_what_one_device_gives(axes):
+    """The loss, the indexers' among it, and all gradients."""
+    config = config_of(layer_types=(FULL, LINEAR), num_hidden_layers=2)
+    model = model_of(config)
+    graph, params = nnx.split(model)
+    segments = np.repeat([1, 2, 0], (17, 20, 3)).astype(np.int32)[None].repeat(8, axis=0)
+    batch = {"tokens": tokens_of((8, 40)), "segment_ids": segments}
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)), jax.devices()[:8])
+
+    def gradient(mesh):
+        def loss(params, batch):
+            counts = count_targets(batch, 1, config)
+            train = TrainConfig(indexer_training="sparse")
+            return total_loss(nnx.merge(graph, params), batch, train, counts, mesh=mesh)[0]
+
+        return jax.jit(jax.value_and_grad(loss))
+
+    one = gradient(None)(params, batch)
+    placed = jax.tree.map(
+        lambda p: p.replace(
+            jax.device_put(p[...], NamedSharding(mesh, storage_spec(p.declared, p.shape, mesh)))
+        ),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
+    many = gradient(mesh)(placed, jax.device_put(batch, batch_sharding(mesh)))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            a, b, rtol=1e-4, atol=1e-5 * max(1.0, float(np.abs(a).max()))
+        ),
+        one,
+        many,
+    )
+
+
+def test_context_is_refused():
+    sizes = {"data": 1, "expert": 1, "context": 2, "tensor": 1}
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    with pytest.raises(UserError) as error:
+        check_divides(config_of(), 2, 64, mesh, *split_sizes(config_of()))
+    words = ["context = 2", "'qsa'", "'ngram'", "nearest valid sizes of context: 1"]
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+# ---- checkpoints
+
+
+@variants
+def test_an_export_has_the_same_bits(name, tmp_path):
+    """Text model and wrapper, fused experts, any number of pieces of the table."""
+    for form, fused in (("qwen4_exp_text", ()), ("qwen4_exp", ("mtp", "trunk"))):
+        config = config_of(name, hf_form=form, hf_fused_experts=fused)
+        model = model_of(config)
+        save_hf(model, tmp_path / form)
+        back = load_hf(tmp_path / form)
+        assert back.config.mixers == config.mixers
+        spelled = ("layer_types", "full_attention_interval", "decay_init")
+        assert back.config == dataclasses.replace(
+            config, **{name: getattr(back.config, name) for name in spelled}
+        )
+        same = jax.tree.map(
+            lambda a, b: a.dtype == b.dtype and np.array_equal(a, b),
+            *(nnx.to_pure_dict(nnx.state(m, nnx.Param)) for m in (model, back)),
+        )
+        assert all(jax.tree.leaves(same))
+
+
+BLOCK = "model.layers.1.ple.ple_embedding"
+SHARD = f"{BLOCK}.ngram_embedding.shard_{{}}.weight"
+
+
+def _narrow(tensors):
+    tensors[SHARD.format(1)] = tensors[SHARD.format(1)][:-1]
+
+
+def _one_more(tensors):
+    tensors[SHARD.format(4)] = tensors[SHARD.format(3)]
+
+
+def _other_hash(tensors):
+    tensors[f"{BLOCK}.layer_multipliers"] = tensors[f"{BLOCK}.layer_multipliers"] + 2
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen4") / "model"
+    save_hf(model_of(config_of()), folder)
+    (folder / "SHA256SUMS").unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda t: t.pop(SHARD.format(2)), ["lack", SHARD.format(2)]),
+        (_narrow, [SHARD.format(1), "[59, 3]", "[60, 3]"]),
+        (_one_more, ["beyond", SHARD.format(4)]),
+        (_other_hash, [f"{BLOCK}.layer_multipliers", "n-grams"]),
+        (
+            lambda t: t.pop("model.layers.3.self_attn.indexer.index_qk_proj.weight"),
+            ["lack", "layers.3.self_attn.indexer.index_qk_proj.weight"],
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_line(exported, change, words, tmp_path):
+    folder = shutil.copytree(exported, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError) as error:
+        load_hf(folder)
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+def test_attention_layers_have_two_names(exported, tmp_path):
+    folder = shutil.copytree(exported, tmp_path / "model")
+    fields = json.loads((folder / "config.json").read_text())
+    assert fields["layer_types"][-1] == "indexed_attention"
+    fields["layer_types"][-1] = "full_attention"
+    (folder / "config.json").write_text(json.dumps(fields))
+    assert load_hf(folder).config == load_hf(exported).config
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    "group, values, words",
+    [
+        ("mixer", {"indexer_budget": 10}, ["indexer_budget = 10", "multiple", "= 4"]),
+        ("mixer", {"indexer_head_dim": 2}, ["indexer_head_dim = 2", "4"]),
+        ("ple", {"layer_ids": (5,)}, ["layer_ids", "layer 5", "1 … 4"]),
+        ("ple", {"layer_ids": (0,)}, ["layer_ids", "layer 0", "1 … 4"]),
+        ("ple", {"layer_ids": (2, 2)}, ["layer_ids", "layer 2 twice"]),
+        ("ple", {"ngram_vocab_size_base": 2**61}, [f"{2**61}", f"{2**63}", f"{2**31 - 1}"]),
+        ("ple", {"embed_dim": 13}, ["embed_dim = 13", "4 heads"]),
+        ("ple", {"split_ngram_parts": 7}, ["split_ngram_parts = 7", "240 rows"]),
+        (None, {"eos_token_id": -1}, ["eos_token_id = -1", "layer_ids"]),
+        (None, {"block": {"placement": "gated_residual", "norm": "layer"}}, ["norm", "'rms'"]),
+    ],
+)
+def test_settings_that_do_not_fit_are_one_line(group, values, words):
+    settings = to_dict(config_of())
+    settings |= {group: settings[group] | values} if group else values
+    with pytest.raises(UserError) as error:
+        Qwen3Next(from_dict(ModelConfig, settings), rngs=nnx.Rngs(0))
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"streams": StreamsConfig(hc_count=1, hc_lowrank=3)}, ["hc_count = 1"]),
+        ({"ple": dataclasses.replace(BASE.ple, layer_ids=(4,))}, ["layer 4", "'qsa'"]),
+        ({"block": BlockConfig()}, ["placement", "'gated_residual'"]),
+        ({"mlp_only_layers": (0,)}, ["mlp_only_layers", "experts in every layer"]),
+        ({"hf_form": "qwen3_next"}, ["qsa (layers 3", "qwen3_next"]),
+    ],
+)
+def test_what_transformers_does_not_have_is_not_exported(changes, words):
+    with pytest.raises(UserError) as error:
+        check_hf_form(config_of(**changes))
+    assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
