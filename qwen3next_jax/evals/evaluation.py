@@ -88,6 +88,11 @@ class EvalContext:
         return make_score_step(self.graphdef, self.mesh)
 
 
+# The former names, which evaluations outside of this package import.
+Options = EvalOptions
+Subject = EvalContext
+
+
 class Evaluation:
     """The base class of evaluations. An instance compiles its programs once and can then measure
     any parameters of its model.

@@ -31,6 +31,13 @@ Switch = Literal[
     "block.rope_scaling",
 ]
 
+# Attributes of mixers that earlier versions read → what they are called now.
+_RENAMED = {
+    "settings": "switches (docs/extending.md)",
+    "normalized": "normalize_qk",
+    "flattens": "uses_fused_layout",
+}
+
 
 class Mixer(nnx.Module):
     """The part of a layer through which tokens see each other. A new one implements `__init__`,
@@ -78,6 +85,13 @@ class Mixer(nnx.Module):
     has_loss: ClassVar[bool] = False
     whole_rows: ClassVar[bool] = False
     names_kept: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options):
+        """Refuses names of earlier versions, which would be ignored or fail far from here."""
+        super().__init_subclass__(**options)
+        for old, new in _RENAMED.items():
+            if old in cls.__dict__ and (old != "settings" or isinstance(cls.settings, tuple)):
+                raise TypeError(f"{cls.__name__}.{old}: is now called {new}")
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
         """Makes the parameters.

@@ -394,7 +394,10 @@ def test_scores_are_the_models_log_probabilities():
 
 
 def test_evaluations_written_for_earlier_versions_keep_working():
-    from qwen3next_jax.reporting.figures import Figure
+    from qwen3next_jax.common.figures import Figure
+    from qwen3next_jax.reporting.figures import Figure as EarlierFigure
+
+    assert Figure is EarlierFigure
 
     class Old(evaluation.Evaluation):
         figures = {"rows": Figure("rows", "count")}

@@ -105,6 +105,26 @@ def test_a_mixer_with_the_names_of_earlier_versions_is_the_same(tmp_path, monkey
     assert program("my_earlier_mixer:Retention") == program("retention")
 
 
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("settings = ('delta_rule',)", "Old.settings: is now called switches"),
+        ("normalized = False", "Old.normalized: is now called normalize_qk"),
+        (
+            "from qwen3next_jax.model.mixers.pairwise import Pairwise",
+            "zoo.pair_mixer.PairAttention",
+        ),
+    ],
+)
+def test_what_earlier_versions_called_otherwise_is_told(line, message, tmp_path, monkeypatch):
+    """It would be ignored, or fail far from the class."""
+    base = "from qwen3next_jax.model.mixers.recurrent import Recurrent"
+    (tmp_path / "my_old.py").write_text(f"{base}\nclass Old(Recurrent):\n    {line}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=message):
+        mixer_class("my_old:Old")
+
+
 # One of operator A, of attention, of operators B and N; all others are slow.
 QUICK = ("gated_deltanet", "gated_attention", "kda", "rnn", "retention")
 
