@@ -5,7 +5,7 @@ take other ways through the kernels; `-m slow` adds the other chips, the forward
 widths 64 and 256, longer sequences and more of the small ones. One process a chip, for the
 compiler reads its environment once:
 
-    python -m tests.test_delta_rule_tpu v6e released "share 4"    # names of CASES: prints the
+    python -m tests.kernels.test_delta_rule_tpu v6e released "share 4"    # names of CASES: prints the
     number of kernels in each program
 """
 
@@ -84,7 +84,7 @@ def test_compiles_forward_and_both_ways(chip, flags):
 @functools.cache
 def kernels_of_cases(chip, names):
     """What the process printed of every case, and the end of its errors."""
-    done = run("-m", "tests.test_delta_rule_tpu", chip, *names)
+    done = run("-m", "tests.kernels.test_delta_rule_tpu", chip, *names)
     return dict(line.rsplit(": ", 1) for line in done.stdout.splitlines()), done.stderr[-2000:]
 
 

@@ -155,7 +155,7 @@ def test_the_ablated_model_decodes_counts_and_uses_all_its_parameters(tmp_path):
         assert np.abs(g).max() > 0, jax.tree_util.keystr(path)
     assert parameter_counts(config).total == sum(leaf.size for leaf in jax.tree.leaves(params))
     with pytest.raises(
-        UserError, match="model.short_convolution = False: .* Qwen3Next has True alone"
+        UserError, match="model.short_convolution = False: .* Qwen3Next has only True"
     ):
         save_hf(model, tmp_path / "hf")
 
