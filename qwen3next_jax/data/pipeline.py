@@ -22,9 +22,8 @@ from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 
 # The arrays of a batch, or of one row (then without the axis B_local, the rows of this process):
-#   "tokens", "segment_ids": int32 [B_local, T].
-# "target_mask": bool [B_local, T], the tokens that count as targets. Only synthetic tasks have it;
-#     in text all tokens count.
+# "tokens", "segment_ids": int32 [B_local, T]. Rows of synthetic tasks also have "target_mask": bool
+# [B_local, T], the tokens that count as targets; in rows of text all tokens count.
 Batch = dict[str, np.ndarray]
 
 _ENDLESS = 2**62  # rows

@@ -4,8 +4,7 @@ can be made at any time.
 A task marks some tokens of a row as targets. Loss, accuracy and evaluations count only targets.
 
     mqar       Multi-query associative recall (2312.04927, Zoology). A row begins with pairs of a
-    key
-               and its value: k v k v …. Then each key occurs again, at a gap drawn from a power
+               key and its value: k v k v …. Then each key occurs again, at a gap drawn from a power
                law, and its value follows. These second values are the targets. In Zoology's rows, a
                filler token takes the place of the second value.
     induction  Random tokens, one of which occurs twice; the second occurrence is the last token but

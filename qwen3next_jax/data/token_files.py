@@ -27,13 +27,15 @@ _READ_AT_ONCE = 1 << 24  # tokens
 
 
 def kind(name: str) -> str:
-    """Returns the name of the format of a file, by its lower-case name; "" if it holds no
-    tokens.""" endings = {".idx": "megatron", ".ds": "datatrove", ".npy": "olmo", ".bin": "llm.c"}
+    """Returns the name of the format of a file of tokens, by the file's lower-case name; "" for any
+    other file.
+    """
+    endings = {".idx": "megatron", ".ds": "datatrove", ".npy": "olmo", ".bin": "llm.c"}
     return next((kind for ending, kind in endings.items() if name.endswith(ending)), "")
 
 
 def companion(path: pathlib.Path) -> pathlib.Path | None:
-    """Returns the second file without which a file of tokens cannot be read; None if there is none."""
+    """Returns the second file that is needed to read a file of tokens; None if there is none."""
     if path.name.endswith(".idx"):
         return path.with_suffix(".bin")
     return path.with_name(path.name + ".index") if path.name.endswith(".ds") else None

@@ -42,8 +42,8 @@ class Tokenizer(Protocol):
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
       libraries: name of each library that determines the ids of a text → its version.
       parse_tokens: the added tokens that get their own ids where documents contain them in writing.
-      fallback: the same tokenizer with a slower library, for texts to which the faster library gives
-        other ids (`fast_bpe.Differs`); None if there is only one library.
+      fallback: the same tokenizer with a slower library, for texts to which the faster library
+        gives other ids (`fast_bpe.Differs`); None if there is only one library.
       reads_text: whether the ids stand for text; False for the ids of a synthetic task.
     """
 
@@ -57,8 +57,8 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
-        """Returns the ids of `text`, int32 [n]. A special token that `text` contains in writing gets
-        its id; no special token is added.
+        """Returns the ids of `text`, int32 [n]. A special token that `text` contains in writing
+        gets its id; no special token is added.
         """
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -158,8 +158,8 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json`, which the `tokenizers` library reads. tiktoken encodes documents where it
     can (see `fast_bpe`).
 
-    The end-of-document token is `eos_token` of the `tokenizer_config.json` in the same directory. If
-    that names none, it is the first token of `_COMMON_EOS` that is in the vocabulary.
+    The end-of-document token is `eos_token` of the `tokenizer_config.json` in the same directory.
+    If that names none, it is the first token of `_COMMON_EOS` that is in the vocabulary.
     """
 
     reads_text = True
@@ -178,7 +178,8 @@ class HuggingFaceTokenizer:
         ):
             with json_files.open_regular(path) as file:
                 self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(json_files.MAX_BYTES))
-        # `token_bytes` and the library allocate tables with an entry for every id up to the largest.
+        # `token_bytes` and the library allocate tables with an entry for every id up to the
+        # largest.
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
         if self.vocab_size > _LARGEST_GAP + len(ids):

@@ -245,9 +245,9 @@ class _Batch(NamedTuple):
 
 
 def _encoded(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterator[_Batch]:
-    """Yields the documents of a part, with their texts and tokens, in batches. The text of a document
-    in a file of tokens is the decoded tokens, so that the same document is held out whether it comes
-    from a file of tokens or of text.
+    """Yields the documents of a part, with their texts and tokens, in batches. The text of a
+    document in a file of tokens is the decoded tokens, so that the same document is held out
+    whether it comes from a file of tokens or of text.
     """
     if token_files.kind(job.file.path.name.lower()):
         end = np.array([tokenizer.eos_id], np.int32)
@@ -282,8 +282,8 @@ _SPACE = re.compile(r"\s")
 
 
 def _cut_at_spaces(text: str) -> Iterator[str]:
-    """Yields the pieces of a text. A long text is cut before white-space characters, because Unicode
-    composition does not cross them.
+    """Yields the pieces of a text. A long text is cut before white-space characters, because
+    Unicode composition does not cross them.
     """
     start = 0
     while len(text) - start > _BATCH_CHARACTERS:

@@ -57,7 +57,8 @@ def run_all(
     for i, item in enumerate(items):
         todo.put((i, item))
     messages: queue.SimpleQueue = queue.SimpleQueue()
-    # This thread starts the workers, because Linux kills them when the thread that started them ends.
+    # This thread starts the workers, because Linux kills them when the thread that started them
+    # ends.
     children = [_start_worker() for _ in range(min(workers, len(items)))]
     try:
         for child in children:
@@ -83,8 +84,8 @@ def run_all(
 
 def _start_worker() -> subprocess.Popen:
     code = f"from qwen3next_jax.data import workers; workers._serve({os.getpid()})"
-    # Each worker uses one core. Without this setting, the tokenizers library would start a thread per
-    # core in every worker.
+    # Each worker uses one core. Without this setting, the tokenizers library would start a thread
+    # per core in every worker.
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "TOKENIZERS_PARALLELISM": "false",
