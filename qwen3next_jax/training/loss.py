@@ -2,12 +2,14 @@
 
     total = CE + w_mtp · mean_d MTP_d + w_balance · mean_l balance_l + w_z · mean_l z_l
 
-CE and MTP_d are means over the targets of the whole batch, balance_l and z_l over its tokens (l
-runs over the sparse layers, the MTP module's included). Every piece is divided by the batch's
-own counts, which follow from the segment ids alone, so a micro-batch contributes a share and the
-shares sum to the batch's value.
+CE is the cross-entropy of the next token, and MTP_d that of the multi-token prediction at depth d;
+both are means over the targets of the whole batch. balance_l and z_l are the balance loss and the
+router z-loss of layer l, as means over the tokens of the whole batch; l runs over the layers with
+experts, including the layer of the MTP module. Each micro-batch divides its sums by counts of the
+whole batch, which need no forward pass. The results of all micro-batches therefore sum to the value
+of the whole batch.
 
-Letters: B batch, T time, R = B·T, D model, V vocabulary, E experts, L sparse layers.
+Letters: B batch, T time, D model, E experts, L layers with experts.
 """
 
 from typing import NamedTuple
@@ -22,11 +24,16 @@ from qwen3next_jax.model.multi_token_prediction import target_positions, targets
 
 
 class Counts(NamedTuple):
-    """Of the whole batch, float32: targets of the next-token loss, targets of each MTP depth,
-    non-padding tokens, and over all MTP depths the tokens whose target lies in their document.
-    Each is at least 1, as sums are divided by it.
+    """Counts over the whole batch. Sums are divided by all of them but `has_targets`, which are
+    float32 scalars.
 
-    has_targets: bool, whether the next-token loss has any target.
+    Attributes:
+      targets: number of targets of the next-token loss, at least 1.
+      mtp_targets: number of targets of each MTP depth, each at least 1.
+      tokens: number of tokens that are not padding, at least 1.
+      mtp_tokens: sum over all MTP depths of the number of tokens whose target lies in the same
+        document, each number at least 1.
+      has_targets: bool scalar, whether the next-token loss has any target.
     """
 
     targets: jax.Array
@@ -37,8 +44,8 @@ class Counts(NamedTuple):
 
 
 def count_targets(batch: dict[str, jax.Array], mtp_depth: int) -> Counts:
-    """What the sums over this batch are divided by (at least 1, so that padding alone gives 0),
-    and whether it has anything to predict.
+    """Returns the counts of `batch`. A count by which sums are divided is at least 1, so the loss
+    of a batch of padding alone is 0.
     """
 
     def total(mask):
@@ -58,8 +65,9 @@ def count_targets(batch: dict[str, jax.Array], mtp_depth: int) -> Counts:
 
 
 def expert_load(features: Features, config: ModelConfig, counts: Counts) -> jax.Array:
-    """[L, E] Each expert's share of the choices of the whole batch, times E: 1 is perfect balance.
-    The sum over micro-batches is the load of the batch.
+    """Returns each expert's share of all choices of experts in the whole batch, times E: [L, E]. If
+    the load is perfectly balanced, all entries are 1. The results for the micro-batches of a batch
+    sum to the result for the whole batch.
     """
     stacked = _per_layer(features, counts, "load")
     return jax.lax.stop_gradient(stacked * (config.num_experts / config.num_experts_per_tok))
@@ -73,27 +81,28 @@ def total_loss(
     load: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Computes the shares that this (micro-)batch contributes to the loss and to its parts.
+    """Computes what this batch or micro-batch contributes to the loss and to its parts.
 
     Args:
       model: the model.
       batch: tokens and segment_ids, [B, T] int32. Targets are the tokens that follow in the same
         document; if the batch has target_mask, [B, T] bool, only the targets that it marks count.
       train: the weights of the parts of the loss, and `remat`.
-      counts: of the whole batch.
+      counts: the counts of the whole batch.
       load: [L, E] `expert_load` of the whole batch; None if this batch is the whole batch.
       mesh: the devices that share the batch; None: one device.
 
     Returns:
-      (total, parts): parts are sums over the batch's shares: `loss`, `mtp_loss/d`, `mtp_top1/d`
-      (share of targets hit by the depth's best guess), `top1`, `balance_loss`, `router_z`, and
-      `expert_load` [L, E].
+      (total, parts). Over the micro-batches of a batch, the results sum to those of the batch.
+      parts has the entries `loss` (CE), `top1` (share of the targets that the most probable token
+      hits), `mtp_loss/d` and `mtp_top1/d` (the same for MTP depth d), `balance_loss`, `router_z`,
+      `expert_load` [L, E], and `total_loss`.
     """
     features = model.features(batch["tokens"], batch["segment_ids"], remat=train.remat, mesh=mesh)
 
     def cross_entropy(hidden_BTD, offset, targets):
-        """This batch's shares of (mean cross-entropy, top-1 accuracy); the target of a token is the
-        token `offset` positions later in the same document.
+        """Returns what this batch contributes to (mean cross-entropy, top-1 accuracy). The target
+        of a token is the token `offset` positions later in the same document.
         """
         weight_BT = target_positions(batch, offset).astype(jnp.float32) / targets
         total, correct_BT, *_ = model.cross_entropy(
@@ -120,8 +129,9 @@ def total_loss(
 
 
 def _per_layer(features: Features, counts: Counts, name: str) -> jax.Array:
-    """[L, …] A router statistic of every sparse layer, divided by the number of tokens of the whole
-    batch. The MTP module's layer is last.
+    """Returns a router statistic of every layer with experts, divided by the number of tokens of
+    the
+    whole batch: [L, …]. The layer of the MTP module is last.
     """
     layers = []
     if features.router:
