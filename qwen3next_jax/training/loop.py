@@ -7,8 +7,7 @@ file to loss.
              on.
     model    `model.Qwen3Next` is the model. Its parameters are the entry "params" of the train
              state (see `state`).
-    step     `make_train_step`, below, makes the function (state, batch) → (state, metrics), which
-    is
+    step     `make_train_step`, below, makes the function (state, batch) → (state, metrics). It is
              compiled once per stage.
     loop     `Trainer.train`, below, repeats: read the next batch, do the step, call the hooks.
 

@@ -130,8 +130,7 @@ def total_loss(
 
 def _per_layer(features: Features, counts: Counts, name: str) -> jax.Array:
     """Returns a router statistic of every layer with experts, divided by the number of tokens of
-    the
-    whole batch: [L, …]. The layer of the MTP module is last.
+    the whole batch: [L, …]. The layer of the MTP module is last.
     """
     layers = []
     if features.router:
