@@ -6,10 +6,9 @@ run imports only the parts that it uses. No other file names a plugin.
 
 A setting whose values are the names of a table also accepts an import string of the user's own
 code, "my_package.module:Name" (docs/extending.md). Importing it runs that code. Therefore only the
-user may
-give an import string: in a config file, in a flag, or in Python. Other files that this package
-reads (a run.json, a Hugging Face directory) may contain an import string only if its package is
-trusted (by the function `trust` or the flag --trust).
+user may give an import string: in a config file, in a flag, or in Python. Other files that this
+package reads (a run.json, a Hugging Face directory) may contain an import string only if its
+package is trusted (by the function `trust` or the flag --trust).
 """
 
 import importlib

@@ -3,8 +3,7 @@
 huggingface      defines load_hf, save_hf and hf_tensors, which other packages call
 hf_config        converts a config.json to a ModelConfig and back
 families/        holds what differs between families of models (fields, tensors, refusals), in
-one
-                 file per family
+                 one file per family
 entries, layout  say which tensors hold which parameters
 shard_slices, tensor_rows, arrays
                  copy values between rows of tensors and shards on devices, piece by piece
