@@ -42,8 +42,9 @@ class Data(Protocol):
       sequence_length: T, number of tokens of a row.
       heldout_rows: number of held-out rows.
       kinds: name of each array [T] of a row → its dtype.
-      streams: digest of everything that determines the rows of a stream → weight of the stream, for
-        each stream that the training stream mixes. Empty if the training stream is a single stream.
+      streams: name of a stream → its weight, for each stream that the training stream mixes. The
+        name holds a digest of everything that determines the stream's rows. Empty if the source
+        does not mix streams, as in a synthetic task.
     """
 
     tokenizer: Tokenizer
@@ -105,8 +106,8 @@ class Data(Protocol):
 
         Args:
           row: index of the row of the training stream with which batch 0 begins.
-          starts: digest of a stream of the mix → the row from which that stream is read; an absent
-            stream is read from row 0. A training stream that is a single stream is named by
+          starts: name of a stream of the mix → the row from which that stream is read; an absent
+            stream is read from row 0. The name of a training stream that is not a mix is
             `fingerprint`.
         """
         self._first_row, self._starts = row + starts.get(self.fingerprint, 0), starts
