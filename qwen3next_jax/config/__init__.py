@@ -1,4 +1,4 @@
-"""All settings of a run, as frozen dataclasses: their defaults and the checks of their values."""
+"""All settings of a run, as frozen dataclasses with defaults and checks of the values."""
 
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.model import FULL, LINEAR, ModelConfig

@@ -1,5 +1,5 @@
-"""The settings `model.block`: norms, their placement, dense MLPs and positions, where a model
-differs from the released one.
+"""The settings `model.block`: norms and their placement, dense MLPs, and positions. The released
+model has the defaults.
 """
 
 import dataclasses
@@ -12,18 +12,18 @@ from qwen3next_jax.config.registry import SETTINGS, check_name
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """The parts of a block besides its mixer; docs/block.md lists them. Each setting names a
-    part in a table of config/registry.py. A model that differs from these defaults has no Hugging
-    Face form.
+    """The parts of a block other than its mixer; docs/block.md lists them. Each setting names a
+    part in a table of config/registry.py. A model whose settings differ from these defaults has no
+    Hugging Face form.
     """
 
-    # where the norms are: a name of PLACEMENTS in config/registry.py
+    # where a block applies its norms: a name of PLACEMENTS in config/registry.py
     placement: str = "pre"
-    # the norms around mixers and MLPs and after the last layer: a name of NORMS
+    # the kind of the norms at mixers and MLPs and after the last layer: a name of NORMS
     norm: str = "rms"
     # the MLP of layers without experts: a name of MLPS
     mlp: str = "swiglu"
-    # positions that are added to the embeddings: a name of POSITIONS
+    # the positions that are added to the embeddings: a name of POSITIONS
     positions: str = "none"
     # how model.yarn_factor stretches rotary positions: a name of ROPE_SCALINGS
     rope_scaling: str = "yarn"
@@ -35,8 +35,10 @@ class BlockConfig:
         )
 
     def check(self, model: Any) -> None:
-        """Raises UserError if a setting names no part, or has no effect in `model` (the ModelConfig
-        that these settings belong to).
+        """Checks these settings against `model`, the ModelConfig to which they belong.
+
+        Raises:
+          UserError: a setting names no part, has no effect in the model, or does not fit it.
         """
         for field in dataclasses.fields(self):
             setting = f"model.block.{field.name}"

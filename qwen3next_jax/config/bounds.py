@@ -1,4 +1,4 @@
-"""Checks that numbers are within bounds; each bound has the name that error messages show."""
+"""Checks that numbers are within bounds. Error messages show the names of the bounds."""
 
 import typing
 from collections.abc import Mapping
@@ -40,8 +40,8 @@ def check_bounds(group: Any, where: str, bounds: Mapping[str, str]) -> None:
 
 
 def declared_bounds(cls: type) -> dict[str, str]:
-    """{setting: bound} of the config dataclass `cls`, of fields such as
-    `window: Annotated[int, "at least 1"]`.
+    """Returns setting → bound, for the fields of the config dataclass `cls` that declare a bound,
+    such as `window: Annotated[int, "at least 1"]`.
 
     Raises:
       UserError: a field declares a bound that is not in BOUNDS.
@@ -60,8 +60,8 @@ def declared_bounds(cls: type) -> dict[str, str]:
 
 
 def check_declared_bounds(group: Any, where: str) -> None:
-    """Checks the settings of `group` against the bounds that its fields declare, as `check_bounds`
-    does.
+    """Checks the settings of `group` against the bounds that its fields declare. `check_bounds`
+    explains the arguments and the error.
     """
     for name, bound in declared_bounds(type(group)).items():
         check_bounds(group, where, {bound: name})

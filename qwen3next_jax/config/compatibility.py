@@ -1,5 +1,5 @@
-"""Whether a model can use weights that were trained as another model, such as those of gated
-attention in a model whose attention has a Λ-shaped window.
+"""Decides whether a model can use weights that were trained as another model. For example, a model
+whose attention has a Λ-shaped window can use the weights of gated attention.
 """
 
 import dataclasses
@@ -7,13 +7,13 @@ from typing import Any
 
 from qwen3next_jax.config.registry import MIXERS, resolve
 
-# Settings of the longest text. Weights can be used with other values of these, unless a mixer or
-# the positions of the model list the setting in `meaning`.
+# Settings that determine the length of the longest text. Weights can be used with other values of
+# these settings, unless a mixer or the positions of the model list them in `meaning`.
 CONTEXT_LENGTH_SETTINGS = frozenset(("max_position_embeddings", "yarn_factor"))
 
 
 def weights_differ(model: Any, trained: Any) -> tuple[str, ...]:
-    """The settings that prevent `model` from using weights that were trained as `trained`.
+    """Returns the settings that prevent `model` from using weights that were trained as `trained`.
 
     Mixers declare which differences are harmless: `Mixer.weights_of` names another mixer with the
     same weights, and `Mixer.read_time` lists settings that change how a model uses its weights but
@@ -21,11 +21,12 @@ def weights_differ(model: Any, trained: Any) -> tuple[str, ...]:
     mixers declare differs.
 
     Args:
-      model: the ModelConfig of the model that shall use the weights.
+      model: the ModelConfig of the model that is to use the weights.
       trained: the ModelConfig of the model that was trained.
 
     Returns:
-      names of settings of ModelConfig, a subset of `model.differs(trained)`; () if the weights fit.
+      Names of settings of ModelConfig, a subset of `model.differs(trained)`; () if the model can
+      use the weights.
     """
     differ = model.differs(trained)
     harmless = {"block"} if _same_but_rope_scaling(model, trained) else set()
@@ -39,12 +40,14 @@ def weights_differ(model: Any, trained: Any) -> tuple[str, ...]:
 
 
 def _same_but_rope_scaling(model: Any, trained: Any) -> bool:
-    """Whether the settings `model.block` differ in `rope_scaling` at most."""
+    """Whether the settings `model.block` of both models are the same, except for `rope_scaling`."""
     return model.block == dataclasses.replace(trained.block, rope_scaling=model.block.rope_scaling)
 
 
 def _same_weights_per_layer(model: Any, trained: Any) -> bool:
-    """Whether each layer has a mixer with the same weights, stacked in the same way."""
+    """Whether each layer has a mixer with the same weights in both models, and both stack their
+    layers in the same way.
+    """
 
     def weights(config):
         names = (*config.mixers, *(config.full_mixer,) * (config.mtp_depth > 0))
@@ -55,7 +58,9 @@ def _same_weights_per_layer(model: Any, trained: Any) -> bool:
 
 
 def _weight_settings(config: Any) -> set[tuple[str, Any]]:
-    """(name, value) of all settings of the model's mixers that determine what the weights mean."""
+    """Returns (name, value) for each setting of the model's mixers that determines what the weights
+    mean.
+    """
     items = set()
     for name in {name for name, _ in config.layer_kinds}:
         mixer = resolve(MIXERS, name, "mixer")
@@ -65,8 +70,8 @@ def _weight_settings(config: Any) -> set[tuple[str, Any]]:
 
 
 def _settings_with_meaning(model: Any) -> frozenset[str]:
-    """The settings that determine what the weights mean, as the mixers and the positions of the
-    model declare them.
+    """Returns the settings that determine what the weights mean, as the mixers and the positions of
+    the model declare them.
     """
     modules = [resolve(MIXERS, name, "mixer") for name, _ in model.layer_kinds]
     modules.append(model.block.resolve("positions"))

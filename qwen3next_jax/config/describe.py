@@ -34,8 +34,8 @@ class Setting(NamedTuple):
 
 
 def list_settings(cls: type, prefix: str = "") -> Iterator[Setting]:
-    """Lists the settings of the config dataclass `cls` and of all groups in it, in the order of the
-    fields. `prefix` begins their names.
+    """Yields the settings of the config dataclass `cls` and of all groups in it, in the order of
+    the fields. Their names begin with `prefix`.
     """
     comments = {}
     for parent in reversed(cls.__mro__):
@@ -61,7 +61,7 @@ def mixer_settings() -> dict[str, list[Setting]]:
     for mixer in MIXERS:
         try:
             own = list(list_settings(resolve(MIXERS, mixer, "mixer").Settings))
-        except UserError:  # its folder has been removed
+        except UserError:  # the mixer's folder was removed
             continue
         if own:
             found[mixer] = own
@@ -69,7 +69,7 @@ def mixer_settings() -> dict[str, list[Setting]]:
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
-    """The values of a `Literal`; () for other types."""
+    """Returns the values of a `Literal`; () for other types."""
     return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
@@ -77,14 +77,14 @@ def _comments(cls: type) -> dict[str, str]:
     """Field of `cls` → the comment above or after it, as one line."""
     try:
         source = inspect.getsource(cls)
-    except OSError:  # an installation without sources
+    except OSError:  # the installation has no source code
         return {}
     comments: dict[str, str] = {}
     comments_above: list[str] = []
     field = ""  # the field on the line being read
     candidate = ""  # a name that is a field if a colon follows
     depth = 0  # nesting depth of brackets
-    previous = 0  # type of the token before
+    previous = 0  # type of the previous token
     for token in tokenize.generate_tokens(io.StringIO(inspect.cleandoc(source)).readline):
         text = token.string
         if token.type == tokenize.COMMENT:

@@ -1,6 +1,7 @@
-"""Reads config files, which are Python code, and applies the command line's overrides to them.
+"""Reads config files, which are Python code, and applies the overrides of the command line.
 
-An error in a config file becomes a UserError of one line that names the file and the line in it.
+An error in a config file becomes a UserError, whose message of one line names the file and the line
+in it.
 """
 
 import ast
@@ -21,10 +22,10 @@ class UserInput(NamedTuple):
     """The settings that a user gave, before defaults complete them.
 
     Attributes:
-      overrides: the dotted names of the settings on the command line.
+      overrides: the dotted names of the settings that the command line overrides.
       file: the path of the config file.
-      file_config: the configuration of the file without the command line's overrides; None if
-        the file is not valid without them.
+      file_config: the configuration in the file without the overrides; None if the file is not
+        valid without them.
     """
 
     overrides: frozenset[str]
@@ -69,8 +70,8 @@ def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
 
 
 def _describe_error(error: BaseException, path: pathlib.Path) -> str:
-    """The end of a message: the last line of the file `path` in the traceback, and the error, as
-    in ", line 3: ValueError: …".
+    """Returns the end of a message, such as ", line 3: ValueError: …": the last line of the file
+    `path` in the traceback, and the error.
     """
     lines = [
         frame.lineno
@@ -79,7 +80,7 @@ def _describe_error(error: BaseException, path: pathlib.Path) -> str:
     ]
     line = f", line {lines[-1]}" if lines else ""
     message = str(error)
-    # The AttributeError of a ConfigDict has the text of a KeyError, which is a quoted string.
+    # The AttributeError of a ConfigDict has the message of a KeyError, which is in quotes.
     if message.startswith(("'", '"')):
         with contextlib.suppress(ValueError, SyntaxError):
             message = str(ast.literal_eval(message))
@@ -95,7 +96,7 @@ def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, A
       flag: what the user wrote before the path, for messages.
 
     Raises:
-      UserError: as `call_file` raises it, or `get_config()` returns no ConfigDict.
+      UserError: for the reasons that `call_file` lists, or `get_config()` returns no ConfigDict.
     """
     config = call_file(path, "get_config", flag)
     if not hasattr(config, "to_dict"):
@@ -108,9 +109,9 @@ def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, A
 
 
 def names_in_code(path: pathlib.Path) -> frozenset[str]:
-    """The names of attributes and keyword arguments in the code of a Python file, and its strings;
-    of a dotted string, the last part. If a config file's code does not name a setting, the file has
-    the setting from another file or from the defaults.
+    """Returns the names of attributes and keyword arguments in the code of a Python file, and its
+    strings (of a dotted string only the last part). If the code of a config file does not name a
+    setting, the setting's value comes from another file or from the defaults.
     """
     names = set()
     for node in ast.walk(ast.parse(path.read_bytes())):
@@ -142,11 +143,11 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[tuple[str, str]]
 
 
 def default_of(name: str) -> Any:
-    """The default of the setting with a dotted name. For a mixer's setting this is FlagText(""),
-    because only the mixers of the model know its type.
+    """Returns the default of the setting with the dotted name `name`. For a mixer's setting this is
+    FlagText(""), because only the mixers of the model know its type.
 
     Raises:
-      UserError: there is no such setting, or it is a group of settings.
+      UserError: there is no such setting, or the name is that of a group of settings.
     """
     settings: Any = default_config()
     path = name.split(".")

@@ -15,8 +15,9 @@ from qwen3next_jax.config.bounds import check_declared_bounds
 from qwen3next_jax.config.reading import FlagText, from_dict, parse_flag
 from qwen3next_jax.config.registry import MIXERS, resolve
 
-# A run.json of an earlier version holds all of these settings, most of them with these values,
-# which were their defaults. It loads even if the mixers that read the settings are not installed.
+# The defaults of mixers' settings in earlier versions. Those versions wrote all of these settings
+# into every run.json, most of them with these values. Such a run.json loads even if the mixers that
+# read the settings are not installed.
 _EARLIER_DEFAULTS = {
     "feature_map": "elu",
     "normaliser": True,
@@ -42,8 +43,8 @@ _EARLIER_DEFAULTS = {
 
 
 def is_mixer_setting(name: str) -> bool:
-    """Whether a dotted name has the form of a mixer's setting. Whether a mixer of the model reads
-    it can be checked only when the model is known.
+    """Whether a dotted name has the form of a mixer's setting. This does not check whether a mixer
+    of the model reads the setting, because the model may not be known yet.
     """
     return name.startswith("model.mixer.") and name.removeprefix("model.mixer.").isidentifier()
 
@@ -51,8 +52,8 @@ def is_mixer_setting(name: str) -> bool:
 class MixerConfig(Mapping[str, Any]):
     """Values of mixers' settings, such as `MixerConfig(window=512)`; immutable and hashable.
 
-    In a ModelConfig it holds only values that differ from the defaults, so that two models are
-    equal if and only if their configs are equal.
+    The MixerConfig in a ModelConfig holds only values that differ from the defaults, so that two
+    models are the same if and only if their configs are equal.
     """
 
     def __init__(self, **values: Any):
@@ -77,13 +78,14 @@ class MixerConfig(Mapping[str, Any]):
         return MixerConfig(**self._values | dict(values))
 
     def read(self, settings: type) -> Any:
-        """The settings of one mixer: the values held here, and defaults for all others.
+        """Returns the settings of one mixer, with the values that this object holds, and defaults
+        for all other settings.
 
         Args:
           settings: the mixer's dataclass, `Mixer.Settings`.
 
         Returns:
-          an instance of `settings`.
+          An instance of `settings`.
 
         Raises:
           UserError: a value has the wrong type, or `settings` refuses it.
@@ -94,7 +96,7 @@ class MixerConfig(Mapping[str, Any]):
         """Checks the values for a model whose layers name `mixers`.
 
         Returns:
-          the values that differ from their defaults, converted to the types of their settings.
+          The values that differ from their defaults, converted to the types of their settings.
 
         Raises:
           UserError: a value has the wrong type, the mixer refuses it, or none of `mixers` has the
@@ -125,7 +127,7 @@ def _read(values: MixerConfig, settings: type) -> Any:
 
 
 def _checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
-    """The dataclass `settings` with those of `values` that it declares.
+    """Returns an instance of the dataclass `settings` with those of `values` that it declares.
 
     Raises:
       UserError: a value is of the wrong type or out of its bound.
@@ -136,7 +138,9 @@ def _checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
 
 
 def _values_of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the settings that the dataclass `settings` has, with texts of flags parsed."""
+    """Returns the values of the settings that the dataclass `settings` has. Texts of flags are
+    parsed.
+    """
     defaults = _defaults(settings)
     return {
         name: _parse_if_flag(name, values[name], defaults[name])
@@ -146,22 +150,24 @@ def _values_of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_if_flag(name: str, value: Any, default: Any) -> Any:
-    """`value`, or, if it is the text of a flag, the value of the type of `default` in that text."""
+    """Returns `value`. If it is the text of a flag, returns the text parsed as a value of the type
+    of `default`.
+    """
     if not isinstance(value, FlagText):
         return value
     return parse_flag(value, default, f"--config.model.mixer.{name}={value}")
 
 
 def _defaults(settings: type) -> dict[str, Any]:
-    """Name → default of the settings of a mixer's dataclass."""
+    """Returns name → default, for the settings of a mixer's dataclass."""
     return {field.name: field.default for field in dataclasses.fields(settings)}
 
 
 def without_earlier_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes mixers' settings that only earlier versions would have recorded.
+    """Returns `settings` without the mixers' settings that have the defaults of earlier versions.
 
     Args:
-      settings: dotted name → value, as a run.json records them.
+      settings: dotted name of a setting → value, as a run.json records it.
     """
     return {
         name: value
@@ -171,13 +177,14 @@ def without_earlier_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_earlier_default(name: str, value: Any) -> bool:
-    """Whether the value is the one that earlier versions recorded as a default of the setting."""
+    """Whether `value` is the default of the setting in earlier versions."""
     default = _EARLIER_DEFAULTS.get(name)
     return type(value) is type(default) and value == default
 
 
 def _check_unread(name: str, value: Any, model_mixers: tuple[str, ...]) -> None:
-    """Checks the value of a setting that none of the model's mixers (`model_mixers`) has.
+    """Checks the value of a setting that none of the model's mixers has. `model_mixers` names these
+    mixers.
 
     Raises:
       UserError: no mixer of the registry has the setting, or the value is not its default.

@@ -1,6 +1,6 @@
-"""The architecture's settings. They carry the names of Hugging Face's `config.json` for
-`qwen3_next`, so a setting means there what it means here. A value of 0, "" or () means "derive
-it", and the comment says from what.
+"""The settings of the architecture. A setting that Hugging Face's `config.json` for `qwen3_next`
+also has, has the same name and meaning here. Where a value such as 0, () or -1 has a special
+meaning, the comment says which.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from qwen3next_jax.config.ngram import PLEConfig
 from qwen3next_jax.config.registry import MIXERS, check_name, resolve
 from qwen3next_jax.config.streams import StreamsConfig
 
-# in `layer_types`: what `linear_mixer` and `full_mixer` name
+# The names in `layer_types` that stand for `linear_mixer` and `full_mixer`.
 LINEAR, FULL = "linear_attention", "full_attention"
 ABLATIONS = (
     "short_convolution",
@@ -32,24 +32,26 @@ ABLATIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Architecture of a Qwen3-Next model. The defaults are the released Qwen3-Next-80B-A3B."""
+    """The architecture of a model. The defaults are those of the released Qwen3-Next-80B-A3B."""
 
     vocab_size: int = 151_936
     hidden_size: int = 2048
     num_hidden_layers: int = 48
-    # one layer of every interval is full attention; 0: none is
+    # number of layers of which one has full attention, in every such interval; 0: none has
     full_attention_interval: int = 4
-    # which layer of the interval that is; in the released model the last
+    # which layer of each interval has full attention
     full_attention_placement: Literal["last", "middle", "first"] = "last"
-    # every layer's mixer by name, "linear_attention" or "full_attention"; (): by the interval
+    # for each layer, "linear_attention", "full_attention" or the name of a mixer; (): as the
+    # interval says
     layer_types: tuple[str, ...] = ()
-    # the mixer of "linear_attention" layers, a name of config/registry.py (docs/mixers.md)
+    # the mixer of "linear_attention" layers: a name of MIXERS in config/registry.py
+    # (docs/mixers.md)
     linear_mixer: str = "gated_deltanet"
     # the mixer of "full_attention" layers and of the multi-token prediction module
     full_mixer: str = "gated_attention"
-    # settings of the mixers that the layers name; docs/mixers.md says what each means
+    # settings of the mixers of the layers; docs/mixers.md says what each means
     mixer: MixerConfig = MixerConfig()
-    # what else a block may be made of
+    # the parts of a block other than its mixer
     block: BlockConfig = BlockConfig()
     # several residual streams
     streams: StreamsConfig = StreamsConfig()
@@ -62,8 +64,8 @@ class ModelConfig:
     partial_rotary_factor: float = 0.25
     rope_theta: float = 10_000_000.0
     max_position_embeddings: int = 262_144
-    # how many times max_position_embeddings texts may be, by YaRN (2309.00071) or as
-    # block.rope_scaling names; 1: off
+    # factor on max_position_embeddings that gives the longest text; rotary positions are stretched
+    # accordingly, by YaRN (2309.00071) or another block.rope_scaling; 1: off
     yarn_factor: float = 1.0
 
     linear_num_key_heads: int = 16
@@ -71,61 +73,62 @@ class ModelConfig:
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
     linear_conv_kernel_dim: int = 4
-    # Start values of A_log and dt_bias. "ones" (transformers, Megatron): A ~ U(0.01, 16),
-    # dt_bias = 1; the median decay is 3e-5 at the start. "log_uniform" (fla, OLMo-Hybrid):
-    # A ~ U(0, 16), dt log-uniform in [1e-3, 0.1]; the median decay is 0.94.
+    # initial values of A_log and dt_bias. "ones" (as in transformers, Megatron): A ~ U(0.01, 16),
+    # dt_bias = 1; the median decay is 3e-5 at the start. "log_uniform" (as in fla, OLMo-Hybrid):
+    # A ~ U(0, 16), dt log-uniform in [1e-3, 0.1]; the median decay is 0.94 at the start
     decay_init: Literal["ones", "log_uniform"] = "ones"
-    # implementation of the delta rule (docs/delta_rule.md); auto: the platform's best
+    # implementation of the delta rule (docs/delta_rule.md); "auto": the best one for the platform
     delta_rule: Literal[
         "auto", "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu"
     ] = "auto"
 
-    # 0: dense MLPs everywhere
+    # number of experts of a layer; 0: all layers have dense MLPs
     num_experts: int = 512
     num_experts_per_tok: int = 10
     moe_intermediate_size: int = 512
-    # 0: no shared expert
+    # hidden width of the shared expert; 0: no shared expert
     shared_expert_intermediate_size: int = 512
     norm_topk_prob: bool = True
     # layer i has experts iff (i + 1) % decoder_sparse_step == 0 and i is not in mlp_only_layers
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
-    # other routers and other experts than the released model's
+    # settings of routers and experts that the released model does not have
     moe: MoEConfig = MoEConfig()
-    # width of dense MLP layers
+    # hidden width of dense MLPs
     intermediate_size: int = 5120
 
-    # tokens predicted beyond the next one; 0: no multi-token prediction module
+    # number of tokens that are predicted beyond the next one; 0: no multi-token prediction module
     mtp_depth: int = 1
     tie_word_embeddings: bool = False
 
-    # Ablations. The released model has all of these; a model without one of them has no Hugging
-    # Face form.
+    # Ablations. The released model has all of these parts; a model without one of them has no
+    # Hugging Face form.
 
-    # of recurrent layers; off: SiLU alone
+    # whether recurrent layers have a short convolution; off: only its SiLU
     short_convolution: bool = True
-    # off: the state is never forgotten (g = 0), DeltaNet
+    # whether the state decays; off: g = 0, which is DeltaNet
     decay_gate: bool = True
-    # off: S ← e^g S + β k vᵀ, gated linear attention with scalar decay
+    # whether an update erases the old value of its key; off: S ← e^g S + β k vᵀ, which is gated
+    # linear attention with scalar decay
     erase: bool = True
-    # off: β = 1
+    # whether β is computed from the token; off: β = 1
     beta_gate: bool = True
-    # of recurrent layers
+    # whether a gate scales the output of recurrent layers
     linear_output_gate: bool = True
     # the function of that gate
     output_gate_type: Literal["silu", "sigmoid"] = "silu"
     attention_output_gate: bool = True
-    # of attention
+    # whether attention normalises its queries and keys
     qk_norm: bool = True
-    # norms scale by 1 + w, w from 0; off: by w, from 1
+    # whether norms scale by 1 + w, with w = 0 at the start; off: by w, with w = 1 at the start
     zero_centered_norm: bool = True
 
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
-    # -1: none
+    # token ids of the beginning and end of a text; -1: none
     bos_token_id: int = -1
     eos_token_id: int = -1
-    # matmul operands; norms, gates, router and states stay float32
+    # dtype of the operands of matrix products; norms, gates, router and states are always float32
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # which Hugging Face format exports of the model have (docs/families.md); nothing that is
     # computed depends on it
@@ -211,8 +214,8 @@ class ModelConfig:
         self.moe.check(self)
 
     def settings_of(self, mixer: str) -> Any:
-        """The settings of the group `mixer` that the mixer of that name reads, as the dataclass
-        that it declares.
+        """Returns the settings of the group `mixer` that the mixer named `mixer` reads, as an
+        instance of the dataclass that this mixer declares.
         """
         return self.mixer.read(resolve(MIXERS, mixer, "mixer").Settings)
 
@@ -227,7 +230,7 @@ class ModelConfig:
 
     @property
     def context_length(self) -> int:
-        """The longest text, in tokens."""
+        """The length of the longest text, in tokens."""
         return int(self.max_position_embeddings * self.yarn_factor)
 
     @property
@@ -236,7 +239,7 @@ class ModelConfig:
 
     @property
     def pattern(self) -> tuple[str, ...]:
-        """The kind of every layer, as `layer_types` would name it."""
+        """The kind of every layer, by the names of `layer_types`."""
         interval = self.full_attention_interval
         place = {"last": interval - 1, "middle": interval // 2, "first": 0}[
             self.full_attention_placement
@@ -248,14 +251,16 @@ class ModelConfig:
 
     @property
     def mixers(self) -> tuple[str, ...]:
-        """The mixer of every layer, a name of `config/registry.py`."""
+        """The name of every layer's mixer, in MIXERS of `config/registry.py` or as an import
+        string.
+        """
         return tuple(
             {LINEAR: self.linear_mixer, FULL: self.full_mixer}.get(kind, kind)
             for kind in self.pattern
         )
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether 0-based `layer` has experts (else one dense MLP)."""
+        """Whether the layer with the index `layer` (from 0) has experts, instead of a dense MLP."""
         return (
             self.num_experts > 0
             and layer not in self.mlp_only_layers
@@ -264,20 +269,24 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> tuple[tuple[str, bool], ...]:
-        """`(mixer, has experts)` of every layer, the multi-token prediction module's last where
-        there is one.
+        """(name of the mixer, whether it has experts) for every layer. The layer of the multi-token
+        prediction module, if there is one, is last.
         """
         trunk = tuple((mixer, self.is_sparse(i)) for i, mixer in enumerate(self.mixers))
         return trunk + ((self.full_mixer, self.num_experts > 0),) * (self.mtp_depth > 0)
 
     @property
     def has_experts(self) -> bool:
-        """Whether any layer has experts, the multi-token prediction module's included."""
+        """Whether any layer has experts, including the layer of the multi-token prediction
+        module.
+        """
         return any(sparse for _, sparse in self.layer_kinds)
 
     @property
     def has_dense_mlps(self) -> bool:
-        """Whether any layer has no experts, the multi-token prediction module's included."""
+        """Whether any layer has a dense MLP, including the layer of the multi-token prediction
+        module.
+        """
         return not all(sparse for _, sparse in self.layer_kinds)
 
     @property
@@ -292,8 +301,8 @@ class ModelConfig:
         return _stacks(tuple(zip(self.layer_kinds, embeddings)))
 
     def differs(self, other: "ModelConfig") -> tuple[str, ...]:
-        """The names of the settings in which the two models differ. How a config spells its
-        layers (by interval, or by `layer_types`) makes no difference.
+        """Returns the names of the settings in which the two models differ. Whether a config gives
+        its layers by the interval or by `layer_types` makes no difference.
         """
         spelled = {
             "layer_types",

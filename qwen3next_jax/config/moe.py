@@ -1,5 +1,5 @@
-"""The settings `model.moe`: experts, routers and shared experts that differ from the released
-model's, which has SwiGLU experts, softmax scores and a gated shared expert.
+"""The settings `model.moe`: experts, routers and shared experts. The released model has the
+defaults: SwiGLU experts, softmax scores and a gated shared expert.
 """
 
 import dataclasses
@@ -12,12 +12,13 @@ from qwen3next_jax.config.registry import EXPERTS, check_name, resolve
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """The parts of DeepSeek-V3's router (2412.19437, section 2.1.2), a setting for each, with the
-    names that its `config.json` uses. Several shared experts equal one expert with the sum of their
-    widths: `model.shared_expert_intermediate_size`.
+    """The kind of the experts, and the parts of DeepSeek-V3's router (2412.19437, section 2.1.2),
+    with one setting per part. Settings that DeepSeek-V3's `config.json` also has, have its names.
+    Several shared experts are equivalent to one shared expert with the sum of their widths, which
+    is `model.shared_expert_intermediate_size`.
     """
 
-    # what an expert computes, the shared expert too: a name of EXPERTS in config/registry.py
+    # what each expert, including the shared one, computes: a name of EXPERTS in config/registry.py
     experts: str = "swiglu"
     # the function that turns a token's router logits into scores of the experts
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
@@ -44,12 +45,14 @@ class MoEConfig:
         )
 
     def mixture(self) -> Any:
-        """The class that `experts` names."""
+        """Returns the class that the setting `experts` names."""
         return resolve(EXPERTS, self.experts, "model.moe.experts")
 
     def check(self, model: Any) -> None:
-        """Raises UserError if a setting has no effect in `model` (the ModelConfig that these
-        settings belong to), or does not fit the number of experts.
+        """Checks these settings against `model`, the ModelConfig to which they belong.
+
+        Raises:
+          UserError: a setting has no effect in the model, or does not fit the number of experts.
         """
         check_name(EXPERTS, self.experts, "model.moe.experts")
         for field in dataclasses.fields(self):

@@ -13,8 +13,8 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 class FlagText(str):
-    """The text of a flag for a mixer's setting. Its type is declared by the mixer, which is not
-    imported yet, so the text is parsed later.
+    """The text of a flag for a mixer's setting. The mixer declares the type of the setting, and it
+    is not imported yet, so the text is parsed later.
     """
 
 
@@ -91,7 +91,7 @@ def _check_value(value: Any, hint: Any, where: str) -> Any:
 
 
 def _check_scalar(value: Any, hint: type, where: str) -> Any:
-    """As `_check_value`, for a bool, int, float or str."""
+    """Does the work of `_check_value` for a bool, int, float or str."""
     if isinstance(value, int) and not isinstance(value, bool):
         require(
             -(2**64) < value < 2**64, f"{where} = {short_repr(value)}: expected at most 64 bits"
@@ -114,7 +114,7 @@ def _check_scalar(value: Any, hint: type, where: str) -> Any:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether UTF-8 can encode `text`. It cannot encode surrogates, which Python puts in place of
+    """Whether UTF-8 can encode `text`. UTF-8 cannot encode surrogates, by which Python represents
     bytes of a file name that are not UTF-8.
     """
     try:
@@ -134,7 +134,7 @@ def parse_flag(text: str, default: Any, where: str) -> Any:
       where: the flag as the user wrote it, for messages.
 
     Raises:
-      UserError: the text is not a value of that type.
+      UserError: the text is not a value of the type of `default`.
     """
     if isinstance(default, FlagText):
         return FlagText(text)

@@ -4,11 +4,11 @@ There is one table for each kind of part (mixers, norms, optimizers, …). It ma
 string, "package.module:Name". Because these are strings, checking a config imports nothing, and a
 run imports only the parts that it uses. No other file names a plugin.
 
-A setting that takes a name of a table also takes an import string of the user's own code,
-"my_package.module:Name" (docs/extending.md). Importing it runs that code. Therefore an import
-string is accepted only from the user: in a config file, in a flag, in Python. Files that this
-package reads (a run.json, a Hugging Face directory) may contain one only if its package is trusted
-(`trust`, the flag --trust).
+A setting whose values are the names of a table also accepts an import string of the user's own
+code, "my_package.module:Name" (docs/extending.md). Importing it runs that code. Therefore only the
+user may give an import string: in a config file, in a flag, or in Python. Other files that this
+package reads (a run.json, a Hugging Face directory) may contain an import string only if its
+package is trusted (by the function `trust` or the flag --trust).
 """
 
 import importlib
@@ -84,7 +84,7 @@ MLPS = {
     "relu2": "qwen3next_jax.zoo.block_parts:SquaredReLU",
     "none": "qwen3next_jax.zoo.block_parts:NoMLP",
 }
-# Mixtures of experts, by what an expert computes: model.moe.experts.
+# Mixtures of experts, for model.moe.experts. The names say what an expert computes.
 EXPERTS = {
     "swiglu": "qwen3next_jax.model.moe:SparseMoE",
     "relu2": "qwen3next_jax.zoo.experts:SquaredReLUExperts",
@@ -93,7 +93,7 @@ EXPERTS = {
 # Norms, for model.block.norm; the norms inside of recurrent layers are not affected.
 NORMS = {
     "rms": "qwen3next_jax.model.layers:rms_norm",
-    "layer": "qwen3next_jax.zoo.block_parts:LayerNorm",  # minus the mean, and with a bias
+    "layer": "qwen3next_jax.zoo.block_parts:LayerNorm",  # subtracts the mean, and has a bias
 }
 # Positions that are added to the embeddings, for model.block.positions. (Rotations are part of the
 # mixers.)
@@ -139,7 +139,7 @@ DATA_SOURCES = {
     "backcopy": "qwen3next_jax.data.synthetic:SyntheticData",
 }
 
-# Setting that names a part → its table.
+# Dotted name of a setting that names parts → the table of these parts.
 SETTINGS = {
     "model.layer_types": MIXERS,
     "model.linear_mixer": MIXERS,
@@ -158,7 +158,7 @@ SETTINGS = {
 
 Table = Mapping[str, str]
 _IMPORT_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-_trusted: set[str] = set()  # packages that files may name
+_trusted: set[str] = set()  # the packages whose import strings files may contain
 
 
 def is_import_string(name: Any) -> bool:
@@ -193,7 +193,7 @@ def resolve(table: Table, name: str, setting: str) -> Any:
       setting: the setting's dotted name, for messages.
 
     Raises:
-      UserError: as `check_name` raises it, or the import fails.
+      UserError: `check_name` refuses the name, or the import fails.
     """
     check_name(table, name, setting)
     import_string = table.get(name, name)
@@ -233,7 +233,7 @@ def trust(package: str) -> None:
 
 
 def is_trusted(package: str) -> bool:
-    """Whether `trust` was called with this name."""
+    """Whether the package of this name is trusted."""
     return package in _trusted
 
 
@@ -269,7 +269,9 @@ def _package(import_string: str) -> str:
 
 
 def _import_strings(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted name of a setting, import string), for all import strings in nested settings."""
+    """Yields (dotted name of a setting, import string) for all import strings in nested
+    settings.
+    """
     for key, value in settings.items():
         setting = f"{path}{key}"
         if isinstance(value, Mapping):

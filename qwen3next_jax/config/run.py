@@ -20,7 +20,7 @@ IndexerTraining = Literal["frozen", "dense", "sparse"]
 # What the forward pass saves for the backward pass, which computes everything else again:
 #   "none"     all results; in bfloat16, all but those of cheap elementwise operations
 #   "block"    the input of each block
-#   "dots"     also the results of the block's projections
+#   "dots"     the input of each block, and the results of the block's projections
 #   "offload"  the input of each block, in the host's memory
 Remat = Literal["none", "block", "dots", "offload"]
 Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
@@ -32,7 +32,7 @@ class SyntheticConfig:
 
     # mqar: number of key-value pairs in a row
     pairs: int = 8
-    # mqar: a query follows its pair at distance d with a probability ∝ d^(gap_power - 1)
+    # mqar: a query is at distance d from the pairs with a probability ∝ d^(gap_power - 1)
     gap_power: float = 0.01
 
     def __post_init__(self):
@@ -45,40 +45,41 @@ class SyntheticConfig:
 class DataConfig:
     """What the run trains on, and how documents become rows of `train.sequence_length` tokens."""
 
-    # "text" reads the files of data.path; the other sources, such as "mqar", generate synthetic
-    # tasks from data.seed (config/registry.py lists them)
+    # "text": the files of data.path; other names, such as "mqar": synthetic tasks, generated from
+    # data.seed (DATA_SOURCES in config/registry.py lists all)
     source: str = "text"
     synthetic: SyntheticConfig = SyntheticConfig()
-    # comma-separated globs, local or gs://, of text files (.txt, .md, .py, …), .jsonl, .json,
-    # .parquet and .arrow files, of files of tokens (docs/data.md), or of folders of text; ""
-    # reads the source of Python's standard library
+    # comma-separated globs, or folders of text; a glob is local or remote (gs://, s3://, …) and
+    # matches text files (.txt, .md, .py, …), .jsonl, .json, .parquet and .arrow files, or files of
+    # tokens (docs/data.md); "": the source code of Python's standard library
     path: str = ""
-    # share of the rows that comes from each glob of data.path; (): in proportion to their sizes
+    # for each glob of data.path, a number in proportion to its share of the rows that are read; ():
+    # the shares are in proportion to the sizes of the globs
     weights: tuple[float, ...] = ()
-    # the field of JSON records, and the column of .parquet and .arrow files, that holds the text;
-    # one for all globs of data.path, or a comma-separated one for each
+    # the name of the field (of JSON records) or column (of .parquet and .arrow files) that holds
+    # the text; one name for all globs of data.path, or a comma-separated name for each
     text_field: str = "text"
     # what to do with a document that is not UTF-8: end the run, skip the document, or replace each
     # wrong byte by U+FFFD
     on_bad_text: Literal["stop", "skip", "replace"] = "stop"
-    # what to do with a record that holds no text (broken JSON, no such field, null, NUL, damaged
-    # compression, not UTF-8 where data.on_bad_text is "stop"): end the run, or skip the record
+    # what to do with a record without valid text (broken JSON, no such field, null, NUL, damaged
+    # compression, or not UTF-8 while data.on_bad_text is "stop"): end the run, or skip the record
     bad_records: Literal["stop", "skip"] = "stop"
-    # largest share of the records of a glob that may be skipped
+    # the largest share of the records of a glob that may be bad; with more, the run ends
     bad_records_limit: float = 0.01
     # "bytes", or the path of a Hugging Face tokenizer.json; "": the tokenizer of the model in
     # train.init_from, or bytes if there is none
     tokenizer: str = ""
-    # added tokens of the tokenizer, such as <think>, that get their id where a document writes them
-    # out; all others are read as ordinary text
+    # added tokens of the tokenizer, such as <think>, that get their own id where a document
+    # contains them in writing; all other added tokens are read as ordinary text
     parse_tokens: tuple[str, ...] = ()
-    # share of the documents that is held out for evaluation; a hash of the text, without regard to
-    # white space, decides
+    # share of the documents that are held out for evaluation; a hash of a document's text, which
+    # white space does not change, decides whether the document is held out
     heldout_fraction: float = 0.02
-    # folder for the tokenized and packed rows; each data set has a subfolder named by its
-    # fingerprint
+    # folder for prepared data: tokens, and rows packed from them (data/preparation.py); several
+    # runs may share it
     prepared_dir: str = "runs/prepared"
-    # decides the order of the rows, and the rows of synthetic tasks
+    # seed of the order of the rows, and of the rows of synthetic tasks
     seed: int = 0
 
     def __post_init__(self):
@@ -128,7 +129,7 @@ class DataConfig:
 
     @property
     def text_fields(self) -> tuple[str, ...]:
-        """`text_field` of each glob."""
+        """The text field of each glob."""
         fields = tuple(field.strip() for field in self.text_field.split(","))
         globs = max(len(self.globs), 1)
         return fields if len(fields) > 1 else fields * globs
@@ -141,11 +142,11 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One stage of a run: a number of steps, and the values that settings of train, data and
-    optimizer have during these steps. A setting that is None has the run's value.
+    """One stage of a run: a number of steps, and values for settings of the groups train, data and
+    optimizer during these steps. A setting that is None has the run's value.
     """
 
-    # optimizer steps of the stage
+    # number of optimizer steps of the stage
     steps: int = 0
     # the stage's name in records and reports; "": its number, from 1
     name: str = ""
@@ -177,14 +178,14 @@ class Stage:
 class TrainConfig:
     """The length of the run, the shape of its batches, its initial weights, and its loss."""
 
-    # optimizer steps of the whole run
+    # number of optimizer steps of the whole run
     steps: int = 1000
     # stages of the run, such as a main phase, longer rows and an anneal; their steps must sum to
     # train.steps
     stages: tuple[Stage, ...] = ()
-    # rows of a step, over all devices and micro-batches
+    # number of rows per step, over all devices and micro-batches
     batch_size: int = 16
-    # tokens of a row
+    # number of tokens per row
     sequence_length: int = 2048
     # number of micro-batches that a step is split into
     gradient_accumulation: int = 1
@@ -196,13 +197,14 @@ class TrainConfig:
     # what to load from a run in train.init_from: "weights", or "all": also its optimizer state, its
     # step and its position in the data
     init_state: Literal["weights", "all"] = "weights"
-    # which results the backward pass computes again, to save memory. "none": none of them. "block":
-    # all inside of a block. "dots": all but the results of projections. "offload": as "block", and
-    # the inputs of blocks wait in the host's memory (model/remat.py)
+    # which results of the forward pass the backward pass computes again, to save memory. "none":
+    # none. "block": all results inside of a block. "dots": all of these but the results of
+    # projections. "offload": the same as "block", and the inputs of blocks are kept in the host's
+    # memory (model/remat.py)
     remat: Remat = "none"
-    # weight of the experts' load-balancing loss, which is 1 if the load is perfectly balanced
+    # weight of the experts' load-balancing loss; this loss is 1 if the load is perfectly balanced
     balance_loss_weight: float = 0.001
-    # weight of the multi-token prediction loss, a mean over its depths
+    # weight of the multi-token prediction loss, which is the mean of the losses of its depths
     mtp_loss_weight: float = 0.1
     # weight of the router z-loss
     router_z_loss_weight: float = 0.0
@@ -213,7 +215,7 @@ class TrainConfig:
     indexer_loss_weight: float = 1.0
     # how much one step adds to, or subtracts from, a bias of model.moe.router_bias
     router_bias_rate: float = 0.001
-    # steps between two lines of metrics
+    # number of steps between two lines of metrics
     log_every: int = 10
     # functions of your own, each as 'my_package.module:function': the run calls each of them with
     # its Trainer before the first step, so that it can add hooks
@@ -221,10 +223,11 @@ class TrainConfig:
     # whether the run ends or continues after an error in a hook that training does not need: an
     # evaluation, a sample, the diagnostics, a hook of your own
     on_hook_error: Literal["stop", "continue"] = "stop"
-    # seconds that a step may take: after that the run writes its stack traces and exits; 0: no
+    # seconds that a step may take; after this time the run writes its stack traces and exits; 0: no
     # limit
     step_timeout: float = 1800.0
-    # the same limit for the first step and for evaluations, which may include compilation; 0: none
+    # the same limit for the first step and for evaluations, which may include compilation; 0: no
+    # limit
     compile_timeout: float = 7200.0
 
     def __post_init__(self):
@@ -281,22 +284,23 @@ class MuonConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer, with gradient clipping and decoupled weight decay, and its learning rate: a
-    linear warm-up, then the schedule.
+    """The optimizer, with gradient clipping, decoupled weight decay, and the learning rate. The
+    learning rate has a linear warm-up and then follows the schedule.
     """
 
-    # a name of OPTIMIZERS in config/registry.py; settings that only one optimizer has are in the
-    # group of its name
+    # a name of OPTIMIZERS in config/registry.py; the settings that only one optimizer has are in a
+    # group with its name
     name: str = "adamw"
     muon: MuonConfig = MuonConfig()
     # the highest learning rate, reached at the end of the warm-up
     learning_rate: float = 4e-4
-    # how the learning rate falls after the warm-up: along a cosine; linearly over the last
-    # decay_fraction of the steps; linearly over all steps; not at all
+    # how the learning rate falls after the warm-up. "cosine": along a cosine.
+    # "warmup_stable_decay": linearly over the last decay_fraction of the steps. "linear": linearly
+    # over all steps. "constant": not at all
     schedule: Schedule = "cosine"
-    # steps over which the learning rate rises from 0
+    # number of steps over which the learning rate rises linearly
     warmup_steps: int = 100
-    # warmup_stable_decay: the share of the steps, at the end, during which the learning rate falls
+    # warmup_stable_decay: the share of the steps, at the end, over which the learning rate falls
     decay_fraction: float = 0.2
     # the learning rate of the last step as a share of the highest, for all schedules but "constant"
     final_fraction: float = 0.1
@@ -304,7 +308,7 @@ class OptimizerConfig:
     beta1: float = 0.9
     # Adam's decay rate, per step, of the mean of the squared gradients
     beta2: float = 0.95
-    # added to the root of the mean of the squared gradients, by which Adam divides
+    # Adam divides by the root of the mean of the squared gradients plus this number
     eps: float = 1e-8
     # each step subtracts learning rate × weight_decay × parameter
     weight_decay: float = 0.1
@@ -337,17 +341,18 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GuardConfig:
-    """What the train step does when the loss or the gradient norm has a spike, a sudden jump
-    upwards. It never applies an update whose loss or gradient is not finite.
+    """What the train step does when the loss or the gradient norm has a spike, which is a sudden
+    jump upwards. The train step never applies an update whose loss or gradient is not finite.
     """
 
-    # "continue" applies the update, "skip" does not, "rewind" returns to the last checkpoint and
-    # passes over the data since, "stop" ends the run
+    # what a spike does. "continue": the update is applied. "skip": the update is not applied.
+    # "rewind": the run returns to the last checkpoint and skips the data that it has read since
+    # then. "stop": the run ends
     on_spike: Literal["continue", "skip", "rewind", "stop"] = "continue"
     # a loss or gradient norm is a spike if it lies more than this many (robust) standard deviations
     # above the median of the window
     spike_z: float = 10.0
-    # number of past steps in the window; before that many steps nothing counts as a spike
+    # number of past steps in the window; until the window is full, nothing counts as a spike
     window: int = 128
     # the run ends after this many skipped updates in a row
     max_skips: int = 10
@@ -364,9 +369,9 @@ class GuardConfig:
 class CheckpointConfig:
     """When the run saves its state, and which checkpoints it keeps."""
 
-    # steps between two checkpoints; the last step is always saved
+    # number of steps between two checkpoints; the state after the last step is always saved
     every: int = 500
-    # number of complete checkpoints to keep, the newest ones
+    # number of the newest complete checkpoints to keep
     keep_last: int = 3
     # also keep all checkpoints whose step is a multiple of this number; 0: none
     keep_every: int = 0
@@ -384,13 +389,13 @@ class CheckpointConfig:
 class EvalConfig:
     """What the run evaluates, and when."""
 
-    # steps between two evaluations; the last step is always evaluated
+    # number of steps between two evaluations; there is always one after the last step
     every: int = 250
-    # held-out rows of an evaluation during training; eval.py uses all rows
+    # number of held-out rows of an evaluation during training; eval.py uses all rows
     rows: int = 64
     # text that the model continues at each evaluation, as a sample
     sample_prompt: str = "def "
-    # tokens of the sample; 0: no sample
+    # number of tokens of the sample; 0: no sample
     sample_tokens: int = 96
     # further evaluations at the same steps: names of EVALUATIONS in config/registry.py
     suites: tuple[str, ...] = ()
@@ -420,15 +425,18 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Number of devices along each axis of the mesh. One axis may be -1: all remaining devices."""
+    """The number of devices along each axis of the mesh. One axis may be -1, which stands for all
+    remaining devices.
+    """
 
-    # devices that share the rows of a batch, and the stored parameters and optimizer state (FSDP)
+    # number of devices that share the rows of a batch, and the stored parameters and optimizer
+    # state (FSDP)
     data: int = -1
-    # devices that share the experts, and the rows of a batch
+    # number of devices that share the experts, and the rows of a batch
     expert: int = 1
-    # devices that share the tokens of a row
+    # number of devices that share the tokens of a row
     context: int = 1
-    # devices that share the heads and the widths of MLPs
+    # number of devices that share the heads and the widths of MLPs
     tensor: int = 1
 
     def __post_init__(self):
@@ -444,7 +452,7 @@ class MeshConfig:
         )
 
     def sizes(self, devices: int) -> dict[str, int]:
-        """Axis → number of devices, for a mesh of `devices` devices in all.
+        """Returns name of an axis → number of devices along it, for a mesh of `devices` devices.
 
         Raises:
           UserError: the sizes do not multiply to `devices`.
@@ -484,11 +492,12 @@ class TelemetryConfig:
     has (docs/report.md).
     """
 
-    # steps between two measurements of all layers, each of which costs a forward pass; 0: never
+    # number of steps between two measurements of all layers; each measurement costs a forward pass;
+    # 0: none
     diagnostics_every: int = 100
     # whether to write scalars and samples for TensorBoard into WORKDIR/tensorboard
     tensorboard: bool = False
-    # project on Weights & Biases to which the metrics are sent; "": none
+    # name of the project on Weights & Biases to which the metrics are sent; "": none
     wandb: str = ""
 
     def __post_init__(self):
@@ -501,7 +510,7 @@ class ProfileConfig:
 
     # the steps to trace: "10:13" traces steps 10, 11 and 12; "": none
     steps: str = ""
-    # whether to write a profile of the devices' memory, for pprof, after these steps
+    # whether to write a profile of the devices' memory, for pprof, after the traced steps
     memory: bool = False
 
     def __post_init__(self):
@@ -528,7 +537,7 @@ class ProfileConfig:
 class Config:
     """All settings of a run."""
 
-    # name of the run; its folder is runs/<name>, unless the flag --workdir names another
+    # name of the run; the folder of the run is runs/<name>, unless the flag --workdir names another
     name: str = "default"
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -568,5 +577,7 @@ class Config:
 
 
 def default_config() -> dict[str, Any]:
-    """The defaults of all settings as a nested dict, with which the files in `configs/` begin."""
+    """Returns the defaults of all settings as a nested dict. The files in `configs/` begin with
+    it.
+    """
     return to_dict(Config())

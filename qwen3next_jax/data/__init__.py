@@ -1,3 +1,4 @@
-"""Turns text on disk into batches: `sources` reads documents, `tokens` encodes them, `packing`
-fills rows, `preparation` writes and reads shards of rows, `pipeline` serves batches.
+"""Turns text on disk into batches: `sources` finds files, `readers` reads their documents, `tokens`
+encodes them, `packing` fills rows, `preparation` writes the rows to disk and opens them, and
+`pipeline` serves batches of rows.
 """

@@ -1,4 +1,4 @@
-"""Preparation as a step of a datatrove pipeline, which brings schedulers for many machines.
+"""Preparation as a step of a datatrove pipeline; datatrove has schedulers for many machines.
 
     from datatrove.executor import SlurmPipelineExecutor
     from qwen3next_jax.data.datatrove_step import PrepareShare
@@ -6,9 +6,10 @@
     step = PrepareShare(config.data, config.train.sequence_length)
     SlurmPipelineExecutor([step], tasks=512, time="12:00:00", partition="cpu").run()
 
-A step is a function, so nothing here imports datatrove. `LocalPipelineExecutor` and
-`RayPipelineExecutor` run it as well. datatrove runs a task again that failed; the units that the
-task had finished are there, with whatever number of tasks it is run again.
+To datatrove, a step is any callable, so nothing here imports datatrove. `LocalPipelineExecutor`
+and `RayPipelineExecutor` run this step as well. When a task failed and datatrove runs it again, the
+task takes the units that are finished and makes only the missing ones, even if the number of tasks
+has changed.
 """
 
 import dataclasses
@@ -21,15 +22,27 @@ from qwen3next_jax.data.preparation import Recipe, Share, Unfinished, prepare
 
 @dataclasses.dataclass(frozen=True)
 class PrepareShare:
-    """Task `rank` of `world_size` makes every world_size-th unit, with one core. The task that
-    finds all units finished packs the rows.
+    """A datatrove step that prepares the data of `config`.
+
+    Task `rank` of `world_size` tasks makes every world_size-th unit, from unit `rank` on, with one
+    core. A task that finds all units finished packs the rows.
+
+    Attributes:
+      config: settings of the data.
+      sequence_length: number of tokens of a row.
     """
 
     config: DataConfig
     sequence_length: int
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        """Args: `data`: documents of the steps before it, which it does not read."""
+        """Runs one task.
+
+        Args:
+          data: the documents of earlier steps, which this step ignores.
+          rank: number of this task, from 0.
+          world_size: number of tasks.
+        """
         tokenizer = TrainData.tokenizer_of(self.config, None)
         recipe = Recipe(self.sequence_length, self.config.heldout_fraction, self.config.seed)
         try:
@@ -42,4 +55,4 @@ class PrepareShare:
                 share=Share(rank, world_size),
             )
         except Unfinished:
-            pass  # another task packs
+            pass  # a task that finds all units packs

@@ -1,7 +1,7 @@
-"""Remembers the digests of parts of files, so that a large corpus is not read at every start.
+"""Records the digests of parts of files, so that a large corpus is not read again at every start.
 
-Every process that computes digests appends them to a file of its own, `digests/<id>.jsonl`. A
-digest counts as long as the file has the same path, size and modification time.
+Every `DigestCache` appends the digests that it gets to a file of its own, `digests/<id>.jsonl`. A
+recorded digest is valid as long as the corpus file has the same path, size and modification time.
 """
 
 import json
@@ -14,15 +14,15 @@ from qwen3next_jax.data.readers import Part
 from qwen3next_jax.data.sources import Source, SourceFile, is_remote
 from qwen3next_jax.data.store import Store
 
-_FORMAT_1 = "content_digests.json"  # of whole files
+_FORMAT_1 = "content_digests.json"  # digests of whole files, which older code wrote
 
 
-_SMALLEST = 1 << 26  # smaller sources are hashed at every start
+_SMALLEST = 1 << 26  # bytes; the digests of a smaller source are computed at every start
 
 
 class DigestCache:
-    """The digests of a source's files that anybody recorded in a store. Of a small source none
-    are recorded.
+    """The digests of a source's files that any process has recorded in a store. For a source of
+    fewer than `_SMALLEST` bytes, nothing is recorded.
     """
 
     def __init__(self, store: Store, source: Source):
@@ -40,17 +40,17 @@ class DigestCache:
             for line in store.path(name).read_text(errors="replace").splitlines():
                 try:
                     entry, digest = json.loads(line)
-                except ValueError:  # torn by a kill
+                except ValueError:  # the process that wrote this line was killed
                     continue
                 self._known[entry] = digest
 
     def get(self, file: SourceFile, part: Part) -> str:
-        """The digest of a part; "" where nobody recorded it."""
+        """Returns the recorded digest of a part; "" if there is none."""
         return self._known.get(_entry(file, part), "") if self.in_use else ""
 
     def add(self, file: SourceFile, part: Part, digest: str) -> None:
-        """Records a digest, unless the file changed a moment ago: it may change again without its
-        modification time showing it.
+        """Records a digest, unless the file was modified in the last two seconds: such a file may
+        change again and keep its modification time.
         """
         entry = _entry(file, part)
         is_new = self._known.get(entry) != digest
@@ -62,7 +62,7 @@ class DigestCache:
         self._known[entry] = digest
 
     def forget_all(self) -> None:
-        """Removes every record: one of them was found to be wrong."""
+        """Removes all recorded digests. The caller has found one of them to be wrong."""
         for name in [_FORMAT_1, *self._store.names("digests/*.jsonl")]:
             self._store.path(name).unlink(missing_ok=True)
         self._known = {}

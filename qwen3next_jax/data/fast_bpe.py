@@ -1,23 +1,26 @@
 """Byte-level BPE by tiktoken, which is several times as fast as the tokenizers library.
 
-Both apply the same merges, but by different rules: `tokenizers` merges the pairs that its list
-names, tiktoken any two neighbours that together are a token. For the usual vocabularies the ids are
-the same, which nobody proves: `HuggingFaceTokenizer` compares a sample of every batch.
+The two libraries have different rules: `tokenizers` merges the pairs in its list of merges;
+tiktoken merges any two neighbours whose concatenation is a token. For the usual vocabularies both
+give the same ids, but there is no proof of this, so `HuggingFaceTokenizer` compares the ids of a
+sample of every batch.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-# What ByteLevel(use_regex=True) splits by: GPT-2's pattern.
+# GPT-2's pattern. ByteLevel(use_regex=True) splits texts by it.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 class Differs(Exception):
-    """tiktoken gives a text other ids than the tokenizer itself."""
+    """tiktoken and the tokenizers library give a text different ids, or tiktoken rejects a
+    pattern.
+    """
 
 
 def version() -> str | None:
-    """The version of tiktoken; None where it is not installed."""
+    """Returns the version of tiktoken; None if it is not installed."""
     try:
         import tiktoken
     except ImportError:
@@ -26,13 +29,23 @@ def version() -> str | None:
 
 
 class Table(NamedTuple):
-    """What a tiktoken.Encoding is made of."""
+    """The arguments from which a tiktoken.Encoding is made.
+
+    Attributes:
+      pattern: regular expression that splits a text before merging.
+      ranks: the bytes of each token → its id.
+    """
 
     pattern: str
     ranks: dict[bytes, int]
 
     def encoding(self) -> Any:
-        """A tiktoken.Encoding without special tokens; it takes a second for 150,000 tokens."""
+        """Returns a tiktoken.Encoding without special tokens. For 150,000 tokens this takes a
+        second.
+
+        Raises:
+          Differs: tiktoken cannot read `pattern`.
+        """
         import tiktoken
 
         try:
@@ -42,17 +55,17 @@ class Table(NamedTuple):
                 mergeable_ranks=self.ranks,
                 special_tokens={},
             )
-        except ValueError as error:  # a pattern that it cannot read
+        except ValueError as error:  # tiktoken cannot read the pattern
             raise Differs from error
 
 
 def table(tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int]) -> Table | None:
-    """The table of a tokenizer; None if it is no byte-level BPE whose ids are in the order of its
-    merges, or if tiktoken is not installed.
+    """Returns the `Table` of a tokenizer. Returns None if the tokenizer is not a byte-level BPE, if
+    its ids are not in the order of its merges, or if tiktoken is not installed.
 
     Args:
       tokenizer: the content of a tokenizer.json.
-      bytes_of: the byte that each character of a vocabulary's tokens stands for.
+      bytes_of: character in the vocabulary's tokens → the byte that it stands for.
     """
     model = tokenizer["model"]
     pattern = _pattern(tokenizer.get("pre_tokenizer") or {})
@@ -75,7 +88,9 @@ def table(tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int]) -> Table | 
 
 
 def _pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
-    """The expression that splits a text; None if this is done in another way."""
+    """Returns the regular expression by which the tokenizer splits a text; None if it splits
+    texts in a way that `Table` cannot express.
+    """
     steps = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
     if steps[-1].get("type") != "ByteLevel" or steps[-1].get("add_prefix_space"):
         return None

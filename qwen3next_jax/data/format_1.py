@@ -1,7 +1,8 @@
 """Opens rows that older code prepared: one folder `<fingerprint>/` holds all rows of a source.
 
-Their fingerprint is a digest of the files, so it is the same as when they were prepared, and a
-run that began with them continues with them. Nothing writes this format any more.
+The fingerprint is a digest of the source's files and of the settings. It is computed as the older
+code computed it, so a run that began with such rows continues with them. Nothing writes this format
+any more.
 """
 
 import dataclasses
@@ -24,13 +25,18 @@ _FOLDER = re.compile("[0-9a-f]{20}")
 def find(
     source: Source, tokenizer: Tokenizer, recipe: Recipe, store: Store
 ) -> tuple[str, dict[str, Statistics], dict[str, RowFolder]] | None:
-    """The rows of `source`: name of their folder, statistics and shards of each split; None if
-    there are none.
+    """Finds the rows of `source`.
+
+    Returns:
+      (name of the folder, statistics of each split, shards of each split); None if there is no
+      such folder.
 
     Raises:
       UserError: the folder is damaged, or holds the rows of another source.
     """
-    if tokenizer.parse_tokens or source.bad_records != "stop":  # it knew no such settings
+    if (
+        tokenizer.parse_tokens or source.bad_records != "stop"
+    ):  # format 1 does not have these settings
         return None
     wanted = {"tokenizer": tokenizer.fingerprint, "files": len(source.files)}
     wanted |= dataclasses.asdict(recipe)
@@ -42,7 +48,7 @@ def find(
         return None
     directory = store.path(name)
     content = read_metadata(directory)
-    # Some of these folders do not record their fingerprint, but these inputs to it.
+    # Some folders of format 1 record only these inputs to the fingerprint, not the fingerprint.
     for key, value in wanted.items():
         if content.get(key, value) != value:
             raise renamed(directory, f"{key} = {content[key]!r}, not {value!r}")
@@ -55,7 +61,7 @@ def find(
 
 
 def _contents(source: Source, store: Store) -> list[str]:
-    """The digest of every file."""
+    """Returns the digest of every file of `source`, in their order."""
     cache = DigestCache(store, source)
     found = []
     for file in source.files:
@@ -67,8 +73,13 @@ def _contents(source: Source, store: Store) -> list[str]:
 
 
 def fingerprint(source: Source, contents: list[str], tokenizer: Tokenizer, recipe: Recipe) -> str:
-    """Digest (20 hexadecimal digits) of everything that determines the rows: files, the digests
-    of their `contents`, tokenizer, recipe.
+    """Returns a digest (20 hexadecimal digits) of everything that determines the rows.
+
+    Args:
+      source: the source; its settings and the names and sizes of its files count.
+      contents: digest of each file.
+      tokenizer: the tokenizer; its fingerprint counts.
+      recipe: the recipe of the rows.
     """
     parts = {
         "format": 1,

@@ -1,8 +1,8 @@
 """Packs pieces of documents into rows of T tokens by best fit, with a bounded buffer.
 
-A document of at most T tokens stays whole as long as that leaves little padding; a longer one is
-cut into pieces of T. Best-fit packing after Ding et al., "Fewer Truncations Improve Language
-Modeling" (2024), https://arxiv.org/abs/2404.10830.
+A document of at most T tokens is cut only where a row would otherwise end with much padding; a
+longer document is cut into pieces of T tokens. The method is best-fit packing after Ding et al.,
+"Fewer Truncations Improve Language Modeling" (2024), https://arxiv.org/abs/2404.10830.
 """
 
 import bisect
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-# A row may end with this share of padding; beyond it a document is cut to fill the row.
+# Largest share of a row that may be padding. If more is left, a document is cut to fill the row.
 _LARGEST_GAP = 1 / 32
 _BUFFERED_TOKENS = 1 << 24
 
@@ -21,26 +21,32 @@ class Piece:
     """A run of tokens of one document."""
 
     tokens: np.ndarray  # int32 [n], 1 ≤ n ≤ T
-    file: int  # where the document is, see sources.Document
-    record: int
-    whole: bool  # the piece is its whole document
+    file: int  # `file` of `Packer.add`
+    record: int  # `record` of `Packer.add`
+    whole: bool  # whether the piece is a whole document
 
     def cut(self, length: int) -> tuple["Piece", "Piece"]:
-        """The first `length` tokens and the tokens after them, as two pieces."""
+        """Returns two pieces: the first `length` tokens, and the tokens after them."""
         return (
             dataclasses.replace(self, tokens=self.tokens[:length], whole=False),
             dataclasses.replace(self, tokens=self.tokens[length:], whole=False),
         )
 
 
-Row = list[Piece]  # at most T tokens in total, in the order of the row
+Row = list[Piece]  # the pieces of one row in order, at most T tokens in total
 
 
 class Packer:
     """Collects documents and yields packed rows, in an order that depends on the documents and
     the seed alone.
 
-    `cut_documents` counts the documents that were split into more than one piece.
+    Args:
+      row_length: T, number of tokens of a row.
+      seed: seed of the order of pieces and rows.
+      buffered_tokens: number of tokens that are collected before rows are packed; at least 16 T.
+
+    Attributes:
+      cut_documents: number of documents that were split into more than one piece.
     """
 
     def __init__(self, row_length: int, seed: int, buffered_tokens: int = _BUFFERED_TOKENS):
@@ -52,8 +58,13 @@ class Packer:
         self.cut_documents = 0
 
     def add(self, tokens: np.ndarray, file: int, record: int) -> Iterator[Row]:
-        """Takes in one document (int [n], its end token included) and yields the rows that
-        became ready.
+        """Adds one document. Packs and yields rows when enough tokens are buffered.
+
+        Args:
+          tokens: int [n], the document's tokens with its end token.
+          file: where the document comes from (the index of a unit, or of a source file in format
+            1); the pieces keep it.
+          record: number of the document's record there; the pieces keep it.
         """
         whole = len(tokens) <= self._row_length
         self.cut_documents += not whole
@@ -64,7 +75,7 @@ class Packer:
         self._buffered += len(tokens)
         if self._buffered >= self._capacity:
             rows = self._pack()
-            last = rows.pop()  # the only one that ran out of pieces to fill it
+            last = rows.pop()  # no pieces were left to fill it: the only row with such a gap
             self._pieces = last
             self._buffered = sum(len(piece.tokens) for piece in last)
             yield from self._shuffled(rows)
@@ -80,7 +91,7 @@ class Packer:
         return [items[i] for i in self._random.permutation(len(items))]
 
     def _pack(self) -> list[Row]:
-        # shuffled: which of equally long pieces comes first is random
+        # The pieces are shuffled, so that the order of equally long pieces is random.
         pool = _Pool(self._shuffled(self._pieces))
         rows = []
         while pool:
@@ -102,7 +113,9 @@ class Packer:
 
 
 class _Pool:
-    """Pieces by length, with "the longest of at most n tokens" in logarithmic time."""
+    """Pieces sorted by length. Finding the longest piece of at most n tokens takes logarithmic
+    time.
+    """
 
     def __init__(self, pieces: list[Piece]):
         self._by_length: dict[int, list[Piece]] = {}

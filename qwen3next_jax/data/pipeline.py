@@ -1,8 +1,8 @@
-"""Batches of rows for training and evaluation: the only module that imports grain.
+"""Batches of rows for training and evaluation. Only this module imports grain.
 
 Row i of the endless training stream is a pure function of i. Batch n, counted from 0 in each stage
-of a run, is the B rows from row n·B on; `begin` may shift this start. A run therefore resumes from
-one integer, the step, for any number of processes that share a batch.
+of a run, holds the B rows from row n·B on; `begin` can shift this start. A run therefore resumes
+from one integer, the step, whatever the number of processes that share a batch.
 """
 
 import json
@@ -21,8 +21,9 @@ from qwen3next_jax.data.rows import PackedRow
 from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 
-# "tokens", "segment_ids": int32 [B_local, T]; of synthetic tasks also "target_mask": bool [B_local,
-# T], the tokens that count as targets (in text all do). Of one row: the same without B.
+# The arrays of a batch, or of one row (then without the axis B_local, the rows of this process):
+# "tokens", "segment_ids": int32 [B_local, T]. Rows of synthetic tasks also have "target_mask": bool
+# [B_local, T], the tokens that count as targets; in rows of text all tokens count.
 Batch = dict[str, np.ndarray]
 
 _ENDLESS = 2**62  # rows
@@ -34,12 +35,16 @@ class Data(Protocol):
     defines row i.
 
     Attributes:
-      tokenizer: see `tokens.Tokenizer`; `tokenizer.reads_text` says whether the rows are text.
+      tokenizer: the tokenizer of the rows; `tokenizer.reads_text` says whether the rows are text.
       fingerprint: hexadecimal digest of everything that determines the rows. A run resumes only
         with the same fingerprint.
-      batch_size, sequence_length: B rows of T tokens.
+      batch_size: B, number of rows of a batch.
+      sequence_length: T, number of tokens of a row.
       heldout_rows: number of held-out rows.
-      kinds: names and dtypes of a row's arrays [T].
+      kinds: name of each array [T] of a row → its dtype.
+      streams: name of a stream → its weight, for each stream that the training stream mixes. The
+        name holds a digest of everything that determines the stream's rows. Empty if the source
+        does not mix streams, as in a synthetic task.
     """
 
     tokenizer: Tokenizer
@@ -63,68 +68,84 @@ class Data(Protocol):
         vocab_size: int | None = None,
         progress: Progress | None = None,
     ):
-        """Args: `vocab_size`: the model's. `progress`: called while rows are prepared; never called
-        if they are ready.
+        """Opens the rows. Prepares them if they are not ready.
+
+        Args:
+          config: settings of the data.
+          sequence_length: T, number of tokens of a row.
+          batch_size: B, number of rows of a batch.
+          vocab_size: size of the model's vocabulary; None: unknown.
+          progress: called now and then while rows are prepared; never called if they are ready.
         """
 
     @staticmethod
     def tokenizer_of(config: DataConfig, vocab_size: int | None) -> Tokenizer:
-        """The tokenizer of these rows. The rows themselves are not opened, because a trained model
+        """Returns the tokenizer of these rows. It does not open the rows, because a trained model
         is also used on machines that do not have its data.
 
         Raises:
-          UserError: there is none, or it does not fit the model's vocabulary.
+          UserError: there is no such tokenizer, or it does not fit the model's vocabulary.
         """
 
     @classmethod
     def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
-        """Names of the `DataConfig` settings ("path", "synthetic.pairs") that this source reads
-        besides the seed. A user who sets another one gets an error. None: it may read any.
+        """Returns the names of the `DataConfig` settings ("path", "synthetic.pairs") that this
+        source reads besides the seed; None if it may read any setting. A user who changes a setting
+        that the source does not read gets an error.
         """
         return None
 
     @staticmethod
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
-        """Raises UserError if these rows cannot be made. It lists files but does not read all of
-        their content, so it is fast.
+        """Checks that these rows can be made. The check is fast: it lists files, but does not read
+        all of their content.
+
+        Raises:
+          UserError: these rows cannot be made.
         """
 
     def begin(self, row: int, starts: Mapping[str, int]) -> None:
         """Sets where this stage starts to read, so that it skips what earlier stages have read.
 
         Args:
-          row: batch 0 begins with this row of the training stream.
-          starts: digest of a mixed stream → the row from which that stream is read; 0 where it
-            is absent. A training stream that is a single stream goes by `fingerprint`.
+          row: index of the row of the training stream with which batch 0 begins.
+          starts: name of a stream of the mix → the row from which that stream is read; an absent
+            stream is read from row 0. The name of a training stream that is not a mix is
+            `fingerprint`.
         """
         self._first_row, self._starts = row + starts.get(self.fingerprint, 0), starts
 
     def row(self, index: int) -> Batch:
-        """Row `index` of the endless training stream."""
+        """Returns row `index` of the endless training stream."""
 
     def heldout_row(self, index: int) -> Batch:
-        """Held-out row `index`, in random order: the first n rows are a fair sample for any n."""
+        """Returns held-out row `index`. Held-out rows are in random order, so for any n the first n
+        rows are a fair sample.
+        """
 
     def names(self, index: int) -> list[str]:
-        """Where the documents of a training row come from: "dir/part.jsonl:17", "dir/book.txt",
-        "mqar:17".
+        """Returns where each document of training row `index` comes from, such as
+        "dir/part.jsonl:17", "dir/book.txt" or "mqar:17".
         """
 
     def describe(self) -> dict[str, Any]:
-        """Facts about the data as JSON values. It has at least `title`, a short text, and
-        `bits_per_nat`, which turns a loss in nats per token into bits per byte of text; None
-        where tokens are not text.
+        """Returns facts about the data as JSON values. There are at least two: `title`, a short
+        text; and `bits_per_nat`, the factor that turns a loss in nats per token into bits per byte
+        of text, or None if the tokens are not text.
         """
 
     def batches(self, first_batch: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
-        """Endless batches from batch `first_batch` on; background threads read ahead. `share`: the
-        rows of every batch to read (ascending indices in the batch); None: all.
+        """Yields batches without end, while background threads read ahead.
+
+        Args:
+          first_batch: number of the first batch.
+          share: ascending indices of the rows of every batch to read; None: all rows.
         """
         import grain
 
         share = range(self.batch_size) if share is None else share
         numbers = grain.MapDataset.range(first_batch, _ENDLESS // self.batch_size)
-        # batches ahead; threads do not change the order
+        # The buffer is counted in batches. The threads do not change the order of the batches.
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
         iterator = iter(
             numbers.map(
@@ -141,9 +162,12 @@ class Data(Protocol):
     def heldout(
         self, rows: int | None = None, share: Sequence[int] | None = None
     ) -> Iterator[Batch]:
-        """The first `rows` held-out rows (None: all of them) in batches of `batch_size`.
-        `share` selects rows as in `batches`. The last batch is filled up with empty rows
-        (segment ids 0).
+        """Yields held-out rows in batches. The last batch is filled up with empty rows, whose
+        segment ids are 0.
+
+        Args:
+          rows: number of held-out rows, from the first on; None: all.
+          share: ascending indices of the rows of every batch to read; None: all rows.
         """
         share = range(self.batch_size) if share is None else share
         count = rows or self.heldout_rows
@@ -153,14 +177,14 @@ class Data(Protocol):
             )
 
     def document_names(self, number: int) -> list[list[str]]:
-        """`names` of each of the B rows of batch `number`."""
+        """Returns `names` of each of the B rows of batch `number`."""
         return [self.names(self._first_row_of(number) + b) for b in range(self.batch_size)]
 
     def _first_row_of(self, number: int) -> int:
         return self._first_row + number * self.batch_size
 
     def _stack(self, rows: Sequence[Batch], count: int) -> Batch:
-        """Stacks `rows`, filled up with empty ones to `count`."""
+        """Returns a batch of `count` rows: `rows`, then empty rows."""
         batch = {
             name: np.zeros((count, self.sequence_length), kind) for name, kind in self.kinds.items()
         }
@@ -171,7 +195,7 @@ class Data(Protocol):
 
 
 def source_of(config: DataConfig) -> type[Data]:
-    """The class that `data.source` names."""
+    """Returns the class that `data.source` names."""
     return resolve(DATA_SOURCES, config.source, "data.source")
 
 
@@ -182,7 +206,7 @@ def open_data(
     vocab_size: int | None = None,
     progress: Progress | None = None,
 ) -> Data:
-    """The rows that a `DataConfig` describes."""
+    """Opens the rows that a `DataConfig` describes. The arguments are those of `Data`."""
     return source_of(config)(config, sequence_length, batch_size, vocab_size, progress)
 
 
@@ -219,14 +243,15 @@ class TextData(Data):
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.weights or tuple(float(len(p.rows[TRAIN])) for p in self._prepared)
         self._heldout_order = _heldout_order(self._prepared, config.seed)
-        # The position of a source in `path` also determines the order of its rows.
+        # The name holds the position of the source in `path`, which also determines the order of
+        # the source's rows.
         names = [f"{i} {p.fingerprint}" for i, p in enumerate(self._prepared)]
         rows = [
             grain.MapDataset.source(p.rows[TRAIN])
             .shuffle(seed=_shuffle_seed(config.seed, i))
             .repeat()
             for i, p in enumerate(self._prepared)
-        ]  # shuffled anew every epoch
+        ]  # each source is shuffled anew every time that it is repeated
         self.streams = dict(zip(names, self._weights, strict=True))
         self._stream = mix_streams(self._weights).map(
             lambda at: (at[0], rows[at[0]][at[1] + self._starts.get(names[at[0]], 0)])
@@ -237,9 +262,10 @@ class TextData(Data):
         self.fingerprint = digests.sha256(json.dumps(identity))[:20]
 
     def _sample_digest(self) -> str:
-        """Digest of some rows of the training stream and of the held-out rows. It is part of the
-        fingerprint, so that hosts and resumed runs notice when a library (numpy, which packs;
-        grain, which shuffles and mixes; array_record, which stores) gives other rows.
+        """Returns a digest of some training rows and some held-out rows. It is part of the
+        fingerprint, so that hosts and resumed runs notice when another version of a library gives
+        other rows: numpy draws the packing's random numbers, grain shuffles and mixes rows, and
+        array_record stores them.
         """
         spread = np.random.default_rng(0).integers(0, 2 * self.rows, _SAMPLED_ROWS).tolist()
         sampled = [self.row(i) for i in [*range(_SAMPLED_ROWS), *spread]]
@@ -289,8 +315,8 @@ class TextData(Data):
         return [readers.describe(self._prepared[source].source, *origin) for origin in row.origins]
 
     def describe(self) -> dict[str, Any]:
-        """`documents`, `bytes` (UTF-8), `tokens` and `padding_share` count training and held-out
-        rows together.
+        """Returns facts about the data. The entries `documents`, `cut_documents`, `bytes` (of UTF-8
+        text), `tokens` and `padding_share` count training and held-out rows together.
         """
         parts = [
             {
@@ -322,8 +348,8 @@ TrainData = TextData
 
 
 def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
-    """Finds the files of every glob before any is prepared, so that a mistake in the last is
-    reported at once.
+    """Returns the sources that `config` names, with their files. The files of all globs are found
+    before any source is prepared, so that a mistake in the last glob is reported at once.
     """
     return [
         preparation.find_source(
@@ -367,8 +393,8 @@ def _totals(prepared: list[Prepared]) -> dict:
 
 
 def mix_streams(weights: Sequence[float]) -> Any:
-    """A grain MapDataset that mixes endless streams by `weights`: row index → (index of the
-    stream, row in that stream).
+    """Returns a grain MapDataset that mixes endless streams by `weights`: it maps the index of a
+    row to (index of the stream, row in that stream).
     """
     import grain
 
@@ -381,9 +407,10 @@ def mix_streams(weights: Sequence[float]) -> Any:
 
 
 def rows_of_streams(weights: Sequence[float], rows: int) -> list[int]:
-    """How many of the first `rows` rows of `mix_streams(weights)` belong to each stream."""
+    """Returns how many of the first `rows` rows of `mix_streams(weights)` belong to each stream."""
     positive = [weight for weight in weights if weight]
-    # grain's rule: each stream in turn takes its share of the rows that those before it left.
+    # This is grain's rule: each stream in turn takes its share of the rows that the streams before
+    # it left.
     shares = [int(weight * (100 / min(positive))) for weight in positive]
     left, all_shares, counts = rows, sum(shares), []
     for share in shares:
@@ -398,17 +425,17 @@ def rows_of_streams(weights: Sequence[float], rows: int) -> list[int]:
 
 
 def _shuffle_seed(seed: int, source: int) -> int:
-    # grain adds the epoch to the seed, so neighbouring seeds would replay each other's epochs; a
-    # hash keeps them apart.
+    # grain adds the number of the epoch to the seed. With neighbouring seeds, one source's epoch
+    # would therefore have the order of another source's next epoch. Hashed seeds are far apart.
     return int(digests.sha256(f"{seed} {source}")[:8], 16)
 
 
 def _heldout_order(prepared: list[Prepared], seed: int) -> np.ndarray:
-    """int64 [rows, 2] (source, row): each source's rows shuffled, the sources interleaved in
-    proportion to their size.
+    """Returns the order of the held-out rows, int64 [rows, 2]: (source, row in the source). The
+    rows of each source are shuffled, and the sources are interleaved in proportion to their sizes.
     """
     orders = []
-    relative_positions = []  # of each row in its source, 0 … 1
+    relative_positions = []  # of each source: position of each row in it, 0 … 1
     for i, p in enumerate(prepared):
         n = len(p.rows[HELDOUT])
         orders.append(

@@ -1,16 +1,17 @@
-"""From a source to its rows, once: tokenizes its files, packs their tokens, opens the rows.
+"""Prepares sources: tokenizes their files, packs the tokens into rows, and opens the rows.
 
-`pipeline` calls `prepare`, and so does `qwen3next prepare`. What is finished is in
+`pipeline` and the command `qwen3next prepare` call `prepare`. Finished data are in
 `data.prepared_dir` (see `store`):
 
     tokens/            units: the tokens of a file, or of a part of a large one (`units`)
-    corpora/<id>.json  the units of a source, file by file: with it the text is needed no more
+    corpora/<id>.json  the list of a source's units; with it, the text is no longer needed
     rows/<key>/        packed rows of a group of units (`row_groups`)
     digests/           digests of large files, so that they are not read at every start
     <fingerprint>/     all rows of a source, as older code prepared them (format 1, `format_1`)
 
-A unit or a group that is there is taken, whoever made it. So a preparation that was killed
-continues, other row lengths share the tokens, and several hosts may prepare at once.
+A unit or group of units that exists is used, whichever process made it. So a preparation that was
+killed continues where it stopped, rows of all lengths are packed from the same tokens, and several
+hosts may prepare at once.
 """
 
 import collections
@@ -33,7 +34,8 @@ from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.data.units import Job, Unit
 from qwen3next_jax.data.workers import run_all, usable_cores
 
-# Starting a worker takes half a second, in which one core tokenizes some megabytes.
+# There is one worker for each so many bytes of text (or tokens to pack), because starting a worker
+# takes half a second, in which one core tokenizes some megabytes.
 _BYTES_PER_WORKER = 1 << 24
 _TOKENS_PER_WORKER = 1 << 25
 
@@ -43,44 +45,55 @@ Progress = Callable[[str, int, int], None]  # (what is prepared, bytes done, byt
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The finished rows of one source."""
+    """The finished rows of one source.
+
+    Attributes:
+      source: the source.
+      format: number of the format in which its rows are stored.
+      fingerprint: hexadecimal digest of everything that determines the rows.
+      directories: the folders that hold the rows.
+      statistics: TRAIN or HELDOUT → counts over the rows of this split.
+      rows: TRAIN or HELDOUT → the rows of this split.
+      bad: kind of fault → number of records with it, see `readers.BadRecords`.
+      empty: number of empty documents.
+    """
 
     source: Source
     format: int
     fingerprint: str
     directories: tuple[pathlib.Path, ...]
-    statistics: dict[str, Statistics]  # of TRAIN and HELDOUT
-    rows: dict[str, RowReader]  # of TRAIN and HELDOUT
-    bad: Mapping[str, int] = dataclasses.field(default_factory=dict)  # see readers.BadRecords
-    empty: int = 0  # empty documents
+    statistics: dict[str, Statistics]
+    rows: dict[str, RowReader]
+    bad: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    empty: int = 0
 
     @property
     def directory(self) -> pathlib.Path:
-        """The folder that holds all rows."""
+        """The folder that holds all rows, directly or in folders of its own."""
         return self.directories[0] if len(self.directories) == 1 else self.directories[0].parent
 
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A source whose tokens are all there: the sorted list of its units."""
+    """A source whose units are all finished."""
 
     source: Source
-    parts: tuple[tuple[int, Part], ...]  # (index of the file in the source, part)
-    units: tuple[Unit, ...]  # of each part
+    parts: tuple[tuple[int, Part], ...]  # (index of the file in the source, part), in order
+    units: tuple[Unit, ...]  # the unit of each part
 
     @property
     def digest(self) -> str:
-        """Digest of all tokens, document ends and split hashes, in their order."""
+        """Digest of all tokens and all `units.DOCUMENT` entries, in their order."""
         return digests.sha256_json([unit.content for unit in self.units])
 
     @property
     def filled(self) -> list[Unit]:
-        """The units that hold documents."""
+        """The units that hold at least one document."""
         return [unit for unit in self.units if unit.documents]
 
     @property
     def origins(self) -> list[tuple[int, int]]:
-        """Of each unit: (index of its file, records of the file before it)."""
+        """(index of the file, number of the file's records before the unit), for each unit."""
         found, records, last = [], 0, -1
         for (file, _), unit in zip(self.parts, self.units, strict=True):
             records = records if file == last else 0
@@ -90,20 +103,30 @@ class Corpus:
 
     @property
     def bad(self) -> dict[str, int]:
-        """Kind of fault → records with it, see `readers.BadRecords`."""
+        """Kind of fault → number of records with it, see `readers.BadRecords`."""
         return dict(sum((collections.Counter(unit.bad) for unit in self.units), _NONE))
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The share of the work of process `rank` of `of` processes, which may be on other hosts."""
+    """The units that one of several processes makes; the processes may be on several hosts.
+
+    Attributes:
+      rank: number of the process, from 0.
+      of: number of processes.
+    """
 
     rank: int = 0
     of: int = 1
 
 
 class Unfinished(Exception):
-    """This process has done its share; `missing` units of others are not there yet."""
+    """This process has made its share of the units, but units of other shares are missing.
+
+    Attributes:
+      missing: number of units that are missing.
+      units: number of all units.
+    """
 
     def __init__(self, missing: int, units: int):
         super().__init__(f"{missing} of {units} units are not there yet")
@@ -119,12 +142,16 @@ def prepare(
     workers: int | None = None,
     share: Share = Share(),
 ) -> list[Prepared]:
-    """The rows of every source; prepares what is not there yet.
+    """Returns the rows of every source. Prepares those that are not prepared yet.
 
     Args:
-      prepared_dir: rows are read from it at random, so it should be on a local or fast disk.
+      all_sources: the sources, with their files.
+      tokenizer: the tokenizer that encodes the documents.
+      recipe: the recipe of the rows.
+      prepared_dir: the folder of prepared data. Rows are read from it in random order, so it should
+        be on a local or fast disk.
       progress: called now and then while something is prepared.
-      workers: processes that tokenize and pack at once; None: as many as there are cores.
+      workers: number of processes that tokenize and pack at once; None: one per usable core.
       share: the units that this process makes.
 
     Raises:
@@ -176,10 +203,13 @@ def tokenize(
     workers: int | None = None,
     share: Share = Share(),
 ) -> Corpus:
-    """Makes the units of `source` that nobody has made yet, as far as they belong to `share`.
+    """Makes those units of `source` that do not exist yet and belong to `share`.
+
+    Returns:
+      The source with all of its units.
 
     Raises:
-      UserError: unreadable input, no text, or a unit's manifest that is damaged.
+      UserError: unreadable input, no text, or a damaged manifest of a unit.
       Unfinished: units of other shares are missing.
     """
     store.remove_leftovers()
@@ -201,7 +231,9 @@ def tokenize(
         if job.digest and (unit := units.find_unit_of(store, job, tokenizer)):
             found[number] = unit
     todo = [n for n in range(len(jobs)) if n not in found and n % share.of == share.rank]
-    todo.sort(key=lambda n: -jobs[n].size)  # the largest first, so that the workers end together
+    todo.sort(
+        key=lambda n: -jobs[n].size
+    )  # the largest first, so that all workers end at about the same time
     read = {n: 0 for n in todo}
     total = sum(jobs[n].size for n in todo)
 
@@ -218,7 +250,7 @@ def tokenize(
             found[todo[item]] = unit
             show(item, job.size)
     except units.Changed:
-        cache.forget_all()  # a file can change and keep its size and time
+        cache.forget_all()  # a file may change and keep its size and modification time
         raise
     if len(found) < len(jobs):
         raise Unfinished(len(jobs) - len(found), len(jobs))
@@ -236,7 +268,8 @@ def _check_records(corpus: Corpus) -> None:
     """Warns of bad records.
 
     Raises:
-      UserError: there are more than `data.bad_records_limit`, or there is no text at all.
+      UserError: the share of bad records is larger than `data.bad_records_limit`, or no unit holds
+        a document.
     """
     source, bad = corpus.source, corpus.bad
     if bad:
@@ -263,8 +296,8 @@ def _check_records(corpus: Corpus) -> None:
 
 
 def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Source:
-    """The same source with its files. Where no file is there any more, but its tokens are, the
-    files that they were made of.
+    """Returns `source` with its files filled in. If no file matches the glob any more, but the
+    tokens of the source exist, these are the files from which the tokens were made.
 
     Raises:
       UserError: there are neither files nor tokens.
@@ -352,7 +385,8 @@ def pack(
     progress: Progress = lambda *_: None,
     workers: int | None = None,
 ) -> Prepared:
-    """Packs the units of `corpus` into rows, where that was not done before, and opens them.
+    """Packs the units of `corpus` into rows, where this has not been done before, and opens the
+    rows.
 
     Raises:
       UserError: prepared data that are damaged.
@@ -391,8 +425,14 @@ def _divided(
     recipe: Recipe,
     store: Store,
 ) -> dict[int, Divided]:
-    """The documents that are divided against their hashes: of a source without a document to train
-    on, and of the source with the smallest hash where no source has a document to hold out.
+    """Chooses the documents that are divided between the splits, whatever their hashes say.
+
+    By its hash alone, each document is trained on or held out. A source whose documents would all
+    be held out gets a document to train on. If no source would have a document to hold out, the
+    source with the smallest hash gets one.
+
+    Returns:
+      Index of the source → its divided document.
     """
 
     def share_of_hash(hash_: int) -> float:
@@ -418,10 +458,18 @@ def _divided(
 def _divide(
     corpus: Corpus, all_heldout: bool, tokenizer: Tokenizer, recipe: Recipe, store: Store
 ) -> Divided:
-    """How the document with the smallest hash is divided, when by the hashes all documents are
-    held out, or none is: it is trained on as a whole in the first case; in the second, its end is
-    held out (the share of all tokens, at most the whole document). The only document is cut in
-    two in both.
+    """Divides the document of `corpus` with the smallest hash.
+
+    If `all_heldout`, this document is trained on as a whole. Otherwise its end is held out, with
+    `recipe.heldout_fraction` of the corpus' tokens; if the document has no more tokens than that,
+    it is held out as a whole. The only document of a corpus is cut in two in both cases.
+
+    Args:
+      corpus: a source with its units.
+      all_heldout: True if by their hashes all documents are held out; False if none is.
+      tokenizer: the tokenizer of the units.
+      recipe: the recipe of the rows.
+      store: where the units are.
     """
     filled = corpus.filled
     documents = sum(unit.documents for unit in filled)

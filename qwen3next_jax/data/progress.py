@@ -1,4 +1,4 @@
-"""Shows how far the preparation of data is."""
+"""Shows how far the preparation of data has come."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 
 class PreparationProgress:
-    """Shows how far the tokenizing of each source is: a bar on a terminal, one line elsewhere. A
-    context manager.
+    """A context manager that shows how far the preparation of each source has come: as a bar on a
+    terminal; elsewhere it prints one line when a source begins.
     """
 
     def __init__(self):

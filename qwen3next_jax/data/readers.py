@@ -1,8 +1,9 @@
-"""Reads documents out of files: text, JSON, Parquet and Arrow.
+"""Reads documents from files of text, JSON, Parquet and Arrow.
 
-`parts` cuts a file into the parts that are tokenized as one unit each; `read_part` streams the
-documents of a part. Every mistake that a file can hold (not UTF-8, JSON without the field, …) is
-one `UserError` that names the file and the place in it.
+`parts` cuts a file into parts; each part is tokenized as one unit. `read_part` streams the records
+of a part. Any fault in a file (bytes that are not UTF-8, JSON without the field, …) is reported as
+a `UserError` that names the file and the place in it, unless the settings say to leave out or mend
+such records.
 """
 
 import collections
@@ -28,13 +29,15 @@ from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, 
 from qwen3next_jax.data import token_files
 from qwen3next_jax.data.sources import Source, SourceFile, content_digest, is_remote
 
-# Larger files are tokenized in several parts: as many can work at once, and a kill costs one.
+# Larger files are tokenized in several parts. Several workers can then tokenize one file, and when
+# a preparation is killed, only the parts that are being tokenized are lost.
 _PART_BYTES = 1 << 27
 
 
 class Part(NamedTuple):
-    """A part of a file, from `start` up to `stop`: bytes of JSON lines, row groups of a Parquet
-    file. Any other file is one part, (0, its size).
+    """A part of a file: the bytes `start` … `stop` - 1 of a file of JSON lines, or the row groups
+    `start` … `stop` - 1 of a Parquet file. A file that is not cut is the part (0, its size in
+    bytes).
     """
 
     start: int
@@ -44,24 +47,26 @@ class Part(NamedTuple):
 class Record(NamedTuple):
     """A record of a part."""
 
-    number: int  # 0-based line (JSON lines) or row (Parquet) of the part; 0 for text files
-    text: str | None  # always encodable as UTF-8; None for a blank line and what is left out
-    position: int  # bytes of the part read so far
+    number: (
+        int  # 0-based line (JSON lines), element (JSON array) or row of the part; 0 in text files
+    )
+    text: str | None  # always encodable as UTF-8; None if the line is blank or the record left out
+    position: int  # number of bytes of the part read so far
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
     text: str  # never empty, always encodable as UTF-8
     file: int  # index into Source.files
-    record: int  # 0-based line (JSONL) or row (Parquet) of the file; 0 for text files
+    record: int  # as `Record.number`, but counted in the whole file
 
 
 def documents(source: Source) -> Iterator[Document]:
-    """Streams the documents of `source` in the order of its files, skipping empty ones. A warning
-    counts the records that are left out.
+    """Yields the documents of `source` in the order of its files, except empty ones. Warns with the
+    number of bad records if there are any.
 
     Raises:
-      UserError: an unreadable file or record, or no text in the whole source.
+      UserError: a file or record cannot be read, or the whole source holds no text.
     """
     any_text = False
     counts: collections.Counter[str] = collections.Counter()
@@ -86,7 +91,13 @@ def documents(source: Source) -> Iterator[Document]:
 
 
 def bad_summary(counts: Mapping[str, int], first: Sequence[str] = ()) -> str:
-    """How many records were bad, by what was wrong with them, and where the first of them are."""
+    """Returns a phrase for messages: the number of bad records of each kind, and where the first of
+    them are.
+
+    Args:
+      counts: kind of fault → number of records with it.
+      first: places of the first bad records.
+    """
     what = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
     return f"{sum(counts.values()):,} bad records ({what})" + (
         f": {', '.join(first)}{', …' * (sum(counts.values()) > len(first))}" if first else ""
@@ -94,7 +105,7 @@ def bad_summary(counts: Mapping[str, int], first: Sequence[str] = ()) -> str:
 
 
 def no_text(source: Source, bad: Mapping[str, int]) -> UserError:
-    """The error of a source in which nobody found text."""
+    """Returns the error for a source without text. `bad`: kind of fault → number of bad records."""
     which = (
         f"{source.files[0].path} is"
         if len(source.files) == 1
@@ -104,8 +115,8 @@ def no_text(source: Source, bad: Mapping[str, int]) -> UserError:
 
 
 def parts(file: SourceFile) -> list[Part]:
-    """The parts of a file. Those of a file of JSON lines stay the same when lines are appended to
-    it, but for the last one.
+    """Returns the parts of a file in order. When lines are appended to a file of JSON lines, all of
+    its parts but the last stay the same.
     """
     name = file.path.name.lower()
     if file.size <= _PART_BYTES:
@@ -123,7 +134,7 @@ def _parts_at_line_ends(file: SourceFile) -> list[Part]:
     with file.path.open("rb") as stream:
         for nominal in range(_PART_BYTES, file.size, _PART_BYTES):
             stream.seek(nominal - 1)
-            stream.readline()  # to the end of the line that the last byte before it belongs to
+            stream.readline()  # goes to the end of the line that contains the byte before `nominal`
             if edges[-1] < stream.tell() < file.size:
                 edges.append(stream.tell())
     return [Part(*edge) for edge in zip(edges, [*edges[1:], file.size], strict=True)]
@@ -143,7 +154,7 @@ def _parts_of_row_groups(file: SourceFile) -> list[Part]:
 
 
 def kind(file: SourceFile) -> str:
-    """The name of the reader that reads a file, by its ending."""
+    """Returns the name of the reader for a file, by the ending of the file's name."""
     name = file.path.name.lower()
     tokens = token_files.kind(name)
     return tokens or next((kind for kind in _READERS if name.endswith(f".{kind}")), "text")
@@ -154,8 +165,15 @@ def is_whole(file: SourceFile, part: Part) -> bool:
 
 
 def part_digest(file: SourceFile, part: Part, text_field: str) -> str:
-    """SHA-256 of the bytes of a part: of JSON lines the lines, of a Parquet file the chunks of the
-    column with the text. A remote object is not downloaded: its size and checksum stand for it.
+    """Returns a digest of a part's content.
+
+    For a whole file this is the SHA-256 of its bytes; for a part of a file of JSON lines, that of
+    the part's bytes; for a part of a Parquet file, a digest of the column `text_field` alone. The
+    digest of a file of tokens covers the file beside it, too. A remote object is not downloaded:
+    its size and checksum are digested instead.
+
+    Raises:
+      UserError: the file cannot be read.
     """
     if is_whole(file, part) or is_remote(os.fspath(file.path)):
         whole = content_digest(file)
@@ -188,10 +206,11 @@ def part_digest(file: SourceFile, part: Part, text_field: str) -> str:
 
 
 def read_part(file: SourceFile, part: Part, text_field: str, bad: "BadRecords") -> Iterator[Record]:
-    """Streams the records of a part, empty ones included.
+    """Yields the records of a part, including empty ones. `bad` decides about bad records and
+    counts them.
 
     Raises:
-      UserError: an unreadable file or record.
+      UserError: the file or a record cannot be read.
     """
     read = _READERS.get(kind(file), _read_text)
     with _readable(file.path):
@@ -200,8 +219,8 @@ def read_part(file: SourceFile, part: Part, text_field: str, bad: "BadRecords") 
 
 @contextlib.contextmanager
 def _readable(path: epath.Path) -> Iterator[None]:
-    """Turns an OSError inside the `with` block into a UserError; for a remote path, any error,
-    because every store's library has its own kinds.
+    """Turns an OSError inside the `with` block into a UserError. For a remote path it does so with
+    any error, because the library of every object store raises errors of its own.
     """
     try:
         yield
@@ -218,7 +237,14 @@ def _parquet_errors(path: epath.Path) -> contextlib.AbstractContextManager:
 
 
 def describe(source: Source, file: int, record: int) -> str:
-    """Where a document is: "dir/part.jsonl:17" (line or row, from 1) or "dir/book.txt"."""
+    """Returns where a document is: "dir/part.jsonl:17" (the line or row, from 1) or
+    "dir/book.txt".
+
+    Args:
+      source: the source of the document.
+      file: index of the file in the source.
+      record: number of the record in the file, from 0.
+    """
     label = source.files[file].label
     return f"{label}:{record + 1}" if kind(source.files[file]) != "text" else label
 
@@ -227,11 +253,12 @@ def describe(source: Source, file: int, record: int) -> str:
 
 
 class BadRecords:
-    """Applies `data.bad_records` and `data.on_bad_text`, and counts the records concerned.
+    """Decides by `data.bad_records` and `data.on_bad_text` what happens to bad records of a part,
+    and counts these records.
 
     Attributes:
-      counts: kind of fault ("not UTF-8: left out") → number of records.
-      first: (record, what is wrong) of the first five of the part.
+      counts: kind of fault, such as "not UTF-8: left out" → number of records with it.
+      first: (number of the record, kind of fault) of the first five bad records.
     """
 
     def __init__(self, on_bad_text: str, bad_records: str):
@@ -240,20 +267,33 @@ class BadRecords:
         self.first: list[tuple[int, str]] = []
 
     def leave_out(self, number: int, where: object, kind: str, what: str) -> None:
-        """Leaves out record `number`, which is at `where`.
+        """Counts a record that is left out.
+
+        Args:
+          number: number of the record in the part.
+          where: place of the record, for the message.
+          kind: short name of the fault.
+          what: what is wrong, for the message.
 
         Raises:
-          UserError: the policy is to stop. The message says `what` is wrong.
+          UserError: `data.bad_records` is "stop".
         """
         if self._bad_records == "stop":
             raise UserError(f"{where}: {what}; data.bad_records = skip leaves such records out")
         self._count(number, f"{kind}: left out")
 
     def mend(self, number: int, where: object, data: bytes, encoding: str, what: str) -> str | None:
-        """The text to use for `data`, which is not in its encoding; None to leave it out.
+        """Returns the text to use for a record whose text is not valid; None to leave it out.
+
+        Args:
+          number: number of the record in the part.
+          where: place of the record, for the message.
+          data: the text's bytes, some of which are not valid in `encoding`.
+          encoding: the encoding of `data`.
+          what: what is wrong, for the message.
 
         Raises:
-          UserError: the policies are to stop.
+          UserError: neither `data.on_bad_text` nor `data.bad_records` allows such a record.
         """
         if self._on_bad_text == "replace":
             self._count(number, "not UTF-8: bytes replaced by U+FFFD")
@@ -274,7 +314,9 @@ class BadRecords:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a record of a part is. It is written out only when something is wrong there."""
+    """The place of a record, which `str` describes for messages. Finding the number of the record
+    in the file takes time, so `str` is called only if the record is bad.
+    """
 
     file: SourceFile
     part: Part
@@ -292,7 +334,7 @@ class _Place:
 
 
 def _records_before(file: SourceFile, part: Part) -> int:
-    """Lines or rows of the file before the part."""
+    """Returns the number of lines or rows of the file before the part."""
     with file.path.open("rb") as stream:
         if kind(file) == "parquet":
             metadata = pyarrow.parquet.ParquetFile(stream).metadata
@@ -318,7 +360,7 @@ def _decoded(data: bytes, bad: BadRecords, where: _Place, start: int = 0) -> str
 
 
 def _checked(text: object, bad: BadRecords, where: _Place) -> str | None:
-    """`text` if it is one that can be tokenized; None if it is left out."""
+    """Returns `text`, or its mended form, if it can be tokenized; None if it is left out."""
     if not isinstance(text, str):
         what = "null" if text is None else f"of type {type(text).__name__}"
         bad.leave_out(where.number, where, "no text", f"is {what}: expected a string")
@@ -362,7 +404,7 @@ def _read_json_lines(
                 if text is not None:
                     text = _json_text(text.removeprefix("\ufeff"), text_field, bad, where)
                 offset += len(line)
-                del line  # a record may be as large as the memory allows
+                del line  # frees memory: a line may be large
                 position = raw.tell() if is_compressed else offset
                 yield Record(number, text, min(position, part.stop) - part.start)
         except _DECOMPRESSION_ERRORS as error:
@@ -372,11 +414,11 @@ def _read_json_lines(
             bad.leave_out(number + 1, _Place(file, part, number + 1), "damaged compression", what)
 
 
-_DECOMPRESSION_ERRORS = (EOFError, OSError, zlib.error)  # OSError: of gzip and of pyarrow
+_DECOMPRESSION_ERRORS = (EOFError, OSError, zlib.error)  # gzip and pyarrow raise OSError
 
 
 def _decompressed(raw: Any, file: SourceFile) -> tuple[Any, bool]:
-    """A stream of lines, and whether `raw` is compressed."""
+    """Returns (stream of uncompressed lines, whether `raw` is compressed)."""
     ending = _ending(file)
     if ending == "gzip":
         return gzip.open(raw), True
@@ -391,7 +433,7 @@ def _ending(file: SourceFile) -> str:
 
 
 def _read_json(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
-    """Lines, or one array of records."""
+    """Reads a .json file, which holds either JSON lines or one array of records."""
     with file.path.open("rb") as raw:
         stream, is_compressed = _decompressed(raw, file)
         try:
@@ -477,7 +519,9 @@ def _read_parquet(
 
 
 def _read_arrow(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
-    """A file of Arrow's IPC format, as `datasets` writes it (a stream), or with a footer."""
+    """Reads a file in Arrow's IPC format: in its stream format, which `datasets` writes, or in its
+    file format, which has a footer.
+    """
     with (
         file.path.open("rb") as stream,
         as_user_error(f"{file.path}: not a readable Arrow file", pyarrow.ArrowException, OSError),
@@ -504,7 +548,9 @@ def _texts(
     text_field: str,
     bad: BadRecords,
 ) -> Iterator[str | None]:
-    """The texts of a column whose first row is record `number` of the part."""
+    """Yields the texts of a column, whose first row is record `number` of the part. Yields None for
+    a record that is left out.
+    """
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if pyarrow.types.is_string_view(column.type):

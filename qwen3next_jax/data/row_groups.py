@@ -1,8 +1,8 @@
 """Packs units into rows: a folder of shards for each group of consecutive units.
 
-The folder `rows/<key>/` holds ArrayRecord shards of training and held-out rows (their records
-carry checksums) and `metadata.json`. The key is a digest of the units' contents and of the recipe,
-so a group is packed again only where its units or the recipe changed.
+The folder `rows/<key>/` holds the file `metadata.json` and ArrayRecord shards of training and
+held-out rows; the shards have checksums. The key is a digest of the units' contents and of the
+recipe, so a group is packed again only if its units or the recipe change.
 """
 
 import dataclasses
@@ -22,14 +22,20 @@ from qwen3next_jax.data.units import Unit, open_unit
 _FORMAT = 2  # raise it when the same units no longer give the same rows
 METADATA = "metadata.json"
 TRAIN, HELDOUT = "train", "heldout"
-# A group ends with the unit with which it reaches so many tokens. Groups are packed by several
-# workers at once; an appended file costs the last one.
+# A group ends with the unit at which it reaches this number of tokens. Several workers can pack
+# groups at once, and a file that is added at the end of a source changes only the last group.
 _GROUP_TOKENS = 1 << 28
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Everything besides the tokens that determines the rows."""
+    """Everything besides the tokens that determines the rows.
+
+    Attributes:
+      row_length: T, number of tokens of a row.
+      heldout_fraction: share of the documents that are held out.
+      seed: seed of the order of pieces and rows.
+    """
 
     row_length: int
     heldout_fraction: float
@@ -42,10 +48,10 @@ class Statistics:
 
     documents: int = 0
     cut_documents: int = 0  # documents that were split into more than one piece
-    text_bytes: int = 0  # UTF-8
-    tokens: int = 0  # with one end-of-document token per document
+    text_bytes: int = 0  # of UTF-8 text
+    tokens: int = 0  # including one end-of-document token per document
     rows: int = 0
-    padding: int = 0  # tokens
+    padding: int = 0  # tokens of padding
 
     def __add__(self, other: "Statistics") -> "Statistics":
         mine, others = dataclasses.astuple(self), dataclasses.astuple(other)
@@ -54,14 +60,16 @@ class Statistics:
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
-    """The document of a small source that is divided between the splits, so that neither is
-    empty, whatever its hash.
+    """The document of a small source that is divided between the two splits, whatever its hash
+    says, so that neither split is empty.
 
     Attributes:
-      unit, document: which one: index of the unit in the source or group, and in the unit.
-      train_tokens: its first tokens, without the end token, which are trained on; the others are
-        held out. 0: none of them, all of its tokens: none is held out.
-      train_bytes: of UTF-8 text that they stand for.
+      unit: index of the document's unit, among the units of the source that hold documents or, for
+        the attribute of a `Group`, in the group.
+      document: index of the document in its unit.
+      train_tokens: number of the document's first tokens, without the end token, that are trained
+        on; the tokens after them are held out. Either part may be empty.
+      train_bytes: number of bytes of UTF-8 text that the first `train_tokens` tokens stand for.
     """
 
     unit: int
@@ -74,9 +82,9 @@ class Divided:
 class Group:
     """Consecutive units of a source that are packed together."""
 
-    first: int  # index of the first unit in the source
+    first: int  # index of the first unit, among the units of the source that hold documents
     units: tuple[Unit, ...]
-    divided: Divided | None  # with the index of the unit in the group
+    divided: Divided | None  # its `unit` is the index in the group
 
     @property
     def tokens(self) -> int:
@@ -84,12 +92,17 @@ class Group:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token."""
+        """The number of bytes of one token."""
         return np.dtype(self.units[0].dtype).itemsize
 
 
 def groups(units: Sequence[Unit], divided: Divided | None) -> list[Group]:
-    """The groups of a source's units, in the order of the units."""
+    """Returns the groups of a source's units, in the order of the units.
+
+    Args:
+      units: the units of the source that hold documents.
+      divided: the divided document of the source; None if there is none.
+    """
     found, first, tokens = [], 0, 0
     for i, unit in enumerate(units):
         tokens += unit.tokens
@@ -102,7 +115,7 @@ def groups(units: Sequence[Unit], divided: Divided | None) -> list[Group]:
 
 
 def group_key(group: Group, recipe: Recipe) -> str:
-    """Digest of everything that decides the rows of a group: 20 hexadecimal digits."""
+    """Returns a digest (20 hexadecimal digits) of everything that determines a group's rows."""
     parts = {
         "format": _FORMAT,
         "units": [unit.content for unit in group.units],
@@ -119,9 +132,12 @@ def folder_name(key: str) -> str:
 def pack_group(
     group: Group, recipe: Recipe, store: Store, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Writes the rows of a group, unless somebody has finished them.
+    """Writes the rows of a group, unless they exist already.
 
     Args:
+      group: the units.
+      recipe: the recipe of the rows.
+      store: where the units are, and where the rows are written.
       progress: called with the number of tokens packed so far.
 
     Raises:
@@ -179,10 +195,10 @@ def pack_group(
 @dataclasses.dataclass(frozen=True)
 class _Document:
     side: str
-    tokens: np.ndarray  # with the end token
+    tokens: np.ndarray  # int [n], with the end token
     text_bytes: int
     unit: int  # index in the group
-    record: int  # number in the part that the unit was made of
+    record: int  # number of the record in the part from which the unit was made
 
 
 def _documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Document]:
@@ -212,10 +228,10 @@ def _both_sides(document: _Document, divided: Divided) -> Iterator[_Document]:
 
 
 def read_metadata(directory: pathlib.Path) -> dict:
-    """The content of `directory`/metadata.json, without its digest.
+    """Returns the content of `directory`/metadata.json, without its digest.
 
     Raises:
-      UserError: it is damaged, or was written for a folder of another name.
+      UserError: the file is damaged, or was written for a folder with another name.
     """
     try:
         content = Store(directory).read_record(METADATA)
@@ -229,7 +245,7 @@ def read_metadata(directory: pathlib.Path) -> dict:
 
 
 def renamed(directory: pathlib.Path, holds: str) -> UserError:
-    """The error of a folder that `holds` the rows of another one."""
+    """Returns the error for a folder with the rows of another folder, which `holds` describes."""
     return UserError(
         f"{directory}: it holds, by its {METADATA}, {holds}: the folder was renamed or copied; "
         "give it its name back, or delete it to have the rows prepared again"

@@ -1,10 +1,16 @@
-"""The shard format: one ArrayRecord record per packed row. `row_groups` writes the shards and
-`pipeline` reads their rows in random order; every read verifies a checksum.
+"""The format of shards, which hold one ArrayRecord record per packed row. `row_groups` writes the
+shards, and `pipeline` reads their rows in random order.
 
-A record is a little-endian uint32 n, then n piece lengths, n indices of units (in format 1: of
-source files) and n record numbers (uint32 each), then the tokens (uint16 or uint32, as the
-metadata says). Padding is not stored. ArrayRecord keeps a hash of every chunk and verifies it
-when reading, so a damaged byte is an error and never a different token.
+A record holds, in little-endian order:
+
+    n                             uint32, number of pieces of documents in the row
+    lengths of the pieces         uint32 [n], in tokens
+    indices of the pieces' units  uint32 [n] (in format 1: indices of source files)
+    numbers of their records      uint32 [n], see `readers.Record`
+    tokens                        uint16 or uint32, as the metadata says; padding is not stored
+
+ArrayRecord stores a hash of every chunk and verifies it at every read, so a damaged byte is an
+error and never a different token.
 """
 
 import collections
@@ -26,7 +32,7 @@ from qwen3next_jax.common.errors import UserError, error_message, as_user_error
 from qwen3next_jax.data.packing import Row
 
 _SHARD_BYTES = 1 << 28  # uncompressed
-_MOST_OPEN = 256  # shards; an open one takes some 200 KB
+_MOST_OPEN = 256  # shards; an open shard takes some 200 KB of memory
 _INTEGER = np.dtype("<u4")
 
 
@@ -41,7 +47,7 @@ class PackedRow(NamedTuple):
     """One stored row of T tokens: pieces of documents one after the other, then padding (0)."""
 
     tokens: np.ndarray  # int32 [T]
-    segment_ids: np.ndarray  # int32 [T]: 1, 2, … by piece, 0 where there is padding
+    segment_ids: np.ndarray  # int32 [T]: 1 in the first piece, 2 in the second, …; 0 in padding
     origins: list[tuple[int, int]]  # (file index, record number) of each piece's document
 
 
@@ -85,7 +91,7 @@ class RowWriter:
             self._writer.close()
         self._writer = None
         shard = Shard(self._path.name, self._in_shard, self._path.stat().st_size)
-        # opened as readers will open it, which shows that no row was lost
+        # Opening the shard as a reader does checks that it holds all rows.
         _open_shard(self._path, shard).close()
         self._shards.append(shard)
 
@@ -95,9 +101,11 @@ class RowFolder:
     """The shards of one split in one folder of prepared rows.
 
     Attributes:
-      dtype: of the tokens.
-      origins: (file index, first record) of each unit that the folder was packed from, where its
-        rows name units; () where they name files, as in format 1.
+      directory: the folder.
+      dtype: name of the tokens' dtype.
+      shards: the shards, in the order of the rows.
+      origins: (index of its file, number of the file's records before it) of each unit from which
+        the folder was packed; () in format 1, whose rows name files instead of units.
     """
 
     directory: pathlib.Path
@@ -107,14 +115,14 @@ class RowFolder:
 
 
 class RowReader:
-    """Random access to the rows of one split; safe to use from several threads.
+    """Gives random access to the rows of one split. Several threads may use a reader at once.
 
-    A shard is opened when a row of it is read. Of all readers together, `_MOST_OPEN` shards are
-    open at once, those that were read last.
+    A shard is opened when a row of it is read. All readers together keep at most `_MOST_OPEN`
+    shards open: those that were read last.
 
     Raises:
-      UserError: a shard is missing, of the wrong size, or (when a row of it is read) damaged; or
-        the system lets this process open no more files.
+      UserError: a shard is missing, or has the wrong size. When a row is read: its shard is
+        damaged, or the system lets this process open no more files.
     """
 
     def __init__(self, folders: Sequence[RowFolder], row_length: int):
@@ -178,15 +186,17 @@ class RowReader:
         return PackedRow(tokens_T, segment_ids_T, origins)
 
 
-# (reader, shard) → the open shard, the one read last at the end
+# (number of the reader, index of the shard) → the open shard; the shard read last is the last entry
 _open: collections.OrderedDict[tuple[int, int], Any] = collections.OrderedDict()
-_open_lock = threading.RLock()  # a reader may be collected, and close its shards, at any moment
+_open_lock = (
+    threading.RLock()
+)  # reentrant: a reader may be collected, and close its shards, at any time
 _reader_numbers = itertools.count()
 
 
 def _opened(key: tuple[int, int], open_it: Callable[[], Any]) -> Any:
-    """The open shard `key`; opens it, and forgets the ones read longest ago. A shard closes when
-    the last thread that reads it lets go of it.
+    """Returns the open shard `key`. Opens it if necessary, and then drops the shards that were read
+    longest ago. A dropped shard closes when the last thread that reads it has finished.
     """
     with _open_lock:
         if key in _open:
@@ -217,8 +227,8 @@ def raise_file_limit() -> None:
 
 
 def _array_record() -> Any:
-    """The ArrayRecord library. It is imported late, because a machine that only loads a model
-    may not have it.
+    """Returns the ArrayRecord library. It is imported late, because a machine that only loads a
+    model may not have it.
     """
     from array_record.python import array_record_module
 

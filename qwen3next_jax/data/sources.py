@@ -1,6 +1,6 @@
-"""Finds the files of `data.path`: globs of text, JSONL and Parquet files, local or gs://.
+"""Finds the files that the globs of `data.path` match, on local disks and in object stores.
 
-A `Source` is one glob and the sorted files it matches; `readers` reads their documents.
+A `Source` is one glob with the sorted files that it matches. `readers` reads their documents.
 """
 
 import collections
@@ -28,12 +28,14 @@ _STDLIB_SKIPPED_DIRECTORIES = {
     "__pycache__",
     "_bundled",
 }
-# Written when Python is built or installed, so they differ between two builds of one version.
+# Files that are written when Python is built or installed, so that two builds of one version have
+# different ones.
 _STDLIB_BUILD_SPECIFIC = re.compile(
     r"_sysconfigdata.*|config-.*|sitecustomize\.py|usercustomize\.py"
 )
 _REMOTE_SCHEMES = ("gs", "s3", "az", "hf")
-# Properties by which the object stores' listings tell one content from another, best first.
+# Properties of an object in the listings of object stores that change with its content; the best
+# come first.
 _REMOTE_VERSIONS = (
     "md5Hash",
     "crc32c",
@@ -46,7 +48,7 @@ _REMOTE_VERSIONS = (
     "created",
 )
 _WILDCARD = re.compile(r"[*?\[]")
-# Where `data.path` is a folder without a pattern, files with these suffixes are read.
+# If `data.path` is a folder without a pattern, the files with these suffixes are read.
 TEXT_SUFFIXES = (
     ".txt",
     ".md",
@@ -84,18 +86,18 @@ TEXT_SUFFIXES = (
 @dataclasses.dataclass(frozen=True)
 class SourceFile:
     path: epath.Path
-    # relative to the fixed part of the glob, "/"-separated: moving the whole tree does not change
-    # it
+    # path relative to the part of the glob before its first wildcard, with "/" between folders, so
+    # that it stays the same when the whole tree is moved
     label: str
-    # bytes on disk
+    # number of bytes on disk
     size: int
-    # changes with the content: a local file's modification time, a remote object's checksum
+    # a local file's modification time, a remote object's checksum; "" if unknown
     version: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One glob of `data.path`, resolved."""
+    """One glob of `data.path`, with the files that it matches and the settings for reading them."""
 
     name: str  # the glob as the user wrote it
     files: tuple[SourceFile, ...]  # sorted by label
@@ -103,13 +105,13 @@ class Source:
     on_bad_text: str = "stop"  # data.on_bad_text
     bad_records: str = "stop"  # data.bad_records
     bad_records_limit: float = 1.0  # data.bad_records_limit
-    # No file matches the glob any more, but the tokens of those that did are there; `version` of
-    # `files` is then unknown.
+    # Whether no file matches the glob any more, but the tokens of the files that did are prepared;
+    # then the `version` of `files` is unknown.
     text_is_gone: bool = False
 
     @property
     def size(self) -> int:
-        """Bytes on disk."""
+        """The number of bytes on disk."""
         return sum(file.size for file in self.files)
 
 
@@ -120,11 +122,17 @@ class NothingFound(UserError):
 def resolve(
     path: str, text_field: str, on_bad_text: str = "stop", bad_records: str = "stop"
 ) -> Source:
-    """Finds the files of one glob, or the text files of a folder; `""` is the Python standard
-    library's own source.
+    """Finds the files of one glob.
+
+    Args:
+      path: a glob; or a folder, whose text files are taken; or "", which stands for the source
+        code of the Python standard library.
+      text_field: `data.text_field` of the source.
+      on_bad_text: `data.on_bad_text`.
+      bad_records: `data.bad_records`.
 
     Raises:
-      UserError: nothing matches, or gs:// support is not installed.
+      UserError: nothing matches, or the package for a remote path is not installed.
     """
     if not path:
         return Source(
@@ -142,8 +150,8 @@ def resolve(
 
 
 def content_digest(file: SourceFile) -> str:
-    """SHA-256 of a local file's bytes. A remote object is not downloaded: the digest is taken of
-    its size and checksum.
+    """Returns the SHA-256 of a local file's bytes. A remote object is not downloaded; the result is
+    then the SHA-256 of its size and checksum.
     """
     if is_remote(os.fspath(file.path)):
         return digests.sha256(f"{file.size} {file.version}")
@@ -155,7 +163,7 @@ def content_digest(file: SourceFile) -> str:
 
 
 def _is_companion(name: str, names: set[str]) -> bool:
-    """Whether the file is read together with another one of `names`."""
+    """Whether the file `name` is not read alone, but together with another file of `names`."""
     stem = name.removesuffix(".bin")
     datatrove = any(name.endswith(f".ds.{part}") for part in ("index", "metadata", "loss"))
     return datatrove or name.endswith(".bin") and f"{stem}.idx" in names
@@ -166,7 +174,7 @@ def is_remote(path: str) -> bool:
 
 
 def _fixed_part(path: str) -> str:
-    """The directory before the first wildcard."""
+    """Returns the directory before the first wildcard of a glob."""
     wildcard = _WILDCARD.search(path)
     return (path[: wildcard.start()] if wildcard else path).rpartition("/")[0]
 
@@ -189,7 +197,7 @@ def _local_files(path: str) -> list[SourceFile]:
 
 
 def _warn_of_others(path: str, every: Sequence[SourceFile], read: Sequence[SourceFile]) -> None:
-    """Says what a folder holds and nobody reads."""
+    """Warns of the files of a folder that are not read."""
     labels = {file.label for file in read}
     others = collections.Counter(
         os.path.splitext(file.label)[1] or "without an ending"
@@ -206,8 +214,8 @@ def _warn_of_others(path: str, every: Sequence[SourceFile], read: Sequence[Sourc
 
 
 def _files(found: Iterable[str], root: str) -> list[SourceFile]:
-    """The files among `found`. A file that links lead to as well is taken once, by its shortest
-    name.
+    """Returns the files among the paths `found`. If several paths lead to one file by links, the
+    file is taken once, by the path with the fewest folders.
     """
     once: dict[str, str] = {}
     for name in sorted(found, key=lambda name: (name.count("/"), name)):
@@ -216,8 +224,8 @@ def _files(found: Iterable[str], root: str) -> list[SourceFile]:
 
 
 def _glob(pattern: str) -> Iterator[str]:
-    """As `glob.glob(pattern, recursive=True)`, except that `**` enters no folder twice, because
-    links may form a cycle.
+    """Yields the paths that `glob.glob(pattern, recursive=True)` finds, except that `**` enters no
+    folder twice, because links may form a cycle.
     """
     parts = pattern.split("/")
     if "**" not in parts:
@@ -255,7 +263,7 @@ def _remote_files(path: str) -> list[SourceFile]:
             "'qwen3next-jax[remote]'",
             ImportError,
         ),
-        # every store's library has its own errors
+        # the library of every object store raises errors of its own
         as_user_error(f"data.path {path!r}: cannot be listed", Exception),
     ):
         filesystem, pattern = fsspec.core.url_to_fs(path)
@@ -275,7 +283,9 @@ def _remote_files(path: str) -> list[SourceFile]:
 
 
 def _nearest_hint(path: str) -> str:
-    """Names the first part of a local path that does not exist, with the closest existing name."""
+    """Returns a hint for messages: the first part of a local path that does not exist, and the
+    existing names closest to it.
+    """
     if is_remote(path):
         return "; check the bucket's and the objects' names"
     parent = pathlib.Path("/" if os.path.isabs(path) else ".")

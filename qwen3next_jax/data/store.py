@@ -1,9 +1,9 @@
-"""The folder of prepared data. A file or folder appears in it whole or not at all, so that any
-number of processes, on any hosts, may prepare into it at once and be killed at any time.
+"""The folder of prepared data. A file or folder appears in it whole or not at all, so any number of
+processes, on any hosts, may prepare into it at once and may be killed at any time.
 
-Names are relative to the folder. What is being written lies in `.partial/` under a name that
-nobody else uses, and gets its own name in one rename. Only this module knows that the folder is
-a local one (or one of a file system that is mounted).
+Names are relative to the folder. A file or folder is written in `.partial/`, under a name that no
+other process uses, and then gets its own name in one rename. Only this module relies on the folder
+being in a local (or mounted) file system.
 """
 
 import contextlib
@@ -18,34 +18,34 @@ from typing import Any
 from qwen3next_jax.common import digests, durable, json_files
 from qwen3next_jax.common.errors import UserError, error_message
 
-# Something in `.partial/` to which nobody has written for so long belongs to a killed process.
+# If nothing was written to an entry of `.partial/` for so long, its process was killed.
 LEASE_SECONDS = 3600
 _PARTIAL = ".partial"
 
 
 class Store:
-    """The folder of prepared data, `data.prepared_dir`. It can be pickled."""
+    """The folder of prepared data, `data.prepared_dir`. A `Store` can be pickled."""
 
     def __init__(self, root: str | os.PathLike):
         self.root = pathlib.Path(root).expanduser()
 
     def path(self, name: str) -> pathlib.Path:
-        """Where the file or folder `name` lies."""
+        """Returns the path of the file or folder `name`."""
         return self.root / name
 
     def exists(self, name: str) -> bool:
         return self.path(name).exists()
 
     def names(self, pattern: str) -> list[str]:
-        """The names that match a glob, sorted."""
+        """Returns the names that match a glob, sorted."""
         return sorted(p.relative_to(self.root).as_posix() for p in self.root.glob(pattern))
 
     def read_record(self, name: str) -> dict[str, Any]:
-        """The content that `write_record` wrote under `name`.
+        """Returns the content that `write_record` wrote under `name`.
 
         Raises:
           FileNotFoundError: there is no such file.
-          UserError: it is damaged.
+          UserError: the file is damaged or cannot be read.
         """
         path = self.path(name)
         try:
@@ -62,14 +62,14 @@ class Store:
         return content
 
     def write_record(self, name: str, content: dict[str, Any]) -> None:
-        """Writes a JSON file that carries a digest of its content."""
+        """Writes `content` and a digest of it as a JSON file."""
         with self.new_file(name) as path:
             write_json(path, content)
 
     @contextlib.contextmanager
     def new_file(self, name: str) -> Iterator[pathlib.Path]:
-        """A path to write a file to. The file gets its name at the end of the `with` block; in
-        place of an older one, if there is one.
+        """Yields a path to which the `with` block writes a file. At the end of the block, the file
+        gets its name; it replaces an older file of this name.
 
         Raises:
           UserError: the disk is full, or the folder cannot be written to.
@@ -82,8 +82,9 @@ class Store:
 
     @contextlib.contextmanager
     def new_folder(self, name: str) -> Iterator[pathlib.Path]:
-        """A folder to write files to. It gets its name at the end of the `with` block; where one
-        of that name appeared meanwhile, that one stays.
+        """Yields the path of a folder into which the `with` block writes files. At the end of the
+        block, the folder gets its name. If a folder of this name exists by then, the existing
+        folder stays and the new one is removed.
 
         Raises:
           UserError: the disk is full, or the folder cannot be written to.
@@ -114,10 +115,10 @@ class Store:
             _remove(path)
 
     def remove_leftovers(self) -> None:
-        """Removes what killed processes, of this host or another, left unfinished."""
+        """Removes the unfinished files and folders of killed processes of all hosts."""
         leftovers = [
             path
-            for pattern in (f"{_PARTIAL}/*", ".*.*.*.*")  # the second: of format 1
+            for pattern in (f"{_PARTIAL}/*", ".*.*.*.*")  # the second pattern is that of format 1
             for path in self.root.glob(pattern)
         ]
         if not leftovers:
@@ -125,11 +126,13 @@ class Store:
         try:
             with self._partial() as probe:
                 probe.touch()
-                now = probe.stat().st_mtime  # by the clock that stamps the leftovers, too
-        except UserError:  # a folder that may only be read
+                now = (
+                    probe.stat().st_mtime
+                )  # by the clock of the file system, as the leftovers' times
+        except UserError:  # the folder is read-only
             return
         for path in leftovers:
-            # They may vanish at any time.
+            # Another process may remove a leftover at any time.
             with contextlib.suppress(OSError):
                 written = [path.stat().st_mtime, *(p.stat().st_mtime for p in path.glob("*"))]
                 if now - max(written) > LEASE_SECONDS:
@@ -145,5 +148,5 @@ def _remove(path: pathlib.Path) -> None:
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes JSON that carries a digest of its content."""
+    """Writes `content` and a digest of it as JSON."""
     path.write_text(json.dumps(content | {"digest": digests.sha256_json(content)}, indent=1) + "\n")

@@ -1,23 +1,21 @@
-"""Synthetic tasks as rows: each row is a pure function of the seed and its index, so any row can
-be made at any time.
+"""Rows of synthetic tasks. Each row is a pure function of the seed and the row's index, so any row
+can be made at any time.
 
-A task marks some tokens of a row as targets. Loss, accuracy and evaluations count only these.
+A task marks some tokens of a row as targets. Loss, accuracy and evaluations count only targets.
 
-    mqar       multi-query associative recall (2312.04927, Zoology): k v k v …, then each key
-               again at a gap drawn from a
-               power law, its value right after it. Targets: those values. In this next-token
-               form the row holds each answer after its query; Zoology's rows have one filler
-               token there.
-    induction  random tokens in which one token occurs twice, the second time last but one;
-               target: the token that followed its first occurrence.
-    copy       random tokens, a separator, the same tokens
-               again. Targets: the second copy.
-    backcopy   a Markov chain over the vocabulary in
-               which three trigger tokens are each followed by the token before
-               them (2410.13835): all tokens are targets. Attention layers without a gate grow
-               sinks on it.
+    mqar       Multi-query associative recall (2312.04927, Zoology). A row begins with pairs of a
+               key and its value: k v k v …. Then each key occurs again, at a gap drawn from a power
+               law, and its value follows. These second values are the targets. In Zoology's rows, a
+               filler token takes the place of the second value.
+    induction  Random tokens, one of which occurs twice; the second occurrence is the last token but
+               one. The last token repeats the token after the first occurrence; it is the target.
+    copy       Random tokens, a separator, and the same tokens again. The targets are the tokens
+               after the separator.
+    backcopy   A Markov chain over the vocabulary in which each of three trigger tokens is followed
+               by a copy of the token before the trigger (2410.13835). All tokens but the first are
+               targets. Attention layers without a gate develop attention sinks on this task.
 
-Letters: T tokens of a row, P pairs.
+Letters: T tokens of a row, P pairs, V vocabulary.
 """
 
 import dataclasses
@@ -36,19 +34,26 @@ from qwen3next_jax.data.preparation import Progress
 from qwen3next_jax.data.tokens import Tokenizer
 
 TRAIN_SPLIT, HELDOUT_SPLIT = 0, 1
-SEPARATOR = 0  # first token of a copy or backcopy row, and between the two halves of copy
+SEPARATOR = (
+    0  # the first token of copy and backcopy rows, and the token between the halves of a copy row
+)
 _TRIGGERS = 3
 
 
 class TaskRow(NamedTuple):
-    """tokens: int32 [T]; targets: bool [T], the tokens that count as targets."""
+    """A row of a task.
+
+    Attributes:
+      tokens: int32 [T].
+      targets: bool [T], whether each token counts as a target.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray
 
 
 class TaskRows:
-    """The rows of one split of a task; row i is the same whenever and wherever it is made.
+    """The rows of one split of a task. Row i is the same whenever and wherever it is made.
 
     Raises:
       UserError: rows of `length` tokens over `vocab_size` ids are too small for the task.
@@ -78,7 +83,7 @@ class TaskRows:
         self._chain = _chain(vocab_size, seed) if task == "backcopy" else None
 
     def __getitem__(self, index: int) -> TaskRow:
-        # Philox counts in 256 bits: every row has 2^64 draws of its own.
+        # Philox has a counter of 256 bits, so every row has 2^64 draws of its own.
         rng = np.random.Generator(np.random.Philox(key=self._key, counter=[0, index, 0, 0]))
         if self._chain is not None:
             return _backcopy(rng, self._arguments[0], *self._chain)
@@ -86,7 +91,9 @@ class TaskRows:
 
 
 def _task(task: str, options: SyntheticConfig) -> tuple[Callable | None, int, int]:
-    """(function that makes a row, smallest row length, smallest vocabulary)."""
+    """Returns (function that makes a row, smallest row length, smallest vocabulary). The function
+    is None for backcopy, whose rows `_backcopy` makes.
+    """
     pairs = options.pairs
     return {
         "mqar": (_mqar, 4 * pairs, 2 * pairs + 2),
@@ -99,8 +106,8 @@ def _task(task: str, options: SyntheticConfig) -> tuple[Callable | None, int, in
 def _mqar(
     rng: np.random.Generator, length: int, vocab_size: int, options: SyntheticConfig
 ) -> TaskRow:
-    """Keys are ids 1 … V/2 - 1, values V/2 … V - 1. Other positions
-    hold random values.
+    """Makes an mqar row. Keys are the ids 1 … V/2 - 1; values are the ids V/2 … V - 1. The
+    remaining positions hold random values.
     """
     pairs, half = options.pairs, vocab_size // 2
     keys = 1 + rng.permutation(half - 1)[:pairs]
@@ -108,8 +115,8 @@ def _mqar(
     tokens = rng.integers(half, vocab_size, length)
     tokens[0 : 2 * pairs : 2], tokens[1 : 2 * pairs : 2] = keys, values
     slots = (length - 2 * pairs) // 2
-    # P(slot) ∝ slot^(power - 1), without replacement: the smallest of exponential waiting times
-    # with those rates.
+    # Draws P slots without replacement, with P(slot) ∝ slot^(power - 1): each slot has an
+    # exponential waiting time with this rate, and the P slots with the shortest times are chosen.
     rate = np.arange(1, slots + 1) ** (options.gap_power - 1.0)
     chosen = np.argsort(rng.exponential(size=slots) / rate)[:pairs]
     query = 2 * pairs + 2 * chosen
@@ -124,7 +131,7 @@ def _induction(
 ) -> TaskRow:
     trigger = int(rng.integers(1, vocab_size))
     tokens = rng.integers(1, vocab_size - 1, length)
-    tokens += tokens >= trigger  # every id but the trigger's
+    tokens += tokens >= trigger  # so these are all ids but 0 and the trigger's
     first = int(rng.integers(0, length - 3))
     tokens[first], tokens[-2], tokens[-1] = trigger, trigger, tokens[first + 1]
     targets = np.zeros(length, bool)
@@ -145,12 +152,14 @@ def _copy(
 
 
 def _chain(vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(cumulative transition probabilities [V, V], whether a token is a trigger [V]) of the task
-    of one seed.
+    """Returns (cumulative transition probabilities [V, V], whether each token is a trigger [V]) of
+    the backcopy task of this seed.
     """
     rng = np.random.default_rng([seed, 7])
     transition = rng.dirichlet(np.full(vocab_size - 1, 0.1), vocab_size)
-    cumulative = np.cumsum(np.pad(transition, ((0, 0), (1, 0))), axis=1)  # never the separator
+    cumulative = np.cumsum(
+        np.pad(transition, ((0, 0), (1, 0))), axis=1
+    )  # the separator has probability 0
     trigger = np.zeros(vocab_size, bool)
     frequent = np.argsort(transition.sum(axis=0))[::-1] + 1
     trigger[frequent[:_TRIGGERS]] = True
@@ -173,7 +182,9 @@ def _backcopy(
 
 
 class TaskTokens:
-    """The `Tokenizer` of a synthetic task: its ids mean no text and are written as numbers."""
+    """The `Tokenizer` of a synthetic task. Its ids do not stand for text; they are written as
+    numbers.
+    """
 
     reads_text = False
     eos_id = -1
@@ -198,18 +209,18 @@ class TaskTokens:
         return " ".join(str(int(i)) for i in ids)
 
     def save(self, directory: epath.PathLike) -> None:
-        """Writes nothing: the Hugging Face directory has no tokenizer.json."""
+        """Writes nothing, so the Hugging Face directory has no tokenizer.json."""
 
 
 class SyntheticData(Data):
-    """The rows of a task, made on the fly.
+    """The rows of a task. Each row is made when it is read.
 
     Raises:
-      UserError: rows or vocabulary are too small for the task.
+      UserError: the rows or the vocabulary are too small for the task.
     """
 
     kinds = Data.kinds | {"target_mask": bool}
-    heldout_rows = 1024  # by default; a task has endless rows
+    heldout_rows = 1024  # the default number; a task can make any number of rows
 
     def __init__(
         self,
@@ -242,7 +253,7 @@ class SyntheticData(Data):
 
     @classmethod
     def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
-        if cls is not SyntheticData:  # a subclass may read any
+        if cls is not SyntheticData:  # a subclass may read any setting
             return None
         return ("synthetic.pairs", "synthetic.gap_power") if config.source == "mqar" else ()
 
@@ -252,7 +263,7 @@ class SyntheticData(Data):
 
     @staticmethod
     def task_rows(config: DataConfig, length: int, vocab_size: int, split: int) -> Any:
-        """The rows of one split: an object that maps an index to a `TaskRow`."""
+        """Returns the rows of one split, an object that maps an index to a `TaskRow`."""
         return TaskRows(config.source, length, vocab_size, config.synthetic, config.seed, split)
 
     def row(self, index: int) -> Batch:

@@ -1,8 +1,12 @@
-"""Reads documents out of files of tokens that other codebases wrote.
+"""Reads documents from files of tokens that other codebases wrote.
 
-Megatron-LM's `.idx` beside its `.bin`, datatrove's `.ds` beside its `.ds.index`, OLMo's `.npy`
-(tokens alone, with or without NumPy's header) and llm.c's `.bin`. The first two say where
-documents end; in the others the end token does.
+    Megatron-LM  `.idx`, with a `.bin` beside it
+    datatrove    `.ds`, with a `.ds.index` beside it
+    OLMo         `.npy`, with or without NumPy's header
+    llm.c        `.bin`
+
+The index files of Megatron-LM and datatrove say where documents end. In files of OLMo and llm.c,
+the end token marks the end of each document.
 """
 
 import pathlib
@@ -16,29 +20,34 @@ from qwen3next_jax.data.tokens import Tokenizer
 
 _MEGATRON_MAGIC = b"MMIDIDX\0\0"
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-# llm.c: the first of 256 int32 → the type of the tokens behind them.
+# A file of llm.c begins with a header of 256 int32. First int32 of the header → dtype of the
+# tokens.
 _LLM_C_MAGIC = {20240520: "<u2", 20240801: "<u4"}
 _READ_AT_ONCE = 1 << 24  # tokens
 
 
 def kind(name: str) -> str:
-    """The name of the reader of a lower-case file name; "" where it holds no tokens."""
+    """Returns the name of the format of a file of tokens, by the file's lower-case name; "" for any
+    other file.
+    """
     endings = {".idx": "megatron", ".ds": "datatrove", ".npy": "olmo", ".bin": "llm.c"}
     return next((kind for ending, kind in endings.items() if name.endswith(ending)), "")
 
 
 def companion(path: pathlib.Path) -> pathlib.Path | None:
-    """The file that a file of tokens cannot be read without."""
+    """Returns the second file that is needed to read a file of tokens; None if there is none."""
     if path.name.endswith(".idx"):
         return path.with_suffix(".bin")
     return path.with_name(path.name + ".index") if path.name.endswith(".ds") else None
 
 
 def read(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
-    """Streams (ids of a document without its end token, bytes of the file read so far).
+    """Yields (ids of a document without its end token, bytes of the file read so far) for every
+    document: int32 [n], int.
 
     Raises:
-      UserError: the file is no such file, is cut short, or holds ids that the tokenizer lacks.
+      UserError: the file is not in the format that its name says, is cut short, or holds ids that
+        the tokenizer does not have.
     """
     path = pathlib.Path(file.path)
     require(not is_remote(str(file.path)), f"{path}: files of tokens are read from a local disk")

@@ -1,8 +1,8 @@
-"""Tokenizers: bytes, or any Hugging Face `tokenizer.json`, behind one small interface.
+"""Tokenizers with one small interface: bytes, or any Hugging Face `tokenizer.json`.
 
 `load_tokenizer("bytes")` and `load_tokenizer("path/to/tokenizer.json")` return objects with the
-same attributes, so that preparation, evaluation (bits per byte), generation and export need not
-know which one they hold.
+same attributes, so preparation, evaluation (bits per byte), generation and export treat both
+alike.
 """
 
 import copy
@@ -21,28 +21,30 @@ from qwen3next_jax.data import fast_bpe
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
-# Longer documents are tokenized in parts cut at line ends: the library encodes a text on
-# one core and needs about a hundred bytes of memory per byte of it.
+# Characters. Longer documents are cut at line ends and tokenized in parts, because the tokenizers
+# library encodes a text on one core and needs about a hundred bytes of memory per byte of text.
 _LONGEST_TEXT = 1 << 17
 _ENCODED_AT_ONCE = 1 << 20  # characters
-# Of these parts of a batch, so much is encoded by both libraries.
+# Of every so many parts of a batch, one is compared: both libraries encode its first so many
+# characters.
 _COMPARED_EVERY, _COMPARED_CHARACTERS = 256, 1 << 12
-_LARGEST_GAP = 1 << 20  # unused ids that a vocabulary may have; a damaged one could cost gigabytes
+_LARGEST_GAP = 1 << 20  # most unused ids of a vocabulary; a damaged file could demand gigabytes
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer, as the rest of the package uses it.
+    """The interface of a tokenizer that the rest of the package uses.
 
     Attributes:
       vocab_size: number of ids (the largest id plus one).
       eos_id: the id that ends every document.
-      token_bytes: int32 [vocab_size], UTF-8 bytes each token stands for; 0 for special tokens.
+      token_bytes: int32 [vocab_size], number of UTF-8 bytes that each token stands for; 0 for
+        special tokens.
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
-      libraries: versions of the libraries that decide the ids of a text.
-      parse_tokens: the added tokens that documents may write out.
-      fallback: the same tokenizer by a slower library, for texts to which the faster one gives
-        other ids (`fast_bpe.Differs`); None where there is one library.
-      reads_text: whether the ids mean text; those of a synthetic task do not.
+      libraries: name of each library that determines the ids of a text → its version.
+      parse_tokens: the added tokens that get their own ids where documents contain them in writing.
+      fallback: the same tokenizer with a slower library, for texts to which the faster library
+        gives other ids (`fast_bpe.Differs`); None if there is only one library.
+      reads_text: whether the ids stand for text; False for the ids of a synthetic task.
     """
 
     reads_text: bool
@@ -55,20 +57,20 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n] ids of `text`. A special token that is written out in it gets its id; no
-        special token is added.
+        """Returns the ids of `text`, int32 [n]. A special token that `text` contains in writing
+        gets its id; no special token is added.
         """
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """int32 ids of each text, with `eos_id` at its end. An added token that is written out
-        is encoded as ordinary text, unless it is one of `parse_tokens`.
+        """Returns the ids of each text, int32 [n], with `eos_id` at the end. An added token that a
+        text contains in writing is encoded as ordinary text, unless it is one of `parse_tokens`.
 
         Raises:
-          fast_bpe.Differs: use `fallback`.
+          fast_bpe.Differs: the faster library gives other ids; the caller has to use `fallback`.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+        """Returns the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
 
     def save(self, directory: epath.PathLike) -> None:
         """Writes `tokenizer.json` and `tokenizer_config.json` in the Hugging Face format."""
@@ -77,17 +79,18 @@ class Tokenizer(Protocol):
 def load_tokenizer(
     spec: str, vocab_size: int | None = None, parse_tokens: Sequence[str] = ()
 ) -> Tokenizer:
-    """The tokenizer named by `spec`.
+    """Returns the tokenizer that `spec` names.
 
     Args:
       spec: "bytes" or "", the path of a Hugging Face `tokenizer.json`, or a directory that holds
         one (local or gs://).
-      vocab_size: the model's, if known.
-      parse_tokens: added tokens of it that documents may write out (`data.parse_tokens`).
+      vocab_size: size of the model's vocabulary; None: unknown.
+      parse_tokens: the added tokens that get their own ids where documents contain them in writing
+        (`data.parse_tokens`).
 
     Raises:
-      UserError: no such file, not a tokenizer, no end-of-document token, more ids than
-      `vocab_size`, or no such added token.
+      UserError: there is no such file; or it is not a tokenizer; or the tokenizer has no
+        end-of-document token, has more than `vocab_size` ids, or lacks one of `parse_tokens`.
     """
     if spec in ("", "bytes"):
         require(not parse_tokens, "data.parse_tokens: the tokenizer 'bytes' has no such tokens")
@@ -106,14 +109,14 @@ def load_tokenizer(
 
 def same_tokens(one: str, other: str) -> bool:
     """Whether the tokenizers with these two fingerprints give every text the same ids, as far as
-    their files show. `ByteTokenizer` has two fingerprints: its own, and that of the
-    tokenizer.json which its `save` writes.
+    their files show. `ByteTokenizer` has two fingerprints: its own, and the fingerprint of the
+    tokenizer.json that its `save` writes.
     """
     return one == other or {one, other} == {ByteTokenizer.fingerprint, _saved_bytes()}
 
 
 class ByteTokenizer:
-    """Ids 0 … 255 are the bytes of the UTF-8 text, 256 ends a document."""
+    """The tokenizer whose ids 0 … 255 are the bytes of UTF-8 text; id 256 ends a document."""
 
     reads_text = True
     libraries: Mapping[str, str] = {}
@@ -138,25 +141,25 @@ class ByteTokenizer:
         return documents
 
     def decode(self, ids: Iterable[int]) -> str:
-        invalid = b"\xff"  # in no UTF-8 text
+        invalid = b"\xff"  # this byte occurs in no UTF-8 text
         special = {self.eos_id: END_OF_TEXT.encode()}
         return b"".join(bytes([i]) if i < 256 else special.get(i, invalid) for i in ids).decode(
             "utf-8", "replace"
         )
 
     def save(self, directory: epath.PathLike) -> None:
-        """Writes a byte-level BPE without merges. Any program that reads Hugging Face tokenizers
-        gets the same ids from it.
+        """Writes a tokenizer.json with a byte-level BPE without merges. Any program that reads
+        Hugging Face tokenizers gets the same ids from it.
         """
         _save(directory, _byte_level().to_str(pretty=True), END_OF_TEXT)
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, read by the `tokenizers` library. Documents are encoded by tiktoken
-    where that can be (`fast_bpe`).
+    """A `tokenizer.json`, which the `tokenizers` library reads. tiktoken encodes documents where it
+    can (see `fast_bpe`).
 
-    The end-of-document token is `eos_token` of the `tokenizer_config.json` in the same directory,
-    else the first of the common ones (`_COMMON_EOS`) in the vocabulary.
+    The end-of-document token is `eos_token` of the `tokenizer_config.json` in the same directory.
+    If that names none, it is the first token of `_COMMON_EOS` that is in the vocabulary.
     """
 
     reads_text = True
@@ -175,7 +178,8 @@ class HuggingFaceTokenizer:
         ):
             with json_files.open_regular(path) as file:
                 self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(json_files.MAX_BYTES))
-        # `token_bytes` and the library allocate a table up to the largest id.
+        # `token_bytes` and the library allocate tables with an entry for every id up to the
+        # largest.
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
         if self.vocab_size > _LARGEST_GAP + len(ids):
@@ -201,7 +205,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _table(self) -> fast_bpe.Table | None:
-        """What tiktoken needs; None where documents are encoded by `tokenizers`."""
+        """The data for tiktoken; None if the tokenizers library encodes documents."""
         if not self._may_be_fast:
             return None
         bytes_of = {character: byte for byte, character in enumerate(_byte_characters())}
@@ -209,7 +213,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _fast(self) -> Any:
-        """A tiktoken.Encoding, or None."""
+        """A tiktoken.Encoding; None if the tokenizers library encodes documents."""
         return self._table and self._table.encoding()
 
     @property
@@ -227,7 +231,7 @@ class HuggingFaceTokenizer:
         slow.__dict__.pop("_table")
         return slow
 
-    def __getstate__(self) -> dict[str, Any]:  # an Encoding is made anew where it is unpickled
+    def __getstate__(self) -> dict[str, Any]:  # a copy makes its own Encoding
         return {key: value for key, value in self.__dict__.items() if key != "_fast"}
 
     @functools.cached_property
@@ -251,14 +255,14 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, but it knows no added tokens other than `parse_tokens`, so that it
-        encodes those that a text writes out as ordinary text.
+        """The same tokenizer, without the added tokens that are not in `parse_tokens`. It encodes
+        them as ordinary text where a text contains them in writing.
         """
         content = json.loads(self._json)
         content["added_tokens"] = [
             token for token in content["added_tokens"] if token["content"] in self.parse_tokens
         ]
-        content["post_processor"] = None  # it may name an added token, and adds nothing here
+        content["post_processor"] = None  # it may name an added token, and is not needed here
         return tokenizers.Tokenizer.from_str(json.dumps(content))
 
     def encode(self, text: str) -> np.ndarray:
@@ -277,14 +281,18 @@ class HuggingFaceTokenizer:
         ]
 
     def _compare(self, texts: Sequence[str]) -> None:
-        """Raises fast_bpe.Differs if tiktoken gives one of the texts other ids."""
+        """Compares the ids that both libraries give to each text.
+
+        Raises:
+          fast_bpe.Differs: the ids of a text differ.
+        """
         both = zip(self._encode_fast(texts), self._encode_slowly(texts), strict=True)
         if not all(np.array_equal(fast, slow) for fast, slow in both):
             raise fast_bpe.Differs
 
     def _encode_fast(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         normalizer = self._literal.normalizer
-        # NFC leaves ASCII as it is, and the library takes 20 ns a byte to find that out.
+        # NFC does not change ASCII text. Normalizing it anyway would take 20 ns per byte.
         keeps_ascii = isinstance(normalizer, tokenizers.normalizers.NFC)
         for text in texts:
             if normalizer is not None and not (keeps_ascii and text.isascii()):
@@ -348,7 +356,7 @@ def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
             token = json_files.read(config_path).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if token is not None:
-            # not by `token_to_id`, which fails at a lone surrogate
+            # `token_to_id` would fail at a lone surrogate
             if not isinstance(token, str) or token not in tokenizer.get_vocab():
                 raise UserError(
                     f"{config_path}: eos_token {short_repr(token)} is not in the vocabulary "
@@ -375,8 +383,8 @@ def _cut_at_lines(text: str) -> list[str]:
 
 
 def _byte_characters() -> list[str]:
-    """The character that byte-level BPE vocabularies (from GPT-2 on) write for each of the 256
-    bytes.
+    """Returns the character that byte-level BPE vocabularies (from GPT-2 on) use for each of the
+    256 bytes.
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))

@@ -1,12 +1,14 @@
-"""Units: the tokens of one part of one file, made once and shared by all that need them.
+"""Units. A unit holds the tokens of one part of one file; it is made once, and all preparations
+that need these tokens share it.
 
-A unit is the file `tokens/<key>.tokens` and its manifest `tokens/<key>.json`, which is written
-last. The key is a digest of everything that decides the tokens: the part's bytes, how they are
-read, the tokenizer and the libraries that tokenize. So a unit does not depend on where its file
-lies, on row length, seed or held-out share, nor on who made it.
+A unit with key "ab…" consists of the file `tokens/ab/<key>.tokens` and of its manifest
+`tokens/ab/<key>.json`, which is written last. The key is a digest of everything that determines the
+tokens: the part's bytes, the settings for reading them, the tokenizer, and the versions of the
+libraries that tokenize. It does not depend on the path of the source file, the row length, the
+seed, the held-out fraction, or the process that makes the unit.
 
-The file holds all tokens, one document after the other, as little-endian uint16 or uint32, then
-a table with one `DOCUMENT` for each document.
+The file of tokens holds the tokens of one document after the other, as little-endian uint16 or
+uint32, and then a table with one `DOCUMENT` entry per document.
 """
 
 import array
@@ -28,15 +30,15 @@ from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import Tokenizer
 
 _FORMAT = 2  # raise it when the same text no longer gives the same unit
-_BATCH_CHARACTERS = 1 << 20  # tokenized at once
-_WRITTEN_AT_ONCE = 1 << 20  # tokens of a document
+_BATCH_CHARACTERS = 1 << 20  # number of characters tokenized at once
+_WRITTEN_AT_ONCE = 1 << 20  # number of tokens of a document written at once
 
 DOCUMENT = np.dtype(
     [
-        ("end", "<u8"),  # number of tokens of the unit up to and with this document's end token
-        ("hash", "<u8"),  # of the text; decides whether the document is held out
-        ("bytes", "<u8"),  # of the text as UTF-8
-        ("record", "<u8"),  # its number in the part, see readers.Record
+        ("end", "<u8"),  # number of the unit's tokens up to this document's end token, inclusive
+        ("hash", "<u8"),  # hash of the text; it decides whether the document is held out
+        ("bytes", "<u8"),  # number of bytes of the text as UTF-8
+        ("record", "<u8"),  # number of the document's record in the part, see readers.Record
     ]
 )
 
@@ -46,7 +48,12 @@ class Job:
     """A part of a file that is to be tokenized.
 
     Attributes:
-      digest: `readers.part_digest` of the part; "" where nobody has computed it yet.
+      file: the file.
+      part: the part.
+      text_field: the field (of JSON) or column (of Parquet and Arrow) that holds the text.
+      on_bad_text: `data.on_bad_text`.
+      bad_records: `data.bad_records`.
+      digest: `readers.part_digest` of the part; "" if it is not computed yet.
     """
 
     file: SourceFile
@@ -58,10 +65,10 @@ class Job:
 
     @property
     def size(self) -> int:
-        """Bytes on disk."""
+        """The number of bytes of the part on disk; an estimate for a part of a Parquet file."""
         if readers.is_whole(self.file, self.part):
             return self.file.size
-        if readers.kind(self.file) == "parquet":  # whose parts are counted in row groups
+        if readers.kind(self.file) == "parquet":  # its parts are counted in row groups
             return readers._PART_BYTES
         return self.part.stop - self.part.start
 
@@ -71,30 +78,30 @@ class Unit:
     """The manifest of a unit."""
 
     key: str
-    dtype: str  # of the tokens
+    dtype: str  # name of the tokens' dtype
     documents: int
-    tokens: int  # with one end-of-document token per document
-    text_bytes: int  # UTF-8
-    records: int  # lines or rows of the part, empty ones included
+    tokens: int  # number of tokens, including one end-of-document token per document
+    text_bytes: int  # number of bytes of UTF-8 text
+    records: int  # number of lines or rows of the part, including empty ones
     smallest: tuple[int, int]  # (hash, index) of the document with the smallest hash
     largest_hash: int
-    empty: int  # empty documents
-    bad: dict[str, int]  # kind of fault → records with it, see readers.BadRecords
-    bad_first: tuple[tuple[int, str], ...]  # (record, kind of fault) of the first five
+    empty: int  # number of empty documents
+    bad: dict[str, int]  # kind of fault → number of records with it, see readers.BadRecords
+    bad_first: tuple[tuple[int, str], ...]  # (record, kind of fault) of the first five bad records
     content: str  # SHA-256 of the file with the tokens
 
     @property
     def size(self) -> int:
-        """Bytes of the file with the tokens."""
+        """The number of bytes of the file with the tokens."""
         return self.tokens * np.dtype(self.dtype).itemsize + self.documents * DOCUMENT.itemsize
 
 
 class Changed(UserError):
-    """A file changed while it was read."""
+    """A file changed while it was being read."""
 
 
 def unit_key(job: Job, tokenizer: Tokenizer) -> str:
-    """The key of the unit that `job`, whose digest is known, gives."""
+    """Returns the key of the unit that is made for `job`, whose digest must be known."""
     kind = readers.kind(job.file)
     parts: dict[str, Any] = {
         "format": _FORMAT,
@@ -111,14 +118,14 @@ def unit_key(job: Job, tokenizer: Tokenizer) -> str:
 
 
 def _name(key: str, suffix: str) -> str:
-    return f"tokens/{key[:2]}/{key}.{suffix}"  # folders of a bearable size
+    return f"tokens/{key[:2]}/{key}.{suffix}"  # 256 folders keep each folder small
 
 
 def find_unit(store: Store, key: str) -> Unit | None:
-    """The unit with this key; None if nobody has finished it.
+    """Returns the unit with this key; None if it is not finished.
 
     Raises:
-      UserError: its manifest is damaged.
+      UserError: the unit's manifest is damaged.
     """
     name = _name(key, "json")
     try:
@@ -136,7 +143,7 @@ def find_unit(store: Store, key: str) -> Unit | None:
 
 
 def find_unit_of(store: Store, job: Job, tokenizer: Tokenizer) -> Unit | None:
-    """The unit that `job`, whose digest is known, gives; None if nobody has finished it."""
+    """Returns the unit of `job`, whose digest must be known; None if it is not finished."""
     unit = find_unit(store, unit_key(job, tokenizer))
     if unit is None and tokenizer.fallback:
         unit = find_unit(store, unit_key(job, tokenizer.fallback))
@@ -146,16 +153,20 @@ def find_unit_of(store: Store, job: Job, tokenizer: Tokenizer) -> Unit | None:
 def make_unit(
     job: Job, tokenizer: Tokenizer, store: Store, progress: Callable[[int], None] = lambda _: None
 ) -> tuple[str, Unit]:
-    """Makes the unit of `job`, unless somebody has finished it.
+    """Makes the unit of `job`, unless it is finished already.
 
     Args:
+      job: the part to tokenize.
+      tokenizer: the tokenizer.
+      store: where the unit is written.
       progress: called with the number of bytes of the part read so far.
 
     Returns:
-      The digest of the part, and the unit.
+      (digest of the part, unit).
 
     Raises:
-      UserError: unreadable input, or a part that changes while it is read.
+      UserError: the input cannot be read.
+      Changed: the part changed while it was being read.
     """
     if not job.digest:
         digest = readers.part_digest(job.file, job.part, job.text_field)
@@ -174,7 +185,7 @@ def _make_unit(
 ) -> Unit:
     key = unit_key(job, tokenizer)
     bad = BadRecords(job.on_bad_text, job.bad_records)
-    # uint16 halves the files for vocabularies that fit.
+    # If all ids fit into uint16, the file is half as large.
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     ends, hashes, sizes, numbers = (array.array("Q") for _ in range(4))
     content = hashlib.sha256()
@@ -228,14 +239,15 @@ def _make_unit(
 
 class _Batch(NamedTuple):
     documents: list[tuple[int, str, np.ndarray]]  # (record, text, ids with the end token)
-    records: int  # of the part so far
-    empty: int  # empty documents among them
-    position: int  # bytes of the part read so far
+    records: int  # number of records of the part read so far
+    empty: int  # number of empty documents in this batch
+    position: int  # number of bytes of the part read so far
 
 
 def _encoded(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterator[_Batch]:
-    """The documents of a part with their tokens. Of a file of tokens, the text is what they stand
-    for, so that its documents are held out as those of the text are.
+    """Yields the documents of a part, with their texts and tokens, in batches. The text of a
+    document in a file of tokens is the decoded tokens, so that the same document is held out
+    whether it comes from a file of tokens or of text.
     """
     if token_files.kind(job.file.path.name.lower()):
         end = np.array([tokenizer.eos_id], np.int32)
@@ -253,8 +265,8 @@ def _encoded(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterator[_Batch
 
 
 def text_hash(text: str) -> int:
-    """64 bits that decide, with `data.heldout_fraction`, whether a document is held out. Texts
-    that differ in white space or in Unicode composition alone have the same.
+    """Returns a hash of 64 bits that decides, with `data.heldout_fraction`, whether a document is
+    held out. Texts that differ only in white space or Unicode composition have the same hash.
     """
     digest = hashlib.blake2b(digest_size=8)
     is_first = True
@@ -270,7 +282,9 @@ _SPACE = re.compile(r"\s")
 
 
 def _cut_at_spaces(text: str) -> Iterator[str]:
-    """A long text in pieces that begin with white space, where Unicode composes nothing."""
+    """Yields the pieces of a text. A long text is cut before white-space characters, because
+    Unicode composition does not cross them.
+    """
     start = 0
     while len(text) - start > _BATCH_CHARACTERS:
         space = _SPACE.search(text, start + _BATCH_CHARACTERS // 2)
@@ -294,10 +308,13 @@ def _batched(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def open_unit(store: Store, unit: Unit) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens [unit.tokens] of a unit, as a memory map, and its `DOCUMENT`s [unit.documents].
+    """Opens the file of a unit's tokens.
+
+    Returns:
+      (tokens [unit.tokens], as a memory map; table of `DOCUMENT` entries [unit.documents]).
 
     Raises:
-      UserError: the file is missing, or its bytes are not those that the manifest names.
+      UserError: the file is missing, or its bytes do not have the digest in the manifest.
     """
     path = store.path(_name(unit.key, "tokens"))
     manifest = store.path(_name(unit.key, "json"))

@@ -1,7 +1,8 @@
 """Runs a function over many items in worker processes of this machine.
 
-The workers are plain Python processes that talk through pipes, not `multiprocessing`: a fork
-would copy JAX's threads, and a spawn would run the user's script again. They never import JAX.
+The workers are plain Python processes, which get items and send results through pipes. They do not
+use `multiprocessing`, because a fork would break JAX's threads, and a spawn would run the user's
+script again. Workers never import JAX.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ Progress = Callable[[int], None]
 
 
 def usable_cores() -> int:
-    """How many cores this process may use."""
+    """Returns the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -34,15 +35,19 @@ def run_all(
     workers: int,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Iterator[tuple[int, Any]]:
-    """Yields (i, function(items[i], progress of item i)) in the order in which they finish. One
-    worker is this process itself.
+    """Calls `function` for every item, and yields (i, result of items[i]) in the order in which the
+    items finish.
 
     Args:
-      function: it, the items and the results are pickled.
-      progress: called with i and with what the function tells its own `progress`.
+      function: called with an item and with a function that reports the item's progress. With
+        several workers, the function, the items and the results are pickled.
+      items: the items.
+      workers: number of processes; with at most one, this process calls `function` itself.
+      progress: called with (i, what `function` reports for items[i]).
 
     Raises:
-      UserError: the function raised it, or a worker died. The other workers are stopped.
+      UserError: a worker process died; the other workers are stopped.
+      Exception: any error that `function` raises; all workers are stopped.
     """
     if min(workers, len(items)) <= 1:
         for i, item in enumerate(items):
@@ -52,7 +57,8 @@ def run_all(
     for i, item in enumerate(items):
         todo.put((i, item))
     messages: queue.SimpleQueue = queue.SimpleQueue()
-    # Started by this thread: Linux kills a child when the thread that started it ends.
+    # This thread starts the workers, because Linux kills them when the thread that started them
+    # ends.
     children = [_start_worker() for _ in range(min(workers, len(items)))]
     try:
         for child in children:
@@ -78,7 +84,8 @@ def run_all(
 
 def _start_worker() -> subprocess.Popen:
     code = f"from qwen3next_jax.data import workers; workers._serve({os.getpid()})"
-    # A worker is one core's: the tokenizers library would start a thread for each core in each.
+    # Each worker uses one core. Without this setting, the tokenizers library would start a thread
+    # per core in every worker.
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "TOKENIZERS_PARALLELISM": "false",
@@ -97,7 +104,7 @@ def _feed(
     todo: queue.SimpleQueue,
     messages: queue.SimpleQueue,
 ) -> None:
-    """Gives a worker one item after the other, and passes on what it answers."""
+    """Sends a worker one item after the other, and puts its answers into `messages`."""
     assert child.stdin and child.stdout
     try:
         child.stdin.write(function)
@@ -125,12 +132,12 @@ def _feed(
 
 
 def _serve(parent: int) -> None:
-    """What a worker process runs."""
+    """Runs in a worker process: answers items until the parent closes the pipe."""
     die_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which ends its workers
     incoming: BinaryIO = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # text that a library prints goes to stderr, not into the pipe
 
     def answer(what: str, value: Any) -> None:
         pickle.dump((what, value), answers)

@@ -1,13 +1,15 @@
 """Reads and writes other codebases' files: Hugging Face directories (config.json, safetensors).
 
-huggingface      load_hf, save_hf, hf_tensors: the functions that the other rooms call
-hf_config        converts config.json to a ModelConfig and back
-families/        what differs between families of models (fields, tensors, refusals); a file each
-entries, layout  which tensors hold which parameters
+huggingface      defines load_hf, save_hf and hf_tensors, which other packages call
+hf_config        converts a config.json to a ModelConfig and back
+families/        holds what differs between families of models (fields, tensors, refusals), in
+                 one file per family
+entries, layout  say which tensors hold which parameters
 shard_slices, tensor_rows, arrays
-                 copy between rows of tensors and shards on devices, piece by piece
-weights, checksums, source
-                 read safetensors files, SHA256SUMS, and the checkpoint that a model was
-                 initialised from
+                 copy values between rows of tensors and shards on devices, piece by piece
+weights          reads safetensors files
+checksums        compares files with a SHA256SUMS file
+source           reads what an export copies from the checkpoint from which its model was
+                 initialised
 writing          writes a directory that appears complete or not at all
 """

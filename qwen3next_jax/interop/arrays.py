@@ -1,9 +1,10 @@
 """Moves parameters between the devices of a run and the tensors of files, in pieces: the host holds
 at most `MAX_PIECE_BYTES` of a parameter at a time.
 
-Reading: every process fills the shards of its own devices. A large shard is allocated on its
-device and filled there piece by piece, by programs that run on that device alone, so no process
-waits for another. Writing: a piece is gathered from all devices that hold some of it.
+When a model is read, every process fills the shards of its own devices. A large shard is allocated
+on its device and filled there piece by piece, by programs that run on this device alone, so no
+process waits for another. When a model is written, each piece is gathered from all devices that
+hold parts of it.
 """
 
 import functools
@@ -22,7 +23,7 @@ from qwen3next_jax.interop.layout import Parameter
 from qwen3next_jax.interop.shard_slices import ShardSlice
 
 MAX_PIECE_BYTES = 64 * 2**20
-# Reads a slice of a parameter and returns its values.
+# A function that reads a slice of a parameter and returns its values.
 ReadSlice = Callable[[ShardSlice], np.ndarray]
 
 
@@ -35,7 +36,8 @@ def make_array(
       parameter: the parameter's path, shape and tensors.
       dtype: the array's dtype.
       sharding: the array's sharding; None: the array is on the default device, uncommitted.
-      read_values: called with a slice of the parameter, returns its values (see `make_shards`).
+      read_values: a function of a slice of the parameter, which returns its values (see
+        `make_shards`).
     """
     if sharding is None:
         whole = (slice(None),) * len(parameter.shape)
@@ -56,18 +58,19 @@ def make_shards(
     Args:
       parameter: the parameter's path, shape and tensors.
       dtype: the dtype of the shards.
-      indices: device → the index of its shard in the parameter; the device None is the default.
-      read_values: called with a slice of the parameter, returns its values in `dtype`. It is
-        called once for every element that a device holds, and for no other element. Adjacent
-        shards are read together, because long rows of a file are read faster than short ones.
+      indices: device → the index of its shard in the parameter; the device None is the default
+        device.
+      read_values: a function of a slice of the parameter, which returns its values in `dtype`. The
+        calls cover every element that a device holds once, and no other element. Adjacent shards
+        are read together, because long rows of a file are read faster than short ones.
 
     Returns:
-      the shards, in the order of `indices`.
+      The shards, in the order of `indices`.
     """
     part_of = {
         device: shard_slices.normalized(index, parameter.shape) for device, index in indices.items()
     }
-    # Of several devices that hold the same slice, the first reads it and the others copy it.
+    # If several devices hold the same slice, the first device reads it and the others copy it.
     reader_of = {part: device for device, part in reversed(part_of.items())}
     bounding = shard_slices.bounding_slice(list(reader_of))
     total = sum(shard_slices.num_elements(part) for part in reader_of)
@@ -90,7 +93,9 @@ def _read_group(
     device_of: Mapping[ShardSlice, jax.Device | None],
     read_values: ReadSlice,
 ) -> dict[ShardSlice, jax.Array]:
-    """Reads slices that together fill their bounding slice, each onto its device."""
+    """Reads slices that together fill their bounding slice. Each slice goes to its device in
+    `device_of`.
+    """
     bounding = shard_slices.bounding_slice(list(device_of))
     max_elements = MAX_PIECE_BYTES // dtype.itemsize
     if shard_slices.num_elements(bounding) <= max_elements:
@@ -105,8 +110,8 @@ def _read_group(
     }
     for piece in tensor_rows.pieces(parameter, bounding, max_elements):
         values = read_values(piece)
-        # The host may read faster than the devices copy: without waiting here, pieces would pile
-        # up in the host's memory.
+        # The host may read faster than the devices copy. If it did not wait here, pieces would fill
+        # up its memory.
         jax.block_until_ready(list(shards.values()))
         for part, device in device_of.items():
             common = shard_slices.intersection(piece, part)
@@ -120,14 +125,14 @@ def _read_group(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _update_shard(shard: jax.Array, update: jax.Array, start: list) -> jax.Array:
-    """`shard` with `update` written at the position `start`."""
+    """Returns `shard` with `update` written at the position `start`."""
     return jax.lax.dynamic_update_slice(shard, update, start)
 
 
 class TensorReader:
-    """Reads the rows of tensors out of the parameters that hold them.
+    """Reads the rows of tensors from the parameters that hold them.
 
-    It caches the last piece that it copied from the devices, because consecutive tensors are
+    A reader caches the last piece that it copied from the devices, because consecutive tensors are
     usually adjacent in the parameter.
     """
 
@@ -151,8 +156,8 @@ class TensorReader:
         Args:
           array: the values of `parameter`.
           parameter: the parameter that the tensor belongs to.
-          tensor: one of the slices of the parameter's entry.
-          layer: the index of the tensor's layer among the layers stacked in the parameter.
+          tensor: the tensor, one of the slices of the parameter's entry.
+          layer: the index of the tensor's layer among the layers that are stacked in the parameter.
         """
         num_rows = math.prod(tensor.shape[:-1])
         step = max(1, MAX_PIECE_BYTES // (tensor.shape[-1] * array.dtype.itemsize))
@@ -198,8 +203,8 @@ class TensorReader:
 def _extend_to_piece(
     needed: ShardSlice, parameter: Parameter, array: jax.Array | np.ndarray
 ) -> ShardSlice:
-    """Extends a slice to as much as fits into `MAX_PIECE_BYTES`: a small array entirely, a large
-    one along the first dimension along which its tensors are split.
+    """Extends the slice `needed` to as much as fits into `MAX_PIECE_BYTES`: to the whole array if
+    the array is small, otherwise along the first dimension along which its tensors are split.
     """
     if array.nbytes <= MAX_PIECE_BYTES:
         return shard_slices.full_slice(array.shape)
@@ -213,7 +218,7 @@ def _extend_to_piece(
 
 def read_slice(array: jax.Array | np.ndarray, part: ShardSlice) -> np.ndarray:
     """Returns the values of a slice of an array, on the host. All processes that hold a shard of
-    the array call this together, and each gets the values.
+    the array must call this together; each of them gets the values.
     """
     if isinstance(array, np.ndarray):
         return array[part]
@@ -243,9 +248,9 @@ def _gather_slice(
     """Makes a jitted function `gather(array, start)` that returns the slice of shape `sizes` that
     begins at index `start`, replicated on every device.
 
-    Each device fills in the values of its own shard and zeros elsewhere, and the devices' arrays
-    are summed. The sum adds the bits as integers, because in floating point -0.0 + 0.0 is 0.0.
-    Nothing larger than the slice is gathered.
+    Each device makes an array of the slice with the values of its own shard, and zeros elsewhere.
+    Then the arrays of all devices are added. The values are added as integers with the same bits,
+    because in floating point -0.0 + 0.0 is 0.0. Nothing larger than the slice is gathered.
     """
     spec = (*sharding.spec, *(None,) * (len(sizes) - len(sharding.spec)))
     split_dims = {
@@ -266,7 +271,7 @@ def _gather_slice(
             other_dims = [other for other in range(x.ndim) if other != dim]
             values = jnp.take(x, index, axis=dim, mode="clip")
             x = jnp.where(jnp.expand_dims(in_shard, other_dims), values, 0)
-        if mesh_axes:  # all backends can add integers of 32 bits, some cannot add 16 bits
+        if mesh_axes:  # some backends can add 32-bit integers but not 16-bit integers
             x = jax.lax.psum(x.astype(jnp.uint32), mesh_axes).astype(unsigned)
         return jax.lax.bitcast_convert_type(x, dtype)
 

@@ -15,8 +15,11 @@ from qwen3next_jax.interop.writing import DIGESTS
 
 
 def require_undamaged(directory: pathlib.Path, process: int = 0, processes: int = 1) -> None:
-    """Raises UserError if a file differs from its digest in SHA256SUMS. `verify_hf` explains the
-    arguments.
+    """Checks the files of a directory against the digests in its SHA256SUMS. `verify_hf` explains
+    the arguments.
+
+    Raises:
+      UserError: a file differs from its digest, or SHA256SUMS does not name it or cannot be read.
     """
     for name, problem in verify_hf(directory, process, processes):
         if problem:
@@ -29,18 +32,19 @@ def require_undamaged(directory: pathlib.Path, process: int = 0, processes: int 
 def verify_hf(
     directory: pathlib.Path, process: int = 0, processes: int = 1
 ) -> Iterator[tuple[str, str | None]]:
-    """Compares the files of a Hugging Face directory with its SHA256SUMS, on all cores. Does
-    nothing if the directory has no SHA256SUMS.
+    """Compares the files of a Hugging Face directory with the digests in its SHA256SUMS, on all
+    cores. Does nothing if the directory has no SHA256SUMS.
 
     Args:
       directory: the exported directory.
       process: the index of this process, from 0.
-      processes: the number of processes that share the work; each one digests every
+      processes: the number of processes that share the work. Each process digests every
         `processes`-th file.
 
     Yields:
-      (file name, problem) for every file that SHA256SUMS names, and for every weight file that it
-      does not name. The problem is a phrase for a message, or None if the file is as recorded.
+      (file name, problem) for each of this process's files that SHA256SUMS names, for every file of
+      weights that it does not name, and for SHA256SUMS itself if it names a file that it may not
+      name. The problem is a phrase for a message, or None if the file has the recorded digest.
 
     Raises:
       UserError: SHA256SUMS cannot be read.
@@ -63,7 +67,7 @@ def verify_hf(
 
 
 def _read_checksums(file: pathlib.Path) -> dict[str, str]:
-    """Reads the lines `DIGEST  NAME` of a SHA256SUMS file, as {file name: digest}."""
+    """Reads the lines `DIGEST  NAME` of a SHA256SUMS file, and returns file name → digest."""
     try:
         with json_files.open_regular(file) as opened:
             text = opened.read().decode(errors="replace")
@@ -75,7 +79,7 @@ def _read_checksums(file: pathlib.Path) -> dict[str, str]:
 
 
 def _name_problem(name: str) -> str | None:
-    """Why SHA256SUMS may not name such a file; None: it may."""
+    """Returns why SHA256SUMS may not name the file `name`; None if it may."""
     path = pathlib.PurePath(name)
     if path.is_absolute() or ".." in path.parts:
         return "which is outside this folder"
@@ -85,12 +89,14 @@ def _name_problem(name: str) -> str | None:
 
 
 def _digest_if_file(file: pathlib.Path) -> str | None:
-    """The SHA-256 digest of a file, in hexadecimal; None: there is no such file."""
+    """Returns the SHA-256 digest of a file, in hexadecimal; None if there is no such file."""
     return digests.sha256_file(file) if os.path.isfile(file) else None
 
 
 def _digest_problem(digest: str | None, recorded: str) -> str | None:
-    """How the digest found (None: no file) contradicts the recorded one; None: they agree."""
+    """Returns how a file's digest (None: there is no file) contradicts the recorded digest; None if
+    both agree.
+    """
     if digest is None:
         return f"missing, although {DIGESTS} names it"
     if digest != recorded:

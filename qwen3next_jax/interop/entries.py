@@ -1,11 +1,11 @@
 """How one parameter is stored in the tensors of a Hugging Face checkpoint, as data.
 
 A parameter of this project has the shape [inputs…, outputs…], and all layers of a stack share one
-array. A Hugging Face tensor has the shape [outputs, inputs], and each layer (and each expert) has
-its own. An `Entry` says how to get from one to the other: transpose the parameter of one layer to
-(tensors…, rows…, columns…); each tensor is then a slice of it, flattened to the tensor's shape. A
-tensor may list its rows in another order. Import and export read the same entry, so they cannot
-disagree.
+array. A Hugging Face tensor has the shape [outputs, inputs], and each layer (or each expert of each
+layer) has a tensor of its own. An `Entry` says how to convert one to the other: transpose the
+parameter of one layer to [tensors…, rows…, columns…]; each tensor is then a slice of the result,
+reshaped to the tensor's shape. A tensor may have its rows in another order. Import and export use
+the same entry, so they cannot disagree.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,8 +23,8 @@ class TensorSlice(NamedTuple):
       index: the index of the slice in the transposed parameter of one layer.
       name: the tensor's name without the prefix of its layer ("self_attn.q_proj.weight").
       shape: the tensor's shape in the file.
-      row_order: row i of the tensor is row `row_order[i]` of the slice; None: the rows of both
-        have the same order.
+      row_order: the order of the tensor's rows: row i of the tensor is row `row_order[i]` of the
+        slice. None: tensor and slice have the same order.
     """
 
     index: tuple[int | slice, ...]
@@ -38,11 +38,11 @@ class Entry(NamedTuple):
 
     Attributes:
       path: the parameter's path in its module, with slashes ("mixer/q_proj" in a layer).
-      axes: the permutation of the parameter's axes (as of `numpy.transpose`) after which each
-        tensor is a slice along the leading axes.
+      axes: the permutation of the parameter's axes (in the sense of `numpy.transpose`) after which
+        each tensor is a slice along the leading axes.
       slices: the slice that each tensor holds.
-      fused: the slice of the one tensor that holds the parameter of all experts, in checkpoints
-        with fused experts (`ModelConfig.hf_fused_experts`); None: there is no such tensor.
+      fused: the slice that a single tensor for all experts holds, in checkpoints with fused experts
+        (`ModelConfig.hf_fused_experts`); None: there is no such tensor.
     """
 
     path: str
@@ -62,32 +62,32 @@ def one_tensor(
     tensor_shape: tuple[int, ...],
     row_order: np.ndarray | None = None,
 ) -> Entry:
-    """The entry of a parameter that a single tensor holds; `Entry` and `TensorSlice` explain the
-    arguments.
+    """Returns the entry of a parameter that a single tensor holds. `Entry` and `TensorSlice`
+    explain the arguments.
     """
     return Entry(path, axes, (TensorSlice((), name, tensor_shape, row_order),))
 
 
-# The former name, which mixers outside of this package import.
+# The former name of `one_tensor`; mixers outside of this package may import it.
 one = one_tensor
 
 
 def vector(path: str, name: str, width: int) -> Entry:
-    """The entry of a parameter [width] that a single tensor [width] holds."""
+    """Returns the entry of a parameter [width] that a single tensor [width] holds."""
     return one_tensor(path, name, (0,), (width,))
 
 
 def under_module(module: str, entries: Iterator[Entry]) -> Iterator[Entry]:
-    """The entries of a layer's submodule `module`, with their paths in the layer."""
+    """Returns the entries of a layer's submodule `module`, with their paths in the layer."""
     return (entry._replace(path=f"{module}/{entry.path}") for entry in entries)
 
 
 def swiglu(path_prefix: str, name_prefix: str, width: int, hidden: int) -> Iterator[Entry]:
-    """The entries of a SwiGLU MLP.
+    """Yields the entries of a SwiGLU MLP.
 
     Args:
-      path_prefix: what the paths of its parameters begin with ("shared_" or "").
-      name_prefix: what the names of its tensors begin with ("mlp").
+      path_prefix: the beginning of the paths of the MLP's parameters, "shared_" or "".
+      name_prefix: the beginning of the names of its tensors, such as "mlp".
       width: the width of its input and of its output.
       hidden: the width of its hidden layer.
     """

@@ -1,7 +1,7 @@
 """Converts the config.json of a Hugging Face directory to a `ModelConfig` and back.
 
-This file holds what all families of models have in common; `interop.families` holds what differs.
-Nothing here imports JAX.
+This file holds what all families of models have in common; `interop.families` holds what differs
+between them. Nothing here imports JAX.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from qwen3next_jax.interop.families.fields import first_present, note_once
 from qwen3next_jax.interop.families.form import Fields, Form
 from qwen3next_jax.interop.weights import Weights, count_and_names, read_json
 
-# `check_sizes` accepts any width up to this one: an array of this width costs nothing.
+# `check_sizes` accepts any width up to this one, because an array of this width costs little.
 _SMALL_WIDTH = 4096
 
 
@@ -52,7 +52,7 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     tensor. Prints a note if the directory has a vision tower, which this project does not compute.
 
     Raises:
-      UserError: as `huggingface.load_hf` raises it.
+      UserError: for the reasons that `huggingface.load_hf` lists.
     """
     directory = model_directory(path)
     file = directory / "config.json"
@@ -74,12 +74,12 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
 
 
 def read_hf_config(path: str | os.PathLike) -> ModelConfig:
-    """The settings of the model in a Hugging Face directory (see `open_checkpoint`)."""
+    """Returns the settings of the model in a Hugging Face directory (see `open_checkpoint`)."""
     return open_checkpoint(path).config
 
 
 def model_directory(path: str | os.PathLike) -> pathlib.Path:
-    """`path` as a `pathlib.Path`. Raises UserError if it is not a directory."""
+    """Returns `path` as a `pathlib.Path`. Raises UserError if it is not a directory."""
     directory = pathlib.Path(path)
     if directory.is_dir():
         return directory
@@ -91,16 +91,16 @@ def model_directory(path: str | os.PathLike) -> pathlib.Path:
 
 
 def parse_hf_config(fields: Fields, names: Collection[str], where: str) -> ModelConfig:
-    """The settings of the model that a config.json describes.
+    """Returns the settings of the model that a config.json describes.
 
-    A note names the fields that this project does not know. `mtp_depth` is the value in the file
-    (`mtp_depth`, a field of this project, or `mtp_num_hidden_layers`), 1 if the file has neither
-    field, and 0 if the directory has no tensors of the multi-token prediction module. A dtype
-    other than bfloat16 becomes float32.
+    A note names the fields that this project does not know. The setting `mtp_depth` is the value of
+    the field `mtp_depth` (which only this project writes) or `mtp_num_hidden_layers`; 1 if the file
+    has neither field; and 0 if the directory has no tensors of the multi-token prediction module.
+    A dtype other than bfloat16 becomes float32.
 
     Args:
       fields: the fields of the config.json.
-      names: the names of the tensors in the same directory. They tell whether there is a
+      names: the names of the tensors in the same directory. They show whether there is a
         multi-token prediction module, and which experts are fused.
       where: the name of the file, for messages.
 
@@ -112,8 +112,8 @@ def parse_hf_config(fields: Fields, names: Collection[str], where: str) -> Model
 
 
 def _settings(form: Form, fields: Fields, names: Collection[str], where: str) -> ModelConfig:
-    """As `parse_hf_config`; `fields` are those of the text model, as `form.text_fields` returns
-    them.
+    """Does the work of `parse_hf_config`. `fields` are the fields of the text model, as
+    `form.text_fields` returns them.
     """
     values = form.read(fields, where)
     dtype = first_present(fields, "dtype", "torch_dtype")
@@ -132,9 +132,9 @@ def _settings(form: Form, fields: Fields, names: Collection[str], where: str) ->
         config = from_dict(ModelConfig, values, path="model")
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    # Where the interval alone gives the same layers, no list of layers is stored: a user can then
-    # change the number of layers by one setting. The comparison leaves out the mixers' settings,
-    # which the mixers of the interval's pattern may not have.
+    # If the interval alone gives the same layers, the result has no list of layers, so that a user
+    # can change the number of layers with one setting. The comparison leaves out the mixers'
+    # settings, because the mixers of the interval's pattern may not have them.
     by_interval = dataclasses.replace(config, layer_types=(), mixer=MixerConfig())
     if by_interval.mixers != config.mixers:
         return config
@@ -142,7 +142,7 @@ def _settings(form: Form, fields: Fields, names: Collection[str], where: str) ->
 
 
 def _mtp_depth(form: Form, fields: Fields, names: Collection[str]) -> Any:
-    """The value of `mtp_depth` (see `parse_hf_config`), not checked yet."""
+    """Returns the value of `mtp_depth` (see `parse_hf_config`) without checking it."""
     if not form.multi_token_prediction or not any(name.startswith("mtp.") for name in names):
         return 0
     depth = first_present(fields, "mtp_depth", "mtp_num_hidden_layers")
@@ -150,8 +150,8 @@ def _mtp_depth(form: Form, fields: Fields, names: Collection[str]) -> Any:
 
 
 def _token(fields: Fields, name: str, where: str) -> Any:
-    """The token id in the field `name`, -1 if there is none. Of a list it is the first id, with
-    which the documents of the training data end.
+    """Returns the token id in the field `name`; -1 if there is none. If the field is a list, the
+    result is the first id in it, with which the documents of the training data end.
     """
     token = fields.get(name)
     if isinstance(token, list):
@@ -164,7 +164,9 @@ def _token(fields: Fields, name: str, where: str) -> Any:
 
 
 def _fused_experts(names: Collection[str]) -> list[str]:
-    """The parts of the model ("mtp", "trunk") whose experts share one tensor."""
+    """Returns the parts of the model ("mtp", "trunk") in which all experts of a layer share one
+    tensor.
+    """
     fused = {
         "mtp" if name.startswith("mtp.") else "trunk"
         for name in names
@@ -176,8 +178,8 @@ def _fused_experts(names: Collection[str]) -> list[str]:
 def check_sizes(
     form: Form, fields: Fields, shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
-    """Refuses a config.json that describes a far larger model than the tensors in the directory,
-    before anything of that size is built: the code that follows makes a list of all layers.
+    """Refuses a config.json that describes a far larger model than the tensors in the directory.
+    This is checked first, because later code makes a list of all layers.
 
     Args:
       form: the form of the checkpoint.
@@ -196,7 +198,7 @@ def check_sizes(
             f"{where}: {name}: {short_repr(_count(fields, name))} layers, "
             f"the weights have {len(layers)}",
         )
-    # A field that no layer uses may be larger than all tensors, within _SMALL_WIDTH.
+    # A field that no layer uses may be larger than all tensors, but not larger than _SMALL_WIDTH.
     widest = max((max(shape, default=0) for shape in shapes.values()), default=0)
     for names in form.width_fields:
         product = " × ".join(f"{name} = {short_repr(_count(fields, name))}" for name in names)
@@ -207,7 +209,9 @@ def check_sizes(
 
 
 def _count(fields: Fields, name: str) -> int:
-    """The field's number, or the length of its list; 0 for anything else: `read` checks types."""
+    """Returns the value of a field that is an integer, or the length of a field that is a list; 0
+    for any other field, because `Form.read` checks types.
+    """
     value = fields.get(name)
     if isinstance(value, list):
         return len(value)
@@ -215,16 +219,16 @@ def _count(fields: Fields, name: str) -> int:
 
 
 def format_hf_config(config: ModelConfig, dtype: str, source: Fields | None = None) -> Fields:
-    """The fields of a config.json from which `parse_hf_config` and transformers (4.57 or later for
-    Qwen3-Next, 5 or later for the other families) both rebuild the model.
+    """Returns the fields of a config.json from which both `parse_hf_config` and transformers (4.57
+    or later for Qwen3-Next, 5 or later for the other families) rebuild the model.
 
     Args:
       config: the settings of a model that has a Hugging Face form (`layout.check_hf_form`).
       dtype: the dtype of the stored weights.
-      source: the config.json of the checkpoint that the model was initialised from; None: there
-        is none. If its text model is of the same kind, the result keeps the fields of it that
-        this project does not write; if both files are wrappers, it also keeps the fields outside
-        of the text model.
+      source: the fields of the config.json of the checkpoint from which the model was initialised;
+        None: there is none. If the text models of both files have the same kind, the result keeps
+        the text model's fields that this project does not write. If both files are wrappers, the
+        result also keeps the fields outside of the text model.
     """
     form = FORMS[config.hf_form]
     fields = form.write(config, dtype, {}, {})
@@ -238,6 +242,6 @@ def format_hf_config(config: ModelConfig, dtype: str, source: Fields | None = No
 
 
 def text_group(fields: Fields) -> Fields:
-    """The fields of the text model in a config.json, as they are written there."""
+    """Returns the fields of the text model in a config.json, as they are written there."""
     group = form_of(fields, "config.json").text_group
     return fields[group] if group else fields

@@ -1,6 +1,7 @@
 """Loads a `Qwen3Next` from a Hugging Face model directory, and saves it as one.
 
-The values stay the same; the names and shapes become those of the released checkpoint.
+Saving keeps the values of the parameters, and gives them the names and shapes that the released
+checkpoint has. Loading does the reverse.
 """
 
 import collections
@@ -41,7 +42,7 @@ from qwen3next_jax.model.parameters import Declared
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0, run_on_all
 from qwen3next_jax.sharding.rules import storage_spec
 
-# Rows of embedding and head that `_check_tied_head` reads at once.
+# The number of rows of embedding and head that `_check_tied_head` reads at once.
 _ROWS_PER_COMPARISON = 1024
 
 
@@ -50,15 +51,15 @@ def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
     that `config.hf_form` and `config.hf_fused_experts` name.
 
     Args:
-      tree: `nnx.state(model, nnx.Param)`, gradients of that structure, or either as nested plain
-        dicts.
+      tree: `nnx.state(model, nnx.Param)`, or gradients with the same structure; both may also be
+        nested plain dicts.
       config: the settings of the model that the tree belongs to.
 
     Returns:
-      tensor name → values, in the dtype of the tree.
+      Tensor name → values, in the dtype of the tree.
 
     Raises:
-      ValueError: the tree lacks a parameter of the model, or has it in another shape.
+      ValueError: the tree lacks a parameter of the model, or a parameter has another shape.
       UserError: the form cannot hold the model.
     """
     check_hf_form(config)
@@ -69,9 +70,11 @@ def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def _tensors(tree: Any, config: ModelConfig, dtype: str | None = None) -> Iterator[Tensor]:
-    """The tensors of a parameter tree, each with a function that reads its values.
+    """Yields the tensors of a parameter tree, each with a function that reads its values.
 
     Args:
+      tree: see `hf_tensors`.
+      config: see `hf_tensors`.
       dtype: the dtype to store, with the exceptions of `stored_dtype`; None: the tree's dtypes.
     """
     leaves = {
@@ -99,14 +102,14 @@ def _constants(config: ModelConfig) -> Iterator[Tensor]:
 
 
 def check_hf(path: str | os.PathLike) -> ModelConfig:
-    """Checks a Hugging Face directory without reading its tensors: config.json, and the names and
-    shapes of the tensors.
+    """Checks the config.json of a Hugging Face directory, and the names and shapes of its tensors,
+    without reading the tensors.
 
     Returns:
-      the settings of the model.
+      The settings of the model.
 
     Raises:
-      UserError: as `load_hf` raises it.
+      UserError: for the reasons that `load_hf` lists.
     """
     checkpoint = open_checkpoint(path)
     with checkpoint.weights:
@@ -115,9 +118,9 @@ def check_hf(path: str | os.PathLike) -> ModelConfig:
 
 
 def stamp_hf(path: str | os.PathLike) -> str:
-    """A digest that changes when a file of the model in a Hugging Face directory is replaced. It is
-    computed from the names, sizes and modification times of config.json and the weights; no file is
-    read.
+    """Returns a digest that changes when a file of the model in a Hugging Face directory is
+    replaced. It is computed from the names, sizes and modification times of config.json and the
+    files of weights, without reading them.
 
     Raises:
       UserError: one of these files does not exist.
@@ -138,15 +141,15 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
       dtype: the dtype of the parameters and of the arithmetic (`model.config.dtype`), "float32"
         or "bfloat16". Norms, A_log, dt_bias, the shared expert's gate and the router are always
         float32, as in training.
-      mesh: the parameters are sharded over this mesh, as `sharding.rules` says, and each process
-        reads the shards of its own devices; if the mesh spans several processes, all of them call
-        this together. None: all parameters are on one device.
+      mesh: the mesh over which the parameters are sharded, as `sharding.rules` says. Each process
+        reads the shards of its own devices; if the mesh spans several processes, all of them must
+        call this together. None: all parameters are on one device.
 
     Raises:
-      UserError: one line that names the file and what was expected: there is no config.json; the
-        model_type or another setting is not supported; tensors are missing, superfluous, of
-        another shape or not of a floating-point type; files are truncated, damaged, pickled or
-        changed while they were read.
+      UserError: there is no config.json; the model_type or another setting is not supported;
+        tensors are missing, superfluous, of another shape or not of a floating-point type; or files
+        are truncated, damaged, pickled or changed while they were read. The message is one line,
+        which names the file and says what was expected.
     """
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"dtype = {dtype!r}: expected 'float32' or 'bfloat16'")
@@ -165,14 +168,15 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
 
     params = load_params(path, jax.tree_util.tree_map_with_path(abstract, shapes))
     model = nnx.merge(graph, params)
-    # `save_hf` copies fields of JSON files, and the vision tower, from this directory.
+    # From this directory, `save_hf` copies the vision tower and fields of JSON files.
     model.hf_source = str(pathlib.Path(path).absolute())
     return model
 
 
 def stored_dtype(declared: Declared, dtype: str) -> np.dtype:
-    """The dtype of one parameter in a model, or in files, of `dtype`. Vectors, the router and decay
-    rates are float32 in any case: they are small, and errors in them affect everything else.
+    """Returns the dtype of one parameter in a model, or in files, of the dtype `dtype`. Vectors,
+    the router and decay rates are always float32, because they are small and their errors affect
+    everything else.
     """
     if len(declared.shape) == 1 or declared.kind in ("router", "rate"):
         return np.dtype(np.float32)
@@ -180,24 +184,24 @@ def stored_dtype(declared: Declared, dtype: str) -> np.dtype:
 
 
 def load_params(path: str | os.PathLike, like: Any) -> Any:
-    """Loads the parameters in a Hugging Face directory onto the devices that `like` names.
+    """Loads the parameters in a Hugging Face directory onto the devices of the shardings in `like`.
 
-    Checks everything before it reads the first parameter. Besides the result, the host holds
-    pieces of at most 64 MiB (`arrays.MAX_PIECE_BYTES`).
+    Everything is checked before the first parameter is read. Besides the result, the host holds at
+    most a few pieces of 64 MiB (`arrays.MAX_PIECE_BYTES`) at a time.
 
     Args:
-      path: as in `load_hf`.
+      path: the directory, see `load_hf`.
       like: the dtypes and shardings of the result, as a tree of `jax.ShapeDtypeStruct` with the
-        structure of `nnx.state(model, nnx.Param)`, or of nested plain dicts; a sharding of None
-        is the default device. Parameters that the tree lacks, such as "mtp", are not read. If the
-        shardings span several processes, all of them call this together, and each process reads
-        the shards of its own devices.
+        structure of `nnx.state(model, nnx.Param)`, or of nested plain dicts. The sharding None
+        stands for the default device. Parameters that the tree lacks, such as "mtp", are not read.
+        If the shardings span several processes, all of them must call this together, and each
+        process reads the shards of its own devices.
 
     Returns:
-      a tree like `like`, of arrays.
+      A tree of arrays with the structure of `like`.
 
     Raises:
-      UserError: as `load_hf` raises it.
+      UserError: for the reasons that `load_hf` lists.
     """
     leaves = {
         path_string(leaf_path): leaf
@@ -244,8 +248,8 @@ def _read_array(weights: Weights, parameter: Parameter, like: jax.ShapeDtypeStru
 def read_parameter_slice(
     weights: Weights, parameter: Parameter, part: ShardSlice, dtype: np.dtype
 ) -> np.ndarray:
-    """Reads the values of a slice of a stacked parameter: of its tensors, only the rows and columns
-    that are in the slice.
+    """Reads the values of a slice of a stacked parameter. Of the parameter's tensors, it reads only
+    the rows and columns that are in the slice.
 
     Args:
       weights: the tensors of the checkpoint.
@@ -266,7 +270,7 @@ def read_parameter_slice(
                 ]
                 rows = blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=1)
                 target = layer[run.index]
-                with np.errstate(over="ignore"):  # an overflow gives inf, refused below
+                with np.errstate(over="ignore"):  # an overflow gives inf, which is refused below
                     tensor_rows.copy(target, rows.reshape(target.shape))
                 if not np.isfinite(target).all():
                     raise UserError(
@@ -365,16 +369,17 @@ def save_hf(
     Args:
       model: the model to write.
       out_dir: the path of the directory, which must not exist yet or be empty.
-      tokenizer: an object with a method `save(directory)`; None: no tokenizer is written.
+      tokenizer: an object whose method `save(directory)` writes a tokenizer; None: no tokenizer is
+        written.
       dtype: the dtype of the stored weights, "float32" or "bfloat16", with the exceptions of
         `load_hf`. None: the dtypes of the model, so that `load_hf` returns the same bits.
-      identity: a text that identifies the weights, such as a digest of the checkpoint they come
-        from. If it is given and an export is killed, the next call with the same arguments
-        continues it: it keeps the files that are complete.
+      identity: a text that identifies the weights, such as a digest of the checkpoint from which
+        they come. If it is given and an export is killed, the next call with the same arguments
+        continues the export and keeps the files that are complete.
       source: the Hugging Face directory from which the model was initialised. Fields of its JSON
-        files that this project does not write are copied, and, to a wrapper (`hf_form` qwen3_5),
-        the vision tower. None: the directory that `load_hf` read, if any.
-      vision: whether to copy the vision tower. If it is left out, a note says so.
+        files that this project does not write are copied. If the export is a wrapper (`hf_form`
+        qwen3_5), the vision tower is copied, too. None: the directory that `load_hf` read, if any.
+      vision: whether to copy the vision tower. If the tower is left out, a note says so.
 
     Raises:
       UserError: `out_dir` exists and is not empty, the disk has too little space, or the model has
@@ -419,8 +424,8 @@ def save_hf(
 def _write_weight_file(
     export: PartialExport, name: str, tensors: Sequence[Tensor], spans_processes: bool
 ) -> None:
-    """Writes one file of weights. If the model spans several processes, process 0 writes, and the
-    others take part in gathering the blocks.
+    """Writes one file of weights. If the model spans several processes, process 0 writes the file,
+    and the other processes take part in gathering the blocks.
     """
     blocks = (
         block.astype(tensor.dtype, copy=False) for tensor in tensors for block in tensor.blocks()
@@ -433,7 +438,7 @@ def _write_weight_file(
         try:
             export.write(name, blocks)
         except UserError:
-            _consume(blocks)  # the other processes wait for this one to gather the rest
+            _consume(blocks)  # the other processes gather the remaining blocks, too
             raise
 
     if not is_process_0():

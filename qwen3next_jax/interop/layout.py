@@ -1,8 +1,9 @@
 """Which tensors of a Hugging Face checkpoint hold which parameters of a model.
 
-A layer's tensors are those of its norms, its mixer and its MLP, under the name of the layer. The
-entries of a mixer come from the form (`interop.families`), by the mixer's name; the class of a
-mixer outside of this package brings its own (`hf_entries`, docs/extending.md).
+A layer's tensors are the tensors of its norms, its mixer and its MLP; their names begin with the
+name of the layer. For each mixer that a form knows by name, the form (`interop.families`) has the
+entries. The class of any other mixer may define its entries itself (`hf_entries`,
+docs/extending.md).
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,12 +23,12 @@ from qwen3next_jax.model.parameters import Declared
 
 
 class Parameter(NamedTuple):
-    """One parameter of the model, and the tensors that hold it.
+    """One parameter of the model, with the tensors that hold it.
 
     Attributes:
       path: the parameter's path in the parameter tree ("layers/0/mixer/q_proj").
       entry: the tensors that hold the parameter of one layer.
-      prefixes: the prefix of the tensors' names for each layer that is stacked along the
+      prefixes: the prefix of the tensors' names, for each layer that is stacked along the
         parameter's first axis; a single prefix if the parameter is not stacked.
       declared: the parameter's declaration.
     """
@@ -44,12 +45,12 @@ class Parameter(NamedTuple):
 
 
 def parameters(config: ModelConfig) -> list[Parameter]:
-    """All parameters of a model, with the tensors that hold them in the form `config.hf_form`. The
-    model must have that form (`check_hf_form`).
+    """Returns all parameters of a model, with the tensors that hold them in the form
+    `config.hf_form`. This form must be able to hold the model (`check_hf_form`).
 
     Raises:
-      UserError: the entries of a mixer name a parameter that the mixer does not have, or leave
-        one out.
+      UserError: the entries of a mixer name a parameter that the mixer does not have, or lack a
+        parameter that it has.
     """
     declarations = declared(config)
     found = list(_parameters(config, declarations))
@@ -67,7 +68,7 @@ def _parameters(config: ModelConfig, declarations: Mapping[str, Declared]) -> It
     form = FORMS[config.hf_form]
 
     def with_paths(module: str, prefixes: tuple[str, ...], entries: Iterator[Entry]):
-        """The parameters of the module at path `module`, from its entries."""
+        """Yields the parameters of the module at the path `module`, given its entries."""
         part = "mtp" if module.startswith("mtp/") else "trunk"
         for entry in entries:
             if entry.fused and part in config.hf_fused_experts:
@@ -113,8 +114,8 @@ def _head(config: ModelConfig) -> Iterator[Entry]:
 
 
 def _layer(form: Form, config: ModelConfig, mixer: str, sparse: bool) -> Iterator[Entry]:
-    """The entries of a layer with the mixer of that name, and with experts (`sparse`) or a dense
-    MLP.
+    """Yields the entries of a layer with the mixer named `mixer`, and with experts if `sparse`,
+    otherwise with a dense MLP.
     """
     yield from form.layer_norms(config)
     yield from under_module("mixer", _mixer_entries(form, mixer)(config))
@@ -127,10 +128,11 @@ def _layer(form: Form, config: ModelConfig, mixer: str, sparse: bool) -> Iterato
 
 
 def _mixer_entries(form: Form, mixer: str) -> Entries | None:
-    """The function that yields the entries of a mixer; None: this form does not store the mixer.
+    """Returns the function that yields the entries of a mixer; None if this form does not store the
+    mixer.
 
-    A class does not inherit `hf_entries`: a mixer that derives from another computes something
-    else.
+    An inherited `hf_entries` does not count, because a mixer that derives from another mixer
+    computes something else.
     """
     if mixer in form.mixers:
         return form.mixers[mixer]
@@ -143,7 +145,8 @@ def check_hf_form(config: ModelConfig) -> None:
 
     Raises:
       UserError: the form does not store one of the mixers (the message names all such mixers and
-        their layers), or a setting that its config.json cannot express differs from the default.
+        their layers), or a setting that the form's config.json cannot express differs from its
+        default.
     """
     form = FORMS[config.hf_form]
     unsupported = [
@@ -170,13 +173,15 @@ def check_hf_form(config: ModelConfig) -> None:
 
 
 def _layers_with(config: ModelConfig, mixer: str) -> str:
-    """The numbers of the layers with this mixer, for a message."""
+    """Returns the numbers of the layers with this mixer, for a message."""
     numbers = [str(layer) for layer, name in enumerate(config.mixers) if name == mixer]
     return ", ".join(numbers) or "of the MTP module"
 
 
 def _other_mixers(form: Form) -> str:
-    """A hint for a message: the other forms, and their mixers that this form does not store."""
+    """Returns a hint for a message: the other forms, each with its mixers that `form` does not
+    store.
+    """
     others = [
         f"{other.name} has {' and '.join(sorted(mixers))}"
         for other in FORMS.values()

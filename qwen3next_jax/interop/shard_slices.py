@@ -8,7 +8,7 @@ ShardSlice = tuple[slice, ...]
 
 
 def normalized(index: tuple[slice, ...], shape: tuple[int, ...]) -> ShardSlice:
-    """`index` into an array of `shape`, with a start and a stop in each dimension."""
+    """Returns `index`, into an array of `shape`, with a start and a stop in each dimension."""
     return tuple(slice(*dim.indices(size)[:2]) for dim, size in zip(index, shape, strict=True))
 
 
@@ -36,7 +36,7 @@ def bounding_slice(parts: Sequence[ShardSlice]) -> ShardSlice:
 
 
 def intersection(first: ShardSlice, second: ShardSlice) -> ShardSlice | None:
-    """The slice of the elements that both contain; None if they share no element."""
+    """The slice of the elements that both slices contain; None if they share no element."""
     common = tuple(
         slice(max(a.start, b.start), min(a.stop, b.stop))
         for a, b in zip(first, second, strict=True)
@@ -45,20 +45,22 @@ def intersection(first: ShardSlice, second: ShardSlice) -> ShardSlice | None:
 
 
 def relative_to(outer: ShardSlice, part: ShardSlice) -> ShardSlice:
-    """`part`, which lies inside `outer`, as an index into the array that holds `outer`."""
+    """Returns `part`, which lies inside `outer`, as an index into an array of the values of
+    `outer`.
+    """
     return tuple(
         slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, outer, strict=True)
     )
 
 
 def split(part: ShardSlice, dims: Sequence[int], max_elements: int) -> Iterator[ShardSlice]:
-    """Splits a slice into slices of at most `max_elements` elements, but of one element at least.
+    """Splits a slice into slices of at most `max_elements` elements (but at least one element).
 
     Args:
       part: the slice to split.
-      dims: its dimensions in the order in which they are split: a dimension is split only if the
-        dimensions before it are down to one index each, and the result is still too large.
-      max_elements: the largest number of elements in a result.
+      dims: the dimensions to split, in order. A dimension is split only if the slices are still too
+        large when every dimension before it has been split into single indices.
+      max_elements: the largest number of elements of a result.
     """
     if num_elements(part) <= max_elements or not dims:
         yield part

@@ -1,5 +1,5 @@
-"""What an export copies from its source, the Hugging Face directory from which the model was
-initialised: fields of JSON files that this project does not write, and the vision tower.
+"""Reads what an export copies from its source, the Hugging Face directory from which the model was
+initialised: the fields of JSON files that this project does not write, and the vision tower.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Source(NamedTuple):
       directory: the checkpoint's directory; None: there is no such checkpoint.
       fields: the fields of its config.json.
       generation: the fields of its generation_config.json.
-      vision_tensors: the tensors of its vision tower, if the export copies the tower.
+      vision_tensors: the tensors of its vision tower; () if the export does not copy the tower.
     """
 
     directory: pathlib.Path | None = None
@@ -40,7 +40,7 @@ class Source(NamedTuple):
     vision_tensors: tuple[Tensor, ...] = ()
 
     def copy_image_files(self, directory: pathlib.Path) -> None:
-        """Copies the files about images to `directory`, if the export copies the vision tower."""
+        """Copies the files for preparing images to `directory`, if the export copies the tower."""
         for name in _IMAGE_FILES if self.vision_tensors else ():
             if (self.directory / name).exists():
                 shutil.copyfile(self.directory / name, directory / name)
@@ -55,11 +55,12 @@ def read_source(
     Args:
       path: the directory from which the model was initialised; None: there is none.
       config: the model's settings.
-      vision: whether the export copies the vision tower, if its form is a wrapper.
+      vision: whether the export copies the vision tower, if the form of the export is a wrapper.
       out: the path of the export, for notes.
 
     Raises:
-      UserError: `load_hf` would refuse the directory, or its text model has other widths.
+      UserError: `load_hf` would refuse the directory, or the hidden size or the vocabulary of its
+        text model differs from the model's.
     """
     is_wrapper = bool(FORMS[config.hf_form].text_group)
     without_tower = (
@@ -97,7 +98,7 @@ def read_source(
 
 
 def _copy_of(weights: Weights, name: str) -> Tensor:
-    """A tensor of the source, to be written with the same values, dtype and shape."""
+    """Returns a tensor of the source, to be written with the same values, dtype and shape."""
     shape = weights.shape(name)
     return Tensor(name, weights.dtype(name), shape, functools.partial(_all_rows, weights, name))
 
@@ -109,16 +110,16 @@ def _all_rows(weights: Weights, name: str) -> Iterator[np.ndarray]:
 def config_for_export(
     config: ModelConfig, form: str | None, source: pathlib.Path | None, recorded_form: str = ""
 ) -> ModelConfig:
-    """`config` with the settings that say how an export stores it: `hf_form`, and
-    `hf_fused_experts` as in `source`.
+    """Returns `config` with the settings that say how an export stores the model: `hf_form`, and
+    `hf_fused_experts` with the value that `source` has.
 
     Args:
       config: the model's settings.
-      form: a value of `model.hf_form`; None: the form of `source`.
-      source: the Hugging Face directory from which the model was initialised; None: there is
-        none, and `form` defaults to `config.hf_form`.
-      recorded_form: the form of `source` that a record names, for the message if `source` does not
-        exist; "": no record names it.
+      form: the value of `hf_form`; None: the form of `source`, or `config.hf_form` if there is no
+        source.
+      source: the Hugging Face directory from which the model was initialised; None: there is none.
+      recorded_form: the form of `source` in the run's records, for the message if `source` does not
+        exist; "": unknown.
 
     Raises:
       UserError: `form` is None and the directory `source` does not exist.

@@ -1,11 +1,12 @@
-"""Which rows and columns of which tensors a slice of a parameter holds.
+"""Computes which rows and columns of which tensors a slice of a parameter holds.
 
-Both sides are matrices here. A tensor is [rows, columns]: its last dimension is the columns, all
-others, flattened, are the rows. One layer of a parameter, transposed as its entry says, is a matrix
-as well: its last dimensions are the columns, and the dimensions before them ("row dimensions")
-number its rows. `layer_rows` maps a tensor's rows to rows of the layer. Copies go run by run: a
-run is a range of rows that are consecutive in the tensor and in the slice. This file knows no
-family of models, no file format and no device.
+This file treats tensors and parameters as matrices. A tensor is [rows, columns]: its last dimension
+is the columns; its other dimensions, flattened, are the rows. One layer of a parameter, transposed
+as its entry says, is a matrix as well: its last dimensions, flattened, are the columns; the
+dimensions before them ("row dimensions"), flattened, are the rows. `layer_rows` maps the rows of a
+tensor to rows of the layer. Rows are copied in runs; a run is a range of rows that are consecutive
+both in the tensor and in the slice. Nothing here depends on a family of models, a file format or a
+device.
 """
 
 import functools
@@ -20,8 +21,8 @@ from qwen3next_jax.interop.entries import TensorSlice
 from qwen3next_jax.interop.layout import Parameter
 from qwen3next_jax.interop.shard_slices import ShardSlice
 
-# Rows that `copy` copies at once. Copies often transpose; with more rows at once they leave the
-# processor's caches and take five times as long.
+# The number of rows that `copy` copies at once. A copy often transposes; with more rows at once,
+# its data do not fit into the processor's caches, and it takes five times as long.
 _ROWS_PER_COPY = 32
 
 
@@ -38,8 +39,8 @@ class Run(NamedTuple):
 
 
 def pieces(parameter: Parameter, part: ShardSlice, max_elements: int) -> Iterator[ShardSlice]:
-    """Splits the slice `part` of a parameter into slices of at most `max_elements` elements (one
-    element at least), each of which holds few rows of few tensors.
+    """Splits the slice `part` of a parameter into slices of at most `max_elements` elements (but at
+    least one element). Each of them holds few rows of few tensors.
     """
     num_stack_dims = len(parameter.declared.stack)
     layer_dims = (num_stack_dims + axis for axis in parameter.entry.axes)
@@ -52,8 +53,9 @@ def layers(
     """Iterates over the layers in `array`, which holds the slice `part` of `parameter`.
 
     Yields:
-      (prefix, layer_part, layer): the prefix of the names of the layer's tensors; the slice of the
-      layer's parameter that `array` holds; a view of that slice, transposed as the entry says.
+      (prefix, layer_part, layer). prefix: the beginning of the names of the layer's tensors.
+      layer_part: the slice of the layer's parameter that `array` holds. layer: a view of the values
+      of this slice, transposed as the entry says.
     """
     if not parameter.declared.stack:
         yield parameter.prefixes[0], part, array.transpose(parameter.entry.axes)
@@ -63,8 +65,8 @@ def layers(
 
 
 def layer_rows(parameter: Parameter, tensor: TensorSlice) -> range | np.ndarray:
-    """[number of rows of the tensor] For each row of the tensor, the number of the row of the
-    transposed layer that holds it.
+    """Returns, for each row of the tensor, the number of the row of the transposed layer that holds
+    it: integers [number of rows of the tensor].
     """
     row_shape, _ = _row_and_column_shape(parameter, tensor)
     index, order = tensor.index, tensor.row_order
@@ -85,7 +87,7 @@ def layer_rows(parameter: Parameter, tensor: TensorSlice) -> range | np.ndarray:
 def runs(
     parameter: Parameter, tensor: TensorSlice, part: ShardSlice, selected: slice = slice(None)
 ) -> Iterator[Run]:
-    """The runs of a tensor's rows that a slice of one layer holds.
+    """Yields the runs of a tensor's rows that a slice of one layer holds.
 
     Args:
       parameter: the parameter that the tensor belongs to.
@@ -99,7 +101,8 @@ def runs(
         return
     row_dims = [part[axis] for axis in parameter.entry.axes][: len(row_shape)]
     rows = layer_rows(parameter, tensor)[selected]
-    # A shard of some experts holds no row of most tensors of a mixture: end early for these.
+    # A shard with some of the experts holds no row of most experts' tensors; for these tensors the
+    # function ends here.
     if isinstance(rows, range):
         first_held = np.ravel_multi_index([dim.start for dim in row_dims], row_shape)
         last_held = np.ravel_multi_index([dim.stop - 1 for dim in row_dims], row_shape)
@@ -114,7 +117,7 @@ def runs(
     (held,) = np.nonzero(functools.reduce(np.logical_and, inside))
     if not len(held):
         return
-    # Within a run only the last coordinate changes: it counts up.
+    # Within a run, only the last coordinate changes; each row increases it by 1.
     last_coordinate = coordinates[-1][held]
     ends_here = (np.diff(held) != 1) | (np.diff(rows[held]) != 1) | (last_coordinate[1:] == 0)
     breaks = np.flatnonzero(ends_here) + 1
@@ -134,9 +137,9 @@ def runs(
 def slice_around_rows(
     parameter: Parameter, tensor: TensorSlice, layer: int, rows: slice
 ) -> ShardSlice:
-    """A slice of the stacked parameter that contains `rows` of a tensor of its layer number
-    `layer`: a range of the first dimension of the transposed layer, and all of its other
-    dimensions.
+    """Returns a slice of the stacked parameter that contains `rows` of a tensor of the layer with
+    index `layer`. The slice is a range of the first dimension of the transposed layer, and has the
+    full range of the other dimensions.
     """
     row_shape, _ = _row_and_column_shape(parameter, tensor)
     layer_part = list(shard_slices.full_slice(parameter.declared.shape))
@@ -149,7 +152,7 @@ def slice_around_rows(
 
 
 def columns(parameter: Parameter, tensor: TensorSlice, part: ShardSlice) -> list[slice]:
-    """The ranges of a tensor's columns that the slice `part` of one layer holds."""
+    """Returns the ranges of a tensor's columns that the slice `part` of one layer holds."""
     row_shape, column_shape = _row_and_column_shape(parameter, tensor)
     column_dims = [part[axis] for axis in parameter.entry.axes][len(row_shape) :]
     numbers = np.arange(math.prod(column_shape)).reshape(column_shape)[tuple(column_dims)].ravel()
@@ -158,7 +161,7 @@ def columns(parameter: Parameter, tensor: TensorSlice, part: ShardSlice) -> list
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Copies `source` into `target`; both have the shape [n, …], and any strides."""
+    """Copies `source` into `target`. Both have the same shape [n, …]; their strides may be any."""
     for start in range(0, len(source), _ROWS_PER_COPY):
         rows = slice(start, start + _ROWS_PER_COPY)
         target[rows] = source[rows]
@@ -167,8 +170,8 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 def _row_and_column_shape(
     parameter: Parameter, tensor: TensorSlice
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Splits the shape of the transposed layer into the dimensions that number the rows and the
-    dimensions that make up the columns of the tensor.
+    """Splits the shape of the transposed layer into the dimensions of its rows and the dimensions
+    of its columns.
     """
     shape = tuple(parameter.declared.shape[axis] for axis in parameter.entry.axes)
     width = tensor.shape[-1]

@@ -1,4 +1,4 @@
-"""Reads the tensors of a directory of safetensors files, by name, rows and columns."""
+"""Reads tensors, or ranges of their rows and columns, from a directory of safetensors files."""
 
 import json
 import math
@@ -26,7 +26,7 @@ _FLOAT_DTYPES = {
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:
-    """The JSON object in `file`.
+    """Returns the JSON object in `file`.
 
     Raises:
       UserError: there is no such file, or it does not hold a JSON object.
@@ -46,10 +46,10 @@ def read_json(file: pathlib.Path) -> dict[str, Any]:
 
 
 def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
-    """The paths of the safetensors files that make up the checkpoint in `directory`.
+    """Returns the paths of the safetensors files of the checkpoint in `directory`.
 
     Raises:
-      UserError: there are no weights, they are pickles, or the index is not a valid index.
+      UserError: there are no weights, the weights are pickles, or the index is not valid.
     """
     if (directory / INDEX).is_file():
         return [directory / name for name in sorted(set(_weight_map(directory).values()))]
@@ -65,12 +65,14 @@ def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a file system takes `name` as a file's name, and a message can show it."""
+    """Whether file systems accept `name` as the name of a file, and messages can show it."""
     return name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
 
 
 def _weight_map(directory: pathlib.Path) -> dict[str, str]:
-    """The index's map from tensor names to file names. Raises UserError if it is not valid."""
+    """Returns the map from tensor names to file names in the index. Raises UserError if it is not
+    valid.
+    """
     weight_map = read_json(directory / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(
@@ -116,12 +118,12 @@ class Weights:
 
     Args:
       directory: a directory with safetensors files.
-      tensor_name: renames tensors: it maps a tensor's name in the file to the name that the
-        methods of this class know it by.
+      tensor_name: a function from a tensor's name in the file to the name that the methods of this
+        class use.
 
     Raises:
-      UserError: the constructor and `read` raise it for a file that is missing, truncated, not a
-        safetensors file, or changed since its header was read.
+      UserError: a file is missing, truncated, not a safetensors file, or changed since its header
+        was read. The constructor and `read` raise this error.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class Weights:
         """The dtype of the stored tensor.
 
         Raises:
-          UserError: it is not a floating-point type.
+          UserError: the dtype is not a floating-point type.
         """
         dtype = self._locations[name].dtype
         if dtype not in _FLOAT_DTYPES:
@@ -288,7 +290,7 @@ def _read_into(buffer: memoryview, descriptor: int, position: int) -> bool:
 
 
 def _file_identity(status: os.stat_result) -> tuple[int, ...]:
-    """Numbers of which at least one changes when somebody replaces or rewrites the file."""
+    """Returns numbers, at least one of which changes when the file is replaced or rewritten."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -302,7 +304,7 @@ def _read_header(file: pathlib.Path) -> tuple[dict[str, TensorLocation], tuple[i
         with json_files.open_regular(file) as opened:
             identity = _file_identity(os.fstat(opened.fileno()))
             length = opened.read(8)
-            # safetensors checks lengths, offsets and dtypes
+            # `safe_open` checks lengths, offsets and dtypes.
             with safetensors.safe_open(file, framework="np"):
                 pass
             size = int.from_bytes(length, "little")
@@ -332,8 +334,8 @@ def _read_header(file: pathlib.Path) -> tuple[dict[str, TensorLocation], tuple[i
 
 
 def count_and_names(names: Iterable[str], limit: int = 3) -> str:
-    """'3 tensors: a, b, c' or '120 tensors: a, b, c, …': how many names there are, and the first
-    `limit` of them in alphabetical order.
+    """Returns the number of names, and the first `limit` of them in alphabetical order, such as
+    '3 tensors: a, b, c' or '120 tensors: a, b, c, …'.
     """
     names = sorted(names)
     names = [name if len(name) <= 200 else f"{name[:199]}…" for name in names]

@@ -1,13 +1,14 @@
-"""Writes a directory of safetensors files that appears whole or not at all. A writer that was
-killed continues with the file at which it was.
+"""Writes a directory of safetensors files that appears whole or not at all. If a writer is killed,
+the next one continues with the file that was being written.
 
-The directory grows beside its place, as `.NAME.partial`, file by file. A file counts once it is
-complete, on the disk, and in progress.json with its digest. progress.json names every file before
-the file gets its name, so any file that it does not name is somebody else's, and is left alone.
+The files are written into the directory `.NAME.partial`, beside the place of the final directory
+NAME. A file is complete when it is on the disk and progress.json holds its digest. progress.json
+names every file before the file gets its own name. Any file that progress.json does not name was
+therefore not written by an export, and is left alone.
 
-At the end progress.json moves out, to `.NAME.progress.json`, then the directory is renamed, then
-progress.json is removed. So a directory under its own name never holds it. The next attempt takes
-back a progress.json that a killed one had moved out.
+At the end, progress.json is moved out of the directory, to `.NAME.progress.json`; then the
+directory is renamed; then `.NAME.progress.json` is removed. So the directory NAME never holds a
+progress.json. If a writer is killed after it moved progress.json out, the next one moves it back.
 """
 
 import concurrent.futures
@@ -33,11 +34,11 @@ from qwen3next_jax.common.errors import UserError, as_user_error, require, warn
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30
 _PROGRESS = "progress.json"
-# What reading a progress.json that no export wrote raises.
+# The errors that occur when a progress.json that no export wrote is read.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
-# A file of weights while it is written.
+# The name of a file of weights while the file is being written.
 _INCOMPLETE = re.compile(r"model(-[0-9]+-of-[0-9]+)?\.safetensors\.tmp")
-# The folder of the files beside the weights, until progress.json names them.
+# The folder that holds the other files until progress.json names them.
 _OTHER_FILES = "rest.tmp"
 _DTYPE_NAMES = {
     "float32": "F32",
@@ -55,8 +56,8 @@ class Tensor(NamedTuple):
       name: the tensor's name.
       dtype: the tensor's dtype in the file.
       shape: the tensor's shape in the file.
-      blocks: a function that yields the values in order, as arrays of a part of the tensor each;
-        their dtype may differ from `dtype`.
+      blocks: a function that yields the tensor's values in order, as arrays that each hold a part
+        of them; the dtype of the arrays may differ from `dtype`.
     """
 
     name: str
@@ -70,10 +71,10 @@ class Tensor(NamedTuple):
 
 
 def files_of(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
-    """Distributes tensors over files of at most 4 GiB each; a larger tensor has a file of its own.
+    """Distributes tensors over files of at most 4 GiB each. A larger tensor gets a file of its own.
 
     Returns:
-      file name → the tensors of the file.
+      File name → the tensors of the file.
     """
     files, used = [[]], 0
     for tensor in tensors:
@@ -82,7 +83,8 @@ def files_of(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
             used = 0
         files[-1].append(tensor)
         used += tensor.nbytes
-    # Wide elements first, so that each tensor begins at a multiple of its element.
+    # Tensors with wide elements come first, so that each tensor begins at a multiple of its element
+    # size.
     files = [sorted(file, key=lambda tensor: -tensor.dtype.itemsize) for file in files]
     if len(files) == 1:
         return {SINGLE: files[0]}
@@ -93,7 +95,7 @@ def files_of(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
 
 
 def header(tensors: Sequence[Tensor]) -> bytes:
-    """The header with which a safetensors file of these tensors begins."""
+    """Returns the header of a safetensors file of these tensors."""
     fields = {"__metadata__": {"format": "pt"}}  # transformers insists on this entry
     end = 0
     for tensor in tensors:
@@ -110,36 +112,37 @@ def header(tensors: Sequence[Tensor]) -> bytes:
 
 
 class PartialExport:
-    """Writes an export under a temporary name, as a context manager. If the `with` block ends
-    before `finish`, the complete files stay for the next attempt if `identity` is given; else they
-    are deleted.
+    """A context manager that writes an export under a temporary name. If the `with` block ends
+    before `finish` and `identity` is given, the complete files stay for the next attempt; without
+    `identity`, they are deleted.
 
     Args:
       out: the path of the export.
       files: name of a file of weights → its tensors.
       identity: the digest of the weights and settings that this export writes. An export continues
-        an earlier attempt with the same identity, and keeps the files that it completed. None:
-        exports do not continue each other.
+        an earlier attempt with the same identity, and keeps the files that the attempt completed.
+        None: the export does not continue an earlier one.
 
     Raises:
-      UserError: every method raises it if the disk is full or not writable.
+      UserError: the disk is full or not writable. Every method may raise this error.
     """
 
     def __init__(
         self, out: pathlib.Path, files: Mapping[str, Sequence[Tensor]], identity: str | None
     ):
         self.out = out
-        # where `out` is a link, the folder that it names: no directory takes a link's place
+        # If `out` is a link, the export is renamed to the link's target, because a directory cannot
+        # replace a link.
         self._place = out.resolve()
         self.folder = self._place.parent / f".{self._place.name}.partial"
         # where progress.json is while the directory is renamed
         self._moved_progress = self._place.parent / f".{self._place.name}.{_PROGRESS}"
         self._files = files
         self._identity = identity
-        self._complete: dict[str, dict[str, Any]] = {}  # as progress.json has them
+        self._complete: dict[str, dict[str, Any]] = {}  # see "files" in `_record_progress`
         self._other_files: list[str] = []
         self._lock: int | None = None
-        self._is_ours = False  # whether all that is in the folder was written by an export
+        self._is_ours = False  # whether exports wrote everything in the folder
 
     def __enter__(self):
         return self
@@ -165,7 +168,7 @@ class PartialExport:
         """Creates the temporary folder, or continues in the folder of an earlier attempt.
 
         Returns:
-          the names of the files that are already complete.
+          The names of the files that are already complete.
 
         Raises:
           UserError: `out` exists and is not empty, another process exports to `out`, the folder has
@@ -186,7 +189,7 @@ class PartialExport:
             self._take_progress_back()
             self._complete, others = self._find_complete()
             self._is_ours = True
-            # progress.json names the others until a new one replaces it
+            # The old progress.json names the other files until a new one replaces it.
             self._remove(others - {_PROGRESS})
             self._record_progress()
             free = shutil.disk_usage(self.folder).free
@@ -203,7 +206,7 @@ class PartialExport:
         return list(self._complete)
 
     def write(self, name: str, blocks: Iterable[np.ndarray]) -> None:
-        """Writes the file `name` of weights. `blocks` are the values of its tensors, in order."""
+        """Writes the file of weights `name`. `blocks` yields the values of its tensors in order."""
         path = self.folder / f"{name}.tmp"
         digest, size = hashlib.sha256(), 0
         begin = np.frombuffer(header(self._files[name]), np.uint8)
@@ -266,10 +269,10 @@ class PartialExport:
         return [*files, self.folder / DIGESTS]
 
     def _take_progress_back(self) -> None:
-        """Moves progress.json back into the folder, where a killed attempt had moved it out.
+        """Moves progress.json back into the folder, if a killed attempt had moved it out.
 
         Raises:
-          UserError: what is in its place was not written by an export.
+          UserError: no export wrote the file that is in the place of the moved progress.json.
         """
         if not self._moved_progress.exists():
             return
@@ -288,8 +291,8 @@ class PartialExport:
         """Checks the folder of an earlier attempt.
 
         Returns:
-          (record in progress.json of each file that has the recorded size and digest, names of all
-          other files).
+          (complete, others). complete: name → record in progress.json, for each file of weights
+          that has the recorded size and digest. others: the names of all other files.
 
         Raises:
           UserError: the folder has a file that no export wrote.
@@ -326,8 +329,8 @@ class PartialExport:
         return complete, present - complete.keys()
 
     def _written_by_exports(self, recorded: Iterable[str]) -> set[str]:
-        """The names of the files in the folder that an export wrote. `recorded` are the names in
-        its progress.json.
+        """Returns the names of the files in the folder that an export wrote. `recorded` holds the
+        names in the export's progress.json.
         """
         ours = {*recorded, _PROGRESS, f"{_PROGRESS}.tmp", _OTHER_FILES, INDEX, DIGESTS}
         present = {path.name for path in self.folder.iterdir()}
@@ -350,8 +353,13 @@ class PartialExport:
 
 
 def _read_progress(file: pathlib.Path) -> tuple[str | None, dict[str, dict[str, Any]], set[str]]:
-    """The identity, the files of weights, and the names of the other files that an earlier
-    attempt recorded. Raises an error of Python's where the file is not of an export.
+    """Reads the progress.json of an earlier attempt.
+
+    Returns:
+      (identity, record of each file of weights, names of the other files).
+
+    Raises:
+      Exception: no export wrote the file; the error is one of `_UNREADABLE`.
     """
     record = json_files.read(file)
     if record.keys() - {"rest"} != {"identity", "files"}:

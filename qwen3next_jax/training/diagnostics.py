@@ -1,10 +1,12 @@
 """Measurements per layer: a separate forward pass every `telemetry.diagnostics_every` steps.
 
-Each module defines what it measures; its class documents the names. The functions here turn the
-measurements of all layers into lists with one entry per layer, None where a layer does not measure
-the quantity. docs/report.md explains the quantities and lists published values of them.
+Each module of the model defines what it measures; its class documents the names of the quantities.
+The functions here turn the measurements of all layers into lists with one entry per layer; the
+entry is None if the layer does not measure the quantity. docs/report.md explains the quantities and
+lists published values of them.
 
-Letters: L layers, the MTP module's (if there is one) last; N heads; E experts; S sparse layers.
+Letters: L layers (the layer of the MTP module, if there is one, is last), N heads, E experts, S
+layers with experts.
 """
 
 import math
@@ -24,11 +26,11 @@ from qwen3next_jax.model.layers import SINK_HEAD
 
 
 def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
-    """L2 norms of a tree that is shaped like the parameters.
+    """Computes L2 norms of a tree with the structure of the parameters.
 
     Returns:
-      name of a group (a top-level key of the tree) → norm: for "layers" an array [layers of the
-      trunk], for every other group a scalar.
+      Name of a group (a top-level key of the tree) → its norm. The norm of "layers" is an array
+      with one norm per layer of the trunk; every other norm is a scalar.
     """
 
     def sum_of_squares(leaf, num_kept_axes):
@@ -37,7 +39,7 @@ def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
 
     norms = {}
     for name, group in tree.items():
-        if name == "layers":  # traced block → parameters stacked over its layers
+        if name == "layers":  # maps each traced block to its parameters, stacked over its layers
             squares = [
                 sum(sum_of_squares(leaf, 1) for leaf in jax.tree.leaves(group[j]))
                 for j in sorted(group)
@@ -49,8 +51,8 @@ def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
 
 
 def norm_weights_by_layer(model: ModelConfig, params: dict) -> jax.Array:
-    """[L] The largest |w| among the norm weights of each layer. (Most norms scale by 1 + w, with w
-    starting at 0.)
+    """Returns the largest |w| among the weights w of the norms in each layer, [L]. (Most norms
+    scale by 1 + w, and w is 0 at the start.)
     """
 
     def largest(group, prefix, num_kept_axes):
@@ -74,8 +76,8 @@ def norm_weights_by_layer(model: ModelConfig, params: dict) -> jax.Array:
 
 
 def _in_layer_order(model: ModelConfig, values_of_blocks: list[jax.Array]) -> jax.Array:
-    """[layers of the trunk] The values of all layers in order, from one array per traced block with
-    the values of its layers.
+    """Returns the values of the trunk's layers in order. `values_of_blocks` holds one array per
+    traced block, with the values of the block's layers.
     """
     order = np.argsort([layer for layers in model.stacks for layer in layers])
     return jnp.concatenate(values_of_blocks)[order]
@@ -93,7 +95,7 @@ def make_diagnostics_step(
       mesh: the devices that share the batch; None: one device.
 
     Returns:
-      the function; its result is the argument `measured` of `summarise`.
+      The function. Its result is the argument `measured` of `summarise`.
     """
 
     def step(params, batch):
@@ -107,7 +109,7 @@ def make_diagnostics_step(
             "norm_weights": norm_weights_by_layer(model, params),
         }
 
-    # Replicated, because every process of the run reads all values.
+    # The results are replicated, because every process of the run reads all values.
     return jax.jit(
         step, out_shardings=NamedSharding(mesh, PartitionSpec()) if mesh is not None else None
     )
@@ -116,17 +118,18 @@ def make_diagnostics_step(
 def summarise(
     measured: dict[str, Any], grad_norms: dict[str, Any], expert_load: Any
 ) -> dict[str, Any]:
-    """The fields of a "diagnostics" event.
+    """Returns the fields of a "diagnostics" event.
 
     Args:
       measured: the result of the function that `make_diagnostics_step` makes, on the host.
       grad_norms: `norms_by_layer` of the gradients, before clipping.
-      expert_load: [S, E] each expert's share of the choices of the train step's whole batch,
-        times E; None if no layer has experts.
+      expert_load: [S, E], `loss.expert_load` of the train step's whole batch; None if no layer has
+        experts.
 
     Returns:
-      name of a quantity → a list with one number or None per layer; besides, "groups" (the norms
-      of the other parameters) and "expert_load" [S][E].
+      Name of a quantity → a list with one number or None per layer. There are two more entries:
+      "groups", the norms of the parameters that belong to no layer; and "expert_load" [S][E], if
+      `expert_load` is given.
     """
     rows = [_summarise_layer(layer) for layer in measured["layers"]]
     for name, norms in (("grad_norm", grad_norms), ("param_norm", measured["param_norms"])):
@@ -161,8 +164,8 @@ def summarise(
 
 
 def _summarise_layer(layer: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Reduces the measurements of a layer over its heads: to the maximum if the name ends in
-    "_max", else to the mean.
+    """Reduces each measurement of a layer to one number, over its heads: to the maximum if the
+    measurement's name ends in "_max", otherwise to the mean (of half-lives the geometric mean).
     """
     row = {
         name: np.max(value) if name.endswith("_max") else np.mean(value)

@@ -14,7 +14,7 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage
 
 Batch = dict[str, jax.Array]
-# A function (params, batch) → (gradients, parts of the loss, counts) of the whole batch.
+# A function (params, batch) → (gradients, parts of the loss, counts); all are of the whole batch.
 Gradients = Callable[[dict, Batch], tuple[dict, dict[str, jax.Array], Counts]]
 
 
@@ -23,11 +23,11 @@ def make_gradients(
 ) -> Gradients:
     """Makes the function `gradients(params, batch)` for the batches of `stage`; it is not jitted.
 
-    With k micro-batches, each holds 1/k of the rows, and the sum over the micro-batches equals the
-    gradient of the whole batch. Only the balance loss is not a sum over rows: it multiplies the
-    whole batch's expert load into each token's router probability. So a forward pass without
-    gradients counts the load first, which takes up to a third of a step; it is skipped if
-    `balance_loss_weight` is 0.
+    Each of k micro-batches holds 1/k of the rows, and the sum of the micro-batches' gradients
+    equals the gradient of the whole batch. Only the balance loss is not a sum over rows: it
+    multiplies each token's router probabilities by the expert load of the whole batch. With several
+    micro-batches, a forward pass without gradients therefore computes the load first. This pass
+    takes up to a third of a step; it is left out if `balance_loss_weight` is 0.
 
     Args:
       run: the model, its structure, and the mesh.
@@ -81,7 +81,9 @@ def make_gradients(
 
 
 def _sum_over(micro_batches: Batch, f: Callable):
-    """The sum of `f(micro_batch)` over all micro-batches, computed one after another."""
+    """Returns the sum of `f(micro_batch)` over all micro-batches, which are computed one after
+    another.
+    """
     shapes = jax.eval_shape(f, jax.tree.map(lambda x: x[0], micro_batches))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     total, _ = jax.lax.scan(

@@ -1,14 +1,16 @@
-"""Numerical guards, a part of the compiled step: they decide whether an update is applied when the
-loss or the gradient looks wrong.
+"""Numerical guards, which are part of the compiled step. They decide whether an update is applied
+when the loss or the gradient looks wrong.
 
 An update whose loss or gradient norm is not finite is never applied. A spike is a loss or gradient
-norm whose robust z-score against the window of past steps exceeds a threshold; the setting
-`guards.on_spike` says whether such an update is applied, skipped, or halts the run. Once halted,
-the train state no longer changes: the host may notice one step later and still finds the state that
-the bad batch met.
+norm whose robust z-score, relative to a window of past steps, exceeds a threshold. The setting
+`guards.on_spike` says whether the update of a spike is applied, is skipped, or halts the run. Once
+the run is halted, parameters and optimizer state no longer change, so the host may notice the halt
+one step later and still finds them as they were before the bad batch.
 
-The guards' memory is part of the train state, so a resumed run decides as the undisturbed run would
-have. Letter: W steps in the window.
+The guards' memory is part of the train state, so a resumed run makes the same decisions as a run
+that was not interrupted.
+
+Letter: W steps in the window.
 """
 
 import jax
@@ -17,28 +19,33 @@ import jax.numpy as jnp
 from qwen3next_jax.config import GuardConfig
 
 NON_FINITE, SPIKE, SKIPPED, HALTED = 1, 2, 4, 8  # bits of a step's flags
-NO_TARGETS = 16  # one more: the batch had no token to predict, which the step itself sees
+NO_TARGETS = 16  # another bit, which the train step sets: the batch had no token to predict
 
-# Lower bounds of the spread of a window. Without them, after a window of equal values every change
-# would be a spike, and in a solved task, whose losses and gradients are near 0, a change of a
-# hundredth of a nat. The spread is at least _MIN_RELATIVE_SPREAD times the median, and the median
-# counts as at least _MIN_LOSS (losses) or _MIN_NORM (gradient norms).
+# Lower bounds of the spread of a window: the spread is at least _MIN_RELATIVE_SPREAD × the median,
+# and for this bound the median is at least _MIN_LOSS (of losses) or _MIN_NORM (of gradient norms).
+# Without the first bound, every change after a window of equal values would be a spike. Without the
+# other two, a change of a hundredth of a nat would be a spike in a solved task, whose losses and
+# gradients are near 0.
 _MIN_RELATIVE_SPREAD = 1e-3
 _MIN_LOSS, _MIN_NORM = 1.0, 1e-3
-# Standard deviation / median absolute deviation, of a normal distribution.
+# The ratio of the standard deviation to the median absolute deviation in a normal distribution.
 _MAD_TO_SIGMA = 1.4826
 
 
 def init_guards(config: GuardConfig) -> dict[str, jax.Array]:
-    """The guards' part of the train state before the first step.
+    """Returns the guards' part of the train state before the first step.
 
-    Returns a dict of:
-      losses, grad_norms: float32 [W], ring buffers of the last finite values.
-      entries: int32, the number of values ever written to each ring buffer.
-      skipped, skipped_in_a_row, spikes: int32, counts of steps.
-      halted: int32, 1 from the step on that halted the run.
-      data_offset: int32, the number of batches that rewinds skipped: after `step` steps, the next
-        step takes batch number step + data_offset.
+    Returns:
+      A dict with these entries:
+        losses: float32 [W], ring buffer of the last finite losses.
+        grad_norms: float32 [W], ring buffer of the last finite gradient norms.
+        entries: int32, the number of values that were ever written to each ring buffer.
+        skipped: int32, the number of steps whose update was skipped.
+        skipped_in_a_row: int32, the number of the last such steps without another step between.
+        spikes: int32, the number of steps with a spike.
+        halted: int32, 1 from the step on that halted the run; 0 before.
+        data_offset: int32, the number of batches that rewinds skipped. After `step` steps, the next
+          step takes batch number step + data_offset.
     """
     counts = ("entries", "skipped", "skipped_in_a_row", "spikes", "halted", "data_offset")
     rings = {name: jnp.zeros(config.window, jnp.float32) for name in ("losses", "grad_norms")}
@@ -48,11 +55,11 @@ def init_guards(config: GuardConfig) -> dict[str, jax.Array]:
 def reset(
     config: GuardConfig, guards: dict[str, jax.Array], data_offset: int, same_stream: bool
 ) -> dict[str, jax.Array]:
-    """The guards with which a new stage, or a branch of a run, begins.
+    """Returns the guards with which a new stage, or a branch of a run, begins.
 
     Args:
       config: the settings of the guards.
-      guards: the guards at the end of the stage, or run, before.
+      guards: the guards at the end of the stage, or of the run, before it.
       data_offset: the new data offset.
       same_stream: whether the new batches come from the same data as before. If not, the window
         starts empty, because losses on other data say nothing about spikes.
@@ -77,9 +84,9 @@ def check(
       loss, grad_norm: the step's total loss and gradient norm, float32 scalars.
 
     Returns:
-      (skip, new guards, metrics). skip: bool, whether the update is dropped. metrics: `flags`
-      (the bits above), `loss_z` and `grad_norm_z` (the z-scores, 0 while the window fills),
-      `skipped` (the number of skipped steps so far).
+      (skip, new guards, metrics). skip is a bool: whether the update is skipped. metrics has the
+      entries `flags` (the sum of bits such as NON_FINITE), `loss_z` and `grad_norm_z` (the
+      z-scores; 0 until the window is full), and `skipped` (the number of skipped updates so far).
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     window_is_full = guards["entries"] >= config.window
@@ -127,14 +134,16 @@ def check(
 
 
 def keep_if(skip: jax.Array, old: dict, new: dict) -> dict:
-    """`old` if `skip`, else `new`, for each array of the trees. The compiler fuses this selection
-    into the update.
+    """Returns the tree `old` if `skip` is true, else the tree `new`. The compiler fuses this
+    selection into the update.
     """
     return jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
 
 
 def _robust_z(value: jax.Array, window_W: jax.Array, min_median: float) -> jax.Array:
-    """How many (robust) standard deviations `value` lies above the median of the window."""
+    """Returns how many robustly estimated standard deviations `value` lies above the median of the
+    window.
+    """
     median = jnp.median(window_W)
     spread = _MAD_TO_SIGMA * jnp.median(jnp.abs(window_W - median))
     return (value - median) / jnp.maximum(

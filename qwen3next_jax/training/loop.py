@@ -1,17 +1,20 @@
 """The training loop: batches, the update step, hooks. Read this file to follow one batch from
 file to loss.
 
-    mesh     `sharding.mesh.make_mesh`: the devices, as a grid with named axes
+    mesh     `sharding.mesh.make_mesh` arranges the devices as a grid with named axes.
     data     `data.preparation` packs documents into rows of tokens; `data.pipeline.Data` defines
-             row i of the endless training stream; the stage's batch n is the B rows from row n·B on
-    model    `model.Qwen3Next`; its parameters are the "params" of the train state (`state`)
-    step     `make_train_step`, below: (state, batch) → (state, metrics), compiled once per stage
-    loop     `Trainer.train`, below: the next batch, the step, the hooks
+             row i of the endless training stream. The stage's batch n is the B rows from row n·B
+             on.
+    model    `model.Qwen3Next` is the model. Its parameters are the entry "params" of the train
+             state (see `state`).
+    step     `make_train_step`, below, makes the function (state, batch) → (state, metrics). It is
+             compiled once per stage.
+    loop     `Trainer.train`, below, repeats: read the next batch, do the step, call the hooks.
 
-`resolve.resolve_run` resolves the configuration for a mesh, once; the functions here read what they
-need from the `ResolvedRun`. Everything that a run does besides its steps (evaluation, samples,
-checkpoints, diagnostics, metrics, display, profiler, watchdog) is a hook. `runs.train` registers
-the hooks; this file names none of them.
+`resolve.resolve_run` resolves the configuration for a mesh once; the functions here read what they
+need from its result, a `ResolvedRun`. Everything that a run does besides its steps (evaluation,
+samples, checkpoints, diagnostics, metrics, display, profiler, watchdog) is a hook. `runs.train`
+registers the hooks; this file names none of them.
 
 Letters: B batch, T time.
 """
@@ -65,7 +68,7 @@ def make_train_step(
       loss: a function with the arguments and results of `loss.total_loss`.
 
     Returns:
-      train_step(state, batch) → (new state, metrics), which donates `state`:
+      A function train_step(state, batch) → (new state, metrics), which donates `state`:
         state: the train state (see the file `state`), with the shardings of
           `run.abstract_state`.
         batch: "tokens" and "segment_ids", int32 [B, T], with `run.batch_sharding`; from some
@@ -80,16 +83,16 @@ def make_train_step(
     guard_config = run.config.guards
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
-        # The gradients of the whole batch, micro-batch after micro-batch.
+        # Compute the gradients of the whole batch, one micro-batch after another.
         grads, loss_parts, counts = gradients(state["params"], batch)
         grad_norm = optax.tree.norm(grads)
 
-        # The guards decide whether the update is skipped, because loss or gradient look wrong.
+        # The guards decide whether to skip the update because the loss or the gradient looks wrong.
         skip, guard_state, guard_metrics = guards.check(
             guard_config, state["guards"], loss_parts["total_loss"], grad_norm
         )
 
-        # Clipping, the optimizer's direction, weight decay, learning rate.
+        # `optimizer` applies clipping, its direction, weight decay and the learning rate.
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         params = update_router_bias(
@@ -132,13 +135,13 @@ def make_train_step(
 
 @dataclasses.dataclass(frozen=True)
 class StepInfo:
-    """The argument of a hook, which is called when a step has ended.
+    """The argument of a hook. A hook is called when a step has ended.
 
     Attributes:
       step: the number of steps of the run so far, including this one.
       stage: the stage that the step belongs to.
-      state: the train state after the step. The next step donates it, so a hook that needs values
-        of it later copies them.
+      state: the train state after the step. The next step donates it, so a hook has to copy the
+        values that it needs later.
       batch: the batch of the step.
       metrics: the step's metrics (see `make_train_step`), on the devices.
       ends_stage: whether this is the last step of the stage.
@@ -173,18 +176,18 @@ class Hook:
         """Called before the batch of `step` is read."""
 
     def before_step(self, step: int, pending: Metrics) -> None:
-        """Called before `step`, after its batch was read. `pending` are the metrics of the step
-        before it, which the devices may still be computing; {} if there is none.
+        """Called before `step`, after its batch was read. `pending` holds the metrics of the step
+        before it, which the devices may still be computing; {} if there is no such step.
         """
 
     def after_dispatch(self, step: int, pending: Metrics) -> None:
-        """Called after `step` was dispatched. `pending` are its metrics, which the devices are
+        """Called after `step` was dispatched. `pending` holds its metrics, which the devices are
         computing now.
         """
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
-        """Called once for every step, when it has ended; usually the devices are computing the next
-        step by then. `state` is the newest state, which may be that of the next step.
+        """Called once for every step, when it has ended; usually the devices are already computing
+        the next step then. `state` is the newest state, which may be the state after the next step.
         """
 
 
@@ -209,7 +212,7 @@ class _Registered:
 
 
 def stop_at_hook_error(name: str, step: int, error: Exception) -> None:
-    """Raises a UserError of one line that says which hook failed, where and why."""
+    """Raises a UserError, whose message says in one line which hook failed, where and why."""
     raise UserError(
         f"{describe_hook_error(name, step, error)}: correct it, or set train.on_hook_error = "
         "'continue' to train on without it",
@@ -218,8 +221,8 @@ def stop_at_hook_error(name: str, step: int, error: Exception) -> None:
 
 
 def describe_hook_error(name: str, step: int, error: Exception) -> str:
-    """A phrase for messages: which hook failed after which step, the error, and the line of code
-    that raised it.
+    """Returns a phrase for messages: which hook failed after which step, the error, and the line of
+    code that raised it.
     """
     frame = traceback.extract_tb(error.__traceback__)[-1]
     kind = type(error).__name__
@@ -233,10 +236,11 @@ def describe_hook_error(name: str, step: int, error: Exception) -> str:
 
 
 class Clock:
-    """Measures the time of steps, without the time of hooks.
+    """Measures the time of steps, without the time of hooks. A lap is the time over which steps are
+    measured together.
 
     Attributes:
-      data_wait: the seconds since the last lap that the loop waited for batches.
+      data_wait: the seconds of the current lap during which the loop waited for batches.
     """
 
     def __init__(self):
@@ -246,16 +250,16 @@ class Clock:
         self.data_wait = 0.0
 
     def restart(self, step: int) -> None:
-        """Begins a lap now, after `step`."""
+        """Begins a lap now, when `step` has ended."""
         self._since = time.perf_counter()
         self._last_step = step
         self.data_wait = 0.0
 
     def lap(self, step: int) -> tuple[int, float, float]:
-        """Ends a lap after `step` and begins the next one.
+        """Ends the lap now, when `step` has ended, and begins the next lap.
 
         Returns:
-          (steps, seconds, seconds spent waiting for data) of the lap that ended.
+          (steps, seconds, seconds of waiting for data) of the lap that ended.
         """
         now = time.perf_counter() if self._paused_at is None else self._paused_at
         lap = (step - self._last_step, now - self._since, self.data_wait)
@@ -279,7 +283,9 @@ class Trainer:
 
     Attributes:
       run: the resolved run.
-      stage, cursor, data: the stage of the current step, its cursor and its rows.
+      stage: the stage of the current step; None before the first step.
+      cursor: the cursor of that stage.
+      data: the rows of that stage.
       clock: measures the time of steps.
     """
 
@@ -298,8 +304,8 @@ class Trainer:
           data: the rows of every stage.
           cursors: where every stage reads its rows.
           make_step: makes the update step of a stage.
-          on_hook_error: called with the hook's name, the step and the error when a hook fails that
-            was not registered as required. If it returns, training continues.
+          on_hook_error: called with (name of the hook, step, error) when a hook fails that was not
+            registered as required. If the call returns, training continues.
         """
         self.run = run
         self.clock = Clock()
@@ -323,20 +329,21 @@ class Trainer:
         name: str = "",
         required: bool = False,
     ) -> None:
-        """Registers a hook: `train` calls `hook(info)` after the steps for which it is due. Hooks
-        that are due after the same step are called in the order of registration.
+        """Registers a hook. `train` calls `hook(info)` after the steps for which the hook is due.
+        Hooks that are due after the same step are called in the order of registration.
 
-        The loop waits until the devices have finished a step after which a hook is due. With
+        If a hook is due after a step, the loop waits until the devices have finished the step. With
         `every=1`, the dispatch of a step therefore no longer overlaps with the step before it.
 
         Args:
           hook: a function of a `StepInfo`, or a `Hook`.
-          every: the number of steps between two calls, or several such numbers; 0: no such calls.
+          every: the hook is called after each step that is a multiple of this number, or of one of
+            these numbers; 0: no such calls.
           at_stage_end: whether the hook is also called after the last step of every stage.
-          at_stop: whether it is also called after the step at which the run is stopped.
+          at_stop: whether the hook is also called after the step at which the run is stopped.
           name: the hook's name in messages; default: the name of the function or class.
-          required: whether training needs the hook. An error in a required hook ends the run
-            unchanged; other errors go to `on_hook_error`.
+          required: whether training needs the hook. An error in a required hook ends the run with
+            this error; errors in other hooks go to `on_hook_error`.
         """
         if not name:
             named = hook if hasattr(hook, "__qualname__") else type(hook)
@@ -356,7 +363,7 @@ class Trainer:
           steps_before: the number of steps of the run that led to `state`.
 
         Returns:
-          (number of steps of the run so far, the state after them, the metrics of the last one).
+          (number of steps of the run so far, the state after them, the metrics of the last step).
         """
         self._stopping = False
         self._last_ended = steps_before
@@ -368,14 +375,14 @@ class Trainer:
             if begins_stage:
                 batches = self._begin_stage(step, state)
 
-            # Batch: read this process's rows, then make an array over all devices
+            # Batch: read the rows of this process, then make arrays over all devices
             self._call_all("before_batch", step)
             wait_start = time.perf_counter()
             batch = self._layout.to_global(next(batches))
             self.clock.data_wait += time.perf_counter() - wait_start
 
-            # Step: dispatch it while the devices still compute the one before it. No more than one
-            # step is queued: with more, the display and the reaction to a signal would be late.
+            # Step: dispatch it while the devices still compute the step before it. At most one step
+            # waits in the queue; with more, the display and the reaction to a signal would be late.
             self._call_all("before_step", step, metrics)
             previous = metrics
             state, metrics = self._train_step(state, batch)
@@ -406,7 +413,7 @@ class Trainer:
         belongs to another stage.
 
         Returns:
-          the batches from `step` on, with the rows of this process only.
+          The batches from `step` on, with the rows of this process only.
         """
         previous_number = stage_number(self._cursors, step - 1)
         number = stage_number(self._cursors, step)
@@ -432,13 +439,13 @@ class Trainer:
         return self.data.batches(first_batch, self._layout.rows)
 
     def _end_step(self, step: int, metrics: Metrics, state: State) -> None:
-        """Calls `step_ended` of all hooks, unless they were already called for `step`."""
+        """Calls `step_ended` of all hooks, unless this was already done for `step`."""
         if step > self._last_ended:
             self._last_ended = step
             self._call_all("step_ended", step, metrics, state)
 
     def _call_all(self, method: str, step: int, *arguments: Any) -> None:
-        """Calls the method of that name of every hook that is a `Hook`."""
+        """Calls the method named `method` of every hook that is a `Hook`."""
         for registered in self._hooks:
             if isinstance(registered.hook, Hook):
                 self._call(registered, getattr(registered.hook, method), step, step, *arguments)

@@ -10,7 +10,7 @@ select (`Mixer.loss_tokens`; only where `TrainConfig.indexer_training` asks for 
 divided by the batch's own counts, which follow from the segment ids alone, so a micro-batch
 contributes a share and the shares sum to the batch's value.
 
-Letters: B batch, T time, R = B·T, D model, V vocabulary, E experts, L sparse layers.
+Letters: B batch, T time, D model, E experts, L layers with experts.
 """
 
 import functools
@@ -28,9 +28,8 @@ from qwen3next_jax.model.multi_token_prediction import target_positions, targets
 
 
 class Counts(NamedTuple):
-    """Of the whole batch, float32: targets of the next-token loss, targets of each MTP depth,
-    non-padding tokens, and over all MTP depths the tokens whose target lies in their document.
-    Each is at least 1, as sums are divided by it.
+    """Counts over the whole batch. Sums are divided by all of them but `has_targets`, which are
+    float32 scalars.
 
     has_targets: bool, whether the next-token loss has any target.
     mixer_tokens, mtp_mixer_tokens: those of the indexers' loss, of a layer of the trunk and over
@@ -81,8 +80,9 @@ def count_targets(
 
 
 def expert_load(features: Features, config: ModelConfig, counts: Counts) -> jax.Array:
-    """[L, E] Each expert's share of the choices of the whole batch, times E: 1 is perfect balance.
-    The sum over micro-batches is the load of the batch.
+    """Returns each expert's share of all choices of experts in the whole batch, times E: [L, E]. If
+    the load is perfectly balanced, all entries are 1. The results for the micro-batches of a batch
+    sum to the result for the whole batch.
     """
     stacked = _per_layer(features, counts, "load")
     return jax.lax.stop_gradient(stacked * (config.num_experts / config.num_experts_per_tok))
@@ -96,14 +96,14 @@ def total_loss(
     load: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Computes the shares that this (micro-)batch contributes to the loss and to its parts.
+    """Computes what this batch or micro-batch contributes to the loss and to its parts.
 
     Args:
       model: the model.
       batch: tokens and segment_ids, [B, T] int32. Targets are the tokens that follow in the same
         document; if the batch has target_mask, [B, T] bool, only the targets that it marks count.
       train: the weights of the parts of the loss, and `remat`.
-      counts: of the whole batch.
+      counts: the counts of the whole batch.
       load: [L, E] `expert_load` of the whole batch; None if this batch is the whole batch.
       mesh: the devices that share the batch; None: one device.
 
@@ -121,8 +121,8 @@ def total_loss(
     )
 
     def cross_entropy(hidden_BTD, offset, targets):
-        """This batch's shares of (mean cross-entropy, top-1 accuracy); the target of a token is the
-        token `offset` positions later in the same document.
+        """Returns what this batch contributes to (mean cross-entropy, top-1 accuracy). The target
+        of a token is the token `offset` positions later in the same document.
         """
         weight_BT = target_positions(batch, offset).astype(jnp.float32) / targets
         total, correct_BT, *_ = model.cross_entropy(
@@ -155,8 +155,8 @@ def total_loss(
 
 
 def _per_layer(features: Features, counts: Counts, name: str) -> jax.Array:
-    """[L, …] A router statistic of every sparse layer, divided by the number of tokens of the whole
-    batch. The MTP module's layer is last.
+    """Returns a router statistic of every layer with experts, divided by the number of tokens of
+    the whole batch: [L, …]. The layer of the MTP module is last.
     """
     layers = []
     if features.router:

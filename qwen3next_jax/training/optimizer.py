@@ -14,14 +14,17 @@ from qwen3next_jax.model.parameters import Declared
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0) -> optax.Schedule:
-    """The learning rate of `steps` steps: a linear warm-up to the peak, then the schedule.
+    """Makes the learning-rate schedule of `steps` steps: a linear warm-up to the peak, and then one
+    of these:
 
-    "cosine" falls along a cosine, "linear" linearly, over all steps after the warm-up.
-    "warmup_stable_decay" stays at the peak and falls linearly over the last `decay_fraction` of the
-    steps. "constant" stays at the peak.
+      cosine               The rate falls along a cosine over all steps after the warm-up.
+      linear               The rate falls linearly over all steps after the warm-up.
+      warmup_stable_decay  The rate stays at the peak, and falls linearly over the last
+                           `decay_fraction` of the steps.
+      constant             The rate stays at the peak.
 
-    The first step has the rate peak / warm-up steps. The last step has final_fraction × peak, also
-    if it is the only step; with "constant" it has the peak.
+    The first step of a warm-up has the rate peak / warm-up steps. The last step has the rate
+    final_fraction × peak, even if it is the only step; with "constant" it has the peak.
 
     Args:
       config: the settings of the optimizer.
@@ -29,7 +32,7 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
       begins: the number of updates before the schedule begins.
 
     Returns:
-      a function: number of updates so far → learning rate.
+      A function: number of updates so far → learning rate.
     """
     peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
     warm_up = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
@@ -51,9 +54,9 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
         schedules[2] = optax.constant_schedule(peak * config.final_fraction)
         boundaries = [min(warmup, steps - 1), steps - 1]
     schedule = optax.join_schedules(schedules, boundaries)
-    # Skipped updates do not count, so a stage's schedule may be evaluated before its first update:
-    # it then has its first value. The outer maximum is for a decay to 0, which by rounding may end
-    # slightly below 0.
+    # Skipped updates do not count, so a stage may evaluate its schedule at a number of updates
+    # before `begins`; the schedule then gives its first value. The outer maximum is needed because
+    # rounding may let a decay to 0 end slightly below 0.
     return lambda step: jnp.maximum(schedule(jnp.maximum(step - begins, 0)), 0.0)
 
 
@@ -63,12 +66,12 @@ def make_optimizer(
     schedule: optax.Schedule,
     mesh: Mesh | None = None,
 ) -> optax.GradientTransformation:
-    """Chains clipping, the direction of the optimizer `optimizer.name`, decoupled weight decay and
-    the learning rate.
+    """Chains clipping, the direction of the optimizer that `config.name` names, decoupled weight
+    decay, and the learning rate.
 
-    An optimizer is a function `direction(config, parameters, mesh)` that returns the gradient
-    transformation between clipping and weight decay. An array in its state has the path and the
-    shape of its parameter, and so the same sharding.
+    An optimizer is a function `direction(config, parameters, mesh)`. It returns the gradient
+    transformation between clipping and weight decay. Each array in the state of this transformation
+    belongs to a parameter; it has the path and the shape of this parameter, and so its sharding.
 
     Args:
       config: the settings of the optimizer.
@@ -87,7 +90,8 @@ def make_optimizer(
 
     clip = _clip(config.clip_norm, parameters) if config.clip_norm else optax.identity()
     direction = resolve(OPTIMIZERS, config.name, "optimizer.name")(config, parameters, mesh)
-    # The inner chain has the structure of optax.adamw's, because checkpoints hold its state.
+    # Checkpoints hold the state of the chain, so the inner chain keeps the structure of
+    # optax.adamw.
     return optax.chain(
         clip,
         optax.chain(

@@ -62,8 +62,8 @@ class ResolvedRun:
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
 
     def init_state(self, params: dict | None = None) -> State:
-        """The train state before the first step, with `params`, or, if that is None, with random
-        parameters from the seed `train.seed`.
+        """Returns the train state before the first step. Its parameters are `params`; if `params`
+        is None, they are random, from the seed `train.seed`.
         """
         config = self.config
         return state.init_state(

@@ -1,7 +1,7 @@
-"""Updates the router's bias, with which a router without balance loss balances its experts
-(2408.15664): the experts' load moves this parameter, no gradient does.
+"""Updates the biases of routers, which balance the experts without a balance loss (2408.15664). The
+load of the experts changes these parameters; gradients do not.
 
-Letters: L sparse layers, the multi-token prediction module's last; E experts.
+Letters: L layers with experts (the layer of the multi-token prediction module is last), E experts.
 """
 
 import jax
@@ -15,8 +15,8 @@ from qwen3next_jax.model import declared
 def update_router_bias(
     model: ModelConfig, params: dict, load_LE: jax.Array | None, rate: float
 ) -> dict:
-    """Adds `rate` to the bias of each expert that got less than its share of the choices of the
-    whole batch, and subtracts it from the bias of each expert that got more.
+    """Adds `rate` to the bias of each expert with less than the mean load in the whole batch, and
+    subtracts `rate` from the bias of each expert with more.
 
     Args:
       model: the model's settings.
@@ -25,12 +25,13 @@ def update_router_bias(
       rate: the size of the change.
 
     Returns:
-      the parameters with new biases; `params` if the model's routers have no bias.
+      The parameters with new biases; `params` itself if the model's routers have no bias.
     """
     if not model.moe.router_bias:
         return params
     sparse = [layer for layer, (_, experts) in enumerate(model.layer_kinds) if experts]
-    # Loads are sums of quotients in float32: loads of equal counts may differ in the seventh digit.
+    # Loads are sums of quotients in float32, so experts that were chosen equally often may have
+    # loads that differ in the seventh digit.
     direction_LE = jnp.sign(jnp.round((jnp.mean(load_LE, axis=-1, keepdims=True) - load_LE) * 1e6))
 
     def update(path, leaf):

@@ -1,11 +1,11 @@
 """The stages of a run, and where each of them reads the training data. Nothing here needs JAX.
 
-A run without `train.stages` has one stage. No row of data is read twice: a stage continues with the
-row after the last row of the stage before it, and a branch with the row after the last row of its
-parent. If two consecutive stages read the same training stream (the same fingerprint), the second
-continues with the stream's next row. If they mix the same streams with other weights, each stream
-continues with its own next row. A rewind skips rows of the mix, whichever streams they belong to.
-Rows of another length form other streams, which begin with their first row.
+A run without `train.stages` has one stage. A stage reads no row that an earlier stage has read, and
+a branch no row that its parent has read before the branch. If two consecutive stages read the same
+training stream (their data have the same fingerprint), the second stage continues with the next row
+of this stream. If they mix the same streams with different weights, the second stage continues each
+stream with the stream's own next row. A rewind skips rows of the mix, whichever streams they come
+from. Rows of another length form other streams, which begin with their first row.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from qwen3next_jax.config import Config, DataConfig, OptimizerConfig, Stage, Tra
 from qwen3next_jax.data.pipeline import Data, open_data, rows_of_streams
 from qwen3next_jax.data.preparation import Progress
 
-# Group of settings → the settings of it that a stage can set.
+# Name of a group of settings → the settings in this group that a stage can set.
 STAGE_SETTINGS = {
     "train": (
         "batch_size",
@@ -42,9 +42,10 @@ class ResolvedStage:
       last_step: the last step of the stage, counted from the start of the run.
       schedule_start: the number of steps of the run before the stage's learning-rate schedule
         begins.
-      train: the stage's settings of that group; but `train.steps` is the length of the
+      train: the stage's settings of the group "train"; but `train.steps` is the length of the
         learning-rate schedule, and `train.stages` is empty.
-      data, optimizer: the stage's settings of these groups.
+      data: the stage's settings of the group "data".
+      optimizer: the stage's settings of the group "optimizer".
     """
 
     name: str
@@ -62,22 +63,22 @@ class ResolvedStage:
 
     @property
     def batch_size(self) -> int:
-        """Rows per step, over all devices and micro-batches."""
+        """The number of rows per step, over all devices and micro-batches."""
         return self.train.batch_size
 
     @property
     def sequence_length(self) -> int:
-        """Tokens per row."""
+        """The number of tokens per row."""
         return self.train.sequence_length
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per step."""
+        """The number of micro-batches per step."""
         return self.train.gradient_accumulation
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per step, padding included."""
+        """The number of tokens per step, including padding."""
         return self.batch_size * self.sequence_length
 
     def as_single_stage(self, config: Config) -> Config:
@@ -88,7 +89,7 @@ class ResolvedStage:
 
 
 def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
-    """The stages of a run in order.
+    """Returns the stages of a run in order.
 
     Raises:
       UserError: the settings of a stage are not valid; the message names the stage.
@@ -104,7 +105,8 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
         f"train.steps = {config.train.steps}, but the steps of train.stages, {terms}, sum to "
         f"{boundaries[-1]}: change one of them so that both are equal",
     )
-    # The stages with which a learning-rate schedule begins; it lasts until the next such stage.
+    # Indices of the stages at which a learning-rate schedule begins. A schedule lasts until the
+    # next of these stages.
     schedule_starts = [
         i for i, stage in enumerate(stages) if not i or _overrides(stage, "optimizer")
     ]
@@ -140,7 +142,7 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
 
 
 def _overrides(stage: Stage, group: str) -> dict[str, Any]:
-    """Name → value of the settings of a group that the stage sets."""
+    """Returns name → value, for the settings of a group that the stage sets."""
     values = {name: getattr(stage, name) for name in STAGE_SETTINGS[group]}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -151,7 +153,7 @@ def stage_at(stages: Sequence[ResolvedStage], step: int) -> ResolvedStage:
 
 
 def tokens_seen(stages: Sequence[ResolvedStage], step: int) -> int:
-    """The number of tokens in the first `step` steps of a run, padding included."""
+    """The number of tokens in the first `step` steps of a run, including padding."""
     return sum(
         max(min(step, stage.last_step) - stage.steps_before, 0) * stage.tokens_per_step
         for stage in stages
@@ -169,7 +171,7 @@ def open_stages(
 
 
 class DataCursor(NamedTuple):
-    """Where a stage reads the training data. A run.json holds the fields under these names.
+    """Where a stage reads the training data. A run.json holds these attributes under their names.
 
     Attributes:
       fingerprint: the fingerprint of the training stream.
@@ -190,14 +192,19 @@ class DataCursor(NamedTuple):
     streams: Mapping[str, float] = {}
 
     def batch(self, step: int, data_offset: int) -> int:
-        """The number of the batch, in the stage's data, for `step` of the run (from 1), if rewinds
-        have skipped `data_offset` batches.
+        """Returns the number, in the stage's data, of the batch that `step` of the run (counted
+        from 1) reads if rewinds have skipped `data_offset` batches.
         """
         return step - 1 - self.step + data_offset
 
     def advance(self, step: int, data: Data, data_offset: int = 0) -> "DataCursor":
-        """The cursor of the next stage, which reads `data`, after `step` steps of the run. This
-        cursor is that of the stage that contains `step`.
+        """Returns the cursor of the next stage. This cursor must be the cursor of the stage that
+        contains `step`.
+
+        Args:
+          step: number of steps of the run before the next stage.
+          data: the rows of the next stage.
+          data_offset: the number of batches that rewinds have skipped in the stage of this cursor.
         """
         rows = self.row + (step - self.step + data_offset) * self.batch_size
         if data.fingerprint == self.fingerprint:
@@ -213,19 +220,19 @@ class DataCursor(NamedTuple):
         return DataCursor(data.fingerprint, data.batch_size, step, 0, starts, dict(data.streams))
 
     def same_stream(self, other: "DataCursor") -> bool:
-        """Whether both cursors read batches of the same size from the same training stream, so that
-        the losses and gradients are comparable.
+        """Whether the stages of both cursors read batches of the same size from the same training
+        stream. Then their losses and gradient norms are comparable.
         """
         return (self.fingerprint, self.batch_size) == (other.fingerprint, other.batch_size)
 
 
-# The cursor of every stage; None for a stage that ended before the run began (in a branch).
+# The cursor of every stage; None for a stage of a branch that ended before the branch began.
 DataCursors = Sequence[DataCursor | None]
 
 
 def rows_taken(streams: Mapping[str, float], rows: int) -> dict[str, int]:
-    """How many of the first `rows` rows of a mix come from each stream, by the stream's name. This
-    is also the number of the stream's next row.
+    """Returns name of a stream → how many of the first `rows` rows of a mix come from this stream.
+    If the mix began with the stream's row 0, this is also the index of the stream's next row.
     """
     return dict(zip(streams, rows_of_streams(tuple(streams.values()), rows), strict=True))
 
@@ -233,12 +240,12 @@ def rows_taken(streams: Mapping[str, float], rows: int) -> dict[str, int]:
 def place_cursors(
     stages: Sequence[ResolvedStage], data: Sequence[Data], first: DataCursor
 ) -> DataCursors:
-    """Computes the cursor of every stage of a run that begins at `first`, and sets the data of each
-    stage to begin at its cursor.
+    """Computes the cursor of every stage of a run that begins at `first`, and makes the data of
+    each stage begin at the stage's cursor.
 
     Args:
       stages: the stages of the run.
-      data: the rows of every stage, which this function changes.
+      data: the rows of every stage; this function calls their `begin`.
       first: the cursor with which the run begins.
     """
     cursors: list[DataCursor | None] = []
@@ -257,8 +264,12 @@ def place_cursors(
 
 
 def recorded_cursors(run: Mapping[str, Any], batch_size: int) -> DataCursors:
-    """The cursors in the contents of a run.json. Older versions wrote a single fingerprint; then
-    `batch_size` is the run's number of rows per step.
+    """Returns the cursors that a run.json records.
+
+    Args:
+      run: the contents of the run.json.
+      batch_size: the run's number of rows per step, for files of older versions, which hold a
+        single fingerprint instead of cursors.
     """
     if isinstance(run["data"], str):
         return [DataCursor(run["data"], batch_size)]
@@ -271,9 +282,10 @@ def first_cursor(cursors: DataCursors) -> DataCursor:
 
 
 def stage_number(cursors: DataCursors, step: int) -> int:
-    """The index of the stage that contains `step` of the run (from 1). The `data_offset` in the
-    train state after a step counts batches of that stage; in the state before the first step,
-    batches of the first stage.
+    """Returns the index of the stage that contains `step` of the run (counted from 1).
+
+    The `data_offset` in the train state after a step counts batches of the stage of this step. In
+    the state before the first step, it counts batches of the first stage.
     """
     return max(
         (i for i, cursor in enumerate(cursors) if cursor and cursor.step < step),
@@ -282,7 +294,7 @@ def stage_number(cursors: DataCursors, step: int) -> int:
 
 
 def after_rewind(cursors: DataCursors, step: int, data_offset: int, to_step: int) -> int:
-    """The new `data_offset` after a rewind.
+    """Computes the `data_offset` after a rewind.
 
     Args:
       cursors: the cursors of the run's stages.
@@ -291,14 +303,16 @@ def after_rewind(cursors: DataCursors, step: int, data_offset: int, to_step: int
       to_step: the step to which the run returns.
 
     Returns:
-      the `data_offset` with which the state after `to_step` continues after the batch of `step`.
+      The new `data_offset` of the state after `to_step`; with it, the run continues with the data
+      after the batch of `step`.
     """
     sizes = [cursors[stage_number(cursors, s)].batch_size for s in range(to_step, step + 1)]
     return -(-(data_offset * sizes[-1] + sum(sizes[1:])) // sizes[0])
 
 
 def offset_in_next_stage(data_offset: int, before: DataCursor, now: DataCursor) -> int:
-    """The `data_offset` with which a stage begins, so that rows that rewinds skipped stay skipped.
+    """Computes the `data_offset` with which a stage begins, so that it does not read rows that a
+    rewind has skipped.
 
     Args:
       data_offset: the data offset at the end of the stage before it.

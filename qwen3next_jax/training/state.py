@@ -1,9 +1,9 @@
-"""The train state: a plain dict of arrays, from which a run resumes with bit-identical results.
+"""The train state, a plain dict of arrays. A run that resumes from it has bit-identical results.
 
-params      nested dict of float32 arrays, as `nnx.to_pure_dict` names them
-opt_state   the optimizer's state (optax)
-step        int32, steps taken so far
-guards      the guards' memory (see `guards`)
+params      the parameters: a nested dict of float32 arrays, as `nnx.to_pure_dict` names them
+opt_state   the state of the optimizer (optax)
+step        int32, the number of steps taken so far
+guards      the memory of the guards (see `guards`)
 """
 
 import jax
@@ -22,8 +22,8 @@ State = dict
 
 
 def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, dict]:
-    """(graph definition, parameters): the structure of the model, with `jax.ShapeDtypeStruct`s in
-    place of arrays.
+    """Returns the structure of the model: (graph definition, parameters as
+    `jax.ShapeDtypeStruct`s).
     """
     graphdef, params = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
     return graphdef, nnx.to_pure_dict(params)
@@ -32,7 +32,7 @@ def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, dict]:
 def abstract_train_state(
     model: ModelConfig, optimizer: OptimizerConfig, guards: GuardConfig, mesh: Mesh
 ) -> State:
-    """The train state as `jax.ShapeDtypeStruct`s, each with its sharding on `mesh`."""
+    """Returns the train state as `jax.ShapeDtypeStruct`s, each with its sharding on `mesh`."""
     _, params = abstract_model(model)
     state = jax.eval_shape(
         lambda params: {
@@ -57,10 +57,12 @@ def init_state(
     seed: int,
     params: dict | None = None,
 ) -> State:
-    """The state before the first step; each device computes its own shards.
+    """Returns the train state before the first step. Each device computes its own shards.
 
     Args:
-      model, optimizer, guards: the settings.
+      model: the settings of the model.
+      optimizer: the settings of the optimizer.
+      guards: the settings of the guards.
       state_shardings: the sharding of every array of the state.
       seed: the seed of the random parameters, which are the same on every mesh.
       params: parameters to use instead of random ones; None: random ones.
@@ -82,8 +84,8 @@ def init_state(
 
 
 def _optimizer(model: ModelConfig, optimizer: OptimizerConfig) -> optax.GradientTransformation:
-    """The optimizer, to initialise its state. The initial state does not depend on the learning
-    rate, which is 0 here.
+    """Returns an optimizer whose only use is to initialise its state. Its learning rate is 0,
+    because the initial state does not depend on it.
     """
     return make_optimizer(optimizer, declared(model), optax.constant_schedule(0.0))
 
