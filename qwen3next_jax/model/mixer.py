@@ -1,4 +1,5 @@
-"""What a token mixer is. `config/registry.py` names the classes; a block resolves and builds them.
+"""The base class of token mixers. `config/registry.py` lists the mixers by name; a block looks up
+the class of its mixer and makes an instance.
 
 Letters: B batch, T time, D model.
 """
@@ -32,33 +33,33 @@ Switch = Literal[
 
 
 class Mixer(nnx.Module):
-    """The part of a layer through which tokens see each other. A new one implements `__init__`,
-    `__call__`, `init_cache`, `forward_flops` and, if heads or widths are split over `tensor`,
-    `splits`.
+    """The part of a layer that passes information between tokens. A new mixer implements
+    `__init__`, `__call__`, `init_cache`, `forward_flops` and, if heads or widths are split over
+    `tensor`, `splits`.
 
-    Settings: the dataclass of the settings that the mixer reads of the group `model.mixer`, with
-      defaults and bounds. `self.settings(config)` gives their values.
-    switches: the settings of ModelConfig that only some mixers read, and this one does. A model
-      none of whose mixers reads such a setting refuses it.
-    meaning: those of `config.compatibility.CONTEXT_LENGTH_SETTINGS` that give the mixer's
-      parameters their meaning: weights that were trained under one value are never read under
-      another.
-    weights_of: a mixer whose parameters are the same, one for one, and mean the same, so that
-      either reads the other's weights; None: there is none. A subclass that adds parameters says
-      None again.
-    read_time: those of `Settings` that change how weights are read, not what they mean. A trained
-      model may be evaluated with other values.
-    version: counts up when the same weights come to mean something else, that is when the mixer's
-      mathematics changes (not how it is computed, nor its start values). A run's record holds it,
-      and a run that was trained with another version is refused.
-    cache_kind: "slots" where the cache has an entry per token, so that later tokens overwrite
-      rejected ones; "state" where its size does not depend on the number of tokens, so that
-      rejecting tokens means restoring an earlier state.
-    in_place: for a cache with slots: the mixer gets the caches of all layers that are stacked
-      with it, [layers, B, …], and writes into that of `context.layer`. Cutting the layer's cache
-      out and putting it back would copy it for every token.
-    names_kept: whether its products and operators name the results that the backward pass needs
-      (`ops.blocks.save_for_backward`). Not inherited.
+    Settings: the dataclass of the settings that the mixer reads from the group `model.mixer`, with
+      defaults and bounds. `self.settings(config)` returns their values.
+    switches: the settings of ModelConfig that this mixer reads and some other mixers do not. A
+      model refuses such a setting if none of its mixers reads it.
+    meaning: the settings in `config.compatibility.CONTEXT_LENGTH_SETTINGS` that determine what the
+      mixer's parameters mean. Weights that were trained with one value of such a setting are never
+      loaded with another value.
+    weights_of: another mixer with the same parameters, of the same meaning, so that each of the two
+      can load the other's weights; None if there is no such mixer. A subclass that adds parameters
+      sets this to None again.
+    read_time: the names of those `Settings` that change how the weights are used, but not what they
+      mean. A trained model may be evaluated with other values of these.
+    version: the version of the mixer's mathematics. Increase it when the same weights come to mean
+      something else, but not for a change of the implementation or of the start values. A run's
+      record holds the version, and a run that was trained with another version is refused.
+    cache_kind: "slots" if the cache has an entry for each token, so that later tokens overwrite
+      rejected tokens; "state" if the size of the cache does not depend on the number of tokens, so
+      that an earlier state must be restored when tokens are rejected.
+    in_place: (for a cache with slots) whether the mixer gets the caches of all layers of its stack,
+      [layers, B, …], and writes into the cache of layer `context.layer`. Otherwise each token would
+      cost a copy of the layer's cache, out of the stack and back.
+    names_kept: whether the mixer names the results that the backward pass needs
+      (`ops.blocks.save_for_backward`). Subclasses do not inherit this value.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -79,9 +80,9 @@ class Mixer(nnx.Module):
 
         Args:
           make: makes one parameter at a time.
-          layers: the numbers of the layers that are stacked in them, each less than
-            `num_hidden_layers`. The multi-token prediction module's layer has the number of the
-            model's last layer.
+          layers: the numbers of the layers whose parameters are stacked, each less than
+            `num_hidden_layers`. The layer of the multi-token prediction module has the number of
+            the model's last layer.
         """
         raise NotImplementedError
 
@@ -92,20 +93,20 @@ class Mixer(nnx.Module):
 
         Args:
           x_BTD: [B, T, D].
-          cache: that of `init_cache` or of an earlier call; None in training.
+          cache: the result of `init_cache` or of an earlier call; None in training.
 
         Returns:
-          y [B, T, D]; diagnostics, small arrays by name ({} unless `context.collect_stats`); the
-          cache after these tokens, None without one.
+          y [B, T, D]; diagnostics, {name: small array} ({} unless `context.collect_stats`); the
+          cache after these tokens, None if `cache` is None.
         """
         raise NotImplementedError
 
     def each_token(
         self, x_BTD: jax.Array, context: Context, cache: dict
     ) -> tuple[jax.Array, dict[str, Any], dict]:
-        """`__call__` of a few tokens without padding, for a cache of kind "state". It returns the
+        """`__call__` for a few tokens without padding and a cache of kind "state". It returns the
         cache after every token, each array [B, T, …], so that rejected tokens can be taken back.
-        A mixer with a cheaper way than token by token overrides this.
+        This method goes token by token; a mixer that has a cheaper way overrides it.
         """
         outputs, caches = [], []
         for t in range(x_BTD.shape[1]):
@@ -131,21 +132,21 @@ class Mixer(nnx.Module):
 
     @classmethod
     def tokens_seen_ahead(cls, config: ModelConfig) -> float:
-        """How many tokens at the start of a document are visible to the tokens before them;
-        math.inf: every token sees all that follow. A token that earlier tokens see is no target
-        of training.
+        """The number of tokens at the start of a document that are visible to the tokens before
+        them. math.inf: every token sees all tokens of its document. A token that earlier tokens see
+        is not a target of training.
         """
         return 0
 
     @classmethod
     def init_cache(cls, config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
-        """The cache of `length` slots before the first token, every array [B, …]."""
+        """The cache before the first token, with `length` slots: {name: array [B, …]}."""
         raise NotImplementedError
 
     @classmethod
     def forward_flops(cls, config: ModelConfig, length: int) -> float:
-        """FLOPs per token, in rows of `length` tokens, of the products without a parameter.
-        Those with a parameter are counted from its declaration.
+        """FLOPs per token of the products that have no parameter, in a row of `length` tokens. The
+        products with a parameter are counted from its declaration.
         """
         raise NotImplementedError
 
@@ -155,10 +156,10 @@ class Mixer(nnx.Module):
 
     @classmethod
     def splits(cls, config: ModelConfig) -> dict[str, int]:
-        """Settings whose values the mesh axis `tensor` must divide."""
+        """{setting: its value}: the values that the size of the mesh axis `tensor` must divide."""
         return {}
 
     @classmethod
     def halo(cls, config: ModelConfig) -> int:
-        """Tokens that a device reads of its neighbour's part of a row."""
+        """The number of tokens that a device reads from its neighbour's part of a row."""
         return 0

@@ -4,8 +4,9 @@ beyond the next one.
 At depth d = 0, 1, … position t combines the state of depth d-1 (the trunk's final-normed state
 at d = 0) with the embedding of token t+1+d, and predicts token t+2+d. Depths share the module,
 as in the released model's multi-step training. In training each depth attends to the keys of its
-own depth, so that it is a plain causal layer that any attention kernel can run; drafting has one
-list of keys and values, of depth 0 and of its own round's drafts (docs/design.md).
+own depth, so that it is a plain causal layer that any attention kernel can run. In drafting all
+depths share one list of keys and values: those of depth 0 for the tokens so far, then those of the
+current round's drafts (docs/design.md).
 
 Letters: B batch, T time, D model.
 """
@@ -22,8 +23,9 @@ from qwen3next_jax.sharding.rules import constrain
 
 
 class MultiTokenPrediction(nnx.Module):
-    """norm → fc([embedding ; state]) → a layer of `full_mixer` → norm. A mixer that depends on
-    its layer's number gets the number of the model's last layer, as its formulas end there.
+    """norm → fc([embedding ; state]) → a layer with the mixer `full_mixer` → norm. If the mixer
+    depends on the number of its layer, it gets the number of the model's last layer, because the
+    mixer's formulas are not defined beyond that.
     """
 
     def __init__(self, config: ModelConfig, make: Make):
@@ -43,11 +45,12 @@ class MultiTokenPrediction(nnx.Module):
         context: Context,
         cache: dict | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array], dict | None]:
-        """One depth.
+        """Computes one depth.
 
         Args:
-          hidden_BTD: the states of the depth before.
-          embedded_BTD: for each position the embedding of the token that it is combined with.
+          hidden_BTD: the states of the previous depth, or of the trunk.
+          embedded_BTD: for each position the embedding of the token that the state is combined
+            with.
 
         Returns:
           The normed states [B, T, D], the block's auxiliary outputs, the cache.
@@ -83,8 +86,8 @@ class MultiTokenPrediction(nnx.Module):
 
 
 def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:
-    """[B, T] bool: whether token t + `offset` is a token of the row and of the document of token
-    t, not padding.
+    """[B, T] bool: whether token t + `offset` exists in the row, is not padding, and belongs to the
+    same document as token t.
     """
     later_BT = jnp.pad(
         segment_ids_BT[:, offset:], ((0, 0), (0, min(offset, segment_ids_BT.shape[1])))
