@@ -22,10 +22,11 @@ from qwen3next_jax.sharding.rules import constrain
 
 
 def mixer_class(name: str) -> type[Mixer]:
-    """The class of the mixer that a layer names.
+    """The class of the mixer called `name`, as a layer's setting names it.
 
     Raises:
-      UserError: it cannot be imported, or declares its settings as mixers once did.
+      UserError: the class cannot be imported, or declares its settings in the obsolete form, as a
+        tuple `settings`.
     """
     mixer = resolve(MIXERS, name, "mixer")
     require(
@@ -38,8 +39,8 @@ def mixer_class(name: str) -> type[Mixer]:
 
 
 def check_mixers(config: ModelConfig) -> None:
-    """Raises UserError where a mixer refuses the settings, or a switch is changed that no layer
-    of the model reads.
+    """Raises UserError if a mixer refuses the settings, or if a switch differs from its default
+    and no layer of the model reads it.
     """
     used = {name: mixer_class(name) for name, _ in config.layer_kinds}
     for mixer in used.values():
@@ -55,13 +56,14 @@ def check_mixers(config: ModelConfig) -> None:
         )
 
 
-# Settings that only some mixers have a use for → the switch that turns that use off. They are
-# refused where a user gives them (`runs.unread`), not where a config file's own model has them.
+# {setting that only some mixers read: the switch that turns off the part of the mixer that reads
+# it}. If no mixer reads such a setting, `runs.unread` refuses it where a user gives it, but not
+# where the model of a config file has it.
 GIVEN = {"decay_init": "decay_gate", "linear_conv_kernel_dim": "short_convolution"}
 
 
 def unread_by_mixers(config: ModelConfig) -> dict[str, str]:
-    """Those of `GIVEN` that no layer of the model reads → why."""
+    """{setting of `GIVEN` that no layer of the model reads: why no layer reads it}."""
     used = {name: mixer_class(name) for name, _ in config.layer_kinds}
     return {
         setting: f"no mixer of the model ({', '.join(used)}) reads it"
@@ -80,7 +82,7 @@ def has_indexer(config: ModelConfig) -> bool:
 
 
 def partial_ablations(config: ModelConfig) -> list[str]:
-    """What each ablation reaches that does not reach all layers, in words."""
+    """One line of text for each ablation that reaches only some layers: which ones it reaches."""
     lines = []
     for setting in config.ablated:
         reached = [
@@ -112,8 +114,8 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def versions(config: ModelConfig) -> dict[str, int]:
-    """The version of the mathematics of every mixer, and of every other part of a block, that the
-    model's settings name ("gdn2", "block.norm = rms"); 1 where it declares none.
+    """{name: version of its mathematics} for every mixer, and every other part of a block, that the
+    model's settings name ("gdn2", "block.norm = rms"). The version is 1 if the part declares none.
     """
     parts = {name: mixer_class(name) for name, _ in config.layer_kinds}
     unread = {"mlp": not config.has_dense_mlps, "rope_scaling": config.yarn_factor == 1}
@@ -183,12 +185,13 @@ class Block(nnx.Module):
         the mean over tokens of median |x|.
         """
 
-        # Whole over `tensor`: the partitioner might split time over it between the matmuls.
+        # Keeps x whole along the mesh axis `tensor`. Without this constraint the partitioner might
+        # split time along it between the matmuls.
         def whole(x_BTD):
             return constrain(x_BTD, context.mesh, "batch", context.time, None)
 
         sparse = isinstance(self.mlp, SparseMoE)
-        # diagnostics are means over all tokens, so they need one group
+        # diagnostics are means over all tokens, so they need all rows in one group
         several = sparse and cache is None and not context.collect_stats
         mix = (
             self.mixer.each_token
@@ -236,7 +239,7 @@ class Block(nnx.Module):
         return make.norm(self.config.hidden_size)
 
     def before(self, x_BTD: jax.Array, part: str) -> jax.Array:
-        """The input of `part`, "mixer" or "mlp", made of the residual stream."""
+        """The input of `part`, "mixer" or "mlp", computed from the residual stream x [B, T, D]."""
         return rms_norm(x_BTD, getattr(self, f"{part}_norm")[...], self.config)
 
     def after(self, x_BTD: jax.Array, y_BTD: jax.Array, part: str) -> jax.Array:

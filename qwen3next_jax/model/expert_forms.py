@@ -1,9 +1,11 @@
-"""How one device computes its routed experts: the forms, and the choice of one.
+"""The functions, called forms, by which one device can compute its routed experts, and the choice
+of the form.
 
-All forms take the same arguments and give the same numbers:
-  x_RD: the tokens. weight_RA, expert_RA: the weights and numbers of the experts that each token
-  chose. gate_up_ED2I, down_EID: the experts.
-and return [R, D], the weighted sum of each token's experts.
+All forms take the same arguments:
+  x_RD: the tokens.
+  weight_RA, expert_RA: the weights and the numbers of the experts that each token chose.
+  gate_up_ED2I, down_EID: the experts' weights.
+All forms return [R, D], the weighted sum of the outputs of each token's experts.
 
 Letters: R tokens, D model, A choices per token, Q = R·A choices, E experts, I expert width.
 """
@@ -30,16 +32,16 @@ def expert_form(
     few_tokens: bool,
     layer: jax.Array | None,
 ) -> Callable:
-    """Chooses the form that is fastest.
+    """Returns the form that is fastest.
 
     Args:
-      mesh: where it splits the experts, tokens travel to them. Where it splits their width over
-        `tensor`, each shard gives a part of the sum.
-      dtype: of the tokens and weights.
+      mesh: the devices; None for one. If the mesh splits the experts, tokens travel to them. If it
+        splits their width over `tensor`, each shard returns a part of the sum.
+      dtype: the dtype of the tokens and weights.
       in_tiles: whether this platform computes all experts in tiles (`ops.preferences`).
       few_tokens: whether there are as few tokens as in cached decoding.
-      layer: in decoding, the number of the layer whose experts are wanted; the weights are then
-        those of all layers of its stack. None: the weights are those of the layer.
+      layer: in decoding, the number of the layer whose experts are wanted; the form then gets the
+        weights of all layers of the stack. None: the form gets the weights of the layer alone.
     """
     if num_shards(mesh, EXPERT) > 1:
         return functools.partial(expert_parallel_moe, axis=EXPERT, axes=TOKENS)
@@ -51,14 +53,17 @@ def expert_form(
         return _decode_or_sorted if experts_in_caches() else sorted_moe
     if dtype.itemsize >= 4:
         return sorted_moe
-    # in bfloat16 saves nothing but its inputs for the backward pass
+    # In bfloat16 `local_moe` saves nothing but its inputs for the backward pass.
     return functools.partial(local_moe, form=sorted_moe if experts_in_caches() else None)
 
 
 def sorted_moe(x_RD, weight_RA, expert_RA, *experts, mlp: Callable = expert_mlp):
-    """Every token through its chosen experts, with a row for each choice, which CPUs do fastest:
-    sort the choices by expert, one grouped SwiGLU, unsort, weigh, sum. `mlp`: computes other
-    experts of rows sorted by expert, (x [Q, D], *experts, group_sizes [E]) → [Q, D].
+    """The form that is fastest on CPUs: it makes one row for each choice, sorts the rows by expert,
+    computes one grouped SwiGLU, restores the order of the rows, weighs them and sums them.
+
+    Args:
+      mlp: (x [Q, D], *experts, group_sizes [E]) → [Q, D], computes the experts of rows that are
+        sorted by expert.
     """
     r, a = expert_RA.shape
     expert_Q = expert_RA.reshape(-1)  # Q = R·A choices
@@ -72,7 +77,9 @@ def sorted_moe(x_RD, weight_RA, expert_RA, *experts, mlp: Callable = expert_mlp)
 
 
 def _decode_with_stack(layer, x, weight, expert, gate_up, down):
-    """For decoding, without a gradient: with the experts of one layer of a stack."""
+    """The form for decoding, without a gradient. `gate_up` and `down` hold the experts of all
+    layers of a stack; the form uses those of `layer`.
+    """
     if experts_in_caches():
         return decode_moe(x, weight, expert, gate_up, down, layer=(layer,))
     return sorted_moe(x, weight, expert, gate_up[layer], down[layer])
@@ -85,9 +92,9 @@ _decode_or_sorted.defvjp(
 
 
 def count_choices(expert: jax.Array, experts: int, weight: jax.Array | None = None) -> jax.Array:
-    """For each expert 0 … `experts` - 1 how often it occurs in `expert` [Q] (int32), or, with
-    `weight` [Q], the sum of the weights where it occurs. A comparison and a sum, which fuse; a
-    scatter-add would run serially on CPU and TPU.
+    """[E] int32: how often each of the expert numbers 0 … `experts` - 1 occurs in `expert` [Q]; or,
+    with `weight` [Q], the sum of the weights at the places where it occurs. This compares and sums,
+    which XLA fuses; a scatter-add would run serially on CPU and TPU.
     """
     hit_QE = expert[:, None] == jnp.arange(experts)
     return (
@@ -99,8 +106,8 @@ def count_choices(expert: jax.Array, experts: int, weight: jax.Array | None = No
 
 @jax.custom_vjp
 def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """x[order] for a permutation whose inverse is known: its gradient is a gather too, not a
-    scatter.
+    """x[order] for a permutation `order` with the inverse `inverse`, so that the gradient is a
+    gather, too, and not a scatter.
     """
     return x[order]
 

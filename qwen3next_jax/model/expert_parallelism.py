@@ -1,21 +1,24 @@
-"""Expert parallelism: tokens travel to the shards that hold their experts, and back. Every token
-is computed, at any imbalance; none is dropped.
+"""Expert parallelism: tokens travel to the shards that hold their experts, and the results travel
+back. Every token is computed, however unevenly the experts are chosen; no token is dropped.
 
-Where the experts are split over the `expert` axis there are two exchanges, chosen by the number
-of shards n (the arithmetic is in docs/parallel.md):
+If the experts are split over the mesh axis `expert`, the tokens travel by one of two exchanges. The
+number of shards along the axis decides which one (docs/parallel.md has the arithmetic):
 
-- up to `GATHERED_SHARDS`, every shard gathers all tokens, computes its own experts' part of all
-  of them, and the parts are summed where the tokens came from (reduce-scatter);
-- beyond, every choice of an expert travels alone to the shard that holds it (`ragged_all_to_all`).
+- Up to `GATHERED_SHARDS` shards: every shard gathers the tokens of all shards and computes what its
+  own experts contribute to each token. A reduce-scatter sums the contributions on the shard that
+  the token came from.
+- More shards: each token is sent once for each of its choices, to the shard that holds the chosen
+  expert (`ragged_all_to_all`).
 
-A shard may receive anything between no token and all tokens, but buffers are static. Their capacity
-is a little more than a balanced router sends. The rest goes through loops that a balanced router
-never enters: for the first exchange they are in `ops/routed_experts/`, for the second they are
-further rounds, below. Long inputs are processed in chunks of tokens. The backward pass saves the
-inputs alone and exchanges them again; only tokens that were gathered all at once are saved by
-remat `dots` and `none`.
+A shard may receive anything between no token and all tokens, but buffers have a static size. Their
+capacity is a little more than the rows that a balanced router sends. Rows beyond the capacity go
+through loops that a balanced router never enters: for the first exchange the loops are in
+`ops/routed_experts/`; for the second exchange they are the further rounds of `_AllToAllExperts`.
+Long inputs are processed in chunks of tokens. The forward pass saves only its inputs, and the
+backward pass exchanges them again. The exception are tokens that are gathered in a single chunk:
+remat `dots`, `kept` and `none` save the gathered rows.
 
-Letters: R tokens of this shard, N tokens that meet this shard's experts, D model, A choices per
+Letters: R tokens of this shard, N tokens that reach this shard's experts, D model, A choices per
 token, Q choices, P rows of a round, E experts, L experts of this shard, S shards.
 """
 
@@ -34,11 +37,15 @@ from qwen3next_jax.ops.ragged_exchange import exchange
 from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_gradients, sum_by_token
 
 GATHERED_SHARDS = 8
-# A chunk's choices take so many bytes of rows, or this part of the device's memory if that is more.
+# The rows of a chunk's choices take at most CHUNK_BYTES bytes, or 1 / CHUNK_PART of the device's
+# memory if that is more. More chunks would be slower: each one reads and writes the float32
+# gradients of all weights.
 CHUNK_BYTES = 2**29
-CHUNK_PART = 64  # every further chunk reads and writes the float32 gradients of all weights
-OVERFLOW_PART = 8  # a further round of the ragged exchange has an eighth of the first round's rows
-# The gathered exchange goes in two overlapping chunks if each expert then has so many rows.
+CHUNK_PART = 64
+# A further round of the ragged exchange has 1 / OVERFLOW_PART as many rows as the first round.
+OVERFLOW_PART = 8
+# The gathered exchange goes in two overlapping chunks if each expert then has at least this many
+# rows per chunk.
 OVERLAP_ROWS = 512
 # capacity of a buffer, as a multiple of the rows that a shard receives under perfect balance
 CAPACITY_FACTOR = 1.125
@@ -48,7 +55,7 @@ def local_moe(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, form: Callable
     """`expert_parallel_moe` for a device that holds all experts.
 
     Args:
-      form: computes a chunk, with the same arguments; None: `routed_experts`.
+      form: function that computes a chunk and takes the same arguments; None: `routed_experts`.
     """
     options = _Options(_LocalExperts, _chunk(x_RD, expert_RA), form=form)
     return _experts(options, x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
@@ -57,15 +64,15 @@ def local_moe(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, form: Callable
 def expert_parallel_moe(
     x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID, axis: str, axes: tuple[str, ...]
 ):
-    """Σ_a weight · SwiGLU_expert(x) for this shard's tokens, inside `shard_map`.
+    """Σ_a weight · SwiGLU_expert(x) for this shard's tokens; it is called inside `shard_map`.
 
     Args:
-      x_RD, weight_RA, expert_RA: this shard's tokens, and the weights and numbers of the experts
-        that they chose.
+      x_RD: this shard's tokens.
+      weight_RA, expert_RA: the weights and numbers of the experts that the tokens chose.
       gate_up_LD2I, down_LID: this shard's experts. A `tensor` axis may split their width; the
         result is then a part of the sum.
       axis: the mesh axis over which the experts are split in order.
-      axes: all axes that split tokens; shards along them make the same number of rounds.
+      axes: all mesh axes that split tokens; all shards along them make the same number of rounds.
 
     Returns:
       [R, D] in x's dtype.
@@ -83,8 +90,9 @@ def expert_parallel_moe(
     if overlap_chunks(longer := _chunk(x_RD, expert_RA, 2), expert_RA.shape[1], experts) == 2:
         chunk = longer
     elif chunk == x_RD.shape[0]:
-        # All at once: gathered outside of `_experts`, so that remat can keep it. A second gather
-        # would begin a layer's gradients, with nothing beside it.
+        # All tokens go in one chunk. They are gathered outside of `_experts`, so that remat can
+        # save the gathered rows: a second gather would start the layer's backward pass, with no
+        # computation to overlap with.
         x_ND, weight_NA, expert_NA = (
             save_for_backward(gather(a, axis), "gathered rows")
             for gather, a in ((_gather_rows, x_RD), (_gather_rows, weight_RA), (_gather, expert_RA))
@@ -103,8 +111,15 @@ def expert_parallel_moe(
 
 
 def overlap_chunks_of_all(tokens: int, width: int, choices: int, experts: int, dtype) -> int:
-    """How many overlapping chunks the gathered exchange makes of a shard's tokens; 1 if the tokens
-    have to go in several chunks one after another.
+    """The number of overlapping chunks into which the gathered exchange divides a shard's tokens; 1
+    if the tokens need more memory, and so go in several chunks one after another.
+
+    Args:
+      tokens: number of tokens of the shard.
+      width: width of the model.
+      choices: number of experts that each token chooses.
+      experts: number of experts of the shard.
+      dtype: dtype of the tokens.
     """
     x_RD, expert_RA = (jax.ShapeDtypeStruct((tokens, n), dtype) for n in (width, choices))
     parts = overlap_chunks(tokens, choices, experts)
@@ -117,12 +132,13 @@ class _Options(NamedTuple):
     axis: str = ""
     axes: tuple[str, ...] = ()
     form: Callable | None = None
-    capacity: int | None = None  # of a chunk's buffers; None: all choices
+    capacity: int | None = None  # rows of a chunk's buffers; None: a row for every choice
 
 
 def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
-    """Tokens in a chunk: the largest divisor of all tokens whose rows fit into the bytes of a
-    chunk, if its `parts` are in memory one after another.
+    """The number of tokens in a chunk: the largest divisor of the number of tokens for which the
+    rows of a chunk, divided by `parts`, fit into the bytes of a chunk. (The `parts` are in memory
+    one after another.)
     """
     tokens, choices = expert_RA.shape
     chunk_bytes = max(CHUNK_BYTES, (compile_target().memory_bytes or 0) // CHUNK_PART)
@@ -132,7 +148,7 @@ def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
     )
 
 
-# ---- one custom gradient around chunks
+# ---- one custom gradient around all chunks
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -160,7 +176,7 @@ def _experts_backward(options, inputs, dy_RD):
         )
         return _add(totals, dw) if totals else dw, (dx, dweight.astype(weight.dtype))
 
-    one = options.chunk == x_RD.shape[0]  # its gradients stay in the weights' dtype
+    one = options.chunk == x_RD.shape[0]  # gradients of one chunk stay in the weights' dtype
     totals = None if one else [_zeros_wide(w) for w in (gate_up, down)]
     (dgate_up, ddown), (dx_RD, dweight_RA) = _walk(
         options.chunk, chunk, totals, (x_RD, weight_RA, expert_RA, dy_RD)
@@ -172,7 +188,7 @@ _experts.defvjp(_experts_forward, _experts_backward)
 
 
 def _walk(size, step, carry, arrays):
-    """`jax.lax.scan` of `step` over chunks of `size` rows."""
+    """`jax.lax.scan` of `step` over chunks of `size` rows of `arrays`; with one chunk, a call."""
     if arrays[0].shape[0] == size:
         return step(carry, arrays)
     chunks = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), arrays)
@@ -192,7 +208,7 @@ def _capacity(balanced: int) -> int:
     return math.ceil(CAPACITY_FACTOR * balanced)
 
 
-# ---- all experts here
+# ---- all experts on this device
 
 
 class _LocalExperts:
@@ -217,23 +233,25 @@ class _LocalExperts:
         return dx, dweight.astype(jnp.promote_types(jnp.float32, dweight.dtype)), *dw
 
 
-# ---- all tokens to all shards
+# ---- the gathered exchange: all tokens go to all shards
 
 
 def overlap_chunks(tokens: int, choices: int, experts: int) -> int:
-    """In how many overlapping chunks a shard's tokens are exchanged.
+    """The number of overlapping chunks, 1 or 2, in which a shard's tokens are exchanged.
 
     Args:
-      tokens, choices: of one shard; all shards together send one shard as many choices.
-      experts: of one shard.
+      tokens: number of tokens of one shard.
+      choices: number of experts that each token chooses. In balance a shard receives, from all
+        shards together, `tokens` · `choices` rows.
+      experts: number of experts of one shard.
     """
     return 2 if tokens * choices >= 2 * OVERLAP_ROWS * experts and tokens % 2 == 0 else 1
 
 
 class _AllGatherExperts:
-    """Every shard gathers all tokens; the shards' parts of a result are summed where its token came
-    from. If that leaves enough rows for each expert, the tokens go in two chunks: the rows of one
-    travel while the other is computed.
+    """Every shard gathers all tokens and computes its own experts' contributions, which are summed
+    on the shard that the token came from. If each expert gets enough rows, the tokens go in two
+    chunks: the rows of one chunk travel while the other chunk is computed.
     """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
@@ -260,11 +278,16 @@ class _AllGatherExperts:
         return dx, dweight, *dw
 
     def _each_chunk(self, step, *arrays, back: bool = False):
-        """Runs `step(carry, experts, *rows)` → (carry, parts of sums) over the chunks, with the
-        experts and rows of all shards → (the last carry, the sums for this shard's tokens).
+        """Runs a step on each chunk, with the gathered rows of all shards.
 
-        `back`: from the last chunk to the first, which is the order in which gradients come back
-        through the mixers of `row_groups`.
+        Args:
+          step: (carry, expert numbers, *rows) → (carry, [this shard's contributions to each row]).
+          arrays: the arrays of this shard's tokens, of which the chunks' rows are gathered.
+          back: whether to go from the last chunk to the first, which is the order in which
+            gradients come back through the mixers of `row_groups`.
+
+        Returns:
+          The last carry; the contributions of all shards, summed, for this shard's tokens.
         """
         gathered = [
             [_gather(part, self.axis) for part in jnp.split(array, self.chunks)]
@@ -276,7 +299,7 @@ class _AllGatherExperts:
         carry = ()
         parts = []
         for expert, *rows in chunks:
-            # The rows are read when the chunk before is done; until then they may travel.
+            # A chunk's rows are first read when the chunk before is done; until then they travel.
             if parts:
                 rows, parts[-1] = jax.lax.optimization_barrier((rows, parts[-1]))
             carry, part = step(carry, expert - self.first, *rows)
@@ -304,13 +327,14 @@ _sum_rows.defvjp(
 )
 
 
-# ---- every choice to its shard
+# ---- the ragged exchange: every choice goes to the shard of its expert
 
 
 class _AllToAllExperts:
-    """This shard's choices sorted by expert, so that those for one shard lie together; each
-    shard works off what it receives, in the order of the senders: one round of a balanced
-    shard's rows and some more, then rounds of a part of them.
+    """Every shard sorts its choices by expert, so that the choices for one receiver lie together,
+    and sends each receiver its choices. A receiver computes the rows in the order of the senders,
+    in rounds. The first round has room for a few more rows than a balanced router sends; each
+    further round has room for 1 / `OVERFLOW_PART` as many.
     """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
@@ -325,18 +349,18 @@ class _AllToAllExperts:
         sizes_E = jnp.sum(
             expert_Q[:, None] == jnp.arange(shards * experts), axis=0, dtype=jnp.int32
         )
-        # sender, receiver, expert of the receiver
+        # number of choices by sender, receiver, and expert of the receiver
         self.sizes_SSL = jax.lax.all_gather(sizes_E, self.axis).reshape(shards, shards, experts)
         self.sent_SS = jnp.sum(self.sizes_SSL, axis=-1)
-        # where a receiver's choices begin at the sender
+        # where the choices for a receiver begin among the sender's sorted choices
         self.first_SS = jnp.cumsum(self.sent_SS, axis=1) - self.sent_SS
-        # where a sender's begin at the receiver
+        # where the choices of a sender begin among those that the receiver gets
         self.arrives_SS = jnp.cumsum(self.sent_SS, axis=0) - self.sent_SS
         self.capacity = min(_capacity(expert_Q.size), shards * expert_Q.size)
         self.more = -(-self.capacity // OVERFLOW_PART)
         fullest = jnp.max(jnp.sum(self.sent_SS, axis=0))
-        # Every round is a collective: all shards take part in as many as the fullest of them all
-        # needs.
+        # Every round is a collective: all shards take part in as many rounds as the shard with the
+        # most rows needs.
         self.rounds = jax.lax.pmax(
             -(-jnp.maximum(fullest - self.capacity, 0) // self.more), options.axes
         )
@@ -386,8 +410,15 @@ class _AllToAllExperts:
         )
 
     def _receive(self, low, size, rows):
-        """(each of `rows` for this shard's choices from `low` on, their experts' numbers here; L
-        where there is none).
+        """Receives one round: the choices number `low` … `low` + `size` - 1 of those that the other
+        shards send to this one.
+
+        Args:
+          rows: arrays [Q, …] of this shard's own choices, which it sends.
+
+        Returns:
+          The received rows, one array [P, …] for each array of `rows`; and the number [P] of each
+          row's expert on this shard, L for a row that holds no choice.
         """
         ends_SL = jnp.cumsum(self.sizes_SSL[:, self.shard].reshape(-1))  # by sender, then expert
         row_P = low + jnp.arange(size)
@@ -408,14 +439,15 @@ class _AllToAllExperts:
         )
 
     def _round(self, low, size):
-        """[S, S] of the rows from `low` on: where sender s starts to read for receiver d, how
-        many rows, where they land.
+        """Three arrays [S, S] that say for sender s and receiver d what one round exchanges of the
+        receiver's rows `low` … `low` + `size` - 1: the first row that s reads, the number of rows,
+        and the row of d's buffer where the first one lands.
         """
         start = jnp.maximum(self.arrives_SS, low)
         end = jnp.minimum(self.arrives_SS + self.sent_SS, low + size)
         rows_SS = jnp.maximum(end - start, 0)
-        # A pair that exchanges nothing would carry offsets far outside the buffers, which hardware
-        # need not forgive.
+        # The offsets of a pair that exchanges nothing would lie far outside the buffers; hardware
+        # may not accept such offsets.
         read_SS, land_SS = (
             jnp.where(rows_SS > 0, x, 0)
             for x in (self.first_SS + start - self.arrives_SS, start - low)

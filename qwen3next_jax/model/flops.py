@@ -1,22 +1,23 @@
-"""Floating-point operations and parameters, counted from the declarations: one formula for MFU,
-planner and sweeps.
+"""Floating-point operations and parameters, counted from the parameters' declarations. MFU, the
+planner and sweeps use these counts.
 
-"Model FLOPs" are the products that the mathematics of one training step needs, forward and
-backward, whatever the program does to get them:
+"Model FLOPs" are the operations of the matrix products that the mathematics of one training step
+needs, forward and backward, whatever the program does to compute them:
 
-- a product of [m, k] and [k, n] is 2·m·k·n; the backward of a product is two of the same size,
-  so a step is 3 × forward;
-- causal attention reads (T + 1)/2 keys per query. Packed documents read fewer, which is not
-  taken off;
-- a mixer says itself what it multiplies without a parameter (`Mixer.forward_flops`). The gated
-  delta rule counts as its token recurrence: per token and value head S ← e^g S + β k (v − Sᵀk)ᵀ
-  and Sᵀq, three products of K·V. The chunked form executes more (8·C/d of 6 for chunks of C):
-  that is the kernel's choice, as recomputation (remat) is the program's, and neither raises the
-  MFU;
-- of the experts, only the chosen ones count.
+- A product of [m, k] and [k, n] has 2·m·k·n operations. Its backward pass has two products of the
+  same size, so a step has 3 times the operations of the forward pass.
+- In causal attention a query reads (T + 1)/2 keys on average. Queries in packed documents read
+  fewer keys, but the count does not consider that.
+- Each mixer counts its own products that have no parameter (`Mixer.forward_flops`). The gated delta
+  rule is counted by its recurrence over tokens: S ← e^g S + β k (v − Sᵀk)ᵀ and Sᵀq, three products
+  of K·V multiplications and additions for each token and value head. The chunked form executes more
+  operations, by the choice of the kernel, and recomputation (remat) executes more, by the choice of
+  the program. Neither raises the MFU.
+- Of the routed experts only the chosen ones count.
 
-Left out: whatever is no product (norms, activations, softmax, the depthwise convolution, rotary
-embedding, the embedding lookup, the optimizer), under 1 % of the released model.
+The count leaves out everything that is not a matrix product (norms, activations, softmax, the
+depthwise convolution, rotary embedding, the embedding lookup, the optimizer): less than 1 % of the
+released model's operations.
 """
 
 from typing import NamedTuple
@@ -33,11 +34,11 @@ class ParameterCounts(NamedTuple):
     """Numbers of parameters.
 
     Attributes:
-      total: of the whole model.
-      embeddings: of the input table and the output head.
-      mtp: of the multi-token prediction module.
-      active: of what one token passes in the trunk, without embeddings (the "A3B" of the released
-        model's name).
+      total: parameters of the whole model.
+      embeddings: parameters of the input table and the output head.
+      mtp: parameters of the multi-token prediction module.
+      active: parameters of the trunk that one token uses, without embeddings (the "A3B" in the
+        released model's name).
     """
 
     total: int
@@ -47,7 +48,7 @@ class ParameterCounts(NamedTuple):
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """Model FLOPs of one training token, forward and backward, in rows of `sequence_length`
+    """Model FLOPs of one training token, forward and backward, in a row of `sequence_length`
     tokens.
     """
     return (1 + BACKWARD_OVER_FORWARD) * sum(
@@ -61,7 +62,7 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
     "embedding" (projections of a layer's own embedding), "head", and "mtp" with all of its module
     and its head, once per depth.
     """
-    head = 2.0 * config.hidden_size * config.vocab_size  # of a tied embedding, too
+    head = 2.0 * config.hidden_size * config.vocab_size  # also where the embedding is tied to it
     parts = {"head": head, "mtp": config.mtp_depth * head}
     for path, parameter in declared(config).items():
         if parameter.letters and parameter.kind != "head":
@@ -81,7 +82,7 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
 
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
-    """How many parameters the model of this configuration has."""
+    """The numbers of parameters of the model of this configuration."""
     total = embeddings = mtp = active = 0
     for path, parameter in declared(config).items():
         total += parameter.size
@@ -95,7 +96,7 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
 
 
 def _passed(config: ModelConfig, parameter: Declared) -> int:
-    """Its elements that one token passes."""
+    """The number of the parameter's elements that one token uses."""
     chosen = min(parameter.experts, config.num_experts_per_tok) if parameter.experts > 1 else 1
     return parameter.size // parameter.experts * chosen
 

@@ -1,8 +1,9 @@
-"""Gated attention (2505.06708): grouped-query attention whose heads pass an elementwise sigmoid
-gate.
+"""Gated attention (2505.06708): grouped-query attention whose output an elementwise sigmoid gate
+multiplies.
 
 Letters: B batch, T time, S cache slots, D model, N query heads, M key/value heads, K head width,
-J width of a query and its gate.
+J width of a query and its gate
+side by side.
 """
 
 import dataclasses
@@ -32,8 +33,8 @@ from qwen3next_jax.sharding.rules import (
     num_shards,
 )
 
-# Multiplies scores so that softmax picks the largest: over S keys the weighted mean is then within
-# ln S / 1024 of the largest score. A power of two, so that the product is exact.
+# Factor of the scores with which softmax picks the largest score: the weighted mean of S scores is
+# then within ln S / 1024 of the largest. It is a power of two, so that the product is exact.
 SHARPENED = 1024.0
 
 
@@ -41,15 +42,18 @@ class GatedAttention(Mixer):
     """Query, key and value projections → per-head norms and partial RoPE → attention → gate →
     projection.
 
-    Diagnostics, over the counted tokens: first_token_share [N]: attention probability on the
-    first token of the document, mean over the other tokens' queries; gate_mean [], gate_closed
-    []: mean of the output gate, share of it below 0.1 (where there is a gate); logit_max [N]:
-    the largest scaled score of a query and a key that it sees.
+    Diagnostics, over the counted tokens:
+      first_token_share [N]: the attention probability on the first token of the document, averaged
+        over the queries of the other tokens;
+      gate_mean []: the mean of the output gate (if there is a gate);
+      gate_closed []: the share of the gate's elements below 0.1 (if there is a gate);
+      logit_max [N]: the largest scaled score of a query and a key that the query sees.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings:
-        # over what queries and keys are normed: each head alone, or all heads of the layer together
+        # whether the norm of queries and keys is taken over each head alone ("head") or over all
+        # heads of the layer together ("layer")
         qk_norm_over: Literal["head", "layer"] = "head"
 
     switches = ("attention_output_gate", "qk_norm", "yarn_factor", "block.rope_scaling")
@@ -123,8 +127,8 @@ class GatedAttention(Mixer):
         return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
 
     def uses_fused_layout(self, x_BTD: jax.Array, context: Context) -> bool:
-        """Whether heads lie side by side between the projections and the kernels of
-        `ops.attention_heads`, where these have kernels.
+        """Whether the kernels of `ops.attention_heads` run, with all heads side by side in the last
+        axis between them and the projections.
         """
         c, time = (
             self.config,
@@ -140,8 +144,8 @@ class GatedAttention(Mixer):
         )
 
     def _fused(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
-        """`__call__` without a cache, by kernels alone between the projections. The weight of the
-        queries' norm includes the scale of the scores, K^-1/2.
+        """`__call__` without a cache, with nothing but kernels between the projections. The scale
+        of the scores, K^-1/2, is multiplied into the weight of the queries' norm.
         """
         c, (n, m) = self.config, (self.config.num_attention_heads, self.config.num_key_value_heads)
         shared = m % num_shards(context.mesh, TENSOR) != 0
@@ -189,7 +193,7 @@ class GatedAttention(Mixer):
         return y_BTD, self.diagnostics(q, k, gate, context)
 
     def normed(self, x_BTNK: jax.Array, weight: jax.Array) -> jax.Array:
-        """Queries or keys, normed for each head or over all heads (`qk_norm_over`)."""
+        """Queries or keys [B, T, N, K], normed for each head or over all heads (`qk_norm_over`)."""
         if self.settings(self.config).qk_norm_over == "head":
             return rms_norm(x_BTNK, weight, self.config)
         return rms_norm(x_BTNK.reshape(*x_BTNK.shape[:2], -1), weight, self.config).reshape(
@@ -220,13 +224,15 @@ class GatedAttention(Mixer):
 
     @classmethod
     def init_cache(cls, config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
-        """Empty cache of `length` slots."""
+        """An empty cache of `length` slots for each of `batch` rows."""
         shape = (batch, length, config.num_key_value_heads, config.head_dim)
         return {"k": jnp.zeros(shape, config.dtype), "v": jnp.zeros(shape, config.dtype)}
 
     @classmethod
     def forward_flops(cls, config: ModelConfig, length: int) -> float:
-        """Scores and values: a causal query reads (length + 1) / 2 keys on average."""
+        """FLOPs per token of the scores and of the weighted sum of values: a causal query reads
+        (length + 1) / 2 keys on average.
+        """
         return 2 * (length + 1) * config.num_attention_heads * config.head_dim
 
     @classmethod
@@ -245,7 +251,9 @@ class GatedAttention(Mixer):
 def gated_projection(
     o_BTNK: jax.Array, gate_BTNK: jax.Array | None, o_proj_NKD: jax.Array, context: Context
 ) -> jax.Array:
-    """The heads' outputs through their gate and back to the model's width, [B, T, D]."""
+    """Multiplies the heads' outputs by their gate and projects them to the model's width,
+    [B, T, D].
+    """
     dtype = o_BTNK.dtype
 
     def project(o_BTNK, gate_BTNK, o_proj_NKD):
@@ -260,14 +268,14 @@ def gated_projection(
 def attention_diagnostics(
     attend: Callable, q_BTNK, k_BTMK, gate_BTNK, context: Context
 ) -> dict[str, jax.Array]:
-    # With the indicator of first tokens as values, attention returns its own probability on them:
-    # no T × T matrix.
+    # If the values are 1 at first tokens and 0 elsewhere, attention returns its probability on the
+    # first tokens, without a T × T matrix.
     first_BT = context.positions == 0
     indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(k_BTMK.dtype)
     share_BTN = attend(q_BTNK, k_BTMK, indicator_BTMK)[..., 0]
     counted_BT = ~first_BT if context.stats_mask is None else context.stats_mask & ~first_BT
-    # Of sharpened probabilities nothing but the largest is left: with the keys as values, attention
-    # returns each query's best one.
+    # Of the sharpened scores softmax keeps only the largest: with the keys as values, attention
+    # returns the key with the largest score for each query.
     best_BTNK = attend(q_BTNK * SHARPENED, k_BTMK, k_BTMK)
     logit_BTN = (
         jnp.einsum("btnk,btnk->btn", q_BTNK, best_BTNK, preferred_element_type=jnp.float32)
@@ -295,9 +303,9 @@ def attend(
     context: Context,
     q_positions_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention with the heads split over `tensor`; with `q_positions`, to the slots of a cache.
-    Where there are fewer key/value heads than shards, every shard holds all of them and takes
-    the one that its query heads read.
+    """Attention with the heads split over `tensor`; with `q_positions`, attention to the slots of a
+    cache. If there are fewer key/value heads than shards, every shard holds all of these heads and
+    uses the one that its query heads read.
     """
     mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BSMK.shape[2])
     shared = m % num_shards(mesh, TENSOR) != 0
@@ -320,9 +328,9 @@ def attend(
 
 
 def write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -> jax.Array:
-    """Writes each token into its slot, of a mixer that does not write in place. Padding after a
-    row's end lands in slots that later tokens overwrite before any query can see them; slots
-    past the end are dropped.
+    """Writes each token into its slot of the cache of one layer; it is for mixers that do not write
+    in place. Padding after a row's end lands in slots that later tokens overwrite before any query
+    can see them. Tokens whose slot lies past the end of the cache are dropped.
     """
     row_B1 = jnp.arange(cache_BSMK.shape[0])[:, None]
     written_BSMK = cache_BSMK.at[row_B1, positions_BT].set(
@@ -339,11 +347,11 @@ def attend_cached(
     """Writes new keys and values into the layer's slots of the cache, and attends to the cache.
 
     Args:
-      new: {name: [B, T, M, K]}, keys first and values last; one array may be both.
+      new: {name: [B, T, M, K]}, keys first and values last; a single array is both.
       cache: {name: [layers, B, S, M, K]}.
 
     Returns:
-      o [B, T, N, K]; the cache.
+      o [B, T, N, K]; the cache with the new keys and values.
     """
     mesh, (n, m) = context.mesh, (q_BTNK.shape[2], next(iter(new.values())).shape[2])
     shared = m % num_shards(mesh, TENSOR) != 0
@@ -352,7 +360,7 @@ def attend_cached(
         cache = {
             name: write_in_place(cache[name], x, layer, positions[:, 0]) for name, x in new.items()
         }
-        keys, *_, values = 2 * tuple(cache.values())  # of one array the same
+        keys, *_, values = 2 * tuple(cache.values())  # one array is both keys and values
         if shared:
             keys, values, layer = *(_own_head(x[layer], q, n // m)[None] for x in (keys, values)), 0
         return cached_attention(q, keys, values, layer, positions), cache
@@ -375,8 +383,8 @@ def cache_spec(heads: int, mesh: Mesh | None) -> P:
 
 
 def _own_head(x_BSMK: jax.Array, q_BTNK: jax.Array, readers: int) -> jax.Array:
-    """The one of all key/value heads that the query heads of this shard read. `readers`: query
-    heads per key/value head.
+    """The key/value head [B, S, 1, K] that the query heads of this shard read, cut out of all
+    key/value heads. `readers`: the number of query heads per key/value head.
     """
     return jax.lax.dynamic_slice_in_dim(
         x_BSMK, jax.lax.axis_index(TENSOR) * q_BTNK.shape[2] // readers, 1, axis=2

@@ -25,10 +25,10 @@ class GatedDeltaNet(Recurrent):
     dt_bias) for each value head; o as `ops.gated_delta_rule` computes it, with q and k of length
     1; y = W_out (RMSNorm(o) SiLU(z)), or with the sigmoid of z (`model.output_gate_type`).
 
-    The input projections have the grouping of the released checkpoint: one matrix [q | k | v | z]
-    and one [b | a] for each key head, so that splitting G over devices leaves every value head
-    beside its key head. A part that an ablation switch of `ModelConfig` turns off has no
-    parameters.
+    The input projections are grouped as in the released checkpoint: each key head has one matrix
+    [q | k | v | z] and one matrix [b | a], so that every value head stays on the device of its key
+    head when G is split over devices. A part that an ablation switch of `ModelConfig` turns off has
+    no parameters.
     """
 
     names_kept = True
@@ -79,14 +79,16 @@ class GatedDeltaNet(Recurrent):
         return Inputs(qkv, z if self.config.linear_output_gate else None, g_BTH, beta_BTH)
 
     def _project_qkvz(self, x_BTD: jax.Array, context: Context):
-        """qkv of `Inputs` and z [B, T, G, RV], in the layout that the kernels take here."""
+        """(qkv of `Inputs`, z [B, T, G, RV]), or the same in the fused layout where the mixer uses
+        it.
+        """
         c = self.config
         k = c.linear_key_head_dim
         v = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim
         weight_DGC = self.in_proj_qkvz[...].astype(x_BTD.dtype)
         if context.time and self.uses_fused_layout():  # context.time: no cache
-            # One product for each: their arrays then go to the kernels as they are, where parts of
-            # one would be copied.
+            # One product for each of q, k, v and z: the kernels then read the arrays as they are.
+            # Slices of a single product would be copied first.
             parts = (
                 x_BTD @ part_DGC.reshape(part_DGC.shape[0], -1)
                 for part_DGC in jnp.split(weight_DGC, (k, 2 * k, 2 * k + v), axis=-1)
@@ -106,7 +108,7 @@ class GatedDeltaNet(Recurrent):
         return jnp.split(qkvz_BTGC, (2 * k + v,), axis=-1)
 
     def _decay_and_beta(self, x_BTD: jax.Array):
-        """(log decay, write strength), float32 [B, T, H]; None where the gate is ablated."""
+        """(log decay, write strength), each float32 [B, T, H], or None if its gate is ablated."""
         c = self.config
         shape = (*x_BTD.shape[:2], c.linear_num_value_heads)
         r = c.linear_num_value_heads // c.linear_num_key_heads
@@ -136,18 +138,18 @@ class GatedDeltaNet(Recurrent):
 
 
 def log_of_uniform(lowest: float) -> Callable[[jax.Array, tuple[int, ...]], jax.Array]:
-    """(key, shape) → ln A, A uniform between `lowest` and 16."""
+    """Returns the function (key, shape) → ln A for random A, uniform between `lowest` and 16."""
     return lambda key, shape: jnp.log(jax.random.uniform(key, shape, minval=lowest, maxval=16.0))
 
 
 def log_uniform_dt_bias(new_key: Callable[[], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """The bias whose softplus is log-uniform between 0.001 and 0.1."""
+    """A random bias whose softplus is log-uniform between 0.001 and 0.1."""
     dt = jnp.exp(jax.random.uniform(new_key(), shape, minval=jnp.log(1e-3), maxval=jnp.log(0.1)))
     return dt + jnp.log(-jnp.expm1(-dt))
 
 
-# What `ModelConfig.decay_init` names: functions that make the start values of A_log and dt_bias.
-# The lowest A is not 0, whose logarithm is not finite.
+# {value of `ModelConfig.decay_init`: functions that make the start values of A_log and dt_bias}.
+# The lowest A is above 0 because the logarithm of 0 is not finite.
 DECAY_INITS = {
     "ones": (log_of_uniform(0.01), lambda new_key, shape: jnp.ones(shape)),
     "log_uniform": (log_of_uniform(1e-4), log_uniform_dt_bias),

@@ -2,9 +2,9 @@
 prediction.
 
 Layers repeat with a period (3 recurrent + 1 attention in the released model). The parameters of
-every repeat are stacked on a leading axis and the period is the body of one `lax.scan`, so that
-48 layers trace and compile as 4. Layers before the periodic part (first-k dense), and those of a
-pattern without a period, run one after another (`ModelConfig.stacks`).
+all repeats are stacked on a leading axis, and the period is the body of one `lax.scan`, so that
+48 layers trace and compile as 4. Layers before the periodic part (such as dense first
+layers), and the layers of a pattern without a period, run one after another (`ModelConfig.stacks`).
 
 Letters: B batch, T time, D model, V vocabulary, E experts.
 """
@@ -44,13 +44,13 @@ from qwen3next_jax.sharding.rules import (
 
 
 class Features(NamedTuple):
-    """What the loss needs of one forward pass. There are no logits: the loss computes them in
+    """What the loss needs from one forward pass. There are no logits: the loss computes them in
     pieces.
 
     Attributes:
-      hidden: [B, T, D] after the final norm.
-      mtp_hidden: per depth d, [B, T, D]; position t predicts token t+2+d (the last 1+d positions of
-        a row mean nothing).
+      hidden: the trunk's states [B, T, D] after the final norm.
+      mtp_hidden: for each depth d the states [B, T, D]; the state of position t predicts token
+        t+2+d (the states of a row's last 1+d positions mean nothing).
       router: statistics of the sparse layers (see `SparseMoE`), each stacked on a leading axis in
         layer order; {} if there are none.
       mtp_router: the same for the one layer of the MTP module, summed over depths; {} if none.
@@ -77,12 +77,12 @@ class Output(NamedTuple):
 
     Attributes:
       logits: [B, T, V].
-      mtp_logits: per depth d, [B, T-1-d, V]; position t predicts token t+2+d.
-      balance_loss: []. Pooled over the trunk's sparse layers as transformers'
-        `load_balancing_loss_func` does, padding excluded.
-      hidden_states: [B, T, D] each: the embeddings, then every layer's output, the last one after
-        the final norm. None unless asked for.
-      router_logits: [B, T, E] per sparse layer. None unless asked for.
+      mtp_logits: for each depth d the logits [B, T-1-d, V]; position t predicts token t+2+d.
+      balance_loss: [], the balance loss pooled over the trunk's sparse layers as in transformers'
+        `load_balancing_loss_func`, without padding.
+      hidden_states: arrays [B, T, D]: the embeddings, then the output of every layer, where the
+        final norm is applied to the last layer's. None unless the caller asks for them.
+      router_logits: for each sparse layer [B, T, E]. None unless the caller asks for them.
     """
 
     logits: jax.Array
@@ -244,11 +244,12 @@ class Qwen3Next(nnx.Module):
         return_all_states: bool = False,
         leave: bool = True,
     ) -> tuple[jax.Array, list]:
-        """Continues cached rows by some tokens.
+        """Appends some tokens to cached rows.
 
         Args:
           tokens: [B, T].
-          positions: [B, T], the slots of the cache that the tokens take, consecutive in each row.
+          positions: [B, T], each token's position, which is also the slot of the cache that it
+            takes; consecutive in each row.
           cache: as `init_cache` or this function returned it.
           segment_ids: [B, T], 1 for a token, 0 for padding at the end; None: no padding. Padding
             changes no cache entry that a later token can see.
@@ -269,8 +270,8 @@ class Qwen3Next(nnx.Module):
         return self.leave(x) if leave else x, cache
 
     def init_cache(self, batch: int, length: int) -> list:
-        """The cache of `length` slots before the first token: for each block that is traced
-        (`ModelConfig.stacks`) a dict of arrays [layers, B, …].
+        """The cache before the first token, with `length` slots: for each of `ModelConfig.stacks` a
+        dict of arrays [layers, B, …].
         """
 
         def empty(layers: tuple[int, ...]):
@@ -287,8 +288,9 @@ class Qwen3Next(nnx.Module):
         """[B, T] → [B, T, D]. On a mesh each `tensor` shard looks up the tokens of its part of
         the vocabulary.
 
-        Ids outside the vocabulary are looked up as its first or last token. Where this is traced
-        under `jax.debug_nans(True)` they end the program with a ValueError from a host callback.
+        Ids outside the vocabulary are looked up as its first or last token. If this function is
+        traced under `jax.debug_nans(True)`, such ids end the program with a ValueError from a host
+        callback.
         """
         if jax.config.jax_debug_nans:
             _check_tokens(tokens, self.config.vocab_size)
@@ -329,7 +331,7 @@ class Qwen3Next(nnx.Module):
         parameter = self.embedding if tied else self.head
         table, declared, shape = parameter[...], parameter.declared, parameter.shape
         if mesh is not None and declared.operand:
-            table = table.astype(self.config.dtype)  # in which it is gathered
+            table = table.astype(self.config.dtype)  # the dtype in which the table is gathered
 
         def sum_up(hidden_BTD, table, targets_BT, weights_BT):
             if mesh is not None:
@@ -347,7 +349,7 @@ class Qwen3Next(nnx.Module):
                 x.reshape(targets_BT.shape) for x in (rows.correct, rows.argmax, rows.nll)
             )
 
-        # the loss splits time over `tensor`, too; the layers do not
+        # the loss splits time over `tensor`, too, which the layers do not
         hidden = constrain(hidden, mesh, "batch", "time", None)
         divides = mesh is not None and hidden.shape[1] % num_shards(mesh, CONTEXT, TENSOR) == 0
         time, axes = ("time_rows", (*TOKENS, TENSOR)) if divides else ("time", TOKENS)
@@ -423,8 +425,8 @@ class Qwen3Next(nnx.Module):
 
 @functools.lru_cache(maxsize=256)
 def declared(config: ModelConfig) -> Mapping[str, Declared]:
-    """The declaration of every parameter of such a model, by its path ("layers/0/mixer/q_proj").
-    Makes no array.
+    """{path: declaration} of every parameter of a model of this configuration; a path is such as
+    "layers/0/mixer/q_proj". The function makes no array.
     """
     model = nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree_util.tree_leaves_with_path(declared_tree(nnx.state(model, nnx.Param)))
@@ -432,8 +434,9 @@ def declared(config: ModelConfig) -> Mapping[str, Declared]:
 
 
 def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
-    """transformers' `load_balancing_loss_func`, []: choices and probabilities pooled over all
-    layers; perfect balance gives top-k. `router`: as in `Features`.
+    """The loss [] of transformers' `load_balancing_loss_func`, for choices and probabilities pooled
+    over all layers. In perfect balance it is the number of experts per token. `router`: as in
+    `Features`.
     """
     if not router:
         return jnp.zeros((), jnp.float32)

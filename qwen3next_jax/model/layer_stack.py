@@ -1,12 +1,14 @@
-"""Runs the decoder layers, one after another, with as little tracing as the pattern allows.
+"""Runs the decoder layers one after another, and traces as few blocks as the pattern allows.
 
-`ModelConfig.stacks` lists the blocks to trace. The first ones stand for one layer each. The others
-are one period of the pattern (3 recurrent layers and 1 attention layer in the released model); the
-parameters of all its repeats are stacked, and the period is the body of one `lax.scan`.
+`ModelConfig.stacks` lists the blocks to trace. The first blocks stand for one layer each. The other
+blocks are one period of the pattern (3 recurrent layers and 1 attention layer in the released
+model): the parameters of all repeats of the period are stacked, and the period is the body of one
+`lax.scan`.
 
-Caches are of two kinds (`Mixer.in_place`). A mixer of the one kind gets the caches of all layers
-of its stack and writes into its own: these pass through the scan as its carry (`carried`). A mixer
-of the other kind gets its own layer's cache: these are the scan's inputs and outputs (`scanned`).
+A mixer takes its cache in one of two ways. A mixer with `Mixer.in_place` gets the caches of all
+layers of its stack and writes into that of its own layer; these caches are part of the scan's carry
+(`carried`). Any other mixer gets the cache of its own layer; these caches are inputs and outputs of
+the scan (`scanned`).
 
 Letters: B batch, T time, D model.
 """
@@ -26,9 +28,9 @@ from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops.preferences import unroll_short_loops
 from qwen3next_jax.sharding.rules import constrain, gather_params
 
-UNROLLED = 4  # so many periods, or fewer, run without a loop where loops cost copies
+UNROLLED = 4  # up to this many periods run without a loop on platforms where loops cost copies
 
-Cache = Any  # of one block: a dict of arrays, stacked over its layers
+Cache = Any  # the cache of one block: a dict of arrays, stacked over the block's layers
 
 
 def run_layers(
@@ -44,13 +46,13 @@ def run_layers(
     """Applies all layers.
 
     Args:
-      blocks: one for each of `config.stacks`, with the parameters of its layers stacked.
-      cache: one for each block; None in training.
+      blocks: one block for each of `config.stacks`, with the parameters of its layers stacked.
+      cache: one cache for each block; None in training.
       remat: what the backward pass computes again (`model.remat`).
       capture: whether the auxiliary outputs also hold each layer's output "x" and "router_logits".
 
     Returns:
-      x [B, T, D], the auxiliary outputs of every layer in order, the cache after these tokens.
+      x [B, T, D]; the auxiliary outputs of every layer in order; the caches after these tokens.
     """
     graphdefs, params = zip(*(nnx.split(block) for block in blocks))
     caches = list(cache) if cache else [None] * len(blocks)
@@ -134,7 +136,7 @@ def _run_blocks(
     capture: bool,
     looped: bool = False,
 ) -> tuple[jax.Array, list[dict[str, Any]], list[Cache]]:
-    """Applies one layer of each block. `number`: which one of the stacked layers it is."""
+    """Applies one layer of each block. `number`: the index of the layer in its stack."""
 
     def apply(block_params, x_BTD, block_cache, graphdef):
         block = nnx.merge(graphdef, gather_params(block_params, context.mesh, config.dtype))
@@ -155,8 +157,9 @@ def _run_blocks(
     return x_BTD, auxes, after
 
 
-# Decoding on one device uses few of a layer's experts. A scan would copy all experts of the layer
-# out of the stack; so the body gets the whole stack, and the number of its layer.
+# Decoding on one device uses few of a layer's experts. A scan over the stacked experts would copy
+# all experts of the layer out of the stack. Therefore the scan's body reads the whole stack, and
+# the scan passes it the number of the layer instead.
 
 
 def _is_parameter(leaf: Any) -> bool:
@@ -164,14 +167,14 @@ def _is_parameter(leaf: Any) -> bool:
 
 
 def _experts_replaced(params: list[nnx.State], replace) -> list[nnx.State]:
-    """`params` with `replace(p)` in place of the parameters of experts."""
+    """`params` with `replace(p)` in place of every parameter p of experts."""
     return jax.tree.map(
         lambda p: replace(p) if p.declared.experts > 1 else p, params, is_leaf=_is_parameter
     )
 
 
 def _experts_from(whole: list[nnx.State], params: list[nnx.State]) -> list[nnx.State]:
-    """`params`, but the parameters of experts are those of `whole`."""
+    """`params` with the parameters of experts taken from `whole`."""
     return jax.tree.map(
         lambda p, own: p if p.declared.experts > 1 else own, whole, params, is_leaf=_is_parameter
     )

@@ -27,10 +27,10 @@ class Context(NamedTuple):
       cache, too).
     segment_ids: [B, T] int32, the document of each token, 0 = padding; None when every row is one
       document.
-    stats_mask: [B, T] bool, the tokens over which router statistics and diagnostics are taken;
-      None for all.
-    collect_stats: each layer adds "diagnostics" (a dict of small arrays, see its class) to its
-      auxiliary outputs.
+    stats_mask: [B, T] bool, whether router statistics and diagnostics count the token; None: they
+      count all tokens.
+    collect_stats: whether each layer adds "diagnostics" (a dict of small arrays, see the layer's
+      class) to its auxiliary outputs.
     mesh: the devices that share the pass (see `sharding.rules`); None for one device.
     time: the logical name of the tokens of a row: "time", or None where every device has whole
       rows (decoding).
@@ -55,15 +55,15 @@ class Context(NamedTuple):
 
     @property
     def time_axis(self) -> str | None:
-        """The mesh axis that splits the tokens of a row, for operators that look back; None
-        where none does.
+        """The mesh axis that splits the tokens of a row, which operators that read earlier tokens
+        need to know; None if no mesh axis splits them.
         """
         return CONTEXT if self.time and num_shards(self.mesh, CONTEXT) > 1 else None
 
 
 def token_mean(x_BT: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
-    """Mean of x [B, T, …] over the tokens of the mask [B, T] (None: all), float32 […]; 0 where the
-    mask has none.
+    """The mean of x [B, T, …] over the tokens that the mask [B, T] marks (None: all tokens),
+    float32 […]. It is 0 if the mask marks no token.
     """
     if mask_BT is None:
         return jnp.mean(x_BT.astype(jnp.float32), axis=(0, 1))
@@ -74,17 +74,17 @@ def token_mean(x_BT: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
 
 
 def keeping_inputs[T](f: Callable[..., T], x: jax.Array, *args: Any) -> T:
-    """f(x, *args). Where x is narrower than float32, the backward pass saves the arguments alone
-    and computes f again: autodiff would save every float32 step of a norm or a gate, each several
-    times the bytes of x.
+    """f(x, *args). If x is narrower than float32, only the arguments are saved for the backward
+    pass, which computes f again. Otherwise autodiff would save every float32 intermediate of a norm
+    or a gate, each larger than x.
     """
     return (f if x.dtype.itemsize >= 4 else jax.checkpoint(f))(x, *args)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-    """The zero-centred RMSNorm: x / rms(x) · (1 + weight) over the last axis, computed in float32;
-    in the dtype of x. The mean is not subtracted. Without `zero_centered_norm` the factor is the
-    weight itself. `block.norm` names other norms.
+    """The norm that `config.block.norm` names. By default this is the zero-centred RMSNorm,
+    x / rms(x) · (1 + weight) over the last axis, computed in float32 and returned in the dtype of
+    x. The mean is not subtracted. Without `zero_centered_norm` the factor is the weight itself.
     """
     if config.block.norm != "rms":
         return config.block.resolve("norm").apply(x, weight, config)
@@ -94,8 +94,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) · weight over the last axis: the released model has it in the output norm of
-    Gated DeltaNet alone.
+    """x / rms(x) · weight over the last axis. The released model has this norm only at the output
+    of Gated DeltaNet.
     """
 
     def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -117,8 +117,8 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
 
 
 def angles(positions_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of the rotary angles, each [B, T, rotary_dim / 2] float32: at 262k positions a
-    bfloat16 angle would be off by whole turns.
+    """cos and sin of the rotary angles, each [B, T, rotary_dim / 2]. They are computed in float32:
+    at position 262k a bfloat16 angle would be off by whole turns.
     """
     half, theta = config.rotary_dim // 2, config.rope_theta
     slowdown, gain = config.block.resolve("rope_scaling")(
@@ -146,8 +146,8 @@ def rotate(x_BTND: jax.Array, positions_BT: jax.Array, config: ModelConfig) -> j
 
 def yarn(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
     """YaRN (2309.00071, section 3.2). A pair of dimensions that turns 32 times or more within the
-    trained context keeps its frequency; the frequency of one that does not turn once is divided by
-    the factor; those between are interpolated.
+    trained context keeps its frequency. The frequency of a pair that does not turn once is divided
+    by the factor. The frequencies of the pairs between are interpolated.
 
     Args:
       half: the number of pairs.
@@ -156,7 +156,7 @@ def yarn(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarr
       context: the trained context, in tokens.
 
     Returns:
-      [half], what multiplies each frequency; what multiplies cos and sin.
+      The factor of each frequency, [half]; the factor of cos and sin.
     """
     low, high = (
         half * math.log(context / (turns * 2 * math.pi)) / math.log(theta) for turns in (32, 1)

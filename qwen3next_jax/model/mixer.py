@@ -1,4 +1,5 @@
-"""What a token mixer is. `config/registry.py` names the classes; a block resolves and builds them.
+"""The base class of token mixers. `config/registry.py` lists the mixers by name; a block looks up
+the class of its mixer and makes an instance.
 
 Letters: B batch, T time, D model.
 """
@@ -40,9 +41,9 @@ _RENAMED = {
 
 
 class Mixer(nnx.Module):
-    """The part of a layer through which tokens see each other. A new one implements `__init__`,
-    `__call__`, `init_cache`, `forward_flops` and, if heads or widths are split over `tensor`,
-    `splits`.
+    """The part of a layer that passes information between tokens. A new mixer implements
+    `__init__`, `__call__`, `init_cache`, `forward_flops` and, if heads or widths are split over
+    `tensor`, `splits`.
 
     Settings: the dataclass of the settings that the mixer reads of the group `model.mixer`, with
       defaults and bounds. `self.settings(config)` gives their values.
@@ -98,9 +99,9 @@ class Mixer(nnx.Module):
 
         Args:
           make: makes one parameter at a time.
-          layers: the numbers of the layers that are stacked in them, each less than
-            `num_hidden_layers`. The multi-token prediction module's layer has the number of the
-            model's last layer.
+          layers: the numbers of the layers whose parameters are stacked, each less than
+            `num_hidden_layers`. The layer of the multi-token prediction module has the number of
+            the model's last layer.
         """
         raise NotImplementedError
 
@@ -111,7 +112,7 @@ class Mixer(nnx.Module):
 
         Args:
           x_BTD: [B, T, D].
-          cache: that of `init_cache` or of an earlier call; None in training.
+          cache: the result of `init_cache` or of an earlier call; None in training.
 
         Returns:
           y [B, T, D]; diagnostics, small arrays by name ({} unless `context.collect_stats`),
@@ -123,9 +124,9 @@ class Mixer(nnx.Module):
     def each_token(
         self, x_BTD: jax.Array, context: Context, cache: dict
     ) -> tuple[jax.Array, dict[str, Any], dict]:
-        """`__call__` of a few tokens without padding, for a cache of kind "state". It returns the
+        """`__call__` for a few tokens without padding and a cache of kind "state". It returns the
         cache after every token, each array [B, T, …], so that rejected tokens can be taken back.
-        A mixer with a cheaper way than token by token overrides this.
+        This method goes token by token; a mixer that has a cheaper way overrides it.
         """
         outputs, caches = [], []
         for t in range(x_BTD.shape[1]):
@@ -160,21 +161,21 @@ class Mixer(nnx.Module):
 
     @classmethod
     def tokens_seen_ahead(cls, config: ModelConfig) -> float:
-        """How many tokens at the start of a document are visible to the tokens before them;
-        math.inf: every token sees all that follow. A token that earlier tokens see is no target
-        of training.
+        """The number of tokens at the start of a document that are visible to the tokens before
+        them. math.inf: every token sees all tokens of its document. A token that earlier tokens see
+        is not a target of training.
         """
         return 0
 
     @classmethod
     def init_cache(cls, config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
-        """The cache of `length` slots before the first token, every array [B, …]."""
+        """The cache before the first token, with `length` slots: {name: array [B, …]}."""
         raise NotImplementedError
 
     @classmethod
     def forward_flops(cls, config: ModelConfig, length: int) -> float:
-        """FLOPs per token, in rows of `length` tokens, of the products without a parameter.
-        Those with a parameter are counted from its declaration.
+        """FLOPs per token of the products that have no parameter, in a row of `length` tokens. The
+        products with a parameter are counted from its declaration.
         """
         raise NotImplementedError
 
@@ -184,10 +185,10 @@ class Mixer(nnx.Module):
 
     @classmethod
     def splits(cls, config: ModelConfig) -> dict[str, int]:
-        """Settings whose values the mesh axis `tensor` must divide."""
+        """{setting: its value}: the values that the size of the mesh axis `tensor` must divide."""
         return {}
 
     @classmethod
     def halo(cls, config: ModelConfig) -> int:
-        """Tokens that a device reads of its neighbour's part of a row."""
+        """The number of tokens that a device reads from its neighbour's part of a row."""
         return 0

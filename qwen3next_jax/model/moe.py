@@ -49,20 +49,22 @@ class DenseMLP(nnx.Module):
 
 
 class SparseMoE(nnx.Module):
-    """Σ over the top experts of p_e · SwiGLU_e(x), plus σ(w·x) · SwiGLU_shared(x). No token is
-    ever dropped. Other routers: `MoEConfig`. Other experts (`moe.experts`) are a subclass: it
-    makes the parameters of experts (`make_experts`, `make_shared`), says how the routed ones are
-    computed (`expert_form`) and what the shared one is (`shared`).
+    """Σ over a token's chosen experts of p_e · SwiGLU_e(x), plus σ(w·x) · SwiGLU_shared(x). No
+    token is ever dropped. `MoEConfig` has the settings of other routers. A subclass implements
+    other experts (`moe.experts`): it makes their parameters (`make_experts`, `make_shared`),
+    chooses how the routed experts are computed (`expert_form`) and computes the shared expert
+    (`shared`).
 
-    Auxiliary output, summed (not averaged) over the counted tokens so that micro-batches and
-    devices add up exactly:
+    Auxiliary output, summed (not averaged) over the counted tokens, so that the sums of
+    micro-batches and devices can be added:
       load [E]: how often each expert was chosen;
       probability [E]: each expert's router probability;
       z []: logsumexp(logits)²;
       tokens []: the number of counted tokens;
-      router_logits [B, T, E], not summed.
-    Diagnostics, means over the counted tokens: router_entropy [], the entropy of a token's
-    probabilities over ln E; router_z [].
+      router_logits [B, T, E]: the router's logits, not summed.
+    Diagnostics, means over the counted tokens:
+      router_entropy []: the entropy of a token's probabilities, divided by ln E;
+      router_z []: logsumexp(logits)².
     """
 
     expert_parameters: tuple[str, ...] = ("expert_gate_up", "expert_down")
@@ -82,7 +84,13 @@ class SparseMoE(nnx.Module):
                 self.shared_gate = make.matrix((d,), ". ->", kind="vector")
 
     def make_experts(self, make: Make, d: int, e: int, i: int) -> None:
-        """The parameters named by `expert_parameters`; the first one has the most dimensions."""
+        """Makes the parameters that `expert_parameters` names.
+
+        Args:
+          d: width of the model.
+          e: number of experts.
+          i: width of an expert.
+        """
         self.expert_gate_up = make.matrix(
             (e, d, 2, i), "experts | embed -> * mlp", gathered="operator"
         )
@@ -95,11 +103,15 @@ class SparseMoE(nnx.Module):
     def __call__(
         self, xs_BTD: Sequence[jax.Array], contexts: Sequence[Context]
     ) -> tuple[Sequence[jax.Array], dict]:
-        """Rows in one or more groups (`row_groups`), each with its context; the routed experts
-        take all groups together.
+        """Applies the layer to rows in one or more groups (`row_groups`). The routed experts
+        process all groups together.
+
+        Args:
+          xs_BTD: the rows of each group.
+          contexts: the context of each group.
 
         Returns:
-          the result for each group; the auxiliary output.
+          The result for each group; the auxiliary output.
         """
         context = contexts[0]
         mesh = context.mesh
@@ -110,7 +122,7 @@ class SparseMoE(nnx.Module):
         if mesh is not None:
             specs = stored.map(lambda declared: storage_spec(*declared, mesh))
         weights = _Weights(self.router[...], [p[...].astype(dtype) for p in parameters.experts])
-        # in decoding, the weights are those of all layers of the stack
+        # in decoding, the weights hold all layers of the stack
         one_layer = len(parameters.experts[0].declared.shape)
         layer = context.layer if weights.experts[0].ndim > one_layer else None
         biases = _RouterBiases(
@@ -134,7 +146,7 @@ class SparseMoE(nnx.Module):
         return ys_BTD, aux
 
     def shared(self, x_BTD: jax.Array) -> jax.Array:
-        """The shared expert, [B, T, D], before its gate."""
+        """The shared expert's output [B, T, D], before its gate."""
         return _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
 
     def _gated_shared(self, x_BTD):
@@ -148,11 +160,17 @@ class SparseMoE(nnx.Module):
 
 
 class _Weights(NamedTuple):
-    """One of these for arrays, others for how each is declared and stored. `experts`: first
-    [E, D, 2, I] (gate and up) and [E, I, D] (down) of SwiGLU, in decoding [layers, E, …].
+    """The weights of a sparse layer; or, for each weight, something else about it, such as its
+    declaration.
+
+    Attributes:
+      router: the router's matrix [D, E].
+      experts: one entry for each of `SparseMoE.expert_parameters`; for SwiGLU [E, D, 2, I] (gate
+        and up; [E, D, 2·I] once gathered for tiles) and [E, I, D] (down). In decoding the arrays
+        may be those of all layers of a stack, [layers, E, …].
     """
 
-    router: Any  # [D, E]
+    router: Any
     experts: Sequence[Any]
 
     def map(self, f: Callable) -> "_Weights":
@@ -160,8 +178,12 @@ class _Weights(NamedTuple):
 
 
 class _RouterBiases(NamedTuple):
-    """choice: added to the scores to choose experts, not to weigh them (`MoEConfig.router_bias`).
-    logit: added to the logits. Each [E] or None.
+    """The biases of a router, each [E] or None.
+
+    Attributes:
+      choice: the bias added to the scores by which experts are chosen, but not to the scores by
+        which they are weighed (`MoEConfig.router_bias`).
+      logit: the bias added to the logits.
     """
 
     choice: jax.Array | None
@@ -179,17 +201,18 @@ def _routed_experts(
     stats_masks: Sequence[jax.Array | None],
     biases: _RouterBiases,
 ) -> tuple[list[jax.Array], dict[str, jax.Array], list[jax.Array]]:
-    """Routes one device's tokens and computes their experts, inside `shard_map`.
+    """Routes one device's tokens and computes their experts; it is called inside `shard_map`.
 
     Args:
-      form: chooses how the experts are computed (`expert_forms.expert_form`).
+      form: function that chooses how the experts are computed (`expert_forms.expert_form`).
       stored: (declaration, shape) of each of `weights`.
-      layer: in decoding, which layer of the stack; else None.
-      xs_BTD: the rows, in one or more groups; `stats_masks` likewise.
+      layer: in decoding, the number of the layer in its stack; else None.
+      xs_BTD: the rows of each group.
+      stats_masks: the mask of counted tokens of each group.
 
     Returns:
-      For each group the weighted sum of its tokens' experts; the router statistics of all devices;
-      for each group the router logits.
+      For each group the weighted sums of its tokens' experts; the router statistics, summed over
+      all devices; for each group the router logits.
     """
     dtype = xs_BTD[0].dtype
     split = num_shards(mesh, EXPERT) > 1
@@ -203,8 +226,8 @@ def _routed_experts(
         layer = None
     weights = _gather_weights(weights, stored, mesh, flat=in_tiles)
     if split:
-        # The weights are gathered before the rows travel: both at once would wait for each other,
-        # and so would their gradients.
+        # The barrier makes the weights be gathered before the rows travel. If both collectives ran
+        # at once, each would wait for the other, and so would their gradients.
         first_BTD, *experts = jax.lax.optimization_barrier((xs_BTD[0], *weights.experts))
         xs_BTD = [first_BTD, *xs_BTD[1:]]
         weights = weights._replace(experts=experts)
@@ -238,8 +261,9 @@ def _routed_experts(
 
 
 def _gather_weights(weights: _Weights, stored: _Weights, mesh: Mesh | None, flat: bool) -> _Weights:
-    """`weights`, whole along the mesh axes that only store them. `flat`: gate and up become
-    [E, D, 2·I] before they are gathered; a TPU would copy the whole to that layout.
+    """`weights`, gathered along the mesh axes that only split their storage. `flat`: whether gate
+    and up are reshaped to [E, D, 2·I] before they are gathered; otherwise a TPU would copy the
+    gathered weights to that layout.
     """
     if flat:
         first, *others = weights.experts
@@ -258,7 +282,9 @@ def _gather_weights(weights: _Weights, stored: _Weights, mesh: Mesh | None, flat
 
 
 def _router_logits(x_RD: jax.Array, router_DE: jax.Array) -> jax.Array:
-    """[R, E], in float32: a bfloat16 router changes choices near ties."""
+    """The router's logits [R, E], computed in float32: in bfloat16 near ties would be decided
+    differently.
+    """
     precision = float32_precision(x_RD.dtype)
 
     def product(x_RD, w_DE):
@@ -273,12 +299,13 @@ def choose_experts(
     """Chooses each token's experts.
 
     Args:
-      logits_RE: of the router.
-      bias_E: added to the scores to choose, not to weigh (`MoEConfig.router_bias`); or None.
+      logits_RE: the router's logits.
+      bias_E: bias that is added to the scores by which experts are chosen, but not to those by
+        which they are weighed (`MoEConfig.router_bias`); or None.
 
     Returns:
-      [R, E] each expert's share of the token's scores; [R, A] weights and numbers of the experts
-      that the token chose.
+      Each expert's share of the token's scores, [R, E]; the weights [R, A] of the experts that the
+      token chose; their numbers [R, A].
     """
     score_RE, share_RE = score_experts(config.moe, logits_RE)
     rank_RE = rank_experts(config.moe, score_RE, bias_E)

@@ -4,8 +4,9 @@ beyond the next one.
 At depth d = 0, 1, … position t combines the state of depth d-1 (the trunk's final-normed state
 at d = 0) with the embedding of token t+1+d, and predicts token t+2+d. Depths share the module,
 as in the released model's multi-step training. In training each depth attends to the keys of its
-own depth, so that it is a plain causal layer that any attention kernel can run; drafting has one
-list of keys and values, of depth 0 and of its own round's drafts (docs/design.md).
+own depth, so that it is a plain causal layer that any attention kernel can run. In drafting all
+depths share one list of keys and values: those of depth 0 for the tokens so far, then those of the
+current round's drafts (docs/design.md).
 
 Letters: B batch, T time, D model.
 """
@@ -108,8 +109,8 @@ class MultiTokenPrediction(nnx.Module):
 
 
 def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:
-    """[B, T] bool: whether token t + `offset` is a token of the row and of the document of token
-    t, not padding.
+    """[B, T] bool: whether token t + `offset` exists in the row, is not padding, and belongs to the
+    same document as token t.
     """
     later_BT = jnp.pad(
         segment_ids_BT[:, offset:], ((0, 0), (0, min(offset, segment_ids_BT.shape[1])))

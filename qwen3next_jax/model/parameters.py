@@ -1,5 +1,5 @@
-"""A parameter is declared once, where it is made, with everything that the rest of the code must
-know of it:
+"""Declarations of parameters. The code that makes a parameter also declares everything about it
+that the rest of the code must know:
 
     self.q_proj = make.matrix(
         (d, heads, 2 * k),
@@ -7,9 +7,10 @@ know of it:
         parts=(("query", k), ("gate", k)),
     )
 
-The declaration is metadata of the `nnx.Param`. Sharding (`sharding.rules`), weight decay and Muon
-(`training.optimizers`), counts and FLOPs (`flops`), the planner's memory and diagnostics read it;
-none of them knows a parameter's name.
+The declaration is metadata of the `nnx.Param`. The code of sharding (`sharding.rules`), of weight
+decay and Muon (`training.optimizers`), of parameter counts and FLOPs (`flops`), of the planner's
+memory estimate and of diagnostics reads the declaration and does not depend on the parameter's
+name.
 """
 
 import dataclasses
@@ -52,10 +53,10 @@ class Part(NamedTuple):
     """One of several matrices side by side along a parameter's last dimension.
 
     Attributes:
-      name: such as "query".
-      width: its columns.
-      heads: how many heads lie side by side in `width`, such as the value heads of a key head; they
-        divide it. 1 where the heads have a dimension of their own.
+      name: the name of the matrix, such as "query".
+      width: the number of columns of the matrix.
+      heads: the number of heads that lie side by side in these columns, such as the value heads of
+        a key head; a divisor of `width`. 1 if the heads have a dimension of their own.
     """
 
     name: str
@@ -68,19 +69,20 @@ class Declared:
     """The declaration of one parameter.
 
     Attributes:
-      kind: see `Kind`.
-      shape: of its own dimensions, those of one layer.
-      stack: the shape of the stacked layers, which are dimensions before its own.
-      axes: the logical axis of each own dimension, a name of `sharding.rules.AXES`; None: no mesh
-        axis ever splits the dimension.
-      letters: what each own dimension does in the product that the parameter enters: "i" is summed
-        over, "o" is kept, "p" tells apart matrices with the same input (gate | up), "b" tells apart
-        matrices of which a token passes some (experts). "": it enters no product.
-      parts: the matrices side by side along the last dimension; () for one.
-      operand: whether it is cast to the model's dtype before it is gathered and used; else it is
-        used in its own dtype.
-      gathered: where it is gathered over the mesh axes that only store it: before its layer
-        ("layer"), or inside the operator that uses it ("operator").
+      kind: the kind of the parameter (see `Kind`).
+      shape: the shape of the parameter of one layer.
+      stack: the shape of the stack of layers; these dimensions stand before those of `shape`.
+      axes: for each dimension of `shape` its logical axis, a name of `sharding.rules.AXES`. None:
+        no mesh axis ever splits the dimension.
+      letters: for each dimension of `shape` its role in the product that the parameter enters: the
+        product sums over "i" and keeps "o"; the index in "p" selects among matrices with the same
+        input (gate | up); the index in "b" selects among matrices of which a token uses only some
+        (experts). "": the parameter enters no product.
+      parts: the matrices that lie side by side along the last dimension; () for a single matrix.
+      operand: whether the parameter is cast to the model's dtype before it is gathered and used;
+        otherwise it is used in its own dtype.
+      gathered: where the parameter is gathered over the mesh axes that only split its storage:
+        before its layer ("layer"), or inside the operator that uses it ("operator").
     """
 
     kind: Kind
@@ -94,12 +96,14 @@ class Declared:
 
     @property
     def size(self) -> int:
-        """Elements, over all stacked layers."""
+        """The number of elements, over all stacked layers."""
         return math.prod(self.stack + self.shape)
 
     @property
     def experts(self) -> int:
-        """The number of experts among its matrices; 1 for a parameter that every token passes."""
+        """The number of experts whose matrices the parameter holds; 1 if every token uses all of
+        it.
+        """
         return math.prod(size for size, letter in zip(self.shape, self.letters) if letter == "b")
 
     def decays(self, norm_weights: bool) -> bool:
@@ -115,8 +119,9 @@ class Make:
     Args:
       config: the model's settings.
       rngs: the source of random start values.
-      stack: the shape of the stacked layers, put before every parameter's own shape; (): one layer.
-      dtype: in which parameters are stored, those of the kinds "rate" and "balance" excepted.
+      stack: the shape of the stack of layers, put before every parameter's own shape; (): one
+        layer.
+      dtype: the dtype of the parameters, except for the kinds "rate" and "balance".
     """
 
     def __init__(
@@ -129,13 +134,15 @@ class Make:
         self.config, self.rngs, self.stack, self.dtype = config, rngs, stack, dtype
 
     def stacked(self, *stack: int) -> "Make":
-        """The same for stacked layers of this shape."""
+        """A `Make` with the same settings for a stack of layers of this shape."""
         return Make(self.config, self.rngs, stack, self.dtype)
 
     def matrix(
         self, shape: Sequence[int], dims: str, *, kind: Kind = "matrix", **decisions: Any
     ) -> nnx.Param:
-        """A parameter that starts as N(0, initializer_range²). Arguments: see `parameter`."""
+        """A parameter whose start values are drawn from N(0, initializer_range²). For the arguments
+        see `parameter`.
+        """
 
         def start(shape):
             return self.config.initializer_range * jax.random.normal(
@@ -145,8 +152,8 @@ class Make:
         return self.parameter(start, shape, dims, kind=kind, **decisions)
 
     def norm(self, width: int, *, plain: bool = False) -> nnx.Param:
-        """The weight [width] of `layers.rms_norm`. `plain`: that of `layers.rms_norm_plain`, which
-        starts at 1 in every model.
+        """The weight [width] of `layers.rms_norm`. `plain`: return the weight of
+        `layers.rms_norm_plain` instead, which starts at 1 in every model.
         """
         if self.config.block.norm != "rms" and not plain:
             return self.config.block.resolve("norm").weight(self, width)
@@ -164,24 +171,25 @@ class Make:
         operand: bool | None = None,
         gathered: Literal["layer", "operator"] = "layer",
     ) -> nnx.Param:
-        """A parameter with its declaration.
+        """Makes a parameter with its declaration.
 
         Args:
-          start: (shape, stack included) → the start value.
-          shape: of one layer.
-          dims: the logical axis of each dimension, "." for none. "->" stands between the dimensions
-            that a product sums over and those that it keeps: "embed -> query_heads head_width".
-            Dimensions before "|" tell experts apart; "*" is a dimension that tells apart matrices
-            with the same input: "experts | embed -> * mlp". No arrow: the parameter enters no
-            product.
-          kind: see `Kind`.
-          parts: see `Declared`; each has the fields of a `Part`.
-          operand: see `Declared`; None: True for matrices, convolutions, heads and vectors.
-          gathered: see `Declared`.
+          start: function (shape, with the stack) → the start value.
+          shape: the shape of the parameter of one layer.
+          dims: the logical axis of each dimension, "." for a dimension without one. "->" stands
+            between the dimensions that a product sums over and those that it keeps: "embed ->
+            query_heads head_width". The index in a dimension before "|" selects an expert; the
+            index in the dimension "*" selects among matrices with the same input: "experts | embed
+            -> * mlp". Without "->" the parameter enters no product.
+          kind: the kind of the parameter (see `Kind`).
+          parts: tuples with the fields of `Part`, as in `Declared`.
+          operand: as in `Declared`; None: True for the kinds "matrix", "convolution", "head" and
+            "vector", else False.
+          gathered: as in `Declared`.
 
         Raises:
-          ValueError: `dims` does not fit `shape`, or names an axis that `sharding.rules` does
-            not have.
+          ValueError: `dims` or `parts` does not fit `shape`, or `dims` names an axis that
+            `sharding.rules` does not have.
         """
         axes, letters = _parsed(dims)
         check_logical_axes(axes)
@@ -214,7 +222,7 @@ class Make:
 
 
 def _parsed(dims: str) -> tuple[tuple[str | None, ...], str]:
-    """(axes, letters) of `parameter`'s notation."""
+    """(axes, letters) of `Declared`, parsed from the `dims` of `Make.parameter`."""
     axes, letters, letter = [], [], "i"
     for word in dims.split():
         if word == "->":
@@ -228,8 +236,8 @@ def _parsed(dims: str) -> tuple[tuple[str | None, ...], str]:
 
 
 def check_declared(model: nnx.Module) -> None:
-    """Raises ValueError where a parameter of `model` has no declaration; names it and the class
-    that made it.
+    """Raises ValueError if a parameter of `model` has no declaration. The error names the parameter
+    and the class that made it.
     """
     for path, module in nnx.iter_modules(model):
         for name, value in vars(module).items():

@@ -1,5 +1,5 @@
-"""Positions that are added to the embeddings. The released model has none: its attention rotates
-queries and keys instead.
+"""Position embeddings that are added to the token embeddings. The released model has none: its
+attention rotates queries and keys instead.
 
 Letters: B batch, T time, D model.
 """
@@ -14,7 +14,7 @@ from qwen3next_jax.model.parameters import Make
 
 
 class NoPositions(nnx.Module):
-    """Adds nothing. Other positions are subclasses. For `meaning` see `model.mixer.Mixer`."""
+    """Adds nothing. Subclasses add position embeddings. For `meaning` see `model.mixer.Mixer`."""
 
     meaning: ClassVar[tuple[str, ...]] = ()
 
@@ -22,7 +22,7 @@ class NoPositions(nnx.Module):
         self.config = config
 
     def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """x [B, T, D] plus what says where its tokens stand. `positions_BT`: each token's position
-        in its document.
+        """x [B, T, D] plus the position embeddings of its tokens. `positions_BT`: each token's
+        position in its document.
         """
         return x_BTD

@@ -23,21 +23,22 @@ from qwen3next_jax.ops.gated_norm import gated_norm
 from qwen3next_jax.ops.preferences import heads_side_by_side
 from qwen3next_jax.sharding.rules import activation_spec, constrain, per_shard
 
-# Cached decoding takes up to this many tokens one by one: a chunk would be mostly padding, and
-# four times the work for one token.
+# Cached decoding computes up to this many tokens one by one. A chunk would be mostly padding: for
+# one token it would be four times the work.
 FEW_TOKENS = 8
 
 
 class Inputs(NamedTuple):
     """What a recurrent mixer computes from its input, before convolution and recurrence.
 
-    qkv: [B, T, G, 2K + RV], query, key and values of each key head. Where the mixer uses the
-      fused layout: a list [q [B, T, GK], k [B, T, GK], v [B, T, HV]].
-    gate: [B, T, G, RV], of the output ([B, T, HV] in the fused layout), or None.
-    g: log decay ≤ 0, float32, [B, T, H], or [B, T, H, K] where every key channel has its own.
-      None: nothing is forgotten.
-    beta: write strength, float32, [B, T, H], or with one more axis where the mixer's own
-      `recurrence` reads several numbers of each head. None: 1.
+    qkv: [B, T, G, 2K + RV], query, key and values of each key head. In the fused layout it is a
+      list [q [B, T, GK], k [B, T, GK], v [B, T, HV]] instead.
+    gate: the output's gate before its activation, [B, T, G, RV] ([B, T, HV] in the fused layout);
+      None: no gate.
+    g: log decay ≤ 0, float32, [B, T, H], or [B, T, H, K] if every key channel has its own decay.
+      None: no decay.
+    beta: write strength, float32, [B, T, H], or with one more axis if the mixer overrides
+      `recurrence` with one that reads several numbers for each head. None: 1 everywhere.
     """
 
     qkv: jax.Array | list[jax.Array]
@@ -47,12 +48,14 @@ class Inputs(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """What `Recurrent.recurrence` gets on each device: the arrays of the device's own heads,
+    """The arguments of `Recurrent.recurrence` on each device: the arrays of the device's own heads,
     after the convolution.
 
-    q, k: [B, T, G, K]. v: [B, T, H, V]. g, beta: as in `Inputs`, never None.
+    q, k: queries and keys, [B, T, G, K].
+    v: values, [B, T, H, V].
+    g, beta: as in `Inputs`, but never None.
     weights: the arrays of the mixer's `head_weights`.
-    segment_ids, axis_name: as the operators take them (`ops.gated_delta_rule`).
+    segment_ids, axis_name: the arguments of `ops.gated_delta_rule` with these names.
     return_all_states: as in `Context`.
     """
 
@@ -75,19 +78,20 @@ class Recurrent(Mixer):
     `make_output` there, and implements `inputs`. It may override
 
       uses_delta_term: whether a write replaces what the state holds for the key;
-      recurrence: another operator than `ops.gated_delta_rule`;
-      head_weights: parameters that `recurrence` reads;
-      finish: another norm or gate of the output;
-      convolved: False drops the convolution and the SiLU after it;
-      normalize_qk: False keeps the lengths of q and k;
-      activation: of the output gate.
+      recurrence: the operator, by default `ops.gated_delta_rule`;
+      head_weights: the parameters that `recurrence` reads;
+      finish: the norm and the gate of the output;
+      convolved: whether the convolution and the SiLU after it exist;
+      normalize_qk: whether q and k are normalised to length 1;
+      activation: the activation of the output gate.
 
     The sizes are the `linear_*` settings. Heads are split over the mesh axis `tensor` by key head.
 
-    Diagnostics, one number for each value head [H]: half_life = -ln 2 / mean g, the number of
-    tokens in which the mean decay halves the state; beta, the mean write strength; state_norm,
-    ‖S‖_F after the last token, averaged over rows. Means are over the tokens of
-    `Context.stats_mask`.
+    Diagnostics, one number for each value head [H]:
+      half_life: -ln 2 / mean g, the number of tokens in which the mean decay halves the state;
+      beta: the mean write strength;
+      state_norm: ‖S‖_F after the last token, averaged over rows.
+    The means of g and β are taken over the tokens of `Context.stats_mask`.
     """
 
     switches = ("short_convolution", "linear_conv_kernel_dim", "delta_rule")
@@ -98,13 +102,13 @@ class Recurrent(Mixer):
     # ---- what a subclass implements or overrides
 
     def inputs(self, x_BTD: jax.Array, context: Context) -> Inputs:
-        """The inputs of convolution and recurrence, from the layer's input [B, T, D]."""
+        """Computes the inputs of convolution and recurrence from the mixer's input [B, T, D]."""
         raise NotImplementedError
 
     @classmethod
     def uses_delta_term(cls, config: ModelConfig) -> bool:
-        """True: the write replaces what the state holds for the key (the delta rule). False: it
-        is added to it.
+        """Whether a write replaces what the state holds for the key (the delta rule); otherwise the
+        write is added to the state.
         """
         return cls.erases(config)
 
@@ -120,12 +124,11 @@ class Recurrent(Mixer):
 
         Args:
           heads: queries, keys, values and gates.
-          state: the states before the row, under the names of `init_cache`; None for zeros.
+          state: {name: state before the row} with the names of `init_cache`; None: states of zeros.
 
         Returns:
-          o: [B, T, H, V].
-          states after the row, under the same names ("state": S [B, H, K, V]); with
-          `heads.return_all_states` after every token, [B, T, …].
+          o [B, T, H, V]; {name: state after the row} with the same names ("state": S [B, H, K, V]),
+          or the states after every token, [B, T, …], with `heads.return_all_states`.
         """
         few_tokens = state is not None and heads.q.shape[1] <= FEW_TOKENS
         o_BTHV, final_state = gated_delta_rule(
@@ -149,7 +152,7 @@ class Recurrent(Mixer):
         return ()
 
     def finish(self, o_BTHV: jax.Array, norm: jax.Array, gate_BTGRV: jax.Array | None) -> jax.Array:
-        """The norm and the gate of the output, [B, T, H, V]."""
+        """Applies the norm and the gate to the recurrence's output o; returns [B, T, H, V]."""
         dtype = o_BTHV.dtype
         o_BTHV = rms_norm_plain(o_BTHV, norm, self.config.rms_norm_eps)
         if gate_BTGRV is None:
@@ -160,8 +163,9 @@ class Recurrent(Mixer):
     # ---- parameters
 
     def make_projection(self, make: Make, gate: bool = True) -> None:
-        """One matrix [q | k | v | gate] for each key head, so that splitting G over devices
-        leaves every value head beside its key head. `gate` False leaves the gate out.
+        """Makes one matrix [q | k | v | gate] for each key head, so that every value head stays on
+        the device of its key head when G is split over devices. `gate`: whether the matrix has the
+        columns of the gate.
         """
         c = make.config
         k, v = _widths(c)
@@ -171,14 +175,14 @@ class Recurrent(Mixer):
         self.in_proj = make.matrix(shape, "embed -> key_heads .", parts=parts)
 
     def project(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-        """(qkv, gate) of `Inputs`, by the matrix that `make_projection` made."""
+        """(qkv, gate) of `Inputs`, computed with the matrix that `make_projection` made."""
         k, v = _widths(self.config)
         x_BTGC = jnp.einsum("btd,dgc->btgc", x_BTD, self.in_proj[...].astype(x_BTD.dtype))
         x_BTGC = constrain(x_BTGC, context.mesh, "batch", context.time, "heads", None)
         return tuple(jnp.split(x_BTGC, (2 * k + v,), axis=-1))
 
     def make_convolution(self, make: Make) -> None:
-        """The kernel of the short convolution, unless `model.short_convolution` is off."""
+        """Makes the kernel of the short convolution, unless `model.short_convolution` is off."""
         c = make.config
         k, v = _widths(c)
         r = c.linear_num_value_heads // c.linear_num_key_heads
@@ -191,8 +195,8 @@ class Recurrent(Mixer):
             )
 
     def make_output(self, make: Make, per_head: bool = False) -> None:
-        """The weights of the norm, which all heads share or (`per_head`) each has for itself, and
-        the projection back to the model's width.
+        """Makes the weight of the output norm and the projection back to the model's width. All
+        heads share the norm's weight, unless `per_head`: then each head has its own.
         """
         c = make.config
         h, v = c.linear_num_value_heads, c.linear_value_head_dim
@@ -225,7 +229,7 @@ class Recurrent(Mixer):
         return y_BTD, diagnostics, None if cache is None else {"conv": conv_state} | states
 
     def _without_none(self, inputs: Inputs, batch_time: tuple[int, int]) -> Inputs:
-        """The inputs with g = 0 and β = 1 where they are None."""
+        """`inputs` with g = 0 in place of None, and β = 1 in place of None."""
         shape = (*batch_time, self.config.linear_num_value_heads)
         if inputs.g is None:
             inputs = inputs._replace(g=jnp.zeros(shape, jnp.float32))
@@ -234,9 +238,11 @@ class Recurrent(Mixer):
         return inputs
 
     def _convolution_and_recurrence(self, inputs: Inputs, context: Context, cache: dict | None):
-        """On each device the convolution and the recurrence of its own heads (key heads with
-        their value heads, and tokens where rows are split) → (o [B, T, H, V], states of the
-        recurrence, state of the convolution).
+        """Runs the convolution and the recurrence on each device, for the device's own key heads
+        with their value heads and, if rows are split, for its own tokens.
+
+        Returns:
+          (o [B, T, H, V], states of the recurrence, state of the convolution).
         """
         conv_state = states = None
         if cache is not None:
@@ -296,7 +302,8 @@ class Recurrent(Mixer):
 
     def _convolve(self, qkv_BTGC, kernel_WGC, segment_ids, conv_state, context: Context):
         """Convolution and SiLU of one device's heads → (q, k and v side by side, the state). The
-        state is the last W - 1 inputs; with `context.return_all_states` the state after each token.
+        state is the last W - 1 inputs; with `context.return_all_states` it is returned for every
+        token.
         """
         before_and_here_BSGC = None
         if context.return_all_states:
@@ -351,8 +358,9 @@ class Recurrent(Mixer):
     # ---- the same with the heads side by side in the last axis
 
     def uses_fused_layout(self) -> bool:
-        """Whether the arrays between the kernels have all heads side by side in their last axis:
-        on GPUs, and where the program is compiled for a TPU and each head fills whole lanes.
+        """Whether the arrays between the kernels have all heads side by side in their last axis.
+        This is so on a GPU, and on a TPU if each head fills whole lanes; both require the short
+        convolution and the output gate.
         """
         c = self.config
         return (
@@ -365,11 +373,10 @@ class Recurrent(Mixer):
         """Convolution, delta rule, norm and gate with the heads side by side in the last axis.
 
         Args:
-          inputs: in the fused layout, g and beta not None.
+          inputs: inputs in the fused layout, with g and beta that are not None.
 
         Returns:
-          o: [B, T, HV].
-          the final state, [B, H, K, V].
+          o [B, T, HV]; the final state [B, H, K, V].
         """
         c = self.config
         k = c.linear_key_head_dim
@@ -434,8 +441,8 @@ class Recurrent(Mixer):
     def each_token(
         self, x_BTD: jax.Array, context: Context, cache: dict
     ) -> tuple[jax.Array, dict, dict]:
-        """See `Mixer`: at once where `recurrence` is this class's, as another operator may return
-        its last state only.
+        """See `Mixer`. All tokens are computed at once if the mixer does not override `recurrence`;
+        another operator may return only its last state.
         """
         if type(self).recurrence is not Recurrent.recurrence:
             return super().each_token(x_BTD, context, cache)
@@ -443,7 +450,7 @@ class Recurrent(Mixer):
 
     @classmethod
     def convolves(cls, config: ModelConfig) -> bool:
-        """Whether a convolution stands before the recurrence."""
+        """Whether there is a convolution before the recurrence."""
         return cls.convolved and config.short_convolution
 
     @classmethod
@@ -460,8 +467,9 @@ class Recurrent(Mixer):
 
     @classmethod
     def forward_flops(cls, config: ModelConfig, length: int) -> float:
-        """The recurrence of one token: what the delta term reads (where there is one), the write
-        and the read are K·V multiplications and additions each, for each value head.
+        """FLOPs of the recurrence for one token. For each value head the read of the delta term (if
+        there is one), the write and the read of the output are K·V multiplications and additions
+        each.
         """
         products = 3 if cls.uses_delta_term(config) else 2
         return (
@@ -484,7 +492,7 @@ class Recurrent(Mixer):
 def _diagnostics(
     inputs: Inputs, has_decay: bool, state_BHKV: jax.Array, context: Context
 ) -> dict[str, Any]:
-    """See `Recurrent`; `half_life` only where the mixer has a decay."""
+    """The diagnostics of `Recurrent`; without `half_life` if the mixer has no decay."""
 
     def mean_over_tokens(x):
         x_BTH = x if x.ndim == 3 else jnp.mean(x, axis=-1)
@@ -501,6 +509,6 @@ def _diagnostics(
 
 
 def _widths(config: ModelConfig) -> tuple[int, int]:
-    """The widths of a key head's query or key, and of all its values."""
+    """The width of a key head's query or key, and the width of all values of a key head."""
     r = config.linear_num_value_heads // config.linear_num_key_heads
     return config.linear_key_head_dim, r * config.linear_value_head_dim

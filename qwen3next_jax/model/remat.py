@@ -1,14 +1,14 @@
-"""What the forward pass saves for the backward pass, by the name of `train.remat`. The backward
-pass computes the rest again.
+"""The policies of `train.remat`: what the forward pass saves for the backward pass, which computes
+the rest again.
 
-none      everything that the backward pass needs
-kept      the results of products and operators (`ops.blocks.save_for_backward`); "none" becomes
-          this in bfloat16, where all mixers name their results
-block     each block's input, and what costs most to compute for its bytes: attention's results,
-          the router's choices
-dots      also the results of projections and dense MLPs, the router's logits, and rows that
-          experts gathered at once
-offload   each block's input, in the host's memory (on CPU this changes only its address)
+none      saves everything that the backward pass needs
+kept      saves the results of products and operators (`ops.blocks.save_for_backward`); in bfloat16
+          "none" becomes "kept" if all mixers and MLPs of the model name their results
+block     saves each block's input, and the results that cost most to compute for their size: those
+          of attention, and the router's choices
+dots      saves what "block" saves, the results of projections and dense MLPs, the router's logits,
+          and the rows that experts gathered in a single chunk
+offload   saves each block's input in the host's memory (on CPU only the memory's address differs)
 """
 
 import functools
@@ -23,17 +23,19 @@ _INPUT = "block_input"
 
 
 def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callable:
-    """`block(params, x, …)` under the policy of that name.
+    """`block` as a function (params, x, …) with the named policy.
 
     Args:
+      block: function (params, x, …).
+      policy: name of the policy.
       looped: whether `block` is in the body of a scan, where recomputation needs no barrier.
 
     Raises:
       KeyError: there is no such policy.
     """
 
-    # The name is given inside of `jax.checkpoint`: recomputation then starts from the copy in the
-    # host's memory, and the input itself is freed.
+    # `named` runs inside of `jax.checkpoint`, so that recomputation starts from the copy in the
+    # host's memory, and the input on the device is freed.
     def named(params, x, *rest):
         return block(params, checkpoint_name(x, _INPUT), *rest)
 

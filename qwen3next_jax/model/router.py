@@ -1,7 +1,8 @@
-"""How a mixture's router scores experts and chooses among them: the released model's softmax, and
-what `MoEConfig` asks for beside it (DeepSeek-V3: sigmoid scores, a bias, groups of experts).
+"""How the router of a mixture of experts scores experts and ranks them: by softmax as in the
+released model, or with the options of `MoEConfig` (as in DeepSeek-V3: sigmoid scores, a bias,
+groups of experts).
 
-Letters: R tokens, E experts, G groups of them, J chosen groups.
+Letters: R tokens, E experts, G groups of experts, J chosen groups.
 """
 
 import jax
@@ -11,7 +12,7 @@ from qwen3next_jax.config.moe import MoEConfig
 
 
 def score_experts(config: MoEConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(scores, scores over their sum), each [..., E]. Of a softmax both are the same array."""
+    """(scores, scores over their sum), each [..., E]. With softmax both are the same array."""
     if config.scoring_func == "softmax":
         probabilities = jax.nn.softmax(logits, axis=-1)
         return probabilities, probabilities
@@ -20,9 +21,10 @@ def score_experts(config: MoEConfig, logits: jax.Array) -> tuple[jax.Array, jax.
 
 
 def over_sum(scores: jax.Array) -> jax.Array:
-    """scores / (Σ scores + 1e-20), [..., N], as DeepSeek-V3's code has it: 0 where all of them
-    vanish. Both sides are multiplied by a power of two, which changes no bit: a gradient divides
-    by the square of the sum, and 1e-40 is no float32.
+    """scores / (Σ scores + 1e-20), [..., N], as in DeepSeek-V3's code: the result is 0 if all
+    scores are 0. Numerator and denominator are multiplied by a power of two, which does not change
+    the result. Without it the gradient would divide by the square of the sum, which may be 1e-40
+    and is then too small for a normal float32.
     """
     scores = scores * 2.0**33
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 2.0**33 * 1e-20)

@@ -3,7 +3,9 @@ that communication overlaps with computation. While the tokens of one group trav
 axis `expert`, the mixer, the norms and the shared expert of another group are computed
 (docs/notes/2026-11-23-pod-step.md).
 
-Every group has rows of every device. Letters: B rows, T time, D model.
+Every group has rows of every device.
+
+Letters: B rows, T time, D model.
 """
 
 from collections.abc import Sequence
@@ -19,8 +21,8 @@ from qwen3next_jax.sharding.rules import CONTEXT, EXPERT, ROWS, constrain, num_s
 
 
 def row_groups(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
-    """How many groups to make: as many as the exchange makes chunks of the tokens, if that divides
-    the rows; else 1.
+    """The number of groups: the number of overlapping chunks into which the gathered exchange
+    divides the tokens, if that divides the number of a device's rows; else 1.
     """
     split = num_shards(mesh, EXPERT)
     rows, time = (
@@ -38,7 +40,9 @@ def row_groups(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
 
 
 def split_rows(x_BTD: jax.Array, context: Any, groups: int) -> list[tuple[jax.Array, Any]]:
-    """[(rows of x, `context` for these rows)] for each group. `context`: `model.layers.Context`."""
+    """[(rows of x, context of these rows)], one pair for each group. `context`: the
+    `model.layers.Context` of all rows.
+    """
     if groups == 1:
         return [(x_BTD, context)]
 
@@ -60,7 +64,7 @@ def split_rows(x_BTD: jax.Array, context: Any, groups: int) -> list[tuple[jax.Ar
 
 
 def merge_rows(xs: Sequence[jax.Array], context: Any) -> jax.Array:
-    """Inverts `split_rows`: arrays [B / groups, T, …] → [B, T, …]."""
+    """The inverse of `split_rows`: arrays [B / groups, T, …] of all groups → [B, T, …]."""
     if len(xs) == 1:
         return xs[0]
     parts = [x.reshape(num_shards(context.mesh, *ROWS), 1, -1, *x.shape[1:]) for x in xs]

@@ -1,5 +1,6 @@
-"""Models whose masks show tokens that are still to be predicted (a prefix, or the whole document):
-what that asks of training, evaluation and decoding. Mixers say it by `Mixer.tokens_seen_ahead`.
+"""Models whose attention masks show tokens before they are predicted (those of a prefix, or of the
+whole document): what such masks require of training, evaluation and decoding. The method
+`Mixer.tokens_seen_ahead` tells how many tokens a mixer shows.
 """
 
 import math
@@ -15,17 +16,17 @@ from qwen3next_jax.model.layers import document_positions
 
 
 def tokens_seen_ahead(config: ModelConfig) -> float:
-    """The most that any mixer of the model says (`Mixer.tokens_seen_ahead`); 0: a causal model."""
+    """The largest `Mixer.tokens_seen_ahead` of the model's mixers; 0 for a causal model."""
     names = dict.fromkeys(name for name, _ in config.layer_kinds)
     return max(mixer_class(name).tokens_seen_ahead(config) for name in names)
 
 
 def mask_seen_targets(config: ModelConfig, batch: dict[str, Any]) -> dict[str, Any]:
-    """`batch` whose `target_mask` leaves out the tokens that the model has seen when it predicts
-    them.
+    """Returns `batch` with a `target_mask` that leaves out the tokens that the model sees before it
+    predicts them.
 
     Raises:
-      UserError: it has seen all of them.
+      UserError: the model sees every token before it predicts it.
     """
     ahead = tokens_seen_ahead(config)
     if ahead == math.inf:
@@ -44,7 +45,7 @@ def mask_seen_targets(config: ModelConfig, batch: dict[str, Any]) -> dict[str, A
 
 
 def check_scoring(config: ModelConfig) -> None:
-    """Raises UserError where a token may have been seen when it is scored."""
+    """Raises UserError if the model may see a token before it scores it."""
     require(
         tokens_seen_ahead(config) == 0,
         f"{_mask(config)}: a token that is scored may have been seen: expected a causal mask, or "
@@ -53,7 +54,7 @@ def check_scoring(config: ModelConfig) -> None:
 
 
 def check_prefix(config: ModelConfig, length: int) -> None:
-    """Raises UserError where a row of `length` tokens has nothing to predict."""
+    """Raises UserError if a row of `length` tokens has no token to predict."""
     ahead = tokens_seen_ahead(config)
     require(
         ahead in (0, math.inf) or ahead < length,
@@ -63,7 +64,7 @@ def check_prefix(config: ModelConfig, length: int) -> None:
 
 
 def why_no_targets(config: ModelConfig) -> str:
-    """Why no token of a batch is a target, and what to do."""
+    """Text for the user: why no token of a batch is a target, and what to do."""
     ahead = tokens_seen_ahead(config)
     if ahead:
         return (
@@ -74,8 +75,8 @@ def why_no_targets(config: ModelConfig) -> str:
 
 
 def check_prompts(config: ModelConfig, prompts: Sequence, chunk: int) -> None:
-    """Raises UserError where the prefix of a prompt does not go through the model at once. A
-    prompt goes through it `chunk` tokens at a time, all but the last one.
+    """Raises UserError if the prefix of a prompt does not go through the model in one call. All
+    tokens of a prompt but the last go through the model, `chunk` tokens in a call.
     """
     ahead = tokens_seen_ahead(config)
     if ahead in (0, math.inf):
@@ -94,7 +95,7 @@ def check_prompts(config: ModelConfig, prompts: Sequence, chunk: int) -> None:
 
 
 def _mask(config: ModelConfig) -> str:
-    """The settings of the model's mixers, as a user writes them."""
+    """The settings of the model's mixers, as a user writes them; "the mask" if there are none."""
     return (
         ", ".join(f"model.mixer.{name} = {value!r}" for name, value in config.mixer.items())
         or "the mask"

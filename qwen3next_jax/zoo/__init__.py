@@ -1,9 +1,10 @@
-"""Mixers and other parts of a block beside the released model's: one file for each family.
+"""Mixers and other parts of a block that the released model does not have: one file for each
+family.
 
-The core runs without this folder. `config/registry.py` names what is in it.
+The core runs without this folder. `config/registry.py` lists the mixers and parts by name.
 """
 
-# Operators that `qwen3next_jax.ops` also offers by these names: name → module.
+# {name: module} of the operators that can also be imported from `qwen3next_jax.ops`.
 OPERATORS = {
     "channel_delta_rule": "qwen3next_jax.zoo.ops",
     "fft_convolution": "qwen3next_jax.zoo.hyena",

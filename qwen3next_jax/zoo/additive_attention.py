@@ -1,6 +1,6 @@
 """Attention of the first translation models: a small network scores every pair of tokens
 (Bahdanau, 1409.0473, A.1.2), or a matrix between queries and keys does (Luong, 1508.04025,
-"general"). Neither has positions: layers before it have them.
+"general"). Neither uses positions; other layers of the model must do so.
 
 Letters: B batch, T queries, S keys, C queries of a chunk, D model, N query heads, M key/value
 heads, R = N/M, K head width.
@@ -17,13 +17,13 @@ from qwen3next_jax.sharding.rules import TENSOR, activation_spec, constrain, per
 from qwen3next_jax.zoo.attention_references import places
 
 EXAMPLES = {"bahdanau": {"full_mixer": "bahdanau"}, "luong": {"full_mixer": "luong"}}
-CHUNK = 16  # queries worked at once: each has a vector of head_dim for every key
+CHUNK = 16  # queries computed at once; each needs a vector of head_dim numbers for every key
 
 
 class Bahdanau(Mixer):
-    """o_i = Σ_j softmax_j(uᵀ tanh(q_i + k_j)) v_j per head over the tokens up to i.
+    """o_i = Σ_j softmax_j(uᵀ tanh(q_i + k_j)) v_j for each head, over the tokens j ≤ i.
 
-    Diagnostics [N]: first_token_share, as `GatedAttention`.
+    Diagnostics: first_token_share [N], as in `GatedAttention`.
     """
 
     cache_kind = "slots"
@@ -60,13 +60,13 @@ class Bahdanau(Mixer):
         return gated_projection(o_BTNK, None, self.o_proj[...], context), diagnostics, cache
 
     def heads(self, x_BTD, weight, context):
-        """x times a matrix [D, heads, K], with heads split over `tensor` where they can be."""
+        """x times a matrix [D, heads, K]. The heads are split over `tensor` if it divides them."""
         split = None if weight.shape[-2] % num_shards(context.mesh, TENSOR) else "heads"
         y_BTNK = jnp.einsum("btd,dnk->btnk", x_BTD, weight[...].astype(x_BTD.dtype))
         return constrain(y_BTNK, context.mesh, "batch", context.time, split, None)
 
     def attend(self, q_BTNK, k_BSMK, v_BSMK, context, cached: bool):
-        """o [B, T, N, K]. `cached`: keys and values are the slots of a cache."""
+        """o [B, T, N, K]. `cached`: whether keys and values are the slots of a cache."""
         if k_BSMK.shape[2] % num_shards(context.mesh, TENSOR):
             k_BSMK, v_BSMK = (
                 jnp.repeat(x, q_BTNK.shape[2] // x.shape[2], axis=2) for x in (k_BSMK, v_BSMK)
@@ -106,7 +106,9 @@ class Bahdanau(Mixer):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """Scores and values: a causal query reads (length + 1) / 2 keys on average."""
+        """FLOPs per token of the scores and of the weighted sum of values: a causal query reads
+        (length + 1) / 2 keys on average.
+        """
         return 2 * (length + 1) * config.num_attention_heads * config.head_dim
 
     @classmethod
@@ -115,8 +117,8 @@ class Bahdanau(Mixer):
 
 
 class Luong(Bahdanau):
-    """o_i = Σ_j softmax_j(q_iᵀ W k_j) v_j per head over the tokens up to i. Nothing divides by
-    √K, but W starts that small.
+    """o_i = Σ_j softmax_j(q_iᵀ W k_j) v_j for each head, over the tokens j ≤ i. The scores are not
+    divided by √K. Instead W starts with small values.
     """
 
     def make_score(self, make, n, k):
@@ -130,14 +132,20 @@ class Luong(Bahdanau):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """The heads' matrices beside scores and values."""
+        """FLOPs per token of the heads' matrices W, the scores and the weighted sum of values."""
         matrices = 2 * config.num_attention_heads * config.head_dim**2
         return super().forward_flops(config, length) + matrices
 
 
 def additive_attention(q_BTNK, k_BSMK, v_BSMK, score_NK, at_BT, ids_BT, key_ids_BS):
-    """o [B, T, N, K] of queries at rows `at`, which see the keys of their document up to there;
-    a chunk of queries after the other.
+    """o [B, T, N, K], computed one chunk of queries after the other. The query in row `at` of the
+    keys sees the keys of its document up to that row.
+
+    Args:
+      score_NK: the vector u of each head.
+      at_BT: the row of the keys that belongs to each query.
+      ids_BT: the document of each query.
+      key_ids_BS: the document of each key.
     """
     time, width = q_BTNK.shape[1], q_BTNK.shape[-1]
     groups, wide = k_BSMK.shape[2], jnp.promote_types(jnp.float32, q_BTNK.dtype)
@@ -164,7 +172,7 @@ def additive_attention(q_BTNK, k_BSMK, v_BSMK, score_NK, at_BT, ids_BT, key_ids_
 
 
 def _scored_attention(config, params, x, scores):
-    """Softmax of scores(q, k) [N, T, T] over the tokens up to each; q, k [T, N, K]."""
+    """Causal attention with the scores `scores(q, k)` [N, T, T], where q and k are [T, N, K]."""
     heads = config.num_attention_heads
     qkv = []
     for name in ("q_proj", "k_proj", "v_proj"):

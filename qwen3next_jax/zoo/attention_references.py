@@ -1,9 +1,9 @@
-"""What the float64 references of the attention families share: gated attention, pair of
-tokens by pair, for one row [T, D] of one document.
+"""What the float64 references of the attention families share: gated attention for one row [T, D]
+that is one document, computed for every pair of tokens.
 
-A reference is a function of the ModelConfig, the parameters by name and the row, in plain
-jax.numpy, so that its gradients are autodiff's. Here positions turn the query by its distance
-from the key alone, while the mixers turn queries and keys by their places.
+A reference is a function of the ModelConfig, the parameters by name and the row. It is plain
+jax.numpy, so that autodiff computes its gradients. The references rotate only the query, by its
+distance from the key; the mixers rotate queries and keys by their positions.
 
 Letters: T queries, S keys, D model, N query heads, M key/value heads, K head width.
 """
@@ -28,13 +28,13 @@ def norm(config, x, weight):
 
 
 def rms_norm(config, x):
-    """x over its root mean square."""
+    """x divided by its root mean square."""
     return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.rms_norm_eps)
 
 
 def rotated(config, x, distance, theta=None):
-    """x [..., K] whose first `rotary_dim` numbers are turned by `distance` [...], pair i of them
-    at the frequency θ^(-2i/R); theta: None for the model's.
+    """x [..., K] with its first R = `rotary_dim` numbers rotated by `distance` [...]. Pair i of
+    these numbers rotates at the frequency θ^(-2i/R). theta: the base θ; None: the model's base.
     """
     half = config.rotary_dim // 2
     theta = config.rope_theta if theta is None else theta
@@ -47,7 +47,9 @@ def rotated(config, x, distance, theta=None):
 
 
 def places(x):
-    """Places of queries [T, 1] and keys [1, S], and whether a query sees a key of a causal row."""
+    """The positions of queries [T, 1] and keys [1, S], and whether each query sees each key in
+    causal attention [T, S].
+    """
     t, s = np.arange(len(x))[:, None], np.arange(len(x))[None]
     return t, s, s <= t
 
@@ -55,15 +57,17 @@ def places(x):
 def gated_attention(
     config, params, x, *, seen, distance=None, theta=None, bias=None, selected=None, sink=None
 ):
-    """Gated attention of one row, with the biases that are among the parameters.
+    """Gated attention of one row, with biases if the parameters have them.
 
     Args:
-      seen: [T, S] bool.
-      distance: [T, S], by which queries are turned; None: no positions.
-      theta: [T, 1, 1, 1] the rotations' base of each query; None: the model's.
-      bias: [N, T, S] or None, added to the scores.
-      selected: None, or ([T, S] bool, n): each query and head also sees the n best of these pairs.
-      sink: [N] or None, a logit that takes weight and gives nothing.
+      seen: [T, S] bool, whether the query sees the key.
+      distance: [T, S], the distance by which the query is rotated for each key; None: no rotation.
+      theta: [T, 1, 1, 1], the base of the rotations for each query; None: the model's base.
+      bias: [N, T, S], added to the scores; or None.
+      selected: ([T, S] bool, n): each query and head also sees the n marked keys with the highest
+        scores; or None.
+      sink: [N], a logit of each head that joins the softmax's denominator but has no value; or
+        None.
     """
     settings, width = config.settings_of(config.mixers[0]), config.head_dim
     q = jnp.einsum("td,dnk->tnk", x, params["q_proj"]) + params.get("q_bias", 0)

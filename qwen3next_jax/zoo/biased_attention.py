@@ -1,5 +1,5 @@
-"""Full attention with biases of its projections (GLM-4.5, Qwen 2, gpt-oss), and with a sink logit
-for each head (gpt-oss, 2508.10925).
+"""Full attention whose projections have biases (GLM-4.5, Qwen 2, gpt-oss), and full attention with
+a sink logit for each head (gpt-oss, 2508.10925).
 
 Letters: T queries, S keys, N query heads.
 """
@@ -20,18 +20,19 @@ EXAMPLES = {
 
 
 class BiasedAttention(BiasedProjections):
-    """`GatedAttention` with biases, in the fast kernels."""
+    """`GatedAttention` whose projections have biases; it runs in the fast kernels."""
 
     @dataclasses.dataclass(frozen=True)
     class Settings(BiasedProjections.Settings):
-        # the projections that have a bias: of queries, keys and values; of the output, too
+        # the projections that have a bias: those of queries, keys and values ("qkv"), or also that
+        # of the output ("qkvo")
         attention_bias: Literal["qkv", "qkvo"] = "qkv"
 
 
 class SinkAttention(BiasedProjections, PairAttention):
-    """Attention whose softmax has one term more, e^s with a learned logit s of each head:
-    p_ij = e^{q_i·k_j} / (e^s + Σ_{j'} e^{q_i·k_j'}). A head can so attend to nothing. The fast
-    kernels have no such term: this is T × T work in XLA.
+    """Attention whose softmax has one more term in the denominator, e^s with a learned logit s for
+    each head: p_ij = e^{q_i·k_j} / (e^s + Σ_{j'} e^{q_i·k_j'}). With this term a head can attend to
+    nothing. The fast kernels do not have it, so XLA computes all T × T scores.
     """
 
     weights_of = None

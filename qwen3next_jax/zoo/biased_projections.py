@@ -1,5 +1,5 @@
-"""Gated attention with biases of its projections: what the families `biased_attention.py` and
-`sliding_window.py` build on.
+"""Gated attention whose projections have biases: the base of the families `biased_attention.py` and
+`sliding_window.py`.
 
 Letters: B batch, T time, D model, N query heads, M key/value heads, K head width.
 """
@@ -13,14 +13,16 @@ from qwen3next_jax.model.gated_attention import GatedAttention
 
 
 class BiasedProjections(GatedAttention):
-    """`GatedAttention` with q = W x + b, and likewise keys, values and output, as
-    `attention_bias` says. The query's bias is as wide as its projection: it reaches the output
-    gate, too, where there is one. Biases start at 0 and take no weight decay.
+    """`GatedAttention` with biases: q = W x + b, and likewise for keys, values and output.
+    `attention_bias` chooses the projections that have one. The query's bias is as wide as the
+    query's projection, so that the output gate (if there is one) has a bias, too. Biases start at 0
+    and have no weight decay.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(GatedAttention.Settings):
-        # the projections that have a bias: of queries, keys and values; of the output, too
+        # the projections that have a bias: those of queries, keys and values ("qkv"), or also that
+        # of the output ("qkvo")
         attention_bias: Literal["none", "qkv", "qkvo"] = "none"
 
     def __init__(self, config, make, layers):

@@ -1,6 +1,6 @@
-"""Parts of a block other than the released model's, which `model.block.*` names: norms, where
-norms are placed, dense MLPs, positions that are added to the embeddings, and rotations that reach
-further.
+"""Parts of a block that the released model does not have; the settings `model.block.*` name them.
+These are norms, placements of norms, dense MLPs, position embeddings, and scaled rotations for
+contexts longer than the trained one.
 
 Letters: B batch, T time, D model, I width of an MLP.
 """
@@ -22,7 +22,7 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.positions import NoPositions
 from qwen3next_jax.zoo.attention_references import gated_attention, norm, places
 
-# Every placement, norm and MLP at least once.
+# Examples in which every placement, norm and MLP occurs at least once.
 EXAMPLES = {
     "gemma": {
         "block": {"placement": "sandwich", "norm": "layer", "mlp": "geglu"},
@@ -43,8 +43,8 @@ EXAMPLES = {
 
 
 class LayerNorm:
-    """RMSNorm of x less its mean, plus a bias (1607.06450). Its weight [2, D] is the scale (1 +
-    the scale, with `zero_centered_norm`) and the bias.
+    """LayerNorm (1607.06450): RMSNorm of x − mean(x), plus a bias. The weight [2, D] holds the
+    scale and the bias; with `zero_centered_norm` it holds the scale − 1 and the bias.
     """
 
     @staticmethod
@@ -59,7 +59,7 @@ class LayerNorm:
 
     @staticmethod
     def apply(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-        """Over the last axis, computed in float32; in the dtype of `x`."""
+        """The norm of x over the last axis, computed in float32 and returned in the dtype of x."""
 
         def normalise(x, weight):
             scale, bias = weight.astype(jnp.float32)
@@ -73,12 +73,12 @@ class LayerNorm:
         return keeping_inputs(normalise, x, weight)
 
 
-# ---- placements of norms: N is a norm, f the mixer or the MLP
+# ---- placements of norms (in the formulas N is a norm, f is the mixer or the MLP)
 # --------------------------------------------------------------------------------------------------
 
 
 class Post(Block):
-    """N(x + f(x)), as the Transformer has it (1706.03762)."""
+    """N(x + f(x)), as in the Transformer (1706.03762)."""
 
     def before(self, x_BTD, part):
         return x_BTD
@@ -110,9 +110,9 @@ class Sandwich(Block):
 
 
 class Deep(Post):
-    """DeepNorm (2203.00555): N(α x + f(x)) with α = (2 L)^¼ of L layers. The matrices of MLPs, of
-    values and of outputs start smaller by β = (8 L)^-¼; slabs that hold values beside queries and
-    keys start as they do elsewhere.
+    """DeepNorm (2203.00555): N(α x + f(x)) with α = (2 L)^¼ for L layers. The start values of the
+    matrices of MLPs, values and outputs are multiplied by β = (8 L)^-¼. A parameter that holds the
+    matrices of values, queries and keys together starts without the factor.
     """
 
     def __init__(self, config, mixer, sparse, make, layers):
@@ -134,7 +134,7 @@ class Deep(Post):
 # ---- dense MLPs
 # --------------------------------------------------------------------------------------------------
 
-gelu = functools.partial(jax.nn.gelu, approximate=True)  # by tanh, as Gemma and GPT-2 have it
+gelu = functools.partial(jax.nn.gelu, approximate=True)  # the tanh form, as in Gemma and GPT-2
 
 
 class GeGLU(DenseMLP):
@@ -176,7 +176,7 @@ class SquaredReLU(GELU):
 
 
 class NoMLP(nnx.Module):
-    """Adds nothing, for layers that are a mixer alone. The layer keeps the norms around it."""
+    """Returns zeros, for layers that consist of a mixer alone. The norms around it remain."""
 
     def __init__(self, config: ModelConfig, make: Make):
         pass
@@ -190,7 +190,7 @@ class NoMLP(nnx.Module):
 
 
 class Sinusoidal(NoPositions):
-    """sin and cos of t / 10000^(2i/D), those of one i side by side (1706.03762, section 3.5)."""
+    """Adds sin and cos of t / 10000^(2i/D), side by side for each i (1706.03762, section 3.5)."""
 
     def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
         half = self.config.hidden_size // 2
@@ -200,7 +200,7 @@ class Sinusoidal(NoPositions):
 
 
 class Learned(NoPositions):
-    """A row of a table for each place of the context."""
+    """Adds a learned vector for each position of the context."""
 
     meaning = ("max_position_embeddings", "yarn_factor")
 
@@ -222,26 +222,27 @@ class Learned(NoPositions):
 
 # ---- rotations stretched to `factor` = yarn_factor times the trained `context`
 # --------------------------------------------------------------------------------------------------
-# Each returns how much slower each of the `half` pairs of dimensions turns than at `theta`, and
-# what multiplies cos and sin, as `layers.yarn` does.
+# Like `layers.yarn`, each function returns the factor of the frequency of each of the `half` pairs
+# of dimensions, relative to the frequencies of the base `theta`, and the factor of cos and sin.
 
 
 def linear(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
-    """Position interpolation (2306.15595): all pairs slower by the factor."""
+    """Position interpolation (2306.15595): all frequencies are divided by the factor."""
     return np.full(half, 1 / factor, np.float32), 1.0
 
 
 def ntk(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
-    """The base times factor^(R / (R − 2)), R = 2 · half: the fastest pair as it was, the slowest
-    slower by the factor.
+    """NTK-aware scaling: the base is multiplied by factor^(R / (R − 2)), R = 2 · half. The fastest
+    pair keeps its frequency, and the frequency of the slowest pair is divided by the factor.
     """
     return (factor ** (-np.arange(half) / max(half - 1, 1))).astype(np.float32), 1.0
 
 
 def truncated(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
-    """A truncated basis (Giraffe, 2308.10882). Pairs that turn once within the trained context
-    stay. Of the others, those that would turn once within the stretched context turn once in it,
-    and the slowest do not turn. The paper leaves the two borders open; these are ours.
+    """A truncated basis (Giraffe, 2308.10882). A pair that turns at least once within the trained
+    context keeps its frequency. A slower pair that turns more than once within the stretched
+    context gets the frequency of one turn in that context. The slowest pairs do not turn. The paper
+    does not specify the two limits; this code chooses them.
     """
     frequency = theta ** (-np.arange(half) / half)
     once = 2 * math.pi / context
@@ -255,7 +256,7 @@ def truncated(half: int, theta: float, factor: float, context: int) -> tuple[np.
 
 
 def block_reference(config, params, x):
-    """[T, D] → [T, D]: one layer of gated attention and a dense MLP, as the formulas above say."""
+    """[T, D] → [T, D]: one layer of gated attention and a dense MLP, by the formulas above."""
     alpha = (2 * config.num_hidden_layers) ** 0.25
     for part, f in (("mixer", _attention_reference), ("mlp", _mlp_reference)):
         f = functools.partial(f, config, params[part])

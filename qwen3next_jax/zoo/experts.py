@@ -1,8 +1,9 @@
-"""Experts beside the released model's SwiGLU, which `model.moe.experts` names: without a gate
-(Nemotron 3 Nano), and clipped with biases (gpt-oss).
+"""Experts other than the released model's SwiGLU, chosen by `model.moe.experts`: experts without a
+gate (Nemotron 3 Nano), and clipped experts with biases (gpt-oss).
 
-Routed experts go through one sorted form, in plain XLA. Where the mesh splits the experts, every
-shard gathers all tokens and adds what its own experts give; its buffers hold all choices.
+The sorted form computes the routed experts, in plain XLA. If the mesh splits the experts, every
+shard gathers the tokens of all shards, computes the contributions of its own experts, and the
+contributions are summed. The buffers of a shard have room for all choices.
 
 Letters: R tokens, D model, A choices per token, Q rows sorted by expert, E experts, L experts of
 this shard, I expert width.
@@ -19,7 +20,7 @@ from qwen3next_jax.model.moe import SparseMoE
 from qwen3next_jax.ops.grouped_matmul import grouped_matmul
 from qwen3next_jax.sharding.rules import EXPERT, TENSOR, num_shards
 
-# Every line of the table, with the router that such a model has.
+# Every value of `moe.experts`, with the router of a model that has such experts.
 EXAMPLES = {
     "swiglu": {},
     "relu2": {
@@ -36,15 +37,15 @@ EXAMPLES = {
         "shared_expert_intermediate_size": 0,
     },
 }
-ALPHA, LIMIT = 1.702, 7.0  # of the clipped SwiGLU, as gpt-oss has them
+ALPHA, LIMIT = 1.702, 7.0  # constants of the clipped SwiGLU, as in gpt-oss
 
 
 def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer):
-    """The sorted form of other experts.
+    """Returns the sorted form (`model.expert_forms`) with the experts that `mlp` computes.
 
     Args:
-      mlp: computes rows sorted by expert, (shards of the mesh axis `tensor`, x [Q, D], *experts,
-        group_sizes [E]) → [Q, D].
+      mlp: (number of shards of the mesh axis `tensor`, x [Q, D], *experts, group_sizes [E]) →
+        [Q, D], computes the experts of rows that are sorted by expert.
       mesh, dtype, in_tiles, few_tokens, layer: see `model.expert_forms.expert_form`.
     """
     of_one_layer = functools.partial(
@@ -60,8 +61,8 @@ def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer):
 
 
 def _over_shards(run, x_RD, weight_RA, expert_RA, *experts):
-    """`run` of the tokens of all shards along `expert` with this shard's experts, and the sum of
-    what all shards give for this shard's tokens.
+    """Applies `run` to the tokens of all shards along `expert`, with this shard's experts. Returns
+    for this shard's tokens the sum of the results of all shards.
     """
     x_RD, weight_RA, expert_RA = (
         jax.lax.all_gather(a, EXPERT, tiled=True) for a in (x_RD, weight_RA, expert_RA)
@@ -80,8 +81,8 @@ def _over_shards(run, x_RD, weight_RA, expert_RA, *experts):
 
 
 class SquaredReLUExperts(SparseMoE):
-    """Experts and shared expert are down(max(0, up x)²) (2109.08668), without a gate: two matrices
-    each (Nemotron 3 Nano, 2512.20848).
+    """Experts and shared expert down(max(0, up x)²) (2109.08668), which have two matrices each and
+    no gate (Nemotron 3 Nano, 2512.20848).
     """
 
     expert_parameters = ("expert_up", "expert_down")
@@ -120,7 +121,7 @@ def _squared_relu_mlp(tensor_shards, x_QD, up_EDI, down_EID, sizes_E):
 class ClippedSwiGLUExperts(SparseMoE):
     """Experts down(g σ(1.702 g) (u + 1)) + b, with g = min(gate x + b', 7) and u = up x + b''
     clipped to -7 … 7, and a bias of the router's logits (gpt-oss, 2508.10925; its published
-    code). The shared expert, which gpt-oss does not have, is SwiGLU. Biases start at 0 and take
+    code). The shared expert, which gpt-oss does not have, is SwiGLU. Biases start at 0 and have
     no weight decay.
     """
 
@@ -182,7 +183,9 @@ def _of_rows(bias_EF, sizes_E, rows):
 
 
 def experts_reference(config, params, x):
-    """[T, D] → [T, D]: all experts of every token, with weight 0 for those not chosen."""
+    """[T, D] → [T, D]: computes all experts for every token; experts that are not chosen have the
+    weight 0.
+    """
     c = config.moe
     logits = x @ params["router"] + params.get("logit_bias", 0)
     scores = jax.nn.softmax(logits, axis=-1)

@@ -1,5 +1,5 @@
-"""Linear attention with a decay per key channel that the token chooses: GLA, HGRN-2 and decaying
-fast weights.
+"""Linear attention with a decay for each key channel that depends on the token: GLA, HGRN-2 and
+decaying fast weights.
 
 Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """
@@ -23,7 +23,7 @@ EXAMPLES = {
     "hgrn2": {"linear_mixer": "hgrn2"},
     "dfw": {"linear_mixer": "dfw"},
 }
-GLA_RANK, GLA_TEMPERATURE = 16, 16  # the paper's
+GLA_RANK, GLA_TEMPERATURE = 16, 16  # the values of the paper
 
 
 class ChannelDecay(Recurrent):
@@ -52,8 +52,8 @@ class ChannelDecay(Recurrent):
 
 
 class GLA(ChannelDecay):
-    """Gated linear attention (2312.06635, equations 3–4): g = log σ(W₂ W₁ x + b) / 16 per key
-    channel, o = Sᵀq / √K. SiLU gate.
+    """Gated linear attention (2312.06635, equations 3–4): g = log σ(W₂ W₁ x + b) / 16 for each
+    key channel, o = Sᵀq / √K. The output gate is a SiLU.
     """
 
     def __init__(self, config, make, layers):
@@ -80,13 +80,13 @@ class GLA(ChannelDecay):
 
 
 class HGRN2(ChannelDecay):
-    """HGRN-2 (2404.07904): what a channel forgets is what it takes in, above a bound that grows
-    with depth.
+    """HGRN-2 (2404.07904): each key channel writes with the weight 1 − f, where f is its decay, and
+    the lower bound of f grows with depth.
 
-    f = b + (1 − b) σ(W x), g = ln f, k = 1 − f, q = SiLU(W x). No output gate. The bound b is a
-    parameter of each layer and channel that starts at layer / layers; the paper takes a
-    cumulative softmax over the layers, which starts there. In multi-token prediction layer is
-    layers − 1.
+    f = b + (1 − b) σ(W x), g = ln f, k = 1 − f, q = SiLU(W x). There is no output gate. The bound b
+    is a parameter of each layer and channel. It starts at the layer's number divided by the number
+    of layers; in the paper it is a cumulative softmax over the layers, with the same start values.
+    The layer of multi-token prediction has the number of the last layer.
     """
 
     def __init__(self, config, make, layers):
@@ -106,7 +106,7 @@ class HGRN2(ChannelDecay):
         qkv, _ = self.project(x_BTD, context)
         k = self.config.linear_key_head_dim
         q, key, v = jnp.split(qkv, (k, 2 * k), axis=-1)
-        # k = 1 − f, and g from it: ln f of an f that was rounded to 1 would be 0.
+        # g is computed from k = 1 − f: if f were rounded to 1, ln f would be 0.
         key = jax.nn.sigmoid(-self.bound[...]) * jax.nn.sigmoid(-key.astype(jnp.float32))
         g_BTGK = jnp.log1p(-key)
         repeats = self.config.linear_num_value_heads // self.config.linear_num_key_heads
@@ -117,9 +117,9 @@ class HGRN2(ChannelDecay):
 
 
 class DFW(ChannelDecay):
-    """Decaying fast weights (2210.04243): a decay per key channel and one per value channel.
+    """Decaying fast weights (2210.04243): each key channel and each value channel has a decay.
 
-    S ← Diag(σ(W x)) S Diag(σ(W' x)) + k vᵀ, o = Sᵀq; norm of each head, no output gate.
+    S ← Diag(σ(W x)) S Diag(σ(W' x)) + k vᵀ, o = Sᵀq; then a norm of each head and no output gate.
     """
 
     def __init__(self, config, make, layers):

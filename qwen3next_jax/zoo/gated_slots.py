@@ -1,4 +1,4 @@
-"""Attention over a bounded number of slots that are written again and again: gated slot attention
+"""Attention over a fixed number of memory slots to which every token writes: gated slot attention
 and attention with bounded-memory control.
 
 Letters: B batch, T time, H value heads, M slots.
@@ -20,20 +20,21 @@ EXAMPLES = {
     "gsa": {"linear_mixer": "gsa", "mixer": {"slots": 6}},
     "abc": {"linear_mixer": "abc", "mixer": {"slots": 6}},
 }
-GSA_TEMPERATURE = 8  # of the forget gates, the paper's
+GSA_TEMPERATURE = 8  # temperature of the forget gates, as in the paper
 
 
 class Slots(Recurrent):
-    """Two states, Sₖ [K, M] of keys and Sᵥ [M, V] of values, with the same decay and write of
-    every slot:
+    """A mixer with two states, Sₖ [K, M] of keys and Sᵥ [M, V] of values. Each slot has one decay
+    and one write strength, which are the same in both states:
 
-    Sₖ ← Sₖ Diag(e^g) + k wᵀ, p = softmax(Sₖᵀq), Sᵥ ← Diag(e^g) Sᵥ + w vᵀ, o = SiLU(Sᵥᵀp); norm
-    of each head, no convolution and no output gate. A subclass makes (g, w) in `gates`.
+    Sₖ ← Sₖ Diag(e^g) + k wᵀ, p = softmax(Sₖᵀq), Sᵥ ← Diag(e^g) Sᵥ + w vᵀ, o = SiLU(Sᵥᵀp); then a
+    norm of each head. There is no convolution and no output gate. A subclass computes g and w in
+    `gates`.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings:
-        # memory slots, each of which keeps a key and a value
+        # number of memory slots, each of which holds a key and a value
         slots: Annotated[int, "at least 1"] = 64
 
     switches = ()
@@ -49,8 +50,11 @@ class Slots(Recurrent):
         self.make_output(make)
 
     def gates(self, heads, state):
-        """(log decay of the slots, what is written to them), both [B, T, H, M], and the states
-        after the row that these need.
+        """Computes the gates g and w of every slot.
+
+        Returns:
+          g, the log decay [B, T, H, M]; w, the write strength [B, T, H, M]; {name: state after the
+          row} of the states that the gates need.
         """
         raise NotImplementedError
 
@@ -89,7 +93,7 @@ class Slots(Recurrent):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """Write and read of two states."""
+        """FLOPs per token of the write and the read of both states."""
         return (
             4
             * config.linear_num_value_heads
@@ -116,15 +120,15 @@ class GSA(Slots):
 
 class ABC(Slots):
     """Attention with bounded-memory control (2110.02488, equations 4 and 9, causal): a slot holds
-    the mean Σ e^{s_j} k_j / Σ e^{s_j} of its document, s = W x.
+    the mean Σ e^{s_j} k_j / Σ e^{s_j} over the document so far, s = W x.
 
-    With z_t = ln Σ_{j ≤ t} e^{s_j}: w = e^{s − z} and g = z_{t−1} − z_t. The sums are kept divided
-    by e^m, m the largest s so far.
+    With z_t = ln Σ_{j ≤ t} e^{s_j}: w = e^{s − z} and g = z_{t−1} − z_t. The sums are stored
+    divided by e^m, where m is the largest s so far.
     """
 
     def inputs(self, x_BTD, context) -> Inputs:
         qkv, _ = self.project(x_BTD, context)
-        return Inputs(qkv, g=project_to_float32(x_BTD, self.forget_proj))  # in the field g: s
+        return Inputs(qkv, g=project_to_float32(x_BTD, self.forget_proj))  # the field g holds s
 
     def gates(self, heads, state):
         s_BTHM = heads.g
@@ -138,7 +142,7 @@ class ABC(Slots):
         total, total_before, last_total = linear_scan(
             change, own, initial_state=state and state["total"], **common
         )
-        # Where nothing was before there is nothing to forget, and ln 0 would be no number.
+        # At the first token there is nothing to forget, and ln 0 is not finite.
         is_first = total_before == 0
         g_BTHM = jnp.where(
             is_first,
@@ -156,7 +160,8 @@ class ABC(Slots):
     @classmethod
     def init_cache(cls, config, batch, length):
         slots = (batch, config.linear_num_value_heads, cls.settings(config).slots)
-        # The largest of no scores. From 0, e^{s − 0} of lower scores would underflow.
+        # "largest" starts at the maximum of no scores, -∞. If it started at 0, e^{s − 0} of much
+        # lower scores would underflow.
         return super().init_cache(config, batch, length) | {
             "largest": jnp.full(slots, -jnp.inf),
             "total": jnp.zeros(slots),
@@ -182,7 +187,7 @@ def gsa_reference(config, params, x):
 
 
 def abc_reference(config, params, x):
-    """Not as a recurrence: with the weight of token j in each slot at time i."""
+    """ABC without a recurrence: it computes the weight of every token j in each slot at time i."""
     q, k, v, _ = split_projection(config, params, x)
     s = jnp.einsum("td,dhm->thm", x, params["forget_proj"])
     is_past = np.tril(np.ones((len(x), len(x)), bool))[..., None, None]

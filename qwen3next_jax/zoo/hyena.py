@@ -1,8 +1,8 @@
 """Hyena (2302.10866, definition 3.1): long convolutions whose filters are functions of the
-distance, and gates between them.
+distance, and gates between the convolutions.
 
-Letters: B batch, T time, S slots of a cache, D model, H heads of V channels (heads only because
-`tensor` splits them), L distances, C channels of a row (any trailing axes, flattened).
+Letters: B batch, T time, S slots of a cache, D model, H heads of V channels (the heads exist only
+for `tensor` to split them), L distances, C channels of a row (any trailing axes, flattened).
 """
 
 import functools
@@ -18,27 +18,28 @@ from qwen3next_jax.ops import causal_conv1d, checks
 from qwen3next_jax.sharding.rules import activation_spec, per_shard
 
 EXAMPLES = {"hyena": {"linear_mixer": "hyena"}}
-ORDER = 2  # long convolutions
-# the filters' network: sines of the distance, its width, and what its own sines multiply
-BANDS = 8
-WIDTH = 64
-FREQUENCY = 10.0
-# the parts of max_position_embeddings over which the channels' windows fall to 1 %, and what is
-# added to the windows
+ORDER = 2  # number of long convolutions
+# The network that computes the filters:
+BANDS = 8  # number of frequencies whose cosines and sines of the distance are inputs
+WIDTH = 64  # width of the hidden layers
+FREQUENCY = 10.0  # factor of the argument of the hidden layers' sines
+# A channel's window falls to 1 % over a distance between FASTEST and SLOWEST times
+# max_position_embeddings; FLOOR is added to the window.
 FASTEST = 0.3
 SLOWEST = 1.5
 FLOOR = 0.05
-FEW_TOKENS = 8  # of a cache: so many are convolved by sums
+FEW_TOKENS = 8  # cached decoding convolves up to this many tokens by sums, and more by transforms
 
 
 class Hyena(Mixer):
     """z ← v, then z ← x_n ⊙ (h_n ∗ z + b_n z) for n = 1, 2, with v, x₁, x₂ = conv(W x).
 
-    The filter h_n is a network of the distance over max_position_embeddings, times a window
-    e^{-α ·} + 0.05. There are linear_num_value_heads × linear_value_head_dim channels. A filter is
-    as long as the row, and the cache keeps every token's z.
+    The filter h_n(d) is the output of a network, multiplied by a window e^{-α d} + 0.05. The
+    argument d is the distance divided by max_position_embeddings. There are linear_num_value_heads
+    × linear_value_head_dim channels. A filter is as long as the row, and the cache holds the z of
+    every token.
 
-    Diagnostics, per head [H]: gate_size, the mean of |x₁ x₂|.
+    Diagnostics: gate_size [H], the mean of |x₁ x₂| for each head.
     """
 
     switches = ("linear_conv_kernel_dim",)
@@ -122,7 +123,7 @@ class Hyena(Mixer):
         return y_BTD, diagnostics, cache
 
     def filters(self, length: int, filter_in, filter_hidden, filter_out, window_HV):
-        """[ORDER, L, H, V] float32, of a network that sees sines of the distance."""
+        """The filters [ORDER, L, H, V], float32, for all distances below `length`."""
         at_L1 = jnp.arange(length)[:, None] / self.config.max_position_embeddings
         angle = 2 * jnp.pi * at_L1 * jnp.arange(BANDS)
         x = jnp.concatenate([at_L1, jnp.cos(angle), jnp.sin(angle)], axis=-1)
@@ -140,8 +141,9 @@ class Hyena(Mixer):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """A transform there and one back of twice the row, 2.5 n log₂ n each, and their product;
-        the filters are every row's.
+        """FLOPs per token of the convolutions: for each a Fourier transform and an inverse
+        transform of at least twice the row, 2.5 n log₂ n operations each, and the product with the
+        transformed filter. The filters are shared by all rows and are not counted.
         """
         doubled = 1 << (2 * length - 1).bit_length()
         channels = config.linear_num_value_heads * config.linear_value_head_dim
@@ -158,7 +160,7 @@ class Hyena(Mixer):
 
 
 def convolve_slots(u_BSHC, kernel_WHC, positions_BT):
-    """[B, T, H, C] the short convolution at `positions`, of the tokens in a cache's slots."""
+    """The short convolution of the tokens in a cache's slots, at `positions`, [B, T, H, C]."""
     before_BTW = positions_BT[..., None] - jnp.arange(len(kernel_WHC))[::-1]
     taps = jax.vmap(lambda rows, at: rows[jnp.maximum(at, 0)])(u_BSHC, before_BTW)
     taps = jnp.where((before_BTW >= 0)[..., None, None], taps, 0)
@@ -166,8 +168,8 @@ def convolve_slots(u_BSHC, kernel_WHC, positions_BT):
 
 
 def convolve_cache(z_BSHV, filter_SHV, positions_BT):
-    """[B, T, H, V] the long convolution at `positions`, of the tokens in a cache's slots: for a
-    few positions by sums, for many by transforms.
+    """The long convolution of the tokens in a cache's slots, at `positions`, [B, T, H, V]. A few
+    positions are computed by sums, many by Fourier transforms.
     """
     slots = z_BSHV.shape[1]
     if positions_BT.shape[1] > FEW_TOKENS:
@@ -183,7 +185,7 @@ def convolve_cache(z_BSHV, filter_SHV, positions_BT):
 
 
 def hyena_reference(config, params, x):
-    """With the sums of both convolutions written out."""
+    """Hyena with both convolutions computed as sums."""
     length = len(x)
     lag = jnp.arange(length)[:, None] / config.max_position_embeddings
     kernel = params["conv_kernel"]
@@ -212,20 +214,21 @@ REFERENCES = {"hyena": hyena_reference}
 
 
 def fft_convolution(x, kernel, *, segment_ids=None, axis_name: str | None = None):
-    """y_t = Σ_{s ≤ t} kernel_{t-s} x_s over the tokens s of t's document, each channel by itself,
-    by Fourier transforms.
+    """y_t = Σ_{s ≤ t} kernel_{t-s} x_s over the tokens s of the document of t, for each channel
+    separately, computed by Fourier transforms.
 
-    A transform mixes the whole row, so that every document is transformed alone: the work is
-    that of one document times the number of them in the row that has most.
+    A transform mixes all tokens of a row, so the documents of a row are transformed one after
+    another. The work is that of one document times the largest number of documents in a row.
 
     Args:
       x: [B, T, *channels].
-      kernel: [L, *channels], L >= T (of the whole row): by distance, the token's own first.
-      segment_ids: [B, T] integers or None. Positive and non-decreasing along T, 0 for padding at
-        the end, whose rows give zeros.
+      kernel: [L, *channels], the weight for each distance, from distance 0; L is at least the
+        length of the whole row.
+      segment_ids: [B, T] integers or None. Positive and non-decreasing along T; 0 for padding at
+        the end, where y is 0.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order; the kernel is
-        then the whole row's. Every shard transforms whole rows of its part of the channels, which
-        are exchanged before and after.
+        then that of the whole row. The shards exchange their data, so that each one transforms
+        whole rows of a part of the channels, and exchange the results back.
 
     Returns:
       y: [B, T, *channels] in x's dtype, computed in float32 (float64 for float64).
@@ -267,7 +270,7 @@ def fft_convolution(x, kernel, *, segment_ids=None, axis_name: str | None = None
 
 
 def _number_documents(segment_ids, shape):
-    """[B, T] the number of each token's document in its row, from 1; 0 for padding."""
+    """The number of each token's document in its row, [B, T], from 1; 0 for padding."""
     if segment_ids is None:
         return jnp.ones(shape, jnp.int32)
     before = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
@@ -277,8 +280,17 @@ def _number_documents(segment_ids, shape):
 
 
 def _by_document(step, start, document_BT, *arrays):
-    """`start` after step(it, where the document is, arrays of one document alone [B, T, C]), one
-    document of each row after the other.
+    """Applies `step` once for each document of a row, to all rows at the same time.
+
+    Args:
+      step: (total, whether the token is in the document [B, T, 1], *arrays) → total, where the
+        arrays are 0 outside of the document.
+      start: the first total.
+      document_BT: the number of each token's document in its row, from 1.
+      arrays: arrays [B, T, C].
+
+    Returns:
+      The last total.
     """
 
     def one(carry):
@@ -293,8 +305,8 @@ def _by_document(step, start, document_BT, *arrays):
 
 
 def _transforms(time: int):
-    """The real Fourier transform along the second-last axis of at least twice as many rows, and
-    the one back to `time` rows.
+    """Two functions: the real Fourier transform along the second-last axis, padded to a power of
+    two of at least 2 · `time` - 1 rows, and the inverse transform back to `time` rows.
     """
     n = 1 << (2 * time - 1).bit_length()
     there = functools.partial(jnp.fft.rfft, n=n, axis=-2)

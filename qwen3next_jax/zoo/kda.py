@@ -1,4 +1,4 @@
-"""The delta rule with a decay per key channel: Kimi Delta Attention and Gated DeltaNet-2.
+"""The delta rule with a decay for each key channel: Kimi Delta Attention and Gated DeltaNet-2.
 
 Letters: B batch, T time, D model, G key heads, H value heads, R = H/G, K/V widths of a key and of
 a value.
@@ -24,8 +24,8 @@ EXAMPLES = {"kda": {"linear_mixer": "kda"}, "gdn2": {"linear_mixer": "gdn2"}}
 
 
 class KDA(Recurrent):
-    """Kimi Delta Attention (2510.26692, equation 1): Gated DeltaNet with a decay per key channel,
-    both gates of low rank.
+    """Kimi Delta Attention (2510.26692, equation 1): Gated DeltaNet with a decay for each key
+    channel. The projections of the decay and of the output gate have low rank.
 
     S ← Diag(e^g) S, S ← S + β k (v − Sᵀk)ᵀ, o = Sᵀq / √K, with q and k of length 1,
     g = −e^{A_log} softplus(W₂ W₁ x + b) and β = σ(w x). The output gate is a sigmoid.
@@ -44,7 +44,7 @@ class KDA(Recurrent):
         self.gate_down, self.gate_up = make_low_rank(make, v, v)
         init_a_log, init_dt_bias = DECAY_INITS[c.decay_init]
         if c.decay_init == "log_uniform":
-            init_a_log = log_of_uniform(1.0)  # as fla and transformers start this layer
+            init_a_log = log_of_uniform(1.0)  # the start values of fla and transformers
         self.a_log = make.parameter(
             lambda shape: init_a_log(make.rngs.params(), shape), (h,), "value_heads", kind="rate"
         )
@@ -84,12 +84,12 @@ class KDA(Recurrent):
 
 
 class GDN2(KDA):
-    """Gated DeltaNet-2 (2605.22791, equations 10–12): Kimi Delta Attention whose erasing and
-    writing have gates of their own, a number per channel.
+    """Gated DeltaNet-2 (2605.22791, equations 10–12): Kimi Delta Attention with separate gates for
+    erasing and writing, which have a value for each channel.
 
-    S ← Diag(e^g) S, S ← S + k (w ⊙ v − Sᵀ(b ⊙ k))ᵀ with b = σ(W x) per key channel and
-    w = σ(W' x) per value channel, both of each value head. With b = w = β it is `KDA`'s
-    recurrence. The output gate is a SiLU. The diagnostic beta is the mean of b and w.
+    S ← Diag(e^g) S, S ← S + k (w ⊙ v − Sᵀ(b ⊙ k))ᵀ with b = σ(W x) for each key channel
+    and w = σ(W' x) for each value channel of each value head. With b = w = β this is the recurrence
+    of `KDA`. The output gate is a SiLU. The diagnostic beta is the mean of b and w.
     """
 
     activation = staticmethod(jax.nn.silu)
@@ -97,7 +97,7 @@ class GDN2(KDA):
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
         k, v = config.linear_key_head_dim, config.linear_value_head_dim
-        # in the place of KDA's
+        # replaces the projection of KDA
         self.beta_proj = make.matrix(
             (config.hidden_size, config.linear_num_value_heads, k + v),
             "embed -> value_heads .",

@@ -1,5 +1,5 @@
-"""Linear attention with a decay per head, or without one: linear transformers, RetNet, lightning
-attention, gated retention and gated random feature attention.
+"""Linear attention with a decay for each head, or without decay: linear transformers, RetNet,
+lightning attention, gated retention and gated random feature attention.
 
 Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """
@@ -31,16 +31,16 @@ EXAMPLES = {
 }
 LINEAR_EPSILON = 1e-6  # added to the sum of the weights
 ROTATION_BASE = 10_000.0
-GATED_RETENTION_TEMPERATURE = 16.0  # the paper's τ
-# The sum of the weights of random features is kept this far from 0: with sines among the features
-# it may vanish or turn negative.
+GATED_RETENTION_TEMPERATURE = 16.0  # τ of the paper
+# The least absolute value of the sum of the weights of random features: as some features are sines,
+# the sum itself may be 0 or negative.
 RFA_EPSILON = 1e-6
 
 
 class ScalarDecay(Recurrent):
-    """S ← e^g S + β k vᵀ, o = Sᵀq, without convolution; q and k are taken as they are.
+    """S ← e^g S + β k vᵀ, o = Sᵀq, without convolution and without a norm of q and k.
 
-    With `normalises` there is a second state, z ← e^g z + β k, for the sum of the weights zᵀq.
+    If `normalises` is true, a second state z ← e^g z + β k yields the sum of the weights, zᵀq.
     """
 
     switches = ("delta_rule",)
@@ -49,7 +49,7 @@ class ScalarDecay(Recurrent):
 
     @classmethod
     def normalises(cls, config) -> bool:
-        """Whether the mixer reads the sum of the weights."""
+        """Whether the mixer divides its output by the sum of the weights."""
         return False
 
     @classmethod
@@ -61,7 +61,7 @@ class ScalarDecay(Recurrent):
         return super().recurrence(heads._replace(q=heads.q * heads.q.shape[-1] ** 0.5), state)
 
     def recurrence_and_weight(self, heads: Heads, state):
-        """(o float32 [B, T, H, V], the sum of the weights zᵀq [B, T, H], the states)."""
+        """(o [B, T, H, V] in float32, the sum of the weights zᵀq [B, T, H], the states)."""
         o_BTHV, states = ScalarDecay.recurrence(self, heads, state)
         weight_BTH, z_BHK = key_sum(
             heads.q,
@@ -83,7 +83,7 @@ class ScalarDecay(Recurrent):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """Those of S, and the write and the read of z."""
+        """FLOPs per token of the state S, and of the write and the read of z."""
         flops = super().forward_flops(config, length)
         if cls.normalises(config):
             flops += 4 * config.linear_num_value_heads * config.linear_key_head_dim
@@ -91,18 +91,18 @@ class ScalarDecay(Recurrent):
 
 
 class Linear(ScalarDecay):
-    """Linear attention (2006.16236, equations 16–20): softmax's exponential replaced by a product
-    of features.
+    """Linear attention (2006.16236, equations 16–20): the exponential of softmax is replaced by
+    a product of features.
 
     S ← S + φ(k) vᵀ, z ← z + φ(k), o = Sᵀφ(q) / (zᵀφ(q) + ε), φ = elu + 1. With
-    `mixer.feature_map` = "identity" and `mixer.normaliser` off: the plain sum Σ v (k·q).
+    `mixer.feature_map` = "identity" and without `mixer.normaliser`, o is the plain sum Σ v (k·q).
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings:
-        # of queries and keys; elu(x) + 1 is the paper's
+        # feature map of queries and keys: elu(x) + 1 ("elu", as in the paper) or x ("identity")
         feature_map: Literal["elu", "identity"] = "elu"
-        # whether the sum of the weights divides the output; needs positive features
+        # whether the output is divided by the sum of the weights; requires positive features
         normaliser: bool = True
 
         def __post_init__(self):
@@ -137,7 +137,7 @@ class Linear(ScalarDecay):
 
 class Retention(ScalarDecay):
     """S ← γ S + k vᵀ, o = Sᵀq / √K, q and k rotated by their positions (2307.08621, equations
-    5–8); norm of each head, SiLU gate. A subclass gives ln γ in `log_decay`.
+    5–8); then a norm of each head and a SiLU gate. A subclass computes ln γ in `log_decay`.
     """
 
     def __init__(self, config, make, layers):
@@ -159,7 +159,7 @@ class Retention(ScalarDecay):
         return Inputs(qkv, gate, g=self.log_decay(x_BTD))
 
     def recurrence(self, heads, state):
-        # The operator's division by √K is the paper's.
+        # The operator divides by √K, as the paper does.
         return Recurrent.recurrence(self, heads, state)
 
     @classmethod
@@ -172,7 +172,9 @@ class Retention(ScalarDecay):
 
 
 def _rotate(x_BTGK, positions_BT):
-    """Rotate-half over the whole head, whatever the rotation of the model's attention is."""
+    """x rotated in the rotate-half form over the whole head. The rotary settings of the model's
+    attention do not apply.
+    """
     first, second = jnp.split(x_BTGK.astype(jnp.float32), 2, axis=-1)
     half = first.shape[-1]
     frequency = ROTATION_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -183,8 +185,8 @@ def _rotate(x_BTGK, positions_BT):
 
 
 class RetNet(Retention):
-    """Retention (2307.08621): γ = 1 − 2^(−5−h), the same for every token. The paper's row
-    normalisers vanish under the norm of each head.
+    """Retention (2307.08621): γ = 1 − 2^(−5−h), the same for every token. The row
+    normalisers of the paper are left out: they cancel in the norm of each head.
     """
 
     def log_decay(self, x_BTD):
@@ -194,7 +196,7 @@ class RetNet(Retention):
 
 
 class GatedRetention(Retention):
-    """Gated retention (2405.05254, equation 6): γ = σ(w x)^(1/τ) of each token, τ = 16."""
+    """Gated retention (2405.05254, equation 6): γ = σ(w x)^(1/τ) for each token, τ = 16."""
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
@@ -208,12 +210,12 @@ class GatedRetention(Retention):
 
 
 class Lightning(ScalarDecay):
-    """Lightning attention (MiniMax-01, 2501.08313): the decay is a constant of the head and the
-    layer.
+    """Lightning attention (MiniMax-01, 2501.08313): the decay is a constant of the head and of
+    the layer.
 
     q, k, v = SiLU(W x), S ← e^{−s} S + k vᵀ, o = Sᵀq, s = 2^(−8(h+1)/H) (1 − layer/(layers −
-    1 + 1e-5) + 1e-5); RMSNorm over all heads together, sigmoid gate. In multi-token prediction
-    layer is layers − 1.
+    1 + 1e-5) + 1e-5); then RMSNorm over all heads together and a sigmoid gate. The layer of
+    multi-token prediction has the number layers − 1.
     """
 
     activation = staticmethod(jax.nn.sigmoid)
@@ -249,7 +251,7 @@ class Lightning(ScalarDecay):
 class GatedRFA(ScalarDecay):
     """Gated random feature attention (2103.02143, equations 4 and 7).
 
-    φ(x) = [sin ωx, cos ωx] / √(K/2) of q and k of length 1, where ω ~ N(0, 1) is not trained;
+    φ(x) = [sin ωx, cos ωx] / √(K/2), where ω ~ N(0, 1) is not trained; q and k have length 1;
     γ = σ(w x), S ← γ S + (1 − γ) φ(k) vᵀ, z ← γ z + (1 − γ) φ(k), o = Sᵀφ(q) / (zᵀφ(q)).
     """
 
@@ -321,7 +323,7 @@ def linear_reference(config, params, x):
 
 
 def _rotated(x):
-    """Rotate-half of base 10,000 over the whole head; x [T, H, K]."""
+    """x [T, H, K] rotated in the rotate-half form over the whole head, with the base 10,000."""
     half = x.shape[-1] // 2
     angle = (jnp.arange(len(x))[:, None] * 10_000.0 ** (-jnp.arange(half) / half))[:, None]
     a, b = x[..., :half], x[..., half:]
@@ -347,7 +349,7 @@ def gated_retention_reference(config, params, x):
 
 
 def lightning_reference(config, params, x):
-    """The first layer."""
+    """Lightning attention with the decay of the first layer."""
     q, k, v, gate = split_projection(config, params, x)
     h = v.shape[1]
     slope = 2.0 ** (-8 * (jnp.arange(h) + 1) / h) * (1 + 1e-5)

@@ -1,5 +1,6 @@
-"""Other readings of gated attention's weights, for texts longer than those trained on: distances
-that stay within the trained ones, windows side by side, selected keys, a base that grows.
+"""Variants of gated attention that use its trained weights for texts longer than the training
+texts: with distances limited to the trained ones, with parallel windows, with selected keys, or
+with a rotary base that grows.
 
 Letters: B batch, T queries, S keys (slots of the cache), C queries of a chunk, N query heads, M
 key/value heads, H = N // M, K head width, R rotated numbers of a head.
@@ -39,14 +40,14 @@ EXAMPLES = {
 
 
 class ReRoPE(PairAttention):
-    """Rotations by the distance up to `window`, and by the window itself beyond it (Su, ReRoPE,
-    2023): two sets of scores, near and far.
+    """ReRoPE (Su, 2023): rotations by the distance if it is less than `window`, and by `window` if
+    it is larger. Two sets of scores are computed, for near and for far keys.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(PairAttention.Settings):
-        # keys up to this distance are turned by their true distance; of lambda_window and
-        # selected_tokens: keys that a query sees, its own among them
+        # keys nearer than this are rotated by their true distance; for lambda_window and
+        # selected_tokens: number of last keys that a query sees, including its own
         window: Annotated[int, "at least 1"] = 1024
 
     read_time = ("window",)
@@ -60,8 +61,8 @@ class ReRoPE(PairAttention):
         return rotate(k_BSMK, s_BS, self.config), rotate(k_BSMK, far_BS, self.config)
 
     def far_place(self, positions, window):
-        """The places by which far scores are turned, such that a query and a key are `window`
-        apart. `window` is 0 for keys.
+        """The positions by which queries or keys are rotated for the far scores. For queries
+        `window` is the setting, for keys it is 0, so that a query and a key are that far apart.
         """
         return jnp.full_like(positions, window)
 
@@ -71,8 +72,8 @@ class ReRoPE(PairAttention):
 
 
 class LeakyReRoPE(ReRoPE):
-    """`ReRoPE` whose distances d beyond the window keep growing, `stretch` times slower: a query
-    and a key are window + (d - window) / stretch apart.
+    """`ReRoPE` in which the distances d beyond the window are not constant but grow `stretch` times
+    slower: a query and a key are rotated by window + (d - window) / stretch.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -88,13 +89,13 @@ class LeakyReRoPE(ReRoPE):
 
 
 class LambdaWindow(ReRoPE):
-    """The Λ-shaped mask of LM-Infinite (2308.16137): a query sees `window` keys and the first
-    `first_tokens` of its document, at distances up to the window.
+    """The Λ-shaped mask of LM-Infinite (2308.16137): a query sees the last `window` keys
+    and the first `first_tokens` keys of its document, with distances limited to the window.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(ReRoPE.Settings):
-        # keys at the start of a document that stay visible beyond the window
+        # number of keys at the start of a document that stay visible beyond the window
         first_tokens: Annotated[int, "0 or more"] = 0
 
     read_time = ("window", "first_tokens")
@@ -114,8 +115,8 @@ def _lambda_seen(settings, t_BC1, s_B1S):
 
 def _lambda_pairs(settings, length):
     window = min(settings.window, length)
-    # Queries beyond the window see it, and of the t + 1 - window keys before it at most
-    # `first_tokens`.
+    # A query t ≥ window sees `window` keys, and at most `first_tokens` of the t + 1 - window keys
+    # before these.
     beyond = length - window
     few = min(settings.first_tokens, beyond)
     first = few * (few + 1) / 2 + (beyond - few) * settings.first_tokens
@@ -123,14 +124,15 @@ def _lambda_pairs(settings, length):
 
 
 class SelectedTokens(ReRoPE):
-    """`LambdaWindow` and, of the keys between window and first tokens, the `selected` keys of the
-    highest scores for each query and head, all as far away as the window (in the manner of
-    InfLLM, 2402.04617, token by token).
+    """`LambdaWindow` in which each query and head also sees `selected` keys between the first
+    tokens and the window, those with the highest scores. These keys are rotated as if their
+    distance were the window. InfLLM (2402.04617) does the same with blocks of keys; here single
+    keys are selected.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(LambdaWindow.Settings):
-        # keys beyond the window, for each query and head
+        # number of selected keys beyond the window, for each query and head
         selected: Annotated[int, "at least 1"] = 64
 
     read_time = ("window", "first_tokens", "selected")
@@ -145,8 +147,8 @@ class SelectedTokens(ReRoPE):
 
     @classmethod
     def pairs(cls, config, length):
-        """Half of all causal pairs, whose scores are needed, and half of those that are seen,
-        whose values are summed: `forward_flops` counts both products for a pair.
+        """Half the number of causal pairs, all of which need a score, plus half the number of seen
+        pairs, whose values are summed. (`forward_flops` counts two products for each pair.)
         """
         s = cls.settings(config)
         causal = length * (length + 1) / 2
@@ -155,15 +157,15 @@ class SelectedTokens(ReRoPE):
 
 class ParallelWindows(PairAttention):
     """Parallel context windows (2212.10947): the first `contexts` × `window` tokens of a document
-    are windows that do not see each other and have the same places. The tokens after them come
-    next in place and see all windows.
+    are windows that do not see each other and have the same positions, 0 … `window` - 1. The tokens
+    after the windows have the positions from `window` on and see all windows.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(PairAttention.Settings):
-        # how many windows there are
+        # number of windows
         contexts: Annotated[int, "at least 1"] = 1
-        # tokens of each window
+        # number of tokens of each window
         window: Annotated[int, "at least 1"] = 1024
 
     read_time = ("contexts", "window")
@@ -196,14 +198,15 @@ class ParallelWindows(PairAttention):
 
 
 class DynamicNTK(PairAttention):
-    """RoPE whose base grows with the text (dynamic NTK scaling). A query at place t ≥ L, the
-    trained context `max_position_embeddings`, turns itself and its keys with the base
-    θ (f (t + 1) / L - f + 1)^(R / (R - 2)), f = `yarn_factor`. So every token is computed as the
-    last of its text; implementations that cache rotated keys mix the bases of different lengths.
+    """RoPE whose base grows with the text (dynamic NTK scaling). L is the trained context,
+    `max_position_embeddings`. A query at position t ≥ L is rotated, together with the keys that it
+    reads, with the base θ (f (t + 1) / L - f + 1)^(R / (R - 2)), f = `yarn_factor`. Every token is
+    therefore computed as if it were the last of its text. Implementations that cache rotated keys
+    mix the bases of different lengths instead.
     """
 
     switches = ("attention_output_gate", "qk_norm", "yarn_factor")
-    chunk = 8  # each query has keys of its own: chunk × T of them
+    chunk = 8  # each query rotates the keys differently, so that chunk × T rotated keys exist
 
     def queries(self, q_BTNK, t_BT):
         return q_BTNK

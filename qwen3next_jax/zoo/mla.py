@@ -1,8 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, 2405.04434): keys and values are made of a latent that
-all heads share, and the cache holds the latent.
+"""Multi-head latent attention (DeepSeek-V2, 2405.04434): keys and values are computed from a latent
+vector that all heads share, and the cache holds the latents.
 
 Letters: B batch, T time, S slots, D model, N heads, K head width, L latent width, R width of the
-part of a key that all heads share, P = K - R width of a key's own part, and of a value.
+part of a key that all heads share, P = K - R width of the part of a key that each head has for
+itself, and of a value.
 """
 
 import dataclasses
@@ -33,22 +34,23 @@ EXAMPLES = {
 
 
 class MLA(Mixer):
-    """q = [q_p | RoPE(q_r)], k = [W c | RoPE(k_r)], v = W' c with c = norm(W'' x) of width
-    `latent_rank` and one k_r for all heads. `partial_rotary_factor` of `head_dim` is rotated
-    (0: no positions); k_r is as wide, or as `shared_key_width` says (Kimi Linear shares without
-    rotating). With `query_rank` the queries have a latent, too.
+    """q = [q_p | RoPE(q_r)], k = [W c | RoPE(k_r)], v = W' c where the latent
+    c = norm(W'' x) has the width `latent_rank` and all heads have the same k_r. RoPE rotates
+    `partial_rotary_factor` · `head_dim` numbers (0: no positions). The width of k_r is
+    `shared_key_width`, or by default the number of rotated numbers. (Kimi Linear shares numbers
+    that are not rotated.) With `query_rank` the queries are computed from a latent, too.
 
-    Decoding multiplies the query by W and the output by W', and attends in the latent: one key
-    head for all.
+    In decoding the query is multiplied by W and the output by W', so that attention runs on the
+    latents, with one key head for all query heads.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings:
         # width of the latent of a token's keys and values, which the cache holds
         latent_rank: Annotated[int, "at least 1"] = 512
-        # width of the queries' latent; 0: queries are made of the input
+        # width of the queries' latent; 0: queries are computed from the input
         query_rank: Annotated[int, "0 or more"] = 0
-        # numbers of each key that all heads share; 0: those that are rotated
+        # width of the part of each key that all heads share; 0: the number of rotated numbers
         shared_key_width: Annotated[int, "0 or more"] = 0
         # epsilon of the latents' norms; 0: rms_norm_eps
         latent_norm_eps: Annotated[float, "0 or more"] = 0.0
@@ -114,12 +116,14 @@ class MLA(Mixer):
         return getattr(self, name)[...].astype(x.dtype)
 
     def norm(self, x, weight):
-        """A latent's norm."""
+        """The norm of a latent."""
         eps = self.settings(self.config).latent_norm_eps or self.config.rms_norm_eps
         return rms_norm(x, weight[...], dataclasses.replace(self.config, rms_norm_eps=eps))
 
     def queries(self, x_BTD, context):
-        """The heads' own parts [B, T, N, P], and those [B, T, N, R] that meet the shared key."""
+        """The parts of the queries that meet the heads' own keys, [B, T, N, P], and the parts that
+        meet the shared key, [B, T, N, R].
+        """
         c, plain = self.config, self.config.head_dim - _shared(self.config)
         y = x_BTD
         if self.settings(c).query_rank:
@@ -140,7 +144,7 @@ class MLA(Mixer):
         c, rank = self.config, self.settings(self.config).latent_rank
         k_up_LNP, v_up_LNP = jnp.split(self.weight("kv_up", latent_BTL), 2, axis=-1)
         q_BTNL = jnp.einsum("btnp,lnp->btnl", q_BTNP, k_up_LNP)
-        # the operator's scale is that of the cache's width, the layer's that of whole heads
+        # the operator scales by the width of the cache, the layer by the width of a head
         scale = ((rank + _shared(c)) / c.head_dim) ** 0.5
         q = jnp.concatenate([q_BTNL, q_BTNR], axis=-1) * scale
         new = {"latent": jnp.concatenate([latent_BTL[:, :, None], k_BT1R], axis=-1)}
@@ -154,7 +158,9 @@ class MLA(Mixer):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """Scores over head_dim and their sum over the values' width, (T + 1)/2 keys a query."""
+        """FLOPs per token of the scores, over head_dim, and of the weighted sum of the values, over
+        their width; a query reads (length + 1) / 2 keys on average.
+        """
         return config.num_attention_heads * (2 * config.head_dim - _shared(config)) * (length + 1)
 
     @classmethod
@@ -192,7 +198,7 @@ def mla_reference(config, params, x):
     latent = plain_rms_norm(config, (x @ params["kv_down"])[:, : s.latent_rank])
     k, v = jnp.split(heads(latent * (1 + params["kv_norm"]), "kv_up"), 2, axis=-1)
     k_shared = (x @ params["kv_down"])[:, s.latent_rank :]
-    # the query turned by its distance from each key, which stays as it is
+    # the query is rotated by its distance from each key; the key is not rotated
     q_shared = rotated(config, q[:, None, :, plain:], (i - j)[..., None])
     scores = jnp.einsum("ink,jnk->nij", q[..., :plain], k)
     scores = scores + jnp.einsum("ijnr,jr->nij", q_shared, k_shared)

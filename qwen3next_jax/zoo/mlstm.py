@@ -1,7 +1,7 @@
 """mLSTM (xLSTM, 2405.04517, equations 19–27): linear attention with an exponential input gate.
 
-m_t = max(f_t + m_{t−1}, i_t) is taken out of all exponents, so that none is above 0; the output
-does not depend on it.
+m_t = max(f_t + m_{t−1}, i_t) is subtracted from all exponents, so that none is above 0. The output
+does not depend on m.
 
 Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a value.
 """
@@ -24,8 +24,8 @@ EXAMPLES = {"mlstm": {"linear_mixer": "mlstm"}}
 
 class MLSTM(Recurrent):
     """S ← σ(f) S + e^i k vᵀ, n ← σ(f) n + e^i k, o = Sᵀq / max(|nᵀq|, 1), with k scaled by
-    K^-1/2; norm of each head, then the gate σ; no convolution. The diagnostic beta is the mean
-    of i.
+    K^-1/2; then a norm of each head and a sigmoid gate. There is no convolution. The diagnostic
+    beta is the mean of i.
     """
 
     switches = ("delta_rule",)
@@ -56,7 +56,7 @@ class MLSTM(Recurrent):
         )
         qkv, gate = self.project(x_BTD, context)
         log_input_BTH = project_to_float32(x_BTD, self.input_proj) + self.input_bias[...]
-        # In the fields of decay and write strength: the logarithms of both gates.
+        # The fields g and beta hold the logarithms of the forget gate and of the input gate.
         return Inputs(qkv, gate, g=log_forget_BTH, beta=log_input_BTH)
 
     def recurrence(self, heads, state):
@@ -65,9 +65,9 @@ class MLSTM(Recurrent):
         m, m_before, last_m = max_plus_scan(
             log_forget, log_input, initial_state=state and state["largest"], **split
         )
-        m = jnp.where(m == -jnp.inf, 0, m)  # a row without a token
-        # The value is held at or below 0; the gradient is that of the forget gate, also where the
-        # value is 0.
+        m = jnp.where(m == -jnp.inf, 0, m)  # m is -∞ in a row without a token
+        # The value of g is clipped to at most 0. The gradient is that of the forget gate, even
+        # where the value is clipped.
         g = log_forget + jax.lax.stop_gradient(
             jnp.where(m_before == -jnp.inf, 0, jnp.minimum(log_forget + m_before - m, 0))
             - log_forget
@@ -95,7 +95,8 @@ class MLSTM(Recurrent):
     @classmethod
     def init_cache(cls, config, batch, length):
         cache = super().init_cache(config, batch, length)
-        # Any m serves: a weight that underflows here is nothing beside the denominator's 1.
+        # Any start value of m is correct. With 0, weights that underflow are negligible beside the
+        # 1 in the denominator.
         return cache | {
             "normaliser": jnp.zeros(cache["state"].shape[:-1]),
             "largest": jnp.zeros((batch, config.linear_num_value_heads)),
@@ -103,7 +104,7 @@ class MLSTM(Recurrent):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """Those of S, and the write and the read of n."""
+        """FLOPs per token of the state S, and of the write and the read of n."""
         of_n = 4 * config.linear_num_value_heads * config.linear_key_head_dim
         return super().forward_flops(config, length) + of_n
 

@@ -1,5 +1,5 @@
-"""Gated attention whose scores or mask the fast kernels do not have: what the families
-`pairwise.py` and `long_context.py` build on. It is T × T work.
+"""Gated attention with scores or masks that the fast kernels do not support: the base of the
+families `pairwise.py` and `long_context.py`. It computes all T × T scores.
 
 Letters: B batch, T queries, S keys (slots of the cache), C queries of a chunk, N query heads, M
 key/value heads, K head width.
@@ -15,17 +15,18 @@ from qwen3next_jax.zoo.ops.pair_attention import CHUNK, dot, pair_attention
 
 
 class PairAttention(GatedAttention):
-    """A subclass says what the scores are made of (`queries`, `keys`: trees of arrays), the score
-    of a pair, which pairs are seen, and how many these are. The cache holds keys without their
-    place.
+    """The base class of such attention. A subclass overrides `queries` and `keys` (the arrays, or
+    trees of arrays, from which scores are computed), `score` (the scores), `seen` (the mask) and
+    `pairs` (the number of pairs that the mask leaves). The cache holds keys to which no position
+    has been applied.
     """
 
     weights_of = GatedAttention
     in_place = False
-    chunk = CHUNK  # queries worked at once
+    chunk = CHUNK  # number of queries computed at once
 
     def placed(self, x_BTNK, positions_BT):
-        return x_BTNK  # `queries` and `keys` give them their place
+        return x_BTNK  # `queries` and `keys` apply the positions
 
     def queries(self, q_BTNK, t_BT):
         return rotate(q_BTNK, t_BT, self.config)
@@ -34,15 +35,17 @@ class PairAttention(GatedAttention):
         return rotate(k_BSMK, s_BS, self.config)
 
     def per_head(self) -> tuple[jax.Array, ...]:
-        """Arrays [N, …] that `score` gets after its other arguments."""
+        """Arrays [N, …] that are passed to `score` after its other arguments."""
         return ()
 
     def score(self, q, k, t_BC1, s_B1S, *per_head):
-        """[B, N, C, S] float32."""
+        """The scores of a chunk of queries and all keys, [B, N, C, S] float32."""
         return dot(q, k)
 
     def seen(self, t_BC1, s_B1S):
-        """Bool [B, C, S]; with `self.best` two of them, as in `pair_attention`."""
+        """Whether a query sees a key, bool [B, C, S]; with `self.best` two arrays, as in
+        `pair_attention`.
+        """
         return s_B1S <= t_BC1
 
     @property
@@ -50,12 +53,16 @@ class PairAttention(GatedAttention):
         return 0
 
     def sink_logit(self) -> jax.Array | None:
-        """[N], a logit per head that takes weight and gives nothing; None: there is none."""
+        """A logit of each head, [N], that joins the softmax's denominator but has no value; or
+        None.
+        """
         return None
 
     @classmethod
     def pairs(cls, config, length: int) -> float:
-        """How many pairs are seen in a row of one document."""
+        """The number of pairs (query, key it sees) in a row of `length` tokens that is one
+        document.
+        """
         return length * (length + 1) / 2
 
     def attend(self, q_BTNK, k_BTMK, v_BTMK, context, cache=None):
@@ -102,9 +109,7 @@ class PairAttention(GatedAttention):
         return o_BTNK, cache
 
     def diagnostics(self, q_BTNK, k_BTMK, gate_BTNK, context):
-        """`first_token_share` and the gate's of `GatedAttention`. The largest logit is not
-        measured.
-        """
+        """The diagnostics of `GatedAttention` except `logit_max`."""
         first_BT = context.positions == 0
         indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(
             k_BTMK.dtype
@@ -122,5 +127,7 @@ class PairAttention(GatedAttention):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """Two products for each key that a query sees: its score, its value's part of the sum."""
+        """FLOPs per token of two products for each key that a query sees: one for the score, one
+        for the weighted sum of values.
+        """
         return 4 * config.num_attention_heads * config.head_dim * cls.pairs(config, length) / length

@@ -1,5 +1,5 @@
-"""Gated attention without positions, under other masks, and with a bias by the distance of query
-and key in place of rotations.
+"""Gated attention without positions, with other masks, and with a bias that depends on the distance
+of query and key in place of rotations.
 
 Letters: B batch, T queries, S keys (slots of the cache), C queries of a chunk, N query heads, M
 key/value heads, K head width.
@@ -41,17 +41,20 @@ class NoPEAttention(GatedAttention):
 
 
 class Masked(PairAttention):
-    """Attention under `mask`. prefix (1905.03197, 1910.10683): the first `prefix_tokens` of a
-    document, an encoder's, see each other; the others, a decoder's, see what comes before them.
-    So encoder and decoder share one row. bidirectional: every token sees its whole document.
+    """Attention with the mask that the setting `mask` names.
+
+    causal: every token sees the tokens before it.
+    prefix (1905.03197, 1910.10683): the first `prefix_tokens` tokens of a document see each other,
+      as in an encoder; all other tokens see the tokens before them, as in a decoder.
+    bidirectional: every token sees its whole document.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(PairAttention.Settings):
-        # a token sees the tokens before it (causal), those of the prefix see each other, too
-        # (prefix), or all of its document (bidirectional)
+        # tokens see the tokens before them (causal); tokens of the prefix also see each other
+        # (prefix); tokens see their whole document (bidirectional)
         mask: Literal["causal", "prefix", "bidirectional"] = "causal"
-        # of the mask "prefix": tokens at a document's start that see each other
+        # for the mask "prefix": number of tokens at a document's start that see each other
         prefix_tokens: Annotated[int, "0 or more"] = 0
 
         def __post_init__(self):
@@ -110,9 +113,9 @@ class Masked(PairAttention):
 
 
 class ALiBi(Masked):
-    """Scores less slope · |distance| (2108.12409), with slopes 2^(-8 (n + 1) / N) of N = 2^i
-    heads; other numbers of heads take the slopes of the power of two below, and every other slope
-    of the power above.
+    """ALiBi (2108.12409): slope · |distance| is subtracted from the scores. For N = 2^i heads the
+    slope of head n is 2^(-8 (n + 1) / N). For another number of heads the slopes are those for the
+    next lower power of two, followed by every second slope of the next higher power of two.
     """
 
     switches = ("attention_output_gate", "qk_norm")
@@ -148,17 +151,18 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 class T5Bias(Masked):
-    """Scores plus a learned number per head and bucket of distances (1910.10683, section 2.1).
-    Half of the buckets are exact; the others grow with the logarithm, up to `max_distance`. Where
-    tokens see both ways, each way has half of the buckets. Each layer has its own numbers, and
-    scores keep their scale.
+    """T5's bias (1910.10683, section 2.1): scores plus a learned number for each head and bucket of
+    distances. One half of the buckets hold a single distance each. The other half cover ranges of
+    distances that grow logarithmically up to `max_distance`. If tokens see later tokens, too, each
+    direction has half of the buckets. Unlike in T5, each layer has its own numbers, and the scores
+    are scaled by K^-1/2.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(Masked.Settings):
-        # how many classes of distances have a number of their own
+        # number of buckets of distances, each with its own learned number
         buckets: Annotated[int, "at least 4"] = 32
-        # the distance from which on all fall into the last bucket; more than half of buckets
+        # larger distances fall into the last bucket; more than half of buckets
         max_distance: int = 128
 
         def __post_init__(self):
@@ -171,7 +175,7 @@ class T5Bias(Masked):
 
     switches = ("attention_output_gate", "qk_norm")
     weights_of = None
-    # the mask says which distances the buckets stand for
+    # `mask` is not listed: it determines which distances the buckets hold
     read_time = ("prefix_tokens",)
 
     def __init__(self, config, make, layers):

@@ -1,4 +1,4 @@
-"""Projections and the norm that several families share.
+"""Projections and an L2 norm that several families share.
 
 Letters: B batch, T time, D model, H value heads.
 """
@@ -11,7 +11,7 @@ from qwen3next_jax.model.parameters import Make
 
 
 def make_low_rank(make: Make, rank: int, width: int) -> tuple[nnx.Param, nnx.Param]:
-    """Two matrices, [D, rank] and [rank, H, width], of a gate of low rank."""
+    """The two matrices [D, rank] and [rank, H, width] of a projection of low rank."""
     c = make.config
     down = make.matrix((c.hidden_size, rank), "embed -> .")
     up = make.matrix((rank, c.linear_num_value_heads, width), ". -> value_heads .")
@@ -19,8 +19,8 @@ def make_low_rank(make: Make, rank: int, width: int) -> tuple[nnx.Param, nnx.Par
 
 
 def project_to_float32(x_BTD: jax.Array, *matrices: nnx.Param) -> jax.Array:
-    """x times one matrix after the other, [B, T, …]: the last product is returned in float32, the
-    ones before it have the dtype of x.
+    """x multiplied by one matrix after the other, [B, T, …]. The last product is float32; the
+    products before it have the dtype of x.
     """
     for matrix in matrices:
         is_last = matrix is matrices[-1]

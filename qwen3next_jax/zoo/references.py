@@ -1,10 +1,10 @@
-"""What the float64 references of the families share: the parts of a layer, written for one row
-[T, D] of one document, as plainly as possible.
+"""What the float64 references of the families share: the parts of a layer for one row [T, D] that
+is one document, written as plainly as possible.
 
-A reference is a function of the ModelConfig, the parameters by name and the row. It goes token by
-token, as the paper prints the recurrence, and computes in the dtype of its arguments, so that its
-gradients are autodiff's. Every family lists its references and its shortest example settings
-(`REFERENCES`, `EXAMPLES`); tests/zoo/test_mixers.py compares the mixers with them.
+A reference is a function of the ModelConfig, the parameters by name and the row. It computes the
+recurrence token by token, as the paper prints it, in the dtype of its arguments; autodiff computes
+its gradients. Every family lists its references and short example settings (`REFERENCES`,
+`EXAMPLES`); tests/zoo/test_mixers.py compares the mixers with the references.
 
 Letters: T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """
@@ -16,24 +16,25 @@ import jax.numpy as jnp
 def outer_product_recurrence(
     q, k, v, g, beta=None, *, erase=False, erase_key=None, bonus=None, normaliser=False
 ):
-    """S ← e^g S + β k vᵀ, o = Sᵀq, with S [H, K, V] from zeros.
+    """S ← e^g S + β k vᵀ, o = Sᵀq, where S [H, K, V] starts at zero.
 
     Args:
-      q, k: [T, H, K].
-      v: [T, H, V].
-      g: log decay [T, H] or, for every key channel, [T, H, K].
-      beta: [T, H]; None for 1.
-      erase: the delta rule, S ← e^g S, then S ← S + β k (v - Sᵀe)ᵀ, where e is `erase_key` [T, H,
-        K], or k where that is None.
-      bonus: [H, K], reads the state before the token: o = Sᵀq + (Σ q bonus k) v.
-      normaliser: also returns zᵀq [T, H, 1], z ← e^g z + β k.
+      q, k: queries and keys, [T, H, K].
+      v: values, [T, H, V].
+      g: log decay, [T, H] or, for each key channel, [T, H, K].
+      beta: write strength, [T, H]; None for 1.
+      erase: whether to compute the delta rule, S ← e^g S, then S ← S + β k (v - Sᵀe)ᵀ.
+      erase_key: the key e of the delta rule, [T, H, K]; None for k.
+      bonus: [H, K] or None. With a bonus, a token reads the state before its own decay and write:
+        o = Sᵀq + (Σ q bonus k) v.
+      normaliser: whether to return zᵀq [T, H, 1], too, where z ← e^g z + β k.
 
     Returns:
       o [T, H, V], or (o, zᵀq).
     """
     beta = jnp.ones(v.shape[:2]) if beta is None else beta
     g = jnp.broadcast_to(g[..., None] if g.ndim == 2 else g, k.shape)
-    if normaliser:  # z is the column of a value that is always 1
+    if normaliser:  # z is the column of S for a value channel that is always 1
         v = jnp.concatenate([v, jnp.ones((*v.shape[:2], 1))], axis=-1)
 
     def step(s, token):
@@ -56,8 +57,9 @@ def outer_product_recurrence(
 
 
 def split_projection(config, params, x, convolved=False):
-    """q, k [T, H, K], v [T, H, V] and gate [T, H, V] (None where there is none) of the projection
-    that `Recurrent.make_projection` makes, after convolution and SiLU where `convolved`.
+    """q, k [T, H, K], v [T, H, V] and gate [T, H, V] (or None) from the projection that
+    `Recurrent.make_projection` makes. `convolved`: whether q, k and v pass a convolution and a
+    SiLU.
     """
     g, h = config.linear_num_key_heads, config.linear_num_value_heads
     k, v = config.linear_key_head_dim, config.linear_value_head_dim
@@ -73,24 +75,24 @@ def split_projection(config, params, x, convolved=False):
 
 
 def causal_convolution(x, kernel):
-    """Σ_w kernel[w] x[t - W + 1 + w] of every channel; x [T, …], kernel [W, …]."""
+    """Σ_w kernel[w] x[t - W + 1 + w] for every channel, with x [T, …] and kernel [W, …]."""
     width = len(kernel)
     padded = jnp.pad(x, [(width - 1, 0)] + [(0, 0)] * (x.ndim - 1))
     return sum(padded[w : w + len(x)] * kernel[w] for w in range(width))
 
 
 def token_before(x):
-    """[T, D] the token before each one, zeros before the first."""
+    """The row x [T, D] shifted by one token: row t holds x[t - 1], and row 0 holds zeros."""
     return jnp.pad(x, ((1, 0), (0, 0)))[:-1]
 
 
 def unit(x):
-    """x of length 1 over the last axis."""
+    """x normalised to length 1 over the last axis."""
     return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 def rms_norm(config, x, axis=-1):
-    """x over its root mean square."""
+    """x divided by its root mean square over `axis`."""
     return x / jnp.sqrt(jnp.mean(x * x, axis=axis, keepdims=True) + config.rms_norm_eps)
 
 

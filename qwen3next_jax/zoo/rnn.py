@@ -1,8 +1,8 @@
 """Recurrent networks whose state is not linear: the plain one (Elman, 1990) and long short-term
-memory. Nothing but going from token to token computes them: a token waits for the one before it,
-and so do the shards of a row.
+memory. They can only be computed token by token: each token waits for the one before it, and if a
+row is split over shards, each shard waits for the one before it.
 
-Letters: B batch, T time, D model, H groups of V channels, C = V for each of a cell's gates.
+Letters: B batch, T time, D model, H groups of V channels, C = V · number of gates of a cell.
 """
 
 import jax
@@ -17,24 +17,25 @@ EXAMPLES = {"rnn": {"linear_mixer": "rnn"}, "lstm": {"linear_mixer": "lstm"}}
 
 
 class RecurrentNetwork(Mixer):
-    """States of linear_num_value_heads groups of linear_value_head_dim channels. Each group has a
-    recurrent matrix U of its own, so that `tensor` splits the groups: one group is the
-    textbook's. The state "h" is projected back to the model's width.
+    """A recurrent network whose states have linear_num_value_heads groups of linear_value_head_dim
+    channels. Each group has its own recurrent matrix U, so that the mesh axis `tensor` can split
+    the groups; with one group this is the textbook's network. The state "h" is projected back to
+    the model's width.
 
-    A subclass declares the gates and the states of its cell, and computes it in `cell`.
+    A subclass declares the gates and the states of its cell, and computes the cell in `cell`.
 
-    Diagnostics, per group [H]: state_norm, ‖h‖ after the last token, mean over rows.
+    Diagnostics: state_norm [H], ‖h‖ of each group after the last token, averaged over rows.
     """
 
     gates: tuple[str, ...]
     states: tuple[str, ...]
 
     def cell(self, state: dict[str, jax.Array], x_BHC: jax.Array) -> dict[str, jax.Array]:
-        """The states after a token, from the states before it and W x + U h + b."""
+        """Returns the states after a token. `x_BHC` is W x + U h + b."""
         raise NotImplementedError
 
     def init_bias(self, shape: tuple[int, ...]) -> jax.Array:
-        """The start value of b [H, C], stacked."""
+        """The start value of b, of shape [H, C] or, for stacked layers, [layers, H, C]."""
         return jnp.zeros(shape)
 
     def __init__(self, config, make, layers):
@@ -101,7 +102,7 @@ class RecurrentNetwork(Mixer):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """U h."""
+        """FLOPs per token of the product U h."""
         return 2 * config.linear_num_value_heads * len(cls.gates) * config.linear_value_head_dim**2
 
     @staticmethod
@@ -123,8 +124,8 @@ class LSTM(RecurrentNetwork):
     """Long short-term memory (Hochreiter and Schmidhuber, 1997; with the forget gate of Gers et
     al., 2000).
 
-    i, f, g, o = W x + U h + b;  c ← σ(f) c + σ(i) tanh(g);  h ← σ(o) tanh(c). b starts at 1 for
-    f, else at 0.
+    i, f, g, o = W x + U h + b;  c ← σ(f) c + σ(i) tanh(g);  h ← σ(o) tanh(c). The bias
+    of f starts at 1, all other biases at 0.
     """
 
     gates = ("input", "forget", "new", "output")

@@ -1,6 +1,7 @@
-"""RWKV-4 and RWKV-6: recurrences whose inputs mix each token with the one before it.
+"""RWKV-4 and RWKV-6: recurrences whose inputs mix each token with the token before it.
 
-Letters: B batch, T time, D model, P mixed inputs, G key heads, H value heads, K/V widths of a key
+Letters: B batch, T time, D model, P number of mixed inputs, E = 2·D (x of a token and of the token
+before it side by side), G key heads, H value heads, K/V widths of a key
 and of a value. In RWKV-4 D is also the number of channels.
 """
 
@@ -25,14 +26,15 @@ from qwen3next_jax.zoo.references import (
 EXAMPLES = {"rwkv4": {"linear_mixer": "rwkv4"}, "rwkv6": {"linear_mixer": "rwkv6"}}
 RWKV4_STATES = ("largest", "weighted", "total")
 RWKV6_INPUTS = ("decay", "key", "value", "receptance", "gate")
-RWKV6_MIX_RANK, RWKV6_DECAY_RANK = 32, 64  # the paper's
+RWKV6_MIX_RANK, RWKV6_DECAY_RANK = 32, 64  # the values of the paper
 
 
 def token_shift(
     x_BTD: jax.Array, context: Context, before_B1D: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The x of the token before each one, [B, T, D] (zeros for a document's first token), and the
-    row's last x, [B, 1, D]. `before_B1D` is the x before the first token; None for zeros.
+    """The x of the token before each token, [B, T, D] (zeros for a document's first token), and the
+    x of the row's last token, [B, 1, D]. `before_B1D`: the x before the row's first token; None for
+    zeros.
     """
 
     def run(x, segment_ids, before):
@@ -54,14 +56,15 @@ def token_shift(
 
 
 class RWKV4(Mixer):
-    """RWKV-4 (2305.13048, equations 11–16): per channel a mean of values weighted by e^k, which
-    decays by a constant.
+    """RWKV-4 (2305.13048, equations 11–16): for each channel a mean of the values, with weights e^k
+    that decay at a constant rate.
 
-    o = σ(r) (Σ_{j<t} e^{k_j − (t−1−j) e^w} v_j + e^{u + k_t} v_t) / (the same of ones), with r,
-    k, v of μ x + (1 − μ) x₋₁. The sums are kept divided by e^m, m_t = max(m_{t−1} − e^w, k_t).
-    Channels are not split over `tensor`.
+    o = σ(r) (Σ_{j<t} e^{k_j − (t−1−j) e^w} v_j + e^{u + k_t} v_t) / (the same sum with v = 1),
+    where r, k and v are projections of μ x + (1 − μ) x₋₁, and x₋₁ is the x of the token before. The
+    sums are stored divided by e^m, m_t = max(m_{t−1} − e^w, k_t). Channels are not split over
+    `tensor`.
 
-    Diagnostics, per channel [D]: half_life, ln 2 / e^w; receptance, the mean σ(r).
+    Diagnostics, for each channel [D]: half_life, ln 2 / e^w; receptance, the mean of σ(r).
     """
 
     def __init__(self, config, make, layers):
@@ -112,16 +115,16 @@ class RWKV4(Mixer):
         return y, diagnostics, cache and dict(zip(RWKV4_STATES, state)) | {"shift": last}
 
     def _weighted_mean(self, k, v, w, bonus, segment_ids, axis_name, state):
-        """(the mean of the values [B, T, D], the states after the row)."""
+        """(the weighted mean of the values [B, T, D], the states after the row)."""
         split = dict(segment_ids=segment_ids, axis_name=axis_name)
         largest, weighted, total = (None, None, None) if state is None else state
         k = k.astype(jnp.float32)
         v = v.astype(jnp.float32)
         log_decay = jnp.broadcast_to(-jnp.exp(w), k.shape)
         m, m_before, largest = max_plus_scan(log_decay, k, initial_state=largest, **split)
-        m = jnp.where(m == -jnp.inf, 0, m)  # a row without a token
+        m = jnp.where(m == -jnp.inf, 0, m)  # m is -∞ in a row without a token
         change = jnp.where(m_before == -jnp.inf, 0, jnp.minimum(log_decay + m_before - m, 0))
-        # The value of `change`, the gradient of the decay.
+        # a has the value of `change` and the gradient of `log_decay`.
         a = log_decay + jax.lax.stop_gradient(change - log_decay)
         own = jnp.exp(k - m)
         _, weighted_before, weighted = linear_scan(a, own * v, initial_state=weighted, **split)
@@ -137,13 +140,14 @@ class RWKV4(Mixer):
     @staticmethod
     def init_cache(config, batch, length):
         states = {name: jnp.zeros((batch, config.hidden_size)) for name in RWKV4_STATES}
-        # The largest of no keys. From 0, e^{k − 0} of lower ones would underflow.
+        # "largest" starts at the maximum of no keys, -∞. If it started at 0, e^{k − 0} of much
+        # lower keys would underflow.
         states["largest"] = jnp.full_like(states["largest"], -jnp.inf)
         return states | {"shift": jnp.zeros((batch, 1, config.hidden_size), config.dtype)}
 
     @staticmethod
     def forward_flops(config, length):
-        return 0.0  # no products but those of the parameters
+        return 0.0  # all products have a parameter
 
     @staticmethod
     def halo(config):
@@ -151,12 +155,14 @@ class RWKV4(Mixer):
 
 
 class RWKV6(Recurrent):
-    """RWKV-6 (2404.05892, equations 13–20): a decay per channel, a bonus for the current token,
-    and five inputs, each mixed with the token before in a way of its own.
+    """RWKV-6 (2404.05892, equations 13–20): a decay for each channel, a bonus for the current
+    token, and five inputs, each of which mixes x with the x₋₁ of the token before in its own
+    proportion.
 
-    The inputs are x + (x₋₁ − x) ⊙ (μ + Δ), Δ of low rank from the token itself. g = −e^w, w = w₀ +
-    W₂ tanh(W₁ x_w); o_t = S_{t−1}ᵀr + (Σ r u k) v, S ← Diag(e^g) S + k vᵀ; LayerNorm of each head,
-    SiLU gate; no convolution.
+    An input is x + (x₋₁ − x) ⊙ (μ + Δ), where Δ is computed from x and x₋₁ by a network of low
+    rank. g = −e^w, w = w₀ + W₂ tanh(W₁ x_w), where x_w is the input of the decay;
+    o_t = S_{t−1}ᵀr + (Σ r u k) v, S ← Diag(e^g) S + k vᵀ; then a LayerNorm of each head and a SiLU
+    gate. There is no convolution.
     """
 
     switches = ()
@@ -197,7 +203,9 @@ class RWKV6(Recurrent):
         return y_BTD, diagnostics, other_states and other_states | {"shift": last}
 
     def mix_inputs(self, x_and_before_BTE: jax.Array) -> jax.Array:
-        """The inputs in the order of RWKV6_INPUTS, [P, B, T, D], from x and x₋₁ side by side."""
+        """The mixed inputs in the order of RWKV6_INPUTS, [P, B, T, D]. The argument holds x and x₋₁
+        side by side.
+        """
         x, before = jnp.split(x_and_before_BTE, 2, axis=-1)
         change = before - x
         dtype = x.dtype
@@ -263,7 +271,7 @@ class RWKV6(Recurrent):
 
 
 def rwkv4_reference(config, params, x):
-    """With the sum over all earlier tokens written out."""
+    """RWKV-4 with explicit sums over all earlier tokens."""
     before = token_before(x)
     mix = params["mix"]
     r = (mix[0] * x + (1 - mix[0]) * before) @ params["receptance_proj"]

@@ -1,9 +1,9 @@
 """Attention to a window of keys (2004.05150). The first tokens of a document may stay visible
 beyond the window, and each head may have a sink logit (2309.17453; gpt-oss).
 
-Letters: B batch, T queries, S keys, W = window - 1 keys before the first query, N query heads,
-M key/value heads (query head n reads head n // (N // M)), H = N // M, K head width, C queries of
-a chunk, F first tokens.
+Letters: B batch, T queries, S keys, W = window - 1 (the number of keys before the first query), N
+query heads, M key/value heads (query head n reads head n // (N // M)), H = N // M, K head width, C
+queries of a chunk, F first tokens.
 """
 
 import dataclasses
@@ -28,22 +28,22 @@ EXAMPLES = {
         },
     }
 }
-CHUNK = 128  # queries worked at once
-_HIDDEN = -1e30  # score of a key that is not seen; finite, so that a row without keys stays finite
+CHUNK = 128  # number of queries computed at once
+_HIDDEN = -1e30  # score of a key that is not seen; finite, so that rows that see no key have no NaN
 
 
 class SlidingWindow(BiasedProjections):
-    """`GatedAttention` whose queries see `window` keys. Its cache is the window, which is as large
-    after any number of tokens.
+    """`GatedAttention` whose queries see only the last `window` keys. The cache holds the keys and
+    values of the window (and of the first tokens), so that its size is constant.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(BiasedProjections.Settings):
-        # keys that a query sees, its own among them
+        # number of keys that a query sees, including its own
         window: Annotated[int, "at least 1"] = 1024
-        # keys at the start of a document that stay visible beyond the window
+        # number of keys at the start of a document that stay visible beyond the window
         first_tokens: Annotated[int, "0 or more"] = 0
-        # a learned score per head that takes weight and gives nothing
+        # whether each head has a learned logit that joins the softmax's denominator without a value
         sink_logit: bool = False
 
     read_time = ("window", "first_tokens")
@@ -62,7 +62,7 @@ class SlidingWindow(BiasedProjections):
         ids, k, v, first, kv_ids = context.segment_ids, k_BTMK, v_BTMK, None, None
         if cache is not None:
             ids = jnp.ones_like(positions) if ids is None else (ids > 0).astype(jnp.int32)
-            # there is nothing before a row's first token
+            # slots for positions before a row's first token are empty
             is_cached = jnp.arange(1 - s.window, 0) + positions[:, :1] >= 0
             k = jnp.concatenate([cache["k"], k], axis=1)
             v = jnp.concatenate([cache["v"], v], axis=1)
@@ -103,7 +103,7 @@ class SlidingWindow(BiasedProjections):
         return o_BTNK, cache
 
     def _cache_after(self, cache, k_BSMK, v_BSMK, k_BTMK, v_BTMK, ids_BT, positions_BT):
-        """The cache after these tokens, without the padding at their end."""
+        """The cache after these tokens; padding at their end does not enter it."""
         s = self.settings(self.config)
         last = jax.vmap(
             lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, s.window - 1),
@@ -135,7 +135,9 @@ class SlidingWindow(BiasedProjections):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """Two products for each key that a query sees: its score, its value's part of the sum."""
+        """FLOPs per token of two products for each key that a query sees: one for the score, one
+        for the weighted sum of values.
+        """
         s = cls.settings(config)
         window = min(s.window, length)
         keys = sum(
@@ -161,9 +163,11 @@ REFERENCES = {"sliding_window": sliding_window_reference}
 class First(NamedTuple):
     """The first tokens of documents, which stay visible beyond the window.
 
-    k, v: [B, S, M, K], rows of which some are first tokens. start: [B, T], the row of k that holds
-    the first token of each query's document. position: [B, T] of each query in its document.
-    count: F, how many first tokens there are.
+    Attributes:
+      k, v: keys and values [B, S, M, K]; some of the S rows are the first tokens.
+      start: [B, T], for each query the row of k that holds the first token of its document.
+      position: [B, T], the position of each query in its document.
+      count: F, the number of first tokens of a document that stay visible.
     """
 
     k: jax.Array
@@ -185,25 +189,26 @@ def window_attention(
     axis_name: str | None = None,
     window: int,
 ):
-    """softmax(K^-1/2 q kᵀ) v over the keys i - window < j ≤ i of a query's document, with
-    float32 softmax. Queries are worked a chunk at a time, so that work and memory are
-    T × (window + chunk).
+    """softmax(K^-1/2 q kᵀ) v over the keys i - window < j ≤ i of a query's document, with a
+    float32 softmax. The queries are computed one chunk after the other, so that work is
+    proportional to T × (window + chunk) and memory to chunk × (window + chunk).
 
     Args:
-      q: [B, T, N, K].
-      k, v: [B, W + T, M, K] with N % M == 0, the W = window - 1 rows before the first query in
-        front; or [B, T, M, K] where there are none.
+      q: queries, [B, T, N, K].
+      k, v: keys and values with N % M == 0: [B, W + T, M, K], where the first W = window - 1 rows
+        come before the first query; or [B, T, M, K] if there are no keys before the first query.
       segment_ids: [B, T] integers or None, the document of each query.
-      kv_segment_ids: of the keys, [B, W + T], with -1 where there is none; None where k has T rows.
-      sink: [N] or None, a logit per head that takes weight and gives nothing.
-      first: None, or the first tokens that every query of a document sees.
+      kv_segment_ids: [B, W + T] integers, the document of each key, -1 for a row without a key.
+        None if k has T rows.
+      sink: [N] or None, a logit of each head that joins the softmax's denominator but has no value.
+      first: the first tokens that every query of a document sees; or None.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order. k then has T
         rows, `first.k` and `first.v` are this shard's rows of k and v, and `first.start` counts
         rows of the whole row; keys and values of the whole row are gathered.
-      window: 1 or more.
+      window: the number of keys that a query sees, 1 or more.
 
     Returns:
-      o: [B, T, N, K] in q's dtype. Padding rows hold something finite.
+      o: [B, T, N, K] in q's dtype. It is finite in padding, too.
 
     Raises:
       ValueError: shapes, dtypes or the window do not fit.
@@ -221,7 +226,7 @@ def window_attention(
     k_padded, v_padded = (jnp.pad(x, end + [(0, 0), (0, 0)]) for x in (k, v))
     ids_padded = jnp.pad(kv_ids, end, constant_values=-1)
 
-    @jax.checkpoint  # scores live for one chunk at a time, in the backward pass, too
+    @jax.checkpoint  # so that the backward pass, too, holds the scores of one chunk at a time
     def attend(start, chunk):
         rows = lambda x: jax.lax.dynamic_slice_in_dim(x, start, before + size, axis=1)
         o_BCNK = _attend_chunk(
@@ -263,7 +268,7 @@ def _check_shapes(q, k, v, segment_ids, kv_segment_ids, window):
 
 
 def _attend_chunk(chunk, k_BSMK, v_BSMK, kv_ids_BS, sink, first, window):
-    """o [B, C, N, K] of a chunk of queries, which the W + C rows k, v reach."""
+    """o [B, C, N, K] of a chunk of queries. k and v hold the W + C rows that they may see."""
     q_BCNK, ids_BC, *first_of_chunk = chunk
     groups, width = k_BSMK.shape[2:]
     size, keys = q_BCNK.shape[1], k_BSMK.shape[1]
@@ -309,7 +314,9 @@ def _rows_of_first(first: First, start_BC, groups, width):
 
 
 def _with_keys_before(k, v, ids, first, before: int, axis_name):
-    """k, v, ids with the rows before the first query, and `first` with rows of the whole row."""
+    """k, v and ids with W = `before` additional rows before the first query, and `first` with the
+    keys and values of the whole row.
+    """
     start, shard_count = 0, 1
     if axis_name is not None:
         start = jax.lax.axis_index(axis_name) * k.shape[1]

@@ -1,8 +1,8 @@
 """State-space models: S4D, Mamba (S6) and Mamba-2.
 
 Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
-In S4D and Mamba: H heads of V channels (heads only to be split over `tensor`), N numbers that a
-channel keeps (S4D: pairs of conjugate numbers), R rank of Δ.
+In S4D and Mamba: H heads of V channels (the heads exist only for `tensor` to split them), N numbers
+in the state of a channel (in S4D: pairs of conjugate numbers), R rank of Δ.
 """
 
 import dataclasses
@@ -37,16 +37,18 @@ EXAMPLES = {
 
 
 class ChannelStates(Mixer):
-    """A small state of each of linear_num_value_heads × linear_value_head_dim channels."""
+    """The base class of mixers with a small state for each of linear_num_value_heads ×
+    linear_value_head_dim channels.
+    """
 
     @dataclasses.dataclass(frozen=True)
     class Settings:
-        # numbers that a channel keeps; S4D keeps half as many complex pairs
+        # number of real numbers in the state of a channel; in S4D half as many conjugate pairs
         state_size: Annotated[int, "at least 1"] = 16
 
     @classmethod
     def forward_flops(cls, config, length):
-        """Write and read of every channel's state."""
+        """FLOPs per token of the write and the read of all channels' states."""
         channels = config.linear_num_value_heads * config.linear_value_head_dim
         return 4 * channels * cls.settings(config).state_size
 
@@ -56,13 +58,13 @@ class ChannelStates(Mixer):
 
 
 class Mamba(ChannelStates):
-    """Mamba (S6, 2312.00752, algorithm 2): the token chooses decay and write of every channel's
-    state.
+    """Mamba (S6, 2312.00752, algorithm 2): the decay of every channel's state and the write to it
+    depend on the token.
 
-    x = SiLU(conv(W x)), Δ = softplus(W₂ W₁ x + b), h ← e^{−Δ e^A} h + Δ x B, y = C h + D x, gated
-    by SiLU(z). The released models' convolution has a bias; this one has none.
+    x = SiLU(conv(W x)), Δ = softplus(W₂ W₁ x + b), h ← e^{−Δ e^A} h + Δ x B, y = C h + D x, then
+    y is multiplied by SiLU(z). The released models' convolution has a bias; this one has none.
 
-    Diagnostics, per head [H]: step, the mean Δ.
+    Diagnostics: step [H], the mean of Δ for each head.
     """
 
     switches = ("linear_conv_kernel_dim",)
@@ -194,11 +196,12 @@ class S4D(ChannelStates):
     """S4D (2206.11893, equations 3–5): the decay of every channel's state is complex, constant
     and learned.
 
-    h ← e^{Δ A} h + (e^{Δ A} − 1) / A · x, y = 2 Re(C h) + D x, x = W x, GELU, and a projection
-    whose one half gates the other (σ). A starts at −½ + i π n ("S4D-Lin"). Each channel keeps
-    `mixer.state_size` / 2 pairs of conjugate numbers.
+    h ← e^{Δ A} h + (e^{Δ A} − 1) / A · x, y = 2 Re(C h) + D x, where x = W x_in; then a GELU
+    and a projection with two halves: the sigmoid of the second half multiplies the first half. A
+    starts at −½ + i π n ("S4D-Lin"). The state of each channel has `mixer.state_size` / 2 pairs of
+    conjugate numbers.
 
-    Diagnostics, per head [H]: half_life, ln 2 / (Δ · −Re A), the longest of its channels.
+    Diagnostics: half_life [H], ln 2 / (Δ · −Re A), for each head the longest of its channels.
     """
 
     def __init__(self, config, make, layers):
@@ -225,7 +228,7 @@ class S4D(ChannelStates):
             "value_heads . .",
             kind="rate",
         )
-        # real and imaginary part
+        # C, with its real and imaginary parts in the last dimension
         self.read = make.parameter(
             normal, (h, v, n, 2), "value_heads . . .", kind="vector", operand=False
         )
@@ -298,11 +301,11 @@ class S4D(ChannelStates):
 
 
 class Mamba2(Recurrent):
-    """Mamba-2 (2405.21060): state-space duality, in the letters of attention: q = C, k = B, v = x;
-    the G key heads are its groups.
+    """Mamba-2 (2405.21060, state-space duality) in the notation of attention: q is C, k is B, v is
+    x, and the G key heads are the groups of the paper.
 
-    Δ = softplus(w x + b), S ← e^{−Δ e^A} S + Δ k vᵀ, o = Sᵀq + D v; RMSNorm of o · SiLU(z) over
-    the heads of a group. The released models' convolution has a bias; this one has none.
+    Δ = softplus(w x + b), S ← e^{−Δ e^A} S + Δ k vᵀ, o = Sᵀq + D v; then RMSNorm of o · SiLU(z)
+    over the heads of a group. The released models' convolution has a bias; this one has none.
     """
 
     switches = (*Recurrent.switches, "decay_init")
@@ -378,7 +381,7 @@ def mamba2_reference(config, params, x):
 
 
 def s4d_reference(config, params, x):
-    """As a convolution: y_t = Σ_l κ_l x_{t−l} + D x_t, κ_l = 2 Re Σ_n C B̄ e^{l Δ A}."""
+    """S4D as a convolution: y_t = Σ_l κ_l x_{t−l} + D x_t, κ_l = 2 Re Σ_n C B̄ e^{l Δ A}."""
     x = jnp.einsum("td,dhv->thv", x, params["in_proj"])
     a = jax.lax.complex(-jnp.exp(params["a_log"]), params["a_imag"])
     step = jnp.exp(params["log_step"])[..., None]

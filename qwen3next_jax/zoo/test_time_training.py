@@ -1,6 +1,6 @@
-"""States that every token trains by a step of gradient descent: TTT-Linear and Titans.
+"""Mixers whose state every token changes by a step of gradient descent: TTT-Linear and Titans.
 
-Both compute the gradients of a block of tokens at one state, that of the block's start.
+Both compute the gradients of all tokens of a block at the same state: the state before the block.
 
 Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a value.
 """
@@ -24,27 +24,28 @@ EXAMPLES = {
 
 
 class TrainedState(Recurrent):
-    """A state that is trained token by token, with three parts in the cache: "state", the state
-    itself; "start", the state at the start of the block, at which the gradients are taken; "count",
-    the number of the block's tokens so far.
+    """The base class of both mixers. The cache has three parts: "state", the state itself; "start",
+    the state at the start of the block, at which the gradients are computed; "count", the number of
+    the block's tokens so far.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings:
-        # tokens of a document whose gradients are taken at one state
+        # number of successive tokens of a document whose gradients are computed at the same state
         block: Annotated[int, "at least 1"] = 16
 
     def scan_tokens(self, step, heads, gates, state):
         """Applies `step` to one token after the other.
 
         Args:
-          step: (states, (q [B, H, K], k [B, H, K], v [B, H, V], gates [B, H, …]), float32) →
-            (states, o [B, H, V]).
-          gates: [B, T, H, …].
-          state: the states before the row, None for zeros.
+          step: (states, (q [B, H, K], k [B, H, K], v [B, H, V], gates [B, H, …])) → (states,
+            o [B, H, V]), all in float32.
+          heads: queries, keys and values.
+          gates: the gates of all tokens, [B, T, H, …].
+          state: the states before the row; None: those of `empty_states`.
 
         Returns:
-          o [B, T, H, V], the states after the row.
+          o [B, T, H, V]; the states after the row.
         """
         count = heads.v.shape[2]
         q_BTHK, k_BTHK = (
@@ -64,8 +65,8 @@ class TrainedState(Recurrent):
         return o_BTHV.astype(heads.v.dtype), state
 
     def after_token(self, states, new_BHKV):
-        """The states after a token that left `new_BHKV`: the last token of a block also sets the
-        state at which the next block's gradients are taken.
+        """The states after a token, where `new_BHKV` is the new "state". After the last token of a
+        block, "start" is set to it, too, for the gradients of the next block.
         """
         count_BH = states["count"] + 1
         is_last = count_BH == self.settings(self.config).block
@@ -88,9 +89,10 @@ class TrainedState(Recurrent):
 class TTT(TrainedState):
     """TTT-Linear (2407.04620): the state is a linear model.
 
-    W ← W − η ∇½‖f(k; W) − v‖², o = f(q; W), f(x; W) = x + LN(Wᵀx), η = σ(w x) / K, W₀ learned. The
-    gradient is taken at the W of the start of each `mixer.block` tokens of a document. The cache
-    holds W − W₀. No convolution, no output gate. The diagnostic beta is the mean of η.
+    W ← W − η ∇½‖f(k; W) − v‖², o = f(q; W), f(x; W) = x + LN(Wᵀx), η = σ(w x) / K, W₀ learned. A
+    document is divided into blocks of `mixer.block` tokens, and gradients are computed at the W
+    before the block. The cache holds W − W₀. There is no convolution and no output gate. The
+    diagnostic beta is the mean of η.
     """
 
     switches = ()
@@ -157,14 +159,14 @@ class TTT(TrainedState):
 
 
 class Titans(TrainedState):
-    """Titans' long-term memory (2501.00663, equations 9–14), a linear one: a surprise has
-    momentum, and the memory forgets.
+    """The long-term memory of Titans (2501.00663, equations 9–14) with a linear memory M, gradients
+    with momentum, and a decay of the memory.
 
-    P ← η P − θ ∇½‖Mᵀk − v‖², M ← (1 − α) M + P, o = Mᵀq, with q and k of length 1 and α, η, 1 − α =
-    σ(W x + b). The gradient is taken at the M of the start of each `mixer.block` tokens of a
-    document; θ = σ(w x + b) / mixer.block, so that a block of equal keys does not overshoot. Blocks
-    of one token without momentum are Gated DeltaNet's. No output gate. The diagnostic beta is the
-    mean of η and θ.
+    P ← η P − θ ∇½‖Mᵀk − v‖², M ← (1 − α) M + P, o = Mᵀq, where q and k have length 1, and 1 − α and
+    η are σ(W x + b). A document is divided into blocks of `mixer.block` tokens, and gradients are
+    computed at the M before the block. θ = σ(w x + b) / mixer.block, so that a block of equal keys
+    does not overshoot. With blocks of one token and without momentum this resembles Gated DeltaNet.
+    There is no output gate. The diagnostic beta is the mean of η and θ.
     """
 
     switches = ("short_convolution", "linear_conv_kernel_dim")
@@ -217,7 +219,7 @@ class Titans(TrainedState):
 
 
 def ttt_reference(config, params, x):
-    """Every token's gradient by autodiff, at the state of the start of its block."""
+    """TTT with the gradient of every token computed by autodiff, at the state before its block."""
     q, k, v, _ = split_projection(config, params, x)
     block = TTT.settings(config).block
 

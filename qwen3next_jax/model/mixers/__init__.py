@@ -1,1 +1,1 @@
-"""The old places of mixers' base classes, for mixers outside this package."""
+"""Modules under which mixers outside this package may still import the base classes of mixers."""

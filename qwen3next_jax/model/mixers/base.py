@@ -1,4 +1,4 @@
-"""The old place of `qwen3next_jax.model.mixer`, for mixers outside this package."""
+"""The old name of `qwen3next_jax.model.mixer`, for mixers outside this package."""
 
 from qwen3next_jax.model.mixer import Mixer
 

@@ -1,6 +1,6 @@
-"""Attention whose scores and mask are functions of the pair of tokens, for what the fast kernels
-have no form of. Queries are worked a chunk at a time against all keys of the row, so that memory
-is chunk × T and work T × T, whatever the mask leaves of it.
+"""Attention whose scores and mask are any functions of a pair of tokens, for variants that the fast
+kernels do not support. It computes one chunk of queries after the other, against all keys of the
+row. Memory is proportional to chunk × T, and work to T × T for every mask.
 
 Letters: B batch, T queries, S keys, C queries of a chunk, N query heads, M key/value heads
 (query head n reads head n // (N // M)), H = N // M, K head width.
@@ -14,12 +14,12 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks, checks
 
-CHUNK = 64  # queries worked at once
-_HIDDEN = -1e30  # score of a pair that is not seen; finite, so that a row without keys stays finite
+CHUNK = 64  # number of queries computed at once
+_HIDDEN = -1e30  # score of a key that is not seen; finite, so that rows that see no key have no NaN
 
 
 def dot(q_BCNK: jax.Array, k_BSMK: jax.Array) -> jax.Array:
-    """K^-1/2 q·k of every pair, [B, N, C, S] float32."""
+    """K^-1/2 q·k for every query and key, [B, N, C, S] float32."""
     b, c, n, width = q_BCNK.shape
     q_BCMHK = q_BCNK.reshape(b, c, k_BSMK.shape[2], -1, width)
     s_BMHCS = jnp.einsum("bcmhk,bsmk->bmhcs", q_BCMHK, k_BSMK, preferred_element_type=jnp.float32)
@@ -42,28 +42,28 @@ def pair_attention(
     axis_name: str | None = None,
     chunk: int = CHUNK,
 ) -> jax.Array:
-    """softmax(score) v over the pairs that are seen, with float32 softmax.
+    """softmax(score) v over the keys that each query sees, with a float32 softmax.
 
     Args:
-      q, k: what the scores are made of, arrays [B, T, …] and [B, S, …] or trees of such.
-      v: [B, S, M, K].
-      score: (q, k, positions [B, C, 1], kv_positions [B, 1, S]) of a chunk of queries and all keys
-        → [B, N, C, S] float32.
-      seen: (positions, kv_positions) → bool [B, C, S], the pairs that are seen; with `best` two of
-        these, the pairs that are seen and those that may be chosen.
-      positions, kv_positions: [B, T], [B, S] integers, places in the document.
-      segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each token: none
-        sees another.
-      best: so many more keys each query and head sees, those of the highest scores (of equal ones
-        all).
-      sink: [N] or None, a logit per head that joins the softmax's denominator: it takes weight and
-        gives nothing.
+      q, k: the first arguments of `score`: arrays [B, T, …] and [B, S, …], or trees of such arrays.
+      v: values, [B, S, M, K].
+      score: (q, k, positions [B, C, 1], kv_positions [B, 1, S]) → [B, N, C, S] float32, the scores
+        of a chunk of queries and all keys.
+      seen: (positions, kv_positions) → bool [B, C, S], whether the query sees the key. With `best`
+        it returns two such arrays; the second marks the keys that may be selected in addition.
+      positions, kv_positions: [B, T], [B, S] integers, the position of each query and key in its
+        document.
+      segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each query and
+        key. A query sees only keys of its document.
+      best: the number of selected keys, those with the highest scores, that each query and head
+        also sees. Keys whose score equals the lowest selected one are selected, too.
+      sink: [N] or None, a logit of each head that joins the softmax's denominator but has no value.
       axis_name: inside `shard_map`, the mesh axis over which T and S are split in order; the keys
         of the whole row are gathered.
-      chunk: queries worked at once.
+      chunk: the number of queries computed at once.
 
     Returns:
-      o: [B, T, N, K] in v's dtype. Padding rows hold something finite.
+      o: [B, T, N, K] in v's dtype. It is finite in padding, too.
     """
     checks.shapes(
         v=(v, "BSMK"),
@@ -78,7 +78,7 @@ def pair_attention(
             (k, v, kv_positions, kv_segment_ids),
         )
 
-    @jax.checkpoint  # scores live for one chunk at a time, in the backward pass, too
+    @jax.checkpoint  # so that the backward pass, too, holds the scores of one chunk at a time
     def attend(carry, inputs):
         q, t_BC, ids_BC = inputs
         t_BC1, s_B1S = t_BC[..., None], kv_positions[:, None]

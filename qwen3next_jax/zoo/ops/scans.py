@@ -1,8 +1,10 @@
-"""h ← e^a h + b element by element, and m ← max(a + m, b): parallel within a chunk, one chunk
-after the other; and any other recurrence token by token.
+"""Scans over time: h ← e^a h + b and m ← max(a + m, b), both elementwise, and other recurrences
+token by token.
 
-A document starts with a = −∞: exponents are sums and never differences, so that is exact. B
-batch, T time, `…` any further axes.
+At the first token of a document a is set to −∞, which resets the state exactly, because all
+exponents are sums of a and never differences.
+
+Letters: B batch, T time, C tokens of a chunk, `…` any further axes.
 """
 
 import jax
@@ -15,20 +17,22 @@ CHUNK = 64
 
 
 def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | None = None):
-    """h_t = exp(a_t) h_{t-1} + b_t.
+    """h_t = exp(a_t) h_{t-1} + b_t, computed in parallel within a chunk and one chunk after the
+    other.
 
     Args:
-      a: [B, T, …] log decay, real part <= 0, -inf to forget; axes of size 1 are spread over b's.
+      a: [B, T, …] log decay with real part <= 0; -inf forgets. Axes of size 1 are broadcast to the
+        axes of b.
       b: [B, T, …], real or complex.
       initial_state: [B, …] or None for zeros. With `segment_ids` it belongs to the first segment.
-      segment_ids: [B, T] integers or None, as in `gated_delta_rule`. Padding rows repeat the last
-        state.
+      segment_ids: [B, T] integers or None, as in `gated_delta_rule`. In padding h is the state
+        after the last token.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order, as in
         `gated_delta_rule`.
 
     Returns:
-      h [B, T, …], the h before each token (zero where a document starts), and the last one [B,
-      …], of b's dtype.
+      h [B, T, …]; the h before each token [B, T, …] (zero where a document starts); the last h
+      [B, …]. All have the dtype of b.
 
     Raises:
       ValueError: shapes or dtypes do not fit.
@@ -36,7 +40,7 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
     state = _check(a, b, initial_state, segment_ids, 0)
     a, b = _documents(a, b, segment_ids, axis_name, 0)
 
-    @jax.checkpoint  # of a chunk the backward pass keeps the inputs and the state entering
+    @jax.checkpoint  # saves only a chunk's inputs and its initial state for the backward pass
     def step(state, chunk):
         a, b = jax.lax.associative_scan(_compose, chunk, axis=1)
         h = jnp.exp(a) * state[:, None] + b
@@ -68,18 +72,19 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
 def expanded_scan(
     expand, read, inputs, initial_state, *, segment_ids=None, axis_name: str | None = None
 ):
-    """`linear_scan` whose a and b are larger than what they are made of, and h than what is read
-    of it: neither exists for all tokens.
+    """`linear_scan` for a and b that are larger than the inputs from which they are computed, and
+    for an h that is larger than the outputs computed from it. The arrays a, b and h exist for one
+    chunk at a time. If T is split over a mesh axis, every shard processes its tokens twice.
 
     Args:
-      expand: the inputs of some tokens → (a, b) of them, [B, C, …].
-      read: (h [B, C, …], the inputs) → what is read of it, [B, C, …].
-      inputs: arrays [B, T, …] in any nesting.
-      initial_state: [B, …], of b's dtype. Others: as `linear_scan`; over a split T every shard goes
-        over its tokens twice.
+      expand: (inputs of a chunk) → (a, b), each [B, C, …].
+      read: (h [B, C, …], inputs of the chunk) → outputs [B, C, …].
+      inputs: a tree of arrays [B, T, …].
+      initial_state: [B, …], in the dtype of b.
+      segment_ids, axis_name: as in `linear_scan`.
 
     Returns:
-      what is read [B, T, …] and the last h [B, …].
+      The outputs [B, T, …]; the last h [B, …].
     """
     time = jax.tree.leaves(inputs)[0].shape[1]
     new, live = (
@@ -118,20 +123,19 @@ def expanded_scan(
 
 
 def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str | None = None):
-    """A recurrence that nothing but going from token to token computes. Documents start from
-    zeros, padding rows repeat the last state.
+    """A recurrence that can only be computed token by token. The state is zero at the start of a
+    document, and padding does not change it.
 
     Args:
-      step: (state, the inputs of a token [B, …]) → (state, what is read [B, …]).
-      inputs: arrays [B, T, …] in any nesting.
-      initial_state: arrays [B, …] in any nesting. With `segment_ids` it belongs to the first
-        segment.
+      step: (state, inputs of a token [B, …]) → (state, outputs [B, …]).
+      inputs: a tree of arrays [B, T, …].
+      initial_state: a tree of arrays [B, …]. With `segment_ids` it belongs to the first segment.
       segment_ids: as in `linear_scan`.
-      axis_name: as in `linear_scan`. The shards take turns: all of them together take as long as
-        one would for the row.
+      axis_name: as in `linear_scan`. Each shard waits for the state of the shard before it, so that
+        splitting T saves no time.
 
     Returns:
-      what is read [B, T, …] and the last state.
+      The outputs [B, T, …]; the last state.
     """
     shape = jax.tree.leaves(inputs)[0].shape[:2]
     new, live = jnp.zeros(shape, bool), jnp.ones(shape, bool)
@@ -153,7 +157,7 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
         jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, new, live)), 0, min(CHUNK, shape[1])
     )
 
-    def run(state):  # of a chunk the backward pass keeps the inputs and the state entering
+    def run(state):  # saves only each chunk's inputs and its initial state for the backward pass
         final, o = blocks.scan(
             jax.checkpoint(lambda state, chunk: jax.lax.scan(one, state, chunk)), state, chunks
         )
@@ -179,8 +183,11 @@ def _compose(first, second):
 
 
 def _entering(carry, leaving, axis_name):
-    """The state that enters each shard, of what each makes of zero and by how much it decays
-    what enters.
+    """The state that enters this shard.
+
+    Args:
+      carry: the factor by which this shard's tokens multiply the state that enters.
+      leaving: the state after this shard if the state that enters is zero.
     """
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     carries, left = jax.lax.all_gather((carry, leaving), axis_name)
@@ -191,13 +198,17 @@ def _entering(carry, leaving, axis_name):
 
 
 def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | None = None):
-    """m_t = max(a_t + m_{t-1}, b_t), without gradients: what it stabilises does not depend on it.
+    """m_t = max(a_t + m_{t-1}, b_t). No gradient passes through m: it is meant for results that are
+    stabilised by m but do not depend on it.
 
-    Args: as `linear_scan`, a and b [B, T, …] real and of one shape; `initial_state` None for −∞.
+    Args:
+      a, b: real arrays [B, T, …] of the same shape.
+      initial_state: [B, …] or None for −∞.
+      segment_ids, axis_name: as in `linear_scan`.
 
     Returns:
-      m [B, T, …], the m before each token [B, T, …] (−∞ where a document starts), and the last
-      one [B, …].
+      m [B, T, …]; the m before each token [B, T, …] (−∞ where a document starts); the last m
+      [B, …].
     """
     a, b = jax.lax.stop_gradient((a, b))
     state = _check(a, b, initial_state, segment_ids, -jnp.inf)
@@ -238,7 +249,9 @@ def _check(a, b, initial_state, segment_ids, start):
 
 
 def _documents(a, b, segment_ids, axis_name, nothing):
-    """a = −∞ where a document starts; padding keeps what is there."""
+    """(a, b) with a = −∞ where a document starts, and in padding a = 0 and b = `nothing`, which
+    keep the state.
+    """
     if segment_ids is None:
         return a, b
     new, live = starts(segment_ids, axis_name)
@@ -249,7 +262,7 @@ def _documents(a, b, segment_ids, axis_name, nothing):
 
 
 def starts(segment_ids, axis_name):
-    """[B, T] whether a token starts a document, and whether it is a token."""
+    """(whether a token starts a document, whether it is not padding), each [B, T] bool."""
     earlier = segment_ids[:, :1]
     if axis_name is not None:
         before = last_id_before(segment_ids, axis_name)[:, None].astype(earlier.dtype)

@@ -1,8 +1,9 @@
-"""`channel_delta_rule`: shapes checked, documents turned into decays, an implementation chosen,
-one custom gradient.
+"""The public function `channel_delta_rule`. It checks the arguments, expresses the starts of
+documents as decays of -inf and chooses an implementation. This file also defines the custom
+gradient of the chunked implementation.
 
-B batch, T time, G key heads, H heads (head h reads key head h // (H // G)), K key width, V value
-width.
+Letters: B batch, T time, G key heads, H heads (head h reads key head h // (H // G)), K key width, V
+value width.
 """
 
 import functools
@@ -21,7 +22,13 @@ IMPLEMENTATIONS = ("recurrent", "chunked")
 
 
 class Options(typing.NamedTuple):
-    """erase, before: as the operator's `erase` and read == "before"."""
+    """The static options of one call.
+
+    Attributes:
+      implementation: the argument `implementation` of `channel_delta_rule`.
+      erase: the argument `erase`.
+      before: whether the argument `read` is "before".
+    """
 
     implementation: str | None
     erase: bool
@@ -45,54 +52,56 @@ def channel_delta_rule(
     implementation: str | None = None,
     axis_name: str | None = None,
 ):
-    """The delta rule with a decay per key channel (Kimi Delta Attention,
+    """The delta rule with a decay for each key channel (Kimi Delta Attention,
     https://arxiv.org/abs/2510.26692) over whole sequences.
 
-    Per head, with S the state [K, V], decay first, then the write, then the read:
+    Each token first decays the state S [K, V] of a head, then writes to it, then reads from it:
 
         S <- Diag(exp(g_t)) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = S^T q_t
 
-    No scale and no norm of q and k is in it.
+    The function neither scales nor normalises q and k.
 
     Args:
       q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a
         multiple of G.
       v: [B, T, H, V] values.
-      g: [B, T, H, K] log decay, <= 0; -inf forgets the channel exactly. No decay costs accuracy,
-        however strong.
+      g: [B, T, H, K] log decay, <= 0; -inf forgets the channel exactly. Even a very strong decay
+        costs no accuracy.
       beta: [B, T, H] write strength; None for 1.
-      erase: False drops the delta term -S^T k_t, which leaves gated linear attention (GLA,
-        https://arxiv.org/abs/2312.06635).
-      erase_key: [B, T, H, K] or None for k: e_t in S + beta_t k_t (v_t - S^T e_t)^T, what is erased
-        by another key than what is written (Gated DeltaNet-2, https://arxiv.org/abs/2605.22791).
-      read: "after" decay and write, or "before" both (RWKV): then o_t = S^T q_t of the state before
-        the token.
-      bonus: [H, K] or None, with read="before": o_t += (sum_c q_c bonus_c k_c) v_t, what the token
-        reads of itself.
-      value_decay: [B, T, H, V] or None, log decay <= 0 of the state's other axis: S <-
-        Diag(exp(g_t)) S Diag(exp(value_decay_t)). Without erasing only.
+      erase: whether the write has the delta term -S^T k_t. Without it the function is gated linear
+        attention (GLA, https://arxiv.org/abs/2312.06635).
+      erase_key: [B, T, H, K], the key e_t in S + beta_t k_t (v_t - S^T e_t)^T, if the key that is
+        erased differs from the key that is written (Gated DeltaNet-2,
+        https://arxiv.org/abs/2605.22791); None: e_t = k_t.
+      read: "after": a token reads the state after its decay and write; "before": it reads the state
+        before both (RWKV).
+      bonus: [H, K] or None, only with read="before": the term (sum_c q_c bonus_c k_c) v_t of the
+        token itself is added to o_t.
+      value_decay: [B, T, H, V] or None, log decay <= 0 of the value channels, only with
+        erase=False: S <- Diag(exp(g_t)) S Diag(exp(value_decay_t)).
       initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first
         segment.
       segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id per
-        document; 0 marks padding, at the end only. The state is reset where the id changes. Padding
-        rows give zeros and get zero gradients.
-      implementation: "recurrent", "chunked", or None for the platform's best, which is "chunked".
+        document; 0 marks padding, at the end only. The state is reset where the id changes. In
+        padding o is 0 and all gradients are 0.
+      implementation: "recurrent" or "chunked"; None: "chunked", which is the fastest on every
+        platform.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order; the arrays are
-        then this shard's part and the segment ids those of the whole row. `initial_state` enters
-        the first shard (elsewhere it is ignored and has no gradient); `final_state` is the row's,
-        the same on every shard.
+        then this shard's part, with the segment ids of the whole row's documents. `initial_state`
+        is used on the first shard (elsewhere it is ignored and has no gradient); `final_state` is
+        that of the whole row, the same on every shard.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
-      final_state: [B, H, K, V] float32 (float64 for float64 inputs); with `segment_ids`, of the
-      last segment.
+      final_state: [B, H, K, V] float32 (float64 for float64 inputs); with `segment_ids`, the state
+        of the last segment.
 
     Raises:
       ValueError: shapes, dtypes, the implementation's name or the combination of arguments do
-      not fit.
+        not fit.
 
-    Where this is traced under `jax.debug_nans(True)`, a g that is positive or NaN ends the
-    program with a ValueError.
+    If the function is traced under `jax.debug_nans(True)`, a g or value_decay that is positive or
+    NaN ends the program with a ValueError.
     """
     q, k, v, g = map(jnp.asarray, (q, k, v, g))
     _check(
@@ -130,14 +139,14 @@ def channel_delta_rule(
             )
         live, new = ids > 0, (ids > 0) & (ids != jnp.concatenate([earlier, ids[:, :-1]], axis=1))
         over = lambda mask, x: mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
-        # a padding row neither decays nor writes nor reads
+        # padding neither decays the state nor writes to it nor reads it
         q, beta, g = (jnp.where(over(live, x), x, 0) for x in (q, beta, g))
         value_decay = (
             None if value_decay is None else jnp.where(over(live, value_decay), value_decay, 0)
         )
         g = jnp.where(over(new, g), -jnp.inf, g)
         own = q
-        # what it would read is the document before
+        # a document's first token would read the state of the document before
         q = jnp.where(over(new, q), 0, q) if before else q
     run = functools.partial(_run, Options(implementation, erase, before))
     x = Inputs(q, k, v, g, beta, value_decay, erase_key)
@@ -214,7 +223,7 @@ def _check(
 
 
 def _run(options: Options, x: Inputs, initial_state):
-    """o [B, T, H, V] in the state's dtype and the final state."""
+    """o [B, T, H, V] in the state's dtype, and the final state."""
     if options.implementation == "recurrent":
         return reference.recurrent(x, initial_state, erase=options.erase, before=options.before)
     if x.value_decay is not None:
@@ -227,16 +236,17 @@ def _run(options: Options, x: Inputs, initial_state):
 
 
 def chunk_size(x: Inputs) -> int:
-    """As operator A's (`delta_rule.dispatch.chunk_size`): 64 tokens, 16 for float32 heads of at
-    most 32 channels.
+    """The number of tokens of a chunk, as in `delta_rule.dispatch.chunk_size`: 64, or 16 for
+    float32 heads of at most 32 channels; not much more than the number of tokens.
     """
     narrow = max(x.q.shape[-1], x.v.shape[-1]) <= 32 and x.v.dtype == jnp.float32
     return min(16 if narrow else 64, max(16, 1 << (x.q.shape[1] - 1).bit_length()))
 
 
 def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
-    """`pass_over` with as many chunks at once as stay in a CPU's caches, or are a small part of
-    an accelerator's memory.
+    """Calls `pass_over` (`chunked.forward` or `chunked.backward`) with the number of chunks to
+    compute at once: as many as fit into a CPU's caches, or into a small part of an accelerator's
+    memory.
     """
     size, chunks = chunk_size(x), -(-x.v.shape[1] // chunk_size(x))
     numbers = size * x.v.shape[0] * x.v.shape[2] * max(x.q.shape[3], x.v.shape[3])

@@ -1,35 +1,53 @@
-"""The chunked form in XLA alone: everything inside a chunk at once for the chunks of a piece,
-then one pass of the state over them.
+"""The chunked form of the operator, in plain XLA. The chunks are processed in groups, called
+pieces. For a piece, everything inside the chunks is computed for all its chunks at once; then one
+scan carries the state over the chunks.
 
-In a chunk of C rows, with γ = decay from its start to each row, ρ from each row to its end (both
-[C, K], see `ladder`),
+In a chunk of C rows (tokens), γ is the decay from the chunk's start to each row and ρ is the decay
+from each row to the chunk's end (both [C, K], see `ladder`). S is the state before the chunk and S'
+the state after it. E holds the keys that are erased: K, unless other keys are given.
 
-    EK_ij, P_ij = Σ_c e_ic, q_ic k_jc e^{Σ_{j<t≤i} g_tc}       L = strictly lower(β EK)       A =
-    (I + L)^{-1} W = A β (V − (E γ) S)       O = (Q γ) S + P W       S' = e^{total} S + (K ρ)ᵀ W
-    (no erasing: W = β V)
+    EK_ij = Σ_c e_ic k_jc e^{Σ_{j<t≤i} g_tc}
+    P_ij  = Σ_c q_ic k_jc e^{Σ_{j<t≤i} g_tc}
+    L  = strictly lower(β EK)
+    A  = (I + L)^{-1}
+    W  = A β (V − (E γ) S)                      (without erasing: W = β V)
+    O  = (Q γ) S + P W
+    S' = e^{total} S + (K ρ)ᵀ W
 
-E, what is read of the state to be taken out, is K where no other key is given.
+The backward pass computes the gradients explicitly from dO and dS':
 
-Backward, given dO and dS', explicit:
+    dW   = Pᵀ dO + (K ρ) dS'
+    dR   = Aᵀ dW
+    dV   = β dR
+    dL   = −strictly lower(dR Wᵀ)
+    N    = β dL
+    D    = lower(dO Wᵀ)
+    dS   = e^{total} dS' + (Q γ)ᵀ dO − (E γ)ᵀ dV
+    dβ   = Σ dR (V − (E γ) S) + rowsum(dL EK)
+    read = γ (dO Sᵀ)
+    seen = −γ (dV Sᵀ)
+    left = ρ (W dS'ᵀ)
+    dQ   = read + …
+    dK   = left + …
+    dE   = seen + …
 
-    dW = Pᵀ dO + (K ρ) dS'    dR = Aᵀ dW    dV = β dR    dL = −strictly lower(dR Wᵀ)    N = β dL
-    D = lower(dO Wᵀ) dS = e^{total} dS' + (Q γ)ᵀ dO − (E γ)ᵀ dV    dβ = Σ dR (V − (E γ) S) +
-    rowsum(dL EK) read = γ (dO Sᵀ)    seen = −γ (dV Sᵀ)    left = ρ (W dS'ᵀ)    dQ = read + …
-    dK = left + …    dE = seen + …    and D, N level by level
+The terms … come from D and N; they are computed for each level of `ladder`. The gradient of an
+exponent is a decayed number (such as an entry of K ρ) times the gradient of that number; the
+transposed sums of `ladder.exponents` turn these gradients into dg. The residuals are the inputs,
+the state before each chunk and the inverse A of each chunk. Documents need no special case here:
+`api` has set g = −∞ where one starts.
 
-The gradient of every exponent is a row's number times its own gradient; dg is the transpose of
-the sums that made the exponents. Residuals: the inputs, the state entering each chunk, the
-chunks' inverses. Documents have become g = −∞ (see `api`), so no pass knows them.
+The rounding errors of products with A are not corrected by later rows of the chunk, whereas in the
+recurrence each token corrects the errors of the tokens before it. With repeated keys the errors add
+up. Therefore, if the operands have the dtype of the sums, W and dR are corrected once, by A (or Aᵀ)
+times the residual of their equations, (I + L) W = β (V − (E γ) S) and its transpose.
 
-Products with A leave rounding that no later row of the chunk takes back, as the recurrence does
-with every token, and with repeated keys it adds up. So where operands are as wide as the sums, W
-and dR are corrected once by A times what their equations leave: (I + L) W = β (V − (E γ) S) and
-its transpose.
+In bfloat16 the operands of the products include the decay of each channel, so that keeping the
+norms of q and k outside of the products would not avoid rounding. The products in which terms
+cancel if keys repeat (EK, E S, (K ρ)ᵀ W, and W in P W) have their operands split into two bfloat16
+parts.
 
-In bfloat16 the decay stands inside each channel, so that a norm outside the product would not
-help; what cancels with repeated keys (EK, E S, (K ρ)ᵀ W, and W in P W) goes in two parts.
-
-N chunks, B batch, G key heads, H heads, C chunk length, K key width, V value width.
+Letters: N chunks, B batch, G key heads, H heads, C chunk length, K key width, V value width.
 """
 
 import typing
@@ -50,7 +68,7 @@ from qwen3next_jax.zoo.ops.channel_delta_rule import ladder
 
 
 class Inputs(typing.NamedTuple):
-    """The arrays of one call by token."""
+    """The arrays of one call, with one entry for each token."""
 
     q: jax.Array  # [B, T, G, K]
     k: jax.Array  # [B, T, G, K]
@@ -70,17 +88,17 @@ class Inputs(typing.NamedTuple):
 
 
 class Chunks(typing.NamedTuple):
-    """What the passes need of the chunks of a piece."""
+    """The arrays of the chunks of a piece that the forward and the backward pass need."""
 
     q: jax.Array  # [N, B, H, C, K]
     k: jax.Array  # [N, B, H, C, K]
     v: jax.Array  # [N, B, H, C, V]
     beta: jax.Array  # [N, B, H, C, 1]
-    reads: tuple  # q as it enters the products of each level, [N, B, H, C, K]
-    keys: tuple  # k likewise
-    erased: tuple  # E likewise, what is read of the state to be taken out; `keys` where that is k
-    decays: ladder.Exponents  # of them e^
-    e: jax.Array  # E, [N, B, H, C, K]
+    reads: tuple  # for each level q times its decays, [N, B, H, C, K]
+    keys: tuple  # for each level k times its decays, [N, B, H, C, K]
+    erased: tuple  # for each level E times its decays, [N, B, H, C, K]; `keys` where E is k
+    decays: ladder.Exponents  # e^x of the exponents x
+    e: jax.Array  # E, the keys that are erased, [N, B, H, C, K]
     e_enter: jax.Array  # E γ
     q_enter: jax.Array  # Q γ
     k_leave: jax.Array  # K ρ
@@ -91,7 +109,7 @@ class Chunks(typing.NamedTuple):
 
 
 def both(product, x, y, dots: Products, x_axis: int, y_axis: int):
-    """`product` of x and y, both in two parts where the operands are bfloat16."""
+    """`product` of x and y, which are both split into two parts if the operands are bfloat16."""
     return product(
         *stack_for_product(
             split_precision(x, dots.operand), split_precision(y, dots.operand), x_axis, y_axis
@@ -146,7 +164,7 @@ def _chunks(
 
 
 def _written(c: Chunks, state, dots: Products, exact: Products):
-    """W, and V − (E γ) S, or V where nothing is erased."""
+    """(W, V − (E γ) S); without erasing (β V, V)."""
     if c.inverse is None:
         return c.beta * c.v, c.v
     unseen = c.v - both(dots.nn, c.e_enter, state, dots, -1, -2)
@@ -158,16 +176,24 @@ def _written(c: Chunks, state, dots: Products, exact: Products):
 
 
 def _needed(c: Chunks) -> Chunks:
-    """Without what the pass of the state does not read."""
+    """`c` without the arrays that the scan over the state does not read."""
     return c._replace(
         q=None, k=None, reads=None, keys=None, erased=None, decays=None, e=None, p=None
     )
 
 
 def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, before: bool):
-    """o [B, T, H, V] in the state's dtype, the final state, and for the backward pass the state
-    entering each chunk [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without
-    erasing). `piece`: how many chunks are worked at once.
+    """The forward pass.
+
+    Args:
+      size: the number of tokens of a chunk.
+      piece: the number of chunks that are computed at once.
+      erase: whether the write has the delta term.
+      before: whether a token reads the state before its own decay and write.
+
+    Returns:
+      o [B, T, H, V] in the state's dtype; the final state; and for the backward pass the state
+      before each chunk [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without erasing).
     """
 
     def one(state, x):
@@ -196,8 +222,8 @@ def _joined(x, time: int):
 def backward(
     x: Inputs, states, inverses, do, dfinal, *, size: int, piece: int, erase: bool, before: bool
 ):
-    """Gradients of q, k, v, g, β, None and E (None where it is k), and of the initial state,
-    from those of o and the final state.
+    """The gradients of the fields of `Inputs` (None for value_decay, and for E if it is k) and of
+    the initial state, from the gradients of o and of the final state.
     """
 
     def one(dstate, inputs):
@@ -243,8 +269,16 @@ def _reverse_scan(step, carry, xs):
 def _gradients(
     c: Chunks, states, dstates, written, unseen, dr, do, before: bool, dots: Products, by_key: bool
 ):
-    """dq, dk, dv, dg, dβ, None and dE by chunk (`by_key`: E is k, and dE in dk), from W, dR and
-    the states entering and leaving with their gradients.
+    """The gradients of the fields of `Inputs`, for each chunk: dq, dk, dv, dg, dβ, None and dE.
+
+    Args:
+      states: the states before the chunks.
+      dstates: the gradients of the states after the chunks.
+      written, unseen: the results of `_written`.
+      dr: the gradient dR.
+      do: the gradient of o.
+      before: whether a token reads the state before its own decay and write.
+      by_key: whether E is k; dE is then None and part of dk.
     """
     dv = c.beta * dr
     dbeta = jnp.sum(dr * unseen, axis=-1)

@@ -1,11 +1,11 @@
-"""The same over a sequence split over a mesh axis: a shard's tokens act on the state that enters
-by an affine map.
+"""`channel_delta_rule` over a sequence that is split over a mesh axis. The tokens of a shard act on
+the state S that enters the shard by an affine map.
 
-Value columns that are zero and start at the identity give the map itself beside the values'
-columns, S' = U + M S, and what the outputs take of the state, o = o₀ + r S: one pass over [S |
-I] says all of a shard, the maps are composed over the shards
-(`delta_rule.context.compose_over_shards`), and the gradient is that of these lines. A document that
-starts in the shard has made M zero.
+The state after the shard is S' = U + M S, and the outputs are o = o₀ + r S. One pass over the shard
+computes U, M, o₀ and r: the state gets K additional columns, which start as the identity matrix and
+whose values are 0. Their final state is M, and their outputs are r. The maps of the shards are then
+composed (`delta_rule.context.compose_over_shards`). The gradient is computed by autodiff of these
+steps. If a document starts in the shard, M is 0.
 """
 
 import jax
@@ -17,8 +17,10 @@ from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs
 
 
 def across(run, axis_name: str, x: Inputs, initial_state):
-    """o [B, T, H, V] of this shard and the row's final state [B, H, K, V]. run: inputs, state →
-    o, state of one shard.
+    """o [B, T, H, V] of this shard, and the final state [B, H, K, V] of the row.
+
+    Args:
+      run: (inputs, initial state) → (o, final state) of one shard.
     """
     shard, last = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name) - 1
     (*_, key, value), dtype = initial_state.shape, initial_state.dtype

@@ -1,21 +1,23 @@
-"""Decay between the rows of a chunk, a number per channel: a ladder of references, of sums that
-are never differences.
+"""The decay between every two rows (tokens) of a chunk, for each channel, computed from exponents
+that are sums of g and never differences of sums.
 
-The pair of rows i > j decays by e^{Σ_{j<t≤i} g_t} in each channel, which no product of a
-function of i and one of j gives safely: e^{G_i} e^{−G_j} overflows, and G_i − G_j loses what
-float32 has. But at level m = 1, 2, 4, …, C/2 the pairs with i in an odd block of m rows and j in
-the even block before it meet at the border between the two: the exponent is
+Between the rows i > j the state decays by e^{Σ_{j<t≤i} g_t} in each channel. With G_i = Σ_{t≤i} g_t
+the factors e^{G_i} and e^{−G_j} would give this decay by a matrix product, but e^{−G_j} can
+overflow, and the difference G_i − G_j would lose precision. Instead the pairs of rows are divided
+into levels m = 1, 2, 4, …, C/2. A pair belongs to level m if i is in an odd block of m rows (the
+first block has the number 0) and j is in the even block just before it. Its exponent is then
 
-    (Σ of g from the start of i's block to row i) + (Σ of g from the row after j to the end of
-    j's block),
+    (Σ of g from the start of i's block to row i)
+    + (Σ of g from the row after j to the end of j's block).
 
-both ≤ 0 and both sums. Every pair is at exactly one level. So no exponent is positive, nothing
-overflows, and g = −∞ is exact.
+Every pair belongs to exactly one level. Both sums are ≤ 0, so nothing overflows, and g = −∞ is
+exact. At each level the product of a function of i and a function of j gives the decay.
 
-Up to BASE rows a level is a masked product of whole blocks of BASE rows (a matrix unit takes
-nothing smaller); from there on it is a product of the odd block with the even one.
+A level with m < BASE is computed as a masked product of blocks of BASE rows, as a matrix unit
+multiplies no smaller blocks. A level with m ≥ BASE is the product of each odd block with the even
+block before it.
 
-C chunk length, K key width, `…` leading dimensions.
+Letters: C chunk length, K key width, `…` leading dimensions.
 """
 
 import typing
@@ -28,13 +30,18 @@ BASE = 16
 
 
 class Exponents(typing.NamedTuple):
-    """Sums of g, all ≤ 0 and linear in g: `jax.vjp` of `exponents` gives dg as sums, too.
+    """Sums of g. All are ≤ 0 and linear in g, so that `jax.vjp` of `exponents` computes dg by sums,
+    too.
 
-    levels: per level [..., C, K]; of a row in an odd block from the block's start to the row, in
-    an even one from the row after to the end. reads: the same of the rows that read; those in
-    odd blocks stop a row earlier where the read comes before decay and write. enter,
-    reads_enter: [..., C, K] from the chunk's start. leave: from the row after to the chunk's
-    end. total: [..., 1, K].
+    Attributes:
+      levels: for each level [..., C, K]: for a row in an odd block the sum from the block's start
+        to the row; for a row in an even block the sum from the next row to the block's end.
+      reads: the sums of `levels` for the rows of queries. If a token reads the state before its own
+        decay and write, the sums in odd blocks end one row earlier.
+      enter: [..., C, K], the sum from the chunk's start to each row.
+      reads_enter: [..., C, K], the same for the rows of queries; it may end one row earlier, too.
+      leave: [..., C, K], the sum from the next row to the chunk's end.
+      total: [..., 1, K], the sum over the chunk.
     """
 
     levels: tuple
@@ -46,7 +53,7 @@ class Exponents(typing.NamedTuple):
 
 
 def exponents(g_CK, before: bool) -> Exponents:
-    """`before`: reads come before the row's own decay and write."""
+    """The sums of g. `before`: whether a token reads the state before its own decay and write."""
 
     def halves(x, m):  # the even and the odd blocks of m rows, [..., C / 2m, m, K] each
         x = x.reshape(*x.shape[:-2], -1, 2, m, x.shape[-1])
@@ -84,15 +91,15 @@ def exponents(g_CK, before: bool) -> Exponents:
 
 
 def _diagonal(x_CC, size: int):
-    """[..., C / size, size, size] the blocks on the diagonal."""
+    """The blocks on the diagonal, [..., C / size, size, size]."""
     return jnp.stack(
         [x_CC[..., i : i + size, i : i + size] for i in range(0, x_CC.shape[-1], size)], axis=-3
     )
 
 
 def _rows(x_CK, m: int):
-    """The odd and the even rows of level m; below BASE whole blocks, whose other rows the mask
-    leaves out.
+    """The rows in odd blocks and the rows in even blocks of level m. For m < BASE both are whole
+    blocks of BASE rows; `_mask` then leaves out the other rows.
     """
     size = min(max(2 * m, BASE), x_CK.shape[-2])
     x = x_CK.reshape(*x_CK.shape[:-2], -1, size, x_CK.shape[-1])
@@ -100,16 +107,18 @@ def _rows(x_CK, m: int):
 
 
 def _mask(size: int, m: int):
-    """Pairs of level m in a block of `size` rows."""
+    """Whether a pair of rows belongs to level m, [size, size], for a block of `size` rows."""
     row, column = indices(size, size)
     return (row // (2 * m) == column // (2 * m)) & (row // m > column // m)
 
 
 def pairs(x_levels, y_levels, product):
-    """[..., C, C] the strictly lower matrix whose entry (i, j) is the product of row i of x and
-    row j of y, each at its level.
+    """The strictly lower matrix [..., C, C] whose entry (i, j) is the product of row i of x and row
+    j of y, both taken from the level of the pair (i, j).
 
-    x_levels, y_levels: per level [..., C, K]. product: x, y → x yᵀ.
+    Args:
+      x_levels, y_levels: for each level an array [..., C, K].
+      product: (x, y) → x yᵀ.
     """
     whole = None
     for level, (x, y) in enumerate(zip(x_levels, y_levels)):
@@ -129,8 +138,12 @@ def pairs(x_levels, y_levels, product):
 
 
 def pairs_backward(d_CC, x_CK, y_CK, level: int, nn, tn):
-    """(dx, dy) [..., C, K] of one level of `pairs` from the gradient d of its matrix. nn: x y;
-    tn: xᵀ y.
+    """The gradients (dx, dy), each [..., C, K], of one level of `pairs`.
+
+    Args:
+      d_CC: the gradient of the matrix that `pairs` returns.
+      nn: (x, y) → x y.
+      tn: (x, y) → xᵀ y.
     """
     m = 1 << level
     (odd, _), (_, even) = _rows(x_CK, m), _rows(y_CK, m)
@@ -147,8 +160,8 @@ def pairs_backward(d_CC, x_CK, y_CK, level: int, nn, tn):
 
 
 def applied(x_CK, y_CK, v_CV, level: int, dots):
-    """[..., C, V] one level's matrix of `pairs` times v, whose rows stand at the levels' borders
-    as those of x and y do.
+    """The product [..., C, V] of v and the matrix of one level of `pairs`. The rows of v, like
+    those of x and y, are multiplied by the decays of the level.
     """
     m = 1 << level
     (odd, _), (_, even), (_, values) = _rows(x_CK, m), _rows(y_CK, m), _rows(v_CV, m)

@@ -1,7 +1,7 @@
-"""The delta rule with a decay per channel token by token: the oracle, and the one-token decode
-step.
+"""The delta rule with a decay for each channel, computed token by token: the reference of the
+tests, and the implementation of one-token decoding.
 
-B batch, T time, H heads, K key width, V value width.
+Letters: B batch, T time, H heads, K key width, V value width.
 """
 
 import jax
@@ -11,8 +11,10 @@ from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs
 
 
 def recurrent(x: Inputs, initial_state, *, erase: bool, before: bool):
-    """The recurrence in the dtype of the state, differentiable by plain autodiff: o [B, T, H, V]
-    and the final state [B, H, K, V].
+    """The recurrence, computed in the dtype of the state and differentiated by autodiff.
+
+    Returns:
+      o [B, T, H, V]; the final state [B, H, K, V].
     """
 
     def step(state_BHKV, token):

@@ -1,12 +1,13 @@
-"""Decay on both axes of the state, without erasing: S ← Diag(e^{g}) S Diag(e^{g'}) + β k vᵀ,
-chunk by chunk, by plain autodiff.
+"""Decay on both axes of the state, without erasing: S ← Diag(e^{g}) S Diag(e^{g'}) + β k vᵀ. It is
+computed chunk by chunk and differentiated by autodiff.
 
-Values decay by the same levels of row pairs as keys (`ladder`). At each level the pairs' q·k
-multiplies values that have decayed from their row up to the border between the two blocks, and the
-sum then decays from the border to the reading row. So a level's matrix is applied at once, and no
-matrix of all pairs exists.
+The decay of values is computed with the same levels of row pairs as the decay of keys (see
+`ladder`). At each level the value of row j first decays from row j to the end of its block. The
+products q·k of the pairs then weigh these values, and their sum decays from the start of the other
+block to the reading row i. The matrix of each level is therefore applied on its own, and a matrix
+of all pairs never exists.
 
-B batch, H heads, C chunk length, K key width, V value width.
+Letters: B batch, H heads, C chunk length, K key width, V value width.
 """
 
 import jax
@@ -19,10 +20,10 @@ from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs, both
 
 
 def forward(x: Inputs, initial_state, *, size: int, before: bool):
-    """o [B, T, H, V] in the state's dtype and the final state [B, H, K, V]."""
+    """o [B, T, H, V] in the state's dtype, and the final state [B, H, K, V]."""
     dtype, dots = initial_state.dtype, Products(x.v.dtype, copies=True)
 
-    @jax.checkpoint  # of a chunk the backward pass keeps the inputs and the state entering
+    @jax.checkpoint  # saves only a chunk's inputs and its initial state for the backward pass
     def step(state_BHKV, chunk: Inputs):
         q, k, v, g, beta, value_decay = (
             jnp.moveaxis(array.astype(dtype), 1, 2) for array in chunk.wide()[:6]
@@ -52,8 +53,8 @@ def forward(x: Inputs, initial_state, *, size: int, before: bool):
 
 
 def across(run, axis_name: str, x: Inputs, initial_state, before: bool):
-    """`context.across` for states that decay on both axes: what enters a shard is folded over
-    the shards before it.
+    """`context.across` for states that decay on both axes. A loop over the earlier shards computes
+    the state that enters a shard.
     """
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     dtype = initial_state.dtype
