@@ -1,4 +1,4 @@
-"""RMS norm of each head times a SiLU gate.
+"""The RMS norm of each head, multiplied by a SiLU gate.
 
 B batch, T time, H heads of V channels.
 """
@@ -12,16 +12,18 @@ from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 
 def gated_norm(o, gate, weight, eps: float):
-    """y = o / rms(o) · weight · silu(gate), with the root mean square over the channels of a head.
+    """Returns y = o / rms(o) · weight · silu(gate), where rms is the root mean square over the
+    channels of a head.
 
-    The output norm of Gated DeltaNet (https://arxiv.org/abs/2412.06464), fla's
-    `FusedRMSNormGated`. With kernels, on a TPU or a Hopper GPU, it is one pass over memory forward
-    and one backward.
+    This is the output norm of Gated DeltaNet (https://arxiv.org/abs/2412.06464), called
+    `FusedRMSNormGated` in the library fla. The kernels for TPUs and Hopper GPUs read and write each
+    array once in the forward pass and once in the backward pass.
 
     Args:
-      o, gate: [B, T, H · V].
-      weight: [V].
-      eps: is added to the mean square.
+      o: [B, T, H · V], the outputs of the heads.
+      gate: [B, T, H · V], the gates before SiLU.
+      weight: [V], the weight of the norm, the same for all heads.
+      eps: number added to the mean square.
 
     Returns:
       y: [B, T, H · V] in o's dtype, computed in float32.
@@ -45,7 +47,7 @@ _operator.defvjp(
 
 
 def in_xla(eps, o, gate, weight):
-    """`gated_norm` in XLA alone."""
+    """Computes `gated_norm` in XLA alone."""
     wide = jnp.promote_types(jnp.float32, o.dtype)
     heads = o.astype(wide).reshape(*o.shape[:2], -1, weight.shape[0])
     normed = (
