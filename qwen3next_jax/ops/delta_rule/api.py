@@ -33,56 +33,62 @@ def gated_delta_rule(
     axis_name: str | None = None,
     each: bool = False,
 ):
-    """The gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) over whole sequences.
+    """Applies the gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) to whole
+    sequences.
 
-    Per value head, with S the state [K, V], decay first, then the write, then the read:
+    Each value head has a state S [K, V]. For each token t the state decays, then the token is
+    written into it, then the output is read from it:
 
         S <- exp(g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = K^{-1/2} S^T q_t
 
     Args:
-      q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a
-        multiple of G.
-      v: [B, T, H, V] values.
-      g: [B, T, H] log decay, finite and <= 0. The decay over a span of tokens is a difference of
-        running sums within a chunk of 64, so strong decay costs accuracy: with G the sum of g over
-        a chunk, a relative error of up to |G| * 3e-7 in float32. To forget everything, -100 is
-        enough (exp(-100) is zero in float32); -inf gives NaN.
-      beta: [B, T, H] write strength, in (0, 1); up to 2 works.
-      initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first
-        segment.
-      segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id per
-        document; 0 marks padding, at the end only. The state is reset where the id changes. Padding
-        rows give zeros and get zero gradients.
-      normalize_qk: L2-normalise q and k over K in float32 first: x * rsqrt(sum x^2 + 1e-6).
-      erase: False drops the delta term -S^T k_t, which leaves gated linear attention.
-      implementation: one of "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu", or
-        None for the platform's best: "pallas_tpu" on a TPU where its blocks fit in VMEM,
-        "pallas_gpu" on an H100 or H200 that it supports and where it passed its test
-        (docs/gpu.md), "chunked" elsewhere. Both kernels also run interpreted on a CPU.
-        "pallas_gpu" takes bfloat16 heads of 64, 128 or 256 channels and no `axis_name`. On a TPU
-        "pallas_tpu" does not run under `jax.vmap`, because JAX's batching of Pallas calls gives the
-        DMA that copies the initial state a source and a target of different shapes; fold the mapped
-        axis into B.
-      axis_name: inside `shard_map`, the mesh axis over which T is split in order. The arrays are
-        then this shard's part, and the segment ids are those of the whole row. `initial_state`
-        enters the first shard (other shards ignore theirs, which gets no gradient); `final_state`
-        is the row's, the same on every shard.
-      each: for "recurrent" alone: `final_state` is [B, T, H, K, V], the state after each token.
+      q, k: [B, T, G, K], the queries and keys, in float32 or bfloat16 (or float64, if JAX's x64 mode
+        is on). H must be a multiple of G.
+      v: [B, T, H, V], the values.
+      g: [B, T, H], the logarithm of the decay, finite and <= 0. The decay over a span of tokens is
+        computed from a difference of running sums within a chunk of 64 tokens, so strong decay
+        costs accuracy: in float32 the relative error is up to 3e-7 times the absolute value of the
+        sum of g over a chunk. To erase the whole state, -100 is enough (exp(-100) is zero in
+        float32); -inf gives NaN.
+      beta: [B, T, H], the write strength, in (0, 1). Values up to 2 work, too.
+      initial_state: [B, H, K, V], the state before the first token; None means zeros. With
+        `segment_ids` it belongs to the first segment.
+      segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
+        document, and 0 marks padding, at the end only. The state is reset where the id changes. The
+        outputs of padding are zeros, and padding gets zero gradients.
+      normalize_qk: whether q and k are first L2-normalised over K in float32, that is multiplied by
+        rsqrt(sum x^2 + 1e-6).
+      erase: whether the write has the delta term -S^T k_t. Without it the rule is gated linear
+        attention.
+      implementation: "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu", or None for
+        the platform's best. None means "pallas_tpu" on a TPU if its blocks fit in VMEM,
+        "pallas_gpu" on an H100 or H200 if it supports the call and passed its test there
+        (docs/gpu.md), and "chunked" otherwise. A CPU can interpret both kernels. "pallas_gpu" takes
+        bfloat16 heads of 64, 128 or 256 channels and no `axis_name`. On a TPU "pallas_tpu" does not
+        run under `jax.vmap`, because JAX's batching of Pallas calls gives the DMA that copies the
+        initial state a source and a target of different shapes; fold the mapped axis into B
+        instead.
+      axis_name: name of the mesh axis over which T is split in order, for a call inside
+        `shard_map`. The arrays are then this shard's parts, and a document has the same id on every
+        shard. Only the first shard reads its `initial_state`; those of other shards are ignored and
+        get no gradient. Every shard returns the final state of the whole row.
+      each: whether `final_state` is the state after each token, [B, T, H, K, V]. Only "recurrent"
+        without `axis_name` can return that; others ignore this argument.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
-      final_state: [B, H, K, V] float32 (float64 for float64 inputs); with `segment_ids`, that of
-        the last segment.
+      final_state: [B, H, K, V] in float32 (float64 for float64 inputs), the state after the last
+        token. With `segment_ids` it is the state of the last segment.
 
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
       NotImplementedError: the named implementation cannot run these arrays here.
 
-    Values are checked only where this function is traced under `jax.debug_nans(True)`
-    (`JAX_DEBUG_NANS=1` for a whole process): a g that is positive, infinite or NaN, and ids out of
-    order or after padding, then end the program with a ValueError from a host callback.
+    Values are checked only if this function is traced under `jax.debug_nans(True)`
+    (`JAX_DEBUG_NANS=1` sets it for a whole process). Then a host callback ends the program with a
+    ValueError if g is positive, infinite or NaN, or if ids are out of order or follow padding.
     """
-    # NumPy's float64 becomes float32 where x64 is off
+    # If x64 is off, this casts NumPy's float64 arrays to float32.
     q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))
     _check(q, k, v, g, beta, initial_state, segment_ids, implementation)
     if jax.config.jax_debug_nans:
@@ -96,7 +102,7 @@ def gated_delta_rule(
         before = context.last_id_before(segment_ids, axis_name)
     if segment_ids is not None:
         segments = chunk_math.encode_segments(segment_ids, before)
-        live = segments[:, :, None] > 0  # a padding row neither decays nor writes
+        live = segments[:, :, None] > 0  # padding neither decays the state nor writes into it
         g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
     x = Inputs(q, k, v, g, beta, segments)
     operator = dispatch.choose_operator(implementation, x, normalize_qk, erase, axis_name)
@@ -161,7 +167,7 @@ def _run_forward(operator: dispatch.Operator, x: Inputs, initial_state):
     o, final, *saved = save_for_backward(
         operator.forward(x, initial_state, inverses=None, save=True)
     )
-    # An empty slice of the initial state carries its dtype.
+    # The empty slice of the initial state tells the backward pass its dtype.
     return (o, final), (x, initial_state[:0], saved)
 
 
