@@ -1,11 +1,11 @@
-"""Kernels for the operators in `qwen3next_jax.ops`, on TPUs and on Hopper GPUs. This folder is a
+"""Kernels for the operators in `qwen3next_jax.ops`, for TPUs and for Hopper GPUs. This folder is a
 plugin: without it the operators run their forms in XLA.
 
-`ops.implementations` reads only `KERNELS` here. It imports a kernel's module when it traces a
-program for that platform, or a call that names the kernel.
+`ops.implementations` reads only `KERNELS` here. It imports a kernel's module when a call of the
+operator is traced for the kernel's platform, or when a call names the kernel.
 """
 
-# operator: {name of the implementation: (platform, module)}, the preferred one first
+# operator: {name of the implementation: (platform, module)}, with the preferred one first
 KERNELS = {
     "gated_delta_rule": {
         "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.delta_rule"),

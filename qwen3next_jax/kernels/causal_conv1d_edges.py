@@ -1,5 +1,5 @@
-"""What the kernels of the convolution, for TPUs and for GPUs, leave to XLA: how far back each token
-reads, and the gradient of the inputs before the first token.
+"""The parts of the causal convolution that XLA computes for the kernels, on TPUs and on GPUs: how
+far back each token reads, and the gradient of the inputs before the first token.
 
 B batch, T time, W kernel width, D channels.
 """
@@ -9,17 +9,19 @@ import jax.numpy as jnp
 
 
 def gradient_before(activation, before, x, kernel, age, dy):
-    """The gradient of `before`.
+    """Returns the gradient of `before`.
 
     Args:
       activation: "silu" or None.
-      before: [B, W - 1, D], the inputs before the first token. x: [B, T, D]. kernel: [W, D].
-      age: as `document_ages` returns it.
+      before: [B, W - 1, D], the inputs before the first token.
+      x: [B, T, D], the inputs.
+      kernel: [W, D].
+      age: the result of `document_ages`.
       dy: [B, T, D], the gradient of the output.
     """
     width = kernel.shape[0]
 
-    def first_outputs(before):  # `before` enters these outputs only
+    def first_outputs(before):  # the only outputs that depend on `before`
         extended = jnp.concatenate([before, x[:, : width - 1]], axis=1).astype(jnp.float32)
         z = sum(
             kernel[w].astype(jnp.float32)
@@ -33,11 +35,12 @@ def gradient_before(activation, before, x, kernel, age, dy):
 
 
 def document_ages(ids, width: int):
-    """[B, T]: how many of the W - 1 inputs before a token belong to its document; -1 for padding.
-    None where `ids` is None.
+    """Returns [B, T], the number of the W - 1 inputs before each token that belong to the token's
+    document; -1 for padding. Returns None if `ids` is None.
 
     Args:
-      ids: [B, W - 1 + T], the documents of all inputs, 0 for padding; None: one document.
+      ids: [B, W - 1 + T], the document ids of all inputs, 0 for padding; None if a row is one
+        document.
       width: W.
     """
     if ids is None:

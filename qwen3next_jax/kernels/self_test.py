@@ -1,11 +1,11 @@
-"""A test that kernels must pass on the user's own GPU before they become the default there, because
-they have run on few chips.
+"""A test that kernels must pass on the user's own GPU before they become the default there. The test
+is needed because the kernels have run on few chips so far.
 
 Before the first use of a kind of call, the kernels run once on a tiny input, and their results are
-compared with those of the form in XLA. The outcome is stored in a file by chip, JAX release and the
-kernels' sources. The outcome of a test that could not run is not stored, as the device may have
-been full. Where several processes run one program, a kernel that fails in one of them is disabled
-in all.
+compared with those of the form in XLA. The outcome is stored in a file whose name depends on the
+chip, the JAX release and the source code of the kernels. If the kernels raised an error, no outcome
+is stored, because the device's memory may have been full. If several processes run one program, a
+kernel that fails in one of them is disabled in all of them.
 """
 
 import dataclasses
@@ -27,26 +27,28 @@ PASSED = "right"  # what the file of a passed test holds
 FAILED = "failed where it was tried on this GPU"
 FOLDER = pathlib.Path(os.path.expanduser("~/.cache/qwen3next_jax/kernels"))
 AVOID = f"a file {FOLDER}/avoid avoids all such kernels"
-# Within so many seconds the other processes must reach the same test, and compile and run it.
+# The number of seconds that a process waits for the outcome of another process, which must reach
+# the same test, compile it and run it in that time.
 TIMEOUT = 1800
 _agreed_outcomes: dict = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:
-    """One kind of call, and how to compare a tiny one with the form in XLA.
+    """The test of one kind of call: the kernels and the form in XLA run a tiny call of this kind.
 
     Attributes:
-      name: of the operator.
-      avoid: what a user does to get the form in XLA.
-      kind: everything that decides which program runs: widths, settings.
-      modules: import strings of the kernels' sources. They are imported when the test runs, as a
-        library may not be installed.
-      max_error: runs both and returns the name of the output or gradient in which they differ most,
-        and its relative L2 difference (`largest_error`).
+      name: name of the operator, for messages.
+      avoid: text that tells a user how to get the form in XLA instead.
+      kind: everything on which the compiled program depends, such as widths and settings.
+      modules: import strings of the modules with the kernels' source code. They are imported only
+        when the test runs, because a library may not be installed.
+      max_error: function that runs both the kernels and the form in XLA. It returns the name of the
+        output or gradient in which they differ most, and the relative L2 difference
+        (`largest_error`).
       tolerance: the largest difference with which the test passes.
-      ran_on: the hardware on which the kernels ran in training steps (docs/gpu.md); "" where they
-        ran in none.
+      ran_on: the hardware on which the kernels have run training steps (docs/gpu.md); "" if they
+        have run none.
     """
 
     name: str
@@ -59,11 +61,12 @@ class SelfTest:
 
 
 def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
-    """Whether a call that names no implementation runs the kernels. Prints the decision and its
-    reason once.
+    """Whether a call that names no implementation runs the kernels. The function prints the decision
+    and its reason once.
 
     Args:
-      unsupported: why the kernels cannot run the call at all; "" where they can. Then no test runs.
+      test: the test that the kernels must pass.
+      unsupported: the reason why the kernels cannot run the call; "" if they can.
     """
     if compile_target().described:  # a GPU that this process does not have: nothing can be tested
         return False
@@ -78,8 +81,8 @@ def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
 
 
 def unsupported_chip() -> str:
-    """Why kernels for Hopper GPUs cannot run in this process or in another one of the run; "" where
-    they can, or where a CPU interprets them.
+    """Returns why kernels for Hopper GPUs cannot run in this process or in another process of the
+    same run; "" if they can, and if a CPU interprets them.
     """
     reason = ""
     if compile_target().platform != "cpu":
@@ -96,7 +99,9 @@ def say(line: str):
 
 
 def largest_error(names, got, want) -> tuple[str, float]:
-    """The name of the array that differs most between the two, and its relative L2 difference."""
+    """Returns the name of the array in which `got` and `want` differ most, and the relative L2
+    difference.
+    """
     errors = {}
     for name, a, b in zip(names, got, want, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32).reshape(np.shape(a))
@@ -106,13 +111,13 @@ def largest_error(names, got, want) -> tuple[str, float]:
 
 
 def outcome(device, test: SelfTest, folder: pathlib.Path = FOLDER) -> str:
-    """What went wrong in the test, in any process; "" where the kernels passed in all."""
+    """Returns what went wrong in the test in any process; "" if the kernels passed in all."""
     return _agreed((test.name, test.kind), lambda: _stored_outcome(device, test, folder))
 
 
 def _agreed(call, find: Callable[[], str]) -> str:
-    """`find()`, evaluated once for each `call`; where it is "", the first text other than "" that
-    another process got.
+    """Calls `find()` once for each value of `call`. Returns its result if that is not "", else the
+    first result other than "" of another process, else "".
     """
     if call not in _agreed_outcomes:
         key = hashlib.sha256(repr(call).encode()).hexdigest()[:16]
@@ -123,7 +128,7 @@ def _agreed(call, find: Callable[[], str]) -> str:
 def _exchange(key: str, found: str) -> str:
     if jax.process_count() == 1:
         return found
-    # the key-value store in which the processes met has no public name
+    # JAX has no public name for the key-value store of the processes.
     from jax._src import distributed
 
     store = distributed.global_state.client
@@ -154,7 +159,7 @@ def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
     except OSError:
         pass
     results = []
-    # In a thread of its own, as the caller may be tracing.
+    # The test runs in a thread of its own, because the caller's thread may be tracing a function.
     thread = threading.Thread(target=lambda: results.append(_run(device, test)))
     thread.start()
     thread.join()

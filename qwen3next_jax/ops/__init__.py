@@ -1,4 +1,6 @@
-"""Operators: functions of arrays. They import jax, numpy and, where used, a kernel library."""
+"""Operators: functions from arrays to arrays. They import JAX, NumPy and, through the plugin of
+kernels, a kernel library.
+"""
 
 import importlib
 from typing import Any
@@ -18,8 +20,9 @@ __all__ = [
     "linear_cross_entropy",
 ]
 
-# A plugin may offer further operators by their names here: its `OPERATORS` maps a name to the
-# import string of a module. It is imported when such a name is first used.
+# A plugin package that may add operators to this module: its `OPERATORS` maps the name of an
+# operator to the import string of the module that defines it. The plugin is imported when a name
+# that this module lacks is first used.
 _PLUGIN = "qwen3next_jax.zoo"
 
 

@@ -1,9 +1,11 @@
-"""What lies between the projections of gated attention and attention itself: queries and keys are
-normed, rotated and split into heads; the outputs of the heads are gated and concatenated.
+"""Two operators that lie between the projections of gated attention and the attention itself.
+`norm_and_rotate` norms and rotates queries or keys and splits them into heads. `gate_heads` gates
+the outputs of the heads and concatenates them.
 
-With kernels each of the two operators is one pass over memory forward and one backward.
+With kernels, each of the two operators reads and writes its arrays once in the forward pass and
+once in the backward pass.
 
-B batch, T time, N heads of K channels, C = N · K channels of all heads, L lanes.
+B batch, T time, N heads of K channels, C = N · K channels of all heads, L = LANES.
 """
 
 import functools
@@ -14,46 +16,55 @@ import jax.numpy as jnp
 from qwen3next_jax.ops.blocks import wide
 from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
-LANES = 128  # channels of a head that may rotate
+LANES = 128  # only the first LANES channels of a head may rotate
 
 
 def has_kernels(time: int, width: int, rotary: int, dtype) -> bool:
-    """Whether the two operators run kernels; a layer then passes them arrays [B, T, C].
+    """Whether the two operators run kernels. If they do, a layer passes them arrays [B, T, C].
 
     Args:
-      time: tokens of a row. width: channels of a head. rotary: channels of a head that rotate.
+      time: number of tokens in a row (T).
+      width: number of channels of a head (K).
+      rotary: number of channels of a head that rotate.
+      dtype: dtype of the arrays.
     """
     return _choose(time, width, rotary, dtype).is_kernel
 
 
 def norm_and_rotate(x, weight, cos, sin, half: int, eps: float):
-    """RMS norm of each head and rotary position embedding (https://arxiv.org/abs/2104.09864), which
-    rotates channel i with channel half + i.
+    """Applies an RMS norm to each head, then rotary position embedding
+    (https://arxiv.org/abs/2104.09864), which rotates channel i together with channel half + i.
 
     Args:
-      x: [B, T, C]. weight: [K], of the norm.
-      cos, sin: [B, T, L], as `rotation_by_lane` returns them.
+      x: [B, T, C], the projected queries or keys.
+      weight: [K], the weight of the norm.
+      cos, sin: [B, T, L], the results of `rotation_by_lane`.
       half: half the number of channels that rotate.
-      eps: is added to the mean square.
+      eps: number added to the mean square.
 
     Returns:
-      [B, N, T, K] in x's dtype, computed in float32.
+      An array [B, N, T, K] in x's dtype, computed in float32.
     """
     chosen = _choose(x.shape[1], weight.shape[0], 2 * half, x.dtype)
     return _norm_and_rotate_operator(chosen, eps, half, x, weight, cos, sin)
 
 
 def gate_heads(o, gate):
-    """o · sigmoid(gate), [B, T, C] in o's dtype, computed in float32. o: [B, N, T, K]. gate: [B, T,
-    C].
+    """Returns o · sigmoid(gate), [B, T, C] in o's dtype, computed in float32.
+
+    Args:
+      o: [B, N, T, K], the outputs of the heads.
+      gate: [B, T, C], the gates before the sigmoid.
     """
     chosen = _choose(o.shape[2], o.shape[3], LANES, gate.dtype)
     return _gate_operator(chosen, o, gate)
 
 
 def rotation_by_lane(cos, sin):
-    """Cosines and sines for every lane, [B, T, L] each, from those of the angles, [B, T, half].
-    Lanes that do not rotate have 1 and 0; the sines have the sign that a channel's partner gets.
+    """Returns two arrays [B, T, L], the cosine and the sine for each of the first L channels of a
+    head, from the cosines and sines of the angles, [B, T, half] each. Channels that do not rotate
+    have cosine 1 and sine 0. The sine of a channel has the sign with which its partner, the channel
+    it is rotated with, is added to it: minus for the first half.
     """
     rest = (*cos.shape[:2], LANES - 2 * cos.shape[2])
     return (

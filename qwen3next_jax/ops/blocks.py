@@ -1,29 +1,31 @@
-"""Helpers of operators that compute a long axis chunk by chunk, so that intermediate arrays exist
-for one chunk at a time; and names for the arrays that are saved for the backward pass.
+"""Helpers for operators that process a long axis in chunks, so that intermediate arrays exist for
+one chunk at a time. `save_for_backward` names the arrays that the backward pass needs.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-SAVED = "kept"  # the policy in `train.remat` that saves these arrays
+SAVED = "kept"  # the value of `train.remat` whose policy saves the arrays of this name
 
 
 def wide(x):
-    """The dtype in which sums over x are accumulated: float32, or x's own if that is wider."""
+    """Returns the dtype in which sums over x are accumulated: float32, or x's own if it is wider."""
     return jnp.promote_types(jnp.float32, x.dtype)
 
 
 def save_for_backward(tree, name: str = SAVED):
-    """The same arrays with a name, by which a policy of `jax.checkpoint` can save them for the
-    backward pass. Name what is expensive to compute; the backward pass recomputes the rest.
+    """Returns the same arrays with a name, by which a policy of `jax.checkpoint` can save them for
+    the backward pass. Name the arrays that are expensive to compute; the backward pass recomputes
+    the others.
     """
     return jax.tree.map(lambda x: checkpoint_name(x, name), tree)
 
 
 def to_chunks(tree, axis: int, size: int, mode: str = "constant"):
-    """Splits `axis` of every array into chunks of `size`: [..., T, ...] → [chunks, ..., size, ...].
-    The last chunk is padded with zeros, or with the last entry (mode "edge").
+    """Splits `axis` of every array into chunks of `size` entries: [..., T, ...] →
+    [chunks, ..., size, ...]. The last chunk is padded with zeros, or, if `mode` is "edge", with
+    copies of the last entry.
     """
 
     def split(x):
@@ -49,7 +51,7 @@ def from_chunks(tree, axis: int, length: int):
 
 
 def scan(step, carry, blocks):
-    """`jax.lax.scan` over chunks; a plain call of `step` where there is one chunk."""
+    """Runs `jax.lax.scan` over chunks. If there is only one chunk, it calls `step` without a loop."""
     if jax.tree.leaves(blocks)[0].shape[0] > 1:
         return jax.lax.scan(step, carry, blocks)
     carry, result = step(carry, jax.tree.map(lambda x: x[0], blocks))

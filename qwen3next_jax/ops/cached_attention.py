@@ -1,27 +1,33 @@
-"""Attention to a key-value cache. An array holds the caches of several equal layers, with a slot
-for each token of a row.
+"""Attention to a key-value cache. One array holds the caches of several layers of the same shape. A
+cache has one slot for each token of a row.
 
-R layers, B batch, T queries, S slots, C slots of a block, N query heads, M key/value heads, D head
-width, X = M · D, L queries of a key/value head.
+R layers, B batch, T queries, S slots, C slots per block, N query heads, M key/value heads, D head
+width, X = M · D, L queries (of all tokens and heads) per key/value head.
 """
 
 import jax
 import jax.numpy as jnp
 
 _FEW_QUERIES = 8
-# Slots read at once, for a chunk of a prompt and for few queries, whose scores are few.
+# The number of slots read at once: for a chunk of a prompt, and for at most _FEW_QUERIES queries,
+# whose scores take little memory.
 _BLOCK, _BLOCK_OF_FEW = 256, 2048
-_HIDDEN = -1e30  # finite, so that a query before the first slot stays finite
+# The score of a slot that a query may not attend to. It is finite, so that the output of a query at
+# a negative position stays finite.
+_HIDDEN = -1e30
 
 
 def write(cache: jax.Array, new: jax.Array, layer, start: jax.Array) -> jax.Array:
-    """The cache with `new` in slots start, start + 1, … of `layer`; in place where the old cache is
-    not used again.
+    """Returns the cache with `new` written into slots start, start + 1, … of `layer`. XLA writes in
+    place if the old cache is not used again.
 
     Args:
-      cache: [R, B, S, M, D]. new: [B, T, M, D].
-      start: [B]; start + T must not exceed S. Tokens whose slot is below 0 are dropped, and as many
-        slots after the last token then hold undefined values.
+      cache: [R, B, S, M, D], the caches of all layers.
+      new: [B, T, M, D], the keys or values of the new tokens.
+      layer: index of the layer.
+      start: [B] integers, the slot of the first new token of each row. start + T must not exceed S.
+        Tokens whose slot is negative are dropped. Then the first slots after the last token, one
+        for each dropped token, hold undefined values.
     """
 
     def row(b, cache):
@@ -34,8 +40,8 @@ def write(cache: jax.Array, new: jax.Array, layer, start: jax.Array) -> jax.Arra
             cache, own_TMD[None, None].astype(cache.dtype), (layer, b, start[b].clip(0), 0, 0)
         )
 
-    # Without the barrier XLA on CPU repeats the write for each of its readers, with two copies of
-    # the cache each time.
+    # Without the barrier XLA on CPU repeats the write for each operation that reads the result, and
+    # copies the cache twice each time.
     return jax.lax.optimization_barrier(
         jax.lax.fori_loop(0, len(new), row, cache) if len(new) > 1 else row(0, cache)
     )
@@ -44,22 +50,26 @@ def write(cache: jax.Array, new: jax.Array, layer, start: jax.Array) -> jax.Arra
 def cached_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, layer, positions: jax.Array
 ) -> jax.Array:
-    """softmax(D^-1/2 q kᵀ) v over the slots 0 … p of `layer`, for a query at p, with float32
-    softmax; only blocks in use are read.
+    """Returns softmax(D^-1/2 q kᵀ) v, where a query at position p attends to the slots 0 … p of
+    `layer`. The softmax is in float32.
 
     Args:
-      q: [B, T, N, D]. k, v: [R, B, S, M, D] with N % M == 0; they may be the same array.
-      positions: [B, T], p of each query.
+      q: [B, T, N, D], the queries.
+      k, v: [R, B, S, M, D], the cached keys and values, with N % M == 0. They may be the same
+        array.
+      layer: index of the layer.
+      positions: [B, T] integers, the position of each query.
 
     Returns:
-      [B, T, N, D] in q's dtype.
+      An array [B, T, N, D] in q's dtype.
     """
     (b, t, n, d), (r, _, s, m, _) = q.shape, k.shape
     if t > _FEW_QUERIES:
         return _blockwise(q, k, v, layer, positions, min(s, _BLOCK), d**-0.5)
-    # A product with a batch axis of heads would copy keys and values with heads first. So each
-    # query has the width of all key heads, with zeros outside its own, and the cache is read as it
-    # lies. A single layer of the softmax's dtype is read all at once, as nothing of it is copied.
+    # A product with heads as a batch axis would copy the keys and values into an order with heads
+    # first. Instead each query is widened to the width of all key heads, with zeros outside its
+    # own head, so that the cache is read in the order in which it is stored. If there is a single
+    # layer in the softmax's dtype, all slots are read at once, because nothing has to be copied.
     own_M1M1 = jnp.eye(m, dtype=q.dtype)[:, None, :, None]
     q_BTNX = (q.reshape(b, t, m, n // m, 1, d) * own_M1M1).reshape(b, t, n, m * d)
     k, v = (x.reshape(r, b, s, 1, m * d) for x in (k, v))
@@ -71,8 +81,8 @@ def cached_attention(
 
 
 def _all_slots(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
-    """Attention to all slots at once. It has no axis of one key head, as `_blockwise` does, which
-    would cost two thirds more time.
+    """Computes attention to all slots at once. `_blockwise` has an axis of key heads, which has
+    size 1 here; this function has no such axis, because it would take two thirds more time.
     """
     q_BLX = q_BTNX.reshape(len(q_BTNX), -1, q_BTNX.shape[-1])
     position_BL1 = jnp.repeat(positions_BT, q_BTNX.shape[2], axis=1)[..., None]
@@ -84,7 +94,9 @@ def _all_slots(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
 
 
 def _blockwise(q, k, v, layer, positions_BT, size, scale):
-    """Attention to the slots up to the last position, `size` at a time, with online softmax."""
+    """Computes attention with online softmax to `size` slots at a time, and reads only the blocks
+    up to the largest position.
+    """
     (b, t, n, d), (r, _, s, m, _) = q.shape, k.shape
     wide = jnp.promote_types(jnp.float32, q.dtype)
     q_BMLD = q.reshape(b, t, m, n // m, d).swapaxes(1, 2).reshape(b, m, -1, d)
@@ -93,7 +105,8 @@ def _blockwise(q, k, v, layer, positions_BT, size, scale):
     def block(j, carry):
         o_BMLD, largest_BML, total_BML = carry
         start = jnp.minimum(j * size, s - size)
-        # The slice is flat, as XLA on CPU copies short inner dimensions at half the rate.
+        # The last three axes are flattened for the slice, because XLA on CPU copies slices with
+        # short inner axes at half the speed.
         k_BMCD, v_BMCD = (
             jax.lax.dynamic_slice(
                 x.reshape(r, b, s * m * d), (layer, 0, start * m * d), (1, b, size * m * d)
@@ -103,7 +116,7 @@ def _blockwise(q, k, v, layer, positions_BT, size, scale):
             for x in (k, v)
         )
         slot_C = start + jnp.arange(size)
-        # The last block overlaps with the one before.
+        # The last block may overlap with the block before it; a slot counts only once.
         seen_BLC = (slot_C >= j * size) & (slot_C <= position_BL1)
         s_BMLC = jnp.einsum("bmld,bmcd->bmlc", q_BMLD, k_BMCD, preferred_element_type=wide) * scale
         s_BMLC = jnp.where(seen_BLC[:, None], s_BMLC, _HIDDEN)
@@ -121,5 +134,6 @@ def _blockwise(q, k, v, layer, positions_BT, size, scale):
     )
     last = jnp.minimum(jnp.max(positions_BT), s - 1) // size + 1
     o_BMLD, _, total_BML = jax.lax.fori_loop(0, last, block, carry)
-    o_BMLD = o_BMLD / jnp.maximum(total_BML, 1)[..., None]  # less than 1 only where nothing is seen
+    # The total is less than 1 only for a query that may attend to no slot.
+    o_BMLD = o_BMLD / jnp.maximum(total_BML, 1)[..., None]
     return o_BMLD.astype(q.dtype).reshape(b, m, t, n // m, d).swapaxes(1, 2).reshape(q.shape)

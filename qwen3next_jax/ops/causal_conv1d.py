@@ -1,6 +1,7 @@
-"""Causal depthwise convolution over time, with document resets and a carried state.
+"""Causal depthwise convolution over time. It does not read across documents, and it takes and
+returns a state, the last W - 1 inputs.
 
-B batch, T time, W kernel width, D channels (all trailing axes, flattened).
+B batch, T time, W kernel width, D channels (the size of all trailing axes, flattened).
 """
 
 import functools
@@ -22,26 +23,28 @@ def causal_conv1d(
     segment_ids=None,
     axis_name: str | None = None,
 ):
-    """y_t = activation(sum_w kernel[w] * x_{t - (W - 1) + w}), for each channel.
+    """Returns y with y_t = activation(sum_w kernel[w] * x_{t - (W - 1) + w}) for each channel, and
+    the final state.
 
     Args:
-      x: [B, T, *channels].
-      kernel: [W, *channels]; kernel[W - 1] multiplies the current token.
+      x: [B, T, *channels], the inputs.
+      kernel: [W, *channels]. kernel[W - 1] multiplies the input of the current token.
       activation: "silu" or None.
       initial_state: [B, W - 1, *channels], the inputs before the first token, oldest first; None
-        for zeros. With `segment_ids` they belong to the first segment.
-      segment_ids: [B, T] integers or None. Positive and non-decreasing along T, 0 for padding at
-        the end. A token reads no input of another document; padding rows give zeros.
-      axis_name: inside `shard_map`, the mesh axis over which T is split in order. x and
-        `segment_ids` are then this shard's, with the ids of the whole row. `initial_state` enters
-        the first shard (other shards ignore theirs, which gets no gradient), and `final_state` is
-        the row's, the same on every shard.
+        means zeros. With `segment_ids` they belong to the first segment.
+      segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
+        document, and 0 marks padding at the end. A token reads no input of another document. The
+        outputs of padding are zeros.
+      axis_name: name of the mesh axis over which T is split in order, for a call inside
+        `shard_map`. x and `segment_ids` are then this shard's parts, and a document has the same id
+        on every shard. Only the first shard reads its `initial_state`; those of other shards are
+        ignored and get no gradient. Every shard returns the final state of the whole row.
 
     Returns:
-      y: [B, T, *channels] in x's dtype; products and sum are in float32 (float64 for float64).
-      final_state: [B, W - 1, *channels] in x's dtype: the last W - 1 inputs before the padding,
-        oldest first. With `segment_ids` zeros where an input belongs to another document than the
-        last one.
+      y: [B, T, *channels] in x's dtype. Products and sums are in float32 (float64 for float64).
+      final_state: [B, W - 1, *channels] in x's dtype, the last W - 1 inputs before the padding,
+        oldest first. With `segment_ids`, inputs of other documents than the last one are replaced
+        by zeros.
 
     Raises:
       ValueError: shapes, dtypes or the activation do not fit, or a shard holds fewer than W - 1
@@ -80,7 +83,10 @@ def _final_state(before, x_BTD, ids, segment_ids, axis_name):
 
     Args:
       before: [B, W - 1, D], the inputs before the first token.
-      ids: [B, W - 1 + T], the documents of all inputs; None without documents.
+      x_BTD: [B, T, D], the inputs.
+      ids: [B, W - 1 + T], the document ids of `before` and x; None if a row is one document.
+      segment_ids: [B, T], the document ids of x, or None.
+      axis_name: name of the mesh axis over which T is split, or None.
     """
     batch, time, _ = x_BTD.shape
     state_size = before.shape[1]
@@ -94,7 +100,7 @@ def _final_state(before, x_BTD, ids, segment_ids, axis_name):
         same = window(ids, length_B) == jnp.max(segment_ids, axis=1, keepdims=True)
         final = jnp.where(same[..., None], window(extended, length_B), 0)
     if axis_name is not None:
-        # The row ends on the last shard that has a token; on the first one if none has.
+        # The row ends on the last shard that has a token. A row without tokens ends on the first.
         shard = jax.lax.axis_index(axis_name)
         last_B = jax.lax.pmax(jnp.where(length_B > 0, shard, 0), axis_name)
         final = jax.lax.psum(jnp.where((shard == last_B)[:, None, None], final, 0), axis_name)
@@ -114,7 +120,7 @@ def _check(x, kernel, activation, initial_state, segment_ids):
 
 
 def _halo(x, first, size: int, axis_name: str):
-    """The last `size` rows of the previous shard; `first` on the first shard."""
+    """Returns the last `size` entries along T of the previous shard's x; `first` on the first shard."""
     shards = jax.lax.axis_size(axis_name)
     received = jax.lax.ppermute(
         x[:, x.shape[1] - size :], axis_name, [(i, i + 1) for i in range(shards - 1)]
@@ -123,7 +129,9 @@ def _halo(x, first, size: int, axis_name: str):
 
 
 def _same_document(ids, width: int, dtype):
-    """[W, B, T]: 1 where t is a token and tap w of it reads its own document, else 0."""
+    """Returns [W, B, T] with 1 where t is a token (not padding) and the input that kernel[w]
+    multiplies for t belongs to t's document, else 0.
+    """
     own = ids[:, width - 1 :]
     time = own.shape[1]
     return jnp.stack([(ids[:, w : w + time] == own) & (own > 0) for w in range(width)]).astype(
@@ -132,8 +140,12 @@ def _same_document(ids, width: int, dtype):
 
 
 def _terms(rows, scale, same):
-    """rows[w] * scale[w] for every tap w, zero where the tap would read another document: where
-    `same` (`_same_document`) is 0. None: the row is one document.
+    """Returns the list of rows[w] * scale[w] for w = 0 … W - 1, with zeros where `same` is 0.
+
+    Args:
+      rows: W arrays [B, T, D].
+      scale: W arrays that broadcast to [B, T, D].
+      same: [W, B, T], the result of `_same_document`; None if a row is one document.
     """
     return [
         x * y if same is None else x * y * same[w][..., None]
@@ -142,7 +154,7 @@ def _terms(rows, scale, same):
 
 
 def _shifted(padded, width: int):
-    """For every tap the rows that it reads [B, T, D], from [B, T + W - 1, D]; the oldest first."""
+    """Returns W arrays [B, T, D], the parts of `padded` [B, T + W - 1, D] that start at 0 … W - 1."""
     time = padded.shape[1] - width + 1
     return [padded[:, w : w + time] for w in range(width)]
 
@@ -193,21 +205,22 @@ def _gradients(activation, row_by_row, extended, kernel, ids, dy):
         gate = jax.nn.sigmoid(z)
         dz *= gate * (1 + z * (1 - gate))
     time = dz.shape[1]
-    # The barrier stops XLA from fusing these arrays into what follows, where the padding would turn
-    # every read into a branch, and the activation's gradient would be computed once per tap. x
-    # stays without a barrier, as a float32 copy costs a pass over memory.
+    # The barrier stops XLA from fusing the computation of these arrays into the operations that
+    # read them. There the padding would turn every read into a branch, and the activation's
+    # gradient would be computed W times. x gets no barrier here, because a barrier would write a
+    # float32 copy of x to memory.
     padded = jnp.pad(dz, ((0, 0), (width - 1, width - 1), (0, 0)))
     padded, same = jax.lax.optimization_barrier((padded, same))
     dz = padded[:, width - 1 : width - 1 + time]
     terms_of = lambda x, dz, same: _terms(_shifted(x, width), [dz] * width, same)
     terms = terms_of(x, dz, same)
-    if row_by_row:  # so that the sums of all taps stay in a CPU's caches
+    if row_by_row:  # one row of the batch at a time, so that the W sums stay in a CPU's caches
         x = jax.lax.optimization_barrier(x)
         rows = x[:, None], dz[:, None], None if same is None else same.swapaxes(0, 1)[:, :, None]
         add = lambda sums, row: ([*map(jnp.add, sums, terms_of(*row))], None)
         terms, _ = blocks.scan(add, [jnp.zeros_like(dz[:1])] * width, rows)
     dkernel = jnp.stack([jnp.sum(term, axis=range(term.ndim - 1)) for term in terms])
-    # Output s - w reads row s of `extended` through tap w.
+    # The input at index s of `extended` is multiplied by kernel[w] for the output at index s - w.
     if same is not None:
         same = jnp.stack([jnp.pad(same[w], ((0, 0), (w, width - 1 - w))) for w in range(width)])
     dx = sum(_terms(_shifted(padded, width)[::-1], weights, same))

@@ -1,19 +1,21 @@
-"""Checks of the operators' arguments. Each raises a ValueError of one line."""
+"""Checks of the operators' arguments. A failed check raises a ValueError with a message of one
+line.
+"""
 
 import jax
 import jax.numpy as jnp
 
 
 def shapes(**arrays) -> dict:
-    """Checks the shapes of arrays given as name=(array or None, axes), with axes such as "BTD" or
-    ("B", "T", 3).
+    """Checks the shapes of arrays. Each argument has the form name=(array or None, axes), where
+    `axes` lists the array's axes by letter or size, such as "BTD" or ("B", "T", 3).
 
     Returns:
-      The size of every letter.
+      A dict from every letter to the size of its axes.
 
     Raises:
-      ValueError: an axis is empty, a letter has two sizes, or an axis given as a number has
-        another.
+      ValueError: an array has another number of axes, an axis is empty, axes of one letter have
+        different sizes, or an axis given as a number has another size.
     """
     sizes = {}
     for name, (x, axes) in arrays.items():
@@ -50,10 +52,10 @@ def implementation(name: str | None, known):
 
 def values(wrong: dict):
     """Checks values while the program runs: a host callback raises a ValueError with the first
-    message whose condition holds.
+    message whose condition is true.
 
     Args:
-      wrong: message → traced boolean [].
+      wrong: dict from each message to its condition, a traced boolean scalar.
     """
 
     def report(*found):

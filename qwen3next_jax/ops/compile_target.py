@@ -1,7 +1,8 @@
-"""The platform that the program which is being traced will be compiled for, and on a TPU the chip.
+"""The platform for which the program that is being traced will be compiled, and for a TPU also the
+chip.
 
-Operators choose their implementation by it while they are traced (`implementations.choose`), so
-that nothing of another platform is traced.
+Operators choose their implementation by this platform while they are traced
+(`implementations.choose`), so that no code for another platform is traced.
 """
 
 import contextlib
@@ -9,17 +10,19 @@ from typing import NamedTuple
 
 import jax
 
-# It is part of the key of JAX's caches, so a function is traced again for another platform.
+# The value of a user context is part of the key of JAX's caches, so JAX traces a function again for
+# another platform.
 _platform = jax.make_user_context(None)
 
 
 class CompileTarget(NamedTuple):
-    """A platform and how it is known.
+    """The platform that a program is compiled for.
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
-      described: whether an abstract mesh or `compiling_for` names the platform; this process may
-        have no such device to test kernels on.
+      described: True if `compiling_for` names the platform, or an abstract mesh names one other
+        than this process's default. The process may then have no such device on which to test
+        kernels.
     """
 
     platform: str
@@ -27,8 +30,8 @@ class CompileTarget(NamedTuple):
 
     @property
     def tpu(self):
-        """JAX's `TpuInfo`, with figures of one core of the chip; None on another platform, or if
-        the chip is not known.
+        """JAX's `TpuInfo`, which describes one core of the chip. None on another platform, and
+        where the chip is not known.
         """
         if self.platform != "tpu":
             return None
@@ -42,15 +45,19 @@ class CompileTarget(NamedTuple):
 
     @property
     def memory_bytes(self) -> int | None:
-        """Bytes of HBM of the whole chip; None if they are not known."""
+        """The bytes of HBM of all cores of a TPU chip; None where they are not known."""
         chip = self.tpu
         return None if chip is None else chip.hbm_capacity_bytes * chip.num_cores
 
 
 def compile_target() -> CompileTarget:
-    """The target of the current trace: the first of these that is set: `compiling_for`; the device
-    of the abstract mesh (`jax.sharding.use_abstract_mesh` sets it, and `shard_map` inside itself);
-    `jax.default_device`; JAX's default backend.
+    """Returns the target of the current trace. It is read from the first of these that is set:
+
+    1. the context `compiling_for`;
+    2. the device of the abstract mesh, which `jax.sharding.use_abstract_mesh` sets, and which
+       `shard_map` sets for its body;
+    3. `jax.default_device`;
+    4. JAX's default backend.
     """
     if _platform.value is not None:
         return CompileTarget(_platform.value, described=True)
@@ -65,16 +72,17 @@ def compile_target() -> CompileTarget:
 
 @contextlib.contextmanager
 def compiling_for(platform: str):
-    """A context in which functions are traced for `platform` ("cpu", "gpu" or "tpu"), whatever this
-    machine is. Use it around `lower(lowering_platforms=…)` and `jax.export` for another platform.
+    """Returns a context in which functions are traced for `platform` ("cpu", "gpu" or "tpu"),
+    whatever devices this machine has. Put `lower(lowering_platforms=…)` and `jax.export` for
+    another platform inside this context.
     """
     with _platform(_our_name(platform)):
         yield
 
 
 def _platform_of(device) -> str:
-    """The platform of an abstract device. In older JAX such a device has only a kind, such as "TPU
-    v5" or "NVIDIA H100".
+    """Returns the platform of an abstract device. In older versions of JAX such a device has only a
+    kind, such as "TPU v5" or "NVIDIA H100".
     """
     if hasattr(device, "platform"):
         return _our_name(device.platform)
@@ -82,5 +90,5 @@ def _platform_of(device) -> str:
 
 
 def _our_name(platform: str) -> str:
-    """The name "gpu" for JAX's "cuda" and "rocm"."""
+    """Returns "gpu" for JAX's names "cuda" and "rocm", and any other name unchanged."""
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)

@@ -1,6 +1,6 @@
-"""Cross-entropy of a linear head without an array of all logits [R, V].
+"""The cross-entropy of a linear head. It never stores an array of all logits [R, V].
 
-R rows, C rows of a chunk, D model, V vocabulary.
+R rows, C rows per chunk, D model width, V vocabulary size.
 """
 
 import functools
@@ -12,45 +12,50 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.ops.compile_target import compile_target
 
-# Logits of one chunk. On a CPU 2**22 float32 values, 16 MB, stay in the last-level cache: with 2048
-# rows and a vocabulary of 8192, chunks of 256 to 512 rows are 15 % faster than one chunk of all
-# rows. Accelerators are faster with products of many rows, and every chunk reads and writes dw: on
-# a GPU the logits of a chunk take half a GiB, on a TPU this part of its memory.
+# The number of logits in one chunk. On a CPU 2**22 float32 logits, 16 MB, stay in the last-level
+# cache: with 2048 rows and a vocabulary of 8192, chunks of 256 to 512 rows are 15 % faster than one
+# chunk of all rows. Accelerators are faster with larger chunks, because products of many rows are
+# faster and every chunk reads and writes dw. The float32 logits of a chunk take half a GiB on a GPU,
+# and 1 / _MEMORY_PART of the chip's memory on a TPU.
 _CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 2**22, 2**27
 _MIN_CHUNK_ROWS = 512
 _MEMORY_PART = 32
 
 
 class Rows(NamedTuple):
-    """Figures of every row, without gradients."""
+    """Results for each row. They carry no gradients."""
 
     nll: jax.Array  # [R] float32, the negative log-likelihood of the target in nats
-    logsumexp: jax.Array  # [R] float32, of the logits
+    logsumexp: jax.Array  # [R] float32, the logsumexp of the logits
     argmax: jax.Array  # [R] int32, the index of the largest logit
-    correct: jax.Array  # [R] bool, whether that is the target
+    correct: jax.Array  # [R] bool, whether that index is the target
 
 
 def linear_cross_entropy(
     x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, *, chunk: int | None = None
 ) -> tuple[jax.Array, Rows]:
-    """Σ_r weights_r · (logsumexp(x_r w) − x_r w[:, targets_r]), chunk by chunk over the rows.
+    """Returns the loss Σ_r weights_r · (logsumexp(x_r w) − x_r w[:, targets_r]), computed one chunk
+    of rows after another, and results for each row.
 
-    If it is differentiated, the forward pass also computes the gradients, chunk by chunk, from the
-    same logits, and the backward pass multiplies them by the scalar cotangent. That takes three
-    products; on a TPU two more for a narrow model, whose logits are computed in less time than they
-    are written and read. Saved between the passes are dx [R, D] and dw [D, V], never [R, V].
+    If the call is differentiated, the forward pass also computes the gradients of each chunk from
+    the chunk's logits, and the backward pass multiplies them by the scalar cotangent. Each chunk
+    takes three matrix products. On a TPU it takes two more for a narrow model, because there
+    computing the logits again takes less time than writing and reading them. The arrays saved
+    between the passes are dx [R, D], dw [D, V] and vectors [R]; no array [R, V] is saved.
 
     Args:
-      x: [R, D] in the dtype of computation.
-      w: [D, V]; cast to x's dtype for the products. Pass tied embeddings [V, D] transposed: XLA
-        folds the transpose into the product.
-      targets: [R] integers in [0, V); anything where the weight is 0.
-      weights: [R] float32; a row of weight 0 does not count. Differentiable; the gradient is nll.
-      chunk: rows of a chunk; None chooses.
+      x: [R, D], the inputs of the head, in the dtype of computation.
+      w: [D, V], the weights of the head, cast to x's dtype for the products. Pass tied embeddings
+        [V, D] transposed; XLA folds the transpose into the product.
+      targets: [R] integers in [0, V). The target of a row of weight 0 may be any integer.
+      weights: [R] float32, the weight of each row in the loss. The gradient of a weight is the
+        row's nll.
+      chunk: number of rows in a chunk; None chooses it for the platform.
 
     Returns:
       loss_sum: float32 scalar.
-      rows: figures of every row. Of several largest logits `argmax` takes the first.
+      rows: the results for each row. If several logits are the largest, `argmax` is the first of
+        their indices.
 
     Raises:
       ValueError: shapes or dtypes do not fit.
@@ -64,7 +69,7 @@ def linear_cross_entropy(
             elements = target.memory_bytes // (4 * _MEMORY_PART)
         chunk = max(elements // vocabulary, _MIN_CHUNK_ROWS)
         if target.platform != "cpu":
-            # Chunks of equal size, as the last one would be mostly padding.
+            # All chunks get about the same size; otherwise the last one could be mostly padding.
             chunk = -(-rows // -(-rows // chunk))
     return _operator(min(chunk, rows), x, w, targets, weights)
 
@@ -84,7 +89,8 @@ def _operator(chunk, x, w, targets, weights):
 
 def _forward(chunk, x, w, targets, weights):
     loss, rows, (dx, dw) = _scan_chunks(chunk, x, w, targets, weights, gradients=True)
-    # A cast to w's dtype must wait for the cotangent; an empty slice carries that dtype.
+    # dw is cast to w's dtype only after it has been multiplied by the cotangent. The empty slice of
+    # w tells the backward pass that dtype.
     return (loss, rows), (dx, dw, rows.nll, w[:0], weights[:0])
 
 
@@ -103,8 +109,8 @@ _operator.defvjp(_forward, _backward)
 
 
 def _scan_chunks(chunk, x, w, targets, weights, *, gradients):
-    """(loss, rows, (dx, dw)), with dw in the dtype of accumulation; without `gradients` dx and dw
-    are None.
+    """Returns (loss, rows, (dx, dw)), with dw in the dtype of accumulation. If `gradients` is False,
+    dx and dw are None.
     """
     wide = jnp.promote_types(jnp.float32, x.dtype)
     w_DV = w.astype(x.dtype)
@@ -125,20 +131,24 @@ def _scan_chunks(chunk, x, w, targets, weights, *, gradients):
 
 def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
     def product(*after):
-        """The logits, computed once more after the arrays `after` are known."""
+        """Computes the logits. XLA computes them again for each call with other arrays `after`, and
+        only after those arrays are known.
+        """
         return jnp.dot(
             jax.lax.optimization_barrier((x_CD, *after))[0], w_DV, preferred_element_type=wide
         )
 
     logits_CV, chip = product(), compile_target().tpu
-    # Two more products, with which their reductions fuse, may take less time than writing the
-    # logits once and reading them three times.
+    # XLA fuses the reductions over the logits with the product that computes the logits. So
+    # computing that product twice more may take less time than writing the logits once and reading
+    # them three times.
     recompute = chip and x_CD.shape[1] * chip.mem_bw_bytes_per_second < 3 * chip.bf16_ops_per_second
     logits = product if recompute else lambda *_: logits_CV
     index_1V = jnp.arange(w_DV.shape[1], dtype=jnp.int32)[None]
     hit_CV = index_1V == target_C[:, None]
     largest_C = jnp.max(logits_CV, axis=1)
-    # The index is from the same product as the largest logit, as another one may round differently.
+    # The index is taken from the same product as the largest logit, because a repeated product may
+    # round differently.
     best_C = (
         jnp.argmax(logits_CV, axis=1).astype(jnp.int32)
         if recompute
@@ -151,7 +161,8 @@ def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
     figures = Rows(logsumexp_C - target_logit_C, logsumexp_C, best_C, best_C == target_C)
     if not gradients:
         return figures, None, None
-    # The gradient is exp · (weight / total), minus the weight at the target: one division a row.
+    # The gradient is exp · (weight / total), minus the weight at the target. Written like this, it
+    # takes one division per row.
     exp_CV = jnp.exp(logits(total_C) - largest_C[:, None])
     dlogits_CV = exp_CV * (weight_C / total_C)[:, None] - jnp.where(hit_CV, weight_C[:, None], 0)
     dlogits_CV = dlogits_CV.astype(x_CD.dtype)

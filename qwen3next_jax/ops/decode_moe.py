@@ -1,41 +1,51 @@
-"""Routed experts for a small batch on a CPU, as in decoding: only experts that a token chose are
-computed.
+"""Routed experts for a small batch on a CPU, as in decoding. If the tokens chose few of the experts,
+only those experts are computed.
 
-R tokens, A choices of each, E experts, D model, I expert width, C tokens of an expert at a time.
+R tokens, A choices per token, E experts, D model width, I expert width, C tokens that an expert
+processes at a time.
 """
 
 import jax
 import jax.numpy as jnp
 
-_MIN_ROWS = 4  # a product of fewer rows takes as long, the time of reading the weights
+# A product of fewer rows takes as long as one of this many, because reading the weights takes most
+# of the time.
+_MIN_ROWS = 4
 
 
 def is_decode_batch(tokens: int, choices: int, experts: int, stacked: bool = False) -> bool:
     """Whether `decode_moe` is faster than sorting the choices by expert.
 
     Args:
-      tokens: R. choices: A. experts: E.
+      tokens: number of tokens (R).
+      choices: number of experts that each token chose (A).
+      experts: number of experts (E).
       stacked: whether the weights hold the experts of several layers.
     """
     return tokens <= (64 if _reads_all(tokens, choices, experts, stacked) else 24)
 
 
 def decode_moe(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
-    """The weighted sum of the SwiGLU experts that each token chose. Not differentiable.
+    """Returns for each token the weighted sum of the SwiGLU experts that it chose. The function is
+    not differentiable.
 
     Args:
-      x_RD: [R, D]. weight_RA: [R, A].
-      expert_RA: [R, A] integers, a token's choices.
-      gate_up: [E, D, 2, I], gate at index 0. down: [E, I, D].
-      layer: (number of the layer,) where gate_up and down have a first axis of layers.
+      x_RD: [R, D], the tokens.
+      weight_RA: [R, A], the router's weight of each choice.
+      expert_RA: [R, A] integers, the experts that each token chose.
+      gate_up: [E, D, 2, I], the gate matrix of each expert at index 0 and the up matrix at index 1.
+      down: [E, I, D], the down matrix of each expert.
+      layer: the tuple (index of the layer,) if gate_up and down have a leading axis of layers, else
+        the empty tuple.
 
     Returns:
-      [R, D] in x's dtype.
+      An array [R, D] in x's dtype.
     """
     (r, a), e = expert_RA.shape, gate_up.shape[-4]
     if _reads_all(r, a, e, layer):
         return _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down)
-    # Two rows at least, as XLA on CPU reads a matrix from memory at half the rate for one.
+    # The batch is padded to at least two rows: for one row XLA on CPU reads a matrix from memory at
+    # half the speed.
     x_RD, weight_RA = (jnp.pad(x, ((0, max(2 - r, 0)), (0, 0))) for x in (x_RD, weight_RA))
     expert_RA = jnp.pad(expert_RA, ((0, max(2 - r, 0)), (0, 0)), mode="edge")
     used_E, weight_ER = (x.T for x in _by_expert(weight_RA, expert_RA, e))
@@ -56,15 +66,17 @@ def decode_moe(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
 
 
 def _reads_all(tokens, choices, experts, layer) -> bool:
-    """Whether `decode_moe` reads all experts: if most are used, as slicing one out takes as long as
-    its products. Not from a stack of layers, as that would slice out all weights of the layer.
+    """Whether `decode_moe` computes all experts in one product. It does so if the tokens are likely
+    to use most of them, because slicing one expert's weights out takes as long as its products. It
+    does not if the weights are stacked over layers, because then all weights of the layer would
+    have to be sliced out.
     """
     return tokens > 2 and 2 * tokens * choices > experts and not layer
 
 
 def _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down):
-    """All experts at once, each with up to C of its tokens, in as many passes as the expert with
-    the most tokens needs. Mostly that is one.
+    """Computes all experts at once. Each pass takes up to C tokens of every expert, and there are as
+    many passes as the expert with the most tokens needs, which is one in most cases.
     """
     (r, a), e = expert_RA.shape, len(gate_up)
     used_RE, weight_RE = _by_expert(weight_RA, expert_RA, e)
@@ -76,9 +88,9 @@ def _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down):
 
     if most == r:
         return jnp.einsum("erd,re->rd", swiglu(jnp.broadcast_to(x_RD, (e, *x_RD.shape))), weight_RE)
-    # The number of a token among those of its expert.
+    # For each choice, the index of the token among the tokens that chose the same expert.
     number_RA = jnp.take_along_axis(jnp.cumsum(used_RE, axis=0) - 1, expert_RA, axis=1)
-    order_ER = jnp.argsort(~used_RE.T, axis=1, stable=True)  # its tokens first
+    order_ER = jnp.argsort(~used_RE.T, axis=1, stable=True)  # the expert's tokens come first
 
     def add(i, y_RD):
         y_ECD = swiglu(x_RD[jnp.take(order_ER, i * most + jnp.arange(most), axis=1, mode="clip")])
@@ -92,7 +104,9 @@ def _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down):
 
 
 def _by_expert(weight_RA, expert_RA, experts: int):
-    """[R, E] each: whether a token chose the expert, and with which weight."""
+    """Returns two arrays [R, E]: whether the token chose the expert, and the weight of that choice
+    (0 where the token did not choose it).
+    """
     chosen_RAE = expert_RA[..., None] == jnp.arange(experts)
     return jnp.any(chosen_RAE, axis=1), jnp.sum(
         jnp.where(chosen_RAE, weight_RA[..., None], 0), axis=1

@@ -1,12 +1,13 @@
-"""Grouped matrix products: rows sorted by group are multiplied by the matrix of their group, as in
-a mixture of experts.
+"""Grouped matrix products: the rows are sorted by group, and each row is multiplied by the matrix
+of its group, as in a mixture of experts.
 
-"blocked" copies the rows into blocks of one group each, padded with zeros, and multiplies the
-blocks as one batch, so every row is multiplied by one matrix only. XLA's own `ragged_dot`
-multiplies every row by all matrices on CPUs and GPUs.
+The form "blocked" copies the rows into blocks that hold rows of one group each, padded with zeros.
+It multiplies batches of these blocks, so each row is multiplied by one matrix only. XLA's own
+`ragged_dot` multiplies each row by all matrices on CPUs and GPUs.
 
-R rows, C rows of a block, D width in, F width out, E groups (experts), G = min(E, R) groups that
-can have rows, I expert width, n batches of K blocks, W groups of a batch.
+R rows, C rows per block, D input width, F output width, E groups (experts), G = min(E, R) the
+largest number of groups that can have rows, I expert width, n batches of K blocks each, W groups
+per batch.
 """
 
 import functools
@@ -24,13 +25,13 @@ IMPLEMENTATIONS = ("blocked", "ragged_dot")
 
 
 class BlockSizes(NamedTuple):
-    """How "blocked" splits rows into blocks.
+    """How the form "blocked" splits rows into blocks.
 
     Attributes:
-      largest: rows of a block, at most.
-      per_group: blocks that a group of mean size fills. Every group wastes less than one block, so
-        at most 1 / per_group of its rows.
-      batch: elements of the weights that are copied for one batch of blocks.
+      largest: the largest number of rows in a block.
+      per_group: the least number of blocks that a group of mean size fills, if a block may be that
+        short. The padding of a group takes less than one block.
+      batch: the number of elements of the weights that are copied for one batch of blocks.
     """
 
     largest: int
@@ -38,28 +39,28 @@ class BlockSizes(NamedTuple):
     batch: int
 
 
-# The best of several sizes for 8 to 64 groups and 8192 to 16384 rows
-# (benchmarks/grouped_matmul.py); the copied weights stay in cache.
+# The fastest of several sizes for 8 to 64 groups and 8192 to 16384 rows, by
+# benchmarks/grouped_matmul.py. The copied weights stay in the cache.
 _CPU = BlockSizes(largest=128, per_group=1, batch=2**20)
-# Not timed. Long blocks copy the weights seldom; the blocks of a batch are one product, which
-# should fill the chip.
+# These sizes have not been timed. Long blocks need few copies of the weights. The blocks of a batch
+# are one batched product, which should occupy the whole chip.
 _GPU = BlockSizes(largest=512, per_group=8, batch=2**26)
-_FULL_TILE = 64  # rows of a matrix unit's tile: shorter blocks save nothing
+_FULL_TILE = 64  # rows of a tile of the matrix unit: shorter blocks take no less time
 
 
 def grouped_matmul(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, *, implementation: str | None = None
 ) -> jax.Array:
-    """y_r = x_r · w[group of r].
+    """Returns y with y_r = x_r · w[e], where e is the group of row r.
 
     Args:
-      x: [R, D] rows sorted by group.
-      w: [E, D, F].
-      group_sizes: [E] integers, the rows of each group. Their sum may be below R; the rows after it
-        give zeros.
-      implementation: "blocked", "ragged_dot", or None for the platform's best: "ragged_dot" on a
-        TPU, tokamax's kernels on an H100 or H200 where they passed their test (docs/gpu.md),
-        "blocked" elsewhere.
+      x: [R, D], the rows sorted by group.
+      w: [E, D, F], the matrix of each group.
+      group_sizes: [E] integers, the number of rows of each group. If their sum is less than R, the
+        result has zeros in the last R - sum rows.
+      implementation: "blocked", "ragged_dot", or None for the platform's best. None means
+        "ragged_dot" on a TPU, tokamax's kernels on an H100 or H200 on which they passed their test
+        (docs/gpu.md), and "blocked" otherwise.
 
     Returns:
       y [R, F] in x's dtype, accumulated in float32; differentiable in x and w.
@@ -79,13 +80,15 @@ def expert_mlp(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """SwiGLU experts on rows sorted by expert: y_r = (silu(x_r gate_e) · (x_r up_e)) down_e.
+    """Applies SwiGLU experts to rows sorted by expert: y_r = (silu(x_r gate_e) · (x_r up_e)) down_e,
+    where e is the expert of row r.
 
     Args:
-      x: [R, D] rows sorted by expert.
-      gate_up: [E, D, 2, I], gate at index 0.
-      down: [E, I, D].
-      group_sizes, implementation: as in `grouped_matmul`.
+      x: [R, D], the rows sorted by expert.
+      gate_up: [E, D, 2, I], the gate matrix of each expert at index 0 and the up matrix at index 1.
+      down: [E, I, D], the down matrix of each expert.
+      group_sizes: [E] integers, the number of rows of each expert; see `grouped_matmul`.
+      implementation: name of the implementation or None; see `grouped_matmul`.
 
     Returns:
       y [R, D] in x's dtype; differentiable in x, gate_up and down.
@@ -167,7 +170,9 @@ def _mlp_gradients_of_products(gradients, x, gate_up, down, group_sizes, hidden,
 
 
 def _swiglu(hidden):
-    """silu(gate) · up [..., I], computed in float32. hidden: [..., 2I], gate before up."""
+    """Returns silu(gate) · up [..., I], computed in float32, for hidden [..., 2I], which holds the
+    gate in its first half and up in its second half.
+    """
     gate, up = jnp.split(hidden.astype(wide(hidden)), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(hidden.dtype)
 
@@ -188,21 +193,25 @@ def _ragged_gradients(x, w, group_sizes, dy):
 
 
 class _Plan(NamedTuple):
-    """Which rows fill which blocks. The rank of a group is its number among those with rows."""
+    """Which rows lie in which blocks. The rank of a group is its index among the groups that have
+    rows.
+    """
 
     group: jax.Array  # [n, K] the group of each block
-    first: jax.Array  # [n] the smallest rank among the W groups of a batch
-    member: jax.Array  # [n, W, K] whether a block belongs to a group
-    row: jax.Array  # [n, K, C] the row in each place of a block
-    filled: jax.Array  # [n, K, C] whether the place has that row, or a zero
-    place: jax.Array  # [R] the place of each row, in the flattened [n, K, C]
+    first: jax.Array  # [n] the smallest rank among the W groups of each batch
+    member: jax.Array  # [n, W, K] whether the block belongs to the group of rank first + w
+    row: jax.Array  # [n, K, C] the index of the row at each position of each block
+    filled: jax.Array  # [n, K, C] whether the position holds that row; if not, it holds zeros
+    place: jax.Array  # [R] the position of each row in the flattened [n, K, C]
     used: jax.Array  # [R] whether the row belongs to a group
     rank: jax.Array  # [E] the rank of each group
-    groups: int  # G
+    groups: int  # G, the largest number of groups that can have rows
 
 
 def _block_size(sizes: BlockSizes, rows: int, groups: int) -> int:
-    """A power of two up to the mean size of a group, as each group wastes less than one block."""
+    """Returns C, the rows of a block: a power of two that is at most the mean number of rows of a
+    group. A larger block would waste more, because up to one block of each group is padding.
+    """
     mean = rows // groups
     return min(
         1 << (max(mean // sizes.per_group, min(mean, _FULL_TILE)).bit_length() - 1), sizes.largest
@@ -210,10 +219,17 @@ def _block_size(sizes: BlockSizes, rows: int, groups: int) -> int:
 
 
 def _plan(sizes: BlockSizes, group_sizes, rows: int, weights: int) -> _Plan:
-    """The plan for groups of `group_sizes` [E]; `weights`: elements of a group's largest matrix."""
+    """Returns the plan for groups of the sizes `group_sizes` [E].
+
+    Args:
+      sizes: the limits for blocks and batches.
+      group_sizes: [E], the number of rows of each group.
+      rows: R.
+      weights: number of elements of the largest matrix of a group.
+    """
     groups = min(group_sizes.shape[0], rows)
     size = _block_size(sizes, rows, groups)
-    blocks = min(rows // size + groups, rows)  # enough for any sizes of the groups
+    blocks = min(rows // size + groups, rows)  # enough blocks for any sizes of the groups
     batches = -(-blocks // min(blocks, max(sizes.batch // weights, 1)))
     batch = -(-blocks // batches)
 
@@ -226,7 +242,7 @@ def _plan(sizes: BlockSizes, group_sizes, rows: int, weights: int) -> _Plan:
 
     ends_by = lambda end_G, index: jnp.sum(end_G <= index[..., None], axis=-1)
     block = jnp.arange(batches * batch).reshape(batches, batch)
-    # Blocks that no group needs stay empty.
+    # Blocks after those that the groups need get the last rank and hold no row.
     rank = jnp.minimum(ends_by(block_end_G, block), groups - 1)
     row = ((end_G - size_G)[rank] + (block - block_start_G[rank]) * size)[..., None] + jnp.arange(
         size
@@ -251,23 +267,27 @@ def _plan(sizes: BlockSizes, group_sizes, rows: int, weights: int) -> _Plan:
 
 
 def _scan_batches(plan: _Plan, rows, weights, step):
-    """Runs `step` over the batches of blocks.
+    """Runs `step` on one batch of blocks after another. Below, the widths D and F differ from array
+    to array.
 
     Args:
-      rows: tuple of arrays [R, F].
-      weights: tuple of arrays [E, D, F], in whose shapes terms are summed.
-      step: (group [K], the blocks [K, C, F] of each of `rows`) → (tuple of outputs [K, C, F], tuple
-        of terms [K, D, F]).
+      plan: which rows lie in which blocks.
+      rows: tuple of arrays [R, F], which `step` takes in blocks.
+      weights: tuple of arrays [E, D, F]. Their shapes are those of the sums of terms, and the sums
+        are cast to their dtypes.
+      step: function that takes the group of each block, [K], and for each array of `rows` its
+        blocks, [K, C, F]. It returns a tuple of outputs [K, C, F] and a tuple of terms [K, D, F].
 
     Returns:
-      Tuple of outputs [R, F], zeros in rows of no group, and tuple of terms [E, D, F], summed over
-      the blocks of each group.
+      A tuple of the outputs as rows [R, F], with zeros in rows that belong to no group; and a tuple
+      of the terms summed over the blocks of each group, [E, D, F].
     """
 
     def batch(totals, inputs):
         group, first, member, *blocks = inputs
         outputs, terms = step(group, *blocks)
-        # Terms of a sum that is rounded to bfloat16 may be rounded to the 11 bits of a GPU's tf32.
+        # The sums of terms are rounded to bfloat16 where the rows are bfloat16, so their terms may
+        # be rounded to the 11 significant bits of a GPU's tf32.
         precision = (
             jax.lax.Precision.DEFAULT
             if rows[0].dtype == jnp.bfloat16
@@ -296,7 +316,9 @@ def _scan_batches(plan: _Plan, rows, weights, step):
 
 
 def _add(total, first, member_WK, term, precision):
-    """total[first + g] += the sum of the terms of group g's blocks, for g < W."""
+    """Returns `total` where, for every g < W, total[first + g] is increased by the sum of `term`
+    over the blocks k with member_WK[g, k].
+    """
     sums = jnp.einsum("wk,kdf->wdf", member_WK.astype(term.dtype), term, precision=precision)
     old = jax.lax.dynamic_slice_in_dim(total, first, member_WK.shape[0])
     return jax.lax.dynamic_update_slice_in_dim(total, old + sums, first, 0)
@@ -315,7 +337,7 @@ def _dot_transposed(y_KCF, w_KDF):
 
 
 def _transposed_product(x_KCD, y_KCF):
-    """xᵀ y of each block, in the dtype of accumulation."""
+    """Returns xᵀ y of each block, [K, D, F], in the dtype of accumulation."""
     x_KDC = x_KCD.swapaxes(1, 2)
     if compile_target().platform == "cpu":
         # Without the barrier XLA folds the transpose into the product, which then takes 1.5 times

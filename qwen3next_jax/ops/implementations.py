@@ -1,10 +1,10 @@
-"""The choice of the implementation of an operator that runs a call.
+"""Chooses which implementation of an operator runs a call.
 
-An operator has forms, written in XLA alone and listed in a table beside its API. It may have
-kernels, which the plugin package `qwen3next_jax.kernels` lists by operator. `choose` takes the
-named one, or raises and says why that one cannot run. For a call that names none, it takes the best
-one for the platform that the program is compiled for (`compile_target`). Without the plugin the
-library runs the forms in XLA.
+An operator has one or more forms, which use XLA alone and which a table beside the operator's API
+lists. An operator may also have kernels, which the plugin package `qwen3next_jax.kernels` lists by
+operator. If a call names an implementation, `choose` returns it, or raises an error that says why
+it cannot run. If a call names none, `choose` returns the best one for the platform that the program
+is compiled for (`compile_target`). Without the plugin every operator runs one of its forms.
 """
 
 import dataclasses
@@ -22,18 +22,22 @@ _PLATFORMS = {"tpu": "a TPU", "gpu": "a GPU"}
 
 
 class Unsupported(NotImplementedError):
-    """The named implementation cannot run this call; the message is one line for a user."""
+    """Raised when the named implementation cannot run a call. Its message is one line for a
+    user.
+    """
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-    """An operator in XLA alone.
+    """An implementation of an operator that uses XLA alone.
 
     Attributes:
-      name: as the operator's `implementation=` takes it.
-      platforms: on which it is the default if no kernel runs. If named, it runs on every platform;
-        of several forms with that name the one for the platform runs, else the last one.
-      functions: by name, such as "forward" and "backward".
+      name: name of the form, which the operator's argument `implementation` takes. Several forms of
+        an operator may have one name.
+      platforms: platforms on which the form is the default if no kernel runs. A call that names the
+        form can run it on every platform: it gets the form of that name that lists the platform, or
+        the last form of that name if none does.
+      functions: the form's functions by name, such as "forward" and "backward".
     """
 
     name: str
@@ -43,16 +47,18 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """An operator's kernels for one platform. If named, they also run interpreted on a CPU.
+    """An operator's kernels for one platform. A call that names them can also run them on a CPU,
+    which interprets them.
 
     Attributes:
-      operator: its name in the plugin's table.
-      name: as the operator's `implementation=` takes it.
+      operator: name of the operator in the plugin's table.
+      name: name of the kernels, which the operator's argument `implementation` takes.
       platform: "tpu" or "gpu".
-      module: the import string of a module with the operator's functions, each with an argument
-        `interpret`, and a function `supports(**call)`, which returns why the kernels cannot run a
-        call, or "". It may have a function `is_default(**call)`, which returns whether a call that
-        names no implementation runs the kernels; without it every call that they support does.
+      module: import string of the module that has the operator's functions, each with an argument
+        `interpret`. The module also has a function `supports(**call)`, which returns "" or the
+        reason why the kernels cannot run a call. It may have a function `is_default(**call)`, which
+        returns whether a call that names no implementation runs the kernels; in a module without
+        `is_default`, every such call that the kernels support runs them.
     """
 
     operator: str
@@ -61,7 +67,9 @@ class Kernel:
     module: str
 
     def load(self) -> ModuleType:
-        """The module, imported. Raises ImportError, with the plugin's entry, if that fails."""
+        """Imports the module and returns it. If the import fails, it raises an ImportError that
+        quotes the plugin's entry.
+        """
         try:
             return importlib.import_module(self.module)
         except ImportError as error:
@@ -78,15 +86,19 @@ class Kernel:
         return not module.supports(**call)
 
     def refusal(self, platform: str, call: Mapping[str, Any]) -> str:
-        """Why a call that names these kernels cannot run on `platform`; "" where it can."""
+        """Returns why a call that names these kernels cannot run on `platform`; "" if it can."""
         if platform not in (self.platform, "cpu"):
             return f"on {platform}: expected {_PLATFORMS[self.platform]}, or a CPU to interpret it"
         return self.load().supports(**call)
 
 
 class Chosen(NamedTuple):
-    """The implementation that runs one call, forward and backward. It is hashable, so that a custom
-    gradient can take it as a static argument.
+    """The implementation that runs one call, forward and backward. It is hashable, so that a
+    function with a custom gradient can take it as a static argument.
+
+    Attributes:
+      implementation: the form or the kernels.
+      interpret: whether a CPU interprets the kernels.
     """
 
     implementation: Form | Kernel
@@ -101,29 +113,32 @@ class Chosen(NamedTuple):
         return isinstance(self.implementation, Kernel)
 
     def function(self, name: str) -> Callable:
-        """The implementation's function of that name, such as "forward"."""
+        """Returns the implementation's function called `name`, such as "forward"."""
         if isinstance(self.implementation, Form):
             return self.implementation.functions[name]
         function = getattr(self.implementation.load(), name)
         return functools.partial(function, interpret=True) if self.interpret else function
 
     def constant(self, name: str, default):
-        """The constant of a kernel's module; `default` if it has none, and for forms in XLA."""
+        """Returns the constant called `name` of the kernels' module. Returns `default` if the
+        module has no such constant, and for a form.
+        """
         return getattr(self.implementation.load(), name, default) if self.is_kernel else default
 
 
 def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) -> Chosen:
-    """The implementation for one call.
+    """Returns the implementation that runs one call.
 
     Args:
-      operator: its name in the plugin's table.
-      named: the caller's `implementation`; None for the best.
-      forms: those in XLA. The error message recommends the first.
-      call: arrays and settings, as `supports` of the operator's kernels takes them.
+      operator: name of the operator in the plugin's table.
+      named: name of the implementation that the caller asks for; None asks for the best one.
+      forms: the operator's forms in XLA. The error message recommends the first.
+      call: the arrays and settings of the call, which the function `supports` of the operator's
+        kernels takes.
 
     Raises:
-      Unsupported: a NotImplementedError: the named implementation cannot run this call, or the
-        plugin that has it is missing.
+      Unsupported: the named implementation cannot run this call, or the plugin that has it is
+        missing. This is a NotImplementedError.
       ImportError: the plugin lists a module that cannot be imported.
     """
     platform = compile_target().platform
@@ -137,7 +152,7 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
         if refusal:
             raise Unsupported(f"implementation={named!r} {refusal}; use {forms[0].name!r}")
         return Chosen(kernel, interpret=platform == "cpu")
-    # No kernel is the default on a CPU, so the plugin is not even imported there.
+    # No kernel is the default on a CPU, so the plugin is not imported there.
     if platform != "cpu":
         for kernel in kernels(operator).values():
             if kernel.platform == platform and kernel.is_default(call):
@@ -147,7 +162,7 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
 
 @functools.cache
 def kernels(operator: str) -> dict[str, Kernel]:
-    """The plugin's kernels of an operator by name; empty where the plugin is missing."""
+    """Returns the plugin's kernels for an operator by name; an empty dict if there is no plugin."""
     try:
         table = getattr(importlib.import_module(KERNELS), "KERNELS", {})
     except ModuleNotFoundError as error:

@@ -1,5 +1,5 @@
 """How a layer should arrange its arrays for the platform that the program is compiled for. Layers
-ask these functions, so that no layer names a chip.
+call these functions, so that no layer names a platform.
 """
 
 import jax
@@ -12,37 +12,39 @@ _LANES = 128
 
 
 def heads_side_by_side(*widths: int) -> bool:
-    """Whether the operators of a recurrent layer pass each other arrays [B, T, heads · width], and
-    not [B, T, heads, width]: on a GPU, and on a TPU where heads of all `widths` fill whole lanes.
+    """Whether the operators of a recurrent layer pass arrays [B, T, heads · width] to each other
+    instead of [B, T, heads, width]. They do so on a GPU, and on a TPU if every one of `widths`
+    (channels per head) is a multiple of the 128 lanes.
     """
     platform = compile_target().platform
     return platform == "gpu" or platform == "tpu" and all(width % _LANES == 0 for width in widths)
 
 
 def experts_in_tiles() -> bool:
-    """Whether `routed_experts`, with rows in tiles, computes the experts for every dtype and number
-    of tokens.
+    """Whether the operator `routed_experts`, which lays out the tokens of each expert in tiles of
+    rows, computes the experts for every dtype and number of tokens.
     """
     return compile_target().platform == "tpu"
 
 
 def experts_in_caches() -> bool:
-    """Whether experts are computed as suits a CPU's caches: rows sorted by expert, and for few
-    tokens only the experts in use.
+    """Whether the experts are computed in the way that suits a CPU's caches: the rows are sorted by
+    expert, and for few tokens only the experts that a token chose are computed.
     """
     return compile_target().platform == "cpu"
 
 
 def unroll_short_loops() -> bool:
-    """Whether a loop over few layers is unrolled: on a TPU, which copies what a loop reads from
-    stacked arrays and writes to them.
+    """Whether a loop over few layers is unrolled. It is unrolled on a TPU, where a loop copies
+    every slice that it reads from or writes to the stacked arrays of the layers.
     """
     return compile_target().platform == "tpu"
 
 
 def float32_precision(dtype) -> jax.lax.Precision:
-    """The precision of float32 products whose operands were cast from `dtype`. For bfloat16 on a
-    TPU three bfloat16 passes are enough: they are 2e-6 off the six of HIGHEST.
+    """Returns the precision for float32 matrix products whose operands were cast from `dtype`. On a
+    TPU, operands cast from bfloat16 get HIGH, which takes three bfloat16 passes; its results differ
+    by 2e-6 from those of the six passes of HIGHEST.
     """
     if compile_target().platform == "tpu" and dtype == jnp.bfloat16:
         return jax.lax.Precision.HIGH
@@ -50,11 +52,12 @@ def float32_precision(dtype) -> jax.lax.Precision:
 
 
 def row_major(x):
-    """x, on a TPU with the constraint that its layout is row-major, as kernels have it.
+    """Returns x; on a TPU with the constraint that its layout in memory is row-major, which is the
+    layout that kernels read and write.
 
-    Use it where rows are exchanged between devices. Otherwise the TPU's compiler takes the layout
-    of an operation before or after the exchange and copies all rows, many times what one device
-    holds.
+    Use it on arrays of rows that devices exchange. Without it the TPU's compiler may give the
+    exchanged array the layout of a neighbouring operation, and then copies that whole array, which
+    is many times as large as the rows of one device.
     """
     if compile_target().platform != "tpu":
         return x

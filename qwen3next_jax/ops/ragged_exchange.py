@@ -1,4 +1,5 @@
-"""Exchange of rows between the shards of a mesh axis, with any number of rows from each to each.
+"""Exchange of rows between the shards of a mesh axis. Each pair of shards may exchange another
+number of rows.
 
 Q rows of a shard's input, P rows of its output, S shards.
 """
@@ -10,15 +11,19 @@ from qwen3next_jax.ops.compile_target import compile_target
 
 
 def exchange(rows, output, read_SS, rows_SS, land_SS, axis: str):
-    """`output` with the rows written into it that the shards of `axis` send to this one.
+    """Sends rows between the shards of `axis` and returns `output` with the received rows written
+    into it.
 
-    Sender s sends receiver d its rows_SS[s, d] rows from row read_SS[s, d] on, and d writes them
-    from row land_SS[s, d] of its output on.
+    Shard s sends rows_SS[s, d] consecutive rows to shard d. The first of them is row read_SS[s, d]
+    of `rows` on shard s, and it becomes row land_SS[s, d] of `output` on shard d.
 
     Args:
-      rows: [Q, …], of which this shard sends some.
-      output: [P, …].
-      read_SS, rows_SS, land_SS: [S, S] integers, the same on all shards.
+      rows: [Q, …], the array from which this shard sends rows.
+      output: [P, …], the array into which the received rows are written.
+      read_SS: [S, S] integers, the first row to send; the same on all shards.
+      rows_SS: [S, S] integers, the number of rows to send; the same on all shards.
+      land_SS: [S, S] integers, the first row to write; the same on all shards.
+      axis: name of the mesh axis.
     """
     read_SS, rows_SS, land_SS = (a.astype(jnp.int32) for a in (read_SS, rows_SS, land_SS))
     shard = jax.lax.axis_index(axis)
@@ -36,7 +41,7 @@ def exchange(rows, output, read_SS, rows_SS, land_SS, axis: str):
 
 
 def _by_gather(rows, output, read_SS, rows_SS, land_SS, axis):
-    """`exchange` by an all-gather of all rows."""
+    """Computes `exchange` with an all-gather of the rows of all shards."""
     shard = jax.lax.axis_index(axis)
     row_P1 = jnp.arange(output.shape[0])[:, None]
     into_PS = row_P1 - land_SS[:, shard]

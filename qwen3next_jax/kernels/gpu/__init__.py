@@ -1,1 +1,1 @@
-"""Mosaic kernels for Hopper GPUs (sm_90a), and those of tokamax."""
+"""Kernels for Hopper GPUs (sm_90a): this project's Mosaic kernels, and calls of tokamax's kernels."""

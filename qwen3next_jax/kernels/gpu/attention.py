@@ -1,7 +1,7 @@
-"""Attention over packed documents by tokamax's kernels for Hopper GPUs (docs/gpu.md).
+"""Attention over packed documents with tokamax's kernels for Hopper GPUs (docs/gpu.md).
 
-Ids do not decrease along a row, so a query sees the keys from the start of its document to its end;
-in causal attention those up to its own.
+Segment ids do not decrease along a row, so a query attends to the keys from the start of its
+document to the end of it, or, in causal attention, to its own key.
 
 B batch, T queries, S keys, N query heads, M key/value heads, D head width.
 """
@@ -17,21 +17,26 @@ from qwen3next_jax.kernels.gpu import tokamax
 from qwen3next_jax.ops.attention import xla
 
 WIDTHS = (64, 128, 256)
-ROWS = 128  # of a tile
-# Relative L2 difference of two implementations that round the softmax weights to bfloat16.
+ROWS = 128  # the numbers of queries and of keys must be multiples of this
+# The largest allowed relative L2 difference between two implementations that round the softmax
+# weights to bfloat16.
 TOLERANCE = 0.03
 
 
 def is_default(q, k, v, split: bool) -> bool:
-    """Never: a training step with these kernels stopped on the GPU, so they run only if named."""
+    """Returns False: a training step with these kernels stopped on the GPU, so only a call that names
+    them runs them.
+    """
     return False
 
 
 def supports(q, k, v, split: bool) -> str:
-    """Why the kernels cannot run a call; "" where they can.
+    """Returns why the kernels cannot run a call; "" if they can.
 
     Args:
-      split: whether the sequence is split over a mesh axis; the kernels then get half of a shard.
+      q, k, v: the arrays of the call.
+      split: whether the sequence is split over a mesh axis. The kernels then get half of a shard's
+        tokens at a time.
     """
     queries, keys = (x.shape[1] // (2 if split else 1) for x in (q, k))
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
@@ -44,8 +49,8 @@ def supports(q, k, v, split: bool) -> str:
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """As `ops.attention.xla.forward`. On a CPU it runs that function, because the interpreter lacks
-    what the kernels use.
+    """Computes the same as `ops.attention.xla.forward`. On a CPU it calls that function, because the
+    interpreter does not support all that the kernels use.
     """
     if interpret:
         return xla.forward(
@@ -76,7 +81,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=Fa
 def backward(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
-    """As `ops.attention.xla.backward`, which it runs on a CPU."""
+    """Computes the same as `ops.attention.xla.backward`; on a CPU it calls that function."""
     if interpret:
         return xla.backward(
             *(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do),
@@ -85,8 +90,8 @@ def backward(
             block=xla.CPU_BLOCK,
         )
     sm90 = tokamax.module("attention.pallas_mosaic_gpu_vjp_kernel_sm90")
-    # Two computing warpgroups have 168 registers a thread each, a single one has 255, so with heads
-    # of 256 channels it spills less.
+    # With two computing warpgroups each thread has 168 registers, with one it has 255. So heads of
+    # 256 channels use one, which spills fewer registers.
     config = sm90.Config(
         block_q_dkv=64,
         block_kv_dkv=64,
@@ -107,8 +112,8 @@ def backward(
     )
 
     def row_backward(q, k, v, o, logsumexp, do, start, end):
-        # The kernel takes the largest score and the sum; the weights are exp(score − logsumexp) /
-        # 1.
+        # The kernel takes the largest score and the sum of exponentials. Given the logsumexp and 1
+        # instead, it computes the weights as exp(score − logsumexp) / 1.
         return kernel(
             q, k, v, (logsumexp, jnp.ones_like(logsumexp)), o, do, k_start=start, k_end=end
         )[:3]
@@ -126,11 +131,11 @@ def backward(
 
 
 def _key_limits(segment_ids, kv_segment_ids):
-    """[B, 1, T] each: the first key of each query's document, and the key after its last one; None
-    where a row is one document.
+    """Returns two arrays [B, 1, T]: the index of the first key of each query's document, and one more
+    than the index of its last key. Both are None if a row is one document.
 
-    All heads have one limit, because tokamax 0.0.17 takes another head's for the gradients of keys
-    that several query heads share.
+    The limits have one entry for all heads, because tokamax 0.0.17 uses the limits of a wrong head
+    for the gradients of keys that several query heads share.
     """
     if segment_ids is None:
         return None, None
@@ -145,12 +150,13 @@ def _key_limits(segment_ids, kv_segment_ids):
 
 
 def max_error(width: int, kernels=None) -> tuple[str, float]:
-    """The result in which the kernels and the form in XLA differ most, and its relative L2
-    difference, on three documents and padding, with two query heads for a key head.
+    """Runs the kernels and the form in XLA on three documents and padding, with two query heads per
+    key head. Returns the name of the result in which they differ most, and the relative L2
+    difference.
 
     Args:
       width: D.
-      kernels: functions to test in place of `forward` and `backward`.
+      kernels: two functions to test instead of `forward` and `backward`; None tests those.
     """
     rng = np.random.default_rng(0)
     array = lambda heads: jnp.asarray(rng.normal(size=(2, 2 * ROWS, heads, width)), jnp.bfloat16)

@@ -1,5 +1,5 @@
-"""Mosaic GPU kernels of the causal depthwise convolution with its activation (sm_90a): one pass
-over the tokens forward, one backward.
+"""Mosaic GPU kernels of the causal depthwise convolution with its activation (sm_90a): one kernel
+for the forward pass and one for the backward pass.
 
 A block of one warpgroup takes 32 tokens of 128 or 256 channels, and each thread one or two of these
 channels. The block computes one token after another and holds the inputs that they share in
@@ -20,13 +20,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from qwen3next_jax.kernels import causal_conv1d_edges, self_test
 from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_before
 
-TOLERANCE = 0.02  # relative L2 difference of two results rounded to bfloat16
+TOLERANCE = 0.02  # largest allowed relative L2 difference of results rounded to bfloat16
 INTERPRETER = plgpu.InterpretGPUParams()
-TOKENS = 32  # of a block; with more, fewer blocks fit a processor, which is slower (docs/gpu.md)
+# The tokens of a block. With more tokens fewer blocks fit on a multiprocessor, which is slower
+# (docs/gpu.md).
+TOKENS = 32
 
 
 def supports(x, kernel, activation) -> str:
-    """Why the kernels cannot run inputs [B, T, D] with a kernel [W, D]; "" where they can."""
+    """Returns why the GPU kernels cannot run x [B, T, D] with `kernel` [W, D]; "" if they can."""
     if (
         x.dtype not in (jnp.bfloat16, jnp.float32)
         or x.shape[1] % TOKENS
@@ -42,8 +44,9 @@ def supports(x, kernel, activation) -> str:
 
 
 def is_default(x, kernel, activation) -> bool:
-    """Whether a call that names no implementation runs the kernels: where they passed their test,
-    but not for rows as short as those of decoding. Prints the decision once.
+    """Whether a call that names no implementation runs the kernels. It does if they passed their
+    test on this GPU and the rows are not as short as in decoding. The function prints the decision
+    once.
     """
     if x.shape[1] < TOKENS:
         return False
@@ -51,7 +54,7 @@ def is_default(x, kernel, activation) -> bool:
 
 
 def test(x, kernel, activation) -> self_test.SelfTest:
-    """The test of calls of this kind."""
+    """Returns the test for calls of this kind."""
     kind = activation, str(x.dtype), kernel.shape[0]
     return self_test.SelfTest(
         "convolution",
@@ -64,9 +67,9 @@ def test(x, kernel, activation) -> self_test.SelfTest:
 
 
 def max_error(activation, dtype: str, width: int, interpret: bool = False) -> tuple[str, float]:
-    """The result in which the kernels and autodiff of the plain sum differ most, and its relative
-    L2 difference, on two rows of two blocks of tokens: with three documents and padding, and as one
-    document.
+    """Runs the kernels and a plain sum with JAX's gradients on two rows of two blocks of tokens, once
+    with documents and padding and once as one document per row. Returns the name of the result in
+    which they differ most, and the relative L2 difference.
     """
     rng, size = np.random.default_rng(0), TOKENS
     before, x, kernel, dy = (
@@ -111,14 +114,14 @@ def max_error(activation, dtype: str, width: int, interpret: bool = False) -> tu
 
 
 def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
-    """y [B, T, D]; the arguments are those of `kernels.tpu.causal_conv1d.forward`."""
+    """Returns y [B, T, D]. The arguments are those of `kernels.tpu.causal_conv1d.forward`."""
     call = _Call(activation, before, x, kernel, document_ages(ids, kernel.shape[0]))
     return call(_forward, "forward", [], [jax.ShapeDtypeStruct(x.shape, x.dtype)], 0, interpret)[0]
 
 
 def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
-    """The gradients of before, x and kernel, from dy [B, T, D]; the arguments are those of
-    `forward`.
+    """Returns the gradients of before, x and kernel, given dy [B, T, D], the gradient of y. The other
+    arguments are those of `forward`.
     """
     age = document_ages(ids, kernel.shape[0])
     call = _Call(activation, before, x, kernel, age)
@@ -139,11 +142,13 @@ def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False)
 
 
 class _Call:
-    """One call: its sizes, and what the forward and the backward kernel share.
+    """The sizes of one call, and the code that the forward and the backward kernel share.
 
     Attributes:
-      width: W. channels: of a block. shape: of x.
-      has_age: whether there are documents.
+      width: W.
+      channels: number of channels of a block.
+      shape: shape of x.
+      has_age: whether rows have documents, so that the kernels take the ages of tokens.
     """
 
     def __init__(self, activation, before, x, kernel, age):
@@ -183,7 +188,9 @@ class _Call:
             )(*self.inputs, *inputs)
 
     def block_position(self):
-        """(row of the batch, block of tokens, its first token, the slice of its channels)."""
+        """Returns the row of the batch, the index of the block of tokens, the index of the block's
+        first token, and the slice of its channels.
+        """
         t = jax.lax.axis_index("tokens")
         return (
             jax.lax.axis_index("batch"),
@@ -193,8 +200,8 @@ class _Call:
         )
 
     def start_copies(self, gmem, before_gmem, age_gmem, xs, ages_ref, arrived):
-        """Starts the copies of a block's inputs, of the inputs before it and of its tokens' ages.
-        Returns a function that starts a further copy.
+        """Starts to copy the inputs of a block, the inputs before it and the ages of its tokens to
+        shared memory. Returns a function that starts one more copy.
         """
         b, t, first, channels = self.block_position()
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, arrived)
@@ -211,11 +218,11 @@ class _Call:
         return copy
 
     def if_same_document(self, x, age, back: int):
-        """x, zero where the input `back` tokens before belongs to another document."""
+        """Returns x, or zeros if the input `back` tokens earlier belongs to another document."""
         return x if age is None else x * (age >= back).astype(jnp.float32)
 
     def before_activation(self, weights, taps, age):
-        """The weighted sum of `taps`, the inputs that a token reads, its own first."""
+        """Returns the weighted sum of `taps`, the inputs that a token reads, newest first."""
         return functools.reduce(
             jnp.add,
             (
@@ -226,8 +233,8 @@ class _Call:
 
 
 def _refs(call, refs, outputs: int, gradient: bool):
-    """The references by what they are, from the order in which `_Call` passes them; None for those
-    that are not there.
+    """Sorts the references that `_Call` passes to a kernel by their meaning. Returns None for those
+    that this call does not have.
     """
     x, before, kernel, *refs = refs
     age = refs.pop(0) if call.has_age else None
@@ -289,7 +296,7 @@ def _backward(call, *refs):
     has_tokens_after = (first + rows < call.shape[1]).astype(jnp.float32)
 
     def gradient(r, taps):
-        """Of token r, before the activation."""
+        """Returns the gradient of token r before the activation."""
         dz = _row(dys, r)
         if call.activation == "silu":
             z = call.before_activation(weights, taps, ages_ref[r] if call.has_age else None)
@@ -297,7 +304,7 @@ def _backward(call, *refs):
             dz = dz * (gate * (1 + z * (1 - gate)))
         return dz
 
-    taps_of_kernel = range(edge, -1, -1)  # by how far back they read
+    taps_of_kernel = range(edge, -1, -1)  # the index into the kernel for 0, 1, … tokens back
     taps_of = lambda r, later: (*later, _row(xs, r))  # xs[r] is the oldest input of token r
     inputs = tuple(_row(xs, 2 * edge + rows - 1 - i) for i in range(edge))
     following = ()

@@ -1,6 +1,5 @@
-"""The gated delta rule by Mosaic GPU kernels for Hopper (sm_90a): what `kernels.KERNELS` names.
-
-docs/gpu.md says what the kernels do and how fast they are. `delta_rule_passes` runs them.
+"""The gated delta rule with Mosaic GPU kernels for Hopper (sm_90a). `kernels.KERNELS` lists this
+module. docs/gpu.md says what the kernels do and how fast they are. `delta_rule_passes` runs them.
 """
 
 import jax.numpy as jnp
@@ -16,9 +15,11 @@ __all__ = ["backward", "forward", "is_default", "supports"]
 
 
 def supports(x: Inputs, settings: Settings, split: bool) -> str:
-    """Why the kernels cannot run a call here; "" where they can.
+    """Returns why the kernels cannot run a call in this process; "" if they can.
 
     Args:
+      x: the arrays with a time axis.
+      settings: the static settings.
       split: whether the sequence is split over a mesh axis.
     """
     q, k, v = x.q, x.k, x.v
@@ -35,8 +36,8 @@ def supports(x: Inputs, settings: Settings, split: bool) -> str:
 
 
 def is_default(x: Inputs, settings: Settings, split: bool) -> bool:
-    """Whether a call without a named implementation runs the kernels: where they passed their test.
-    Prints the decision once.
+    """Whether a call that names no implementation runs the kernels. It does if they passed their
+    test on this GPU. The function prints the decision once.
     """
     if x.q.shape[1] <= C // 2:  # the form in XLA takes shorter chunks for shorter rows
         return False

@@ -1,10 +1,11 @@
-"""The forward and the backward pass of the gated delta rule by Mosaic GPU kernels (sm_90a).
+"""The forward and the backward pass of the gated delta rule with Mosaic GPU kernels (sm_90a).
 
-Three kernels make a pass: what a chunk computes without the state (`delta_rule_chunks`), the state
-from chunk to chunk (`delta_rule_states`), and backward the gradients of a chunk once the states and
-their gradients are known (`delta_rule_gradients`). Where a row has too few heads to fill the chip,
-it is split into pieces that run at the same time: a first pass of the state computes the affine map
-of each piece, and the maps are composed to the state that enters each piece.
+A pass runs two or three kernels. `delta_rule_chunks` computes the matrices of a chunk that do not
+depend on the state. `delta_rule_states` passes the state, or its gradient, from chunk to chunk. In
+the backward pass, `delta_rule_gradients` then computes the gradients of each chunk's inputs. If a
+call has too few heads to fill the chip, each row is split into pieces that run at the same time.
+Then an additional pass of the state computes the affine map of each piece, and composing these maps
+gives the state before each piece.
 
 B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key width, V value width.
 """
@@ -33,12 +34,13 @@ def forward(
     interpret: bool = False,
     pieces: int | None = None,
 ):
-    """`Implementation.forward`, in chunks of 64 for any chunk size.
+    """Computes `Implementation.forward`, always in chunks of 64 tokens.
 
-    The inverses are those of I + M beta (docs/delta_rule.md), in the form of `to_residual`.
+    The inverses are those of I + M beta (docs/delta_rule.md), in the form that `to_residual`
+    returns.
 
     Args:
-      pieces: into which each row is split; None chooses.
+      pieces: number of pieces into which each row is split; None chooses it.
     """
     p = Problem.of(x, settings, pieces, save=save, interpret=interpret)
     q, k, v = (p.pad_time(y) for y in x[:3])
@@ -81,7 +83,9 @@ def backward(
     interpret: bool = False,
     pieces: int | None = None,
 ):
-    """`Implementation.backward`; `inverses` and `pieces` as in `forward`."""
+    """Computes `Implementation.backward`. `inverses` and `pieces` have the meaning that they have in
+    `forward`.
+    """
     p = Problem.of(x, settings, pieces, interpret=interpret)
     q, k, v, do = (p.pad_time(y) for y in (*x[:3], do.astype(x.v.dtype)))
     rows = p.rows(x)
@@ -115,20 +119,20 @@ def backward(
 
 
 def _state_gradients(p: Problem, q, k, v, do, dfinal, chunk_inputs: list) -> dict:
-    """The backward pass of the state.
+    """Runs the backward pass of the state.
 
     Args:
-      chunk_inputs: factors, rows, P and, with the delta term, the inverses.
+      chunk_inputs: the arrays factors, rows, P and, with the delta term, the inverses.
 
     Returns:
-      dinitial: [pieces · B, H, V, K] float32, the gradient of the state that enters each piece.
-      dv and dv_low: [B, T, H, V], the gradient of v in two bfloat16 parts.
-      dstates: [N, B, H, K, V], the gradient of the state that leaves each chunk.
+      dinitial: [pieces · B, H, V, K] float32, the gradient of the state before each piece.
+      dv, dv_low: [B, T, H, V], two bfloat16 arrays whose sum is the gradient of v.
+      dstates: [N, B, H, K, V], the gradient of the state after each chunk.
     """
     outputs = dict(dinitial=_transposed_states(p))
     if p.pieces > 1:
         _, m = _maps_of_pieces(p, 0, [q, k, v, *chunk_inputs])
-        # The gradient that each piece's own outputs give to the state that enters it.
+        # The part of the gradient of the state before each piece that comes from its own outputs.
         own = dataclasses.replace(p, map_tiles=(p.value_tiles, 0)).run_states(
             delta_rule_states.backward_kernel,
             "map_backward",
@@ -152,11 +156,11 @@ def _state_gradients(p: Problem, q, k, v, do, dfinal, chunk_inputs: list) -> dic
 
 
 def _maps_of_pieces(p: Problem, value_tiles: int, inputs: list):
-    """U and M of each piece, [pieces, B, H, K, …] float32: from a state S that enters, the piece
-    makes U + M S.
+    """Returns U and M of each piece, [pieces, B, H, K, …] in float32: if S is the state before a
+    piece, U + M S is the state after it.
 
     Args:
-      value_tiles: the blocks of 64 value channels that U has.
+      value_tiles: number of blocks of 64 value channels that U has.
     """
     p = dataclasses.replace(p, save=False, map_tiles=(value_tiles, p.key_tiles))
     shape = p.pieces * p.batch, p.value_heads, p.columns * C, p.key
@@ -171,19 +175,19 @@ def _maps_of_pieces(p: Problem, value_tiles: int, inputs: list):
 
 
 def _transposed_states(p: Problem):
-    """[pieces · B, H, V, K] float32: the kernels work on transposed states."""
+    """Returns the shape [pieces · B, H, V, K] and dtype float32 of the kernels' transposed states."""
     shape = p.pieces * p.batch, p.value_heads, p.value, p.key
     return p.shaped(*shape, dtype=jnp.float32)
 
 
 def transpose(x):
-    """The last two axes exchanged."""
+    """Returns x with its last two axes exchanged."""
     return jnp.swapaxes(x, -1, -2)
 
 
 def to_residual(inverses):
-    """The inverses [N, B, H, 2, C, C], bfloat16 high and low parts, in the shape that every
-    implementation saves: [N, B, ⌈H / 2⌉, C, 2C], 4 bytes each.
+    """Converts the inverses [N, B, H, 2, C, C], which are high and low parts in bfloat16, to the shape
+    [N, B, ⌈H / 2⌉, C, 2C] that every implementation saves, in float32. It keeps the bits.
     """
     chunks, batch, heads = inverses.shape[:3]
     x = jax.lax.bitcast_convert_type(inverses.reshape(chunks, batch, heads, C * C, 2), jnp.float32)

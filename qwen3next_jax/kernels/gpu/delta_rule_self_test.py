@@ -13,19 +13,23 @@ from qwen3next_jax.ops.delta_rule import chunk_math, chunked
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 AVOID = "--config.model.delta_rule=chunked avoids it"
-# Relative L2 difference of two results with bfloat16 operands: outputs are within 0.5 % of
-# float64's and gradients within 2 %.
+# The largest allowed relative L2 difference between two results with bfloat16 operands. Outputs
+# differ by at most 0.5 % from those in float64, and gradients by at most 2 %.
 TOLERANCE = 0.03
 
 
 def test(
     key: int, value: int, normalize: bool, erase: bool, split: bool, interpret: bool = False
 ) -> self_test.SelfTest:
-    """The test of calls of one kind.
+    """Returns the test for calls of one kind.
 
     Args:
-      key, value: widths of the heads.
+      key: K, the key width.
+      value: V, the value width.
+      normalize: whether q and k are L2-normalised.
+      erase: whether the write has the delta term.
       split: whether rows are split into pieces.
+      interpret: whether a CPU interprets the kernels.
     """
     kind = key, value, normalize, erase, split
     parts = "passes", "problem", "tiles", "chunks", "states", "gradients"
@@ -43,11 +47,11 @@ def test(
 def max_error(
     key: int, value: int, normalize: bool, erase: bool, split: bool, interpret: bool
 ) -> tuple[str, float]:
-    """The output or gradient in which the kernels and the chunked form in XLA differ most, and its
-    relative L2 difference.
+    """Returns the name of the output or gradient in which the kernels and the chunked form in XLA
+    differ most, and the relative L2 difference.
 
-    The call has three chunks, each a piece if `split`, two documents and padding, and two value
-    heads for the key head.
+    The call has three chunks, two documents, padding, and one key head with two value heads. With
+    `split` each chunk is a piece.
     """
     rng = np.random.default_rng(0)
     time, heads = 2 * C + 6, 2

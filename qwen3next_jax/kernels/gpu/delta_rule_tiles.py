@@ -1,13 +1,13 @@
-"""What the Mosaic GPU kernels of the gated delta rule (sm_90a) are made of: tiles, accumulators,
-rows of numbers by token.
+"""Building blocks of the gated delta rule's Mosaic GPU kernels (sm_90a): tiles, accumulators, and
+rows that hold one number for each token.
 
-Every matrix is split into tiles of 64 x 64, as a wgmma has 64 rows: tokens of a chunk by channels,
-or channels by channels. bfloat16 tiles lie in shared memory, swizzled as wgmma reads them; float32
-sums, decays and inverses are in registers. Where sums cancel, a float32 operand is split in two
-bfloat16 parts (`high_and_low`).
+Every matrix is split into tiles of 64 x 64, because a wgmma instruction computes 64 rows. bfloat16
+tiles lie in shared memory, swizzled in the order in which wgmma reads them. float32 sums, decays
+and inverses are in registers. Where sums cancel, a float32 operand is split into two bfloat16 parts
+(`high_and_low`).
 
-The algebra is that of docs/delta_rule.md, "In terms of E". A [C, C] matrix has rows i and columns
-j.
+The formulas are those of docs/delta_rule.md, "In terms of E". A matrix [C, C] has rows i and
+columns j.
 
 C = 64 tokens of a chunk.
 """
@@ -18,28 +18,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 C = 64  # tokens of a chunk, and the side of every tile
-# Rows of a number for each token, by their index. `Problem.rows` makes the first ones from the
-# inputs: the running sum of g, the document's index, beta, the decays gamma and rho.
-# `delta_rule_chunks` makes the second ones, the factors: norms, and decays times norms. A row that
-# is needed along i and along j is stored twice, because one place in shared memory is read in one
-# layout.
+# The indices of rows [C] that hold one number for each token. `Problem.rows` computes the 8 rows of
+# the first line from the inputs: the running sum of g, the document's index, beta, and the decays
+# gamma and rho. `delta_rule_chunks` computes the 6 rows of the second line, called factors: norms,
+# and decays times norms. A row that is needed both along i and along j is stored twice, because
+# each place in shared memory is read in one layout only.
 TOTAL, DOCUMENT, BETA, GAMMA, RHO, TOTAL_J, DOCUMENT_J, BETA_J = range(8)
 K_GAMMA, Q_GAMMA, K_RHO, K_NORM, Q_NORM, K_NORM_J = range(6)
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 def tiles(*count, height: int = C, width: int = C, columns: int = C):
-    """Shared memory for `count` bfloat16 tiles.
+    """Returns shared memory for `count` bfloat16 tiles.
 
     Args:
-      columns: that a product takes at a time.
+      columns: the number of columns that are swizzled together.
     """
     transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
     return plgpu.SMEM((*count, height, width), jnp.bfloat16, transforms=transforms)
 
 
 def rows(*count):
-    """Shared memory for `count` rows of C float32 numbers."""
+    """Returns shared memory for `count` rows of C float32 numbers."""
     return plgpu.SMEM((*count, C), jnp.float32)
 
 
@@ -58,10 +58,10 @@ class Accumulator:
         plgpu.wgmma(self.ref, a, b)
 
     def read(self, in_flight: int = 0):
-        """The sum, after a wait for all products but the last `in_flight`.
+        """Waits for all products except the last `in_flight`, then returns the sum.
 
-        The barrier keeps the compiler from moving an operation on the registers, a change of sign,
-        ahead of that wait: docs/gpu.md.
+        The barrier keeps the compiler from moving an operation on the sum (a change of sign) to
+        before that wait (docs/gpu.md).
         """
         x = jax.lax.optimization_barrier(plgpu.wgmma_accumulator_load(self.ref, wait_n=in_flight))
         return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
@@ -87,7 +87,7 @@ class InterpretedAccumulator:
 
 
 def with_accumulators(p, widths, body):
-    """What `body` returns, given an accumulator [C, width] for every width."""
+    """Calls `body` with one accumulator [C, width] for every width and returns its result."""
     if p.interpret:
         return body(*(InterpretedAccumulator() for _ in widths))
     return pl.run_scoped(
@@ -96,7 +96,7 @@ def with_accumulators(p, widths, body):
 
 
 def products(*sums):
-    """For every list of pairs (a, b) the sum of a @ b, [C, columns] in float32."""
+    """Returns for every list of pairs (a, b) the sum of a @ b, [C, columns] in float32."""
 
     def accumulate(*sum_refs):
         for sum_ref, pairs in zip(sum_refs, sums):
@@ -108,18 +108,19 @@ def products(*sums):
 
 
 def product(*pairs):
-    """The sum of a @ b over the pairs (a, b), [C, C] in float32."""
+    """Returns the sum of a @ b over the pairs (a, b), [C, columns] in float32."""
     return products(pairs)[0]
 
 
 def transposed(tile):
-    """A reference to the tile's transpose."""
+    """Returns a reference to the tile's transpose."""
     return tile.transpose((1, 0))
 
 
 def high_and_low(x):
-    """A float32 array as the sum of two in bfloat16: the rounded array and the rounded remainder.
-    It is rounded by its bits, because the compiler converts one number at a time, which is slow.
+    """Splits a float32 array into two bfloat16 arrays: the rounded array and the rounded remainder.
+    The rounding works on the bits, because the compiler's conversion takes one number at a time,
+    which is slow.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) + 0x8000 & -65536
     high = jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -133,12 +134,12 @@ def store_tiles(tile_refs, *arrays):
     plgpu.commit_smem()
 
 
-# The parts (0 high, 1 low) of two operands whose products count: all but low with low.
+# The pairs of parts (0 high, 1 low) of two operands that are multiplied: all but low with low.
 PART_PAIRS = (0, 0), (1, 0), (0, 1)
 
 
 def along_i(ref, row: int):
-    """[C, C]: in row i the number of token i, from a row of `ref`."""
+    """Returns [C, C], whose row i holds ref[row, i] in all columns."""
     return plgpu.layout_cast(
         jax.lax.broadcast_in_dim(plgpu.load(ref.at[row], layout=ROW), (C, C), (0,)),
         plgpu.Layout.WGMMA,
@@ -146,7 +147,7 @@ def along_i(ref, row: int):
 
 
 def along_j(ref, row: int):
-    """[C, C]: in column j the number of token j, from a row of `ref`."""
+    """Returns [C, C], whose column j holds ref[row, j] in all rows."""
     return plgpu.layout_cast(
         jax.lax.broadcast_in_dim(plgpu.load(ref.at[row], layout=COLUMN), (C, C), (1,)),
         plgpu.Layout.WGMMA,
@@ -154,7 +155,7 @@ def along_j(ref, row: int):
 
 
 def same_document(rows_ref):
-    """[C, C]: whether tokens i and j belong to one document."""
+    """Returns booleans [C, C]: whether tokens i and j belong to one document."""
     document = [
         jnp.where(x >= 0, x, -1 - x)
         for x in (along_i(rows_ref, DOCUMENT), along_j(rows_ref, DOCUMENT_J))
@@ -163,7 +164,7 @@ def same_document(rows_ref):
 
 
 def indices():
-    """[C, C] each: i and j."""
+    """Returns two arrays [C, C]: the row index i and the column index j."""
     return tuple(
         plgpu.broadcasted_iota(jnp.int32, (C, C), axis, layout=plgpu.Layout.WGMMA)
         for axis in (0, 1)
@@ -171,10 +172,10 @@ def indices():
 
 
 def channels(i: int):
-    """The slice of the i-th 64 channels."""
+    """Returns the slice of the i-th 64 channels."""
     return pl.ds(i * C, C)
 
 
 def tokens(n):
-    """The slice of the tokens of chunk n."""
+    """Returns the slice of the tokens of chunk n."""
     return pl.ds(n * C, C)

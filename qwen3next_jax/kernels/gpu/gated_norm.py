@@ -1,7 +1,7 @@
-"""Mosaic GPU kernels of the RMS norm of each head times a SiLU gate (sm_90a): one pass over memory
-forward, one backward.
+"""Mosaic GPU kernels that multiply the RMS norm of each head by a SiLU gate (sm_90a): one kernel for
+the forward pass and one for the backward pass.
 
-A block of one warpgroup takes one head of C = 64 tokens, in tiles of 64 channels.
+A block of one warpgroup computes one head of C = 64 tokens, in tiles of 64 channels.
 
 B batch, T time, H heads of V channels.
 """
@@ -17,12 +17,12 @@ from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import COLUMN, C, channels, tiles, tokens
 from qwen3next_jax.ops.gated_norm import in_xla
 
-TOLERANCE = 0.02  # relative L2 difference of two results rounded to bfloat16
+TOLERANCE = 0.02  # largest allowed relative L2 difference of results rounded to bfloat16
 INTERPRETER = plgpu.InterpretGPUParams()
 
 
 def supports(o, weight, eps: float) -> str:
-    """Why the kernels cannot run o [B, T, H · V] with a weight [V]; "" where they can."""
+    """Returns why the kernels cannot run o [B, T, H · V] with a weight [V]; "" if they can."""
     width = weight.shape[0]
     if o.dtype != jnp.bfloat16 or o.shape[1] % C or width not in (64, 128, 256):
         return (
@@ -33,14 +33,14 @@ def supports(o, weight, eps: float) -> str:
 
 
 def is_default(o, weight, eps: float) -> bool:
-    """Whether a call that names no implementation runs the kernels: where they passed their test.
-    Prints the decision once.
+    """Whether a call that names no implementation runs the kernels. It does if they passed their
+    test on this GPU. The function prints the decision once.
     """
     return self_test.is_enabled(test(eps, weight.shape[0]), supports(o, weight, eps))
 
 
 def test(eps: float, width: int) -> self_test.SelfTest:
-    """The test of calls with heads of `width` channels."""
+    """Returns the test for calls with heads of `width` channels."""
     return self_test.SelfTest(
         "norm and gate",
         self_test.AVOID,
@@ -52,8 +52,8 @@ def test(eps: float, width: int) -> self_test.SelfTest:
 
 
 def max_error(eps: float, width: int, interpret: bool = False) -> tuple[str, float]:
-    """The result in which the kernels and autodiff in XLA differ most, and its relative L2
-    difference, on two blocks of tokens of two heads.
+    """Runs the kernels and the form in XLA on two blocks of tokens of two heads. Returns the name of
+    the result in which they differ most, and the relative L2 difference.
     """
     rng = np.random.default_rng(0)
     o, gate, dy = (
@@ -76,12 +76,12 @@ def max_error(eps: float, width: int, interpret: bool = False) -> tuple[str, flo
 
 
 def forward(eps, o, gate, weight, *, interpret: bool = False):
-    """y [B, T, H · V], as `ops.gated_norm` defines it."""
+    """Returns y [B, T, H · V], which `ops.gated_norm` defines."""
     return _call(_forward, eps, weight, (o, gate), [o], (), interpret)[0]
 
 
 def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
-    """The gradients of o, gate and weight, from dy [B, T, H · V]."""
+    """Returns the gradients of o, gate and weight, given dy [B, T, H · V], the gradient of y."""
     batch, time, d = o.shape
     sums = jax.ShapeDtypeStruct((batch, time // C, d), jnp.float32)
     do, dgate, sums = _call(_backward, eps, weight, (o, gate, dy), [o, gate], [sums], interpret)
@@ -89,7 +89,9 @@ def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
 
 
 def _call(body, eps, weight, inputs, like, sums, interpret):
-    """The results of `body`: of the shapes of the arrays `like`, then of the shapes `sums`."""
+    """Runs the kernel `body`. Returns its outputs: first those that have the shapes and dtypes of the
+    arrays `like`, then those that have the shapes and dtypes `sums`.
+    """
     batch, time, d = inputs[0].shape
     width = weight.shape[0]
     scratch = [tiles(width // C)] * len(inputs) + [plgpu.SMEM((width,), jnp.float32)]
@@ -108,11 +110,11 @@ def _call(body, eps, weight, inputs, like, sums, interpret):
 
 
 class _Block:
-    """The inputs of a block of the grid, in shared memory.
+    """The inputs of one block of the grid, in shared memory.
 
     Attributes:
-      at: (tile of channels) → the tile's index in memory.
-      scale: 1 / rms of the rows of o, [C, C] with equal columns.
+      at: function from the number of a tile of channels to the tile's index in global memory.
+      scale: [C, C], 1 / rms of the rows of o, repeated in all columns.
     """
 
     def __init__(self, eps, width, weight_gmem, sources, targets, weight_ref, arrived):
@@ -128,18 +130,18 @@ class _Block:
         self.scale = self.along_rows(jax.lax.rsqrt(squares / width + eps))
 
     def load(self, i: int, c: int):
-        """Tile c of input i, [C, C] float32."""
+        """Returns tile c of input i, [C, C] in float32."""
         return plgpu.load(self.targets[i].at[c], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
     def o(self, c: int):
         return self.load(0, c)
 
     def along_rows(self, x):
-        """[C, C]: in row i the number i of x [C]."""
+        """Returns [C, C], whose row i holds x[i] in all columns."""
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (C, C), (0,)), plgpu.Layout.WGMMA)
 
     def weights(self, c: int):
-        """[C, C]: in column j the weight of channel j of tile c."""
+        """Returns [C, C], whose column j holds the weight of channel j of tile c in all rows."""
         row = plgpu.load(self.weight.at[channels(c)], layout=COLUMN)
         return plgpu.layout_cast(jax.lax.broadcast_in_dim(row, (C, C), (1,)), plgpu.Layout.WGMMA)
 
@@ -173,14 +175,16 @@ def _backward(
     weight,
     arrived,
 ):
-    """In shared memory do replaces dy, and the gradient of the gate replaces the gate."""
+    """Computes the gradients of o and of the gate, and sums for that of the weight. In shared memory
+    the gradient of o overwrites dy, and the gradient of the gate overwrites the gate.
+    """
     block = _Block(
         eps, width, weight_gmem, (o_gmem, gate_gmem, dy_gmem), (o, gate, dy), weight, arrived
     )
     b, t = (jax.lax.axis_index(name) for name in ("batch", "tokens"))
 
     def load_tile(c: int):
-        """o / rms, the gate, its sigmoid and dy of a tile."""
+        """Returns o / rms, the gate, the sigmoid of the gate, and dy of tile c."""
         x = block.load(1, c)
         return block.o(c) * block.scale, x, jax.nn.sigmoid(x), block.load(2, c)
 

@@ -1,7 +1,7 @@
-"""Grouped matrix products, of rows sorted by group, by tokamax's kernels for Hopper GPUs
+"""Grouped matrix products, for rows sorted by group, with tokamax's kernels for Hopper GPUs
 (docs/gpu.md).
 
-R rows, D width in, F width out, E groups.
+R rows, D input width, F output width, E groups.
 """
 
 import jax
@@ -11,17 +11,18 @@ import numpy as np
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import tokamax
 
-# Relative L2 difference of two products of the same bfloat16 operands with float32 sums, rounded to
-# bfloat16.
+# The largest allowed relative L2 difference between two products of the same bfloat16 operands,
+# which are summed in float32 and rounded to bfloat16.
 TOLERANCE = 0.02
-MIN_ROWS = 128  # of a call that runs the kernels by default: the rows of a tile
+MIN_ROWS = 128  # calls of fewer rows than a tile do not run the kernels by default
 
 
 def supports(x, weights) -> str:
-    """Why the kernels cannot run a call; "" where they can.
+    """Returns why the kernels cannot run a call; "" if they can.
 
     Args:
-      x: [R, D]. weights: the arrays of matrices [E, D, F] of all products of the call.
+      x: [R, D], the rows.
+      weights: the arrays of matrices [E, D, F], one array for each product of the call.
     """
     if {x.dtype, *(w.dtype for w in weights)} != {jnp.dtype(jnp.bfloat16)}:
         return f"has rows of {x.dtype} and matrices of {weights[0].dtype}: expected bfloat16"
@@ -34,8 +35,8 @@ def supports(x, weights) -> str:
 
 
 def is_default(x, weights) -> bool:
-    """Whether a call that names no implementation runs the kernels: where they passed their test.
-    Prints the decision once.
+    """Whether a call that names no implementation runs the kernels. It does if it has at least
+    MIN_ROWS rows and they passed their test on this GPU. The function prints the decision once.
     """
     if x.shape[0] < MIN_ROWS:
         return False
@@ -43,7 +44,7 @@ def is_default(x, weights) -> bool:
 
 
 def matmul(x_RD, w_EDF, sizes_E):
-    """y [R, F], as `ops.grouped_matmul`; zeros in rows of no group."""
+    """Returns y [R, F], which `ops.grouped_matmul` defines, with zeros in rows of no group."""
     kernel = tokamax.module("ragged_dot.pallas_mosaic_gpu_kernel_sm90").ragged_dot_kernel
     y_RF = kernel(x_RD, w_EDF, sizes_E, x_RD.dtype, _config(block_m=128, num_stages=4))
     # The kernel does not write the rows of no group.
@@ -51,7 +52,7 @@ def matmul(x_RD, w_EDF, sizes_E):
 
 
 def gradients(x_RD, w_EDF, sizes_E, dy_RF):
-    """The gradients of x and w, from dy_RF [R, F]."""
+    """Returns the gradients of x and w, given dy_RF [R, F]."""
     kernel = tokamax.module(
         "ragged_dot.pallas_mosaic_gpu_kernel_sm90"
     ).ragged_contracting_dim_dot_kernel
@@ -73,7 +74,7 @@ def _config(**sizes):
 
 
 def test() -> self_test.SelfTest:
-    """The test of all calls."""
+    """Returns the test, which is the same for all calls."""
     names = "pallas_mosaic_gpu_kernel_sm90", "pallas_mosaic_gpu_common"
     modules = tuple(f"tokamax._src.ops.ragged_dot.{name}" for name in names)
     return self_test.SelfTest(
@@ -88,11 +89,12 @@ def test() -> self_test.SelfTest:
 
 
 def max_error(functions=None) -> tuple[str, float]:
-    """The result in which the kernels and products in XLA differ most, and its relative L2
-    difference, with groups that end within tiles, an empty group, and rows of no group.
+    """Runs the kernels and products in XLA with groups that end within tiles, an empty group and
+    rows of no group. Returns the name of the result in which they differ most, and the relative L2
+    difference.
 
     Args:
-      functions: to test in place of `matmul` and `gradients`.
+      functions: two functions to test instead of `matmul` and `gradients`; None tests those.
     """
     rng = np.random.default_rng(0)
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)

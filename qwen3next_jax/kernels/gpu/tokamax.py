@@ -14,12 +14,12 @@ RELEASE = "0.0.17"
 
 
 def module(name: str):
-    """tokamax's module of that name under its operators."""
+    """Imports and returns the module `name` of tokamax's operators."""
     return importlib.import_module(f"tokamax._src.ops.{name}")
 
 
 def unsupported() -> str:
-    """Why tokamax's kernels cannot run in this process; "" where they can."""
+    """Returns why tokamax's kernels cannot run in this process; "" if they can."""
     if importlib.util.find_spec("tokamax") is None:
         return f"without tokamax, which is not installed: expected {RELEASE} (uv run --extra gpu)"
     if (found := importlib.metadata.version("tokamax")) != RELEASE:

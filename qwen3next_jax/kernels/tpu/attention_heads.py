@@ -1,9 +1,8 @@
-"""TPU kernels of `ops.attention_heads`, what lies between the projections of attention and
-attention
-itself: one pass over memory forward, one backward.
+"""TPU kernels of the two operators of `ops.attention_heads`, which lie between the projections of
+attention and the attention itself. Each kernel reads and writes its arrays once.
 
-B batch, T time in blocks of R rows, N heads of K channels, C = N · K channels of all heads side by
-side, in blocks of whole heads, L lanes.
+B batch, T time in blocks of R tokens, N heads of K channels, C = N · K channels of all heads, in
+blocks of whole heads, L = LANES.
 """
 
 import functools
@@ -16,14 +15,17 @@ from jax.experimental.pallas import tpu as pltpu
 from qwen3next_jax.kernels.tpu import grids
 from qwen3next_jax.kernels.tpu.grids import LANES
 
-BLOCK = 256, 1024  # rows and channels, at most
+BLOCK = 256, 1024  # the largest numbers of rows and of channels in a block
 
 
 def supports(time: int, width: int, rotary: int, dtype) -> str:
-    """Why the kernels cannot run a call; "" where they can.
+    """Returns why the kernels cannot run a call; "" if they can.
 
     Args:
-      time: tokens of a row. width: channels of a head. rotary: channels of a head that rotate.
+      time: number of tokens in a row (T).
+      width: number of channels of a head (K).
+      rotary: number of channels of a head that rotate.
+      dtype: dtype of the arrays.
     """
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"has {dtype}: expected bfloat16 or float32"
@@ -36,7 +38,7 @@ def supports(time: int, width: int, rotary: int, dtype) -> str:
 
 
 def norm_and_rotate(eps, half, x, weight, cos, sin, *, interpret: bool = False):
-    """[B, N, T, K], as `ops.attention_heads.norm_and_rotate`."""
+    """Returns [B, N, T, K], the result that `ops.attention_heads.norm_and_rotate` defines."""
     return _call(
         functools.partial(_norm_and_rotate_kernel, eps, half),
         weight.shape[0],
@@ -48,34 +50,37 @@ def norm_and_rotate(eps, half, x, weight, cos, sin, *, interpret: bool = False):
 
 
 def norm_and_rotate_gradients(eps, half, x, weight, cos, sin, dy, *, interpret: bool = False):
-    """The gradients of x [B, T, C] and weight [K], from dy [B, N, T, K]."""
+    """Returns the gradients of x [B, T, C] and weight [K], given dy [B, N, T, K]."""
     body = functools.partial(_norm_and_rotate_gradients_kernel, eps, half)
     dx, sums = _call(body, weight.shape[0], (x, dy), "c", (weight, cos, sin), True, interpret)
     return dx, jnp.sum(sums, axis=0).astype(weight.dtype)
 
 
 def gate(o, gate, *, interpret: bool = False):
-    """[B, T, C], as `ops.attention_heads.gate_heads`."""
+    """Returns [B, T, C], the result that `ops.attention_heads.gate_heads` defines."""
     return _call(_gate_kernel, o.shape[3], (o, gate), "c", interpret=interpret)[0]
 
 
 def gate_gradients(o, gate, dy, *, interpret: bool = False):
-    """The gradients of o [B, N, T, K] and gate [B, T, C], from dy [B, T, C]."""
+    """Returns the gradients of o [B, N, T, K] and gate [B, T, C], given dy [B, T, C]."""
     return tuple(
         _call(_gate_gradients_kernel, o.shape[3], (o, gate, dy), "hc", interpret=interpret)
     )
 
 
 def _call(body, width, inputs, outputs, norm_inputs=(), sums=False, interpret=False):
-    """The results of `body` over a grid of blocks.
+    """Runs the kernel `body` over a grid of blocks and returns its outputs.
 
     Args:
+      body: the kernel.
       width: K.
-      inputs: arrays [B, N, T, K] or [B, T, C].
-      outputs: a letter for each, "h" for [B, N, T, K], "c" for [B, T, C]; they have the dtype of
-        the first input [B, T, C].
-      norm_inputs: the norm's weight [K], and cosines and sines [B, T, L].
-      sums: whether there is an output more, of 8 rows [K] of sums for each block of heads.
+      inputs: arrays [B, N, T, K] or [B, T, C]; at least one has the shape [B, T, C].
+      outputs: one letter for each output, "h" for [B, N, T, K] and "c" for [B, T, C]. The outputs
+        have the dtype of the first input of shape [B, T, C].
+      norm_inputs: the norm's weight [K], the cosines [B, T, L] and the sines [B, T, L], or nothing.
+      sums: whether the kernel has one more output, which has 8 rows [K] of partial sums for each
+        block of heads.
+      interpret: whether a CPU interprets the kernel.
     """
     like = next(x for x in inputs if x.ndim == 3)
     batch, time, d = like.shape
@@ -116,8 +121,8 @@ def _call(body, width, inputs, outputs, norm_inputs=(), sums=False, interpret=Fa
 
 
 def _for_each_head(heads, body):
-    """Runs body(head, lanes) for every head of a block [1, N, R, K]; `lanes` is its slice of a
-    block [1, R, C].
+    """Runs body(head, lanes) for every head of the block `heads` [1, N, R, K]. `head` is its index,
+    and `lanes` is the slice of its channels in a block [1, R, C].
     """
 
     def step(h, _):
@@ -128,15 +133,15 @@ def _for_each_head(heads, body):
 
 
 def _normed(eps, x):
-    """(1 / rms, x / rms)."""
+    """Returns 1 / rms and x / rms, with rms over the last axis of x."""
     scale = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return scale, x * scale
 
 
 def _rotated(x, cos, sin, half):
-    """x [R, K] with its first LANES channels rotated."""
+    """Returns x [R, K] with the rotation applied to its first LANES channels."""
     first = x[:, :LANES]
-    # in lane i the channels i - half and i + half
+    # Lane i of `below` has channel i - half, and lane i of `above` has channel i + half.
     below, above = pltpu.roll(first, half, 1), pltpu.roll(first, LANES - half, 1)
     lane = jax.lax.broadcasted_iota(jnp.int32, first.shape, 1)
     rotated = first * cos + jnp.where(lane < half, above, below) * sin

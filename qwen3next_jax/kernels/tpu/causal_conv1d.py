@@ -1,12 +1,12 @@
-"""TPU kernels of the causal depthwise convolution with its activation: one pass over the tokens
-forward, one backward.
+"""TPU kernels of the causal depthwise convolution with its activation. Each array is read or written
+once in the forward pass and once in the backward pass.
 
 Products and sums are float32 in registers, one column of lanes after another. A block also reads
 the W - 1 tokens before it, which come as a second block of the same input. Backward it needs
 gradients of the W - 1 tokens after it; the grid goes from the last block to the first, so they
 stay in VMEM from the previous step.
 
-B batch, T time in blocks of R rows, W kernel width, D channels in blocks of C.
+B batch, T time in blocks of R tokens, W kernel width, D channels in blocks of C.
 """
 
 import functools
@@ -20,14 +20,15 @@ from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_be
 from qwen3next_jax.kernels.tpu import grids
 from qwen3next_jax.kernels.tpu.grids import LANES
 
-# Rows and channels of a block, at most. Of the sizes tried, these spill the fewest registers.
+# The largest numbers of rows and of channels in a block. Of the sizes tried, the compiler spills
+# the fewest registers with these.
 FORWARD_BLOCK = 256, 1024
 BACKWARD_BLOCK = 128, 2048
-EDGE = grids.TILE_ROWS  # rows that a block reads of the block before it
+EDGE = grids.TILE_ROWS  # the number of rows that a grid step reads from the block before its own
 
 
 def supports(x, kernel, activation) -> str:
-    """Why the kernels cannot run inputs [B, T, D] with a kernel [W, D]; "" where they can."""
+    """Returns why the TPU kernels cannot run x [B, T, D] with `kernel` [W, D]; "" if they can."""
     if x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"has inputs of {x.dtype}: expected bfloat16 or float32"
     if x.shape[2] % LANES or x.shape[1] % EDGE or not 2 <= kernel.shape[0] <= EDGE // 2:
@@ -39,14 +40,16 @@ def supports(x, kernel, activation) -> str:
 
 
 def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
-    """y [B, T, D].
+    """Returns the outputs y [B, T, D].
 
     Args:
       activation: "silu" or None.
       before: [B, W - 1, D], the inputs before the first token.
-      x: [B, T, D]. kernel: [W, D].
-      ids: [B, W - 1 + T], the documents of all inputs, 0 for padding at the end; None: one
-        document.
+      x: [B, T, D], the inputs.
+      kernel: [W, D].
+      ids: [B, W - 1 + T], the document ids of all inputs, 0 for padding at the end; None if a row
+        is one document.
+      interpret: whether a CPU interprets the kernel.
     """
     call = _Call(x, kernel, document_ages(ids, kernel.shape[0]), interpret)
     return call(
@@ -60,8 +63,8 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
 
 
 def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
-    """The gradients of before, x and kernel, from dy [B, T, D]; the arguments are those of
-    `forward`.
+    """Returns the gradients of before, x and kernel, given dy [B, T, D], the gradient of y. The other
+    arguments are those of `forward`.
     """
     age, (width, d) = document_ages(ids, kernel.shape[0]), kernel.shape
     call = _Call(x, kernel, age, interpret, backwards=True)
@@ -86,8 +89,12 @@ class _Call:
     """The blocks of one call and their specifications.
 
     Attributes:
-      rows, channels: R and C. blocks: of rows.
-      edges: specifications for `rows_before`.
+      rows: R.
+      channels: C.
+      blocks: number of blocks of tokens.
+      block: specification of a block [1, R, C].
+      age_block: specification of a block [1, R, 1] of ages.
+      edges: specifications of the three inputs that `rows_before` returns.
     """
 
     def __init__(self, x, kernel, age, interpret, backwards=False):
@@ -110,13 +117,15 @@ class _Call:
         )
 
     def rows_before(self, before, x):
-        """Three inputs: `before`, padded to EDGE rows; x, for the last EDGE rows of the block
-        before; x, for the block.
+        """Returns three inputs of the kernel: `before`, padded to EDGE rows; x, of which a grid step
+        gets the last EDGE rows of the previous block; and x, of which it gets its own block.
         """
         return jnp.pad(before.astype(x.dtype), ((0, 0), (EDGE - before.shape[1], 0), (0, 0))), x, x
 
     def __call__(self, body, inputs, in_specs, out_specs, outputs, scratch=(), *, elements):
-        """The results of `body`; `elements` is how many it reads and writes."""
+        """Runs the kernel `body` and returns its outputs. `elements` is the number of array elements
+        that it reads and writes.
+        """
         width, d = self.kernel.shape
         inputs = [self.kernel, *inputs]
         in_specs = [pl.BlockSpec((width, self.channels), lambda c, b, t: (0, c)), *in_specs]
@@ -138,7 +147,17 @@ class _Call:
 
 
 def _taps(first, before, tail, x, width: int, lanes):
-    """The inputs of each tap, that of the current token first: [R, lanes] float32 each."""
+    """Returns W arrays [R, lanes] in float32. Array number `back` holds for each token of the block
+    the input `back` tokens before it.
+
+    Args:
+      first: whether this is the first block of the row.
+      before: the inputs before the row.
+      tail: the end of the previous block.
+      x: the block.
+      width: W.
+      lanes: slice of the channels.
+    """
     edge = jnp.where(first, before[0, :, lanes], tail[0, :, lanes]).astype(jnp.float32)
     x = x[0, :, lanes].astype(jnp.float32)
     extended = jnp.concatenate([edge, x])
@@ -146,14 +165,15 @@ def _taps(first, before, tail, x, width: int, lanes):
 
 
 def _over_lanes(age):
-    """[R, 1] → [R, lanes]. Done once for all columns: otherwise each tap of each column would
-    broadcast its own comparison over the lanes.
+    """Broadcasts ages [R, 1] to [R, LANES]. This is done once for all groups of channels; otherwise
+    every comparison with an age would be broadcast.
     """
     return jnp.broadcast_to(age, (age.shape[0], LANES))
 
 
 def _if_same_document(age, x, back: int):
-    """x, zero where the input `back` tokens before belongs to another document."""
+    """Returns x, with zeros for tokens whose input `back` tokens earlier belongs to another document.
+    """
     return x if age is None else jnp.where(age >= back, x, 0.0)
 
 
@@ -205,7 +225,7 @@ def _backward(activation, has_age, kernel, *refs):
             dkernel[8 * w : 8 * w + 8, lanes] += jnp.sum(
                 (tap_dz * tap).reshape(rows // 8, 8, LANES), axis=0
             )
-            if back:  # input s is read by output s + back
+            if back:  # the output `back` tokens later reads this input, so the gradient moves back
                 following = jnp.concatenate([tap_dz, later[back - 1, :, lanes]])
                 later[back - 1, :, lanes] = tap_dz[:8]
                 tap_dz = following[back : back + rows]

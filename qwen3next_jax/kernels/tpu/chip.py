@@ -1,22 +1,22 @@
-"""VMEM and cores of the TPU that the program is compiled for."""
+"""The VMEM and the number of cores of the TPU that the program is compiled for."""
 
 from qwen3next_jax.ops.compile_target import compile_target
 
-SMALLEST_VMEM = 16 * 2**20  # bytes; a v4's, assumed where the chip is not known
+SMALLEST_VMEM = 16 * 2**20  # bytes of VMEM of a TPU v4, assumed if the chip is not known
 
 
 def vmem_bytes() -> int:
-    """Of one core."""
+    """The bytes of VMEM of one core."""
     tpu = compile_target().tpu
     return tpu.vmem_capacity_bytes if tpu else SMALLEST_VMEM
 
 
 def vmem_budget() -> float:
-    """Bytes of VMEM that a kernel may use; the compiler needs the rest."""
+    """The bytes of VMEM that a kernel may use. The compiler needs the others."""
     return 0.95 * vmem_bytes()
 
 
 def cores() -> int:
-    """Cores of the chip that JAX shows as one device; 1 where the chip is not known."""
+    """The number of cores of the chip, which JAX shows as one device; 1 if the chip is not known."""
     tpu = compile_target().tpu
     return tpu.num_cores if tpu else 1

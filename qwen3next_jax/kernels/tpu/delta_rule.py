@@ -1,21 +1,21 @@
 """Mosaic TPU kernels of the gated delta rule, forward and backward.
 
-One grid step handles one chunk of a block of heads. The chunk axis is innermost and sequential, and
-the state (forward) or its gradient (backward) stays in VMEM from chunk to chunk, in the block of
-the output that becomes the final state (or the gradient of the initial one). The value heads of a
-key head share K K^T and Q K^T, and the kernel sums dQ and dK over them.
+One grid step computes one chunk of a block of heads. The chunk axis is innermost and sequential.
+The state (in the backward pass its gradient) stays in VMEM from chunk to chunk, in the output block
+that becomes the final state (in the backward pass the gradient of the initial state). The value
+heads of a key head share K K^T and Q K^T, and the kernel sums dQ and dK over them.
 
-The algebra is that of docs/delta_rule.md, "In terms of E", where E are the errors. The TPU
-multiplies matrices by rows and columns of numbers faster for two heads at once: beta, the decays
-and the norms of q and k are kept as rows [pairs, 2C], multiplied with each other as rows, and
-broadcast over lanes where they are used.
+The formulas are those of docs/delta_rule.md, "In terms of E", where E is the matrix of errors. The
+TPU scales the rows and columns of matrices faster for two heads at once. So beta, the decays and
+the norms of q and k are kept as rows [pairs, 2C], multiplied with each other as rows, and broadcast
+over the lanes where they are used.
 
 Matrix products take operands in the inputs' dtype and accumulate in float32. Where sums cancel,
-bfloat16 operands are split in two parts (`head_pairs.PairProducts`).
+bfloat16 operands are split into two parts (`head_pairs.PairProducts`).
 
-B batch, T time, N chunks, C chunk length, G key heads, H value heads, K key width, V value width;
-of one grid step J key heads, I value heads and E = I / 2 pairs of value heads (`head_pairs.py`); R
-any number of rows, X any width.
+B batch, T time, N chunks, C chunk length, G key heads, H value heads, K key width, V value width.
+One grid step has J key heads, I value heads and E = I / 2 pairs of value heads (`head_pairs.py`).
+R any number of rows, X any width.
 """
 
 import jax
@@ -30,10 +30,11 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 
 def supports(x: Inputs, settings: Settings, split: bool) -> str:
-    """Why the kernels cannot run a call on the chip; "" where they can.
+    """Returns why the kernels cannot run a call on the chip; "" if they can.
 
-    The answer depends on shapes, dtypes and the chip alone, so that all passes of a call run the
-    same implementation: the kernels save other inverses than the forms in XLA.
+    The answer depends only on shapes, dtypes and the chip. So all passes of a call run the same
+    implementation, which they must, because the kernels arrange the saved inverses in another way
+    than the forms in XLA.
     """
     if any(array is not None and array.dtype == jnp.float64 for array in x):
         return "has float64 inputs: expected float32 or bfloat16"
@@ -47,7 +48,7 @@ def supports(x: Inputs, settings: Settings, split: bool) -> str:
 def forward(
     x: Inputs, initial_state, inverses, settings: Settings, *, save: bool, interpret: bool = False
 ):
-    """`Implementation.forward`; without `save` nothing but o and the final state is written."""
+    """Computes `Implementation.forward`. Without `save` it writes only o and the final state."""
     p, v = Problem(x.q, x.v, settings.chunk_size), x.v
     inputs = p.inputs(x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
@@ -70,7 +71,7 @@ def forward(
 
 
 def affine_map(x: Inputs, initial_state, settings: Settings, *, interpret: bool = False):
-    """`Implementation.affine_map`."""
+    """Computes `Implementation.affine_map`."""
     p = Problem(x.q, x.v, settings.chunk_size)
     inputs = p.inputs(x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
@@ -93,7 +94,7 @@ def affine_map(x: Inputs, initial_state, settings: Settings, *, interpret: bool 
 def backward(
     x: Inputs, states, inverses, do, dfinal, settings: Settings, *, interpret: bool = False
 ):
-    """`Implementation.backward`."""
+    """Computes `Implementation.backward`."""
     q, k, v, *_ = x
     p = Problem(q, v, settings.chunk_size)
     inputs = p.inputs(x)
@@ -120,23 +121,25 @@ def backward(
 
 # ---- kernels
 #
-# All heads of a grid step take each stage together, as a leading dimension: the compiler schedules
-# near the order it is given, and one head's latency is hidden by the others' work.
+# Each operation is applied to all heads of a grid step, which are a leading axis. The compiler
+# mostly keeps the order of operations, so the latency of one head is hidden by the work of others.
 
 
 class _Block:
-    """The heads of one grid step: their inputs, and what both passes compute from these.
+    """The inputs of the heads of one grid step, and the arrays that both passes compute from them.
+    "Norm" means the factor that normalises a row: the inverse of its L2 norm.
 
     Attributes:
       beta: [E, 1, 2C].
-      carry: [I, 1, 1] decay over the whole chunk.
-      pair_decay: [E, C, 2C] decay from row j to row i.
+      carry: [I, 1, 1], the decay over the whole chunk.
+      pair_decay: [E, C, 2C], the decay from row j to row i.
       kk, qk: [E, C, 2C], K K^T and Q K^T without the norms of q and k.
-      kk_scale, qk_scale: [E, C, 2C], the norms that `kk` and `qk` lack, and q's scale.
+      kk_scale, qk_scale: [E, C, 2C], the factors that `kk` and `qk` lack: the norms, and in
+        `qk_scale` also the scale K^{-1/2} of q.
       k_gamma, q_gamma: [E, 2C], the decay from the chunk's start times the norm of k or q.
       rho_row: [E, 2C], the decay to the chunk's end times the norm of k.
       k_rho: [E, 2C], `rho_row` times beta.
-      k_norm, q_norm: [J, C, LANES], the norms of the key heads' rows, q's with its scale.
+      k_norm, q_norm: [J, C, LANES], the norms of the key heads' rows; `q_norm` has the scale, too.
     """
 
     def __init__(self, p: Problem, refs, normalize: bool):
@@ -148,7 +151,7 @@ class _Block:
             f(row, column % size) for f in (jnp.greater_equal, jnp.greater, jnp.equal)
         )
         gamma, rho, is_token = self._decays(total, beta)
-        # The value heads of a pair have the same keys.
+        # Whether the two value heads of a pair always have the same key head.
         self.shared = p.heads_per_key % 2 == 0
         self.k, self.q = (self.load(name, p.key).astype(p.operand) for name in "kq")  # [J, C, K]
         self.kq = jnp.concatenate([self.k, self.q], axis=1)  # [J, 2C, K]
@@ -156,8 +159,8 @@ class _Block:
         self._norms(products, on_diagonal, is_token, gamma, rho, beta, normalize)
 
     def _decays(self, total, beta):
-        """Sets beta, carry and pair_decay. Returns the logarithms of gamma and rho [E, 2C], and
-        which rows are tokens [1, 2C], None where all are.
+        """Sets beta, carry and pair_decay. Returns the logarithms of gamma and rho, [E, 2C] each, and
+        booleans [1, 2C] that say which rows are tokens, or None if all rows are.
         """
         size = self.p.chunk_size
         last = jnp.where(
@@ -182,8 +185,8 @@ class _Block:
         return gamma, rho, is_token
 
     def _products_with_keys(self):
-        """One product of the rows without their norms, which holds K K^T, Q K^T and, on diagonals,
-        the squared norms: [J or E, 2C, 4C].
+        """Returns [J or E, 2C, 4C], one product of the unnormalised rows of k and q with themselves.
+        It holds K K^T, Q K^T and, on the diagonals of K K^T and Q Q^T, the squared norms.
         """
         if self.shared:
             right = jnp.concatenate([self.k, self.k, self.q, self.q], axis=1)
@@ -194,7 +197,7 @@ class _Block:
         return self.dots.plain.nt(head_pairs.concat_pair(self.for_value_heads(self.kq)), right)
 
     def _norms(self, products, on_diagonal, is_token, gamma, rho, beta, normalize: bool):
-        """Sets kk, qk and everything that holds a norm."""
+        """Sets kk, qk and all attributes that contain a norm."""
         p, size = self.p, self.p.chunk_size
         k_row = q_row = jnp.ones((products.shape[0], 2 * size), jnp.float32)  # [J or E, 2C]
         if normalize:
@@ -226,33 +229,33 @@ class _Block:
         self.k_rho = self.rho_row * beta
 
     def load(self, name: str, width: int):
-        """[heads, C, width] of a block [1, C, heads * width]."""
+        """Loads the block [1, C, heads * width] called `name` as [heads, C, width]."""
         ref = self.refs[name]
         return jnp.stack([ref[0, :, i : i + width] for i in range(0, ref.shape[-1], width)])
 
     def store(self, name: str, x):
-        """The reverse of `load`."""
+        """Stores x [heads, C, width] in the block called `name`; the reverse of `load`."""
         ref, width = self.refs[name], x.shape[-1]
         for i in range(x.shape[0]):
             ref[0, :, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
 
-    # Key heads and their value heads. A product of what belongs to a key head with what belongs to
-    # each of its value heads is one product, with the value heads concatenated.
+    # Key heads and their value heads. To multiply an array of a key head with an array of each of
+    # its value heads, the arrays of the value heads are concatenated, and there is one product.
 
     def for_value_heads(self, x_J):
-        """The array of a key head for each of its value heads, [I, ...]."""
+        """Returns [I, ...], the arrays of the key heads repeated for each of their value heads."""
         count = self.p.heads_per_key
         return x_J if count == 1 else jnp.repeat(x_J, count, axis=0)
 
     def for_pairs(self, x):
-        """The array of a key head for each of its pairs of value heads, [E, ...]; the array itself
-        where it belongs to pairs already.
+        """Returns [E, ...], the arrays of the key heads repeated for each of their pairs of value
+        heads. If x has the arrays of pairs already, it returns x.
         """
         count = self.p.heads_per_key
         return jnp.repeat(x, count // 2, axis=0) if self.shared and count > 2 else x
 
     def concat_value_heads(self, x_IRX):
-        """[J, R, heads_per_key X]: the value heads of a key head side by side."""
+        """Returns [J, R, heads_per_key X], with the value heads of a key head side by side."""
         x = x_IRX.reshape(-1, self.p.heads_per_key, *x_IRX.shape[1:])
         return jnp.concatenate([x[:, i] for i in range(self.p.heads_per_key)], axis=-1)
 
@@ -262,29 +265,29 @@ class _Block:
         return x.reshape(-1, *x.shape[2:])
 
     def sum_value_heads(self, x_I):
-        """The sum over the value heads of each key head, [J, ...]."""
+        """Returns [J, ...], the sum over the value heads of each key head."""
         if self.p.heads_per_key == 1:
             return x_I
         return jnp.sum(x_I.reshape(-1, self.p.heads_per_key, *x_I.shape[1:]), axis=1)
 
     def read(self, rows_JRK, state_IKV):
-        """[I, R, V]: the key heads' rows times the states."""
+        """Returns [I, R, V], the rows of each key head times the states of its value heads."""
         return self.split_value_heads(
             self.dots.plain.nn(rows_JRK, self.concat_value_heads(state_IKV.astype(self.p.operand)))
         )
 
     def write(self, rows_JRK, *parts_IRV):
-        """[I, K, V]: rows^T times the sum of the parts."""
+        """Returns [I, K, V], rows^T times the sum of the parts."""
         rows = jnp.concatenate([rows_JRK] * len(parts_IRV), axis=1)
         parts = [self.concat_value_heads(x) for x in parts_IRV]
         return self.split_value_heads(self.dots.plain.tn(rows, jnp.concatenate(parts, axis=1)))
 
     def times_states(self, xs_IRV, y_IRV, state_IKV, other_IKV):
-        """([x state^T for every x], y other^T), [J, R, K] each, summed over the value heads of each
-        key head.
+        """Returns the pair ([x state^T for every x], y other^T). Each array is [J, R, K], summed over
+        the value heads of each key head.
 
-        It is one product: the two states fill the matrix unit's columns, of which each row needs
-        half.
+        All of them come from one matrix product with both states side by side, so that it fills the
+        columns of the matrix unit. Half of each row of that product is not used.
         """
         stack = lambda *xs: jnp.concatenate(
             [self.concat_value_heads(x.astype(self.p.operand)) for x in xs], axis=1
@@ -295,15 +298,17 @@ class _Block:
         return [x[..., :key] for x in products], last[..., key:]
 
     def times_keys(self, x_ERC):
-        """[J, R, K]: pairs times the keys, summed over the value heads of each key head."""
+        """Returns [J, R, K], the matrices x [R, C] of each value head times the keys, summed over the
+        value heads of each key head.
+        """
         if not self.shared:
             return self.sum_value_heads(self.dots.nn((x_ERC,), (self.for_value_heads(self.k),)))
         x_JRC = self._concat_pairs(x_ERC)
         return self.dots.plain.nn(x_JRC, jnp.concatenate([self.k] * self.p.heads_per_key, axis=1))
 
     def transposed_times(self, x_ERC, rows_JRK):
-        """[J, C, K]: transposed pairs times the key heads' rows, summed over the value heads of
-        each key head.
+        """Returns [J, C, K], the transposed matrices x [R, C] of each value head times the rows of
+        its key head, summed over the value heads of each key head.
         """
         if not self.shared:
             return self.sum_value_heads(self.dots.tn((x_ERC,), (self.for_value_heads(rows_JRK),)))
@@ -311,21 +316,23 @@ class _Block:
         return sum(jnp.split(product, self.p.heads_per_key, axis=1))
 
     def _concat_pairs(self, x_ERC):
-        """[J, R, heads_per_key C]: the pairs of a key head side by side."""
+        """Returns [J, R, heads_per_key C], with the pairs of a key head side by side."""
         count = self.p.heads_per_key // 2
         x = x_ERC.reshape(-1, count, *x_ERC.shape[1:])
         return jnp.concatenate([x[:, i] for i in range(count)], axis=-1)
 
 
 def _over_lanes(rows_EC, width: int):
-    """[I, C, width]: row numbers [E, 2C] broadcast over lanes. Call it where the result is used: a
-    result that waits is spilled.
+    """Returns [I, C, width], the numbers of rows_EC [E, 2C] broadcast over `width` lanes. Call it
+    right before the result is used, because a result that is kept for later is spilled.
     """
     return head_pairs.tile_lanes(head_pairs.pairs_over_lanes(rows_EC), width)
 
 
 def _copy_initial_state(p: Problem, ref, initial_ref):
-    """Before the first chunk: from HBM into the block that holds the state over the chunks."""
+    """At the first chunk, copies the initial state from HBM into `ref`, the block that holds the
+    state from chunk to chunk.
+    """
     of_block = initial_ref.at[
         pl.ds(pl.program_id(0), 1), pl.ds(pl.program_id(1) * p.block_heads, p.block_heads)
     ]
@@ -336,15 +343,18 @@ def _copy_initial_state(p: Problem, ref, initial_ref):
 
 
 def _inverse(c: _Block):
-    """A [E, C, 2C] of every pair."""
+    """Returns the matrices A of all pairs of heads, [E, C, 2C]."""
     return head_pairs.pair_inverse(c.kk * c.kk_scale * c.pair_decay * c.beta, c.dots)
 
 
 def _errors(c: _Block, values, kq_state, inverse):
-    """E = A (V - gamma K S), [I, C, V]; V where `inverse` is None, without the delta term.
+    """Returns the errors E = A (V - gamma K S), [I, C, V]. Without the delta term it returns V.
 
     Args:
-      kq_state: [I, 2C, V], the rows of K S before those of Q S.
+      c: the heads of the grid step.
+      values: [I, C, V].
+      kq_state: [I, 2C, V], the rows of K S, followed by those of Q S.
+      inverse: [E, C, 2C], the matrices A; None without the delta term.
     """
     if inverse is None:
         return values
@@ -354,13 +364,13 @@ def _errors(c: _Block, values, kq_state, inverse):
 
 
 def _next_state(c: _Block, state, errors):
-    """S' = carry S + K^T (rho beta E)."""
+    """Returns S' = carry S + K^T (rho beta E)."""
     carried = c.carry * state
     return carried + c.write(c.k, *c.dots.split(_over_lanes(c.k_rho, errors.shape[-1]) * errors))
 
 
 def _output(c: _Block, q_state, errors):
-    """O = gamma Q S + P (beta E)."""
+    """Returns O = gamma Q S + P (beta E)."""
     p_CC = c.qk * c.qk_scale * c.pair_decay * c.beta
     return _over_lanes(c.q_gamma, q_state.shape[-1]) * q_state + c.dots.nn(
         (p_CC.astype(c.p.operand),), c.dots.split(errors)
@@ -374,7 +384,7 @@ def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
     values, state = c.load("v", p.value).astype(jnp.float32), refs["final"][0]
     if "states" in refs:
         refs["states"][0, 0] = state.astype(refs["states"].dtype)
-    # Before the inverse, which leaves the matrix unit idle at first.
+    # This product comes before the inverse, which does not use the matrix unit at first.
     kq_state = c.read(c.kq, state)
     inverse = None
     if settings.erase:
@@ -387,8 +397,8 @@ def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 
 
 def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
-    """The forward pass for U and M side by side along the lanes, [U | M]: M is the state of a call
-    whose values are zero and whose initial state is the identity.
+    """Runs the forward pass for U and M, which lie side by side along the lanes. M is the final state
+    of a call whose values are zero and whose initial state is the identity.
     """
     refs = dict(zip(inputs + outputs, refs))
     _copy_initial_state(p, refs["final"], refs["initial_state"])
@@ -435,8 +445,8 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
         dv = dots.tn(dots.split(inverse), dots.split(dv))
     c.store("dv", dv)
 
-    # The gradients that rows of q and k get through the states. For dg: what decays since the
-    # chunk's start (`enter`) and what decays until its end (`leave`).
+    # The gradients that the rows of q and k get through the states. dg needs the terms that contain
+    # the decay since the chunk's start (`enter`) and those with the decay to its end (`leave`).
     dq_read, dk_write = q_gamma * do.astype(jnp.float32), k_rho * errors
     enter, leave = q_state * dq_read, k_dstate * errors
     reads = [dq_read]
@@ -490,7 +500,7 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 
 
 def _through_norms(c: _Block, dk, dq):
-    """The gradients of k and q from those of the normalised rows without their scale."""
+    """Returns the gradients of k and q from dk and dq, which lack the gradient of the norm."""
     scales = c.k_norm, c.q_norm * c.p.unpadded_key**0.5
     through_norm = lambda dx, x, scale: (
         dx - (scale * scale) * jnp.sum(dx * x, axis=-1, keepdims=True) * x
@@ -502,8 +512,8 @@ def _through_norms(c: _Block, dk, dq):
 
 
 def _carried_gradient(c: _Block, state, dstate):
-    """[E, 2C]: what the state that passes through the whole chunk adds to dg, the same for all its
-    tokens.
+    """Returns [E, 2C], the part of dg that comes from the decay of the state over the whole chunk. It
+    is the same for all tokens of the chunk.
     """
     products = dstate * state.astype(jnp.float32)
     inner = jnp.sum(jnp.sum(products, axis=1, keepdims=True), axis=2, keepdims=True)

@@ -1,7 +1,8 @@
-"""How the grid of the TPU kernels of the gated delta rule tiles a call: the heads of a grid step,
-the arrays' layouts, the blocks.
+"""How the grid of the gated delta rule's TPU kernels divides a call: the heads of a grid step, the
+layouts of the arrays, and the blocks.
 
-The kernels take value heads in pairs (`head_pairs.py`); heads of zeros fill up an odd number.
+The kernels take value heads in pairs (`head_pairs.py`). If their number is odd, heads of zeros are
+added.
 
 B batch, T time, N chunks, C chunk length, G key heads, H value heads, K key width, V value width.
 """
@@ -22,24 +23,24 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """What one grid step takes: one chunk of `block_heads` value heads.
+    """The sizes of one grid step, which computes one chunk of `block_heads` value heads.
 
-    The heads of a step are independent, and one's latency is hidden by the others' work, so the
-    largest block is best, up to 32 heads, as long as each core of the chip has a block. VMEM sets
-    the bound: the compiler keeps intermediate arrays of every head while the others take the same
-    stage.
+    The heads of a step are independent, and the work of some hides the latency of others. So the
+    largest block up to 32 heads is best, as long as each core of the chip has a block. VMEM limits
+    the size, because the compiler keeps intermediate arrays of all heads of a block.
 
     Raises:
-      ValueError: the block holds no whole pairs and key heads, or a width no whole lanes.
+      ValueError: `block_heads` is odd or no multiple of `heads_per_key`, or a width is no multiple
+        of LANES.
     """
 
-    block_heads: int
-    heads_per_key: int  # value heads of a key head
-    chunk_size: int
-    key: int  # K and V, padded to multiples of LANES
-    value: int
-    key_bytes: int  # of a number in q and k
-    value_bytes: int  # of a number in v
+    block_heads: int  # the value heads of a block
+    heads_per_key: int  # the value heads of a key head
+    chunk_size: int  # C
+    key: int  # K, padded to a multiple of LANES
+    value: int  # V, padded to a multiple of LANES
+    key_bytes: int  # the bytes of a number in q and k
+    value_bytes: int  # the bytes of a number in v
 
     def __post_init__(self):
         if self.block_heads % self.heads_per_key != 0 or self.block_heads % 2 != 0:
@@ -52,9 +53,10 @@ class Tiling:
 
     @property
     def vmem_bytes(self) -> int:
-        """What the backward kernel needs: double-buffered blocks, and intermediate arrays of every
-        head. The compiler allocates 8 of [C, K + V] float32 for v6e; this counts 16 to be safe,
-        which also holds M of the affine map, [K, K] float32.
+        """The bytes of VMEM that the backward kernel needs for double-buffered blocks and for the
+        intermediate arrays of every head. For a v6e the compiler allocates 8 arrays [C, K + V] in
+        float32 per head. This estimate counts 16 of them to be safe; that is also enough for M of
+        the affine map, [K, K] in float32.
         """
         keys, values = self.chunk_size * self.key, self.chunk_size * self.value
         state = self.key * self.value
@@ -67,12 +69,14 @@ class Tiling:
 
     @classmethod
     def choose(cls, value_heads: int, *, vmem: int, cores: int, **sizes):
-        """The largest block that divides the heads, fits in VMEM and, if possible, leaves no core
-        idle.
+        """Returns the tiling with the largest block that divides the heads, fits in VMEM and, if
+        possible, leaves no core idle.
 
         Args:
-          value_heads: of the call. vmem: bytes. cores: that share the blocks.
-          sizes: the other fields of `Tiling`.
+          value_heads: number of value heads of the call.
+          vmem: bytes of VMEM that the kernel may use.
+          cores: number of cores that divide the blocks among them.
+          sizes: the fields of `Tiling` other than `block_heads`.
 
         Raises:
           NotImplementedError: the smallest block does not fit.
@@ -93,7 +97,7 @@ class Tiling:
 
 
 def _pad(x, sizes: dict[int, int]):
-    """x with zeros at the end of every axis in `sizes`, up to its size."""
+    """Returns x padded with zeros at the end of every axis in `sizes`, up to the given size."""
     pads = [(0, 0)] * x.ndim
     for axis, size in sizes.items():
         pads[axis] = (0, size - x.shape[axis])
@@ -103,7 +107,8 @@ def _pad(x, sizes: dict[int, int]):
 class Problem:
     """The sizes of one call, its arrays in the kernels' layouts, and the blocks of the grid.
 
-    Heads and widths are those of the padded arrays; `unpadded_…` are those of the call.
+    The attributes for heads and widths describe the padded arrays; those called `unpadded_…`
+    describe the arrays of the call.
 
     Raises:
       NotImplementedError: no block of heads fits in the chip's VMEM.
@@ -164,10 +169,13 @@ class Problem:
         """Runs `kernel` over the grid.
 
         Args:
-          kernel: takes this problem, the names of inputs and outputs, the settings, and their
-            references.
-          inputs: arrays by name. outputs: shapes by name. The names are those of `specs`.
+          kernel: function of this problem, the names of inputs, the names of outputs, the settings,
+            and the references of inputs and outputs.
+          inputs: the input arrays by name. `specs` lists the possible names.
+          outputs: the shapes and dtypes of outputs by name, also from `specs`.
+          settings: the static settings of the call.
           backward: whether the grid goes from the last chunk to the first.
+          interpret: whether a CPU interprets the kernel.
 
         Returns:
           The outputs by name.
@@ -190,13 +198,13 @@ class Problem:
     # layouts
 
     def flat_shape(self, heads: int, width: int, dtype):
-        """Of what `flatten` returns."""
+        """Returns the shape and dtype of an array that `flatten` returns."""
         shape = self.batch, self.chunks * self.chunk_size, heads * width
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def flatten(self, x, heads: int):
-        """[B, T, heads, width] to [B, N C, heads * padded width]: a head is then a slice of
-        whole lanes.
+        """Rearranges [B, T, heads, width] into [B, N C, heads * padded width], in which the channels
+        of a head are a slice of a multiple of LANES.
         """
         width = -(-x.shape[-1] // LANES) * LANES
         x = _pad(x, {1: self.chunks * self.chunk_size, 2: heads, 3: width})
@@ -208,7 +216,7 @@ class Problem:
         return x[:, : self.time, : shape[2], : shape[3]]
 
     def pad_state(self, x):
-        """States [..., H, K, V] to those of the padded heads and widths."""
+        """Pads states [..., H, K, V] to the padded heads and widths."""
         return _pad(x, {-3: self.value_heads, -2: self.key, -1: self.value})
 
     def unpad_state(self, x):
@@ -216,7 +224,7 @@ class Problem:
         return x[..., : self.unpadded_value_heads, : self.unpadded_key, : self.unpadded_value]
 
     def pad_pairs(self, x):
-        """Inverses [N, B, ⌈H / 2⌉, C, 2C] to those of the padded heads."""
+        """Pads inverses [N, B, ⌈H / 2⌉, C, 2C] to the padded heads."""
         return _pad(x, {2: self.value_heads // 2})
 
     def unpad_pairs(self, x):
@@ -224,7 +232,9 @@ class Problem:
         return x[:, :, : (self.unpadded_value_heads + 1) // 2]
 
     def to_rows(self, x):
-        """[B, T, H] to [B, N, blocks, pairs of a block, 2C]: the two heads of a pair in a row."""
+        """Rearranges [B, T, H] into [B, N, blocks, pairs of a block, 2C], with the two heads of a
+        pair one after the other in a row.
+        """
         x = _pad(x, {1: self.chunks * self.chunk_size, 2: self.value_heads})
         x = jnp.swapaxes(x.reshape(self.batch, self.chunks, self.chunk_size, -1), 2, 3)
         return x.reshape(self.batch, self.chunks, -1, self.block_heads // 2, 2 * self.chunk_size)
@@ -236,7 +246,7 @@ class Problem:
         return x[:, : self.time, : self.unpadded_value_heads]
 
     def inputs(self, x: Inputs) -> dict:
-        """The arrays that every kernel takes, by name, in the kernels' layouts."""
+        """Returns the arrays that every kernel takes, by name, in the kernels' layouts."""
         q, k, v, g, beta, segments = x
         arrays = dict(
             q=self.flatten(q, self.key_heads),
@@ -253,13 +263,13 @@ class Problem:
             index = jnp.swapaxes(
                 chunk_math.document_index(jnp.swapaxes(signed, 0, 1)), 0, 1
             ).astype(jnp.float32)
-            # A padding row gets its document's index i as -1 - i.
+            # A row of padding gets -1 - i instead of the index i of its document.
             index = jnp.where(signed > 0, index, -1 - index)
             arrays["documents"] = jnp.concatenate([index, index], axis=-1)[:, :, None]
         return arrays
 
     def specs(self, backward: bool) -> dict:
-        """The block specification of every input and output, by name."""
+        """Returns the block specification of every input and output, by name."""
         n = (lambda i: self.chunks - 1 - i) if backward else (lambda i: i)
         size, heads = self.chunk_size, self.block_heads
         flat = lambda width: pl.BlockSpec((1, size, width), lambda b, h, i: (b, n(i), h))

@@ -1,7 +1,7 @@
-"""TPU kernels of the RMS norm of each head times a SiLU gate: one pass over memory forward, one
-backward.
+"""TPU kernels that multiply the RMS norm of each head by a SiLU gate. Each array is read or written
+once in the forward pass and once in the backward pass.
 
-B batch, T time in blocks of R rows, H heads of V = LANES channels in blocks of whole heads.
+B batch, T time in blocks of R tokens, H heads of V = LANES channels in blocks of whole heads.
 """
 
 import functools
@@ -13,11 +13,11 @@ from jax.experimental import pallas as pl
 from qwen3next_jax.kernels.tpu import grids
 from qwen3next_jax.kernels.tpu.grids import LANES
 
-BLOCK = 256, 1024  # rows and channels, at most
+BLOCK = 256, 1024  # the largest numbers of rows and of channels in a block
 
 
 def supports(o, weight, eps: float) -> str:
-    """Why the kernels cannot run o [B, T, H · V] with a weight [V]; "" where they can."""
+    """Returns why the kernels cannot run o [B, T, H · V] with a weight [V]; "" if they can."""
     width = weight.shape[0]
     if o.dtype not in (jnp.bfloat16, jnp.float32) or width != LANES or o.shape[1] % grids.TILE_ROWS:
         return (
@@ -28,14 +28,14 @@ def supports(o, weight, eps: float) -> str:
 
 
 def forward(eps, o, gate, weight, *, interpret: bool = False):
-    """y [B, T, H · V], as `ops.gated_norm` defines it."""
+    """Returns y [B, T, H · V], which `ops.gated_norm` defines."""
     return _call(
         functools.partial(_forward_kernel, eps), o, (o, gate), weight, (o.dtype,), interpret
     )[0]
 
 
 def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
-    """The gradients of o, gate and weight, from dy [B, T, H · V]."""
+    """Returns the gradients of o, gate and weight, given dy [B, T, H · V], the gradient of y."""
     body = functools.partial(_backward_kernel, eps)
     do, dgate, dweight = _call(
         body, o, (o, gate, dy), weight, (o.dtype, gate.dtype), interpret, sums=True
@@ -44,8 +44,9 @@ def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
 
 
 def _call(body, like, inputs, weight, dtypes, interpret, sums=False):
-    """Outputs of the shape of `like` in `dtypes`; with `sums` also a block of 8 rows of sums for
-    each block of channels.
+    """Runs the kernel `body` and returns its outputs: one array in the shape of `like` for each of
+    `dtypes`, and with `sums` one more array, which has 8 rows [V] of partial sums for each block of
+    channels.
     """
     batch, time, d = like.shape
     rows, channels = grids.block_sizes(time, d, BLOCK)
@@ -69,7 +70,9 @@ def _call(body, like, inputs, weight, dtypes, interpret, sums=False):
 
 
 def _normed_and_gate(eps, o, gate, lanes):
-    """(1 / rms, o / rms, silu(gate), the derivative of silu) of one head, float32."""
+    """Returns 1 / rms, o / rms, silu(gate) and the derivative of silu at `gate` for one head, in
+    float32.
+    """
     o, gate = o[0, :, lanes].astype(jnp.float32), gate[0, :, lanes].astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(o * o, axis=-1, keepdims=True) + eps)
     sigmoid = jax.nn.sigmoid(gate)

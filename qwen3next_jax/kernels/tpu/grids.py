@@ -1,5 +1,5 @@
-"""What the kernels over blocks of tokens and channels share: block sizes, the call, the loop over a
-block's columns of lanes.
+"""Functions for kernels whose grid steps take blocks of tokens and channels: the block sizes, the
+call of the kernel, and the loop over a block's groups of 128 channels.
 """
 
 import jax
@@ -7,17 +7,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
-TILE_ROWS = 16  # of a tile of bfloat16
+TILE_ROWS = 16  # the rows of a tile of bfloat16 numbers
 
 
 def block_sizes(time: int, channels: int, largest: tuple[int, int]) -> tuple[int, int]:
-    """The rows and channels of a block: the largest up to `largest` that divide `time` and
-    `channels`, in multiples of TILE_ROWS and LANES.
+    """Returns the number of rows and of channels in a block. The rows are the largest power of two
+    from TILE_ROWS to 256 that divides `time`, and the channels are the largest multiple of LANES
+    that divides `channels`; neither exceeds `largest`.
 
     Args:
-      time: tokens of a row, a multiple of TILE_ROWS.
-      channels: a multiple of LANES.
-      largest: rows and channels of a block, at most.
+      time: number of tokens of a row, a multiple of TILE_ROWS.
+      channels: number of channels, a multiple of LANES.
+      largest: the largest allowed numbers of rows and of channels in a block.
     """
     return (
         next(n for n in (256, 128, 64, 32, TILE_ROWS) if n <= largest[0] and time % n == 0),
@@ -38,13 +39,21 @@ def call(
     interpret: bool,
     scratch=(),
 ):
-    """The results of `body` over a grid (blocks of channels, rows of the batch, blocks of tokens).
-    The cores of a chip share the blocks of channels.
+    """Runs the kernel `body` over a grid with the axes (blocks of channels, rows of the batch, blocks
+    of tokens) and returns its outputs. Each core of a chip takes some of the blocks of channels.
 
     Args:
-      body: the kernel; takes the references of inputs, outputs and scratch memory.
-      outputs: shapes.
-      bytes_accessed: what the call reads and writes; its cost to the compiler's scheduler.
+      body: the kernel, which takes the references of inputs, outputs and scratch memory.
+      inputs: the input arrays.
+      in_specs: the block specification of each input.
+      outputs: the shape and dtype of each output.
+      out_specs: the block specification of each output.
+      grid: the size of each grid axis.
+      name: name of the kernel in a compiled program.
+      bytes_accessed: number of bytes that the call reads and writes. The compiler's scheduler
+        estimates the call's time from it.
+      interpret: whether a CPU interprets the kernel.
+      scratch: the shapes of scratch memory.
     """
     return pl.pallas_call(
         body,
@@ -68,7 +77,7 @@ def first_step():
 
 
 def for_each_column(channels: int, body) -> None:
-    """Runs body(lanes) for every column of LANES channels; `lanes` is its slice."""
+    """Runs body(lanes) for every group of LANES channels; `lanes` is the slice of the group."""
 
     def step(i, _):
         body(pl.ds(pl.multiple_of(i * LANES, LANES), LANES))

@@ -1,9 +1,9 @@
-"""Pairs of heads: the matrices of two heads side by side, and products with them.
+"""Pairs of heads: arrays that hold the matrices of two heads side by side, and products with them.
 
-A [C, C] matrix of 64 tokens fills half of a TPU register's 128 lanes and a sixteenth of the
+A matrix [C, C] with C = 64 fills half of a TPU register's 128 lanes and a sixteenth of the
 256 x 256 matrix unit. So the matrices of heads 2e and 2e + 1 lie side by side in the lanes, as a
-pair [C, 2C], and right operands lie as two blocks on the diagonal of one matrix. One product then
-computes both heads at the cost of one.
+pair [C, 2C]. The right operands of two heads are put on the diagonal of one matrix. One product
+then computes both heads in the time of one.
 
 E pairs, I = 2E heads, C chunk length, R any number of rows, X any width.
 """
@@ -26,12 +26,12 @@ LANES = 128
 
 
 def is_first_head(shape):
-    """An array of `shape` that says which lanes belong to the first head of a pair."""
+    """Returns booleans of `shape`: whether the lane belongs to the first head of a pair."""
     return jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1) < shape[-1] // 2
 
 
 def split_heads(x_I):
-    """The first heads [E, ...] and the second heads [E, ...] of the pairs."""
+    """Returns the first heads [E, ...] and the second heads [E, ...] of the pairs."""
     x = x_I.reshape(-1, 2, *x_I.shape[1:])
     return x[:, 0], x[:, 1]
 
@@ -43,7 +43,7 @@ def interleave_heads(first_E, second_E):
 
 
 def concat_pair(x_IRX):
-    """[E, R, 2X]: the heads of a pair side by side."""
+    """Returns [E, R, 2X], with the two heads of a pair side by side."""
     return jnp.concatenate(split_heads(x_IRX), axis=-1)
 
 
@@ -54,8 +54,8 @@ def split_pair(x_ERX):
 
 
 def block_diagonal(x_IRX):
-    """[E, 2R, 2X]: the first head's matrix in the upper left, the second head's in the lower right,
-    zeros elsewhere.
+    """Returns [E, 2R, 2X], with the first head's matrix in the upper left, the second head's matrix
+    in the lower right, and zeros elsewhere.
     """
     first, second = split_heads(x_IRX)
     zero = jnp.zeros_like(first)
@@ -71,20 +71,21 @@ def diagonal_blocks(x_ERX):
 
 
 def over_lanes(rows_RC):
-    """[R, C, LANES]: every number of [R, C] broadcast over the lanes."""
+    """Returns [R, C, LANES], every number of rows_RC broadcast over the lanes."""
     x, shape = rows_RC.T, (rows_RC.shape[1], LANES)
     return jnp.stack([jnp.broadcast_to(x[:, i : i + 1], shape) for i in range(rows_RC.shape[0])])
 
 
 def pairs_over_lanes(rows_EC):
-    """`over_lanes` of the two heads of every row [E, 2C]: [I, C, LANES]."""
+    """Returns [I, C, LANES], every number of rows_EC [E, 2C] broadcast over the lanes, by head."""
     x = over_lanes(rows_EC)
     return x.reshape(-1, x.shape[1] // 2, LANES)
 
 
 def pairs_over_lanes_by_product(rows_EC):
-    """`pairs_over_lanes` by a product with ones and zeros, in which three bfloat16 parts carry a
-    float32 exactly. It moves work to the matrix unit where the cross-lane unit is the bottleneck.
+    """Computes `pairs_over_lanes` with a matrix product with ones and zeros. It is exact, because
+    three bfloat16 parts represent a float32 number exactly. Use it where the cross-lane unit is the
+    bottleneck: it moves work to the matrix unit.
     """
     count, size = rows_EC.shape[0], rows_EC.shape[1] // 2
     parts, rest = [], rows_EC
@@ -99,7 +100,9 @@ def pairs_over_lanes_by_product(rows_EC):
 
 
 def pair_columns(rows_EC):
-    """[E, C, 2C]: rows [E, 2C] as columns, each broadcast over its head's half of the lanes."""
+    """Returns [E, C, 2C], the rows [E, 2C] turned into columns; the column of each head is broadcast
+    over the head's half of the lanes.
+    """
     count, lanes = rows_EC.shape
     size, width = lanes // 2, max(lanes, 2 * count)
     heads = jnp.concatenate(
@@ -113,12 +116,14 @@ def pair_columns(rows_EC):
 
 
 def tile_lanes(x_ICX, width: int):
-    """x [I, C, LANES] repeated along the lanes, [I, C, width]; `width` is a multiple of LANES."""
+    """Returns [I, C, width], x [I, C, LANES] repeated along the lanes. `width` is a multiple of
+    LANES.
+    """
     return jnp.concatenate([x_ICX] * (width // LANES), axis=-1)
 
 
 def row_sums(*xs_ICX):
-    """The sums of the rows of every x [I, C, X], as rows [E, 2C] each."""
+    """Returns for every x [I, C, X] the sums over the last axis, as rows [E, 2C]."""
     size = xs_ICX[0].shape[1]
     # [2C, 1]
     sums = [
@@ -138,39 +143,45 @@ def row_sums(*xs_ICX):
 class PairProducts:
     """Products with operands of the dtype `operand` and float32 accumulation.
 
-    An operand that must keep its float32 value is a tuple of parts (`split`): in bfloat16 the
-    rounded value and the rounded remainder, in float32 the value itself. A product is the sum of
-    the products of all pairs of parts but that of two remainders; the matrix unit does most of
-    these sums.
+    Each operand is a tuple of parts, whose sum is its value (`split`). If `operand` is bfloat16, an
+    operand that must keep more precision has two parts, the rounded value and the rounded
+    remainder; in float32 it has one part. A product is the sum of the products of all pairs of
+    parts, without the pair of two remainders. The matrix unit computes most of these sums.
+
+    Attributes:
+      operand: the dtype of the parts.
     """
 
     operand: typing.Any
 
     def split(self, x):
-        """x as a tuple of parts."""
+        """Returns x as a tuple of parts."""
         return split_precision(x, self.operand)
 
     @property
     def plain(self):
-        """Products of operands that are one array each."""
+        """Products whose operands are single arrays, not tuples of parts."""
         return Products(self.operand)
 
     def nn(self, x_parts, y_parts):
-        """[I, R, X]: pairs x [E, R, 2C] times y [I, C, X] of each head."""
+        """Returns [I, R, X], for each head its matrix in the pairs x [E, R, 2C] times y [I, C, X]."""
         x, y = stack_for_product(x_parts, [block_diagonal(y) for y in y_parts], -1, -2)
         return split_pair(self.plain.nn(x, y))
 
     def tn(self, x_parts, y_parts):
-        """[I, C, X]: transposed pairs x [E, R, 2C] times y [I, R, X] of each head."""
+        """Returns [I, C, X], for each head its transposed matrix in the pairs x [E, R, 2C] times
+        y [I, R, X].
+        """
         x, y = stack_for_product(x_parts, [concat_pair(y) for y in y_parts], -2, -2)
         return diagonal_blocks(self.plain.tn(x, y))
 
     def nn_pairs(self, x_parts, y_parts):
-        """[E, R, 2C]: pairs x [E, R, 2C] times pairs y [E, C, 2C].
+        """Returns pairs [E, R, 2C], for each head its matrix in x [E, R, 2C] times that in
+        y [E, C, 2C].
 
-        The parts of y lie side by side and those of x below each other. That takes a quarter of the
-        loads of stationary operands that parts along the contraction would take, and these loads
-        are most of the cost of such small products.
+        The parts of y lie side by side and those of x below each other. This takes a quarter of the
+        loads of stationary operands that it would take if the parts were concatenated along the
+        contracted axis. Such loads are most of the cost of small products.
         """
         y = []
         for part in y_parts:
@@ -187,7 +198,9 @@ class PairProducts:
         )
 
     def nt(self, xs, y_parts):
-        """x y^T for every x [I, R, X] of `xs`, with y [I, C, X]: pairs [E, R, 2C] each."""
+        """Returns for every x [I, R, X] of `xs` the products x y^T with y [I, C, X], as pairs
+        [E, R, 2C].
+        """
         x = jnp.concatenate([concat_pair(part) for x_parts in xs for part in x_parts], axis=-2)
         product = self.plain.nt(
             x, jnp.concatenate([block_diagonal(part) for part in y_parts], axis=-2)
@@ -200,7 +213,9 @@ class PairProducts:
         return products
 
     def sums_before(self, x_ECC):
-        """[E, C, 2C]: in column t the sum over the columns of the same head before t."""
+        """Returns [E, C, 2C], whose column t is the sum of those columns of x before t that belong to
+        the same head.
+        """
         lanes = x_ECC.shape[-1]
         row, column = indices(lanes, lanes)
         before = ((row < column) & ((row < lanes // 2) == (column < lanes // 2))).astype(
@@ -217,8 +232,8 @@ class PairProducts:
 
 
 def sum_columns_where(rows_EC, condition):
-    """[..., 2C]: in column t the sum over the columns i of the same head for which condition(i, t)
-    holds.
+    """Returns [..., 2C], whose column t is the sum of those columns i of rows_EC that belong to the
+    same head and for which condition(i, t) is true.
     """
     lanes = rows_EC.shape[-1]
     row, column = indices(lanes, lanes)
@@ -227,8 +242,8 @@ def sum_columns_where(rows_EC, condition):
 
 
 def _sum_part_products(product, x_parts, y_parts):
-    """The sum of a product's blocks, one for each pair of parts (x's below each other, y's side by
-    side), without that of two remainders.
+    """Returns the sum of the blocks of `product`, without the block of the two remainders. There is
+    one block for each pair of parts: the parts of x are below each other, those of y side by side.
     """
     rows, columns = product.shape[-2] // len(x_parts), product.shape[-1] // len(y_parts)
     at = lambda i, j: product[:, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
@@ -239,14 +254,14 @@ def _sum_part_products(product, x_parts, y_parts):
 # ---- the inverse of I + L; `ops/delta_rule/inverse.py` says why it is computed by blocks
 
 DIAGONAL = 16  # rows of a diagonal block
-PAIRS_AT_ONCE = 8  # whose eliminations run interleaved, to hide latency
+PAIRS_AT_ONCE = 8  # the number of pairs whose eliminations are interleaved, to hide latency
 
 
 def pair_inverse(m_ECC, products):
-    """(I + L)^{-1} [E, C, 2C] of pairs, L being the strictly lower part of m.
+    """Returns (I + L)^{-1} of each head as pairs [E, C, 2C], where L is the strictly lower part of m.
 
-    The vector unit inverts diagonal blocks of 16 rows by substitution. Then blocks are merged two
-    by two; only the rows that change pass through the matrix unit.
+    The vector unit inverts diagonal blocks of 16 rows by substitution. Then pairs of neighbouring
+    blocks are merged until one block is left. Only rows that change pass through the matrix unit.
     """
     size = m_ECC.shape[-2]
     x = _diagonal_inverse(m_ECC)
@@ -255,8 +270,8 @@ def pair_inverse(m_ECC, products):
     while m < size:
         blocks = jnp.split(x, size // m, axis=1)
         lower = jnp.concatenate(blocks[1::2], axis=1)
-        # The rows of every second block of X L X. Only the quarter left of the block's diagonal is
-        # used; nothing of m above the diagonal enters it.
+        # The rows of every second block of X L X, computed with m in place of L. Only the quarter
+        # left of each diagonal block is used, and it does not depend on m above the diagonal.
         change = products.nn_pairs(
             products.split(products.nn_pairs(products.split(lower), m_parts)), products.split(x)
         )
@@ -269,8 +284,8 @@ def pair_inverse(m_ECC, products):
 
 
 def _diagonal_inverse(m_ECC):
-    """The inverses of the diagonal blocks of 16 rows, zeros elsewhere. The blocks of a pair are
-    packed side by side for it, in two registers.
+    """Returns [E, C, 2C] with the inverses of the diagonal blocks of 16 rows, and zeros elsewhere.
+    To compute them, the blocks of a pair are packed side by side in two registers.
     """
     size = m_ECC.shape[1]
     blocks = jnp.split(m_ECC, size // DIAGONAL, axis=1)
@@ -290,10 +305,10 @@ def _diagonal_inverse(m_ECC):
 
 
 def _forward_substitution(l):
-    """(I + L)^{-1} of blocks of 16 rows side by side, [n, 16, lanes].
+    """Returns (I + L)^{-1} of blocks of 16 rows that lie side by side, [n, 16, lanes].
 
-    Step j eliminates row j from the rows below it, in all blocks at once. A half of a block is the
-    8 rows of a register.
+    Step j eliminates row j from the rows below it, in all blocks at once. Each half of a block has
+    8 rows, the rows of a register.
     """
     half = DIAGONAL // 2
     row, column = indices(DIAGONAL, l.shape[-1])

@@ -1,12 +1,13 @@
-"""TPU kernels of the routed experts: a grouped SwiGLU forward and backward, and sums of rows by
+"""TPU kernels of the routed experts: the SwiGLU experts forward and backward, and sums of rows by
 token.
 
-Rows come in tiles of one expert each. An expert's rows start on a tile, and the rows that fill up
-its last tile are finite and have weight 0. Products accumulate in float32, and everything between
-them stays in VMEM. Rows leave a kernel in their own dtype.
+The rows lie in tiles, and all rows of a tile belong to one expert. The rows that fill up an expert's
+last tile are finite and have weight 0. Products accumulate in float32, and the arrays between two
+products of a kernel stay in VMEM. Kernels write rows in the dtype of their inputs.
 
-T tiles, M rows of a tile, P = T·M, D model, I expert width, F = 2I (gate before up), E experts,
-N tokens, V visits of a block of tokens to a tile of rows.
+T tiles, M rows per tile, P = T·M, D model width, I expert width, F = 2I (gate before up),
+E experts, N tokens. For sums by token: V steps, each of which adds the rows of one tile to the sums
+of one block of tokens.
 """
 
 import jax
@@ -19,18 +20,21 @@ from qwen3next_jax.kernels.tpu.grids import LANES
 
 _NT = (((1,), (1,)), ((), ()))  # x yᵀ
 _TN = (((0,), (0,)), ((), ()))  # xᵀ y
-_SUM_TOKENS, _SUM_ROWS = 128, 256  # tokens of a block and rows of a tile of `sum_rows`
+_SUM_TOKENS, _SUM_ROWS = 128, 256  # in `sum_rows`: the tokens of a block and the rows of a tile
 
 
 def supports(x, gate_up, tile: int, added: bool) -> str:
-    """Why the kernels of the grouped SwiGLU cannot run these shapes on the chip; "" where they can.
+    """Returns why the kernels of the experts cannot run these shapes on the chip; "" if they can.
 
-    They need whole lanes, and the weights of an expert, or their gradients, in VMEM.
+    The widths must be multiples of the lanes, and VMEM must hold the weights of an expert, or their
+    gradients.
 
     Args:
-      x: [P, D]. gate_up: [E, D, F].
+      x: [P, D].
+      gate_up: [E, D, F].
       tile: M.
-      added: whether the gradients are added to others, which are then in VMEM, too.
+      added: whether the gradients of the weights are added to earlier gradients, which VMEM then
+        has to hold, too.
     """
     (_, d, f), size = gate_up.shape, x.dtype.itemsize
     if x.dtype not in (jnp.bfloat16, jnp.float32):
@@ -40,8 +44,8 @@ def supports(x, gate_up, tile: int, added: bool) -> str:
             f"has widths {d} and {f} and tiles of {tile} rows: expected multiples of "
             f"{LANES * chip.cores()}, {2 * LANES} and {32 // size}"
         )
-    # VMEM holds the inputs and outputs of two steps, and the sums and the values between products,
-    # in float32, of one.
+    # VMEM holds the inputs and outputs of two grid steps, and for one grid step also the sums and
+    # the values between products in float32.
     weights, rows = d * f * 3 // 2, 2 * tile * size * (3 * d + f * 3 // 2) + 4 * tile * 5 * f
     weight_bytes = max(2 * size * weights, (4 + (2 + 2 * added) * size) * weights // chip.cores())
     if weight_bytes + rows >= chip.vmem_budget():
@@ -69,13 +73,22 @@ def _call(
     aliases=(),
     interpret=False,
 ):
-    """The results of `kernel` over the grid.
+    """Runs `kernel` over the grid and returns its outputs.
 
     Args:
-      scalars: arrays of integers, which the specifications' index maps take.
-      semantics: of each grid axis, "parallel" or "arbitrary".
-      shared: inputs that every core reads whole.
-      aliases: (number of an input, number of the output that is written in its place).
+      kernel: the kernel.
+      scalars: arrays of integers, which the kernel and the index maps of the specifications take.
+      inputs: the input arrays.
+      in_specs: the block specification of each input.
+      outputs: the shape and dtype of each output.
+      out_specs: the block specification of each output.
+      grid: the size of each grid axis.
+      semantics: "parallel" or "arbitrary" for each grid axis.
+      scratch: the shapes of scratch memory.
+      flops: number of operations, for the compiler's scheduler.
+      shared: those inputs of which every core reads the whole array.
+      aliases: pairs (index of an input, index of the output that takes over its memory).
+      interpret: whether a CPU interprets the kernel.
     """
     read_by_others = shared * (chip.cores() - 1)
     sizes = [a.size * a.dtype.itemsize for a in (*inputs, *outputs, *read_by_others)]
@@ -101,17 +114,21 @@ def _call(
     )(*scalars, *inputs)
 
 
-# ---- the grouped SwiGLU
+# ---- the SwiGLU experts
 
 
 def mlp(x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, *, interpret: bool = False):
-    """y_p = (weight_p · silu(x_p gate) · (x_p up)) down, [P, D], by the expert of p's tile; zeros
-    in tiles from `used` on.
+    """Returns y [P, D] with y_p = (weight_p · silu(x_p gate) · (x_p up)) down, where gate, up and
+    down belong to the expert of row p's tile. The tiles from index `used` on get zeros.
 
     Args:
-      x_PD: [P, D]. weight_P: [P]. gate_up_EDF: [E, D, F]. down_EID: [E, I, D].
-      expert_T: [T] int32, ascending.
+      x_PD: [P, D], the rows.
+      weight_P: [P], the router's weight of each row.
+      gate_up_EDF: [E, D, F], the gate and up matrices.
+      down_EID: [E, I, D], the down matrices.
+      expert_T: [T] int32, the expert of each tile, ascending.
       used: [1] int32, the number of tiles that hold rows.
+      interpret: whether a CPU interprets the kernel.
     """
     spec = _Specs(x_PD, gate_up_EDF, down_EID, expert_T)
     return _call(
@@ -139,14 +156,15 @@ def mlp_gradients(
     *dw_before,
     interpret: bool = False,
 ):
-    """The gradients of `mlp`, from dy_PD [P, D].
+    """Returns the gradients of `mlp`, given dy_PD [P, D]. The other arguments are those of `mlp`.
 
     Args:
-      dw_before: gradients of gate_up and down that this call's are added to. Without them the
-        gradients of an expert without a tile are undefined.
+      dw_before: nothing, or two arrays: earlier gradients of gate_up and down, to which the
+        gradients of this call are added. Without them, the gradients of an expert that has no tile
+        are undefined.
 
     Returns:
-      dx [P, D], dweight [P] float32, dgate_up [E, D, F], ddown [E, I, D].
+      dx [P, D], dweight [P] in float32, dgate_up [E, D, F] and ddown [E, I, D].
     """
     spec = _Specs(x_PD, gate_up_EDF, down_EID, expert_T)
     p, shape = x_PD.shape[0], jax.ShapeDtypeStruct
@@ -167,7 +185,7 @@ def mlp_gradients(
         flops=5 * spec.flops,
         interpret=interpret,
     )
-    # Each core of the chip takes a part of the model's width.
+    # The width D is split into one part for each core of the chip.
     cores = chip.cores()
     part, i, f = spec.d // cores, spec.f // 2, spec.f
     at = lambda t, used: jnp.minimum(t, used[0] - 1)
@@ -196,8 +214,9 @@ def mlp_gradients(
 
 
 class _Specs:
-    """Sizes of a call, and specifications of the blocks of a tile and of its expert's weights.
-    Tiles without rows read the last tile that has some, which copies nothing.
+    """The sizes of a call, and the block specifications of a tile's rows and of its expert's weights.
+    A grid step for a tile without rows reads the blocks of the last tile with rows; these are in
+    VMEM already, so nothing is copied.
     """
 
     def __init__(self, x_PD, gate_up_EDF, down_EID, expert_T):
@@ -213,11 +232,11 @@ class _Specs:
         )
 
     def rows(self, width):
-        """Of an input [P, width]."""
+        """Returns the block specification of an input [P, width]."""
         return pl.BlockSpec((self.tile, width), lambda t, e, used: (jnp.minimum(t, used[0] - 1), 0))
 
     def written(self, width):
-        """Of an output [P, width]."""
+        """Returns the block specification of an output [P, width]."""
         return pl.BlockSpec((self.tile, width), lambda t, e, used: (t, 0))
 
 
@@ -262,8 +281,8 @@ def _expert_backward_weights(expert_T, used, x, dhidden, activation, dy, *refs):
     first = (t == 0) | (expert_T[t] != expert_T[jnp.maximum(t - 1, 0)])
 
     @pl.when(t < used[0])
-    # The sums are stored after every tile, which overlaps with the products. Stores of zeros, or
-    # after an expert's last tile alone, would not.
+    # The sums are stored after every tile, because these stores overlap with the products. Storing
+    # zeros first, or storing only after an expert's last tile, would not overlap.
     def _():
         gradients = (dgate_up_sum, dgate_up, x, dhidden), (ddown_sum, ddown, activation, dy)
         for (sums, result, left, right), begin in zip(
@@ -282,13 +301,17 @@ def _gate_and_up(hidden):
 
 
 def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
-    """[N, D]: the sum of each token's rows. Each block of tokens is multiplied, as a matrix of ones
-    and zeros, by the tiles that hold its rows.
+    """Returns the sum of each token's rows, [N, D].
+
+    For each block of tokens, each tile with rows of these tokens is multiplied by a matrix [tokens,
+    rows] of ones and zeros, which has a one where the row belongs to the token.
 
     Args:
-      rows_PD: [P, D], finite.
-      token_P: [P] integers, ascending; rows of tokens from N on are left out.
+      rows_PD: [P, D], finite numbers.
+      token_P: [P] integers, ascending, the token of each row. Rows whose number is N or more are
+        left out.
       tokens: N.
+      interpret: whether a CPU interprets the kernel.
     """
     p, d = rows_PD.shape
     cores = chip.cores()
@@ -299,8 +322,8 @@ def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
     tiles, blocks = rows_PD.shape[0] // _SUM_ROWS, -(-tokens // _SUM_TOKENS)
     edges = jnp.arange(blocks + 1) * _SUM_TOKENS
     starts = jnp.sum(token_P < edges[:, None], axis=1, dtype=jnp.int32)
-    first = jnp.minimum(starts[:-1] // _SUM_ROWS, tiles - 1)  # of each block, its first tile
-    # At least one visit, for a block without rows, too.
+    first = jnp.minimum(starts[:-1] // _SUM_ROWS, tiles - 1)  # the first tile of each block
+    # Each block gets at least one step, even a block without rows, which must be set to zero.
     visits = jnp.maximum(-(-starts[1:] // _SUM_ROWS) - first, 1)
     ends = jnp.cumsum(visits)
     v = jnp.minimum(jnp.arange(tiles + blocks), ends[-1] - 1)

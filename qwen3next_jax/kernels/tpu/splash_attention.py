@@ -1,4 +1,4 @@
-"""Splash attention, the TPU kernels that come with JAX.
+"""Runs splash attention, the TPU kernels of attention that come with JAX.
 
 B batch, T queries or keys, N query heads, M key/value heads, D head width.
 """
@@ -13,33 +13,40 @@ from qwen3next_jax.ops.blocks import wide
 from qwen3next_jax.ops.compile_target import compile_target
 
 LANES = 128
-SAVED_AXES = (0, 2, 1, 3)  # heads before tokens, as the kernels write their output
-BLOCK, LONG_BLOCK = 512, 1024  # queries and keys of a block
-LONG_BLOCK_BYTES = 512  # of a head, at most, for the long block to fit in VMEM
+SAVED_AXES = (0, 2, 1, 3)  # the kernels write their output with heads before tokens
+BLOCK, LONG_BLOCK = 512, 1024  # the number of queries, and of keys, in a block
+# The long block fits in VMEM if the D channels of one token and head take at most this many bytes.
+LONG_BLOCK_BYTES = 512
 
 
 def supports(q, k, v, split: bool) -> str:
-    """Why the kernels cannot run a call: never, as shapes are padded to whole blocks."""
+    """Returns "": the kernels can run every call, because arrays are padded to whole blocks."""
     return ""
 
 
 def is_default(q, k, v, split: bool) -> bool:
-    """Whether a call that names no implementation runs the kernels: rows of fewer tokens than lanes
-    would be mostly padding.
+    """Whether a call that names no implementation runs the kernels. It does if they get at least
+    LANES tokens; fewer would be mostly padding.
 
     Args:
-      split: whether the sequence is split over a mesh axis; the kernels then get half of a shard.
+      q, k, v: the arrays of the call.
+      split: whether the sequence is split over a mesh axis. The kernels then get half of a shard's
+        tokens at a time.
     """
     return q.shape[1] // (2 if split else 1) >= LANES
 
 
 def block_size(length: int, width: int, itemsize: int) -> int:
-    """Queries and keys of a block. With the long block a key that is read costs a tenth to a
-    quarter fewer cycles and half the copies, but a causal mask leaves out fewer keys, which costs
-    more than that in a short row.
+    """Returns the number of queries, and of keys, in a block.
+
+    With the long block, each key takes a tenth to a quarter fewer cycles and half the copies. But
+    with longer blocks a causal mask excludes fewer whole blocks of keys, and in a short row that
+    costs more than the long block saves.
 
     Args:
-      length: of the padded row. width: D.
+      length: number of tokens of the padded row.
+      width: D.
+      itemsize: bytes of a number.
     """
     long = (
         length >= 4 * LONG_BLOCK
@@ -73,13 +80,15 @@ def _kernel(x, heads: int, length: int, causal: bool, interpret: bool, save_resi
 
 
 def _length(t: int) -> int:
-    """t rounded up to whole lanes, and to whole blocks where there are several."""
+    """Returns t rounded up to a multiple of LANES; if that is more than BLOCK, to a multiple of
+    BLOCK.
+    """
     lanes = -(-t // LANES) * LANES
     return lanes if lanes <= BLOCK else -(-t // BLOCK) * BLOCK
 
 
 def _to_splash(x_BTND):
-    """[B, T, N, D] → [B, N, T, D], both last axes padded."""
+    """Rearranges [B, T, N, D] into [B, N, T, D] and pads T and D."""
     b, t, n, d = x_BTND.shape
     return jnp.pad(x_BTND.swapaxes(1, 2), ((0, 0), (0, 0), (0, _length(t) - t), (0, -d % LANES)))
 
@@ -90,14 +99,14 @@ def _from_splash(x_BNTD, like):
 
 
 def _segments(q, segment_ids, kv_segment_ids, causal):
-    """The ids of queries and keys, padded; no query reads a padding key. None where no ids are
-    needed.
+    """Returns the padded ids of queries and keys, with which no query attends to an added key.
+    Returns None if no ids are needed.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     padding = ((0, 0), (0, _length(q.shape[1]) - q.shape[1]))
     if segment_ids is None:
-        if causal or padding[1] == (0, 0):  # the causal mask hides the padding
+        if causal or padding[1] == (0, 0):  # the causal mask hides the added keys
             return None
         segment_ids = kv_segment_ids = jnp.ones(q.shape[:2], jnp.int32)
     return splash_attention_kernel.SegmentIds(
@@ -107,14 +116,14 @@ def _segments(q, segment_ids, kv_segment_ids, causal):
 
 
 def _mask_scope(causal: bool):
-    """A scope that puts the mask into the kernels' names. The planner reads it there; nothing else
-    in a compiled program says which mask a kernel has.
+    """Returns a scope that adds the kind of mask to the kernels' names. The planner reads it there,
+    because nothing else in a compiled program says which mask a kernel has.
     """
     return jax.named_scope("splash_causal" if causal else "splash_full")
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """As `ops.attention.xla.forward`."""
+    """Computes the same as `ops.attention.xla.forward`."""
     t, n = q.shape[1:3]
     kernel = _kernel(q, n, _length(t), causal, interpret, save_residuals=True)
     inputs = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v)
@@ -126,12 +135,12 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=Fa
 
 
 def _row_backward(kernel):
-    """A function (q, k, v, segments, o, logsumexp, do) → (dq, dk, dv) for one row of the batch,
-    which runs the backward kernels alone.
+    """Returns a function (q, k, v, segments, o, logsumexp, do) → (dq, dk, dv) for one row of the
+    batch, which runs only the backward kernels.
 
-    They have no public name. JAX 0.11.2 and 0.12.0 have them as `_splash_attention_bwd` with the
-    arguments used here. In a JAX that does not, this uses the public gradient, which runs the
-    forward kernel once more.
+    JAX has no public name for these kernels. In JAX 0.11.2 and 0.12.0 `_splash_attention_bwd` runs
+    them and takes the arguments used here. If JAX has no such function, the returned function uses
+    the public gradient, which also runs the forward kernel again.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -165,10 +174,10 @@ def _row_backward(kernel):
 def backward(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
-    """As `ops.attention.xla.backward`."""
+    """Computes the same as `ops.attention.xla.backward`."""
     (t, n), chip = q.shape[1:3], compile_target().tpu
-    # The cores of a chip share only the axes that vmap adds to the backward kernels' grid, so the
-    # heads are split into a part for each core.
+    # The cores of a chip divide among them only those grid axes of the backward kernels that vmap
+    # adds. So the heads are split into one part for each core, and vmap maps over the parts.
     parts = math.gcd(chip.num_cores if chip else 1, k.shape[2])
     length = _length(t)
     row = _row_backward(_kernel(q, n // parts, length, causal, interpret, save_residuals=False))

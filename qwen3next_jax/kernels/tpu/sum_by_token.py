@@ -1,7 +1,7 @@
-"""Sums of rows by token on TPUs: the rows are sorted by token, then `routed_experts.sum_rows` sums
+"""Sums rows by token on TPUs. The rows are sorted by token, then `routed_experts.sum_rows` sums
 them.
 
-N tokens, A choices of each, P rows, D model.
+N tokens, A choices per token, P rows, D model width.
 """
 
 import jax
@@ -11,12 +11,12 @@ from qwen3next_jax.kernels.tpu.routed_experts import sum_rows
 
 
 def supports(rows, shape: tuple[int, int]) -> str:
-    """Why the kernel cannot run a call: never."""
+    """Returns "": the kernel can run every call."""
     return ""
 
 
 def sum_by_token(rows, choice, shape: tuple[int, int], *, interpret: bool = False):
-    """[N, D], as `ops.routed_experts.sum_by_token`."""
+    """Returns [N, D], the result that `ops.routed_experts.sum_by_token` defines."""
     choice = choice.astype(jnp.int32)
     choice, order = jax.lax.sort(
         (choice, jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1, is_stable=False

@@ -1,4 +1,5 @@
-"""Causal grouped-query attention over packed documents, in memory linear in the length.
+"""Causal grouped-query attention over packed documents. Its memory is linear in the length of the
+sequence.
 
 B batch, T time, N query heads, M key/value heads (query head n reads head n // (N // M)), D head
 width.
@@ -25,23 +26,27 @@ def attention(
     implementation: str | None = None,
     axis_name: str | None = None,
 ) -> jax.Array:
-    """softmax(scale · q kᵀ) v over the keys up to the query, with float32 softmax.
+    """Returns softmax(scale · q kᵀ) v, where each query attends to its own token and the tokens
+    before it. The softmax is in float32.
 
     Args:
-      q: [B, T, N, D].
-      k, v: [B, T, M, D] with N % M == 0.
-      segment_ids: [B, T] integers or None: positive and non-decreasing along T, one id per
-        document, 0 for padding at the end. A query sees keys of its own segment only.
-      scale: of the scores; None means D^-1/2.
-      implementation: "xla" (blockwise), "splash" (on a TPU; on a CPU it runs interpreted),
-        "tokamax" (its kernels on an H100 or H200, on a CPU the form in XLA; a training step with
-        them stopped: docs/gpu.md), or None: "splash" on a TPU for rows of at least 128 tokens,
-        "xla" elsewhere.
-      axis_name: inside `shard_map`, the mesh axis over which T is split in order. Every array is
-        then this shard's part, the segment ids are those of the whole row, and T must be even.
+      q: [B, T, N, D] queries.
+      k, v: [B, T, M, D] keys and values, with N % M == 0.
+      segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
+        document, and 0 marks padding at the end. A query attends only to keys of its own segment.
+      scale: factor of the scores; None means D^-1/2.
+      implementation: name of the implementation, or None for the platform's best.
+        "xla": computes attention block by block.
+        "splash": runs JAX's kernels on a TPU; a CPU interprets them.
+        "tokamax": runs tokamax's kernels on an H100 or H200, and the same code as "xla" on a CPU. A
+          training step with these kernels stopped (docs/gpu.md).
+        None: means "splash" on a TPU for rows of at least 128 tokens, "xla" otherwise.
+      axis_name: name of the mesh axis over which T is split in order, for a call inside
+        `shard_map`. Every array is then this shard's part, a document has the same id on every
+        shard, and the shard's T must be even.
 
     Returns:
-      o: [B, T, N, D] in q's dtype. Padding rows are finite and give no gradient to other rows.
+      o: [B, T, N, D] in q's dtype. Rows of padding are finite and give no gradient to other rows.
 
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
@@ -89,7 +94,7 @@ def _operator(options, *inputs):
 
 def _operator_forward(options, *inputs):
     o, logsumexp_BNT = dispatch.forward(options, *inputs)
-    axes = options.saved_axes  # exchanges two axes, or none: it is its own inverse
+    axes = options.saved_axes  # this permutation swaps two axes or none, so it is its own inverse
     o, logsumexp_BNT = blocks.save_for_backward((o.transpose(axes), logsumexp_BNT), "attention")
     o = o.transpose(axes)
     return o, (inputs, o, logsumexp_BNT)

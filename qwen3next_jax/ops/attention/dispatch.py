@@ -1,6 +1,6 @@
-"""The forward and the backward pass of attention by the chosen implementation.
+"""Runs the forward and the backward pass of attention with the chosen implementation.
 
-The custom gradients of `api` and `ring` are made of these passes.
+The functions with custom gradients in `api` and `ring` call these passes.
 
 B batch, T queries, S keys, N query heads, M key/value heads, D head width.
 """
@@ -26,11 +26,13 @@ FORMS = (
 
 
 class Options(NamedTuple):
-    """What is static in one call; hashable.
+    """The static settings of one call. They are hashable.
 
     Attributes:
-      scale: of the scores.
-      causal: whether a query sees only keys up to its own; otherwise all keys of its segment.
+      chosen: the implementation that runs the call.
+      scale: factor of the scores.
+      causal: whether a query attends only to its own token and those before it. If not, it attends
+        to all keys of its segment.
     """
 
     chosen: Chosen
@@ -39,30 +41,33 @@ class Options(NamedTuple):
 
     @property
     def saved_axes(self) -> tuple[int, ...]:
-        """The order of axes in which the output [B, T, N, D] is saved for the backward pass: that
-        of the kernels, so that saving copies nothing.
+        """The order of axes in which the output [B, T, N, D] is saved for the backward pass. It is
+        the order in which the kernels write the output, so that saving it copies nothing.
         """
         return self.chosen.constant("SAVED_AXES", (0, 1, 2, 3))
 
 
 def forward(options: Options, *inputs):
-    """o [B, T, N, D] in q's dtype, and the logsumexp of each query's scores [B, N, T] in float32.
+    """Returns o [B, T, N, D] in q's dtype, and the logsumexp of each query's scores [B, N, T] in
+    float32.
 
     Args:
-      inputs: q [B, T, N, D], k and v [B, S, M, D], segment_ids [B, T] and kv_segment_ids [B, S],
-        both or neither None.
+      inputs: the arrays q [B, T, N, D], k and v [B, S, M, D], segment_ids [B, T] and kv_segment_ids
+        [B, S], in this order. Either both arrays of ids are None or neither is.
     """
     run = options.chosen.function("forward")
     return run(*inputs, scale=options.scale, causal=options.causal)
 
 
 def backward(options: Options, inputs, o, logsumexp_BNT, do):
-    """dq, dk and dv in the shapes of q, k and v.
+    """Returns dq, dk and dv in the shapes of q, k and v.
 
     Args:
-      inputs: as in `forward`. do: [B, T, N, D].
-      o, logsumexp_BNT: what `forward` returned. Those of a softmax over further keys give these
-        keys' part of its gradients.
+      inputs: the arrays that `forward` takes.
+      o, logsumexp_BNT: the results of `forward`. They may also be the results of a softmax over
+        more keys than k; this function then returns the part of that softmax's gradients that k and
+        v contribute.
+      do: [B, T, N, D], the gradient of o.
     """
     run = options.chosen.function("backward")
     return run(*inputs, o, logsumexp_BNT, do, scale=options.scale, causal=options.causal)

@@ -1,19 +1,23 @@
 """Causal attention over a sequence that is split over a mesh axis: ring attention
 (https://arxiv.org/abs/2310.01889) with equal work on every shard.
 
-The row has 2n blocks for n shards. Shard i holds blocks 2i and 2i+1. The causal mask gives late
-queries more keys, so with these blocks the last shard would have twice the average work. Inside
-this operator shard i works on blocks i and 2n-1-i instead; two `ppermute`s before and two after it
-exchange them. Keys and values then go round the ring. With the keys of shard j (blocks j and
-2n-1-j) shard i != j computes two pairs of blocks, each without a mask:
+The tokens of a row are split into 2n blocks for n shards, and shard i holds blocks 2i and 2i+1. The
+causal mask gives later queries more keys, so if each shard computed its own two blocks, the last
+shard would have almost twice the average work. Therefore shard i computes the queries of blocks i
+(its low block) and 2n-1-i (its high block). Two calls of `ppermute` for each array move the blocks
+to these shards, and two more move the outputs back.
 
-    its high block (2n-1-i) with the low keys (j);
-    for j < i its low block (i) with the low keys, for j > i its high block with the high keys
-    (2n-1-j).
+The shards then send their keys and values around a ring. When shard i has received the keys of
+another shard j, which are blocks j (low) and 2n-1-j (high), it computes two pairs of a query block
+and a key block, both without a mask:
 
-With its own keys it computes causal attention over its two blocks one after the other. All of this
-runs by `dispatch`. The results of a query for several blocks of keys are combined by their
-logsumexp. A pair of blocks that share no document is skipped.
+    1. queries of its high block, keys of j's low block;
+    2. if j < i: queries of its low block, keys of j's low block;
+       if j > i: queries of its high block, keys of j's high block.
+
+With its own keys a shard computes causal attention over the concatenation of its two blocks.
+`dispatch` runs each of these computations. A query's results for several blocks of keys are
+combined by their logsumexp. A pair of blocks that share no document is skipped.
 
 B batch, T tokens of a shard, N query heads, M key/value heads, D head width; n shards, i this one.
 """
@@ -28,7 +32,15 @@ from qwen3next_jax.ops.attention import dispatch, xla
 
 
 def attention(options: dispatch.Options, axis_name: str, q, k, v, segment_ids):
-    """o [B, T, N, D] of this shard's queries over the whole row."""
+    """Returns o [B, T, N, D], the attention of this shard's queries to the keys of the whole row.
+
+    Args:
+      options: static settings of the call.
+      axis_name: name of the mesh axis over which T is split.
+      q: [B, T, N, D].
+      k, v: [B, T, M, D].
+      segment_ids: [B, T] or None.
+    """
     n = jax.lax.axis_size(axis_name)
     q, k, v, segment_ids = (
         None if x is None else _to_balanced(x, axis_name, n) for x in (q, k, v, segment_ids)
@@ -40,15 +52,17 @@ def attention(options: dispatch.Options, axis_name: str, q, k, v, segment_ids):
 
 
 def _owners(n: int):
-    """For the even and for the odd blocks a list of (the shard that holds a block, the shard that
-    works on it).
+    """Returns two lists, the first for the even blocks and the second for the odd ones. Each entry
+    is (the shard that holds a block, the shard that works on it).
     """
     worker = lambda block: min(block, 2 * n - 1 - block)
     return tuple([(i, worker(2 * i + odd)) for i in range(n)] for odd in (0, 1))
 
 
 def _to_balanced(x, axis_name, n):
-    """[B, T, ...] blocks 2i, 2i+1 → blocks i, 2n-1-i."""
+    """Exchanges blocks [B, T, ...] between the shards: shard i passes blocks 2i and 2i+1 and gets
+    blocks i and 2n-1-i.
+    """
     even, odd = (
         jax.lax.ppermute(block, axis_name, pairs)
         for block, pairs in zip(jnp.split(x, 2, axis=1), _owners(n))
@@ -68,7 +82,9 @@ def _from_balanced(x, axis_name, n):
 
 
 def _in_order(first, second, axis_name):
-    """Both blocks in order: odd shards exchange them, as their low block i is an odd one."""
+    """Concatenates two blocks, `first` before `second`; on odd shards `second` before `first`,
+    because the low block of an odd shard i, which is block i, is an odd block.
+    """
     swap = jax.lax.axis_index(axis_name) % 2 == 1
     return jnp.concatenate([jnp.where(swap, second, first), jnp.where(swap, first, second)], axis=1)
 
@@ -148,18 +164,22 @@ _ring.defvjp(_ring_forward, _ring_backward)
 
 
 def _around_ring(axis_name, visiting, gradients, result, step):
-    """Sends every shard's `visiting` arrays to every other shard once, and their gradients with
-    them, back to their owner.
+    """Sends every shard's `visiting` arrays around the ring, so that every other shard gets them
+    once. Their gradients follow them and arrive back at the shard that owns the arrays.
 
-    The arrays of the next step are sent before a step computes, so that both happen at once.
+    A shard starts to send the arrays of the next step before it computes the current step, so that
+    the transfer and the computation overlap.
 
     Args:
-      gradients: of this shard's arrays so far.
-      step: (earlier, visiting, result) → (gradients of the visiting arrays, result); `earlier` says
-        whether these arrays come from a shard before this one.
+      axis_name: name of the mesh axis.
+      visiting: this shard's arrays that the others need.
+      gradients: the gradients of this shard's `visiting` arrays before the first step.
+      result: the result of this shard before the first step.
+      step: function (earlier, visiting, result) → (gradients of the visiting arrays, new result).
+        `earlier` is a boolean: whether the visiting arrays belong to a shard before this one.
 
     Returns:
-      The gradients of this shard's arrays, and the result.
+      The sum of the gradients of this shard's arrays, and the result after the last step.
     """
     n, shard = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     send = lambda tree: jax.lax.ppermute(tree, axis_name, [(i, (i + 1) % n) for i in range(n)])
@@ -170,33 +190,42 @@ def _around_ring(axis_name, visiting, gradients, result, step):
         new, result = step(distance <= shard, visiting, result)
         return coming, jax.tree.map(jnp.add, arrived, new), result
 
-    # The last turn sends the visiting arrays once more for nothing: a turn outside the loop would
-    # double the program.
+    # The last turn sends the visiting arrays once more than needed. A last turn outside the loop
+    # would avoid that, but would compile the body of the loop twice.
     _, gradients, result = jax.lax.fori_loop(1, n, turn, (send(visiting), gradients, result))
     return send(gradients), result
 
 
 def _pairs(earlier):
-    """The two pairs (query block, key block) of a step; 0 is the low block, 1 the high one."""
+    """Returns the two pairs (query block, key block) of a step; 0 is the low block and 1 the high
+    one.
+    """
     same = jnp.where(earlier, 0, 1)
     return (1, 0), (same, same)
 
 
 def _if_document_shared(ids, kv_ids, pair, skip, *arguments):
-    """pair(*arguments) where the queries and the keys before them share a document, else
-    skip(*arguments).
+    """Returns pair(*arguments) if any row of the batch has a document with both queries and keys,
+    else skip(*arguments). The block of keys lies before the block of queries.
+
+    Args:
+      ids: [B, T], segment ids of the block of queries; None if a row is one document.
+      kv_ids: [B, T], segment ids of the block of keys.
     """
     if ids is None:
         return pair(*arguments)
-    first_B = ids[:, 0]  # ids do not decrease: only the keys' last document can continue here
+    # Ids do not decrease, so only the last document of the keys can continue in the queries.
+    first_B = ids[:, 0]
     shared = jnp.any((first_B > 0) & (first_B == jnp.max(kv_ids, axis=1)))
     return jax.lax.cond(shared, pair, skip, *arguments)
 
 
 def _combine(done, new):
-    """(o, logsumexp) of a softmax over the keys of both."""
+    """Returns (o, logsumexp) of the softmax over the keys of both `done` and `new`, which are such
+    pairs (o, logsumexp) for separate sets of keys.
+    """
     (o1, l1), (o2, l2) = done, new
-    # A row may see none of the new keys; it has seen its own key before.
+    # A query may attend to none of the new keys. It has already attended to its own key in `done`.
     l2 = jnp.where(l2 == xla.UNSEEN, -jnp.inf, l2)
     top = jnp.maximum(l1, l2)
     weights = jnp.exp(l1 - top), jnp.exp(l2 - top)
@@ -205,7 +234,7 @@ def _combine(done, new):
     return share1 * o1 + share2 * o2, top + jnp.log(total)
 
 
-# ---- the two blocks of a shard, on a leading axis
+# ---- the two blocks of a shard, stacked on a leading axis
 
 
 def _split_blocks(x, axis: int):

@@ -1,9 +1,9 @@
-"""Attention in XLA alone, blockwise with online softmax (FlashAttention,
+"""Attention in XLA alone, computed block by block with online softmax (FlashAttention,
 https://arxiv.org/abs/2205.14135).
 
-B batch, T queries, S keys, N query heads, M key/value heads (query head n reads head n // (N //
-M)), H = N // M query heads of a group, D head width, C queries or keys of a block, L = H · C rows
-of a block of queries.
+B batch, T queries, S keys, N query heads, M key/value heads (query head n reads key/value head
+n // (N // M)), H = N // M query heads per key/value head, D head width, C queries or keys per block,
+L = H · C rows of a block of queries for one key/value head, n number of blocks of queries.
 """
 
 import jax
@@ -11,19 +11,26 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
 
-# Queries and keys of a block, so that its scores stay in cache; measured by
-# benchmarks/attention.py.
+# The number of queries, and of keys, in a block. On a CPU the scores of a block stay in the cache.
+# benchmarks/attention.py measures these sizes.
 CPU_BLOCK = 64
 GPU_BLOCK = 512
-# The score of a pair that the mask hides. It is finite, so that a row without keys stays finite.
+# The score of a query and a key that the mask hides from it. It is finite, so that the output of a
+# query that may attend to no key stays finite.
 _HIDDEN = -1e30
-# The logsumexp of a row that sees no key: its weights are 0 in the backward pass.
+# The logsumexp of a query that may attend to no key. With it all weights of the query,
+# exp(score - logsumexp), are 0 in the backward pass.
 UNSEEN = -_HIDDEN
 
 
 def _plan(block, causal, q, k, segment_ids, kv_segment_ids):
-    """(queries of a block, keys of a block, last visible key of each query, segments of queries,
-    segments of keys); the arrays by block.
+    """Returns how queries and keys are split into blocks, as a tuple of five entries:
+
+    1. the number of queries in a block (C of the queries);
+    2. the number of keys in a block (C of the keys);
+    3. [n, B, C], the index of the last key that each query may attend to;
+    4. [n, B, C], the segment ids of the queries, or None;
+    5. [blocks of keys, B, C], the segment ids of the keys, or None.
     """
     (b, t), s = q.shape[:2], k.shape[1]
     size_q, size_k = min(t, block), min(s, block)
@@ -38,7 +45,7 @@ def _plan(block, causal, q, k, segment_ids, kv_segment_ids):
 
 
 def _query_blocks(q_BTND, groups, size):
-    """[B, T, N, D] → [n, B, M, L, D]."""
+    """Rearranges queries [B, T, N, D] into blocks [n, B, M, L, D]."""
     b, t, n, d = q_BTND.shape
     q_BMHTD = q_BTND.reshape(b, t, groups, n // groups, d).transpose(0, 2, 3, 1, 4)
     x = blocks.to_chunks(q_BMHTD, 3, size)
@@ -53,7 +60,9 @@ def _from_query_blocks(x, t, n):
 
 
 def _visible(position_BC, segment_BC, kv_segment_BC, first_key, size_k):
-    """[B, 1, 1, C, C]: which pairs of a block of queries and one of keys attend."""
+    """Returns booleans [B, 1, 1, C, C]: whether each query of a block (second last axis) may attend
+    to each key of a block (last axis).
+    """
     key = first_key + jnp.arange(size_k, dtype=jnp.int32)
     mask = key[None, None] <= position_BC[:, :, None]
     if segment_BC is not None:
@@ -72,7 +81,9 @@ def _masked_scores(scale, q_BMLD, k_BMCD, mask):
 
 
 def _key_range(position_BC, segment_BC, kv_segments, size_k, keys):
-    """The first block of keys that any query of this block sees, and the one after the last."""
+    """Returns the index of the first block of keys that any query of this block may attend to, and
+    one more than the index of the last such block.
+    """
     last = jnp.minimum(jnp.max(position_BC), keys - 1) // size_k + 1
     if segment_BC is None:
         return 0, last
@@ -83,16 +94,19 @@ def _key_range(position_BC, segment_BC, kv_segments, size_k, keys):
 
 
 def _add(x, j, term):
-    """x[j] += term, in place. `.at[j].add` would be a scatter."""
+    """Returns x with `term` added to x[j]. XLA does this in place, while `.at[j].add` would be a
+    scatter.
+    """
     return jax.lax.dynamic_update_index_in_dim(x, x[j] + term, j, 0)
 
 
 def _finish(o, largest, total):
-    """(o [..., D], logsumexp [...]) of each row.
+    """Returns (o [..., D], logsumexp [...]) of each query from its sums over the keys.
 
     Args:
-      o: [..., D], Σ p v with p = exp(score − largest).
-      largest: [...], the largest score. total: [...], Σ p.
+      o: [..., D], the sum Σ p v over the keys, with p = exp(score − largest).
+      largest: [...], the largest score of the query.
+      total: [...], the sum Σ p over the keys.
     """
     seen = largest > _HIDDEN / 2
     return jnp.where(seen[..., None], o / total[..., None], 0), jnp.where(
@@ -101,14 +115,19 @@ def _finish(o, largest, total):
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
-    """As `dispatch.forward`, in blocks of `block` queries and keys.
+    """Computes `dispatch.forward` in blocks of at most `block` queries and `block` keys.
 
     Args:
-      q: [B, T, N, D]. k, v: [B, S, M, D]. segment_ids: [B, T] or None. kv_segment_ids: [B, S] or
-        None.
+      q: [B, T, N, D].
+      k, v: [B, S, M, D].
+      segment_ids: [B, T] or None.
+      kv_segment_ids: [B, S] or None.
+      scale: factor of the scores.
+      block: largest number of queries, and of keys, in a block.
+      causal: whether a query attends only to its own token and those before it.
 
     Returns:
-      o [B, T, N, D] in q's dtype, and logsumexp [B, N, T] in float32.
+      o [B, T, N, D] in q's dtype, and logsumexp [B, N, T] in float32 (float64 for float64).
     """
     size_q, size_k, position, segment, kv_segment = _plan(
         block, causal, q, k, segment_ids, kv_segment_ids
@@ -159,7 +178,9 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
 
 
 def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, block, causal):
-    """As `dispatch.backward`: dq [B, T, N, D], dk and dv [B, S, M, D], from do [B, T, N, D]."""
+    """Computes `dispatch.backward` in the same blocks: dq [B, T, N, D], dk and dv [B, S, M, D] from
+    do [B, T, N, D].
+    """
     size_q, size_k, position, segment, kv_segment = _plan(
         block, causal, q, k, segment_ids, kv_segment_ids
     )

@@ -1,4 +1,6 @@
-"""The gated delta rule: one public function, several implementations of the same mathematics."""
+"""The gated delta rule: one public function, for which several implementations compute the same
+results.
+"""
 
 from qwen3next_jax.ops.delta_rule.api import gated_delta_rule
 

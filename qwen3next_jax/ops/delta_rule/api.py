@@ -34,9 +34,11 @@ def gated_delta_rule(
     return_all_states: bool = False,
     each: bool = False,
 ):
-    """The gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) over whole sequences.
+    """Applies the gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) to whole
+    sequences.
 
-    Per value head, with S the state [K, V], decay first, then the write, then the read:
+    Each value head has a state S [K, V]. For each token t the state decays, then the token is
+    written into it, then the output is read from it:
 
         S <- exp(g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = K^{-1/2} S^T q_t
 
@@ -74,16 +76,16 @@ def gated_delta_rule(
 
     Returns:
       o: [B, T, H, V] in v's dtype.
-      final_state: [B, H, K, V] float32 (float64 for float64 inputs); with `segment_ids`, that of
-        the last segment.
+      final_state: [B, H, K, V] in float32 (float64 for float64 inputs), the state after the last
+        token. With `segment_ids` it is the state of the last segment.
 
     Raises:
       ValueError: shapes, dtypes or the implementation's name do not fit.
       NotImplementedError: the named implementation cannot run these arrays here.
 
-    Values are checked only where this function is traced under `jax.debug_nans(True)`
-    (`JAX_DEBUG_NANS=1` for a whole process): a g that is positive, infinite or NaN, and ids out of
-    order or after padding, then end the program with a ValueError from a host callback.
+    Values are checked only if this function is traced under `jax.debug_nans(True)`
+    (`JAX_DEBUG_NANS=1` sets it for a whole process). Then a host callback ends the program with a
+    ValueError if g is positive, infinite or NaN, or if ids are out of order or follow padding.
     """
     return_all_states = return_all_states or each
     # NumPy's float64 becomes float32 where x64 is off
@@ -100,7 +102,7 @@ def gated_delta_rule(
         before = context.last_id_before(segment_ids, axis_name)
     if segment_ids is not None:
         segments = chunk_math.encode_segments(segment_ids, before)
-        live = segments[:, :, None] > 0  # a padding row neither decays nor writes
+        live = segments[:, :, None] > 0  # padding neither decays the state nor writes into it
         g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
     x = Inputs(q, k, v, g, beta, segments)
     operator = dispatch.choose_operator(implementation, x, normalize_qk, erase, axis_name)
@@ -169,7 +171,7 @@ def _run_forward(operator: dispatch.Operator, x: Inputs, initial_state):
     o, final, *saved = save_for_backward(
         operator.forward(x, initial_state, inverses=None, save=True)
     )
-    # An empty slice of the initial state carries its dtype.
+    # The empty slice of the initial state tells the backward pass its dtype.
     return (o, final), (x, initial_state[:0], saved)
 
 

@@ -1,12 +1,13 @@
-"""The state pass as an associative scan: one chunk is an affine map of the state, S' = M S + U, and
-affine maps compose.
+"""Computes the state before every chunk with an associative scan. A chunk changes the state by an
+affine map, S' = M S + U, and the composition of affine maps is associative. In the notation of
+`chunk_math`:
 
   M = carry I - K^T rho A beta gamma K     U = K^T rho A beta V
   (M2, U2) after (M1, U1) = (M2 M1, M2 U1 + U2)
 
-`context` composes shards of a sequence across devices in the same way. M stays in float32, because
-it is a product of contractions whose errors compound. A document boundary inside a chunk makes M
-zero: there carry is 0, and rho or gamma is 0 in every row.
+`context` composes the maps of the shards of a sequence in the same way. M stays in float32, because
+it is a product of many matrices and their rounding errors compound. If a document starts inside a
+chunk, M of that chunk is zero: carry is 0, and in every row rho or gamma is 0.
 
 N chunks, B batch, H value heads, C chunk length, K key width, V value width.
 """
@@ -18,7 +19,9 @@ from qwen3next_jax.ops.delta_rule.chunk_math import Chunk, Products, Scaled
 
 
 def compose(first, second, exact: Products):
-    """The affine map `second` after `first`. Each map is (M [..., K, K], U [..., K, V])."""
+    """Returns the affine map that applies `first` and then `second`. Each map is a pair
+    (M [..., K, K], U [..., K, V]).
+    """
     (m1, u1), (m2, u2) = first, second
     return exact.nn(m2, m1), exact.nn(m2, u1) + u2
 
@@ -28,7 +31,7 @@ def _normalised(k):
 
 
 def affine_maps(c: Chunk, exact: Products):
-    """(M [N, B, H, K, K], U [N, B, H, K, V]) of every chunk."""
+    """Returns M [N, B, H, K, K] and U [N, B, H, K, V] of all chunks."""
     k = _normalised(c.k)
     identity = c.decay.carry * jnp.eye(k.shape[-1], dtype=exact.operand)
     k_rho = c.decay.rho * k
@@ -39,12 +42,14 @@ def affine_maps(c: Chunk, exact: Products):
 
 
 def states(maps, first, exact: Products, reverse: bool):
-    """The state that enters every map [N, ...], and the state that leaves the last one.
+    """Applies N maps to a state, one after another. Returns the state before each map,
+    [N, ..., K, V], and the state after all of them, [..., K, V].
 
     Args:
-      maps: (M [N, ..., K, K], U [N, ..., K, V]).
-      first: the state that enters the first map, in reverse the last one.
-      reverse: whether the state passes from the last map to the first.
+      maps: the pair (M [N, ..., K, K], U [N, ..., K, V]).
+      first: [..., K, V], the state before the map that is applied first.
+      exact: the products for composing the maps.
+      reverse: whether the maps are applied from the last one to the first one.
     """
     m, u = jax.lax.associative_scan(lambda a, b: compose(a, b, exact), maps, reverse=reverse)
     after = exact.nn(m, jnp.broadcast_to(first, u.shape)) + u
@@ -54,17 +59,25 @@ def states(maps, first, exact: Products, reverse: bool):
 
 
 def forward_pass(c: Chunk, initial_state, dots: Products, exact: Products):
-    """The state that enters each chunk [N, B, H, K, V], and the final state."""
+    """Returns the state before each chunk, [N, B, H, K, V], and the final state, [B, H, K, V]."""
     return states(affine_maps(c, exact), initial_state, exact, reverse=False)
 
 
 def backward_pass(c: Chunk, po, qo, dfinal, dots: Products, exact: Products):
-    """The gradient of the state that leaves each chunk, and that of the initial state:
+    """Returns the gradient of the state after each chunk, [N, B, H, K, V], and the gradient of the
+    initial state, [B, H, K, V].
+
+    A chunk maps dS', the gradient of the state after it, to dS, that of the state before it:
 
     dS = M^T dS' + (gamma Q)^T dO - (beta gamma K)^T A^T P^T dO.
 
     Args:
-      po: P^T dO. qo: (gamma Q)^T dO.
+      c: the chunks.
+      po: P^T dO, [N, B, H, C, V].
+      qo: (gamma Q)^T dO, [N, B, H, K, V].
+      dfinal: [B, H, K, V], the gradient of the final state.
+      dots: not used here.
+      exact: the products for the maps.
     """
     m, _ = affine_maps(c, exact)
     u = qo

@@ -1,20 +1,26 @@
-"""One chunk of the gated delta rule, forward and backward, as pure functions of arrays.
+"""The forward and backward computation of one chunk of the gated delta rule, as pure functions of
+arrays.
 
-The implementations in XLA are made of these functions (with any leading batch dimensions). The TPU
-kernels share the products, norms and documents, and arrange the rest for two heads at once
-(`kernels/tpu/head_pairs.py`). docs/delta_rule.md derives the formulas and names every product; the
-names here are the same:
+The implementations in XLA call all of these functions, with any leading batch dimensions. The TPU
+kernels use the functions for products, norms and documents, and compute the rest for two heads at
+once (`kernels/tpu/head_pairs.py`). docs/delta_rule.md derives the formulas. The names are the same
+there and here, where row i is the chunk's token i:
 
-  gamma  decay from the chunk's start to row i     rho    decay from row i to the chunk's end
-  pair   decay from row j to row i, i >= j         carry  decay over the whole chunk
-  A = (I + L)^{-1}, L the strictly lower part of beta (K K^T) * pair
-  P = (Q K^T) * pair
-  written = V' = A R, with R = beta (V - gamma K S)
+  gamma    [C, 1]  decay from the chunk's start to row i
+  rho      [C, 1]  decay from row i to the chunk's end
+  pair     [C, C]  decay from row j to row i, for i >= j
+  carry    [1, 1]  decay over the whole chunk
+  L        [C, C]  the strictly lower part of beta (K K^T) * pair
+  A        [C, C]  (I + L)^{-1}
+  P        [C, C]  (Q K^T) * pair
+  S        [K, V]  the state before the chunk; S' is the state after it
+  R        [C, V]  beta (V - gamma K S)
+  V'       [C, V]  A R, what the chunk writes into the state; `written` in the code
 
-q arrives multiplied by K^{-1/2} (and by zero on padding rows), so that no scale appears below.
+Q has been multiplied by K^{-1/2} (and is zero for padding), so the formulas below have no scale.
 
-C chunk length, K key width, V value width; a 1 is a row or column kept for broadcasting; `...`
-leading batch dimensions.
+C chunk length, K key width, V value width, 1 an axis that is kept for broadcasting, `...` leading
+batch dimensions.
 """
 
 import typing
@@ -29,24 +35,26 @@ NORM_EPSILON = 1e-6
 
 
 def indices(rows: int, columns: int):
-    """[rows, columns] the number of the row and of the column."""
+    """Returns two arrays [rows, columns]: the index of the row and the index of the column."""
     return tuple(jax.lax.broadcasted_iota(jnp.int32, (rows, columns), axis) for axis in (0, 1))
 
 
 def split_precision(x, operand):
-    """Arrays of the dtype `operand` whose sum is x: x itself, or, where `operand` is narrower, x
-    rounded to it and the rounded remainder.
+    """Returns a tuple of arrays of dtype `operand` whose sum is x. If `operand` is x's dtype, the
+    tuple is (x,). If `operand` is narrower, the tuple has x rounded to `operand` and the remainder
+    rounded to `operand`; their sum is then x up to the rounding of the remainder.
     """
     high = x.astype(operand)
     return (high,) if operand == x.dtype else (high, (x - high.astype(x.dtype)).astype(operand))
 
 
 def stack_for_product(x_parts, y_parts, x_axis: int, y_axis: int):
-    """Two operands whose one product is the sum of the products of all pairs of parts, but the
-    pair of two remainders.
+    """Returns two operands whose product is the sum of the products of all pairs of a part of x and
+    a part of y, without the pair of the two remainders.
 
-    The parts (`split_precision`) are concatenated along the contracted axes, `x_axis` of x and
-    `y_axis` of y.
+    Args:
+      x_parts, y_parts: the parts of x and y, which `split_precision` returns.
+      x_axis, y_axis: the contracted axes of x and y, along which the parts are concatenated.
     """
     pairs = [(x, y) for i, x in enumerate(x_parts) for j, y in enumerate(y_parts) if i + j < 2]
     x, y = zip(*pairs)
@@ -66,17 +74,17 @@ def _dot(x, y, x_dim: int, y_dim: int, precision=None):
 
 
 class Scaled(typing.NamedTuple):
-    """A matrix whose rows are still to be multiplied by one number each: the unscaled rows, and the
-    numbers as a column and as a row.
+    """A matrix in two factors: the unscaled rows, and one number for each row by which it has to be
+    multiplied.
 
-    For bfloat16 the norms of q and k stay outside the products: a normalised key that is rounded
-    to bfloat16 no longer has length one, and with repeated keys that error compounds, while the
-    unscaled key is exact.
+    bfloat16 q and k are represented like this, so that products take the unscaled rows, which are
+    exact. A normalised key that is rounded to bfloat16 no longer has length one, and with repeated
+    keys that error compounds.
     """
 
-    raw: jax.Array  # [..., C, K]
-    column: jax.Array  # [..., C, 1]
-    row: jax.Array  # [..., 1, C]
+    raw: jax.Array  # [..., C, K], the unscaled rows
+    column: jax.Array  # [..., C, 1], the numbers as a column
+    row: jax.Array  # [..., 1, C], the same numbers as a row
 
     @property
     def shape(self):
@@ -84,17 +92,17 @@ class Scaled(typing.NamedTuple):
 
 
 class Products(typing.NamedTuple):
-    """Matrix products that cast their operands and accumulate in float32 at least. Either operand
-    may be `Scaled`.
+    """Matrix products that cast their operands to one dtype and accumulate in float32 or float64.
+    The operands may be `Scaled`; in `nt` both operands are `Scaled` or neither is.
+
+    With the argument `fine`, and if `operand` is bfloat16, a product splits its right operand (`nt`
+    splits both) into two bfloat16 parts (`split_precision`). Use it if terms may cancel in the sums
+    that follow.
 
     Attributes:
-      operand: the dtype of the operands.
-      copies: whether `tn` may write x^T to memory. On CPU, XLA gives only products over the left
-        operand's last axis to its fast library, which takes half of the time.
-
-    The argument `fine` of a product splits its right operand (`nt`: both) in two bfloat16 parts
-    (`split_precision`) where `operand` is bfloat16: use it where terms may cancel in the sums that
-    follow.
+      operand: the dtype to which operands are cast.
+      copies: whether `tn` may write x^T to memory. On CPU, XLA passes only products that contract
+        the left operand's last axis to its fast library, which halves their time.
     """
 
     operand: typing.Any
@@ -154,14 +162,16 @@ class Products(typing.NamedTuple):
 
 
 def rows_dot(x, y):
-    """[..., C, 1]: the inner product of each row of x (maybe `Scaled`) with the same row of y."""
+    """Returns [..., C, 1], the inner product of each row of x with the same row of y. x may be
+    `Scaled`.
+    """
     if isinstance(x, Scaled):
         return x.column * jnp.sum(x.raw.astype(y.dtype) * y, axis=-1, keepdims=True)
     return jnp.sum(x * y, axis=-1, keepdims=True)
 
 
 def lower_mask(size: int, strict: bool = False):
-    """[size, size] booleans: row >= column, or row > column."""
+    """Returns booleans [size, size]: row >= column, or row > column if `strict`."""
     row, column = indices(size, size)
     return row > column if strict else row >= column
 
@@ -170,14 +180,16 @@ def lower_mask(size: int, strict: bool = False):
 
 
 def encode_segments(segment_ids, before=None):
-    """Signed ids [B, T] of ids [B, T] with 0 for padding at the end: a padding row gets minus the
-    id of the last document.
+    """Returns signed ids [B, T] for `segment_ids` [B, T], which has 0 for padding at the end. A token
+    keeps the id of its document, and padding gets minus the id of the last document.
 
-    |id| then says which state a row belongs to, and the sign whether the row is a token.
+    The absolute value says to which document's state the position belongs, and the sign says
+    whether the position holds a token.
 
     Args:
-      before: [B], the id of the last document that started before these rows; None where they are
-        the first of their sequence.
+      segment_ids: [B, T] integers.
+      before: [B], the id of the last document that started before these T positions; None if
+        nothing precedes them.
     """
     ids = segment_ids.astype(jnp.int32)
     last = jnp.maximum(
@@ -187,9 +199,9 @@ def encode_segments(segment_ids, before=None):
 
 
 def document_index(signed_chunks):
-    """The index of each row's document inside its chunk, from signed ids [N, B, C]. 0 is the
-    document of the state that enters the chunk; the state that enters the first chunk belongs to
-    the first document.
+    """Returns [N, B, C], the index of each row's document inside its chunk, from signed ids
+    [N, B, C]. Index 0 is the document to which the state before the chunk belongs. The state before
+    the first chunk belongs to the first document.
     """
     ids = jnp.abs(signed_chunks)
     incoming = jnp.concatenate([ids[:1, :, :1], ids[:-1, :, -1:]])
@@ -197,24 +209,26 @@ def document_index(signed_chunks):
 
 
 def inverse_root(squares):
-    """rsqrt(squares + 1e-6)."""
+    """Returns rsqrt(squares + 1e-6)."""
     return jax.lax.rsqrt(squares + NORM_EPSILON)
 
 
 def inverse_norm(x):
-    """[..., 1] rsqrt(sum x^2 + 1e-6)."""
+    """Returns [..., 1], rsqrt(sum x^2 + 1e-6) with the sum over the last axis."""
     return inverse_root(jnp.sum(x * x, axis=-1, keepdims=True))
 
 
 def inverse_norm_backward(dy, x, scale):
-    """The gradient of x for y = x * inverse_norm(x). `scale` is inverse_norm(x)."""
+    """Returns the gradient of x, given the gradient dy of y = x * inverse_norm(x). `scale` is
+    inverse_norm(x).
+    """
     y = x * scale
     return scale * (dy - y * jnp.sum(dy * y, axis=-1, keepdims=True))
 
 
 def scales(q, k, normalize: bool):
-    """Two arrays [..., 1] of what the rows of q and k are multiplied by: the inverse of their L2
-    norm if `normalize`, and for q also K^{-1/2}.
+    """Returns two arrays [..., 1], the numbers by which the rows of q and of k have to be multiplied:
+    the inverse of their L2 norm if `normalize`, else 1; that of q also has the factor K^{-1/2}.
     """
     if not normalize:
         one = jnp.ones((), q.dtype)
@@ -228,7 +242,7 @@ def scales(q, k, normalize: bool):
 
 
 class Decay(typing.NamedTuple):
-    """The decays inside a chunk; the file's legend says from where to where."""
+    """The decays inside a chunk, which the docstring of this module defines."""
 
     pair: jax.Array  # [..., C, C], zero above the diagonal and across documents
     gamma: jax.Array  # [..., C, 1]
@@ -237,21 +251,25 @@ class Decay(typing.NamedTuple):
 
 
 class Documents(typing.NamedTuple):
-    """The index of each row's document inside its chunk (`document_index`), as a column and as a
-    row, and that of the last row.
-    """
+    """The indices that `document_index` returns for the rows of a chunk."""
 
-    column: jax.Array  # [..., C, 1]
-    row: jax.Array  # [..., 1, C]
-    last: jax.Array  # [..., 1, 1]
+    column: jax.Array  # [..., C, 1], the indices as a column
+    row: jax.Array  # [..., 1, C], the same indices as a row
+    last: jax.Array  # [..., 1, 1], the index of the last row
 
 
 def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
-    """The four decays of a chunk from the inclusive running sum of g, given as a column, as a row
-    and as its last entry.
+    """Returns the four decays of a chunk.
 
-    The exponent is masked, and not the result, whose gradient would be NaN. It is never split into
-    a product of two exponentials, because |total| can pass 1000.
+    The mask is applied to the exponent. If it were applied to the exponential, the gradient would
+    be NaN. A decay is never computed as a product of two exponentials, because the absolute value
+    of an exponent can be greater than 1000.
+
+    Args:
+      total_C1: [..., C, 1], the inclusive running sum of g, as a column.
+      total_1C: [..., 1, C], the same sum as a row.
+      total_11: [..., 1, 1], its last entry.
+      documents: the documents of the rows; None if there is only one.
     """
     mask = lower_mask(total_C1.shape[-2])
     gamma, rho, carry = total_C1, total_11 - total_C1, total_11
@@ -265,39 +283,42 @@ def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
 
 
 class Chunk(typing.NamedTuple):
-    """A chunk's inputs by head, and what every pass over them needs."""
+    """A chunk's inputs for each value head, and the matrices that every pass over them needs."""
 
-    q: jax.Array | Scaled  # [..., C, K] normalised, scaled, zero on padding rows
-    k: jax.Array | Scaled  # [..., C, K] normalised
+    q: jax.Array | Scaled  # [..., C, K], normalised, times K^{-1/2}, zero for padding
+    k: jax.Array | Scaled  # [..., C, K], normalised
     v: jax.Array  # [..., C, V]
     beta: jax.Array  # [..., C, 1]
     decay: Decay
-    kk: jax.Array  # K K^T [..., C, C]
-    qk: jax.Array  # Q K^T [..., C, C]
-    inverse: jax.Array | None  # A [..., C, C]; None without the delta term
-    p: jax.Array  # P [..., C, C]
+    kk: jax.Array  # [..., C, C], K K^T
+    qk: jax.Array  # [..., C, C], Q K^T
+    inverse: jax.Array | None  # [..., C, C], A; None without the delta term
+    p: jax.Array  # [..., C, C], P
 
 
 # ---- forward
 
 
 def interaction(kk_CC, beta_C1, d: Decay):
-    """L: how much of the write at row j the write at row i subtracts."""
+    """Returns L, whose entry (i, j) says how much of the write of row j the write of row i subtracts.
+    """
     return jnp.where(lower_mask(kk_CC.shape[-1], strict=True), beta_C1 * kk_CC * d.pair, 0)
 
 
 def prediction_error(v_CV, ks_CV, d: Decay):
-    """V - gamma K S, the part of the values that the incoming state does not hold."""
+    """Returns V - gamma K S, the difference between the values and what the state before the chunk
+    returns for their keys. `ks_CV` is K S.
+    """
     return v_CV - d.gamma * ks_CV
 
 
 def next_state(state_KV, k_CK, written_CV, d: Decay, dots: Products):
-    """S' = carry S + K^T (rho V')."""
+    """Returns S' = carry S + K^T (rho V')."""
     return d.carry * state_KV + dots.tn(k_CK, d.rho * written_CV, fine=True)
 
 
 def output(qs_CV, p_CC, written_CV, d: Decay, dots: Products):
-    """O = gamma (Q S) + P V'."""
+    """Returns O = gamma (Q S) + P V'. `qs_CV` is Q S."""
     return d.gamma * qs_CV + dots.nn(p_CC, written_CV, fine=True)
 
 
@@ -305,7 +326,7 @@ def output(qs_CV, p_CC, written_CV, d: Decay, dots: Products):
 
 
 class Gradients(typing.NamedTuple):
-    """Of one chunk's inputs."""
+    """The gradients of one chunk's inputs."""
 
     q: jax.Array  # [..., C, K]
     k: jax.Array  # [..., C, K]
@@ -315,16 +336,20 @@ class Gradients(typing.NamedTuple):
 
 
 def written_backward(po_CV, k_CK, dstate_KV, d: Decay, dots: Products):
-    """dV' = P^T dO + rho (K dS'). `po_CV` is P^T dO."""
+    """Returns dV' = P^T dO + rho (K dS'). `po_CV` is P^T dO and `dstate_KV` is dS'."""
     return po_CV + d.rho * dots.nn(k_CK, dstate_KV)
 
 
 def state_backward(qo_KV, k_CK, x_CV, dstate_KV, d: Decay, dots: Products):
-    """dS = carry dS' + (gamma Q)^T dO - K^T X.
+    """Returns dS = carry dS' + (gamma Q)^T dO - K^T X.
 
     Args:
       qo_KV: (gamma Q)^T dO.
+      k_CK: K.
       x_CV: X = beta gamma dR; None without the delta term.
+      dstate_KV: dS'.
+      d: the decays.
+      dots: the products.
     """
     dstate = d.carry * dstate_KV + qo_KV
     return dstate if x_CV is None else dstate - dots.tn(k_CK, x_CV)
@@ -333,12 +358,18 @@ def state_backward(qo_KV, k_CK, x_CV, dstate_KV, d: Decay, dots: Products):
 def chunk_gradients(
     c: Chunk, error_CV, written_CV, dr_CV, x_CV, state_KV, dstate_KV, do_CV, dots: Products
 ) -> Gradients:
-    """The gradients of one chunk's inputs, once those of the states are known.
+    """Returns the gradients of one chunk's inputs, given the gradient of the state after it.
 
     Args:
+      c: the chunk.
       error_CV: V - gamma K S, or V without the delta term.
-      written_CV: V'. dr_CV: dR. x_CV: X, as in `state_backward`. do_CV: dO.
-      state_KV: S, the state that enters. dstate_KV: dS', the gradient of the state that leaves.
+      written_CV: V'.
+      dr_CV: dR.
+      x_CV: X = beta gamma dR; None without the delta term.
+      state_KV: S, the state before the chunk.
+      dstate_KV: dS', the gradient of the state after the chunk.
+      do_CV: dO.
+      dots: the products.
     """
     q_CK, k_CK, beta_C1, d = c.q, c.k, c.beta, c.decay
     strict = lower_mask(q_CK.shape[-2], strict=True)
@@ -367,15 +398,16 @@ def chunk_gradients(
 
 
 def decay_gradient(pairs_CC, enter_C1, leave_C1):
-    """dg_t = sum_{i>=t>j} pairs_ij + sum_{i>=t} enter_i + sum_{i<t} leave_i, as a row [..., 1, C].
+    """Returns dg_t = sum_{i>=t>j} pairs_ij + sum_{i>=t} enter_i + sum_{i<t} leave_i, as a row
+    [..., 1, C].
 
-    The rectangle is summed entry by entry, because differences of row and column sums cancel
-    catastrophically.
+    The first sum adds up the entries themselves. Differences of running sums over rows and columns
+    would take less work, but would cancel catastrophically.
     """
     size = pairs_CC.shape[-1]
     lower, strict = lower_mask(size), lower_mask(size, strict=True)
     pairs_CC = jnp.where(strict, pairs_CC, 0)
-    before_CC = jax.lax.dot_general(  # row i, column t: the sum over columns j < t
+    before_CC = jax.lax.dot_general(  # entry (i, t) is the sum of pairs_ij over j < t
         pairs_CC,
         strict.astype(pairs_CC.dtype),
         (((pairs_CC.ndim - 1,), (1,)), ((), ())),

@@ -1,15 +1,15 @@
-"""The chunked form of the gated delta rule in XLA: what lies inside the chunks is computed for all
-of them at once, then the state passes over them.
+"""The chunked form of the gated delta rule in XLA. The matrices inside the chunks are computed for
+all chunks at once; then the state passes from chunk to chunk.
 
-Forward and backward pass are explicit (docs/delta_rule.md); `api` wires them into one
-`jax.custom_vjp`. Saved for the backward pass are the inputs, the state at the start of every chunk
-(in the inputs' dtype) and the chunks' inverses: per head O(T (K + V + C)) numbers and one state a
-chunk. Everything else is recomputed.
+The forward and the backward pass are written out (docs/delta_rule.md), and `api` combines them in
+one `jax.custom_vjp`. The arrays saved for the backward pass are the inputs, the state before every
+chunk (in the inputs' dtype) and the chunks' inverses: per head O(T (K + V + C)) numbers and one
+state per chunk. The backward pass recomputes everything else.
 
-The state pass is a `lax.scan` (the implementation "chunked") or a `lax.associative_scan` over the
-chunks' affine maps ("associative"). `forward_in_blocks` and `backward_in_blocks` take a long
-sequence a few chunks at a time, so that the intermediate arrays stay in a CPU's caches, or take
-a small part of an accelerator's memory.
+The state pass is a `lax.scan` over the chunks in the implementation "chunked", and a
+`lax.associative_scan` over the chunks' affine maps in the implementation "associative".
+`forward_in_blocks` and `backward_in_blocks` compute a long sequence a few chunks at a time, so that
+the intermediate arrays stay in a CPU's caches, or take a small part of an accelerator's memory.
 
 The functions that `dispatch` lists have the arguments and results of `interface.Implementation`.
 
@@ -28,20 +28,25 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 
 class BlockLimits(typing.NamedTuple):
-    """How many chunks are computed at once, as a block.
+    """How many chunks are computed at once, as one block. Here `width` is the larger of K and V.
 
-    single_chunk: multiply-adds of a product of [B, H, C, C] and [B, H, C, width] from which a
-      chunk is a block of its own, whose state pass is no loop.
-    elements: of the [B, H, C, width] arrays of a block of smaller chunks, at most.
+    Attributes:
+      single_chunk: the number of multiply-adds of a product of arrays [B, H, C, C] and
+        [B, H, C, width] from which every block has a single chunk. The state pass of such a block
+        needs no loop.
+      elements: the largest number of elements of the array [B, H, C, width] of all chunks in a
+        block together, for blocks of several chunks.
     """
 
     single_chunk: int
     elements: int
 
 
-# Arrays of 0.5 MB in float32: a core's caches hold a few of them. Every block costs something, too.
+# Arrays take up to 0.5 MB in float32, and a core's caches hold a few of them. Smaller blocks would
+# cost more time, because every block has a fixed cost.
 CPU_LIMITS = BlockLimits(1 << 21, 1 << 17)
-# 64 MB in float32: thousands of chunks' products at once, while some thirty such arrays live.
+# Arrays take up to 64 MB in float32. A batched product then covers thousands of chunks, and about
+# thirty such arrays are in memory at the same time.
 LIMITS = BlockLimits(1 << 30, 1 << 24)
 
 
@@ -49,7 +54,9 @@ LIMITS = BlockLimits(1 << 30, 1 << 24)
 
 
 def forward(x: Inputs, initial_state, inverses, settings: Settings, *, save: bool, parallel: bool):
-    """`Implementation.forward`. `parallel`: the state pass is an associative scan."""
+    """Computes `Implementation.forward`. `parallel` says whether the state pass is an associative
+    scan.
+    """
     c, dots, exact = _prepare_chunks(x, inverses, settings)
     states, written, final = _state_pass(
         c, initial_state.astype(exact.operand), dots, exact, parallel
@@ -62,12 +69,14 @@ def forward(x: Inputs, initial_state, inverses, settings: Settings, *, save: boo
 
 
 def affine_map(x: Inputs, initial_state, settings: Settings, *, parallel: bool):
-    """`Implementation.affine_map`. `parallel`: the state pass is an associative scan."""
+    """Computes `Implementation.affine_map`. `parallel` says whether the state pass is an associative
+    scan.
+    """
     c, dots, exact = _prepare_chunks(x, None, settings)
     key, value = x.q.shape[-1], x.v.shape[-1]
     identity = jnp.broadcast_to(jnp.eye(key, dtype=exact.operand), (*initial_state.shape[:-1], key))
-    # M is the final state of a call whose values are zero and whose initial state is I: it takes K
-    # more columns of the same state pass.
+    # M is the final state of a call whose values are zero and whose initial state is the identity.
+    # It is computed in K more columns of the same state pass.
     c = c._replace(v=jnp.pad(c.v, [(0, 0)] * 4 + [(0, key)]))
     state = jnp.concatenate([initial_state.astype(exact.operand), identity], axis=-1)
     states, written, final = _state_pass(c, state, dots, exact, parallel)
@@ -78,16 +87,20 @@ def affine_map(x: Inputs, initial_state, settings: Settings, *, parallel: bool):
 
 
 def map_gradient(r, do):
-    """The gradient of S where o = o0 + r S: r^T dO over all tokens, [B, H, K, V].
+    """Returns the gradient of S for o = o0 + r S, which is r^T dO summed over all tokens,
+    [B, H, K, V].
 
     Args:
-      r: [N, B, H, C, K], as `affine_map` returns it. do: [B, T, H, V].
+      r: [N, B, H, C, K], the r that `affine_map` returns.
+      do: [B, T, H, V], the gradient of o.
     """
     return jnp.sum(Products(r.dtype).tn(r, _to_chunks(do.astype(r.dtype), r.shape[3])), axis=0)
 
 
 def backward(x: Inputs, states, inverses, do, dfinal, settings: Settings, *, parallel: bool):
-    """`Implementation.backward`. `parallel`: the state pass is an associative scan."""
+    """Computes `Implementation.backward`. `parallel` says whether the state pass is an associative
+    scan.
+    """
     c, dots, exact = _prepare_chunks(x, inverses, settings)
     q, k, v, *_, segments = x
     states = states.astype(exact.operand)
@@ -106,13 +119,13 @@ def backward(x: Inputs, states, inverses, do, dfinal, settings: Settings, *, par
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg, dbeta, dinitial
 
 
-# ---- the same, a block of chunks at a time
+# ---- the forward and backward passes, one block of chunks after another
 
 
 def forward_in_blocks(
     x: Inputs, initial_state, inverses, settings: Settings, *, save: bool, limits: BlockLimits
 ):
-    """`Implementation.forward`, one block of chunks after another."""
+    """Computes `Implementation.forward`, one block of chunks after another."""
     size, time = settings.chunk_size, x.v.shape[1]
     chunks = _chunks_of_a_block(limits, x, size)
     if chunks * size >= time:
@@ -135,7 +148,7 @@ def forward_in_blocks(
 def backward_in_blocks(
     x: Inputs, states, inverses, do, dfinal, settings: Settings, *, limits: BlockLimits
 ):
-    """`Implementation.backward`, one block of chunks after another, the last one first."""
+    """Computes `Implementation.backward`, one block of chunks after another, the last block first."""
     size, time = settings.chunk_size, x.v.shape[1]
     chunks = _chunks_of_a_block(limits, x, size)
     if chunks * size >= time:
@@ -157,8 +170,13 @@ def backward_in_blocks(
 
 
 def _chunks_of_a_block(limits: BlockLimits, x: Inputs, size: int) -> int:
-    """The number of chunks in a block, such that all blocks have one length; the last may be
-    padded.
+    """Returns the number of chunks in a block, which is the same for all blocks; the last block may
+    be padded.
+
+    Args:
+      limits: the limits of a block.
+      x: the arrays with a time axis.
+      size: C.
     """
     batch, time, heads, value = x.v.shape
     chunks = -(-time // size)
@@ -171,10 +189,11 @@ def _chunks_of_a_block(limits: BlockLimits, x: Inputs, size: int) -> int:
 
 
 def _split_inputs(x: Inputs, length: int):
-    """(the inputs of every block [blocks, B, length, …]; for every block whether its first token
-    continues the document before it [blocks, B], None without documents).
+    """Splits the inputs into blocks of `length` tokens. Returns the inputs as [blocks, B, length, …]
+    and booleans [blocks, B]: whether the first token of the block belongs to the same document as
+    the token before it (None if there are no documents).
 
-    The rows of zeros that fill up the last block neither decay nor write nor read.
+    The padding of the last block is zero, so it does not change the state.
     """
     block_inputs = blocks.to_chunks(x._replace(segments=None), 1, length)
     if x.segments is None:
@@ -188,10 +207,13 @@ def _split_inputs(x: Inputs, length: int):
 
 
 def zero_unless_continued(continues_B, state_BHKV):
-    """The state [B, H, K, V], set to zero where the next token begins another document.
+    """Returns the state [B, H, K, V], set to zero in those rows of the batch where the next token
+    starts another document.
 
     Args:
-      continues_B: [B] whether the next token continues the document; None: all do.
+      continues_B: [B] booleans, whether the next token continues the document; None if it does so
+        in all rows.
+      state_BHKV: [B, H, K, V], the state before the next token.
     """
     if continues_B is None:
         return state_BHKV
@@ -204,15 +226,15 @@ def zero_unless_continued(continues_B, state_BHKV):
 def _prepare_chunks(
     x: Inputs, known_inverses, settings: Settings
 ) -> tuple[Chunk, Products, Products]:
-    """All chunks [N, B, H, …], the products with operands in the inputs' dtype, and those in
-    float32 at least.
+    """Returns all chunks [N, B, H, …], the products whose operands are cast to v's dtype, and the
+    products whose operands are float32 (float64 for float64 inputs).
     """
     q, k, v, g, beta, segments = x
     size, operand, heads = settings.chunk_size, v.dtype, v.shape[2]
     dtype = jnp.promote_types(jnp.float32, operand)
     dots, exact = Products(operand, copies=True), Products(dtype, copies=True)
     scales = chunk_math.scales(q.astype(dtype), k.astype(dtype), settings.normalize_qk)
-    unscaled = operand == jnp.bfloat16  # then the norms stay outside the products
+    unscaled = operand == jnp.bfloat16  # products then take unscaled rows, see `Scaled`
     q_, k_ = (
         _scaled(_to_chunks(x, size), _to_chunks(scale, size))
         if unscaled
@@ -245,7 +267,9 @@ def _prepare_chunks(
 
 
 def _documents(segments, size: int):
-    """The documents of the rows of every chunk, and whether each row is a token [N, B, 1, C, 1]."""
+    """Returns the documents of the rows of every chunk, and booleans [N, B, 1, C, 1]: whether the
+    row is a token (not padding).
+    """
     signed = _to_chunks(segments[:, :, None], size, "edge")  # [N, B, 1, C]
     index = chunk_math.document_index(signed[:, :, 0])[:, :, None]
     documents = Documents(index[..., None], index[..., None, :], index[..., -1:, None])
@@ -253,7 +277,8 @@ def _documents(segments, size: int):
 
 
 def _to_chunks(x, size: int, mode: str = "constant"):
-    """[B, T, heads, ...] to [N, B, heads, C, ...], T padded to a multiple of C."""
+    """Rearranges [B, T, heads, ...] into [N, B, heads, C, ...]; pads T to a multiple of C = `size`.
+    """
     return jnp.swapaxes(blocks.to_chunks(x, 1, size, mode), 2, 3)
 
 
@@ -267,8 +292,8 @@ def _scaled(raw, column):
 
 
 def _to_head_pairs(a_NBHCC):
-    """The inverses in the shape in which the TPU kernels save them, [N, B, ceil(H / 2), C, 2C]: the
-    same numbers in the same order.
+    """Reshapes the inverses [N, B, H, C, C] to [N, B, ceil(H / 2), C, 2C], the shape that all
+    implementations save. The numbers keep their order in memory.
     """
     if a_NBHCC is None:
         return None
@@ -283,12 +308,12 @@ def _from_head_pairs(a, heads: int):
     return a.reshape(count, batch, -1, size, size)[:, :, :heads]
 
 
-# ---- the state over the chunks
+# ---- the passes of the state from chunk to chunk
 
 
 def _written(c: Chunk, state, dots: Products, exact: Products):
-    """V', and the error V - gamma K S that it is made of; without the delta term V' = beta V, and
-    V stands for the error.
+    """Returns V' and the error V - gamma K S from which it is computed. Without the delta term it
+    returns beta V and V.
     """
     if c.inverse is None:
         return c.beta * c.v, c.v
@@ -297,12 +322,14 @@ def _written(c: Chunk, state, dots: Products, exact: Products):
 
 
 def _without_pairs(c: Chunk) -> Chunk:
-    """What a step of the state pass reads: a scan would slice the rest for nothing."""
+    """Returns the chunk without the arrays that a step of the state pass does not read, so that the
+    scan does not slice them.
+    """
     return c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
 
 
 def _state_pass(c: Chunk, initial_state, dots: Products, exact: Products, parallel: bool):
-    """The state that enters each chunk, V' of each chunk, and the final state."""
+    """Returns the state before each chunk, V' of each chunk, and the final state."""
     if parallel:
         states, final = associative.forward_pass(c, initial_state, dots, exact)
         return states, _written(c, states, dots, exact)[0], final
@@ -316,8 +343,8 @@ def _state_pass(c: Chunk, initial_state, dots: Products, exact: Products, parall
 
 
 def _state_pass_backward(c: Chunk, do, dfinal, dots: Products, exact: Products, parallel: bool):
-    """The gradient of the state that leaves each chunk, dR and X of each chunk, and the gradient of
-    the initial state.
+    """Returns the gradient of the state after each chunk, dR and X of each chunk, and the gradient
+    of the initial state.
     """
     po, qo = dots.tn(c.p, do), dots.tn(c.q, c.decay.gamma * do)
     if parallel:
@@ -340,7 +367,7 @@ def _state_pass_backward(c: Chunk, do, dfinal, dots: Products, exact: Products, 
 
 
 def _residual_backward(c: Chunk, dwritten, exact: Products):
-    """dR = A^T dV' and X = beta gamma dR; without the delta term dV' and None."""
+    """Returns dR = A^T dV' and X = beta gamma dR. Without the delta term it returns dV' and None."""
     if c.inverse is None:
         return dwritten, None
     dr = exact.tn(c.inverse, dwritten)
@@ -348,8 +375,9 @@ def _residual_backward(c: Chunk, dwritten, exact: Products):
 
 
 def _prepare_backward(dq_BTHK, dk_BTHK, q_BTGK, k_BTGK, normalize: bool):
-    """The gradients of q and k [B, T, G, K] from those of the prepared ones: summed over the value
-    heads of each key head, then through the norm and the scale of q.
+    """Returns the gradients of q and k [B, T, G, K] from the gradients of the normalised and scaled
+    q and k of each value head. It sums over the value heads of each key head, then multiplies by
+    the scale of q and, if `normalize`, applies the gradient of the norm.
     """
     batch, time, groups, width = q_BTGK.shape
     dq, dk = (x.reshape(batch, time, groups, -1, width).sum(axis=3) for x in (dq_BTHK, dk_BTHK))

@@ -1,17 +1,18 @@
-"""The gated delta rule over a sequence split over a mesh axis.
+"""The gated delta rule over a sequence that is split over a mesh axis.
 
-The tokens of a shard change the state that enters it by an affine map, S' = U + M S, and their
-outputs depend on that state linearly, o = o0 + r S. The steps are
+Let S be the state before a shard's first token. The state after its last token is S' = U + M S, and
+its outputs are o = o0 + r S, where U, M, o0 and r do not depend on S. The steps are:
 
-    1. every shard computes U, M, r and the inverses of its chunks in one pass (`affine_map`);
-    2. the maps are composed over the shards, which gives S, the state that enters each shard;
-    3. every shard runs the forward pass of the implementation from S, with the inverses known;
-    4. backward, dS = M^T dS' + r^T dO is composed in the same way from the last shard to the
-       first, which gives dS', the gradient of the state that leaves each shard;
-    5. every shard runs the backward pass of the implementation from dS'.
+    1. Every shard computes U, M, r and the inverses of its chunks in one pass (`affine_map`).
+    2. The maps of the shards are composed, which gives S of each shard.
+    3. Every shard runs the forward pass of the implementation from S, with the known inverses.
+    4. In the backward pass the maps dS = M^T dS' + r^T dO are composed from the last shard to the
+       first, which gives dS', the gradient of S', of each shard.
+    5. Every shard runs the backward pass of the implementation from dS'.
 
-docs/context_parallel.md has the costs. Where a document starts inside a shard, the decays that
-reset the state make M zero; where it starts with a shard, `chunked.zero_unless_continued` does.
+docs/context_parallel.md lists the costs. If a document starts inside a shard, the decays that reset
+the state make M zero. If a document starts at the first token of a shard,
+`chunked.zero_unless_continued` sets M and S to zero.
 
 B batch, H value heads, K key width, V value width.
 """
@@ -29,7 +30,12 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs
 
 
 def last_id_before(segment_ids, axis_name: str):
-    """[B] the largest id in the shards before this one, at least 1. segment_ids: [B, T]."""
+    """Returns [B], the largest id in the shards before this one, but at least 1.
+
+    Args:
+      segment_ids: [B, T], the ids of this shard.
+      axis_name: name of the mesh axis over which T is split.
+    """
     # [shards, B]
     largest = jax.lax.all_gather(jnp.max(segment_ids, axis=1).astype(jnp.int32), axis_name)
     earlier = jnp.arange(largest.shape[0]) < jax.lax.axis_index(axis_name)
@@ -39,12 +45,14 @@ def last_id_before(segment_ids, axis_name: str):
 def gated_delta_rule_over_axis(
     operator: Operator, axis_name: str, x: Inputs, initial_state, before
 ):
-    """o [B, T, H, V] of this shard and the row's final state [B, H, K, V].
+    """Returns o [B, T, H, V] of this shard and the final state of the whole row, [B, H, K, V].
 
     Args:
-      x: this shard's inputs; its segments are encoded with `before`.
-      initial_state: [B, H, K, V]; the first shard's is the row's.
-      before: [B], as `last_id_before` returns it; None where a row is one document.
+      operator: the implementation and the settings.
+      axis_name: name of the mesh axis over which T is split.
+      x: this shard's inputs; `before` was used to encode its segments.
+      initial_state: [B, H, K, V]. Only that of the first shard is used.
+      before: [B], the result of `last_id_before`; None if a row is one document.
     """
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     initial_state = jnp.where(shard == 0, initial_state, 0)
@@ -55,7 +63,7 @@ def gated_delta_rule_over_axis(
 
 
 def _run_recurrent(operator: Operator, axis_name, x: Inputs, initial_state, continues):
-    """The same by the recurrence of `reference`, with gradients by autodiff."""
+    """Computes the same as `_run` with the recurrence of `reference`, which JAX differentiates."""
     settings = operator.settings
     pass_over = functools.partial(
         reference.recurrent, normalize_qk=settings.normalize_qk, erase=settings.erase
@@ -73,8 +81,8 @@ def _run_recurrent(operator: Operator, axis_name, x: Inputs, initial_state, cont
 
 
 def _entering_state(axis_name, continues, m_BHKK, u_BHKV):
-    """The state [B, H, K, V] that the shards before leave to this one; zero where this shard starts
-    a document.
+    """Returns the state [B, H, K, V] before this shard's first token, for a row that starts from
+    zero. It is zero if a document starts at that token.
     """
     m_BHKK = chunked.zero_unless_continued(continues, m_BHKK)
     state_BHKV = compose_over_shards(axis_name, m_BHKK, u_BHKV, reverse=False)
@@ -82,12 +90,18 @@ def _entering_state(axis_name, continues, m_BHKK, u_BHKV):
 
 
 def compose_over_shards(axis_name, m_BHKK, u_BHKV, reverse: bool):
-    """The state [B, H, K, V] that enters this shard if zero enters the first one, from the maps of
-    all shards; in reverse, if zero enters the last one.
+    """Composes the maps of all n shards and returns the state [B, H, K, V] before this shard, for a
+    row that starts from zero. With `reverse` the state passes from the last shard to the first.
 
-    Each shard composes the maps of all n shards for its share of the heads. With two exchanges a
-    shard receives K (K + 2 V) numbers a head; gathering all maps on every shard would take
-    (n - 1) K (K + V). No product is computed twice.
+    Each shard composes the maps of all shards for its share of the heads, so no product is computed
+    twice. In two exchanges a shard receives K (K + 2 V) numbers per head; gathering all maps on
+    every shard would take (n - 1) K (K + V).
+
+    Args:
+      axis_name: name of the mesh axis.
+      m_BHKK: [B, H, K, K], M of this shard.
+      u_BHKV: [B, H, K, V], U of this shard.
+      reverse: whether the state passes from the last shard to the first.
     """
     shards = jax.lax.axis_size(axis_name)
     batch, heads, key, value = u_BHKV.shape
@@ -116,7 +130,7 @@ def _run_forward(operator: Operator, axis_name, *arguments):
 
 
 def _forward(operator: Operator, axis_name, save: bool, x: Inputs, initial_state, continues):
-    """(o, the state that leaves this shard), and the residuals."""
+    """Returns the pair (o, the state after this shard), and the residuals for the backward pass."""
     u, m, r, inverses = operator.affine_map(x, initial_state)
     state = initial_state + _entering_state(axis_name, continues, m, u)
     o, final, states, inverses = operator.forward(x, state, inverses, save=save)

@@ -1,6 +1,7 @@
-"""The implementations of the gated delta rule in XLA, and the choice of one for a call.
+"""Lists the implementations of the gated delta rule in XLA and chooses the implementation of a call.
 
-The custom gradients of `api` and `context` are made of the passes of the chosen implementation.
+The functions with custom gradients in `api` and `context` call the passes of the chosen
+implementation.
 """
 
 import functools
@@ -12,7 +13,9 @@ from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 
 def chunked_form(platforms: tuple[str, ...], limits: chunked.BlockLimits) -> Form:
-    """The state passes from chunk to chunk; the sequence is taken a block of chunks at a time."""
+    """Returns the form that passes the state from chunk to chunk and computes one block of chunks
+    after another.
+    """
     functions = dict(
         forward=functools.partial(chunked.forward_in_blocks, limits=limits),
         backward=functools.partial(chunked.backward_in_blocks, limits=limits),
@@ -32,15 +35,17 @@ FORMS = (
             for name in ("forward", "backward", "affine_map")
         },
     ),
-    Form("recurrent", (), {}),  # by autodiff of `reference.recurrent`, in `api` and `context`
+    # `api` and `context` call `reference.recurrent`, and JAX differentiates it.
+    Form("recurrent", (), {}),
 )
 
 
 class Operator(NamedTuple):
-    """The implementation that runs every pass of one call, and the call's settings.
+    """The implementation that runs all passes of one call, and the call's settings.
 
-    Hashable, so that a custom gradient takes it as a static argument. The methods have the
-    arguments and results of `interface.Implementation`.
+    It is hashable, so that a function with a custom gradient can take it as a static argument. Its
+    methods have the arguments and results of those of `interface.Implementation`, without the
+    settings.
     """
 
     chosen: Chosen
@@ -61,10 +66,11 @@ class Operator(NamedTuple):
 def choose_operator(
     implementation: str | None, x: Inputs, normalize_qk: bool, erase: bool, axis_name: str | None
 ) -> Operator:
-    """The named implementation, or the best for `x` on the platform that is compiled for.
+    """Returns the named implementation, or, if `implementation` is None, the best one for `x` on the
+    platform that the program is compiled for.
 
     Raises:
-      NotImplementedError: the named implementation cannot run `x` here.
+      NotImplementedError: the named implementation cannot run `x` on this platform.
     """
     settings = Settings(chunk_size(x), normalize_qk, erase)
     chosen = choose(

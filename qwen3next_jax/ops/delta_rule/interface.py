@@ -1,8 +1,8 @@
 """What every implementation of the gated delta rule takes and returns.
 
-An implementation is a module, or a table, of three functions: `forward`, `affine_map` and
-`backward`, each with the signature that `Implementation` shows. `dispatch` lists those in XLA;
-the plugin of kernels lists those in Pallas.
+An implementation is a module or a table with the three functions `forward`, `affine_map` and
+`backward`, whose signatures the protocol `Implementation` defines. `dispatch` lists the
+implementations in XLA; the plugin of kernels lists those in Pallas.
 
 B batch, T time, G key heads, H value heads, K key width, V value width, C chunk length, N = ⌈T / C⌉
 chunks.
@@ -15,75 +15,94 @@ import jax.numpy as jnp
 
 
 class Inputs(NamedTuple):
-    """The arrays of one call that have a row for each token."""
+    """The arrays of one call that have a time axis."""
 
     q: jax.Array  # [B, T, G, K]
     k: jax.Array  # [B, T, G, K]
     v: jax.Array  # [B, T, H, V]
-    g: jax.Array  # [B, T, H] log decay; 0 on padding rows
-    beta: jax.Array  # [B, T, H]; 0 on padding rows
-    segments: jax.Array | None = None  # [B, T] signed ids, see `chunk_math.encode_segments`
+    g: jax.Array  # [B, T, H], the logarithm of the decay; 0 for padding
+    beta: jax.Array  # [B, T, H], the write strength; 0 for padding
+    segments: jax.Array | None = None  # [B, T], signed ids, see `chunk_math.encode_segments`
 
     def cast(self, gradients) -> "Inputs":
-        """The gradients of q, k, v, g and beta in these arrays' dtypes; ids have none."""
+        """Returns the gradients of q, k, v, g and beta, each cast to the dtype of its array.
+        `segments` has no gradient.
+        """
         return Inputs(*(dx.astype(x.dtype) for dx, x in zip(gradients, self)))
 
 
 class Settings(NamedTuple):
-    """What is static in one call and the same in all its passes."""
+    """The static settings of one call, the same in all its passes."""
 
-    chunk_size: int  # C; kernels for GPUs work in chunks of 64 whatever it is
-    normalize_qk: bool  # L2-normalise q and k
-    erase: bool  # whether a write subtracts what the state already holds at its key
+    chunk_size: int  # C, the tokens of a chunk; the kernels for GPUs ignore it and use 64
+    normalize_qk: bool  # whether q and k are L2-normalised
+    erase: bool  # whether a write first subtracts the value that the state returns for its key
 
 
 class Implementation(Protocol):
-    """The three passes. Kernels take a further argument, `interpret`."""
+    """The three passes of an implementation. Those of kernels take a further argument, `interpret`.
+    """
 
     def forward(
         self, x: Inputs, initial_state, inverses, settings: Settings, *, save: bool
     ) -> tuple:
-        """Outputs and the final state, and with `save` what `backward` needs of this pass.
+        """Returns the outputs and the final state, and with `save` also the arrays that `backward`
+        needs from this pass.
 
         Args:
-          initial_state: [B, H, K, V] in float32 at least.
-          inverses: A of an earlier pass over the same k, g and beta (from `affine_map`), or None.
+          x: the arrays with a time axis.
+          initial_state: [B, H, K, V] in float32 or float64.
+          inverses: the inverses that `affine_map` returned for the same k, g and beta, or None.
+          settings: the static settings.
+          save: whether to return `states` and `inverses`.
 
         Returns:
           o: [B, T, H, V] in v's dtype.
-          final state: [B, H, K, V] in float32 at least.
-          states: [N, B, H, K, V] in v's dtype, the state that enters each chunk; None without
-            `save`.
-          inverses: A of each chunk in a form of the implementation's own, with the shape
-            [N, B, ⌈H / 2⌉, C, 2C]; None without `save` or without `erase`.
+          final state: [B, H, K, V] in float32 or float64.
+          states: [N, B, H, K, V] in v's dtype, the state before each chunk; None without `save`.
+          inverses: [N, B, ⌈H / 2⌉, C, 2C], the matrix A of each chunk (docs/delta_rule.md), whose
+            numbers each implementation arranges in its own way; None without `save` or without
+            `erase`.
         """
 
     def affine_map(self, x: Inputs, initial_state, settings: Settings) -> tuple:
-        """The effect of these tokens on any further state S: the final state is U + M S and the
-        outputs are o + r S, where U and o start from `initial_state`.
+        """Returns how the final state and the outputs change if a state S is added to
+        `initial_state`: the final state becomes U + M S and the outputs become o + r S, where U and
+        o are the final state and the outputs for `initial_state`.
 
         Returns:
-          U: [B, H, K, V] and M: [B, H, K, K] in float32 at least.
+          U: [B, H, K, V] in float32 or float64.
+          M: [B, H, K, K] in float32 or float64.
           r: [N, B, H, C, K] in v's dtype.
-          inverses: as `forward` returns them.
+          inverses: the inverses that `forward` takes and returns; None without `erase`.
         """
 
     def backward(self, x: Inputs, states, inverses, do, dfinal, settings: Settings) -> tuple:
-        """Gradients from those of o [B, T, H, V] and of the final state [B, H, K, V].
+        """Returns the gradients of the inputs and of the initial state.
+
+        Args:
+          x: the arrays with a time axis.
+          states: the states before each chunk, which `forward` returned.
+          inverses: the inverses that `forward` returned.
+          do: [B, T, H, V], the gradient of o.
+          dfinal: [B, H, K, V], the gradient of the final state.
+          settings: the static settings.
 
         Returns:
-          dq, dk, dv, dg, dbeta in the shapes of the inputs (`Inputs.cast` gives them their dtypes),
-          and the gradient of the initial state [B, H, K, V].
+          dq, dk, dv, dg and dbeta in the shapes of the inputs, in any dtype (`Inputs.cast` casts
+          them), and the gradient of the initial state [B, H, K, V].
         """
 
 
 def chunk_size(x: Inputs) -> int:
-    """C, the tokens of a chunk: 64; 16 for float32 heads of at most 32 channels; for a shorter
-    sequence the power of two that holds it, 16 at least.
+    """Returns C, the tokens of a chunk. It is 16 for float32 heads of at most 32 channels and 64 for
+    all others. For a sequence that is shorter than 64 tokens it is the smallest power of two that
+    is at least the sequence's length, but at least 16.
 
-    In narrow heads the work inside a chunk (8 C d) outweighs that of the state (6 d²): a training
-    step of configs/tiny.py took 0.57 s with chunks of 16 and 0.66 s with chunks of 64 on 2 CPU
-    cores. In bfloat16 it stays 64, because each chunk rounds the state once more as an operand.
+    For heads of few channels d, the work inside a chunk (about 8 C d operations per token) is more
+    than the work on the state (about 6 d²). On 2 CPU cores a training step of configs/tiny.py took
+    0.57 s with chunks of 16 and 0.66 s with chunks of 64. bfloat16 heads keep chunks of 64, because
+    every chunk rounds the state to bfloat16 for its products.
     """
     narrow = max(x.q.shape[-1], x.v.shape[-1]) <= 32
     longest = 16 if narrow and x.v.dtype == jnp.float32 else 64

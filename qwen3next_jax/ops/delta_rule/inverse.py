@@ -1,8 +1,9 @@
-"""The inverse of I + L, for L strictly lower triangular, by matrix products alone.
+"""The inverse of I + L for a strictly lower triangular matrix L, computed with matrix products alone.
 
-A power series of L is unsafe at these sizes: with keys correlated 0.9 its terms grow until their
-sum in float32 has no correct digit. Block elimination never forms those powers: (I + L)^{-1} of a
-2m block follows from the inverses of its two diagonal m blocks, X21 = -X22 (L21 X11).
+A power series of L is not accurate enough for matrices of this size: if the keys have a correlation
+of 0.9, its terms grow until their sum in float32 has no correct digit. Block elimination forms no
+powers of L. It computes the inverse X of a block of 2m rows from the inverses X11 and X22 of its two
+diagonal blocks of m rows: the lower left block is X21 = -X22 (L21 X11).
 
 C rows of the matrix.
 """
@@ -15,9 +16,12 @@ BASE = 16
 
 
 def ladder(l_CC, exact: Products, size: int):
-    """(I + L)^{-1}, [..., C, C], of the diagonal blocks of `size` rows, by doubling:
-    X <- X - X L_m X for m = 2, 4, …, where L_m is L with zeros outside the lower left m x m quarter
-    of each 2m diagonal block.
+    """Returns [..., C, C], which holds the inverses of the diagonal blocks of `size` rows of I + L,
+    and zeros outside those blocks.
+
+    It doubles the size m of the inverted diagonal blocks step by step: X <- X - X L_m X for
+    m = 2, 4, …, where L_m is L with zeros outside the lower left m x m quarter of each diagonal
+    block of 2m rows.
     """
     row, column = indices(*l_CC.shape[-2:])
     x = jnp.where(
@@ -32,8 +36,8 @@ def ladder(l_CC, exact: Products, size: int):
 
 
 def unit_lower_inverse(l_CC, exact: Products):
-    """(I + L)^{-1}, [..., C, C], for C a power of two: `ladder` inside diagonal blocks of 16 rows,
-    then the blocks are merged two by two.
+    """Returns (I + L)^{-1}, [..., C, C]; C must be a power of two. `ladder` inverts the diagonal
+    blocks of 16 rows. Then pairs of neighbouring blocks are merged until one block is left.
     """
     size = l_CC.shape[-1]
     base = min(BASE, size)

@@ -1,5 +1,5 @@
-"""The gated delta rule token by token, as printed in the paper. Tests compare every implementation
-with it, and decoding runs it.
+"""The gated delta rule computed token by token with the recurrence of the paper. Tests compare every
+implementation with it, and decoding runs it.
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
 equation 10.
@@ -17,16 +17,20 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs
 def recurrent(
     x: Inputs, initial_state, *, normalize_qk: bool, erase: bool, return_all_states: bool = False
 ):
-    """The recurrence in the widest dtype of the inputs, float32 at least. Autodiff gives its
-    gradients.
+    """Runs the recurrence in the wider of the dtypes of q and `initial_state`, but at least in
+    float32. It has no custom gradient; JAX differentiates it.
 
     Args:
+      x: the arrays with a time axis.
       initial_state: [B, H, K, V].
+      normalize_qk: whether q and k are L2-normalised.
+      erase: whether the write has the delta term.
+      return_all_states: whether to return the state after each token.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
-      state: [B, H, K, V] after the last token, or with `return_all_states` [B, T, H, K, V] after
-        each token.
+      state: [B, H, K, V], the state after the last token; with `return_all_states` [B, T, H, K, V],
+        the state after each token.
     """
     q, k, v, g, beta, segments = x
     dtype = jnp.result_type(jnp.float32, q.dtype, initial_state.dtype)

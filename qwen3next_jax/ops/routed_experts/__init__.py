@@ -1,4 +1,6 @@
-"""The routed experts of one device, with rows in tiles of one expert each."""
+"""The routed experts of one device. The rows lie in tiles, and all rows of a tile belong to one
+expert.
+"""
 
 from qwen3next_jax.ops.routed_experts.layout import (
     routed_experts,

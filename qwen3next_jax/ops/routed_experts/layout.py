@@ -1,16 +1,17 @@
-"""The routed experts of one device: every token through the experts it chose, and the weighted
-results summed by token.
+"""The routed experts of one device. Each token passes through the experts that it chose, and the
+weighted results are summed by token.
 
-Choices are sorted by expert, and each expert's rows are laid out in whole tiles. The router's
-weight multiplies the hidden layer, so that neither the results nor their gradients need a pass for
-it. No array has a row for each choice of each token.
+The choices are sorted by expert, and the rows of each expert are laid out in whole tiles. The
+router's weight multiplies the hidden layer of the expert, so that neither the results nor their
+gradients need an extra pass over memory for it. No array of width D has a row for each of the Q
+choices.
 
-The layout has a capacity, a number of choices. Choices beyond it, which an unbalanced router sends,
-are computed one expert after another in a loop that runs no step if all choices fit: none is
-dropped.
+The layout has room for a fixed number of choices, its capacity. If an unbalanced router sends more
+choices to this device, a loop computes the further ones, one expert after another. The loop runs no
+step if all choices fit in the layout. No choice is dropped.
 
-N tokens, A choices of each, Q = N·A, D model, E experts, I expert width, F = 2I (gate before up),
-T tiles of M rows, P = T·M, O rows of a step of the loop.
+N tokens, A choices per token, Q = N·A choices in all, D model width, E experts, I expert width,
+F = 2I (gate before up), T tiles of M rows, P = T·M rows of the layout, O rows per step of the loop.
 """
 
 from typing import NamedTuple
@@ -28,17 +29,22 @@ _LARGEST_NUMBER = 2**31
 
 
 def routed_experts(x, weight, expert, gate_up, down, *, capacity: int):
-    """Σ_a weight · SwiGLU_expert(x) over the choices of experts on this device.
+    """Returns for each token the sum of weight · SwiGLU_expert(x) over those of its choices whose
+    experts are on this device.
 
     Args:
-      x: [N, D]. weight: [N, A].
-      expert: [N, A] integers; experts below 0 or from E on are on other devices. A token's choices
-        differ.
-      gate_up: [E, D, 2, I], or flat [E, D, F]. down: [E, I, D].
-      capacity: choices that the layout holds. The result is the same for any capacity.
+      x: [N, D], the tokens.
+      weight: [N, A], the router's weight of each choice.
+      expert: [N, A] integers, the expert of each choice. Numbers below 0 and from E on mean experts
+        on other devices. The choices of a token must differ.
+      gate_up: [E, D, 2, I] or, flattened, [E, D, F]: the gate and up matrices.
+      down: [E, I, D], the down matrices.
+      capacity: number of choices for which the layout has room. The result is the same for any
+        capacity, up to rounding.
 
     Returns:
-      [N, D] in x's dtype, accumulated in float32; sums in the loop are in x's dtype.
+      An array [N, D] in x's dtype. The layout's results are summed in float32; the loop adds its
+      results in x's dtype.
     """
     plan = _arrange(weight, expert, gate_up.shape[0], capacity)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
@@ -63,16 +69,17 @@ def routed_experts(x, weight, expert, gate_up, down, *, capacity: int):
 
 
 def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *dw_before, capacity: int):
-    """The gradients of `routed_experts`.
+    """Returns the gradients of `routed_experts`.
 
     Args:
+      x, weight, expert, gate_up, down, capacity: the arguments of `routed_experts`.
       dy: [N, D], the gradient of its result.
-      dw_before: gradients of gate_up and down by other tokens, to which this call's are added; in
-        their shapes and dtypes.
+      dw_before: nothing, or two arrays in the shapes and dtypes of gate_up and down: the gradients
+        that other tokens gave these weights. The gradients of this call are added to them.
 
     Returns:
-      dx [N, D], dweight [N, A] in float32, dgate_up and ddown; all but dweight in the arguments'
-      shapes and dtypes.
+      dx [N, D], dweight [N, A], dgate_up and ddown. dweight is in float32; the others have the
+      shapes and dtypes of x, gate_up and down.
     """
     plan = _arrange(weight, expert, gate_up.shape[0], capacity)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
@@ -107,7 +114,8 @@ def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *dw_before, c
         sums, dx_ND, dweight_Q = _for_choices_beyond(
             plan, e, weight, step, ([jnp.zeros_like(m) for m in w], dx_ND, dweight_Q)
         )
-        # Without a tile and earlier gradients, nothing has been written for the expert yet.
+        # If the expert has no tile and there are no earlier gradients, its gradient is undefined so
+        # far, so it counts as zero here.
         written = plan.has_tile_E[e] | bool(dw_before)
         dw = [
             d.at[e].set((jnp.where(written, d[e].astype(s.dtype), 0) + s).astype(d.dtype))
@@ -120,20 +128,22 @@ def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *dw_before, c
 
 
 def sum_by_token(rows, choice, shape: tuple[int, int]):
-    """[N, D]: the sum of each token's rows, accumulated in float32.
+    """Returns the sum of each token's rows, [N, D], accumulated in float32.
 
     Args:
-      rows: [P, D], finite.
-      choice: [P] integers in any order: the number n · A + a of each row's choice. Numbers below Q
-        differ; rows with a number from Q on are left out.
-      shape: (N, A).
+      rows: [P, D], finite numbers.
+      choice: [P] integers in any order, the number n · A + a of the choice that each row belongs
+        to. Numbers below Q must differ. Rows with a number of Q or more are left out.
+      shape: the tuple (N, A).
     """
     chosen = choose("sum_by_token", None, SUM_FORMS, rows=rows, shape=shape)
     return chosen.function("sum_by_token")(rows, choice, shape)
 
 
 def _sum_by_token(rows, choice, shape: tuple[int, int]):
-    """By a gather: a GPU would add up a scatter in any order."""
+    """Computes the sums with a gather, because a GPU would add the terms of a scatter in an order
+    that changes from run to run.
+    """
     place_Q = (
         jnp.full(shape[0] * shape[1], rows.shape[0])
         .at[choice]
@@ -147,37 +157,39 @@ def _sum_by_token(rows, choice, shape: tuple[int, int]):
 
 
 class _Plan(NamedTuple):
-    """The layout of the choices, and the choices beyond it. Choices are numbered n · A + a."""
+    """The layout of the choices, and the choices for which it has no room. Choice a of token n has
+    the number n · A + a.
+    """
 
-    # [T] the expert of each tile, ascending
+    # [T], the expert of each tile, ascending
     expert_T: jax.Array
-    # [1] the number of tiles that hold rows
+    # [1], the number of tiles that belong to an expert; the other tiles hold nothing
     used: jax.Array
-    # [E] the rows of each expert's tiles
+    # [E], the number of rows in the tiles of each expert
     sizes_E: jax.Array
-    # [P] whether the row holds a choice; one that does not has weight 0 and any token
+    # [P], whether the row holds a choice; a row without one has weight 0 and an arbitrary token
     is_choice_P: jax.Array
-    # [P] the number of the row's choice
+    # [P], the number of the choice in each row
     choice_P: jax.Array
-    # [P] its token
+    # [P], the token of that choice
     token_P: jax.Array
-    # [P] its weight, float32
+    # [P], the router's weight of that choice, float32
     weight_P: jax.Array
-    # numbers and weights of all choices in the layout's order, and O more entries
+    # the numbers and the weights of all choices and padding, sorted by expert, and O more entries
     ordered: tuple[jax.Array, jax.Array]
-    # [E] the index in `ordered` of the expert's first choice beyond the layout
+    # [E], the index in `ordered` of the expert's first choice beyond the layout
     beyond_E: jax.Array
-    # [E] the index in `ordered` after the expert's last choice
+    # [E], one more than the index in `ordered` of the expert's last choice
     ends_E: jax.Array
-    # [E] whether the expert has a tile
+    # [E], whether the layout has a tile for the expert
     has_tile_E: jax.Array
-    # [] the first expert with choices beyond the layout, E if there is none; None: the layout holds
-    # all
+    # scalar, the first expert with choices beyond the layout, or E if no expert has any; None if
+    # the layout has room for any choices
     first_beyond: jax.Array | None
 
 
 def _arrange(weight_NA, expert_NA, experts: int, capacity: int) -> _Plan:
-    """The plan for the choices `expert_NA` with the router's weights `weight_NA`."""
+    """Returns the plan for the choices `expert_NA` with the router's weights `weight_NA`."""
     choices = expert_NA.size
     size, tiles, most = _tile_sizes(choices, experts, capacity)
     expert_Q = (
@@ -226,10 +238,12 @@ def _arrange(weight_NA, expert_NA, experts: int, capacity: int) -> _Plan:
 
 
 def _tile_sizes(choices: int, experts: int, capacity: int) -> tuple[int, int, int]:
-    """(rows of a tile, tiles of the layout, tiles with which a layout holds any choices)."""
+    """Returns three numbers: the rows of a tile, the tiles of the layout, and the tiles with which
+    a layout would have room for any choices.
+    """
     capacity = min(capacity, choices)
-    # A quarter of an expert's mean number of rows, at most, as half a tile of each expert is
-    # wasted.
+    # Half a tile of each expert is padding on average. So a tile has at most a quarter of the mean
+    # number of rows of an expert, but at least 16 rows.
     size = min(1 << max((capacity // experts // 4).bit_length() - 1, 4), _LARGEST_TILE)
     most = choices // size + experts  # every expert has at least one tile
     tiles = most if capacity == choices else min(-(-capacity // size) + experts // 2, most)
@@ -237,10 +251,19 @@ def _tile_sizes(choices: int, experts: int, capacity: int) -> tuple[int, int, in
 
 
 def _sort_by_expert(keys, weights, experts: int):
-    """(numbers, weights) sorted by key, an expert up to E; the numbers count the entries."""
+    """Returns (numbers, weights) sorted by key.
+
+    Args:
+      keys: integers from 0 to E, the expert of each entry. E means no expert of this device.
+      weights: the weight of each entry.
+      experts: E.
+
+    Returns:
+      The index that each entry had before the sort, and its weight.
+    """
     count = keys.shape[0]
     numbers, bits = jnp.arange(count, dtype=jnp.int32), (count - 1).bit_length()
-    # Key and number in one integer, if they fit: one array less to sort.
+    # If key and number fit in one integer, there is one array fewer to sort.
     if (experts + 1) << bits <= _LARGEST_NUMBER:
         numbers, weights = jax.lax.sort(
             (keys << bits | numbers, weights), num_keys=1, is_stable=False
@@ -251,7 +274,9 @@ def _sort_by_expert(keys, weights, experts: int):
 
 
 def _token(choice, weight_NA):
-    """The token of a choice's number; any token for numbers from Q on."""
+    """Returns the token of each choice, given the choice's number. Numbers of Q and more get an
+    arbitrary token.
+    """
     return jnp.minimum(choice, weight_NA.size - 1) // weight_NA.shape[1]
 
 
@@ -300,7 +325,7 @@ def _run(plan: _Plan, name: str, x_PD, gate_up_EDF, down_EID, *gradients):
         tile=x_PD.shape[0] // plan.expert_T.shape[0],
         added=len(gradients) > 1,
     )
-    # Kernels take the expert of each tile, grouped products the rows of each expert.
+    # Kernels take the expert of each tile. The form in XLA takes the number of rows of each expert.
     groups = (plan.expert_T, plan.used) if chosen.is_kernel else (plan.sizes_E,)
     return chosen.function(name)(x_PD, plan.weight_P, gate_up_EDF, down_EID, *groups, *gradients)
 
@@ -313,7 +338,9 @@ SUM_FORMS = (Form("xla", ("cpu", "gpu", "tpu"), dict(sum_by_token=_sum_by_token)
 
 
 def _for_experts_beyond(plan: _Plan, body, carry):
-    """`carry` after carry = body(e, carry) for every expert e with choices beyond the layout."""
+    """Runs carry = body(e, carry) for the first expert e with choices beyond the layout and for all
+    experts after it. Returns the last `carry`.
+    """
     if plan.first_beyond is None:
         return carry
     return jax.lax.fori_loop(plan.first_beyond, plan.ends_E.shape[0], body, carry)
@@ -326,12 +353,14 @@ class _ChoicesBeyond(NamedTuple):
 
     token_O: jax.Array
     weight_O: jax.Array
-    target_O: jax.Array  # the token, or a number from N on
-    choice_O: jax.Array  # the choice's number, or one from Q on
+    target_O: jax.Array  # the token; N or more for entries that scatters drop
+    choice_O: jax.Array  # the number of the choice; Q or more for entries that scatters drop
 
 
 def _for_choices_beyond(plan: _Plan, e, weight_NA, step, carry):
-    """`carry` after carry = step(choices, carry) for all choices of expert e beyond the layout."""
+    """Runs carry = step(choices, carry) until all choices of expert e beyond the layout have been
+    passed to `step`, O at a time. Returns the last `carry`.
+    """
     beyond = plan.beyond_E[e]
 
     def body(k, carry):
