@@ -172,8 +172,7 @@ def _over_lanes(age):
 
 
 def _if_same_document(age, x, back: int):
-    """Returns x, with zeros for tokens whose input `back` tokens earlier belongs to another document.
-    """
+    """Returns x, with zeros for tokens whose input `back` tokens earlier belongs to another document."""
     return x if age is None else jnp.where(age >= back, x, 0.0)
 
 

@@ -300,8 +300,7 @@ class Chunk(typing.NamedTuple):
 
 
 def interaction(kk_CC, beta_C1, d: Decay):
-    """Returns L, whose entry (i, j) says how much of the write of row j the write of row i subtracts.
-    """
+    """Returns L, whose entry (i, j) says how much of the write of row j the write of row i subtracts."""
     return jnp.where(lower_mask(kk_CC.shape[-1], strict=True), beta_C1 * kk_CC * d.pair, 0)
 
 

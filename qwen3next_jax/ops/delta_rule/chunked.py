@@ -277,8 +277,7 @@ def _documents(segments, size: int):
 
 
 def _to_chunks(x, size: int, mode: str = "constant"):
-    """Rearranges [B, T, heads, ...] into [N, B, heads, C, ...]; pads T to a multiple of C = `size`.
-    """
+    """Rearranges [B, T, heads, ...] into [N, B, heads, C, ...]; pads T to a multiple of C = `size`."""
     return jnp.swapaxes(blocks.to_chunks(x, 1, size, mode), 2, 3)
 
 

@@ -40,8 +40,7 @@ class Settings(NamedTuple):
 
 
 class Implementation(Protocol):
-    """The three passes of an implementation. Those of kernels take a further argument, `interpret`.
-    """
+    """The three passes of an implementation. Those of kernels take a further argument, `interpret`."""
 
     def forward(
         self, x: Inputs, initial_state, inverses, settings: Settings, *, save: bool
