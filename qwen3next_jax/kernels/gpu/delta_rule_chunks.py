@@ -1,8 +1,8 @@
 """The Mosaic GPU kernel that computes those arrays of a chunk that do not depend on the state
 (sm_90a): norms, decays, P beta and the inverse of I + M beta.
 
-One block of one warpgroup computes one chunk of a key head and all its value heads. The formulas are
-those of docs/delta_rule.md, "In terms of E".
+One block of one warpgroup computes one chunk of a key head and all its value heads. The formulas
+are those of docs/delta_rule.md, "In terms of E".
 
 C = 64 tokens per chunk; a matrix [C, C] has rows i and columns j.
 """
@@ -96,8 +96,8 @@ def column_block(n: int):
 
 
 def block_indices():
-    """Returns three arrays [C, 16] for four blocks of 16 rows that lie below each other: the index of
-    the block, of the row inside the block, and of the column.
+    """Returns three arrays [C, 16] for four blocks of 16 rows that lie below each other: the index
+    of the block, of the row inside the block, and of the column.
     """
     i, j = (
         plgpu.broadcasted_iota(jnp.int32, (C, NARROW), axis, layout=plgpu.Layout.WGMMA)
@@ -193,8 +193,8 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
 
 
 def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, factors_gmem, p_gmem, *refs):
-    """Computes for every value head of a key head the factors, P beta, and, if there is an output for
-    it, the inverse.
+    """Computes for every value head of a key head the factors, P beta, and, if there is an output
+    for it, the inverse.
     """
     (
         *inverses_gmem,

@@ -54,8 +54,9 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
 
 Q_NORM_ROW = 6  # a second copy of the row Q_NORM, which is needed along i and along j
 # The indices of rows of sums. DG and DBETA are results. ENTER holds the terms of dg that decay from
-# the chunk's start, and LEAVE those that decay to its end, both by token. The numbers of CARRIED add
-# up to <S, dS'>. INNER_Q and INNER_K are the inner products of rows of q and k with their gradients.
+# the chunk's start, and LEAVE those that decay to its end, both by token. The numbers of CARRIED
+# add up to <S, dS'>. INNER_Q and INNER_K are the inner products of rows of q and k with their
+# gradients.
 DG, DBETA, ENTER, LEAVE, CARRIED, INNER_Q, INNER_K = range(7)
 
 
@@ -98,8 +99,9 @@ def scratch(p) -> list:
 
 
 def rebased(*refs):
-    """Returns references to the same memory, whose addresses the compiler cannot know to be equal to
-    the earlier ones. Otherwise it would keep all addresses in registers, of which there are too few.
+    """Returns references to the same memory, whose addresses the compiler cannot know to be equal
+    to the earlier ones. Otherwise it would keep all addresses in registers, of which there are too
+    few.
     """
     zero = jax.lax.optimization_barrier(jnp.int32(0))
     return [ref.at[pl.ds(zero, ref.shape[0])] for ref in refs]
@@ -515,8 +517,8 @@ class _Block:
     # ---- queries and keys
 
     def queries_and_keys(self, error_dstate):
-        """Returns dQ and dK, one tile for each key tile of this warpgroup, before the gradient of the
-        norms. Adds a part to dg.
+        """Returns dQ and dK, one tile for each key tile of this warpgroup, before the gradient of
+        the norms. Adds a part to dg.
         """
         sums = self.sums
         gradients = [
@@ -534,8 +536,9 @@ class _Block:
         return dq, dk
 
     def tile_gradients(self, i: int, error_dstate, of_q, of_k):
-        """Returns three results for this warpgroup's i-th key tile, before the gradient of the norms:
-        the inner products of the rows of q with their gradients through the state, dQ, and dK.
+        """Returns three results for this warpgroup's i-th key tile, before the gradient of the
+        norms: the inner products of the rows of q with their gradients through the state, dQ, and
+        dK.
         """
         p, last, factors = self.p, self.last, self.factors
         k, do, dv, a, slots = rebased(*self.tiles)
@@ -570,8 +573,8 @@ class _Block:
     # ---- results
 
     def write_gradients(self, dq, dk):
-        """Applies the gradient of the norms to dQ and dK and writes them. Sums dg and dbeta over the
-        warpgroups and writes them.
+        """Applies the gradient of the norms to dQ and dK and writes them. Sums dg and dbeta over
+        the warpgroups and writes them.
         """
         p, sums, factors, own_tiles = self.p, self.sums, self.factors, self.own_tiles
         gradients = [(dq, [self.q(t) for t in own_tiles]), (dk, [self.k.at[t] for t in own_tiles])]

@@ -93,7 +93,9 @@ class Problem:
 
     @property
     def stages(self) -> int:
-        """The number of chunks whose inputs are in shared memory at a time in a pass of the state."""
+        """The number of chunks whose inputs are in shared memory at a time in a pass of the
+        state.
+        """
         return 1 if self.key == max(WIDTHS) else 2
 
     @property
@@ -262,8 +264,8 @@ class Problem:
 
     def _state_scratch(self) -> list:
         """Returns the shared memory of a pass of the state, in this order. For each stage: q; k; v,
-        or dO in the backward pass; P; both parts of the inverse; the 6 rows of `factors`; the 8 rows
-        that the method `rows` returns. For each warpgroup: its state.
+        or dO in the backward pass; P; both parts of the inverse; the 6 rows of `factors`; the 8
+        rows that the method `rows` returns. For each warpgroup: its state.
         """
         n, keys = self.stages, tiles(self.stages, width=self.key)
         return [

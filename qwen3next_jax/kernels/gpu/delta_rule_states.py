@@ -35,16 +35,17 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
 
 
 def forward_kernel(p, *refs):
-    """Computes the state of a value head over all chunks of a piece, and o. A pass that computes maps
-    computes only the state. Its first channels are U, which starts from zero; the others are M,
-    which starts from the identity and has no values.
+    """Computes the state of a value head over all chunks of a piece, and o. A pass that computes
+    maps computes only the state. Its first channels are U, which starts from zero; the others are
+    M, which starts from the identity and has no values.
     """
     _Forward(p, *refs).run()
 
 
 def backward_kernel(p, *refs):
-    """Computes the gradient of a value head's state from the last chunk of a piece to the first, and
-    dV in two parts. A pass that computes maps computes only the gradient, which starts from zero.
+    """Computes the gradient of a value head's state from the last chunk of a piece to the first,
+    and dV in two parts. A pass that computes maps computes only the gradient, which starts from
+    zero.
     """
     _Backward(p, *refs).run()
 

@@ -42,8 +42,8 @@ def gated_delta_rule(
         S <- exp(g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = K^{-1/2} S^T q_t
 
     Args:
-      q, k: [B, T, G, K], the queries and keys, in float32 or bfloat16 (or float64, if JAX's x64 mode
-        is on). H must be a multiple of G.
+      q, k: [B, T, G, K], the queries and keys, in float32 or bfloat16 (or float64, if JAX's x64
+        mode is on). H must be a multiple of G.
       v: [B, T, H, V], the values.
       g: [B, T, H], the logarithm of the decay, finite and <= 0. The decay over a span of tokens is
         computed from a difference of running sums within a chunk of 64 tokens, so strong decay
