@@ -1,5 +1,5 @@
-"""A test that kernels must pass on the user's own GPU before they become the default there. The test
-is needed because the kernels have run on few chips so far.
+"""A test that kernels must pass on the user's own GPU before they become the default there. The
+test is needed because the kernels have run on few chips so far.
 
 Before the first use of a kind of call, the kernels run once on a tiny input, and their results are
 compared with those of the form in XLA. The outcome is stored in a file whose name depends on the
@@ -61,8 +61,8 @@ class SelfTest:
 
 
 def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
-    """Whether a call that names no implementation runs the kernels. The function prints the decision
-    and its reason once.
+    """Whether a call that names no implementation runs the kernels. The function prints the
+    decision and its reason once.
 
     Args:
       test: the test that the kernels must pass.

@@ -10,7 +10,9 @@ SAVED = "kept"  # the value of `train.remat` whose policy saves the arrays of th
 
 
 def wide(x):
-    """Returns the dtype in which sums over x are accumulated: float32, or x's own if it is wider."""
+    """Returns the dtype in which sums over x are accumulated: float32, or x's own if it is
+    wider.
+    """
     return jnp.promote_types(jnp.float32, x.dtype)
 
 
@@ -51,7 +53,9 @@ def from_chunks(tree, axis: int, length: int):
 
 
 def scan(step, carry, blocks):
-    """Runs `jax.lax.scan` over chunks. If there is only one chunk, it calls `step` without a loop."""
+    """Runs `jax.lax.scan` over chunks. If there is only one chunk, it calls `step` without a
+    loop.
+    """
     if jax.tree.leaves(blocks)[0].shape[0] > 1:
         return jax.lax.scan(step, carry, blocks)
     carry, result = step(carry, jax.tree.map(lambda x: x[0], blocks))

@@ -120,7 +120,9 @@ def _check(x, kernel, activation, initial_state, segment_ids):
 
 
 def _halo(x, first, size: int, axis_name: str):
-    """Returns the last `size` entries along T of the previous shard's x; `first` on the first shard."""
+    """Returns the last `size` entries along T of the previous shard's x; `first` on the first
+    shard.
+    """
     shards = jax.lax.axis_size(axis_name)
     received = jax.lax.ppermute(
         x[:, x.shape[1] - size :], axis_name, [(i, i + 1) for i in range(shards - 1)]
@@ -154,7 +156,9 @@ def _terms(rows, scale, same):
 
 
 def _shifted(padded, width: int):
-    """Returns W arrays [B, T, D], the parts of `padded` [B, T + W - 1, D] that start at 0 … W - 1."""
+    """Returns W arrays [B, T, D], the parts of `padded` [B, T + W - 1, D] that start at 0 … W -
+    1.
+    """
     time = padded.shape[1] - width + 1
     return [padded[:, w : w + time] for w in range(width)]
 

@@ -15,8 +15,8 @@ from qwen3next_jax.ops.compile_target import compile_target
 # The number of logits in one chunk. On a CPU 2**22 float32 logits, 16 MB, stay in the last-level
 # cache: with 2048 rows and a vocabulary of 8192, chunks of 256 to 512 rows are 15 % faster than one
 # chunk of all rows. Accelerators are faster with larger chunks, because products of many rows are
-# faster and every chunk reads and writes dw. The float32 logits of a chunk take half a GiB on a GPU,
-# and 1 / _MEMORY_PART of the chip's memory on a TPU.
+# faster and every chunk reads and writes dw. The float32 logits of a chunk take half a GiB on a
+# GPU, and 1 / _MEMORY_PART of the chip's memory on a TPU.
 _CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 2**22, 2**27
 _MIN_CHUNK_ROWS = 512
 _MEMORY_PART = 32
@@ -109,8 +109,8 @@ _operator.defvjp(_forward, _backward)
 
 
 def _scan_chunks(chunk, x, w, targets, weights, *, gradients):
-    """Returns (loss, rows, (dx, dw)), with dw in the dtype of accumulation. If `gradients` is False,
-    dx and dw are None.
+    """Returns (loss, rows, (dx, dw)), with dw in the dtype of accumulation. If `gradients` is
+    False, dx and dw are None.
     """
     wide = jnp.promote_types(jnp.float32, x.dtype)
     w_DV = w.astype(x.dtype)

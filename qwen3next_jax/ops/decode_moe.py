@@ -1,5 +1,5 @@
-"""Routed experts for a small batch on a CPU, as in decoding. If the tokens chose few of the experts,
-only those experts are computed.
+"""Routed experts for a small batch on a CPU, as in decoding. If the tokens chose few of the
+experts, only those experts are computed.
 
 R tokens, A choices per token, E experts, D model width, I expert width, C tokens that an expert
 processes at a time.
@@ -75,8 +75,8 @@ def _reads_all(tokens, choices, experts, layer) -> bool:
 
 
 def _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down):
-    """Computes all experts at once. Each pass takes up to C tokens of every expert, and there are as
-    many passes as the expert with the most tokens needs, which is one in most cases.
+    """Computes all experts at once. Each pass takes up to C tokens of every expert, and there are
+    as many passes as the expert with the most tokens needs, which is one in most cases.
     """
     (r, a), e = expert_RA.shape, len(gate_up)
     used_RE, weight_RE = _by_expert(weight_RA, expert_RA, e)

@@ -80,8 +80,8 @@ def expert_mlp(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Applies SwiGLU experts to rows sorted by expert: y_r = (silu(x_r gate_e) · (x_r up_e)) down_e,
-    where e is the expert of row r.
+    """Applies SwiGLU experts to rows sorted by expert: y_r = (silu(x_r gate_e) · (x_r up_e))
+    down_e, where e is the expert of row r.
 
     Args:
       x: [R, D], the rows sorted by expert.

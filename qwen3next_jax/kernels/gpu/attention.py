@@ -24,8 +24,8 @@ TOLERANCE = 0.03
 
 
 def is_default(q, k, v, split: bool) -> bool:
-    """Returns False: a training step with these kernels stopped on the GPU, so only a call that names
-    them runs them.
+    """Returns False: a training step with these kernels stopped on the GPU, so only a call that
+    names them runs them.
     """
     return False
 
@@ -49,8 +49,8 @@ def supports(q, k, v, split: bool) -> str:
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """Computes the same as `ops.attention.xla.forward`. On a CPU it calls that function, because the
-    interpreter does not support all that the kernels use.
+    """Computes the same as `ops.attention.xla.forward`. On a CPU it calls that function, because
+    the interpreter does not support all that the kernels use.
     """
     if interpret:
         return xla.forward(
@@ -131,8 +131,8 @@ def backward(
 
 
 def _key_limits(segment_ids, kv_segment_ids):
-    """Returns two arrays [B, 1, T]: the index of the first key of each query's document, and one more
-    than the index of its last key. Both are None if a row is one document.
+    """Returns two arrays [B, 1, T]: the index of the first key of each query's document, and one
+    more than the index of its last key. Both are None if a row is one document.
 
     The limits have one entry for all heads, because tokamax 0.0.17 uses the limits of a wrong head
     for the gradients of keys that several query heads share.

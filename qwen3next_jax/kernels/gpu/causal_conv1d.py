@@ -67,9 +67,9 @@ def test(x, kernel, activation) -> self_test.SelfTest:
 
 
 def max_error(activation, dtype: str, width: int, interpret: bool = False) -> tuple[str, float]:
-    """Runs the kernels and a plain sum with JAX's gradients on two rows of two blocks of tokens, once
-    with documents and padding and once as one document per row. Returns the name of the result in
-    which they differ most, and the relative L2 difference.
+    """Runs the kernels and a plain sum with JAX's gradients on two rows of two blocks of tokens,
+    once with documents and padding and once as one document per row. Returns the name of the result
+    in which they differ most, and the relative L2 difference.
     """
     rng, size = np.random.default_rng(0), TOKENS
     before, x, kernel, dy = (
@@ -120,8 +120,8 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
 
 
 def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
-    """Returns the gradients of before, x and kernel, given dy [B, T, D], the gradient of y. The other
-    arguments are those of `forward`.
+    """Returns the gradients of before, x and kernel, given dy [B, T, D], the gradient of y. The
+    other arguments are those of `forward`.
     """
     age = document_ages(ids, kernel.shape[0])
     call = _Call(activation, before, x, kernel, age)

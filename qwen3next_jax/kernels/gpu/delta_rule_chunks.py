@@ -1,10 +1,10 @@
-"""The Mosaic GPU kernel for what a chunk computes without the state (sm_90a): norms, decays, P beta
-and the inverse of I + M beta.
+"""The Mosaic GPU kernel that computes those arrays of a chunk that do not depend on the state
+(sm_90a): norms, decays, P beta and the inverse of I + M beta.
 
-One block of one warpgroup takes a chunk of a key head, with all its value heads. The algebra is
-that of docs/delta_rule.md, "In terms of E".
+One block of one warpgroup computes one chunk of a key head and all its value heads. The formulas
+are those of docs/delta_rule.md, "In terms of E".
 
-C = 64 tokens of a chunk; a [C, C] matrix has rows i and columns j.
+C = 64 tokens per chunk; a matrix [C, C] has rows i and columns j.
 """
 
 import functools
@@ -48,11 +48,11 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
 from qwen3next_jax.ops.delta_rule import chunk_math
 
 LOG2_E = 1.4426950408889634
-NARROW = 16  # columns of the smallest product: those of an operand with 32 swizzled bytes
+NARROW = 16  # the columns of the narrowest operand of a product, which swizzles 32 bytes
 
 
 def scratch(p) -> list:
-    """The shared memory and barriers of `chunk_kernel`."""
+    """Returns the shared memory and the barriers of `chunk_kernel`."""
     product = plgpu.SMEM(
         (C, C),
         jnp.float32,
@@ -74,10 +74,11 @@ def scratch(p) -> list:
 
 
 def product_of_parts(p, a, b_refs, meanwhile=lambda: None):
-    """a @ b [C, columns] in float32; a is (high, low) in registers, b the same in shared memory.
+    """Returns a @ b [C, columns] in float32. Both are given as high and low parts, those of a in
+    registers and those of b in shared memory.
 
     Args:
-      meanwhile: is called while the products run.
+      meanwhile: function that is called while the products run.
     """
 
     def accumulate(total):
@@ -90,13 +91,13 @@ def product_of_parts(p, a, b_refs, meanwhile=lambda: None):
 
 
 def column_block(n: int):
-    """The slice of the n-th 16 columns."""
+    """Returns the slice of the n-th 16 columns."""
     return slice(n * NARROW, (n + 1) * NARROW)
 
 
 def block_indices():
-    """[C, 16] each, for four blocks of 16 rows below each other: the block, the row in it and the
-    column.
+    """Returns three arrays [C, 16] for four blocks of 16 rows that lie below each other: the index
+    of the block, of the row inside the block, and of the column.
     """
     i, j = (
         plgpu.broadcasted_iota(jnp.int32, (C, NARROW), axis, layout=plgpu.Layout.WGMMA)
@@ -106,7 +107,9 @@ def block_indices():
 
 
 def select_rows(*arrays):
-    """[C, 16]: the n-th block of 16 rows of the n-th array [C, 16]; zeros where that is None."""
+    """Returns [C, 16], whose n-th block of 16 rows comes from the n-th array [C, 16]. If the first
+    arrays are None, their blocks are zero; a later None repeats the array before it.
+    """
     block, result = block_indices()[0], 0.0
     for n, x in enumerate(arrays):
         result = result if x is None else jnp.where(block == n, x, result)
@@ -114,12 +117,12 @@ def select_rows(*arrays):
 
 
 def diagonal_blocks(x):
-    """[C, 16]: the 16 x 16 blocks on the diagonal of x [C, C], below each other."""
+    """Returns [C, 16], the 16 x 16 blocks on the diagonal of x [C, C], below each other."""
     return select_rows(*(x[:, column_block(n)] for n in range(C // NARROW)))
 
 
 def inverse_norms(squares):
-    """[C]: rsqrt(sum x^2 + 1e-6) of every row of x, from `squares` = x @ x.T."""
+    """Returns [C], rsqrt(sum x^2 + 1e-6) of every row of x, from `squares` = x @ x.T."""
     _, i, j = block_indices()
     return jax.lax.rsqrt(
         jnp.sum(jnp.where(i == j, diagonal_blocks(squares), 0.0), axis=1) + chunk_math.NORM_EPSILON
@@ -140,8 +143,8 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
     ones = [jnp.where(block == n, 1.0, 0.0).astype(jnp.bfloat16) for n in range(C // NARROW)]
 
     def to_diagonal(parts, first: int = 0):
-        """Blocks below each other put on the diagonal of [C, C], without the columns before
-        `first`.
+        """Moves blocks that lie below each other to the diagonal of [C, C], without the first
+        `first` blocks of columns.
         """
         return [jnp.concatenate([x * one for one in ones[first:]], axis=1) for x in parts]
 
@@ -161,7 +164,7 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
         t = product_of_parts(
             p, to_diagonal(parts), first, lambda: store_tiles(diagonal_refs, *parts)
         )
-        # Only the lower left quarter; the upper right one is zero.
+        # Keeps only the lower left quarter of each block.
         t = jnp.where((i ^ j) // m == 1, t, 0.0)
         x = x + product_of_parts(p, to_diagonal(high_and_low(t)), diagonal_refs)
     parts = high_and_low(x)
@@ -190,8 +193,8 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
 
 
 def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, factors_gmem, p_gmem, *refs):
-    """For every value head of a key head: the factors, P beta, and the inverse if there is an
-    output for it.
+    """Computes for every value head of a key head the factors, P beta, and, if there is an output
+    for it, the inverse.
     """
     (
         *inverses_gmem,

@@ -1,8 +1,8 @@
-"""The Mosaic GPU kernel for the gradients of a chunk, once the states that enter it and the
-gradients of those that leave it are known (sm_90a). A block takes a chunk of a value head.
+"""The Mosaic GPU kernel that computes the gradients of a chunk from the state before the chunk and
+the gradient of the state after it (sm_90a). A block computes one chunk of a value head.
 
-The algebra is that of docs/delta_rule.md, "In terms of E"; `delta_rule_tiles` has the tiles and the
-rows of numbers.
+The formulas are those of docs/delta_rule.md, "In terms of E"; `delta_rule_tiles` defines the tiles
+and the rows.
 
 With keys of 64 or 128 channels, two blocks of one warpgroup share a processor, so that one computes
 while the other waits. Each has at most 115,712 bytes of shared memory, which hold only what
@@ -52,15 +52,16 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     with_accumulators,
 )
 
-Q_NORM_ROW = 6  # Q_NORM once more: it is needed along i and along j
-# Rows of sums. DG and DBETA are results. ENTER is what decays since the chunk's start, LEAVE what
-# decays until its end, CARRIED sums up to <S, dS>, all by token. INNER_Q and INNER_K are the inner
-# products of rows of q and k with their gradients.
+Q_NORM_ROW = 6  # a second copy of the row Q_NORM, which is needed along i and along j
+# The indices of rows of sums. DG and DBETA are results. ENTER holds the terms of dg that decay from
+# the chunk's start, and LEAVE those that decay to its end, both by token. The numbers of CARRIED
+# add up to <S, dS'>. INNER_Q and INNER_K are the inner products of rows of q and k with their
+# gradients.
 DG, DBETA, ENTER, LEAVE, CARRIED, INNER_Q, INNER_K = range(7)
 
 
 def warpgroups(p) -> int:
-    """Of a block."""
+    """Returns the number of warpgroups of a block."""
     return 2 if p.key_tiles > 2 else 1
 
 
@@ -98,8 +99,9 @@ def scratch(p) -> list:
 
 
 def rebased(*refs):
-    """The same memory by addresses that the compiler cannot know to be equal. Otherwise it would
-    hold the addresses between uses, in more registers than there are.
+    """Returns references to the same memory, whose addresses the compiler cannot know to be equal
+    to the earlier ones. Otherwise it would keep all addresses in registers, of which there are too
+    few.
     """
     zero = jax.lax.optimization_barrier(jnp.int32(0))
     return [ref.at[pl.ds(zero, ref.shape[0])] for ref in refs]
@@ -110,7 +112,7 @@ def row_sums(x, y):
 
 
 def along_rows(x_C):
-    """[C, C]: in row i the number i of x [C]."""
+    """Returns [C, C], whose row i holds x[i] in all columns."""
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(x_C, (C, C), (0,)), plgpu.Layout.WGMMA)
 
 
@@ -131,7 +133,9 @@ def load_tile(ref):
 
 
 def decay_of_pairs(rows_ref, row, column):
-    """The decay from one token to another, transposed. The exponent is masked, never the result."""
+    """Returns the transposed matrix of decays from token to token. The mask is applied to the
+    exponent, not to the exponential.
+    """
     mask = (column >= row) & same_document(rows_ref)
     return jnp.exp(jnp.where(mask, along_j(rows_ref, TOTAL_J) - along_i(rows_ref, TOTAL), -jnp.inf))
 
@@ -141,7 +145,7 @@ def load_row(ref, i: int):
 
 
 def gradient_kernel(p, *refs):
-    """dQ and dK of a value head, dg and dbeta."""
+    """Computes dQ, dK, dg and dbeta of one chunk of a value head."""
     block = _Block(p, *refs)
     block.start_copies()
     error_highs, error_dstate, pairs = block.errors()
@@ -330,7 +334,7 @@ class _Block:
         return error_highs, error_dstate, pairs
 
     def errors_of(self, c: int):
-        """(K S, None without the delta term; E) of a tile of value channels."""
+        """Returns gamma K S (None without the delta term) and E of a tile of value channels."""
         k, dv, a, slots, spare_slot = self.k, self.dv, self.a, self.slots, self.spare_slot
         carried = sum(
             row_sums(load_tile(slots.at[t]), load_tile(slots.at[self.dstate_slot(t)]))
@@ -513,7 +517,9 @@ class _Block:
     # ---- queries and keys
 
     def queries_and_keys(self, error_dstate):
-        """(dQ, dK), a tile for each of this warpgroup's, before the norms. Adds to dg."""
+        """Returns dQ and dK, one tile for each key tile of this warpgroup, before the gradient of
+        the norms. Adds a part to dg.
+        """
         sums = self.sums
         gradients = [
             with_accumulators(
@@ -530,7 +536,10 @@ class _Block:
         return dq, dk
 
     def tile_gradients(self, i: int, error_dstate, of_q, of_k):
-        """(<q, its gradient through the state>, dQ, dK) of the i-th tile, before the norms."""
+        """Returns three results for this warpgroup's i-th key tile, before the gradient of the
+        norms: the inner products of the rows of q with their gradients through the state, dQ, and
+        dK.
+        """
         p, last, factors = self.p, self.last, self.factors
         k, do, dv, a, slots = rebased(*self.tiles)
         t = self.own_tiles[i]
@@ -564,7 +573,9 @@ class _Block:
     # ---- results
 
     def write_gradients(self, dq, dk):
-        """Writes dQ and dK, through the norms, and dg and dbeta, summed over the warpgroups."""
+        """Applies the gradient of the norms to dQ and dK and writes them. Sums dg and dbeta over
+        the warpgroups and writes them.
+        """
         p, sums, factors, own_tiles = self.p, self.sums, self.factors, self.own_tiles
         gradients = [(dq, [self.q(t) for t in own_tiles]), (dk, [self.k.at[t] for t in own_tiles])]
         inner = [

@@ -83,8 +83,8 @@ def backward(
     interpret: bool = False,
     pieces: int | None = None,
 ):
-    """Computes `Implementation.backward`. `inverses` and `pieces` have the meaning that they have in
-    `forward`.
+    """Computes `Implementation.backward`. `inverses` and `pieces` have the meaning that they have
+    in `forward`.
     """
     p = Problem.of(x, settings, pieces, interpret=interpret)
     q, k, v, do = (p.pad_time(y) for y in (*x[:3], do.astype(x.v.dtype)))
@@ -175,7 +175,9 @@ def _maps_of_pieces(p: Problem, value_tiles: int, inputs: list):
 
 
 def _transposed_states(p: Problem):
-    """Returns the shape [pieces · B, H, V, K] and dtype float32 of the kernels' transposed states."""
+    """Returns the shape [pieces · B, H, V, K] and dtype float32 of the kernels' transposed
+    states.
+    """
     shape = p.pieces * p.batch, p.value_heads, p.value, p.key
     return p.shaped(*shape, dtype=jnp.float32)
 
@@ -186,8 +188,8 @@ def transpose(x):
 
 
 def to_residual(inverses):
-    """Converts the inverses [N, B, H, 2, C, C], which are high and low parts in bfloat16, to the shape
-    [N, B, ⌈H / 2⌉, C, 2C] that every implementation saves, in float32. It keeps the bits.
+    """Converts the inverses [N, B, H, 2, C, C], which are high and low parts in bfloat16, to the
+    shape [N, B, ⌈H / 2⌉, C, 2C] that every implementation saves, in float32. It keeps the bits.
     """
     chunks, batch, heads = inverses.shape[:3]
     x = jax.lax.bitcast_convert_type(inverses.reshape(chunks, batch, heads, C * C, 2), jnp.float32)

@@ -16,25 +16,26 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import C, rows, tiles
 from qwen3next_jax.ops.delta_rule import chunk_math
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
-WIDTHS = (64, 128, 256)  # of heads that the kernels take
-# Streaming multiprocessors of an H100 or H200. A block of a pass of the state takes one, by its
-# shared memory.
+WIDTHS = (64, 128, 256)  # the head widths that the kernels take
+# The number of streaming multiprocessors of an H100 or H200. Each block of a pass of the state
+# occupies one, because of its shared memory.
 PROCESSORS = 132
-# How many chunks a pass of the state does in the time in which XLA composes the maps of the pieces.
-# A guess: it was not timed.
+# The number of chunks that a pass of the state computes in the time in which XLA composes the maps
+# of the pieces. This is a guess; it has not been timed.
 COMPOSING = 64
 INTERPRETER = plgpu.InterpretGPUParams()
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call's sizes, and what is static in it.
+    """The sizes and static settings of one call.
 
     Attributes:
-      save: whether the forward pass writes the state that enters each chunk.
+      save: whether the forward pass writes the state before each chunk.
       interpret: whether a CPU interprets the kernels.
-      pieces: into which every row is split in the passes of the state.
-      map_tiles: in a pass that computes maps, the blocks of 64 channels of U and of M; else None.
+      pieces: number of pieces into which every row is split in the passes of the state.
+      map_tiles: for a pass that computes maps, the numbers of blocks of 64 channels of U and of M;
+        None for other passes.
     """
 
     batch: int
@@ -52,7 +53,7 @@ class Problem:
 
     @classmethod
     def of(cls, x: Inputs, settings: Settings, pieces: int | None = None, **others) -> "Problem":
-        """That of a call; `pieces` is chosen where it is None."""
+        """Returns the problem of a call. If `pieces` is None, the number of pieces is chosen."""
         batch, time, key_heads, key = x.q.shape
         value_heads, value = x.v.shape[2:]
         normalize, erase = settings.normalize_qk, settings.erase
@@ -64,7 +65,7 @@ class Problem:
 
     @property
     def heads_per_key(self) -> int:
-        """Value heads of a key head."""
+        """The number of value heads of a key head."""
         return self.value_heads // self.key_heads
 
     @property
@@ -85,27 +86,33 @@ class Problem:
 
     @property
     def columns(self) -> int:
-        """Blocks of 64 channels of what passes from chunk to chunk: the state, or U and M."""
+        """The number of blocks of 64 value channels in a pass of the state. In a pass that computes
+        maps it counts the columns of U and M.
+        """
         return sum(self.map_tiles) if self.computes_maps else self.value_tiles
 
     @property
     def stages(self) -> int:
-        """Chunks in shared memory at a time, in the passes of the state."""
+        """The number of chunks whose inputs are in shared memory at a time in a pass of the
+        state.
+        """
         return 1 if self.key == max(WIDTHS) else 2
 
     @property
     def warpgroups(self) -> int:
-        """That compute in a block of a pass of the state, each 64 channels of the value. Two share
-        what they read of q and k; there is one where that gives every block a processor.
+        """The number of warpgroups that compute in a block of a pass of the state. Each computes 64
+        value channels. Two warpgroups share the tiles of q and k that they read. There is one if
+        `columns` is odd, or if every block then gets a multiprocessor of its own.
         """
         blocks = self.pieces * self.batch * self.value_heads * self.columns
         return 1 if self.columns % 2 or blocks <= PROCESSORS else 2
 
     def best_pieces(self) -> int:
-        """The number of pieces with which the passes of the state take the least time, in chunks
-        that a processor does one after another; 1 where more pieces do not save a fifth of it.
+        """Returns the number of pieces with which the passes of the state take the least time, or 1
+        if several pieces would save less than a fifth of the time.
 
-        Several pieces need a further pass for the maps, and time to compose these.
+        The time is estimated as the number of chunks that a multiprocessor computes one after
+        another. Several pieces need an additional pass for the maps, and time to compose the maps.
         """
 
         def chunks_in_turn(pieces: int) -> int:
@@ -124,14 +131,16 @@ class Problem:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def pad_time(self, x_BT, mode: str = "constant"):
-        """[B, T, …] padded to whole chunks."""
+        """Returns x [B, T, …] with T padded to a multiple of C."""
         missing = self.chunks * C - x_BT.shape[1]
         if not missing:
             return x_BT
         return jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2), mode=mode)
 
     def rows(self, x: Inputs):
-        """[B, H, N, 8, C] float32: the rows that `delta_rule_tiles` names TOTAL, DOCUMENT, …"""
+        """Returns [B, H, N, 8, C] in float32, the 8 rows that `delta_rule_tiles` names TOTAL,
+        DOCUMENT, ….
+        """
         by_chunk = lambda x_BTH: jnp.moveaxis(
             self.pad_time(x_BTH).reshape(self.batch, self.chunks, C, -1), 3, 1
         ).astype(jnp.float32)
@@ -152,18 +161,18 @@ class Problem:
         )
 
     def from_rows(self, x_BHNC):
-        """[B, N C, H]."""
+        """Rearranges x [B, H, N, C] into [B, N C, H]."""
         return jnp.moveaxis(x_BHNC, 1, 3).reshape(self.batch, -1, self.value_heads)
 
     def to_key_heads(self, x_BTHK):
-        """[B, T, G, K]: the sum over the value heads of each key head."""
+        """Returns [B, T, G, K], the sum of x [B, T, H, K] over the value heads of each key head."""
         x = x_BTHK.reshape(*x_BTHK.shape[:2], self.key_heads, self.heads_per_key, self.key)
         if self.heads_per_key == 1:
             return x[:, :, :, 0]
         return jnp.sum(x, axis=3, dtype=jnp.float32).astype(x.dtype)
 
     def by_piece(self, x):
-        """[pieces · B, …] as [pieces, B, …]."""
+        """Reshapes x [pieces · B, …] to [pieces, B, …]."""
         return x.reshape(self.pieces, self.batch, *x.shape[1:])
 
     # ---- calls
@@ -171,13 +180,17 @@ class Problem:
     def call(
         self, kernel, name: str, grid: dict, outputs: dict, scratch: list, inputs: list, **threads
     ) -> dict:
-        """The results of `kernel` over the grid, by name.
+        """Runs `kernel` over the grid and returns its outputs by name.
 
         Args:
-          kernel: takes this problem, then the references of inputs, outputs and scratch memory.
-          name: of the kernel in a compiled program.
-          grid: sizes by axis name. outputs: shapes by name.
-          threads: `num_threads` and `thread_name` of several warpgroups.
+          kernel: function of this problem and of the references of inputs, outputs and scratch
+            memory.
+          name: name of the kernel in a compiled program.
+          grid: size of each grid axis by name.
+          outputs: shape and dtype of each output by name.
+          scratch: the scratch memory and barriers.
+          inputs: the input arrays.
+          threads: `num_threads` and `thread_name` for blocks of several warpgroups.
         """
         with jax.enable_x64(False):
             results = plgpu.kernel(
@@ -193,12 +206,12 @@ class Problem:
         return dict(zip(outputs, results))
 
     def run_chunks(self, q, k, rows_BHN8C, inverses: bool) -> dict:
-        """`delta_rule_chunks`: what a chunk computes without the state.
+        """Runs the kernel of `delta_rule_chunks`. Returns a dict with these arrays:
 
-        Returns:
-          factors: [B, H, N, 6, C] float32, the rows that `delta_rule_tiles` names K_GAMMA, ….
-          p: [B, H, N, C, C] bfloat16, P beta.
-          inverses: [N, B, H, 2, C, C], high and low parts in bfloat16; only where asked for.
+        factors: [B, H, N, 6, C] float32, the rows that `delta_rule_tiles` names K_GAMMA, ….
+        p: [B, H, N, C, C] bfloat16, P beta.
+        inverses: [N, B, H, 2, C, C] bfloat16, high and low parts; only if the argument `inverses`
+          is True.
         """
         heads = (self.batch, self.value_heads, self.chunks)
         outputs = dict(
@@ -217,11 +230,15 @@ class Problem:
         )
 
     def run_states(self, kernel, name: str, outputs: dict, scratch, inputs: list) -> dict:
-        """A pass of the state: a block for every 64 or 128 channels of every value head.
+        """Runs a pass of the state, with one block for every 64 or 128 channels of every value head
+        and piece. Returns its outputs by name.
 
         Args:
           kernel: `delta_rule_states.forward_kernel` or `backward_kernel`.
-          scratch: shared memory for what the kernel writes beside states.
+          name: name of the kernel in a compiled program.
+          outputs: shape and dtype of each output by name.
+          scratch: shared memory through which the kernel writes O, or dV in the backward pass.
+          inputs: the input arrays.
         """
         maps_forward = self.computes_maps and kernel is delta_rule_states.forward_kernel
         copies = self.warpgroups + 5 + self.erase - 2 * maps_forward
@@ -246,9 +263,9 @@ class Problem:
         )
 
     def _state_scratch(self) -> list:
-        """Shared memory of a pass of the state, in this order. For each stage: q; k; v, or dO in
-        the backward pass; P; both parts of the inverse; the 6 rows of `factors`; the 8 of `rows`.
-        For each warpgroup: its state.
+        """Returns the shared memory of a pass of the state, in this order. For each stage: q; k; v,
+        or dO in the backward pass; P; both parts of the inverse; the 6 rows of `factors`; the 8
+        rows that the method `rows` returns. For each warpgroup: its state.
         """
         n, keys = self.stages, tiles(self.stages, width=self.key)
         return [

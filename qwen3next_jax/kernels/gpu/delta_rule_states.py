@@ -1,12 +1,13 @@
-"""The Mosaic GPU kernels for the passes of the state (sm_90a), chunk after chunk, forward and
-backward.
+"""The Mosaic GPU kernels that pass the state, or its gradient, from chunk to chunk (sm_90a).
 
-A block takes one or two tiles of 64 value channels of a value head. Each has a warpgroup that
-computes; one more warpgroup copies. The algebra is that of docs/delta_rule.md, "In terms of E".
+A block computes one or two tiles of 64 value channels of a value head. One warpgroup computes each
+tile, and one more warpgroup copies inputs. The formulas are those of docs/delta_rule.md, "In terms
+of E".
 
-States, errors and outputs are transposed here: value channels by tokens or key channels. Then each
-is a left operand of a product, which wgmma takes from registers, so that nothing that the next
-chunk waits for passes through shared memory.
+States, errors and outputs are transposed here: their rows are value channels, and their columns are
+tokens or key channels. So they can be left operands of products, which wgmma takes from registers,
+and for keys of at most 128 channels nothing that the next chunk waits for passes through shared
+memory.
 
 C = 64 tokens of a chunk.
 """
@@ -34,23 +35,24 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
 
 
 def forward_kernel(p, *refs):
-    """The state of a value head over all chunks of a piece, and o. In a pass that computes maps the
-    state alone: its first channels are U, computed from zero, the further ones are M, computed
-    without values from the identity.
+    """Computes the state of a value head over all chunks of a piece, and o. A pass that computes
+    maps computes only the state. Its first channels are U, which starts from zero; the others are
+    M, which starts from the identity and has no values.
     """
     _Forward(p, *refs).run()
 
 
 def backward_kernel(p, *refs):
-    """The gradient of a value head's state over all chunks of a piece, from the last one, and dV in
-    two parts. In a pass that computes maps the gradient alone, from zero.
+    """Computes the gradient of a value head's state from the last chunk of a piece to the first,
+    and dV in two parts. A pass that computes maps computes only the gradient, which starts from
+    zero.
     """
     _Backward(p, *refs).run()
 
 
 def state_in_shared_memory(p) -> bool:
-    """Whether the state takes half of the registers: then products read it from shared memory, and
-    fewer run at a time.
+    """Whether products read the state from shared memory. They do if the state takes half of the
+    registers; then fewer products run at a time.
     """
     return p.key > 128
 
@@ -60,8 +62,8 @@ def load_transposed(tile):
 
 
 def store_transposed(x, tile, target, in_flight: int):
-    """Copies an array to memory through a tile, after all copies but the last `in_flight` have read
-    their tiles.
+    """Waits until all copies except the last `in_flight` have read their tiles, then copies the
+    transpose of x through `tile` to `target` in global memory.
     """
     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
     transposed(tile)[...] = x.astype(jnp.bfloat16)
@@ -134,7 +136,7 @@ class _StatePass:
             plgpu.wait_smem_to_gmem(0)
 
     def chunk(self, n, slot, state):
-        """The state, or its gradient, after chunk n, whose inputs are in `slot`."""
+        """Returns the state (or its gradient) after chunk n has been computed from `slot`."""
         raise NotImplementedError
 
     def first_state(self):
@@ -226,7 +228,7 @@ class _Forward(_StatePass):
         return with_accumulators(self.p, (C, C, C, self.p.key), body)
 
     def products(self, n, slot, state, k_state, outputs, errors, after):
-        """S', from accumulators for K S, O, E and S'."""
+        """Returns S'. The last four arguments are accumulators for K S, O, E and S'."""
         p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
         maps, from_shared = p.computes_maps, state_in_shared_memory(p)
         factors = self.factors.at[slot]
@@ -267,7 +269,7 @@ class _Forward(_StatePass):
                 outputs.add(part, transposed(self.p_ref.at[slot]))
         if from_shared:
             self.copy_outputs(n, outputs, in_flight=0)
-            # Of E the compiler then holds the parts alone.
+            # E is computed again from its parts, so that the compiler keeps only the parts.
             values = sum(part.astype(jnp.float32) for part in parts)
         for part in high_and_low(along_j(factors, K_RHO) * values):
             after.add(part, self.k.at[slot])
@@ -276,7 +278,7 @@ class _Forward(_StatePass):
         return after.read()
 
     def copy_outputs(self, n, outputs, in_flight: int):
-        """O to memory, while the last `in_flight` products run."""
+        """Copies O to global memory, while the last `in_flight` products run."""
         if self.p.computes_maps:
             return
         store_transposed(
@@ -315,7 +317,7 @@ class _Backward(_StatePass):
         return with_accumulators(self.p, (C, C, C, self.p.key), body)
 
     def products(self, n, slot, dstate, k_dstate, p_do, values, before):
-        """dS, from accumulators for K dS', P^T dO, dV and dS."""
+        """Returns dS. The last four arguments are accumulators for K dS', P^T dO, dV and dS."""
         p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
         maps, from_shared = p.computes_maps, state_in_shared_memory(p)
         factors = self.factors.at[slot]

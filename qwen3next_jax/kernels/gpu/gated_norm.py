@@ -1,5 +1,5 @@
-"""Mosaic GPU kernels that multiply the RMS norm of each head by a SiLU gate (sm_90a): one kernel for
-the forward pass and one for the backward pass.
+"""Mosaic GPU kernels that multiply the RMS norm of each head by a SiLU gate (sm_90a): one kernel
+for the forward pass and one for the backward pass.
 
 A block of one warpgroup computes one head of C = 64 tokens, in tiles of 64 channels.
 
@@ -52,8 +52,8 @@ def test(eps: float, width: int) -> self_test.SelfTest:
 
 
 def max_error(eps: float, width: int, interpret: bool = False) -> tuple[str, float]:
-    """Runs the kernels and the form in XLA on two blocks of tokens of two heads. Returns the name of
-    the result in which they differ most, and the relative L2 difference.
+    """Runs the kernels and the form in XLA on two blocks of tokens of two heads. Returns the name
+    of the result in which they differ most, and the relative L2 difference.
     """
     rng = np.random.default_rng(0)
     o, gate, dy = (
@@ -89,8 +89,8 @@ def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
 
 
 def _call(body, eps, weight, inputs, like, sums, interpret):
-    """Runs the kernel `body`. Returns its outputs: first those that have the shapes and dtypes of the
-    arrays `like`, then those that have the shapes and dtypes `sums`.
+    """Runs the kernel `body`. Returns its outputs: first those that have the shapes and dtypes of
+    the arrays `like`, then those that have the shapes and dtypes `sums`.
     """
     batch, time, d = inputs[0].shape
     width = weight.shape[0]
@@ -175,8 +175,8 @@ def _backward(
     weight,
     arrived,
 ):
-    """Computes the gradients of o and of the gate, and sums for that of the weight. In shared memory
-    the gradient of o overwrites dy, and the gradient of the gate overwrites the gate.
+    """Computes the gradients of o and of the gate, and sums for that of the weight. In shared
+    memory the gradient of o overwrites dy, and the gradient of the gate overwrites the gate.
     """
     block = _Block(
         eps, width, weight_gmem, (o_gmem, gate_gmem, dy_gmem), (o, gate, dy), weight, arrived

@@ -1,5 +1,5 @@
-"""TPU kernels of the causal depthwise convolution with its activation. Each array is read or written
-once in the forward pass and once in the backward pass.
+"""TPU kernels of the causal depthwise convolution with its activation. Each array is read or
+written once in the forward pass and once in the backward pass.
 
 Products and sums are float32 in registers, one column of lanes after another. A block also reads
 the W - 1 tokens before it, which come as a second block of the same input. Backward it needs
@@ -63,8 +63,8 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
 
 
 def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
-    """Returns the gradients of before, x and kernel, given dy [B, T, D], the gradient of y. The other
-    arguments are those of `forward`.
+    """Returns the gradients of before, x and kernel, given dy [B, T, D], the gradient of y. The
+    other arguments are those of `forward`.
     """
     age, (width, d) = document_ages(ids, kernel.shape[0]), kernel.shape
     call = _Call(x, kernel, age, interpret, backwards=True)
@@ -117,14 +117,14 @@ class _Call:
         )
 
     def rows_before(self, before, x):
-        """Returns three inputs of the kernel: `before`, padded to EDGE rows; x, of which a grid step
-        gets the last EDGE rows of the previous block; and x, of which it gets its own block.
+        """Returns three inputs of the kernel: `before`, padded to EDGE rows; x, of which a grid
+        step gets the last EDGE rows of the previous block; and x, of which it gets its own block.
         """
         return jnp.pad(before.astype(x.dtype), ((0, 0), (EDGE - before.shape[1], 0), (0, 0))), x, x
 
     def __call__(self, body, inputs, in_specs, out_specs, outputs, scratch=(), *, elements):
-        """Runs the kernel `body` and returns its outputs. `elements` is the number of array elements
-        that it reads and writes.
+        """Runs the kernel `body` and returns its outputs. `elements` is the number of array
+        elements that it reads and writes.
         """
         width, d = self.kernel.shape
         inputs = [self.kernel, *inputs]
@@ -172,7 +172,8 @@ def _over_lanes(age):
 
 
 def _if_same_document(age, x, back: int):
-    """Returns x, with zeros for tokens whose input `back` tokens earlier belongs to another document.
+    """Returns x, with zeros for tokens whose input `back` tokens earlier belongs to another
+    document.
     """
     return x if age is None else jnp.where(age >= back, x, 0.0)
 

@@ -159,8 +159,8 @@ class _Block:
         self._norms(products, on_diagonal, is_token, gamma, rho, beta, normalize)
 
     def _decays(self, total, beta):
-        """Sets beta, carry and pair_decay. Returns the logarithms of gamma and rho, [E, 2C] each, and
-        booleans [1, 2C] that say which rows are tokens, or None if all rows are.
+        """Sets beta, carry and pair_decay. Returns the logarithms of gamma and rho, [E, 2C] each,
+        and booleans [1, 2C] that say which rows are tokens, or None if all rows are.
         """
         size = self.p.chunk_size
         last = jnp.where(
@@ -185,8 +185,9 @@ class _Block:
         return gamma, rho, is_token
 
     def _products_with_keys(self):
-        """Returns [J or E, 2C, 4C], one product of the unnormalised rows of k and q with themselves.
-        It holds K K^T, Q K^T and, on the diagonals of K K^T and Q Q^T, the squared norms.
+        """Returns [J or E, 2C, 4C], one product of the unnormalised rows of k and q with
+        themselves. It holds K K^T, Q K^T and, on the diagonals of K K^T and Q Q^T, the squared
+        norms.
         """
         if self.shared:
             right = jnp.concatenate([self.k, self.k, self.q, self.q], axis=1)
@@ -283,8 +284,8 @@ class _Block:
         return self.split_value_heads(self.dots.plain.tn(rows, jnp.concatenate(parts, axis=1)))
 
     def times_states(self, xs_IRV, y_IRV, state_IKV, other_IKV):
-        """Returns the pair ([x state^T for every x], y other^T). Each array is [J, R, K], summed over
-        the value heads of each key head.
+        """Returns the pair ([x state^T for every x], y other^T). Each array is [J, R, K], summed
+        over the value heads of each key head.
 
         All of them come from one matrix product with both states side by side, so that it fills the
         columns of the matrix unit. Half of each row of that product is not used.
@@ -298,8 +299,8 @@ class _Block:
         return [x[..., :key] for x in products], last[..., key:]
 
     def times_keys(self, x_ERC):
-        """Returns [J, R, K], the matrices x [R, C] of each value head times the keys, summed over the
-        value heads of each key head.
+        """Returns [J, R, K], the matrices x [R, C] of each value head times the keys, summed over
+        the value heads of each key head.
         """
         if not self.shared:
             return self.sum_value_heads(self.dots.nn((x_ERC,), (self.for_value_heads(self.k),)))
@@ -397,8 +398,8 @@ def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 
 
 def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
-    """Runs the forward pass for U and M, which lie side by side along the lanes. M is the final state
-    of a call whose values are zero and whose initial state is the identity.
+    """Runs the forward pass for U and M, which lie side by side along the lanes. M is the final
+    state of a call whose values are zero and whose initial state is the identity.
     """
     refs = dict(zip(inputs + outputs, refs))
     _copy_initial_state(p, refs["final"], refs["initial_state"])
@@ -512,8 +513,8 @@ def _through_norms(c: _Block, dk, dq):
 
 
 def _carried_gradient(c: _Block, state, dstate):
-    """Returns [E, 2C], the part of dg that comes from the decay of the state over the whole chunk. It
-    is the same for all tokens of the chunk.
+    """Returns [E, 2C], the part of dg that comes from the decay of the state over the whole chunk.
+    It is the same for all tokens of the chunk.
     """
     products = dstate * state.astype(jnp.float32)
     inner = jnp.sum(jnp.sum(products, axis=1, keepdims=True), axis=2, keepdims=True)

@@ -39,8 +39,9 @@ def call(
     interpret: bool,
     scratch=(),
 ):
-    """Runs the kernel `body` over a grid with the axes (blocks of channels, rows of the batch, blocks
-    of tokens) and returns its outputs. Each core of a chip takes some of the blocks of channels.
+    """Runs the kernel `body` over a grid with the axes (blocks of channels, rows of the batch,
+    blocks of tokens) and returns its outputs. Each core of a chip takes some of the blocks of
+    channels.
 
     Args:
       body: the kernel, which takes the references of inputs, outputs and scratch memory.

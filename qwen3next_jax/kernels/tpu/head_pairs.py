@@ -100,8 +100,8 @@ def pairs_over_lanes_by_product(rows_EC):
 
 
 def pair_columns(rows_EC):
-    """Returns [E, C, 2C], the rows [E, 2C] turned into columns; the column of each head is broadcast
-    over the head's half of the lanes.
+    """Returns [E, C, 2C], the rows [E, 2C] turned into columns; the column of each head is
+    broadcast over the head's half of the lanes.
     """
     count, lanes = rows_EC.shape
     size, width = lanes // 2, max(lanes, 2 * count)
@@ -164,7 +164,9 @@ class PairProducts:
         return Products(self.operand)
 
     def nn(self, x_parts, y_parts):
-        """Returns [I, R, X], for each head its matrix in the pairs x [E, R, 2C] times y [I, C, X]."""
+        """Returns [I, R, X], for each head its matrix in the pairs x [E, R, 2C] times y [I, C,
+        X].
+        """
         x, y = stack_for_product(x_parts, [block_diagonal(y) for y in y_parts], -1, -2)
         return split_pair(self.plain.nn(x, y))
 
@@ -213,8 +215,8 @@ class PairProducts:
         return products
 
     def sums_before(self, x_ECC):
-        """Returns [E, C, 2C], whose column t is the sum of those columns of x before t that belong to
-        the same head.
+        """Returns [E, C, 2C], whose column t is the sum of those columns of x before t that belong
+        to the same head.
         """
         lanes = x_ECC.shape[-1]
         row, column = indices(lanes, lanes)
@@ -258,7 +260,8 @@ PAIRS_AT_ONCE = 8  # the number of pairs whose eliminations are interleaved, to 
 
 
 def pair_inverse(m_ECC, products):
-    """Returns (I + L)^{-1} of each head as pairs [E, C, 2C], where L is the strictly lower part of m.
+    """Returns (I + L)^{-1} of each head as pairs [E, C, 2C], where L is the strictly lower part of
+    m.
 
     The vector unit inverts diagonal blocks of 16 rows by substitution. Then pairs of neighbouring
     blocks are merged until one block is left. Only rows that change pass through the matrix unit.

@@ -1,9 +1,9 @@
 """TPU kernels of the routed experts: the SwiGLU experts forward and backward, and sums of rows by
 token.
 
-The rows lie in tiles, and all rows of a tile belong to one expert. The rows that fill up an expert's
-last tile are finite and have weight 0. Products accumulate in float32, and the arrays between two
-products of a kernel stay in VMEM. Kernels write rows in the dtype of their inputs.
+The rows lie in tiles, and all rows of a tile belong to one expert. The rows that fill up an
+expert's last tile are finite and have weight 0. Products accumulate in float32, and the arrays
+between two products of a kernel stay in VMEM. Kernels write rows in the dtype of their inputs.
 
 T tiles, M rows per tile, P = T·M, D model width, I expert width, F = 2I (gate before up),
 E experts, N tokens. For sums by token: V steps, each of which adds the rows of one tile to the sums
@@ -214,9 +214,9 @@ def mlp_gradients(
 
 
 class _Specs:
-    """The sizes of a call, and the block specifications of a tile's rows and of its expert's weights.
-    A grid step for a tile without rows reads the blocks of the last tile with rows; these are in
-    VMEM already, so nothing is copied.
+    """The sizes of a call, and the block specifications of a tile's rows and of its expert's
+    weights. A grid step for a tile without rows reads the blocks of the last tile with rows; these
+    are in VMEM already, so nothing is copied.
     """
 
     def __init__(self, x_PD, gate_up_EDF, down_EID, expert_T):

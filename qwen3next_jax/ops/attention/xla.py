@@ -2,8 +2,8 @@
 https://arxiv.org/abs/2205.14135).
 
 B batch, T queries, S keys, N query heads, M key/value heads (query head n reads key/value head
-n // (N // M)), H = N // M query heads per key/value head, D head width, C queries or keys per block,
-L = H · C rows of a block of queries for one key/value head, n number of blocks of queries.
+n // (N // M)), H = N // M query heads per key/value head, D head width, C queries or keys per
+block, L = H · C rows of a block of queries for one key/value head, n number of blocks of queries.
 """
 
 import jax

@@ -180,8 +180,8 @@ def lower_mask(size: int, strict: bool = False):
 
 
 def encode_segments(segment_ids, before=None):
-    """Returns signed ids [B, T] for `segment_ids` [B, T], which has 0 for padding at the end. A token
-    keeps the id of its document, and padding gets minus the id of the last document.
+    """Returns signed ids [B, T] for `segment_ids` [B, T], which has 0 for padding at the end. A
+    token keeps the id of its document, and padding gets minus the id of the last document.
 
     The absolute value says to which document's state the position belongs, and the sign says
     whether the position holds a token.
@@ -227,8 +227,9 @@ def inverse_norm_backward(dy, x, scale):
 
 
 def scales(q, k, normalize: bool):
-    """Returns two arrays [..., 1], the numbers by which the rows of q and of k have to be multiplied:
-    the inverse of their L2 norm if `normalize`, else 1; that of q also has the factor K^{-1/2}.
+    """Returns two arrays [..., 1], the numbers by which the rows of q and of k have to be
+    multiplied: the inverse of their L2 norm if `normalize`, else 1; that of q also has the factor
+    K^{-1/2}.
     """
     if not normalize:
         one = jnp.ones((), q.dtype)
@@ -300,7 +301,8 @@ class Chunk(typing.NamedTuple):
 
 
 def interaction(kk_CC, beta_C1, d: Decay):
-    """Returns L, whose entry (i, j) says how much of the write of row j the write of row i subtracts.
+    """Returns L, whose entry (i, j) says how much of the write of row j the write of row i
+    subtracts.
     """
     return jnp.where(lower_mask(kk_CC.shape[-1], strict=True), beta_C1 * kk_CC * d.pair, 0)
 

@@ -69,8 +69,8 @@ def forward(x: Inputs, initial_state, inverses, settings: Settings, *, save: boo
 
 
 def affine_map(x: Inputs, initial_state, settings: Settings, *, parallel: bool):
-    """Computes `Implementation.affine_map`. `parallel` says whether the state pass is an associative
-    scan.
+    """Computes `Implementation.affine_map`. `parallel` says whether the state pass is an
+    associative scan.
     """
     c, dots, exact = _prepare_chunks(x, None, settings)
     key, value = x.q.shape[-1], x.v.shape[-1]
@@ -148,7 +148,9 @@ def forward_in_blocks(
 def backward_in_blocks(
     x: Inputs, states, inverses, do, dfinal, settings: Settings, *, limits: BlockLimits
 ):
-    """Computes `Implementation.backward`, one block of chunks after another, the last block first."""
+    """Computes `Implementation.backward`, one block of chunks after another, the last block
+    first.
+    """
     size, time = settings.chunk_size, x.v.shape[1]
     chunks = _chunks_of_a_block(limits, x, size)
     if chunks * size >= time:
@@ -189,9 +191,9 @@ def _chunks_of_a_block(limits: BlockLimits, x: Inputs, size: int) -> int:
 
 
 def _split_inputs(x: Inputs, length: int):
-    """Splits the inputs into blocks of `length` tokens. Returns the inputs as [blocks, B, length, …]
-    and booleans [blocks, B]: whether the first token of the block belongs to the same document as
-    the token before it (None if there are no documents).
+    """Splits the inputs into blocks of `length` tokens. Returns the inputs as [blocks, B, length,
+    …] and booleans [blocks, B]: whether the first token of the block belongs to the same document
+    as the token before it (None if there are no documents).
 
     The padding of the last block is zero, so it does not change the state.
     """
@@ -277,7 +279,8 @@ def _documents(segments, size: int):
 
 
 def _to_chunks(x, size: int, mode: str = "constant"):
-    """Rearranges [B, T, heads, ...] into [N, B, heads, C, ...]; pads T to a multiple of C = `size`.
+    """Rearranges [B, T, heads, ...] into [N, B, heads, C, ...]; pads T to a multiple of C =
+    `size`.
     """
     return jnp.swapaxes(blocks.to_chunks(x, 1, size, mode), 2, 3)
 
@@ -367,7 +370,9 @@ def _state_pass_backward(c: Chunk, do, dfinal, dots: Products, exact: Products, 
 
 
 def _residual_backward(c: Chunk, dwritten, exact: Products):
-    """Returns dR = A^T dV' and X = beta gamma dR. Without the delta term it returns dV' and None."""
+    """Returns dR = A^T dV' and X = beta gamma dR. Without the delta term it returns dV' and
+    None.
+    """
     if c.inverse is None:
         return dwritten, None
     dr = exact.tn(c.inverse, dwritten)

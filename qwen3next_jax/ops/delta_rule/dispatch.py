@@ -1,4 +1,5 @@
-"""Lists the implementations of the gated delta rule in XLA and chooses the implementation of a call.
+"""Lists the implementations of the gated delta rule in XLA and chooses the implementation of a
+call.
 
 The functions with custom gradients in `api` and `context` call the passes of the chosen
 implementation.
@@ -66,8 +67,8 @@ class Operator(NamedTuple):
 def choose_operator(
     implementation: str | None, x: Inputs, normalize_qk: bool, erase: bool, axis_name: str | None
 ) -> Operator:
-    """Returns the named implementation, or, if `implementation` is None, the best one for `x` on the
-    platform that the program is compiled for.
+    """Returns the named implementation, or, if `implementation` is None, the best one for `x` on
+    the platform that the program is compiled for.
 
     Raises:
       NotImplementedError: the named implementation cannot run `x` on this platform.

@@ -40,7 +40,8 @@ class Settings(NamedTuple):
 
 
 class Implementation(Protocol):
-    """The three passes of an implementation. Those of kernels take a further argument, `interpret`.
+    """The three passes of an implementation. Those of kernels take a further argument,
+    `interpret`.
     """
 
     def forward(
@@ -95,9 +96,9 @@ class Implementation(Protocol):
 
 
 def chunk_size(x: Inputs) -> int:
-    """Returns C, the tokens of a chunk. It is 16 for float32 heads of at most 32 channels and 64 for
-    all others. For a sequence that is shorter than 64 tokens it is the smallest power of two that
-    is at least the sequence's length, but at least 16.
+    """Returns C, the tokens of a chunk. It is 16 for float32 heads of at most 32 channels and 64
+    for all others. For a sequence that is shorter than 64 tokens it is the smallest power of two
+    that is at least the sequence's length, but at least 16.
 
     For heads of few channels d, the work inside a chunk (about 8 C d operations per token) is more
     than the work on the state (about 6 d²). On 2 CPU cores a training step of configs/tiny.py took

@@ -1,9 +1,10 @@
-"""The inverse of I + L for a strictly lower triangular matrix L, computed with matrix products alone.
+"""The inverse of I + L for a strictly lower triangular matrix L, computed with matrix products
+alone.
 
 A power series of L is not accurate enough for matrices of this size: if the keys have a correlation
 of 0.9, its terms grow until their sum in float32 has no correct digit. Block elimination forms no
-powers of L. It computes the inverse X of a block of 2m rows from the inverses X11 and X22 of its two
-diagonal blocks of m rows: the lower left block is X21 = -X22 (L21 X11).
+powers of L. It computes the inverse X of a block of 2m rows from the inverses X11 and X22 of its
+two diagonal blocks of m rows: the lower left block is X21 = -X22 (L21 X11).
 
 C rows of the matrix.
 """
