@@ -1,4 +1,4 @@
-"""Shows a run in a live panel (rich) on a terminal, or as plain lines, one per event, elsewhere.
+"""Shows a run: in a live panel (rich) on a terminal, and as plain lines elsewhere.
 
 The panel and the lines show only what the events of metrics.jsonl contain.
 """

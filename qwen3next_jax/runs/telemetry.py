@@ -35,8 +35,8 @@ HISTORY = ("start", "stop", "damaged", "rewind", "save_failed", "hook_failed", "
 
 
 class MetricsFile:
-    """A file of JSON lines, each one event: {"event": "train" | "heldout" | "sample" | …, "step":
-    …, "time": …, …}.
+    """A file of JSON lines, one per event:
+    {"event": "train" | "heldout" | "sample" | …, "step": …, "time": …, …}.
 
     `write` appends an event to the file and passes it to the listeners. Use the object as a context
     manager: its exit calls the `close` method of each listener that has one.
