@@ -39,8 +39,8 @@ from qwen3next_jax.training.stages import (
     resolve_stages,
 )
 
-# Maps a prefix of the keys in run.json whose values may differ at a resume to the reason. The run
-# logs these changes. Any other difference is an error.
+# The settings that may differ at a resume: a prefix of a key in run.json → the reason. The run logs
+# these changes. Any other difference is an error.
 MAY_CHANGE = {
     "config.name": "it is only a label",
     "config.data.path": (
