@@ -12,7 +12,7 @@ from typing import Any
 
 from etils import epath
 
-DEPTH = 100  # maximum number of nested lists and objects; recursive functions can handle it
+DEPTH = 100  # levels of nested lists and objects; recursive functions can handle this depth
 MAX_BYTES = 1 << 28  # for comparison, the released model's index of shards has 8 MB
 _NAMES = {
     dict: "object",

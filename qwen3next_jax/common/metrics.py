@@ -30,7 +30,7 @@ class Metric:
       title: what a chart or table calls the metric.
       unit: "share" is printed in percent; "nats" and "bits" are printed with four decimals;
         "count" is printed as a whole number and has no chart.
-      better: whether higher or lower values are better; "" if neither are.
+      better: whether higher or lower values are better; "" if neither direction is better.
       main: whether the evaluation is judged by this metric. Sweeps compare the main metrics, and
         the terminal shows only them.
     """

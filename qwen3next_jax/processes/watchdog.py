@@ -93,10 +93,12 @@ class Watchdog:
     """
 
     def __init__(self, workdir: pathlib.Path, process: int = 0, tick: float = 0.25):
-        """Args:
-        workdir: the run's folder, to which the stacks are written.
-        process: index of this process, for the name of the file with the stacks.
-        tick: number of seconds between two checks of the time.
+        """Makes a watchdog without a time limit.
+
+        Args:
+          workdir: the run's folder, to which the stacks are written.
+          process: index of this process, for the name of the file with the stacks.
+          tick: number of seconds between two checks of the time.
         """
         self._workdir, self._process, self._tick = workdir, process, tick
         self._limit = (math.inf, "", 0)  # limit in seconds, what it limits, current step

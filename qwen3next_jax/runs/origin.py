@@ -6,7 +6,7 @@ It is null for random weights; otherwise it has these keys:
 
     path     the path of the Hugging Face directory
     form     its format, a value of `model.hf_form`
-    files    `stamp_hf` of the directory, if the run itself began with it
+    files `huggingface.stamp_hf` of the directory, if the run itself began with it
 """
 
 import pathlib

@@ -1,6 +1,6 @@
 """XLA compiler options that make a train step on several chips overlap collectives with compute.
 
-By default a program of the TPU compiler waits for every all-gather of weights, exchange of rows and
+By default a program compiled for TPU waits for every all-gather of weights, exchange of rows and
 reduce-scatter of gradients. On a chip with sparse cores, these cores can run the collectives, which
 the compiler then schedules early. docs/notes/2026-11-23-pod-step.md reports the effect of each
 option.
