@@ -1,1 +1,1 @@
-"""One file a verb of `qwen3next VERB`."""
+"""The commands `qwen3next VERB`, one file per verb."""

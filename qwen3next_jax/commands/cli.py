@@ -1,4 +1,4 @@
-"""Shared parts of the commands: flags, errors in one line, Ctrl-C, the compilation cache."""
+"""Parts that the commands share: flags, errors in one line, Ctrl-C, the compilation cache."""
 
 import collections
 import contextlib
@@ -59,8 +59,8 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
 
     Args:
       command: the module of the command.
-      arguments: the name of the command's positional arguments, which are paths, such as
-        "WORKDIR"; `main` gets them as a list. "": it has none.
+      arguments: the name of the command's positional arguments, which are paths, such as "WORKDIR";
+        `main` gets them as a list. "" if the command takes none.
     """
     main = command.main
     flags.DEFINE_list(
@@ -128,7 +128,7 @@ def _reader_has_gone() -> bool:
 class _Interrupts(threading.Thread):
     """Reacts to Ctrl-C while XLA compiles. Python raises KeyboardInterrupt only after the compile,
     which can take minutes; this thread prints a line at the first Ctrl-C and ends the process at
-    the second. It does nothing if a command has its own handler.
+    the second. It does nothing while a command has its own handler of SIGINT.
     """
 
     def __init__(self):
@@ -180,12 +180,12 @@ def _parse(doc: str, argv: Sequence[str]) -> list[str]:
 
 
 def _take_overrides(argv: Sequence[str]) -> list[str]:
-    """Moves `--config.a.b=value` and `--config.a.b value` from the arguments to `_overrides`, if
-    the command has `--config`. Returns the other arguments.
+    """Moves arguments of the form `--config.a.b=value` or `--config.a.b value` to `_overrides`, if
+    the command has the flag `--config`. Returns the other arguments.
 
     Raises:
-      UserError: a setting does not exist, or its value is missing. It is raised before any file is
-        read.
+      UserError: a setting does not exist, or its value is missing. This error is raised before any
+        file is read.
     """
     rest, arguments = [argv[0]], collections.deque(argv[1:])
     while arguments:
@@ -218,13 +218,13 @@ _file_values: dict[str, Any] = {}  # the settings of the file --config, without 
 
 
 def _own_flags() -> list[str]:
-    """The names of the flags that this project defines, not its libraries."""
+    """Returns the names of the flags that this project defines, without those of its libraries."""
     modules = {name: flags.FLAGS.find_module_defining_flag(name) for name in flags.FLAGS}
     return sorted(name for name, module in modules.items() if module.startswith("qwen3next_jax."))
 
 
 def _help(doc: str) -> str:
-    """The text of `--help`: the command's docstring and its flags."""
+    """Returns the text of `--help`: the command's docstring and its flags."""
     width = min(shutil.get_terminal_size().columns, 120)
     lines = [doc.strip(), "", "flags:"]
     entries = []
@@ -245,7 +245,7 @@ def _help(doc: str) -> str:
 
 
 def _help_of_settings(width: int) -> list[str]:
-    """Lines of `--help`: every setting by group, with its default and its meaning."""
+    """Returns the lines of `--help` on every setting, by group, with its default and meaning."""
     lines = ["", "settings, with their defaults:"]
     group = None
     for name, default, allowed, meaning in list_settings(Config):
@@ -266,7 +266,7 @@ def _help_of_settings(width: int) -> list[str]:
 
 
 def _entry(name: str, text: str, width: int) -> list[str]:
-    """Lines of `--help`: a name, and a text after or below it."""
+    """Returns the lines of `--help` for one name, with the text after or below the name."""
     if len(name) > 22:
         return [
             f"  {name}",
@@ -276,12 +276,12 @@ def _entry(name: str, text: str, width: int) -> list[str]:
 
 
 def define_config_flag() -> Callable[..., Config | None]:
-    """Defines `--config=FILE.py` and its overrides `--config.group.name=value`.
+    """Defines the flag `--config=FILE.py` and its overrides `--config.group.name=value`.
 
     Returns:
       A function (required, may_resume) that returns the validated Config. With `required=False` it
-      returns None if the flag is not given. With `may_resume=True` a run that has begun in
-      `--workdir` keeps its vocabulary.
+      returns None if the flag is not given. With `may_resume=True` the Config keeps the vocabulary
+      of a run that has begun in `--workdir`.
     """
     holder = flags.DEFINE_string(
         "config", None, "Python file with get_config(), which is run, such as configs/tiny.py"
@@ -304,8 +304,8 @@ def define_config_flag() -> Callable[..., Config | None]:
 
 
 def given_settings(may_resume: bool = False) -> UserInput | None:
-    """The settings that the user gave by `--config` and its overrides; None without `--config`.
-    `may_resume`: as in `define_config_flag`.
+    """Returns the settings that the user gave by `--config` and its overrides; None without
+    `--config`. `may_resume` has the meaning that `define_config_flag` explains.
     """
     file = flags.FLAGS["config"].value
     if file is None:
@@ -318,7 +318,7 @@ def given_settings(may_resume: bool = False) -> UserInput | None:
 
 
 def _read(values: dict[str, Any], may_resume: bool) -> Config:
-    """The configuration of the nested dict `values`, which the user wrote."""
+    """Returns the configuration that the nested dict `values`, which the user wrote, describes."""
     name = str(values.get("name", Config().name))
     fill_from_tokenizer(values, _workdir_of(name) if may_resume else None)
     registry.trust_user_settings(values)
@@ -329,8 +329,8 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
     """Defines `--workdir`.
 
     Returns:
-      A function (name) that returns the path. `name`: the name of the configuration, which gives
-      the default.
+      A function (name) that returns the path. Its argument is the name of the configuration, from
+      which the default path is made.
     """
     text = "folder of the run" + (
         " (default: runs/<name of the config>)" if default_from_config else ""
@@ -340,7 +340,7 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
 
 
 def _workdir_of(name: str | None = None) -> pathlib.Path:
-    """The value of `--workdir`; if it is not given, runs/`name`."""
+    """Returns the value of `--workdir`, or runs/`name` if the flag is not given."""
     if path := flags.FLAGS["workdir"].value:
         return local_folder("workdir", path)
     if name is None:
@@ -352,7 +352,7 @@ def _workdir_of(name: str | None = None) -> pathlib.Path:
 
 
 def local_folder(flag: str, value: str) -> pathlib.Path:
-    """The path `value` of a flag.
+    """Returns the value of the flag `flag` as a path.
 
     Raises:
       UserError: `value` is a URL such as gs://bucket, which pathlib would read as gs:/bucket.
@@ -394,7 +394,7 @@ def define_launch_flags() -> Callable[[], Launch | None]:
 
 
 class Loading(NamedTuple):
-    """The arguments of `load.load_model` from flags; None if a flag is not given."""
+    """The arguments of `load.load_model` that flags give; None for a flag that is not given."""
 
     step: int | None
     mesh: MeshConfig | None
@@ -404,8 +404,8 @@ class Loading(NamedTuple):
 
 @functools.cache  # several commands in one process may define these flags
 def define_loading_flags() -> Callable[[], Loading]:
-    """Defines `--step`, `--mesh`, `--dtype` and the flags of `define_launch_flags`. The function
-    that it returns gives their values.
+    """Defines `--step`, `--mesh`, `--dtype` and the flags of `define_launch_flags`. Returns a
+    function that returns the values of these flags.
     """
     step = flags.DEFINE_integer(
         "step",
@@ -447,7 +447,7 @@ def read_mesh(text: str | None) -> dict[str, int]:
     """Reads axes and sizes from a text such as "data=64,expert=8".
 
     Raises:
-      UserError: an axis does not exist or is given twice, or a size is no number.
+      UserError: an axis does not exist or is given twice, or a size is not a number.
     """
     sizes: dict[str, int] = {}
     for part in [] if text is None else text.replace(" ", "").split(","):
@@ -467,7 +467,8 @@ def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
     """Reads the model's settings from the run or the Hugging Face directory at `path`.
 
     Raises:
-      UserError: `path` is neither. It is raised before anything is loaded.
+      UserError: `path` is neither a run nor a Hugging Face directory. This error is raised before
+        anything is loaded.
     """
     from etils import epath
 
@@ -488,7 +489,7 @@ def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
 
 
 def check_writable(flag: str, path: str) -> None:
-    """Checks the path of a file for results, before they are computed.
+    """Checks the path of a file for results before the results are computed.
 
     Raises:
       UserError: the path is a folder, or its folder does not exist.
@@ -507,7 +508,7 @@ def positive_integers(flag: str, values: Sequence[str]) -> tuple[int, ...]:
     """Reads the numbers of a comma-separated flag.
 
     Raises:
-      UserError: a value is no positive number.
+      UserError: a value is not a positive number.
     """
     if not values or not all(
         value.strip().isdecimal() and 0 < len(value) < 10 and int(value) for value in values
@@ -531,11 +532,11 @@ def enable_compilation_cache() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc reuse freed memory instead of returning it to the system. Call it before JAX
-    starts its threads.
+    """Makes glibc reuse freed memory instead of returning it to the system. Must be called before
+    JAX starts its threads.
 
-    On CPU each step allocates its buffers with malloc, which by default maps large ones anew, and
-    the kernel zeroes hundreds of megabytes per step. With reuse, a step of configs/tiny.py took
+    On CPU each step allocates its buffers with malloc. By default malloc maps large buffers anew,
+    so the kernel zeroes hundreds of megabytes per step. With reuse, a step of configs/tiny.py took
     0.46 instead of 0.60 s on 2 cores.
     """
     if not sys.platform.startswith("linux") or not hasattr(libc := ctypes.CDLL(None), "mallopt"):

@@ -1,7 +1,8 @@
 """Evaluates a run or a Hugging Face directory: `python eval.py --workdir=runs/tiny
 [--suite=heldout,mqar,niah --lengths=256,1024]`.
 
-Without `--config` the run's own configuration applies; a `--config` may name other data.
+Without `--config` the evaluation uses the run's own configuration. A `--config` may name other
+data.
 """
 
 import sys
@@ -45,7 +46,7 @@ def main() -> int:
     lengths, pairs = (cli.positive_integers(flag.name, flag.value) for flag in (_lengths, _pairs))
     print(f"{workdir}: loading and compiling", file=sys.stderr, flush=True)
     cli.enable_compilation_cache()
-    # Imported here: the user learns of a wrong flag before JAX loads.
+    # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.commands.evaluate import evaluate
     from qwen3next_jax.evals.evaluation import EvalOptions
     from qwen3next_jax.runs.load import join_processes

@@ -1,5 +1,5 @@
-"""Runs evaluations by name on a run's newest checkpoint or on a Hugging Face directory, and prints
-them as tables and writes them as JSON; for `eval.py`.
+"""Evaluates a checkpoint of a run or a Hugging Face directory for `eval.py`, prints the results as
+tables, and writes them as JSON.
 """
 
 import dataclasses
@@ -38,24 +38,28 @@ def evaluate(
     mesh: MeshConfig | None = None,
     dtype: str = "float32",
 ) -> int:
-    """Runs evaluations and prints a table of each as it ends. Returns the exit code.
+    """Runs evaluations, and prints the results of each as a table when it ends. Returns the exit
+    code.
 
-    If there are several processes, all call this, and process 0 prints and writes.
+    If there are several processes, all must call this function; process 0 prints and writes.
 
     Args:
-      config: which data are read. None means the run's own configuration, or for a Hugging Face
-        directory the default corpus. A configuration must have the model of the run; it may have
-        other data, another context, and settings that read the same parameters in another way
-        (`config.compatibility`).
+      config: the configuration, which names the data. None means the run's own configuration, or
+        for a Hugging Face directory the default corpus. A configuration must have the model of the
+        run; it may have other data, another row length, and settings with which the same parameters
+        are read in another way (`config.compatibility`).
       path: the folder of a run, or a Hugging Face directory.
       names: names of evaluations.
-      json_path: file to which the results are written, "" for none. The results of a run are also
-        written to RUN/eval/NAME.json, unless the configuration reads its parameters in another way.
-      step, mesh, dtype: as for `load_model`.
+      json_path: path of a file to which the results are written; "" for none. The results of a run
+        are also written to RUN/eval/NAME.json, unless the configuration reads its parameters in
+        another way.
+      step: as for `load_model`.
+      mesh: as for `load_model`.
+      dtype: as for `load_model`.
 
     Raises:
-      UserError: an evaluation does not exist or cannot run on this model; raised before anything
-        is computed.
+      UserError: an evaluation does not exist or cannot run on this model. This error is raised
+        before anything is computed.
     """
     for name in names:
         check_name(EVALUATIONS, name, "--suite")
@@ -81,7 +85,8 @@ def evaluate(
         config = stage_at(resolve_stages(config), step).as_single_stage(config)
     graphdef, params = nnx.split(model, nnx.Param)
     described = config.model if is_run else model.config
-    if other := described.differs(model.config):  # reads the run's parameters in another way
+    # If `other` is not empty, the configuration reads the run's parameters in another way.
+    if other := described.differs(model.config):
         graphdef, _ = abstract_model(described)
     if config is not None:
         data, length, batch_size = (
@@ -148,10 +153,10 @@ def _open(
     tokenizer: Tokenizer,
     vocab_size: int,
 ) -> Data:
-    """Opens the data, and checks that they have the `tokenizer` of the model in `path`.
+    """Opens the data, and checks that they were made with `tokenizer`, that of the model in `path`.
 
     Raises:
-      UserError: the data have another tokenizer.
+      UserError: the data were made with another tokenizer.
     """
     with PreparationProgress() as progress:
         opened = open_data(data, sequence_length, batch_size, vocab_size, progress)
@@ -166,8 +171,8 @@ def _open(
 
 def _print(title: str, values: list[MetricValue]) -> None:
     """Prints the values as a table. If several metrics were measured under the same conditions
-    (loss and bits per byte at positions 1-1, 2-3, …), a row is a condition and a column a metric;
-    otherwise a row is a value.
+    (loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition and a
+    column per metric; otherwise it has a row per value.
     """
     cells = {(value.kind, value.condition): str(value) for value in values}
     titles = {value.kind: value.metric.title for value in values}

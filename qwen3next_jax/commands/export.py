@@ -1,12 +1,13 @@
-"""Writes a run's newest checkpoint as a Hugging Face directory.
+"""Writes a checkpoint of a run, by default the newest, as a Hugging Face directory.
 
     qwen3next export --workdir=runs/tiny --out=exported [--step=N]
     [--dtype=bfloat16] [--mesh=data=8]
 
-The weights are read onto the run's mesh and written tensor by tensor. After a kill the same
-command keeps the files that are complete. If the run began with a Hugging Face directory, the
-export has the form of that directory and copies its other parts (docs/families.md): --form chooses
-another form, --source says where that directory is now, --novision leaves out its vision tower.
+The weights are read onto the run's mesh and written tensor by tensor. If the command is killed, the
+same command continues and keeps the complete files. If the run began with a Hugging Face directory,
+the export has the form of that directory, and its other parts are copied (docs/families.md). --form
+chooses another form, --source says where that directory is now, and --novision leaves out its
+vision tower.
 """
 
 import dataclasses
@@ -26,11 +27,11 @@ def main() -> int:
     out = cli.local_folder("out", _out.value)
     cli.check_model("workdir", workdir)
     loading = get_loading()
-    # SIGTERM acts as Ctrl-C: the final folder does not appear, and complete files are kept in a
+    # SIGTERM acts like Ctrl-C: the folder --out does not appear, and complete files are kept in a
     # folder beside it.
     signal.signal(signal.SIGTERM, _interrupt)
     cli.enable_compilation_cache()
-    # Imported here: the user learns of a wrong flag before JAX loads.
+    # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.interop.huggingface import save_hf
     from qwen3next_jax.interop.source import config_for_export
     from qwen3next_jax.interop.writing import require_new
@@ -42,7 +43,8 @@ def main() -> int:
         model, tokenizer, step, _, identity = load_model(
             workdir, loading.step, loading.mesh, loading.dtype
         )
-        # A run ends documents with its tokenizer's token, whatever id the configuration has.
+        # A run ends documents with the end token of its tokenizer, whatever id the configuration
+        # has.
         if step is not None:
             model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
         model.config = config_for_export(model.config, _form.value, source, form)
@@ -67,8 +69,9 @@ def main() -> int:
 
 
 def _origin_of(workdir: str) -> tuple[pathlib.Path | None, str]:
-    """The Hugging Face directory that the run began with, and its form as far as a record gives it.
-    The directory is None if there was none, or if it is unknown and --form says what to write.
+    """Returns the Hugging Face directory with which the run began, and the form of that directory,
+    or "" if no record has the form. The directory is None if the run began with random weights, or
+    if the directory is unknown and --form says what to write.
     """
     from qwen3next_jax.runs.origin import find_origin
 

@@ -3,8 +3,8 @@
     qwen3next generate --model=WORKDIR_OR_HF_DIR --prompt="def "
     qwen3next generate --model=HF_DIR --chat
 
-Standard output gets the prompt and its continuation, or the answers of a chat. Standard error gets
-the figures: times, tokens per second, memory of the cache.
+The command writes the prompt and its continuation, or the answers of a chat, to standard output. It
+writes times, tokens per second and the memory of the cache to standard error.
 """
 
 import math
@@ -33,7 +33,7 @@ def main() -> int:
             f"--max_new_tokens={_max_new_tokens.value}: expected less than the model's context, "
             f"{context}"
         )
-    # Imported here: the user learns of a wrong flag before JAX loads.
+    # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.inference import speculative
     from qwen3next_jax.inference.chat import ChatTemplate, end_tokens
 
@@ -95,18 +95,19 @@ def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
 
 
 def _cache_capacity(needed: int, context_length: int) -> int:
-    """Tokens that the cache of a chat has room for. A chat grows, and each capacity is compiled
-    anew, so they are powers of 4.
+    """Returns the number of tokens for which the cache of a chat has room, at least `needed`. A
+    chat grows, and each capacity is compiled anew, so capacities are powers of 4.
     """
     capacities = [4**i for i in range(6, 12) if 4**i < context_length] + [context_length]
     return next((capacity for capacity in capacities if capacity >= needed), needed)
 
 
 def _prompt_text() -> str:
-    """The prompt from the flags, a file or standard input; "" for a chat.
+    """Returns the prompt from the flags, a file or standard input; "" for a chat.
 
     Raises:
-      UserError: not exactly one of them is given, or it is empty, unreadable or not UTF-8.
+      UserError: not exactly one of --prompt, --prompt_file and --chat is given, or the prompt is
+        empty, unreadable or not UTF-8.
     """
     given = [
         name
@@ -170,13 +171,13 @@ def _check_flags() -> None:
 
 
 class _Timer:
-    """Measures decoding and prints its figures."""
+    """Measures the times of decoding, and prints them with other figures."""
 
     def __init__(self):
         self._began = time.perf_counter()
         self._compiles = False
         self._compile_seconds = 0.0
-        self._pieces: list[tuple[float, int]] = []  # (when, how many tokens) came
+        self._pieces: list[tuple[float, int]] = []  # (time of arrival in seconds, number of tokens)
 
     def on_compile(self) -> None:
         if not self._compiles:
@@ -184,7 +185,7 @@ class _Timer:
         self._compiles = True
 
     def start(self) -> None:
-        """Decoding begins; until now programs were compiled."""
+        """Ends the time of compiling and begins the time of decoding."""
         now = time.perf_counter()
         self._compile_seconds, self._began = now - self._began, now
 
@@ -192,7 +193,7 @@ class _Timer:
         self._pieces.append((time.perf_counter(), tokens))
 
     def print_figures(self, model, prompts: list, stream, min_cache_length: int = 0) -> None:
-        """`min_cache_length`: the least length of the cache, in tokens."""
+        """Prints the figures. `min_cache_length` is the least length of the cache, in tokens."""
         from qwen3next_jax.inference import decode
         from qwen3next_jax.inference.cache import cache_bytes
 
@@ -236,8 +237,8 @@ def _begin(model, prompts: list, request: dict):
 
 
 def _answer(model, tokenizer, text: str, request: dict, echo: str = "") -> str:
-    """Writes `echo` and the continuation of `text` to standard output, as tokens come. Ctrl-C ends
-    it. Returns the continuation.
+    """Writes `echo` and the continuation of `text` to standard output while tokens are generated.
+    Ctrl-C ends the continuation. Returns the continuation.
     """
     from qwen3next_jax.inference.streaming import DecodeStream
 
@@ -265,7 +266,7 @@ def _answer(model, tokenizer, text: str, request: dict, echo: str = "") -> str:
 
 
 def _print_samples(model, tokenizer, text: str, request: dict) -> None:
-    """Writes several samples, when all have ended."""
+    """Generates several samples, and prints them when all have ended."""
     prompts = [tokenizer.encode(text)] * _samples.value
     timer, stream = _begin(model, prompts, request)
     new: list[list[int]] = [[] for _ in prompts]
@@ -284,8 +285,9 @@ def _print_samples(model, tokenizer, text: str, request: dict) -> None:
 def _chat_loop(
     template: Callable[[list[dict[str, str]]], str], answer: Callable[[str], str]
 ) -> None:
-    """Reads lines and answers each, until the input ends. On a terminal, a message that the model
-    cannot answer is dropped after an error line; elsewhere it ends the chat.
+    """Reads lines from standard input and answers each line, until the input ends. If the model
+    cannot answer a message, a terminal shows an error line and the chat continues without the
+    message; elsewhere the error ends the chat.
     """
     messages: list[dict[str, str]] = []
     if sys.stdin.isatty():

@@ -3,8 +3,8 @@
     qwen3next harness --model=WORKDIR_OR_HF_DIR --tasks=arc_easy,lambada_openai
     [--task_dir=FOLDER] [--json=FILE]
 
-Needs the extra: pip install 'qwen3next-jax[evals]'. `--task_dir` holds task files (YAML) of your
-own.
+The command needs the extra "evals": pip install 'qwen3next-jax[evals]'. `--task_dir` names a folder
+with task files (YAML) of your own.
 """
 
 import json
@@ -61,7 +61,7 @@ def main() -> int:
             num_fewshot=_fewshot.value,
             limit=_limit.value,
             task_manager=manager,
-            bootstrap_iters=0,  # bootstrapping would fork a process that has JAX's threads
+            bootstrap_iters=0,  # bootstrapping would fork this process, in which JAX runs threads
         )
         print(make_table(results))
         if _json.value and is_process_0():

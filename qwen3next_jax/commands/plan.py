@@ -1,5 +1,5 @@
-"""Predicts whether a configuration fits on a TPU slice and how fast it trains there: compiles the
-real train step for the slice, on a machine without one.
+"""Predicts whether a configuration fits on a TPU slice and how fast it trains there. The command
+compiles the real train step for the slice, on a machine that needs no TPU.
 
     qwen3next plan --config=configs/qwen3_next_80b_a3b.py --topology=v5p:8x8x8
     --mesh=data=64,expert=8
@@ -8,10 +8,10 @@ real train step for the slice, on a machine without one.
     uv run --extra gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
     --mesh=data=8
 
-`--search` ranks meshes, batch sizes, remat policies and micro-batches by arithmetic and compiles
-the best five; all of them have the axis sizes that `--mesh` names. `--json` also draws the memory
-of each plan into a .png of the same name. docs/planner.md explains the figures. For GPUs (hosts x
-GPUs of a host) there are memory, products and network, and no times.
+`--search` ranks meshes, batch sizes, remat policies and micro-batches by estimated time and
+compiles the best five; every candidate has the axis sizes that `--mesh` names. `--json` also draws
+the memory of each plan into a .png of the same name. docs/planner.md explains the figures. For GPUs
+(hosts x GPUs per host) the command predicts memory, FLOPs and network traffic, but no times.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ from qwen3next_jax.config import Config, MeshConfig, ParallelConfig
 from qwen3next_jax.runs import unread
 from qwen3next_jax.training.stages import ResolvedStage, resolve_stages
 
-COMPILED = 5  # of a search
-DOES_NOT_FIT = 1  # exit code
-# the values of --rules, the earlier name of --cost_model
+COMPILED = 5  # number of candidates that a search compiles
+DOES_NOT_FIT = 1  # the exit code if no plan fits
+# value of --rules, the earlier name of --cost_model → value of --cost_model
 _RULES = {"new": "schedule", "today": "roofline"}
 
 
@@ -52,7 +52,7 @@ def main() -> int:
         _check_out(out)
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # uses no accelerator of this machine
+    jax.config.update("jax_platforms", "cpu")  # plans use no accelerator of this machine
     unread.check(whole, given, find=unread.unread_by_layers)
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
     from qwen3next_jax.planner.topology import describe_topology
@@ -81,7 +81,9 @@ def main() -> int:
 
 
 def _largest_stage(stages: Sequence[ResolvedStage]) -> ResolvedStage:
-    """The stage with the longest rows (of these, with the most rows)."""
+    """Returns the stage with the longest rows; of several such stages, the one with the most
+    rows.
+    """
     stage = max(stages, key=lambda stage: (stage.sequence_length, stage.batch_size))
     if stage.name:
         print(f"planning for stage {stage.name}, the one with the longest rows")
@@ -99,7 +101,7 @@ def _check_flags() -> None:
 
 
 def _check_out(out: pathlib.Path) -> None:
-    """Raises UserError if the files of `--json` exist, or matplotlib is missing."""
+    """Raises UserError if a file that `--json` would write exists, or matplotlib is missing."""
     for path in (out, out.with_suffix(".png")):
         if path.exists():
             raise UserError(f"--json={out}: {path} exists: choose another name, or remove it")
@@ -111,10 +113,10 @@ def _check_out(out: pathlib.Path) -> None:
 
 
 def _cost_model() -> str:
-    """The value of `--cost_model`, or of its earlier name `--rules`.
+    """Returns the value of `--cost_model`, or of its earlier name `--rules`.
 
     Raises:
-      UserError: both are given and name different models.
+      UserError: both flags are given and name different cost models.
     """
     renamed = _RULES.get(_rules.value)
     if renamed and _cost_model_flag.value not in (None, renamed):
@@ -126,7 +128,7 @@ def _cost_model() -> str:
 
 
 def _check_writable(out: pathlib.Path) -> None:
-    """Raises UserError if `--json` cannot be written; before minutes of compiling, not after."""
+    """Raises UserError, before minutes of compiling, if the file of `--json` cannot be written."""
     if out.suffix == ".png":
         raise UserError(
             f"--json={out}: the plot of memory would replace it: give another ending, such as .json"
@@ -140,14 +142,14 @@ def _check_writable(out: pathlib.Path) -> None:
 
 
 def with_mesh(parallel: ParallelConfig, sizes: dict[str, int]) -> ParallelConfig:
-    """`parallel` with a mesh of these sizes. Axes that are not named have size 1; `data`, if not
-    named, takes the remaining devices.
+    """Returns `parallel` with a mesh of these sizes. Axes that are not named have size 1, except
+    `data`, which takes the remaining devices.
     """
     return dataclasses.replace(parallel, mesh=MeshConfig(**sizes))
 
 
 def _read_rows() -> tuple[int, ...]:
-    """The value of `--rows`. Raises UserError if it is no list of positive numbers."""
+    """Returns the value of `--rows`. Raises UserError unless it is a list of positive numbers."""
     try:
         rows = tuple(int(n) for n in _rows.value)
     except ValueError:
@@ -169,25 +171,25 @@ def search(
     rows: tuple[int, ...] = (),
     cost_model: str = "schedule",
 ) -> list:
-    """Compiles the candidates that rank highest, and shows them and why the others do not fit.
+    """Compiles the candidates that rank highest, and shows them and the candidates that do not fit.
 
     Args:
       level: the compiler's optimization level; "" for its default.
       fixed: sizes of mesh axes that all candidates have.
-      rows: batch sizes to choose from; () means that of `config`.
+      rows: batch sizes to choose from; () means the batch size of `config`.
 
     Returns:
-      The plans, the fastest first.
+      The plans, with the fastest plan first.
 
     Raises:
-      UserError: no mesh divides the model and batch.
+      UserError: no mesh divides the dimensions of the model and the batch.
     """
     from qwen3next_jax.planner.search import rank_candidates
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 
     ranked = rank_candidates(config.model, config.train, topology, fixed, rows)
     chosen = [c for c in ranked if not c.reason][:COMPILED]
-    if not chosen:  # the arithmetic is rough: the smallest may fit all the same
+    if not chosen:  # the estimate is rough, so the smallest candidate may fit anyway
         chosen = [c for c in ranked if c.bytes < float("inf")][:1]
     if not chosen:
         wanted = " with " + ", ".join(f"{axis}={n}" for axis, n in fixed.items()) if fixed else ""
@@ -213,7 +215,7 @@ def search(
 
 
 def _show_search(plans: list, ranked: list, console: Console) -> None:
-    """The tables of a search: the plans, and the candidates that do not fit."""
+    """Prints the tables of a search: the plans, and the candidates that do not fit."""
     from qwen3next_jax.sharding.mesh import mesh_text
 
     head = ("mesh", "rows", "remat", "micro-batches", "peak GiB", "step s", "tokens/s", "MFU")
@@ -304,7 +306,7 @@ def _waits_table(plan) -> Table:
 
 
 def _sources_table(plan) -> Table:
-    """The functions of this package whose instructions take at least 1 % of the step."""
+    """Returns a table of this package's functions that take at least 1 % of the step."""
     estimate = plan.estimate
     table = Table("part", "ms", "GB through HBM", "TFLOP")
     for name, cost in estimate.by_source.items():
@@ -337,7 +339,7 @@ def _gpu_summary(plan, device: str) -> str:
 
 
 def _summary(plan, device: str) -> Iterator[str]:
-    """The sentences about a plan with estimates of time."""
+    """Yields the sentences about a plan that has estimates of time."""
     from qwen3next_jax.sharding.compiler_options import options_text
 
     estimate, ideal = plan.estimate, plan.ideal
@@ -385,7 +387,7 @@ def _summary(plan, device: str) -> Iterator[str]:
 
 
 def draw(plans: list, path: pathlib.Path) -> None:
-    """Draws a bar of memory by part for every plan that fits, and the line of the usable memory."""
+    """Draws a bar of memory by part for every plan that fits, and a line at the usable memory."""
     plans = [plan for plan in plans if plan.fits]
     if not plans:
         return

@@ -3,10 +3,10 @@ tokens into rows. It needs no accelerator and does not load JAX.
 
     qwen3next prepare --config=configs/tiny.py [--workers=N] [--rank=I --of=N]
 
-What is finished is kept in data.prepared_dir and taken by `train.py`; a command that was killed
-continues when it is run again. Many hosts that share that folder prepare together: each runs this
-command with its own --rank (from 0) and the same --of. A host that dies loses the files it was
-at; run the command again, with any number of hosts.
+Finished rows are kept in data.prepared_dir, from which `train.py` reads them. If the command is
+killed, the same command continues. Several hosts that share that folder can prepare together: each
+runs this command with its own --rank (from 0) and the same --of. If a host dies, the files on which
+it worked are missing; then run the command again, with any number of hosts.
 """
 
 import pathlib
@@ -44,7 +44,7 @@ def main() -> int:
         )
     config = preflight.with_tokenizer(get_config(), pathlib.Path(), restart=True)
     share = Share(_rank.value, _of.value)
-    # Stages that differ in something else share their rows.
+    # Stages that differ only in other settings share their rows.
     stages = {(stage.data, stage.sequence_length) for stage in resolve_stages(config)}
     stages = sorted(stages, key=lambda stage: stage[1])
     for data, length in stages:

@@ -1,5 +1,5 @@
-"""Runs the step again at which the guards ended a run, and prints every parameter and gradient that
-was not finite.
+"""Runs again the step at which the guards ended a run. Prints the norm of every parameter and
+gradient, and how many of its values are not finite.
 
     qwen3next replay WORKDIR/dumps/STEP
 """
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
             "as WORKDIR/dumps/STEP"
         )
     cli.enable_compilation_cache()
-    # Imported here: the user learns of a wrong flag before JAX loads.
+    # Imported here, so that the user learns of a wrong flag before JAX loads.
     import jax
     import numpy as np
 
@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _summary(values) -> tuple[str, str]:
-    """The L2 norm, and the number of values that are not finite ("" for none), as text."""
+    """Returns the L2 norm, and the number of values that are not finite ("" for 0), as text."""
     import numpy as np
 
     bad = int(np.sum(~np.isfinite(values)))

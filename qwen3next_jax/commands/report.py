@@ -1,8 +1,8 @@
 """Writes a page with the charts of runs: `qwen3next report WORKDIR [WORKDIR …] [--out=FILE.html]`.
 
-For one run it writes WORKDIR/report.html, as training does at every checkpoint. For several it
-writes report.html in the current folder, with the runs on the same axes and the settings in which
-they differ. docs/report.md explains every chart.
+For one run the command writes WORKDIR/report.html, as training does at every checkpoint. For
+several runs it writes report.html in the current folder, with the curves of all runs on the same
+axes and the settings in which the runs differ. docs/report.md explains every chart.
 """
 
 import pathlib

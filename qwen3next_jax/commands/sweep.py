@@ -5,8 +5,9 @@
 
 After an interruption the same command continues the sweep; finished points are not run again.
 Whenever a point ends, report.html and results.csv in the workdir are rewritten. With --emit, the
-command prints one line per point for another machine to run; when all points have run, the command
-without --emit writes their report. A sweep file is Python code and is executed.
+command runs nothing and prints one shell command per point, which another machine can run; when all
+points have run, the command without --emit writes their report. A sweep file is Python code and is
+executed.
 """
 
 import ast
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str]) -> int:
         )
     path = arguments[0]
     changes = _changes(_set.value)
-    # Imported here: the user learns of a wrong flag, or a mistake in the file, before JAX loads.
+    # Imported here, so that the user learns of a wrong flag, or of a mistake in the file, before
+    # JAX loads.
     from qwen3next_jax.sweeps.points import load_sweep
 
     sweep = load_sweep(path, changes)

@@ -43,7 +43,7 @@ def main() -> int:
 
     given = None if _allow_unread.value else cli.given_settings(may_resume)
     unread.check(config, given, workdir, _restart.value)
-    # Several processes make this check together, later, so that all of them report its result.
+    # Several processes make this check later and together, so that all of them report its result.
     if launch is None:
         from qwen3next_jax.runs import preflight
 

@@ -1,12 +1,12 @@
-"""Compares runs, exports and prepared data with their recorded digests. Prints a table; the exit
-code is 1 if anything is damaged.
+"""Compares runs, exports and prepared data with their recorded digests, and prints a table. The
+exit code is 1 if anything is damaged.
 
     qwen3next verify PATH [PATH …]
 
-A PATH is the folder of a run (checks run.json, the tokenizer, checkpoints and dumps), a Hugging
-Face directory with SHA256SUMS, a folder of prepared rows, or `data.prepared_dir`, which holds
-several such folders and the tokens that they were packed from. Every row of prepared data is read,
-but not the padding between rows.
+A PATH is the folder of a run, whose run.json, tokenizer, checkpoints and dumps are checked; a
+Hugging Face directory with SHA256SUMS; a folder of prepared rows; or `data.prepared_dir`, which
+holds several such folders and the tokens from which their rows were packed. Every row of prepared
+data is read, but not the padding between rows.
 """
 
 import pathlib
@@ -21,14 +21,14 @@ from qwen3next_jax.common.errors import ExitCode, UserError, escape_control
 
 ARGUMENTS = "PATH"  # the positional arguments, for --help
 
-Finding = tuple[str, str | None]  # what was checked, and what is wrong with it (None: nothing)
+Finding = tuple[str, str | None]  # what was checked; what is wrong with it, None for nothing
 
 
 def main(arguments: list[str]) -> int:
     if not arguments:
         raise UserError("expected a folder: qwen3next verify runs/tiny")
     console, damaged, checked = Console(highlight=False), 0, 0
-    if not console.is_terminal:  # a program reads the lines: they must not be wrapped
+    if not console.is_terminal:  # a program may read the lines, so they must not be wrapped
         console.width = 10_000
     table = Table("", "what", "state", box=SIMPLE)
     for path in map(pathlib.Path, arguments):
@@ -45,10 +45,11 @@ def main(arguments: list[str]) -> int:
 
 
 def verify(path: pathlib.Path) -> Iterator[Finding]:
-    """Checks everything under `path`.
+    """Checks everything under `path`, and yields each finding.
 
     Raises:
-      UserError: `path` is no folder that this project writes, or an export without digests.
+      UserError: `path` is not a folder that this project writes, or it is an export without
+        digests.
     """
     if (path / "run.json").exists() or (path / "checkpoints").is_dir():
         return _verify_run(path)

@@ -1,1 +1,1 @@
-"""What every room may use: errors, files, digests, trees."""
+"""Helpers that every subpackage may use: errors, files, digests, trees."""

@@ -7,8 +7,9 @@ import sys
 
 
 def die_with_parent(parent: int, number: signal.Signals) -> None:
-    """Called by a child process: Linux will send it the signal `number` when its parent dies, for
-    whatever reason. Exits at once if the process `parent` is already dead.
+    """Makes Linux send the signal `number` to this process when its parent dies, for whatever
+    reason. A child process must call this function. It exits at once if the process `parent` is
+    already dead.
     """
     if sys.platform.startswith("linux"):
         pr_set_pdeathsig = 1

@@ -9,18 +9,18 @@ from typing import Any
 
 
 def sha256(content: str | bytes) -> str:
-    """The SHA-256 of bytes, or of a text encoded as UTF-8."""
+    """Returns the SHA-256 of bytes, or of a text encoded as UTF-8."""
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
 
 
 def sha256_json(value: Any) -> str:
-    """The SHA-256 of a value that JSON can hold; the order of its keys does not matter."""
+    """Returns the SHA-256 of a JSON-serializable value. The order of its keys does not matter."""
     return sha256(json.dumps(value, sort_keys=True))
 
 
 def sha256_file(path: str | os.PathLike, start: int = 0, length: int = sys.maxsize) -> str:
-    """The SHA-256 of a local file's bytes from `start` on, at most `length` of them. The file is
-    read in pieces of 256 KiB.
+    """Returns the SHA-256 of at most `length` bytes of a local file, from the byte `start` on. The
+    file is read in pieces of 256 KiB.
     """
     digest, buffer = hashlib.sha256(), memoryview(bytearray(1 << 18))
     with pathlib.Path(path).open("rb", buffering=0) as file:

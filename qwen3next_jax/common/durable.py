@@ -1,11 +1,11 @@
-"""Writes that survive a power failure."""
+"""Makes written files survive a power failure."""
 
 import os
 import pathlib
 
 
 def fsync(path: pathlib.Path) -> None:
-    """Writes the content of a file, or the names in a folder, from memory to the disk."""
+    """Forces the content of a file, or the names in a folder, from memory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """Errors that users can cause, and the exit codes of commands.
 
-A mistake of the user raises UserError, whose one line says what is wrong, where, what was expected
-and what to do.
+A mistake of the user raises UserError. Its message, one line, says what is wrong, where, what was
+expected and what to do.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 
-# Linux's limits, in bytes
+# Linux's limits on paths and on names in them, in bytes
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255
 
 
@@ -22,7 +22,7 @@ class ExitCode(enum.IntEnum):
 
     # The command finished its work.
     DONE = 0
-    # An unexpected error, shown as a traceback. `verify` exits with it when it finds damage.
+    # An unexpected error, shown as a traceback. `verify` exits with this code when it finds damage.
     CRASHED = 1
     # A mistake in the settings or files: the same command would fail again.
     USER_ERROR = 2
@@ -42,7 +42,8 @@ class ExitCode(enum.IntEnum):
     ABORTED = 131
 
 
-# After these exit codes the supervisor runs the same command again, as after a signal.
+# After these exit codes the supervisor runs the same command again, as it does after a signal
+# killed the command.
 RESTARTED = (ExitCode.CRASHED, ExitCode.HANG, ExitCode.UNREACHABLE)
 
 
@@ -64,8 +65,8 @@ def require(condition: bool, message: str) -> None:
 
 @contextlib.contextmanager
 def as_user_error(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """In this `with` block, an error of one of `kinds` becomes a UserError: `what`, then the
-    error's message in brackets.
+    """Turns an error of one of `kinds` inside the `with` block into a UserError, whose message is
+    `what` followed by the error's message in brackets.
     """
     try:
         yield
@@ -74,14 +75,14 @@ def as_user_error(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def error_message(error: Exception) -> str:
-    """The message of an error of the system or of a library in one line. The path of an OSError
-    is left out, since the caller names it.
+    """Returns the message of an error of the system or of a library in one line. The path of an
+    OSError is left out, since the caller names it.
     """
     return getattr(error, "strerror", None) or one_line(str(error))
 
 
 def one_line(text: str) -> str:
-    """The first 200 characters of a text, with each run of white space as one space."""
+    """Returns the first 200 characters of a text, with each run of white space as one space."""
     return " ".join(text.split())[:200]
 
 
@@ -112,8 +113,8 @@ def require_path(where: str, path: str | os.PathLike) -> None:
 
 
 def escape_control(text: str) -> str:
-    """`text` with control characters and lone surrogates written as Python's escapes, so that a
-    name from somebody else's file cannot break a line or move the terminal's cursor.
+    """Returns `text` with control characters and lone surrogates written as Python's escapes, so
+    that a name from another person's file cannot break a line or move the terminal's cursor.
     """
     if text.isprintable():
         return text
@@ -121,24 +122,26 @@ def escape_control(text: str) -> str:
 
 
 def escape_lines(text: str) -> str:
-    """`escape_control` for a text of several lines: line ends stay."""
+    """Applies `escape_control` to every line of a text, and keeps the line ends."""
     return "\n".join(escape_control(line) for line in text.split("\n"))
 
 
 def out_of_memory(error: RuntimeError) -> str:
-    """XLA's message when it could not allocate memory; "" if `error` is about something else."""
+    """Returns XLA's message if it could not allocate memory; "" if `error` has another cause."""
     _, found, said = str(error).partition("RESOURCE_EXHAUSTED: ")
     return one_line(said) if found else ""
 
 
 def warn(message: str, word: str = "warning") -> None:
-    """Prints one line on standard error. Raises nothing if that fails (a full disk)."""
+    """Prints one line on standard error. Raises nothing if that fails, for example on a full
+    disk.
+    """
     with contextlib.suppress(OSError):
         print(f"{word}: {escape_control(message)}", file=sys.stderr, flush=True)
 
 
 def short_repr(value: object) -> str:
-    """`repr(value)`, cut to 80 characters."""
+    """Returns `repr(value)`, cut to 80 characters."""
     text = (
         repr(value)
         if not isinstance(value, int) or abs(value) < 10**40
@@ -148,6 +151,6 @@ def short_repr(value: object) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`" (did you mean 'x'?)"` with the known name closest to `name`; `""` if none is close."""
+    """Returns " (did you mean 'x'?)" with the known name closest to `name`; "" if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl, the record of a run: one JSON object per line, each an event.
+"""Reads metrics.jsonl, the record of a run. Each line is one JSON object, an event.
 
 docs/report.md lists the events and their fields.
 """
@@ -15,11 +15,11 @@ _LARGEST = 2**63
 
 
 def iterate_events(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (line, event) for every valid event in the file, in the order they were written.
+    """Yields (line, event) for every valid event in the file, in the order of writing.
 
-    Yields nothing if the file does not exist. Skips a line that a kill left incomplete, and an
-    event whose fields do not have the types that the schema gives them; a reader need not check
-    them again. Reads one line at a time, because the record of a long run may not fit in memory.
+    Yields nothing if the file does not exist. Skips incomplete lines, which a killed process may
+    leave, and events with fields of wrong types, so a caller need not check the types again. Reads
+    one line at a time, because the file of a long run may not fit in memory.
 
     Raises:
       OSError: `path` is not a regular file, or cannot be read.
@@ -43,7 +43,7 @@ def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def divergence_reason(events: Iterable[dict[str, Any]], step: int) -> str:
-    """Returns why the guards stopped a run at its last step; "" if they did not.
+    """Returns the reason why a run ended as diverged after its last step, `step`; "" if it did not.
 
     A run can take its last step and still have diverged. It then writes a "stop" event with the
     exit code DIVERGED after the last evaluation of that step.
@@ -136,8 +136,8 @@ def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or check(value)
 
 
-# The fields that every event must have, and the types of fields that readers rely on. Any other
-# field must be drawable.
+# The fields that every event must have, and the checks of fields on whose types readers rely. Any
+# other field must fulfil `_is_drawable`.
 _REQUIRED = {"event", "step", "time"}
 _FIELD_CHECKS = {
     "event": _is_text,

@@ -1,7 +1,7 @@
-"""Reading JSON files that other programs wrote: regular files only, of bounded size and depth.
+"""Reads JSON files that other programs wrote, if they are regular files of bounded size and depth.
 
-Python's own reader would wait for ever at a FIFO, and raises RecursionError at deep nesting. Here
-whatever is wrong with a file is one line.
+Python's own reader waits forever for a FIFO, and raises RecursionError at deep nesting. The errors
+of this module describe what is wrong with a file in one line.
 """
 
 import errno
@@ -12,8 +12,8 @@ from typing import Any
 
 from etils import epath
 
-DEPTH = 100  # levels of lists and objects; few enough for recursive functions
-MAX_BYTES = 1 << 28  # the released model's index of shards has 8 MB
+DEPTH = 100  # levels of nested lists and objects; recursive functions can handle this depth
+MAX_BYTES = 1 << 28  # for comparison, the released model's index of shards has 8 MB
 _NAMES = {
     dict: "object",
     list: "list",
@@ -26,11 +26,11 @@ _NAMES = {
 
 
 def parse(text: str | bytes, kind: type = dict) -> Any:
-    """The JSON value in `text`, which must be of `kind` (dict or list).
+    """Returns the JSON value in `text`, which must be of type `kind` (dict or list).
 
     Raises:
-      ValueError: the text is not JSON, of another kind, or nested deeper than DEPTH; the message
-        is one line.
+      ValueError: the text is not JSON, or its value has another type or is nested deeper than
+        DEPTH. The message is one line.
     """
     try:
         value = json.loads(text)
@@ -39,7 +39,7 @@ def parse(text: str | bytes, kind: type = dict) -> Any:
         raise ValueError(f"not JSON: {error.msg} at {line}column {error.colno}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 text at byte {error.start}") from error
-    except ValueError as error:  # Python's limit on digits
+    except ValueError as error:  # Python limits the number of digits
         raise ValueError("an integer of more than 4300 digits") from error
     except RecursionError as error:
         raise ValueError(f"nested more than {DEPTH} levels deep") from error
@@ -61,10 +61,10 @@ def parse(text: str | bytes, kind: type = dict) -> Any:
 
 
 def read(path: str | os.PathLike, kind: type = dict) -> Any:
-    """The JSON value of `kind` in a file, local or gs://.
+    """Returns the JSON value, of type `kind`, in a file that is local or on gs://.
 
     Raises:
-      OSError: the file cannot be read or is not a regular file; `strerror` says why.
+      OSError: the file cannot be read or is not a regular file. The attribute `strerror` says why.
       ValueError: as `parse` raises it, or the file is larger than MAX_BYTES.
     """
     with open_regular(path) as file:
@@ -75,7 +75,7 @@ def read(path: str | os.PathLike, kind: type = dict) -> Any:
 
 
 def open_regular(path: str | os.PathLike) -> Any:
-    """Opens the file for reading bytes.
+    """Opens a regular file for reading bytes.
 
     Raises:
       OSError: the file is missing, a folder, a FIFO, a socket or a device.
@@ -85,8 +85,8 @@ def open_regular(path: str | os.PathLike) -> Any:
 
 
 def check_regular(path: str | os.PathLike) -> None:
-    """Raises OSError if a local `path` is missing or not a regular file. Reading from a FIFO or
-    a device might never end.
+    """Raises OSError if a local `path` is missing or is not a regular file, because reading from a
+    FIFO or a device might never end.
     """
     if "://" in os.fspath(path):
         return

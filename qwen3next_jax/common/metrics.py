@@ -1,9 +1,10 @@
-"""What an evaluation measures: each metric's title, its unit, and which direction is better.
+"""Declares what an evaluation measures: each metric's title, its unit, and which direction is
+better.
 
-An evaluation declares its metrics, and the event that records the measured values records the
-declarations too (under "figures", the key that earlier versions wrote). The display, the report
-and sweeps read the declarations from the event, so they need no list of evaluations, and they can
-show evaluations that another version of this code wrote.
+An evaluation declares its metrics. The event that records the measured values records these
+declarations too, under the key "figures". The display, the report and sweeps read the declarations
+from the event, so they need no list of evaluations, and they can show evaluations that another
+version of this code wrote.
 """
 
 import dataclasses
@@ -11,7 +12,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
-# Fields of an event that say where it comes from; every other number in it is a measured value.
+# Fields of an event that say where the event comes from; every other number in it is a measured
+# value.
 _EVENT_HEADER = ("event", "step", "time", "suite")
 _FORMATS = {"share": ".1%", "count": ",.0f", "nats": ".4f", "bits": ".4f"}
 
@@ -28,7 +30,7 @@ class Metric:
       title: what a chart or table calls the metric.
       unit: "share" is printed in percent; "nats" and "bits" are printed with four decimals;
         "count" is printed as a whole number and has no chart.
-      better: whether higher or lower values are better; "" if neither is.
+      better: whether higher or lower values are better; "" if neither direction is better.
       main: whether the evaluation is judged by this metric. Sweeps compare the main metrics, and
         the terminal shows only them.
     """
@@ -45,7 +47,7 @@ class MetricValue(NamedTuple):
     Attributes:
       name: the key under which the evaluation returned it: "accuracy/8 pairs".
       kind: the part of the name that says which metric it is: "accuracy".
-      condition: the rest of the name: "8 pairs". "" for a value over all conditions.
+      condition: the rest of the name, such as "8 pairs"; "" for a value over all conditions.
       metric: the declaration of the metric.
       value: the number itself.
     """
@@ -62,7 +64,7 @@ class MetricValue(NamedTuple):
         return f"{self.metric.title} {self.condition}".strip()
 
     def __str__(self) -> str:
-        """The number in the format of its unit."""
+        """Returns the number in the format of its unit."""
         if not math.isfinite(self.value):
             return str(self.value)
         return format(self.value, _FORMATS.get(self.metric.unit, ".4g"))
@@ -87,8 +89,8 @@ def to_metric_values(values: Mapping[str, Any], metrics: Mapping[str, Metric]) -
 def main_values(values: Iterable[MetricValue]) -> list[MetricValue]:
     """Selects the values of main metrics.
 
-    For a metric that has a value over all conditions only that value is selected; for any other
-    metric, the value under each condition.
+    If a metric has a value over all conditions, only that value is selected. For any other metric,
+    the value under each condition is selected.
     """
     values = list(values)
     names = {value.name for value in values}
@@ -127,7 +129,7 @@ def evaluation_of_event(event: Mapping[str, Any]) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether `value` is a number of an event; there, numbers that are not finite are text."""
+    """Whether `value` is a number of an event. In an event, NaN and infinity are text."""
     if isinstance(value, bool):
         return False
     return isinstance(value, (int, float)) or value in ("nan", "inf", "-inf")

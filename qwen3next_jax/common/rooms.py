@@ -1,4 +1,6 @@
-"""Subpackages that may be deleted. A run then does without them, and says so in one line."""
+"""Finds out which optional subpackages ("rooms") are present. A run works without a deleted room,
+and prints one line about what it leaves out.
+"""
 
 import functools
 import importlib.util
@@ -14,14 +16,16 @@ def has_room(name: str) -> bool:
 
 @functools.cache
 def warn_without(name: str, lost: str) -> bool:
-    """Whether the folder is there. If not, warns once: `lost` says what the run will not do."""
+    """Whether the folder `qwen3next_jax/<name>` is there. If it is not, prints one warning, in
+    which `lost` says what the run will not do.
+    """
     if not has_room(name):
         warn(f"qwen3next_jax/{name} is missing: {lost}")
     return has_room(name)
 
 
 def require_room(name: str, needed_for: str) -> None:
-    """Raises UserError if the folder that `needed_for` needs is missing."""
+    """Raises UserError, which begins with `needed_for`, if `qwen3next_jax/<name>` is missing."""
     if not has_room(name):
         raise UserError(
             f"{needed_for}: this installation does not have qwen3next_jax/{name}: restore that "

@@ -1,12 +1,14 @@
-"""Names of the leaves of trees. Imports no JAX: reports read settings on machines without it."""
+"""Names the leaves of trees. This module does not import JAX, because reports read settings on
+machines without JAX.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def path_string(path: tuple, separator: str = "/") -> str:
-    """A JAX key path as text, for example "layers/0/mixer/q_proj". The path may lead through
-    dicts, lists, named tuples and nnx states; the `value` of an nnx Param is left out.
+    """Returns a JAX key path as text, for example "layers/0/mixer/q_proj". The path may lead
+    through dicts, lists, named tuples and nnx states. The key "value" of an nnx Param is left out.
     """
     parts = [
         str(next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name)))
@@ -16,7 +18,9 @@ def path_string(path: tuple, separator: str = "/") -> str:
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The leaves of nested dicts by dotted names: {"train": {"steps": 3}} is {"train.steps": 3}."""
+    """Maps dotted names to the leaves of nested dicts: {"train": {"steps": 3}} becomes
+    {"train.steps": 3}.
+    """
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         leaves |= (

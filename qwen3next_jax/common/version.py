@@ -1,4 +1,4 @@
-"""Which code this is: the commit of the checkout, or the version of the installed package."""
+"""Identifies this code by the commit of its checkout or the version of the installed package."""
 
 import importlib.metadata
 import pathlib
@@ -6,13 +6,13 @@ import subprocess
 
 
 def code_commit() -> str | None:
-    """The commit of the checkout that the package runs from; None for an installed package."""
+    """Returns the commit of the checkout from which this package runs; None without a checkout."""
     return git("rev-parse", "HEAD")
 
 
 def code_version() -> str:
-    """The first 12 digits of that commit, with a "+" if files were changed; else the version of the
-    package.
+    """Returns the first 12 digits of `code_commit`, with a "+" if files of the package were
+    changed. Without a checkout, returns the version of the installed package.
     """
     if commit := code_commit():
         status = git("status", "--porcelain", "--untracked-files=no", "--", "qwen3next_jax")
@@ -24,8 +24,8 @@ def code_version() -> str:
 
 
 def git(*command: str) -> str | None:
-    """The output of a git command about the checkout that the package runs from. None if there is
-    no checkout, no git, or git refuses the checkout (another user owns it).
+    """Returns the output of a git command about the checkout from which this package runs. Returns
+    None if the command fails, or there is no checkout or no git.
     """
     root = pathlib.Path(__file__).parents[2]
     if not (root / ".git").exists():

@@ -1,1 +1,1 @@
-"""The processes of a run: launching them, coordinating them, watching them, restarting them."""
+"""Launches, coordinates, watches and restarts the processes of a run."""

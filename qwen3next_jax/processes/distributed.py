@@ -1,9 +1,9 @@
-"""Coordination of the processes of one run, on one host or many: start, agreement, order of work,
-a common stop.
+"""Coordinates the processes of one run, on one host or many: connects them, compares what they must
+share, orders their work, and stops them at the same step.
 
-With one process every function here only runs its work. With several, all processes must call the
-same functions in the same order. Messages go through the key-value store of `jax.distributed`, so
-no program is compiled for them.
+In a run of one process, every function here only does its own work. In a run of several processes,
+all must call the same functions in the same order. Messages go through the key-value store of
+`jax.distributed`, so no program is compiled for them.
 """
 
 import contextlib
@@ -32,20 +32,21 @@ from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import ParallelConfig
 from qwen3next_jax.processes.launch import TPU_VM, Launch
 
-# Timeout in seconds of waits for work of unknown length. A process that dies ends such a wait
-# earlier, because its heartbeat stops.
+# Timeout, in seconds, of a wait for work of unknown length. If a process dies, the wait ends
+# earlier, because the heartbeat of that process stops.
 _WORK_TIMEOUT = 24 * 3600.0
-# Seconds for which a network file system may cache that a file does not exist.
+# Number of seconds for which a network file system may cache that a file does not exist.
 _FILE_CACHE_SECONDS = 70.0
-# Seconds that this process waits for the others before it exits: after its work, after an error.
+# Number of seconds for which this process waits for the others before it exits: after its work is
+# done, and after an error.
 _SHUTDOWN_TIMEOUT, _ERROR_TIMEOUT = 30, 10
-# Numbers the messages. All processes exchange the same messages in the same order, so a number
-# means the same message in each of them.
+# The numbers of the messages. All processes exchange the same messages in the same order, so a
+# number names the same message in each process.
 _message_numbers = itertools.count()
 
 
 def initialize(launch: Launch | None, config: ParallelConfig) -> None:
-    """Connects this process to the others of the run (`jax.distributed.initialize`). Call it
+    """Connects this process to the others of the run (`jax.distributed.initialize`). Must be called
     before anything asks JAX for a device.
 
     If the processes do not all meet within `config.start_timeout` seconds, this process prints
@@ -53,7 +54,8 @@ def initialize(launch: Launch | None, config: ParallelConfig) -> None:
     trace.)
 
     Args:
-      launch: where the processes meet and which one this is; None for a run of one process.
+      launch: where the processes meet, and which of them this one is; None for a run of one
+        process.
 
     Raises:
       UserError: the coordinator's port is taken, JAX cannot find the other hosts of a TPU slice,
@@ -66,8 +68,8 @@ def initialize(launch: Launch | None, config: ParallelConfig) -> None:
     # JAX's preemption service would catch SIGTERM, and only that. The training loop catches
     # SIGTERM and SIGINT, and `StopVote` tells the other processes.
     jax.config.update("jax_enable_preemption_service", False)
-    # The runtime aborts every process that waits for a coordinator that exits, so process 0, the
-    # coordinator, waits longest.
+    # If the coordinator exits, the runtime aborts every process that waits for it. So process 0,
+    # the coordinator, waits longest.
     patience = config.start_timeout + (
         min(config.start_timeout, _ERROR_TIMEOUT) if launch.process_id == 0 else 0
     )
@@ -92,7 +94,8 @@ def initialize(launch: Launch | None, config: ParallelConfig) -> None:
                 f"{launch.source}) to meet the others: {_first_line(error)}; give another "
                 "--coordinator=HOST:PORT"
             ) from error
-        # Otherwise this is one machine with TPU chips that belongs to no slice of several hosts.
+        # Without this error, this is one machine with TPU chips that belongs to no slice of several
+        # hosts.
         if launch.source != TPU_VM or jax.process_count() > 1:
             raise UserError(
                 f"there are other TPU hosts, but JAX cannot tell from {launch.source} where to "
@@ -109,18 +112,19 @@ def distributed_run(
     """Connects the processes of a run (`initialize`) and checks that they all have the same
     settings, code and libraries.
 
-    If one process fails inside the block, it exits after a few seconds with its own exit code, and
-    JAX's runtime ends the others. Otherwise it would wait at its end for the others, while they
-    wait for it in the middle of a step.
+    If one process fails inside the `with` block, it exits after a few seconds with its own exit
+    code, and JAX's runtime ends the others. Without this exit, the failed process would wait for
+    the others at its end, while they wait for it in the middle of a step.
 
     Args:
       launch: as for `initialize`.
-      parallel: `parallel.*` of the configuration: timeouts.
+      parallel: the settings `parallel.*`, which include the timeouts.
       settings: the configuration as nested dictionaries; `data.prepared_dir` may differ between
         hosts.
 
     Raises:
-      UserError: as `initialize`, or two processes differ; the message names the first difference.
+      UserError: as `initialize` raises it, or two processes differ; the message names the first
+        difference.
     """
     initialize(launch, parallel)
     try:
@@ -145,7 +149,9 @@ def _exit(code: ExitCode) -> None:
 
 
 def _exit_unreachable(launch: Launch, seconds: float) -> None:
-    """Prints why the processes did not meet, and exits. A timer's thread calls this."""
+    """Prints why the processes did not meet, and exits. The thread of a timer calls this
+    function.
+    """
     if launch.coordinator is None:
         why = "the other hosts of the TPU slice did not all answer"
     elif launch.process_id == 0:
@@ -181,10 +187,10 @@ def broadcast_from_process_0(work: Callable[[], Any]) -> Any:
     """Calls `work` on process 0 alone and returns its result on every process.
 
     Args:
-      work: its result must be JSON-serializable.
+      work: function whose result must be JSON-serializable.
 
     Raises:
-      UserError: on every process, if `work` raised on process 0.
+      UserError: `work` raised an error on process 0; every process raises this UserError.
     """
     if jax.process_count() == 1:
         return work()
@@ -206,16 +212,16 @@ def run_on_all(
     compared: dict[str, str] | None = None,
     timeout: float = _WORK_TIMEOUT,
 ) -> Any:
-    """Calls `work` on every process at once and returns its result on this one.
+    """Calls `work` on all processes at the same time, and returns the result of this process.
 
     Args:
-      compared: name → text that must be the same in every process.
-      timeout: seconds that process 0 waits for each of the others.
+      compared: dict from names to texts that must be the same in every process.
+      timeout: number of seconds for which process 0 waits for the report of each process.
 
     Raises:
-      UserError: on every process, if `work` raised on one of them, if two processes have different
-        texts in `compared` (the message gives the first such name), or if a process did not report
-        in time.
+      UserError: `work` raised an error on one process, two processes have different texts in
+        `compared` (the message gives the first such name), or a process did not report in time.
+        Every process raises this UserError.
     """
     if jax.process_count() == 1:
         return work()
@@ -228,11 +234,11 @@ def run_on_all(
 
 
 def process_0_first(work: Callable[[], Any]) -> Any:
-    """Calls `work` on process 0 and, when that has ended, on the others. Returns its result on
-    this process.
+    """Calls `work` on process 0, and then on all other processes. Returns the result of this
+    process.
 
     Raises:
-      UserError: on every process, if `work` raised on one of them.
+      UserError: `work` raised an error on one process; every process raises this UserError.
     """
     done: list[Any] = []
     broadcast_from_process_0(lambda: done.append(work()))
@@ -240,17 +246,18 @@ def process_0_first(work: Callable[[], Any]) -> Any:
 
 
 def barrier(timeout: float = _WORK_TIMEOUT) -> None:
-    """Waits until all processes have called it, for at most `timeout` seconds."""
+    """Waits until all processes have called this function, for at most `timeout` seconds."""
     if jax.process_count() > 1:
         _client().wait_at_barrier(_new_key(), _milliseconds(timeout))
 
 
 def check_shared_folder(folder: pathlib.Path, patience: float) -> None:
-    """Checks that all processes see the same `folder`: process 0 writes a file, the others read it.
+    """Checks that all processes see the same `folder`: process 0 writes a file there, and the
+    others read it.
 
     Raises:
-      UserError: on every process, if one of them has not seen the file of process 0 within
-        `patience` seconds.
+      UserError: a process has not seen the file of process 0 within `patience` seconds; every
+        process raises this UserError.
     """
     if jax.process_count() == 1:
         return
@@ -278,9 +285,9 @@ def check_shared_folder(folder: pathlib.Path, patience: float) -> None:
 class StopVote:
     """Tells all processes, at the same step, whether any of them wants to stop.
 
-    Each step carries an all-reduce of one boolean. A process hands its vote over before the step
-    and reads the result after it, when the all-reduce has long ended, so nobody waits. (JAX's
-    preemption service would go through the coordinator, but notices SIGTERM alone.)
+    Each training step is preceded by an all-reduce of one boolean. A process casts its vote before
+    the step and reads the result after the step, when the all-reduce has long ended, so no process
+    waits. (JAX's preemption service, which goes through the coordinator, notices only SIGTERM.)
     """
 
     def __init__(self):
@@ -297,15 +304,15 @@ class StopVote:
         )
 
     def cast(self, stop: bool) -> jax.Array | bool:
-        """Hands over this process's vote; every process calls this once a step. `bool()` of the
-        result says whether any process voted to stop.
+        """Casts the vote of this process. Every process must call this method once per step.
+        `bool()` of the result says whether any process voted to stop.
         """
         return self._any(self._votes[stop]) if jax.process_count() > 1 else stop
 
 
 def _code_digests() -> dict[str, str]:
-    """Name → text of the code that all processes must share: a digest of each file of this package,
-    and the version of each installed library that computes.
+    """Returns the code that all processes must share, as a dict from names to texts: the digest of
+    each file of this package, and the version of each installed library that computes.
     """
     package = pathlib.Path(__file__).parents[1]
     files = {
@@ -320,8 +327,8 @@ def _code_digests() -> dict[str, str]:
 
 
 def _compared_settings(settings: dict[str, Any]) -> dict[str, str]:
-    """Name → text of every setting that all processes must share: all but the folder of prepared
-    rows, which may be local to a host.
+    """Returns the settings that all processes must share, as a dict from names to texts. These are
+    all settings except the folder of prepared rows, which may be local to a host.
     """
     return {
         name: repr(value)
@@ -336,9 +343,9 @@ def _write(path: pathlib.Path, text: str) -> str:
 
 
 def _try_work(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """Calls `work`. Returns its result and what the other processes must know: {} or its error.
+    """Calls `work`. Returns its result, and a report for the other processes: its error, or {}.
 
-    If the error is not a `UserError`, the traceback is printed here.
+    If the error is not a `UserError`, this function prints the traceback.
     """
     try:
         result = work()
@@ -354,7 +361,7 @@ def _try_work(work: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
 
 
 def _check_reports(key: str, timeout: float) -> None:
-    """On process 0: reads the report of every process under `key`.
+    """Reads, on process 0, the reports of all processes, whose keys begin with `key`.
 
     Raises:
       UserError: a process did not report in time, reports an error, or differs from process 0.
@@ -391,12 +398,13 @@ def _new_key() -> str:
 
 
 def _client() -> Any:
-    """The client of the key-value store of `jax.distributed`; None before `initialize`.
+    """Returns the client of the key-value store of `jax.distributed`; None before `initialize`.
 
-    JAX has no public name for it. JAX 0.11.2 and 0.12.0 have it here, and Orbax reads it here too.
+    JAX has no public name for this client. JAX 0.11.2 and 0.12.0 have it in `jax._src`, where Orbax
+    reads it too.
 
     Raises:
-      UserError: this version of JAX does not have it here.
+      UserError: this version of JAX does not have the client there.
     """
     try:
         from jax._src import distributed

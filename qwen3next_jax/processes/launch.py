@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from qwen3next_jax.common.errors import UserError
 
-# The highest 4,096 ports. The job's id chooses one of them, so all processes of a job choose the
-# same.
+# The highest 4,096 ports. The job's id selects one of them, so all processes of a job use the same
+# port.
 _FIRST_PORT, _PORTS = 61440, 4096
 
 GKE, TPU_VM = "GKE's variables", "the TPU VM's metadata"
@@ -26,12 +26,12 @@ class Launch:
     `jax.distributed.initialize`.
 
     Attributes:
-      source: where this was found, for messages: "flags", "SLURM", …
-      coordinator: "host:port" on which process 0 listens. This and the next two are None on a TPU
-        slice, where JAX asks the slice's own metadata.
-      num_processes: how many processes the run has.
-      process_id: the index of this one.
-      local_device_ids: indices, among the GPUs that this process sees, of those that it uses; ()
+      source: where these values were found, for messages: "flags", "SLURM", …
+      coordinator: "host:port" on which process 0 listens. `coordinator`, `num_processes` and
+        `process_id` are None on a TPU slice, where JAX reads them from the slice's metadata.
+      num_processes: number of processes of the run.
+      process_id: index of this process.
+      local_device_ids: indices of the GPUs that this process uses, among those that it sees; ()
         means all.
     """
 
@@ -54,7 +54,9 @@ def find_launch(
 
     Args:
       environment: `os.environ`.
-      coordinator, processes, process: the values of the flags of these names.
+      coordinator: the value of the flag --coordinator.
+      processes: the value of the flag --processes.
+      process: the value of the flag --process.
       tpu_chips: whether this machine has TPU chips.
 
     Raises:
@@ -74,8 +76,8 @@ def find_launch(
 
 
 def _from_tpu(environment: Environment, tpu_chips: bool) -> Launch | None:
-    """On GKE environment variables list the hosts of a slice. On a TPU VM its metadata server does,
-    which JAX asks.
+    """Returns the `Launch` on a TPU slice; None elsewhere. On GKE, environment variables list the
+    hosts of the slice. On a TPU VM, JAX asks the VM's metadata server for the hosts.
     """
     hosts = environment.get("TPU_PROCESS_ADDRESSES", environment.get("TPU_WORKER_HOSTNAMES"))
     if (
@@ -139,8 +141,8 @@ def _open_mpi_coordinator(environment: Environment, on_one_host: bool) -> str:
 
 
 def _from_slurm(environment: Environment, coordinator: str | None) -> Launch | None:
-    # SLURM_STEP_NUM_TASKS and not SLURM_NTASKS: a batch script or an interactive shell also has
-    # the latter, but only `srun` starts several processes.
+    # The code reads SLURM_STEP_NUM_TASKS and not SLURM_NTASKS, because a batch script or an
+    # interactive shell also has the latter, but only `srun` starts several processes.
     processes = _integer(environment, "SLURM_STEP_NUM_TASKS", 1)
     if processes == 1:
         return None
@@ -157,7 +159,7 @@ def _from_slurm(environment: Environment, coordinator: str | None) -> Launch | N
 
 
 def first_node(nodes: str) -> str:
-    """The first node of SLURM's list of nodes: "gpu[07-12,15],cpu1" → "gpu07"."""
+    """Returns the first node of SLURM's list of nodes: "gpu[07-12,15],cpu1" → "gpu07"."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
         raise UserError(
@@ -168,8 +170,8 @@ def first_node(nodes: str) -> str:
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """How many tasks run on a node, from SLURM's list: "4(x2),3" is two nodes of 4 tasks and one of
-    3. `node` counts from 0.
+    """Returns the number of tasks on a node, from SLURM's list: "4(x2),3" means two nodes of 4
+    tasks and one node of 3. `node` is the index of the node, from 0.
     """
     counts: list[int] = []
     for part in tasks_per_node.split(","):
@@ -188,15 +190,16 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
 
 
 def gpus_of_process(environment: Environment, local: int, here: int) -> tuple[int, ...]:
-    """Indices of the GPUs that this process should use, among those that it sees; () means all.
+    """Returns the indices of the GPUs that this process should use, among those that it sees; ()
+    means all.
 
-    A process that is alone on its host, or that sees a single GPU, uses all that it sees. Several
-    processes that see the same list (CUDA_VISIBLE_DEVICES) share it evenly. Without a list each
-    process takes one GPU.
+    A process that is alone on its host, or that sees a single GPU, uses all GPUs that it sees.
+    Several processes that see the same list (CUDA_VISIBLE_DEVICES) share its GPUs evenly. Without a
+    list each process takes one GPU.
 
     Args:
       local: index of this process on its host.
-      here: how many processes run on this host.
+      here: number of processes on this host.
 
     Raises:
       UserError: the number of processes does not divide the number of GPUs in the list.

@@ -3,9 +3,9 @@
 
 The supervisor runs the same command as a child process and waits for it. If the child is killed,
 crashes or hangs, the supervisor starts it again, and the run continues from its last good
-checkpoint. If a restart would only end the same way (the run is complete, a setting is wrong, the
-run diverged, the disk is full), the supervisor exits with the child's code. It passes SIGINT and
-SIGTERM on to the child.
+checkpoint. If a restart would end in the same way (the run is complete, a setting is wrong, the run
+diverged, or the disk is full), the supervisor exits with the child's exit code. It passes SIGINT
+and SIGTERM on to the child.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from absl import flags
 from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import RESTARTED, ExitCode
 
-# Seconds before a restart. The pause doubles with every start that saves no new checkpoint.
+# The pause before a restart, in seconds. It doubles with every start that saves no new checkpoint.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 # After this many starts in a row without a new checkpoint the supervisor gives up.
 MAX_FRUITLESS_STARTS = 3
@@ -52,12 +52,14 @@ def supervise(
 
     Args:
       workdir: the run's folder; its checkpoints show progress.
-      max_restarts: how often the command may be started again.
-      command: default: `train` with this process's own arguments, without a supervisor.
-      find_run: given for `train --restart`, which moves the run in `workdir` aside and begins a new
-        one. Returns the files of the run that is in `workdir`: name → what identifies the file. If
-        the child dies while files of the old run are still there, the next child gets `--restart`
-        again and moves the rest; otherwise it continues the new run.
+      max_restarts: number of times that the command may be started again.
+      command: the command to run; () means `train` with this process's own arguments, without a
+        supervisor.
+      find_run: function for `train --restart`, which moves the run in `workdir` aside and begins a
+        new run; None without `--restart`. The function maps the name of each file of the run in
+        `workdir` to a value that identifies the file. If the child dies while files of the old run
+        are still there, the next child gets `--restart` again and moves the remaining files;
+        otherwise the next child continues the new run.
 
     Returns:
       The exit code of the last child, or `ExitCode.GAVE_UP`.
@@ -75,8 +77,8 @@ def supervise(
             code = child.run(command + last_flag)
             if child.stop.is_set() or (code >= 0 and code not in RESTARTED):
                 return code if code >= 0 else 128 - code
-            # Progress is measured by time and not by step: after damaged checkpoints were moved
-            # aside, the run continues from an earlier step.
+            # Progress is measured by the time of the newest checkpoint and not by its step, because
+            # a run continues from an earlier step after damaged checkpoints were moved aside.
             previous, (saved_at, step) = saved_at, _newest_checkpoint(workdir)
             fruitless = 0 if saved_at > previous else fruitless + 1
             saved_at = max(saved_at, previous)
@@ -104,11 +106,11 @@ def supervise(
 
 
 class _Child:
-    """Runs one child process after another and forwards SIGINT and SIGTERM to it. A context
-    manager, which restores the handlers of these signals.
+    """Runs one child process after another and forwards SIGINT and SIGTERM to it. Use it as a
+    context manager: its exit restores the handlers of these signals.
 
     Attributes:
-      stop: set once a signal has come.
+      stop: an event that is set once SIGINT or SIGTERM has come.
     """
 
     def __init__(self):
@@ -126,8 +128,8 @@ class _Child:
             signal.signal(number, handler)
 
     def run(self, command: Sequence[str]) -> int:
-        """Runs `command` to its end and returns its exit code, negative for a signal. If this
-        process dies, the child gets SIGTERM, so that it saves.
+        """Runs `command` to its end and returns its exit code, or minus the number of the signal
+        that killed it. If this process dies, the child gets SIGTERM, so that it saves.
         """
         self._process = None
         self._process = subprocess.Popen(
@@ -148,8 +150,8 @@ class _Child:
 
 
 def _newest_checkpoint(workdir: pathlib.Path) -> tuple[int, int]:
-    """When the newest checkpoint was complete (modification time in nanoseconds) and its step;
-    zeros if there is none.
+    """Returns the modification time of the newest checkpoint's manifest, in nanoseconds, and the
+    step of that checkpoint; zeros if there is none.
     """
     newest = (0, 0)
     for path in (workdir / "checkpoints").glob("*/manifest.json"):

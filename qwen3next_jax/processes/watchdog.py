@@ -1,6 +1,6 @@
 """Handles signals, and ends a process whose step never ends.
 
-WORKDIR/hang-TIME-PROCESS.txt    the stacks of all threads, written when a step exceeds its time
+When a step exceeds its time limit, WORKDIR/hang-TIME-PROCESS.txt gets the stacks of all threads.
 """
 
 import faulthandler
@@ -18,14 +18,15 @@ from collections.abc import Callable
 from qwen3next_jax.common.errors import ExitCode
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
-# Signals that come within this many seconds count as one: when a parent with several threads is
-# killed, its children get the signal once for each of its threads. On a busy machine the last one
-# comes a second later, when the parent's memory is free; by then this process has another parent.
+# Signals that come within this many seconds count as one signal. When a parent with several threads
+# is killed, each child gets the signal once for each of the parent's threads. On a busy machine the
+# last of these signals comes a second later, when the parent's memory is free; by then this process
+# has another parent.
 _SAME_SIGNAL_SECONDS = 0.25
 
 
 class Signals:
-    """Catches SIGINT and SIGTERM. A context manager.
+    """Catches SIGINT and SIGTERM. Use it as a context manager.
 
     The first signal sets `caught` and prints a line; the training loop then ends the current step,
     saves and stops. A second signal ends the process at once, without saving. A thread reads the
@@ -33,7 +34,7 @@ class Signals:
     """
 
     def __init__(self, show: Callable[[str], None]):
-        """`show` prints a line without disturbing what else is on the screen."""
+        """`show` must print a line without disturbing what else is on the screen."""
         self.caught = False
         self._caught_at = 0.0
         self._parent = os.getppid()
@@ -54,7 +55,7 @@ class Signals:
         self._writer.close()  # ends the thread
 
     def _read(self) -> None:
-        """The thread: reads the number of each signal that arrives."""
+        """Reads, in a thread, the number of each signal that arrives, and handles the signal."""
         with self._reader:
             while received := self._reader.recv(1):
                 if received[0] in _HANDLED:
@@ -78,27 +79,29 @@ class Signals:
 
 
 def _do_nothing(number: int, frame: object) -> None:
-    """The handler of the signals. Python writes the number of a signal to the wake-up descriptor
-    only if the signal has a handler. The handler itself is of no use here: Python calls it when
+    """Does nothing. Python writes the number of a signal to the wake-up descriptor only if the
+    signal has a handler. The handler itself would act too late, because Python calls it only when
     the main thread has returned from XLA.
     """
 
 
 class Watchdog:
-    """Ends the process with `ExitCode.HANG`, and dumps the stacks of all threads, if a step takes
-    longer than the time that `allow` gave it. A context manager.
+    """Dumps the stacks of all threads and ends the process with `ExitCode.HANG`, if a step takes
+    longer than the limit set with `allow`. Use it as a context manager.
 
     Time during which the whole process is stopped (SIGSTOP, a suspended machine) does not count.
     """
 
     def __init__(self, workdir: pathlib.Path, process: int = 0, tick: float = 0.25):
-        """Args:
-        workdir: the run's folder, where the dump goes.
-        process: index of this process, for the dump's name.
-        tick: seconds between two looks at the clock.
+        """Makes a watchdog without a time limit.
+
+        Args:
+          workdir: the run's folder, to which the stacks are written.
+          process: index of this process, for the name of the file with the stacks.
+          tick: number of seconds between two checks of the time.
         """
         self._workdir, self._process, self._tick = workdir, process, tick
-        self._limit = (math.inf, "", 0)  # seconds, what may take them, at which step
+        self._limit = (math.inf, "", 0)  # limit in seconds, what it limits, current step
         self._done = threading.Event()
 
     def __enter__(self):
@@ -111,20 +114,20 @@ class Watchdog:
         self._thread.join()
 
     def allow(self, seconds: float, what: str, step: int) -> None:
-        """Allows `seconds` from now on (0: no limit).
+        """Sets a new time limit, which begins now: `seconds`, or no limit if that is 0.
 
         Args:
-          what: what takes the time, for the message: "a step", …
+          what: what the limit applies to, for the message: "a step", …
           step: the current training step.
         """
-        # Called at every step: one assignment, which needs no lock.
+        # One assignment needs no lock, which matters because this method is called at every step.
         self._limit = (seconds or math.inf, what, step)
 
     def _watch(self) -> None:
         before, limit, left = time.monotonic(), None, math.inf
         while not self._done.wait(self._tick):
             now = time.monotonic()
-            if limit is not self._limit:  # `allow` was called; only this thread counts down
+            if limit is not self._limit:  # `allow` set a new limit
                 limit = self._limit
                 left = limit[0]
             else:
@@ -149,7 +152,8 @@ class Watchdog:
                 "exit_code": int(ExitCode.HANG),
                 "stacks": str(path),
             }
-            # Written directly: the main thread may hold the lock of the display and its log.
+            # The event is written directly, because the main thread may hold the locks of the
+            # display and the metrics file.
             if self._process == 0:
                 with (self._workdir / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(stop) + "\n")

@@ -3,8 +3,9 @@
 
 With `train.init_state = "weights"` a branch begins at step 0, with a new optimizer state and the
 first batch of its data. With "all" it takes over the optimizer state and the step too, and its data
-begin after the rows that the parent read (`training.stages`). If data, batch size and the guards'
-window are also the same, its steps equal those of the continued parent bit for bit.
+begin after the rows that the parent read (`training.stages`). If the branch also has the data, the
+batch size and the guards' window of its parent, its steps equal, bit for bit, the steps that the
+parent would take.
 """
 
 import dataclasses
@@ -37,11 +38,12 @@ def state_from_parent(
     """Loads the first state of a branch.
 
     Args:
-      data: the rows of every stage of the run.
-      parent: the run that this run begins with.
+      data: the training data of every stage of the run.
+      parent: the record of the parent and its checkpoint.
 
     Returns:
-      The state before the first step, on the mesh of the run; the data cursor of that step.
+      The train state before the first step, sharded over the mesh of the run, and the data cursor
+      of the first step.
 
     Raises:
       UserError: the checkpoint of `parent` is damaged, or its parameters have other shapes.
@@ -92,7 +94,7 @@ def check_parent_versions(
       init_state: `train.init_state` of that run.
 
     Raises:
-      UserError: a module that the run takes over has another version here.
+      UserError: a module that the run takes over has another version in this code.
     """
     theirs = config_of(record, folder)
     shared_depth = min(theirs.model.mtp_depth, mtp_depth)
@@ -137,12 +139,12 @@ def _cursors(
     theirs: DataCursors,
     data_offset: int = 0,
 ) -> tuple[DataCursor, DataCursor]:
-    """The data cursors of the parent at `step` and of this run at its first step.
+    """Returns the data cursor of the parent at `step`, and that of this run at its first step.
 
     Args:
-      data: the rows of every stage of this run.
+      data: the training data of every stage of this run.
       step: the number of steps that the parent took.
-      theirs: the cursors of the stages of the parent.
+      theirs: the recorded data cursors of the parent's stages.
       data_offset: the number of batches that rewinds of the parent skipped.
     """
     before = theirs[stage_number(theirs, step)]

@@ -46,10 +46,10 @@ logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathnam
 # `Checkpoints` reports the failure itself.
 logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
 
-# The first part of the name of a checkpoint that is being deleted. It is renamed before its files
-# are removed, so no reader finds a checkpoint without some of its files.
+# The prefix of the name of a checkpoint that is being deleted. The folder is renamed before its
+# files are removed, so no reader finds a checkpoint without some of its files.
 _DELETED = ".deleted-"
-# the errors of Orbax and TensorStore for a disk that is full or not mounted
+# the errors that Orbax and TensorStore raise if a disk is full or not mounted
 _SAVE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
@@ -76,7 +76,7 @@ class Checkpoints:
         """Opens the checkpoints of the run in `workdir`.
 
         Args:
-          retention: which checkpoints to keep; None: only for reading.
+          retention: settings of which checkpoints to keep; None if checkpoints are only read.
           keep_steps: steps whose checkpoints are never deleted.
         """
         self.directory = pathlib.Path(workdir).absolute() / "checkpoints"
@@ -99,12 +99,12 @@ class Checkpoints:
         self._checkpointer.close()
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint folder, ascending, valid or not."""
+        """Returns the steps that have a checkpoint folder, valid or not, in ascending order."""
         return saved_steps(self.directory.parent)
 
     def newest_good_step(self) -> int | None:
-        """The newest step whose checkpoint is valid; None if there is none. Process 0 reads the
-        files and sends the result to the others; it warns of newer damaged checkpoints.
+        """Returns the newest step whose checkpoint is valid; None if there is none. Process 0 reads
+        the files, warns of newer damaged checkpoints, and sends the result to the other processes.
 
         Raises:
           UserError: the run had checkpoints, and none of them is valid (see
@@ -115,7 +115,7 @@ class Checkpoints:
         return verified and verified[0]
 
     def _find_newest_good(self) -> tuple[int, str | None] | None:
-        """The newest step whose checkpoint is valid, and the digest of its manifest."""
+        """Returns the newest step whose checkpoint is valid, and the digest of its manifest."""
         for step in reversed(self.steps()):
             # The digest is read before the files, so it belongs to the files that are verified.
             digest = manifest.digest(self.directory / str(step))
@@ -131,8 +131,8 @@ class Checkpoints:
     def begin(self, newest_good: int) -> None:
         """Prepares the folder for the checkpoints after step `newest_good`, the newest valid step.
 
-        Moves later checkpoints, which are damaged, to WORKDIR/damaged, and removes the files that a
-        killed save left. All processes must see the same folder.
+        Moves the damaged checkpoints after that step to WORKDIR/damaged, and removes the files that
+        a killed save left behind. All processes must see the same folder.
 
         Raises:
           UserError: the folder cannot be written to.
@@ -194,7 +194,8 @@ class Checkpoints:
           abstract_state: the structure, dtypes and shardings of the result.
           partial: whether `abstract_state` may be a part of the saved state, such as the parameters
             without the optimizer's moments.
-          digest: the expected `manifest.digest` of the checkpoint, or its first digits; None: any.
+          digest: the expected `manifest.digest` of the checkpoint, or its first digits; None
+            accepts any digest.
 
         Raises:
           UserError: there is no such checkpoint, it is damaged, it belongs to another model, it has
@@ -248,7 +249,7 @@ class Checkpoints:
         )
         try:
             return [saved, *self._delete_old(step)]
-        # On NFS a file may be held open. The new checkpoint is complete all the same.
+        # On NFS a file that is still open cannot be deleted. The new checkpoint is complete anyway.
         except OSError as error:
             warn(
                 f"{self.directory}: an old checkpoint could not be deleted ({error}); the next "
@@ -258,7 +259,7 @@ class Checkpoints:
 
     def _delete_old(self, newest: int) -> list[tuple[str, int, dict[str, Any]]]:
         """Deletes the checkpoints that retention does not keep. Returns an event for each damaged
-        one. `newest`: the step whose checkpoint was just completed.
+        checkpoint. `newest` is the step whose checkpoint was just completed.
         """
         events, good = [], 0
         for step in reversed(self.steps()):
@@ -288,7 +289,7 @@ class Checkpoints:
         )
 
     def _collect(self) -> None:
-        """Takes the events of the save that has ended."""
+        """Records the events, or the failure, of the save that has ended."""
         (step, future), self._saving = self._saving, None
         error = future.exception()
         if isinstance(error, _SAVE_ERRORS):
@@ -303,7 +304,7 @@ class Checkpoints:
           UserError: the run has several processes.
         """
         reason = " ".join(str(error).split())[:200]
-        # Other processes may have saved; only a new start puts all in the same state.
+        # Other processes may have saved; only a new start brings all processes to the same state.
         if jax.process_count() > 1:
             raise UserError(
                 f"{self.directory / str(step)} could not be saved ({reason}); the older "
@@ -320,19 +321,19 @@ class Checkpoints:
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Removes the files that a killed or failed save, or a killed deletion, left."""
+        """Removes the files that a killed or failed save, or a killed deletion, left behind."""
         for path in self.directory.iterdir():
             if path.name.startswith(_DELETED) or "orbax-checkpoint-tmp" in path.name:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _move_aside(self, step: int) -> None:
-        """Moves a checkpoint to damaged/, and keeps only the newest `keep_last` there; otherwise a
-        run that is killed often would fill the disk.
+        """Moves a checkpoint to WORKDIR/damaged, and keeps only the newest `keep_last` checkpoints
+        there; otherwise a run that is killed often would fill the disk.
         """
         target = self.directory.parent / "damaged" / f"{step}-{time.time_ns()}"
         target.parent.mkdir(exist_ok=True)
         os.rename(self.directory / str(step), target)
-        moved = [  # folders with other names are not ours
+        moved = [  # this method wrote no folders with other names
             path
             for path in target.parent.iterdir()
             if re.fullmatch("[0-9]+-[0-9]+", path.name) and path.is_dir()
@@ -381,8 +382,8 @@ def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = Fal
 
 
 def with_text_keys(state: Any) -> Any:
-    """Returns `state` with every key of a dict as text: nnx numbers the entries of a List with
-    ints, and Orbax stores only text keys.
+    """Returns `state` with every dict key converted to text, because nnx numbers the entries of a
+    List with ints, and Orbax stores only text keys.
     """
     if type(state) is dict:
         return {str(key): with_text_keys(value) for key, value in state.items()}
@@ -394,7 +395,7 @@ def with_text_keys(state: Any) -> Any:
 
 def with_keys_of(restored: Any, pattern: Any) -> Any:
     """Undoes `with_text_keys`: returns the values of `restored` under the keys of `pattern`.
-    It goes by key, because as text "10" sorts before "2", so the leaves have another order.
+    Leaves are matched by key and not by order, because as text "10" sorts before "2".
     """
     if type(pattern) is dict:
         return {key: with_keys_of(restored[str(key)], value) for key, value in pattern.items()}
@@ -408,7 +409,8 @@ class TrainedModel(NamedTuple):
     """A model from a checkpoint of a run.
 
     Attributes:
-      step: number of steps that it was trained.
+      model: the model with its trained parameters.
+      step: number of steps for which the model was trained.
       digest: the digest of the checkpoint's manifest, which identifies the weights.
     """
 
@@ -428,7 +430,7 @@ def load_trained(
     Args:
       step: number of steps after which the checkpoint was saved; None: the newest valid one.
       mesh: the devices over which the parameters are sharded; None: one device.
-      record: the content of run.json, if the caller has read it.
+      record: the content of run.json; None if the caller has not read it.
 
     Raises:
       UserError: the checkpoint cannot be loaded, or another run has replaced this one since
@@ -464,9 +466,9 @@ def load_trained(
             checkpoints.restore(step, abstract, partial=True, digest=digest)["params"]
         )
     # Restored arrays are committed to their device, and jit compiles committed and uncommitted
-    # inputs separately.
+    # inputs separately, so the arrays are replaced by uncommitted copies.
     if mesh is None:
-        # one at a time: the device may not have memory for two copies of all
+        # one at a time, because the device may not have memory for two copies of all arrays
         for i, leaf in enumerate(leaves):
             leaves[i] = jax.device_put(jax.device_get(leaf))
     digest = digest or manifest.digest(where)  # the manifest may have been written since

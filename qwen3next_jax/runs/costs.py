@@ -1,4 +1,6 @@
-"""Counts parameters, FLOPs and cache sizes of a run from its settings; the model does not run."""
+"""Counts parameters, FLOPs and cache sizes from the settings of a run, without running its
+model.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,7 +10,7 @@ from qwen3next_jax.inference.cache import cache_bytes
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.training.stages import ResolvedStage
 
-_CACHE_LENGTH = 1024  # tokens; the attention cache grows linearly, so any length gives its rate
+_CACHE_LENGTH = 1024  # tokens; the attention cache grows linearly, so any length will do
 
 
 class Costs(NamedTuple):
@@ -17,9 +19,10 @@ class Costs(NamedTuple):
     Attributes:
       parameters: number of all parameters.
       tokens: number of tokens of the whole run, padding included.
-      flops_per_token: FLOPs of forward and backward pass, averaged over these tokens.
-      cache_bytes_per_token: bytes by which the attention cache of one row grows per token.
-      state_bytes: bytes of the recurrent state of one row.
+      flops_per_token: FLOPs of the forward and backward pass per token, averaged over all tokens of
+        the run.
+      cache_bytes_per_token: bytes by which one token extends the attention cache of one sequence.
+      state_bytes: bytes of the recurrent state of one sequence.
     """
 
     parameters: int
@@ -30,7 +33,7 @@ class Costs(NamedTuple):
 
 
 def count_costs(model: ModelConfig, stages: Sequence[ResolvedStage]) -> Costs:
-    """Counts the costs of training `model` in `stages` and of decoding with it."""
+    """Counts the costs of training `model` through all `stages` and of decoding with it."""
     tokens = sum(stage.tokens_per_step * stage.steps for stage in stages)
     flops = sum(
         flops_per_token(model, stage.sequence_length) * stage.tokens_per_step * stage.steps
@@ -47,11 +50,11 @@ def count_costs(model: ModelConfig, stages: Sequence[ResolvedStage]) -> Costs:
 
 
 def model_size(model: ModelConfig, sequence_length: int, what: str) -> float:
-    """Number of parameters of a model, or its FLOPs per token (forward and backward).
+    """Returns the number of parameters of a model, or its FLOPs per token (forward and backward).
 
     Args:
-      sequence_length: tokens per row.
-      what: "parameters" or "flops".
+      sequence_length: number of tokens per row, on which the FLOPs depend.
+      what: the number to return: "parameters" or "flops".
     """
     if what == "parameters":
         return parameter_counts(model).total

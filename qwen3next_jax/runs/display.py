@@ -1,6 +1,6 @@
-"""Shows a run: a live panel (rich) on a terminal, otherwise plain lines, one per "train" event.
+"""Shows a run: in a live panel (rich) on a terminal, and as plain lines elsewhere.
 
-Both show the events of metrics.jsonl and nothing else.
+The panel and the lines show only what the events of metrics.jsonl contain.
 """
 
 import contextlib
@@ -28,12 +28,14 @@ XLA_BANNER = 120.0  # seconds of compiling after which XLA prints a banner that 
 
 
 def title(run: ResolvedRun, corpus: str, steps_before: int, parent: str = "") -> str:
-    """The first line of the display: name, parameters, devices, data, first step.
+    """Returns the title of the display: name, parameters, devices, data and first step, and on a
+    second line the compiler options, if there are any.
 
     Args:
       corpus: a description of the data.
       steps_before: number of steps of the run that are already taken.
-      parent: the run whose state after `steps_before` steps this run begins with; "" for none.
+      parent: the path of the run whose state after `steps_before` steps this run begins with; ""
+        for none.
     """
     mesh = run.mesh
     parameters = sum(leaf.size for leaf in jax.tree.leaves(run.abstract_state["params"]))
@@ -53,7 +55,7 @@ def title(run: ResolvedRun, corpus: str, steps_before: int, parent: str = "") ->
 
 
 class Display:
-    """Shows the events that it is called with. Use as a context manager."""
+    """Shows each event with which it is called. Use it as a context manager."""
 
     def __init__(
         self,
@@ -66,10 +68,11 @@ class Display:
         """Makes a display.
 
         Args:
-          title: the first line.
+          title: the text above the events.
           stages: the stages of the run.
           steps_before: number of steps of the run that are already taken.
-          visible: whether it shows anything; only process 0 of a run has a visible display.
+          visible: whether the display shows anything; only process 0 of a run has a visible
+            display.
           console: the rich console; None: standard output.
         """
         self._title = title
@@ -206,7 +209,7 @@ class Display:
         return Panel(Group(*parts))
 
     def _cells(self) -> list[tuple[str, str]]:
-        """The (name, value) pairs that the panel shows of the newest "train" event."""
+        """Returns the (name, value) pairs of the newest "train" event that the panel shows."""
         v = self._train
         if not v:
             return [("compiling the train step", "…")]
@@ -248,7 +251,7 @@ class Display:
         ]
 
 
-# The cells that a plain line shows; metrics.jsonl has the others.
+# The names of the cells that a plain line shows; metrics.jsonl has the other values.
 PLAIN = (
     "stage",
     "loss",
@@ -276,7 +279,7 @@ FAULTS = {
 
 
 def _number(value: float | str, form: str) -> str:
-    """Formats a number of an event, in which NaN and infinity are already text."""
+    """Formats a number of an event. NaN and infinity are already text in events."""
     return value if isinstance(value, str) else format(value, form)
 
 

@@ -32,7 +32,8 @@ def dry_run(
     *,
     devices: Sequence[Any] | None = None,
 ) -> ExitCode:
-    """Prints parameters, memory, data, tokens, FLOPs and the first step of the run.
+    """Checks the start of a run, and prints its parameters, memory, data, tokens, FLOPs and first
+    step.
 
     Args:
       workdir: the folder of the run.
@@ -43,8 +44,9 @@ def dry_run(
       The exit code.
 
     Raises:
-      UserError: `train` would raise it too. This function reads only the first document of each
-        glob and no values of the tensors in `train.init_from`; errors there remain for `train`.
+      UserError: the run cannot start; `train` would raise the same error. This function reads only
+        the first document of each glob, and no values of the tensors in `train.init_from`, so only
+        `train` finds errors in other documents and in those values.
     """
     restart = restart or is_restart_unfinished(workdir)
     mesh = make_mesh(config.parallel, devices)
@@ -75,7 +77,7 @@ def dry_run(
 
 
 def _print_devices(run: ResolvedRun) -> None:
-    """Prints parameters, devices, the compiler's options and the memory of the state."""
+    """Prints the number of parameters, the devices, the compiler options and the state's memory."""
     params, opt_state = run.abstract_state["params"], run.abstract_state["opt_state"]
     kind = run.mesh.devices.flat[0].device_kind
     parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -143,7 +145,7 @@ def _describe_init_from(run: ResolvedRun, parent: preflight.Parent | None) -> st
 
 
 def _describe_data(config: DataConfig, vocab_size: int) -> str:
-    """Describes the training data, and reads the first document of each glob."""
+    """Describes the training data, after reading the first document of each glob."""
     if config.source != "text":
         return f"{config.source}, generated during training"
     tokenizer = source_of(config).tokenizer_of(config, vocab_size)

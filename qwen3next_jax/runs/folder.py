@@ -1,5 +1,5 @@
-"""The folder of a run: `run.json`, which is written before the first step and compared at every
-resume, the lock, and `--restart`.
+"""Manages the folder of a run: `run.json`, which is written before the first step and compared at
+every resume; the lock of the folder; and `--restart`.
 
     WORKDIR/run.json       configuration, data, tokenizer, code, processes, devices, parent, and
                            every allowed change since the first start
@@ -39,8 +39,8 @@ from qwen3next_jax.training.stages import (
     resolve_stages,
 )
 
-# Prefix of the record's keys that may differ at a resume → why. The run logs these changes. Any
-# other difference is an error.
+# The settings that may differ at a resume: a prefix of a key in run.json → the reason. The run logs
+# these changes. Any other difference is an error.
 MAY_CHANGE = {
     "config.name": "it is only a label",
     "config.data.path": (
@@ -73,7 +73,7 @@ MAY_CHANGE = {
     "processes": "the order of the data does not depend on it",
     "devices": "values are equal up to the order of sums",
 }
-# Events that a process also writes if it takes no step, or if its steps update no parameter.
+# Events that a process may write although it takes no step, or no step that updates a parameter.
 _UNTRAINED_EVENTS = {
     "start",
     "stop",
@@ -107,8 +107,8 @@ _FORMAT = 2
 
 
 class RunLock:
-    """A file lock that lets one process at a time write to a run's folder. Use as a context
-    manager. The operating system releases it whenever the process ends.
+    """A file lock that lets one process at a time write to a run's folder. Use it as a context
+    manager. The operating system releases the lock whenever the process ends.
     """
 
     def __init__(self, workdir: pathlib.Path):
@@ -157,7 +157,8 @@ class Change(NamedTuple):
 
     Attributes:
       name: the key in the record, such as "config.train.steps" or "code".
-      old, new: the values; None where the record has no such key.
+      old: the recorded value; None if the record has no such key.
+      new: the value of the run that resumes; None if it has no such key.
     """
 
     name: str
@@ -186,11 +187,11 @@ def open_run(
     Args:
       data_fingerprints: the fingerprint of the data of every stage.
       tokenizer_fingerprint: the fingerprint of the tokenizer.
-      parent: the run that this run begins with; None if there is none.
+      parent: the record of the run that this run begins with; None if there is none.
       source: the result of `origin.find_source` for a new run.
 
     Returns:
-      The new content of run.json, {} if it does not change; the changes since the last start.
+      The new content of run.json ({} if it does not change), and the changes since the last start.
 
     Raises:
       UserError: the folder holds a run with another configuration, data or tokenizer (the message
@@ -235,14 +236,16 @@ def check_settings(workdir: pathlib.Path, config: Config) -> None:
     """Checks `config` as `open_run` does, without the data and the tokenizer.
 
     Raises:
-      UserError: as `open_run`.
+      UserError: as `open_run` raises it.
     """
     if (before := trained_run(workdir)) is not None:
         _checked_changes(workdir, before, {"config": _as_json(config)})
 
 
 def is_trained(workdir: pathlib.Path) -> bool:
-    """Whether a run has taken steps in the folder: it has a checkpoint or an event about a step."""
+    """Whether a run has taken steps in the folder, which then has a checkpoint or a step's
+    event.
+    """
     return bool(saved_steps(workdir)) or any(
         event["event"] not in _UNTRAINED_EVENTS
         for _, event in iterate_events(workdir / "metrics.jsonl")
@@ -250,7 +253,7 @@ def is_trained(workdir: pathlib.Path) -> bool:
 
 
 def saved_steps(workdir: pathlib.Path) -> list[int]:
-    """The steps that have a folder in `workdir`/checkpoints, ascending, valid or not."""
+    """Returns the steps that have a folder in `workdir`/checkpoints, valid or not, ascending."""
     folder = workdir / "checkpoints"
     return (
         sorted(int(p.name) for p in folder.iterdir() if is_step_name(p.name))
@@ -260,8 +263,8 @@ def saved_steps(workdir: pathlib.Path) -> list[int]:
 
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
-    """The steps of the checkpoints in `workdir` that have a manifest. A run that was killed before
-    it wrote its first manifest begins again.
+    """Returns the steps of the checkpoints in `workdir` that have a manifest. A run that was killed
+    before it wrote its first manifest begins again.
     """
     checkpoints = workdir / "checkpoints"
     return [s for s in saved_steps(workdir) if (checkpoints / str(s) / "manifest.json").exists()]
@@ -275,8 +278,8 @@ def is_step_name(name: str) -> bool:
 
 
 def check_checkpoints_not_lost(workdir: pathlib.Path) -> None:
-    """Checks that a run without a valid checkpoint never had one; otherwise a start at step 0
-    would overwrite its record.
+    """Checks that a run without a valid checkpoint never had one. Otherwise a start at step 0 would
+    overwrite the record of the lost steps.
 
     Raises:
       UserError: the run had a checkpoint.
@@ -298,7 +301,7 @@ def check_checkpoints_not_lost(workdir: pathlib.Path) -> None:
 
 
 def trained_run(workdir: pathlib.Path) -> dict[str, Any] | None:
-    """The content of run.json if a run has taken steps in the folder, otherwise None.
+    """Returns the content of run.json if a run has taken steps in the folder, otherwise None.
 
     Raises:
       UserError: run.json, or metrics.jsonl together with the checkpoints, is missing.
@@ -409,7 +412,7 @@ def _check_stages(
       new: the stages of this start.
 
     Raises:
-      UserError: one of them differs, or is shorter than the steps that it has taken.
+      UserError: one of these stages differs, or has fewer steps than the run has taken in it.
     """
     for i, stage in enumerate(old):
         if stage.steps_before >= max(step, 1):
@@ -444,7 +447,9 @@ def _check_stages(
 
 
 def _stage_settings(stage: ResolvedStage) -> list[Any]:
-    """The first step of the stage's schedule, and the values of `STAGE_SETTINGS` in order."""
+    """Returns the first step of the stage's schedule, and the values of `STAGE_SETTINGS` in
+    order.
+    """
     return [
         stage.schedule_start,
         *(
@@ -456,8 +461,9 @@ def _stage_settings(stage: ResolvedStage) -> list[Any]:
 
 
 def move_aside(workdir: pathlib.Path) -> None:
-    """Moves all files of a run into `workdir`/before-TIME. If the process is killed meanwhile,
-    before-TIME.partial remains, and the next call moves the rest (`is_restart_unfinished`).
+    """Moves all files of a run into `workdir`/before-TIME. If the process is killed during the
+    move, before-TIME.partial remains, and the next call moves the remaining files
+    (`is_restart_unfinished`).
 
     Raises:
       UserError: the folder cannot be written to, or a file would replace another one.
@@ -495,7 +501,7 @@ def is_restart_unfinished(workdir: pathlib.Path) -> bool:
 
 
 def _partial_move(workdir: pathlib.Path) -> pathlib.Path | None:
-    """The folder of an unfinished `move_aside`; None if there is none."""
+    """Returns the folder of an unfinished `move_aside`; None if there is none."""
     partial_moves = [
         path for path in workdir.glob(f"before-*{_PARTIAL}") if _PARTIAL_NAME.fullmatch(path.name)
     ]
@@ -503,8 +509,8 @@ def _partial_move(workdir: pathlib.Path) -> pathlib.Path | None:
 
 
 def run_files(workdir: pathlib.Path) -> dict[str, tuple[int, int]]:
-    """Maps the name of each file or folder of a run in `workdir` to its device and inode, which do
-    not change when it is moved.
+    """Maps the name of each file or folder of the run in `workdir` to its device and inode, which
+    do not change when the file is moved.
     """
     identities = {}
     for name in _RUN_FILES:
@@ -515,19 +521,19 @@ def run_files(workdir: pathlib.Path) -> dict[str, tuple[int, int]]:
 
 
 def read_config(workdir: pathlib.Path) -> Config:
-    """The configuration of the run in `workdir`."""
+    """Returns the configuration of the run in `workdir`."""
     return config_of(read_run(workdir), workdir)
 
 
 def config_of(record: dict[str, Any], workdir: pathlib.Path) -> Config:
-    """The configuration in `record`, the content of run.json in `workdir`."""
+    """Returns the configuration in `record`, the content of run.json in `workdir`."""
     values, where = record["config"], f"{workdir / 'run.json'}: config"
     check_trusted(values, where)
     return from_dict(Config, values, where)
 
 
 def read_run(workdir: pathlib.Path) -> dict[str, Any]:
-    """Reads run.json, without its digest.
+    """Returns the content of run.json without its digest, which is verified.
 
     Raises:
       UserError: the file is missing or damaged.
@@ -552,8 +558,8 @@ def read_run(workdir: pathlib.Path) -> dict[str, Any]:
 
 
 def run_id(workdir: pathlib.Path) -> str | None:
-    """The id of the run in `workdir`: "" if older code wrote run.json, None if it cannot be
-    read.
+    """Returns the id of the run in `workdir`; "" if older code wrote run.json, None if run.json
+    cannot be read.
     """
     try:
         return read_run(workdir).get("id", "")
@@ -567,10 +573,10 @@ def write_run_record(
     """Writes run.json and a copy of the tokenizer, before the first step.
 
     Args:
-      description: the content of run.json; {}: run.json does not change.
-      tokenizer: the tokenizer of the run; only one that came from a file is copied, so that the run
-        needs that file no more.
-      new: whether the run has no checkpoint; a copy in the folder is then from an earlier start
+      description: the content of run.json; {} if run.json does not change.
+      tokenizer: the tokenizer of the run. It is copied if it came from a file, so that the run no
+        longer needs that file.
+      new: whether the run has no checkpoint. Then a copy in the folder is from an earlier start
         that took no step, and is replaced.
     """
     from qwen3next_jax.data.tokens import HuggingFaceTokenizer
@@ -606,14 +612,14 @@ def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
 
 
 def not_writable(workdir: pathlib.Path, error: OSError) -> UserError:
-    """Makes the error for a run's folder that cannot be written to."""
+    """Returns the error for a run's folder that cannot be written to."""
     return UserError(
         f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder"
     )
 
 
 def _as_json(config: Config) -> dict[str, Any]:
-    """Returns the settings as run.json holds them, with the resulting list of layers."""
+    """Returns the settings as run.json holds them, with the kind of every layer."""
     settings = json.loads(json.dumps(to_dict(config)))
     settings["model"]["layer_types"] = list(config.model.pattern)
     return settings

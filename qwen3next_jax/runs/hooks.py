@@ -1,5 +1,5 @@
-"""The hooks of a run: its actions besides the steps. `runs.train` adds them to
-`training.loop.Trainer`. Each hook is one class and uses no other.
+"""The hooks of a run: the actions that it takes besides its training steps. `runs.train` adds them
+to `training.loop.Trainer`. Each hook is one class and uses no other hook.
 """
 
 import jax
@@ -22,12 +22,12 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursor, ResolvedStage
 from qwen3next_jax.training.state import State
 
-# Metrics of the train step that a "train" event leaves out, because they are no single numbers.
+# Metrics of the train step that a "train" event leaves out, because they are not single numbers.
 NOT_LOGGED = ("expert_load", "grad_norms", "flags")
 
 
 class WatchdogHook(Hook):
-    """Sets the watchdog's time limit for each step and for the hooks after it."""
+    """Sets the watchdog's time limit for each step and for the hooks after the step."""
 
     def __init__(self, watchdog: Watchdog, config: TrainConfig):
         self._watchdog = watchdog
@@ -45,12 +45,12 @@ class WatchdogHook(Hook):
         self._step = step
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
-        if step == self._step:  # no later step has begun: the hooks come next
+        if step == self._step:  # no later step has begun, so hooks are called next
             self._watchdog.allow(self._config.compile_timeout, "an evaluation or a save", step)
 
 
 class StopHook(Hook):
-    """Stops all processes after the same step when one of them caught a signal."""
+    """Stops all processes after the same step when one of them has caught a signal."""
 
     def __init__(self, trainer: Trainer, signals: Signals):
         self._trainer = trainer
@@ -80,7 +80,7 @@ class ProfilerHook(Hook):
 
 
 class IncidentsHook(Hook):
-    """Reads the flags of the guards after every step."""
+    """Passes the metrics of every step, with the guards' flags, to `Incidents`."""
 
     def __init__(self, incidents: Incidents):
         self._incidents = incidents
@@ -90,7 +90,7 @@ class IncidentsHook(Hook):
 
 
 class DisplayHook(Hook):
-    """Shows the number of the current step."""
+    """Shows the number of the newest step that has ended."""
 
     def __init__(self, display: Display):
         self._display = display
@@ -161,9 +161,10 @@ class EvaluationHook:
     """Evaluates the held-out rows and the suites, and writes their events.
 
     Attributes:
-      heldout_text: the main metric of the newest held-out evaluation with its name; "" before the
-        first evaluation.
-      heldout_loss: loss of the newest held-out evaluation, in nats per token; 0 before the first.
+      heldout_text: name and value of the main metric of the newest held-out evaluation, as text; ""
+        before the first evaluation.
+      heldout_loss: loss of the newest held-out evaluation, in nats per token; 0 before the first
+        evaluation.
     """
 
     def __init__(

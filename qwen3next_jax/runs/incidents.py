@@ -1,5 +1,5 @@
-"""Reads the flags of the guards on the host: writes events, ends a diverging run, and dumps the
-step that ended it.
+"""Reads the guards' flags on the host after every step, writes an event for each flag, ends a
+diverging run, and dumps the inputs of the step at which it ended.
 
     WORKDIR/dumps/STEP/
       dump.json        reason, documents, code, versions, configuration
@@ -44,7 +44,7 @@ class Halted(Exception):
     """The guards ended the run at `step`.
 
     Attributes:
-      reason: why the guards ended it, as text.
+      reason: why the guards ended the run, as text.
       spike: whether a loss spike ended the run.
       state: the train state before `step`; later steps updated no parameter.
     """
@@ -64,7 +64,7 @@ class Incidents:
 
         Args:
           cursors: the first data cursor of every stage of the run.
-          metrics: the file to which events are written.
+          metrics: the metrics.jsonl to which events are written.
         """
         self._config = guards
         self._model = model
@@ -114,7 +114,8 @@ class Incidents:
 
         Raises:
           UserError: it is the first batch of a stage. Then the settings are the likely cause, and
-            the run would learn nothing at a loss of 0. In a later batch the documents may be.
+            the run would learn nothing at a loss of 0. In a later batch the documents may be the
+            cause.
         """
         reason = f"its batch has no token to predict: {why_no_targets(self._model)}"
         require(step not in self._first_steps, f"step {step}: {reason}")
@@ -138,6 +139,7 @@ class Dump:
     """The inputs of one training step, on one device.
 
     Attributes:
+      run: the resolved run, on a mesh of one device.
       state: the train state before the step.
       batch: the batch of the step.
       step: the number of the step.
@@ -161,7 +163,7 @@ def write_dump(
 
     Args:
       config: the configuration of the run.
-      data: the rows of the stage.
+      data: the training data of the stage.
       index: the index of the batch in `data`.
 
     Returns:
@@ -179,7 +181,7 @@ def write_dump(
         batches.close()
 
     broadcast_from_process_0(write_batch)
-    # Steps after the halted one counted up `step` but changed nothing else.
+    # Steps after the halted step increased `step` but changed nothing else.
     state = halt.state | {"step": jnp.full_like(halt.state["step"], halt.step - 1)}
     write_arrays(folder / "state", state)
     if is_process_0():
@@ -200,7 +202,8 @@ def read_dump(folder: pathlib.Path) -> Dump:
     """Reads a dump of `write_dump`.
 
     Raises:
-      UserError: `folder` is no dump, is damaged, or its model has other versions than this code.
+      UserError: `folder` is not a dump or is damaged, or its model was trained with other versions
+        of modules than those of this code.
     """
     if not (folder / "dump.json").is_file():
         raise UserError(

@@ -31,10 +31,12 @@ class LoadedModel(NamedTuple):
     """A model with its tokenizer.
 
     Attributes:
-      tokenizer: None if a Hugging Face directory has none.
-      step: number of steps that the run was trained; None for a Hugging Face directory.
-      mesh: the mesh of the parameters, as `Qwen3Next.features` takes it: None for one device.
-      identity: a digest of the weights' files, which differs between any two sets of weights.
+      model: the model with its parameters.
+      tokenizer: the model's tokenizer; None if a Hugging Face directory has none.
+      step: number of steps for which the model was trained; None for a Hugging Face directory.
+      mesh: the mesh over which the parameters are sharded; None for one device.
+      identity: text that identifies the weights: the digest of a checkpoint's manifest, or
+        `stamp_hf` of a Hugging Face directory.
     """
 
     model: Qwen3Next
@@ -51,21 +53,22 @@ def load_model(
     dtype: str | None = "float32",
     devices: Sequence[Any] | None = None,
 ) -> LoadedModel:
-    """Loads a model. If there are several processes, all call it, and each reads the shards of its
-    devices.
+    """Loads a model. If there are several processes, all must call this function, and each reads
+    the shards of its own devices.
 
     Args:
       path: the folder of a run, or a Hugging Face directory.
-      step: of a run, number of steps after which the checkpoint was saved; None: the newest.
-      mesh: sizes of the mesh's axes; None: those of the run, and for a Hugging Face directory all
-        devices as `data`.
-      dtype: dtype of the parameters of a Hugging Face directory, as for `load_hf`; None: that
-        of its config.json. The parameters of a run are float32.
+      step: for a run, the number of steps after which the checkpoint was saved; None for the newest
+        valid checkpoint.
+      mesh: sizes of the mesh's axes; None for the sizes of the run, or, for a Hugging Face
+        directory, for all devices along `data`.
+      dtype: dtype of the parameters of a Hugging Face directory, as for `load_hf`; None for the
+        dtype in its config.json. The parameters of a run are float32.
       devices: the devices of the mesh; None: all that JAX finds.
 
     Raises:
-      UserError: `path` is neither, its files are damaged, or the mesh does not fit the devices or
-        the model.
+      UserError: `path` is neither a run nor a Hugging Face directory, its files are damaged, or the
+        mesh does not fit the devices or the model.
     """
     folder = epath.Path(path)
     if (folder / "run.json").exists():
@@ -144,11 +147,11 @@ def _make_mesh(
     default: MeshConfig,
     devices: Sequence[Any] | None,
 ) -> Mesh | None:
-    """Makes the mesh of the parameters; None for one device.
+    """Returns the mesh over which the parameters are sharded; None for one device.
 
     Args:
-      where: the first words of an error about the default mesh.
-      user_mesh: the value of --mesh, None if it is not given.
+      where: the first words of the error message about the default mesh.
+      user_mesh: the value of --mesh; None if it is not given.
       default: the mesh without --mesh.
       devices: the devices of the mesh; None: all that JAX finds.
 
@@ -157,7 +160,8 @@ def _make_mesh(
     """
     try:
         mesh = make_mesh(ParallelConfig(mesh=user_mesh or default), devices)
-        # Rows and tokens are padded to multiples of the axes' sizes; heads and widths are not.
+        # Rows and tokens are padded to multiples of the axes' sizes, so their numbers here always
+        # divide; heads and widths are not padded.
         rows = mesh.shape["data"] * mesh.shape["expert"]
         check_divides(model, rows, 1024 * mesh.shape["context"], mesh, *split_sizes(model))
     except UserError as error:

@@ -26,8 +26,8 @@ def write_manifest(directory: pathlib.Path, step: int | None = None, run: str | 
     """Writes the manifest of a complete folder.
 
     Args:
-      step: the step of a checkpoint; None: the folder is no checkpoint.
-      run: the id of the checkpoint's run; None or "": it has none.
+      step: the step of a checkpoint; None if the folder is not a checkpoint.
+      run: the id of the checkpoint's run; None or "" if the run has no id.
 
     Returns:
       The size of all files in bytes.
@@ -56,11 +56,11 @@ def find_damage(
 
     Args:
       sizes_only: whether to compare only the sizes of files, not their content.
-      run: the id of the run whose checkpoint it should be; "": a run of older code, which has no
-        id; None: any run.
+      run: the id of the run to which the checkpoint must belong; "" for a run of older code, which
+        has no id; None accepts any run.
 
     Returns:
-      What is wrong with the folder; None if it is as it was written.
+      A description of the first damage found; None if the folder is as it was written.
     """
     try:
         return _find_damage(directory, sizes_only, run)
@@ -114,8 +114,8 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool, run: str | None) -> 
 
 
 def digest(directory: pathlib.Path) -> str | None:
-    """The SHA-256 digest of the manifest, which identifies the content of all files; None if there
-    is no manifest.
+    """Returns the SHA-256 digest of the manifest, which identifies the content of all files; None
+    if there is no manifest.
     """
     try:
         return digests.sha256_file(directory / NAME)
@@ -124,8 +124,9 @@ def digest(directory: pathlib.Path) -> str | None:
 
 
 def file_stats(directory: pathlib.Path) -> list[tuple] | None:
-    """Path, inode, size in bytes and modification time of each file in the folder, without reading
-    any. The list changes if a file is replaced, rewritten or removed. None if there is no folder.
+    """Returns path, inode, size in bytes and modification time of each file in the folder, without
+    reading any file. The list changes if a file is replaced, rewritten or removed. Returns None if
+    there is no folder.
     """
     try:
         stats = [(f, f.stat()) for f in sorted(directory.rglob("*"))]
@@ -139,12 +140,14 @@ def _files(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _pieces(size: int, piece: int) -> range:
-    """The first byte of each piece of a file; an empty file has one piece."""
+    """Returns the offset of the first byte of each piece of a file; an empty file has one piece."""
     return range(0, max(size, 1), piece)
 
 
 def _digests(directory: pathlib.Path, sizes: dict[str, int], piece: int):
-    """Yields (name, first byte, SHA-256) of every piece in order; one thread per core reads."""
+    """Yields (name, offset of the first byte, SHA-256) of every piece in order. One thread per core
+    reads.
+    """
     pieces = [(name, start) for name, size in sizes.items() for start in _pieces(size, piece)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         results = pool.map(lambda p: digests.sha256_file(directory / p[0], p[1], piece), pieces)

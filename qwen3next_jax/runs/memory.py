@@ -1,4 +1,4 @@
-"""The memory that a run needs per device, and the error if there is less."""
+"""Computes the memory that a run needs per device, and reports when a device has less."""
 
 import contextlib
 import os
@@ -14,7 +14,9 @@ from qwen3next_jax.training.state import State
 
 
 def device_bytes(state: State) -> int:
-    """Bytes of `state` on one device. Its leaves need only shapes, dtypes and shardings."""
+    """Returns the bytes of `state` on one device. Its leaves need only shape, dtype and
+    sharding.
+    """
     return sum(
         int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(state)
@@ -23,7 +25,7 @@ def device_bytes(state: State) -> int:
 
 def check_state_fits(state: State) -> None:
     """Checks that the train state fits in the memory of a device. A step also needs gradients and
-    activations, so a run that passes may still run out of memory.
+    activations, so a run that passes this check may still run out of memory.
 
     Raises:
       UserError: the state is larger than the memory.
@@ -42,8 +44,8 @@ def check_state_fits(state: State) -> None:
 
 @contextlib.contextmanager
 def reports_out_of_memory(stage: Callable[[], ResolvedStage]) -> Iterator[None]:
-    """Turns an out-of-memory error inside the `with` block into a UserError, which states how much
-    memory the step needs. `stage` returns the current stage.
+    """Turns an out-of-memory error inside the `with` block into a UserError that states how much
+    memory the program requested. `stage` is a function that returns the current stage.
     """
     try:
         yield

@@ -1,12 +1,12 @@
-"""The origin of a run's model, through all its parents: a Hugging Face directory or random weights.
-An export has the file format of the Hugging Face directory.
+"""Finds the origin of a run's model: the Hugging Face directory or the random weights with which
+its first ancestor began. An export of the run has the file format of that directory.
 
-The "source" in `run.json` records it, so the parents need not be kept. It is null for random
-weights, otherwise
+The key "source" of `run.json` records the origin, so the folders of the parents need not be kept.
+It is null for random weights; otherwise it has these keys:
 
     path     the path of the Hugging Face directory
     form     its format, a value of `model.hf_form`
-    files    `stamp_hf` of the directory, if the run itself began with it
+    files `huggingface.stamp_hf` of the directory, if the run itself began with it
 """
 
 import pathlib
@@ -22,8 +22,8 @@ class Origin(NamedTuple):
     """The origin of a model.
 
     Attributes:
-      directory: the Hugging Face directory, which may no longer exist; None: random weights.
-      form: the format of the directory, a value of `model.hf_form`; "" if no record has it.
+      directory: the Hugging Face directory, which may no longer exist; None for random weights.
+      form: the format of the directory, a value of `model.hf_form`; "" if no run.json records it.
     """
 
     directory: pathlib.Path | None
@@ -34,7 +34,8 @@ def find_origin(path: str | pathlib.Path) -> Origin:
     """Finds the origin of the model in `path`, a run or a Hugging Face directory.
 
     Raises:
-      UserError: only the record of a parent could have it, and the parent is missing or replaced.
+      UserError: only the run.json of a parent could record the origin, and that parent is missing
+        or was replaced by another run.
     """
     folder, visited = pathlib.Path(path), set()
     if not (folder / "run.json").exists():
@@ -59,12 +60,12 @@ def find_origin(path: str | pathlib.Path) -> Origin:
 
 
 def find_source(init_from: str, parent: Parent | None, files: str) -> dict[str, Any]:
-    """Returns {"source": …} for the run.json of a new run; {} if no record has the origin.
+    """Returns the entry {"source": …} for the run.json of a new run; {} if the origin is unknown.
 
     Args:
       init_from: `train.init_from`.
-      parent: the run in `init_from`; None if it is no run.
-      files: `stamp_hf` of the Hugging Face directory in `init_from`; "" if it is none.
+      parent: the record of the run in `init_from`; None if `init_from` names no run.
+      files: `stamp_hf` of the Hugging Face directory in `init_from`; "" if `init_from` names none.
     """
     if not init_from:
         return {"source": None}
@@ -82,7 +83,7 @@ def find_source(init_from: str, parent: Parent | None, files: str) -> dict[str, 
 
 
 def stamp_init_from(init_from: str) -> str:
-    """`stamp_hf` of the Hugging Face directory `init_from`; "" if `init_from` names none."""
+    """Returns `stamp_hf` of the Hugging Face directory `init_from`; "" if it is not one."""
     if not init_from or is_run(init_from):
         return ""
     from qwen3next_jax.interop.huggingface import stamp_hf
@@ -91,14 +92,15 @@ def stamp_init_from(init_from: str) -> str:
 
 
 def check_recorded_files(workdir: pathlib.Path, files: str) -> None:
-    """Checks that the run in `workdir` began with the same files of a Hugging Face directory.
+    """Checks that the files of a Hugging Face directory are those with which the run in `workdir`
+    began.
 
     Args:
-      files: `stamp_hf` of the directory now; "": no check, because the run has a checkpoint or
-        begins with no such directory.
+      files: the present `stamp_hf` of the directory; "" skips the check, because the run has a
+        checkpoint or does not begin with a Hugging Face directory.
 
     Raises:
-      UserError: the files were replaced.
+      UserError: the files were replaced since the run began.
     """
     record = trained_run(workdir) if files else None
     recorded = ((record or {}).get("source") or {}).get("files", files)
@@ -122,8 +124,9 @@ def check_files(init_from: str, files: str) -> None:
 
 
 def _is_parent(folder: pathlib.Path, parent: Parent) -> bool:
-    """Whether `folder` still has the run that the record `parent` describes. Its checkpoint may be
-    deleted; but if the record has no id of the run, only the checkpoint identifies the run.
+    """Whether `folder` still holds the run that `parent` describes. The id in `parent` identifies
+    the run even if its checkpoint was deleted. A `parent` of older code has no id; then the digest
+    of the checkpoint identifies the run.
     """
     if "run" in parent:
         return run_id(folder) == parent["run"]

@@ -1,4 +1,5 @@
-"""Checks of a start that need no JAX and read no large file, so that a mistake costs a second.
+"""Checks the start of a run without JAX and without reading a large file, so that the user learns
+of a mistake within a second.
 
 With one process, train.py makes these checks first; `runs.train.train` makes them again on all
 processes together.
@@ -103,8 +104,9 @@ def check(
 def with_tokenizer(
     data: DataConfig, init_from: str, workdir: pathlib.Path, restart: bool = False
 ) -> DataConfig:
-    """Returns `data` with the tokenizer that data.tokenizer = "" means: a resumed run has its own
-    tokenizer, a run that begins with a model takes that of the model, any other run takes bytes.
+    """Returns `data` with a tokenizer in place of data.tokenizer = "". A resumed run keeps its own
+    tokenizer, a run that begins with a model takes the model's tokenizer, and any other run takes
+    bytes.
 
     Args:
       init_from: `train.init_from`.
@@ -126,7 +128,7 @@ def with_tokenizer(
 
 
 def _has_fingerprint(name: str, fingerprint: str) -> bool:
-    """Whether `name` still loads the tokenizer with this fingerprint."""
+    """Whether the tokenizer `name` can be loaded and has this fingerprint."""
     try:
         return load_tokenizer(name).fingerprint == fingerprint
     except UserError:
@@ -134,8 +136,8 @@ def _has_fingerprint(name: str, fingerprint: str) -> bool:
 
 
 def tokenizer_of_model(init_from: str) -> str:
-    """The value of data.tokenizer with which the model in `train.init_from` was trained; "bytes" if
-    `init_from` is "".
+    """Returns the value of data.tokenizer with which the model in `train.init_from` was trained;
+    "bytes" if `init_from` is "".
 
     Raises:
       UserError: `init_from` does not exist, or is a Hugging Face directory without tokenizer.json.
@@ -168,7 +170,7 @@ def compare_tokens(data: DataConfig, vocab_size: int, init_from: str) -> str:
       A description of the tokenizer, for the terminal.
 
     Raises:
-      UserError: both are tokenizers of text, and they differ.
+      UserError: both have tokenizers of text, and these differ.
     """
     path, _ = _split_step(init_from)
     ours = source_of(data).tokenizer_of(data, vocab_size)
@@ -232,8 +234,8 @@ def _check_is_there(init_from: str) -> None:
 
 
 def steps_of_parent(train: TrainConfig) -> int:
-    """The number of steps of the parent if a run takes over its whole state, otherwise 0. It is
-    also 0 if the parent has no checkpoint.
+    """Returns the step at which a run begins that takes over the whole state of its parent; 0 for
+    any other run, and if the parent has no checkpoint.
     """
     if not train.init_from or train.init_state != "all":
         return 0
@@ -319,14 +321,14 @@ def find_parent(
         "path": str(path.absolute()),
         "step": step,
         "manifest": digest[:20],
-        # The recorded parent of a run that older code began has no id, and gets none here.
+        # If older code began this run, its record of the parent has no id, so none is added here.
         **({"run": theirs_id} if theirs_id and (not recorded or "run" in recorded) else {}),
     }
 
 
 def _newest_complete_step(workdir: pathlib.Path, steps: Sequence[int], run: str) -> int | None:
-    """The largest of `steps` whose checkpoint in `workdir` belongs to `run` and has files of the
-    right sizes; None if there is none.
+    """Returns the largest of `steps` whose checkpoint in `workdir` belongs to `run` and has files
+    of the right sizes; None if there is none.
     """
     for step in reversed(steps):
         folder = workdir / "checkpoints" / str(step)
@@ -336,8 +338,8 @@ def _newest_complete_step(workdir: pathlib.Path, steps: Sequence[int], run: str)
 
 
 def describe_damaged_checkpoints(init_from: str, parent: Parent) -> str:
-    """Describes the damaged checkpoints of `parent` that are newer than the one it names. "" if
-    there are none, or if `train.init_from` names a step.
+    """Describes the damaged checkpoints of the parent that are newer than the checkpoint in
+    `parent`. Returns "" if there are none, or if `train.init_from` names a step.
     """
     path, step = _split_step(init_from)
     if step is not None:

@@ -1,5 +1,5 @@
-"""Traces a few steps for xprof, and on request writes a memory profile after them:
-`--config.profile.steps=10:13`.
+"""Traces a few steps for xprof (`--config.profile.steps=10:13`). With `profile.memory`, also writes
+a memory profile after these steps.
 """
 
 import pathlib
@@ -12,7 +12,7 @@ from qwen3next_jax.config import ProfileConfig
 
 
 class Profiler:
-    """Traces the steps in `config.range` into WORKDIR/profile. Use as a context manager."""
+    """Traces the steps in `config.range` into WORKDIR/profile. Use it as a context manager."""
 
     def __init__(
         self, config: ProfileConfig, workdir: pathlib.Path, write_event: Callable[..., None]
@@ -31,14 +31,14 @@ class Profiler:
             jax.profiler.stop_trace()
 
     def before(self, step: int, pending: Any) -> None:
-        """Call before `step`. `pending`: arrays that the previous steps are still computing."""
+        """Must be called before `step` with `pending`, arrays that earlier steps are computing."""
         if step in self._config.range and not self._running:
             jax.block_until_ready(pending)
             jax.profiler.start_trace(str(self._folder))
             self._running = True
 
     def after(self, step: int, pending: Any) -> None:
-        """Call after `step`. `pending`: arrays that the step computes."""
+        """Must be called after `step` with `pending`, arrays that the step computes."""
         if self._running and step + 1 not in self._config.range:
             jax.block_until_ready(pending)
             jax.profiler.stop_trace()

@@ -34,9 +34,9 @@ class Rewinder:
         """Makes a rewinder. A rewind to step 0 loads the first state again.
 
         Args:
-          data: the rows of every stage.
+          data: the training data of every stage.
           cursors: the first data cursor of every stage.
-          parent: the run that this run began with; None if there is none.
+          parent: the record of the run with which this run began; None if there is none.
           files: `stamp_hf` of the Hugging Face directory that this run began with; "" if there is
             none.
           checkpoints: the checkpoints of this run.
@@ -55,8 +55,8 @@ class Rewinder:
         """Restores the newest valid checkpoint.
 
         Returns:
-          The step and the state of the checkpoint, whose next batch is the one after the spike.
-          None if the run must end.
+          The step and the state of the checkpoint; the next batch is the one after the spike. None
+          if the run must end.
         """
         if not halt.spike or self._run.config.guards.on_spike != "rewind":
             return None

@@ -1,4 +1,4 @@
-"""The start of a run: the checks before data are prepared, and the first state."""
+"""Starts a run: checks it before its data are prepared, and makes the first train state."""
 
 import dataclasses
 import pathlib
@@ -26,9 +26,10 @@ SAMPLE_TEMPERATURE = 0.7
 def prepare_start(
     config: Config, mesh: Mesh, workdir: pathlib.Path, restart: bool = False
 ) -> ResolvedRun:
-    """Resolves the run, and makes all checks that need no data: those of `preflight`, the batches
-    of every stage on `mesh`, the versions of a trained model, evaluations, samples, and the tensors
-    of a Hugging Face directory.
+    """Resolves the settings of a run, and makes all checks that need no data. These are the checks
+    of `preflight`, and checks that `mesh` can split the batches of every stage, that this code has
+    the versions of a trained model's modules, that evaluations and samples can run, and that the
+    tensors of a Hugging Face directory are complete.
 
     Raises:
       UserError: names the first mistake.
@@ -59,7 +60,8 @@ def prepare_start(
 
 
 def check_without_devices(config: Config) -> None:
-    """Checks the settings and the data's files, without devices and the folder of a run.
+    """Checks the settings and the files of the data. It needs neither devices nor the folder of a
+    run.
 
     Raises:
       UserError: names the first mistake.
@@ -77,7 +79,7 @@ def check_evaluations(config: EvalConfig, model: ModelConfig, tokenizer: Tokeniz
     """Checks that the evaluations and the sample of a run can run on the model.
 
     Raises:
-      UserError: names the evaluation or the sample that cannot.
+      UserError: an evaluation or the sample cannot run on the model; the message names it.
     """
     if warn_without("evals", "nothing is evaluated"):
         from qwen3next_jax.evals import evaluation
@@ -101,16 +103,17 @@ def start_state(
     """Makes the first state of a run: random weights, or the model in `train.init_from`.
 
     Args:
-      data: the rows of every stage.
-      parent: the run in `train.init_from`; None if it names no run.
-      files: the expected `stamp_hf` of the Hugging Face directory in `train.init_from`; "": it is
-        not compared.
+      data: the training data of every stage.
+      parent: the record of the run in `train.init_from`; None if `train.init_from` names no run.
+      files: the expected `stamp_hf` of the Hugging Face directory in `train.init_from`; "" skips
+        the comparison.
 
     Returns:
-      The state before the first step; the data cursor of that step.
+      The train state before the first step, and the data cursor of the first step.
 
     Raises:
-      UserError: the files changed, are damaged, or have parameters of other shapes.
+      UserError: the files of the model in `train.init_from` changed, are damaged, or have
+        parameters of other shapes.
     """
     if parent:
         return branching.state_from_parent(run, data, parent)

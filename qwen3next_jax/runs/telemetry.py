@@ -1,5 +1,5 @@
-"""The record of a run: `metrics.jsonl`. Everything that shows a run (the terminal, TensorBoard,
-Weights & Biases, report.html) shows its events. docs/report.md has the schema.
+"""Writes `metrics.jsonl`, the record of a run. The terminal, TensorBoard, Weights & Biases and
+report.html show the events of this file. docs/report.md describes the events.
 """
 
 import json
@@ -35,23 +35,23 @@ HISTORY = ("start", "stop", "damaged", "rewind", "save_failed", "hook_failed", "
 
 
 class MetricsFile:
-    """Append-only JSON lines, one event each: {"event": "train" | "heldout" | "sample" | …,
-    "step": …, "time": …, …}.
+    """A file of JSON lines, one per event:
+    {"event": "train" | "heldout" | "sample" | …, "step": …, "time": …, …}.
 
-    Each event also goes to the listeners. Use as a context manager; at its end the `close` methods
-    of the listeners are called.
+    `write` appends an event to the file and passes it to the listeners. Use the object as a context
+    manager: its exit calls the `close` method of each listener that has one.
     """
 
     def __init__(
         self, path: pathlib.Path | None, steps_before: int, listeners: Sequence[Listener] = ()
     ):
-        """Opens the file and removes the events after `steps_before`, except those in HISTORY: the
-        process that wrote them ended, and this one repeats the steps. The "start" event (`start`)
-        records how many.
+        """Opens the file and removes the events after step `steps_before`, except those in HISTORY,
+        because this process repeats the steps of the removed events. `start` records the number of
+        repeated steps.
 
         Args:
-          path: the path of metrics.jsonl; None: nothing is written and no listener is called, as in
-            all processes but the first.
+          path: the path of metrics.jsonl. None on all processes except process 0: then nothing is
+            written and no listener is called.
           steps_before: number of steps of the run that are already taken.
           listeners: functions that are called with each event.
         """
@@ -82,7 +82,7 @@ class MetricsFile:
         Args:
           steps_before: number of steps of the run that are already taken.
           start_time: the time at which the process began, in seconds since 1970.
-          values: more fields of the event.
+          values: the other fields of the event.
         """
         if self._path is not None:
             self.write(
@@ -130,7 +130,8 @@ class MetricsFile:
             self._remove_events_after(step)
 
     def _remove_events_after(self, last_step: int) -> None:
-        """Replaces the file by one without the later events, and opens it.
+        """Replaces the file by one without the events after `last_step`, except those in HISTORY,
+        and opens it.
 
         Raises:
           UserError: the file cannot be written.
@@ -164,14 +165,14 @@ def _finite_or_text(value: Any) -> Any:
 
 
 class Throughput:
-    """Speed, model FLOP/s and memory of a stage of a run, for its "train" events."""
+    """Measures speed, model FLOP/s and memory during one stage of a run, for its "train" events."""
 
     def __init__(self, run: ResolvedRun, stage: ResolvedStage, bits_per_nat: float | None):
         """Makes a meter for `stage`.
 
         Args:
           bits_per_nat: the factor from nats per token to bits per byte,
-            1 / (ln 2 · bytes per token); None if the tokens are no text.
+            1 / (ln 2 · bytes per token); None if the tokens are not text.
         """
         self._stages = run.stages
         self._stage = stage
@@ -183,8 +184,8 @@ class Throughput:
     def measure(
         self, step: int, loss: float, steps: int, seconds: float, data_wait: float
     ) -> dict[str, Any]:
-        """Returns the fields of a "train" event besides the metrics of the step. The fields mfu and
-        memory_limit are None if the chip is unknown.
+        """Returns the fields of a "train" event that are not metrics of the step. The fields mfu
+        and memory_limit are None if the chip is unknown.
 
         Args:
           step: the number of the step.
@@ -216,8 +217,9 @@ class Throughput:
 
 
 def device_memory() -> tuple[int, int | None]:
-    """The memory of this process's fullest device in bytes: the peak so far, and the limit. On a
-    platform without memory statistics (CPU): the peak resident memory of the process, and None.
+    """Returns the peak memory so far and the memory limit, in bytes, of this process's fullest
+    device. On a platform without memory statistics (CPU), returns the peak resident memory of the
+    process and None.
     """
     stats = [device.memory_stats() for device in jax.local_devices()]
     stats = [s for s in stats if s and "peak_bytes_in_use" in s]
@@ -229,8 +231,8 @@ def device_memory() -> tuple[int, int | None]:
 
 
 class ReportWriter:
-    """Writes WORKDIR/report.html at every checkpoint and at the end. It uses a thread, because a
-    long record takes seconds to read.
+    """Writes WORKDIR/report.html at every checkpoint and at the end of the run. The checkpoints'
+    reports are written in a thread, because a long metrics.jsonl takes seconds to read.
     """
 
     def __init__(self, workdir: pathlib.Path):
@@ -238,7 +240,8 @@ class ReportWriter:
         self._thread: threading.Thread | None = None
 
     def __call__(self, event: Event) -> None:
-        # A checkpoint during the write of a report gets no report; `close` writes the last one.
+        # If the thread is still writing a report, this checkpoint gets none; `close` writes the
+        # last one.
         if event["event"] == "checkpoint" and not (self._thread and self._thread.is_alive()):
             self._thread = threading.Thread(target=self._write, name="report", daemon=True)
             self._thread.start()
@@ -293,7 +296,7 @@ def describe_environment(mesh: Mesh) -> dict[str, Any]:
 
 
 class TensorBoard:
-    """Writes each number of each event as a scalar to WORKDIR/tensorboard, and samples as text."""
+    """Writes the numbers of each event as scalars to WORKDIR/tensorboard, and samples as text."""
 
     def __init__(self, workdir: pathlib.Path, steps_before: int):
         import tensorboardX  # `preflight` has checked that it is installed
@@ -342,8 +345,8 @@ class WeightsAndBiases:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Returns the numbers of an event under names like train/loss, and lists over layers under
-    names like diagnostics/beta/layer_03.
+    """Returns the numbers of an event under names like train/loss. The entries of a list over
+    layers get names like diagnostics/beta/layer_03.
     """
     kind = f"suite/{event['suite']}" if event["event"] == "suite" else event["event"]
     result = {}

@@ -82,14 +82,15 @@ def train(
     make_step: Callable[[ResolvedRun, ResolvedStage], TrainStep] = make_train_step,
     add_hooks: Callable[[Trainer], None] | None = None,
 ) -> ExitCode:
-    """Trains to step `train.steps`, from the newest valid checkpoint in `workdir`, if there is one.
+    """Trains to step `train.steps`. Begins with the newest valid checkpoint in `workdir`, if there
+    is one.
 
     Args:
       workdir: the folder of the run.
-      restart: whether the run starts anew; the old files are moved to `workdir`/before-TIME.
+      restart: whether the run starts anew; if so, the old files are moved to `workdir`/before-TIME.
       devices: the devices of the run; None: all that JAX finds.
-      make_step: makes the update step of a stage.
-      add_hooks: called with the trainer before the first step, so that it can add hooks
+      make_step: function that makes the update step of a stage.
+      add_hooks: function that gets the trainer before the first step and can add hooks
         (`Trainer.add_hook`).
 
     Returns:
@@ -186,7 +187,7 @@ def train(
 
 
 def _open_data(run: ResolvedRun) -> list[Data]:
-    """Opens the rows of every stage, and checks that all processes have the same ones.
+    """Opens the data of every stage, and checks that all processes have the same data.
 
     Raises:
       UserError: the data cannot be opened, or differ between processes.
@@ -207,9 +208,9 @@ class _OpenedFolder(NamedTuple):
     """The folder of a run, locked and compared with its record.
 
     Attributes:
-      parent: the run that a new run begins with; None if there is none.
-      files: `stamp_hf` of the Hugging Face directory that a new run begins with, as this process
-        sees it; "" if there is none.
+      parent: the record of the run with which a new run begins; None if there is none.
+      files: `stamp_hf`, on this process, of the Hugging Face directory with which a new run begins;
+        "" if there is none.
       record: the new content of run.json; {} if it does not change.
       changes: the changes of settings, code and devices since the last start.
     """
@@ -224,7 +225,7 @@ def _open_folder(
     run: ResolvedRun, data: Sequence[Data], workdir: pathlib.Path, restart: bool, lock: RunLock
 ) -> _OpenedFolder:
     """Locks the folder, moves an old run to before-TIME if `restart` is true, and compares the run
-    with run.json. Process 0 does so for all processes.
+    with run.json. Process 0 does this for all processes.
 
     Raises:
       UserError: another process trains in the folder, or it has the files of another run.
@@ -280,7 +281,7 @@ def _first_state(
     checkpoints: Checkpoints,
     saved_step: int,
 ) -> _Start:
-    """Loads the checkpoint after `saved_step` steps, or makes the first state if that is 0.
+    """Loads the checkpoint after `saved_step` steps, or makes the first state if `saved_step` is 0.
 
     Raises:
       UserError: the checkpoint, or the model in `train.init_from`, cannot be loaded.
@@ -325,7 +326,7 @@ def _record_start(
     if record:
         record = record | {"data": [cursor and cursor._asdict() for cursor in start.cursors]}
     broadcast_from_process_0(lambda: write_run_record(workdir, record, tokenizer, start.is_new))
-    if start.continues_parent:  # with this checkpoint the branch needs its parent no more
+    if start.continues_parent:  # with this checkpoint the branch no longer needs its parent
         checkpoints.save(start.step, start.state)
         checkpoints.wait()
     if changes:
@@ -339,11 +340,10 @@ def _record_start(
 def _take_steps(
     trainer: Trainer, state: State, steps_before: int, rewinder: Rewinder, watchdog: Watchdog
 ) -> tuple[int, State, Metrics]:
-    """Trains to the last step, or until a hook stops the run. After a spike it rewinds and
-    continues.
+    """Trains to the last step, or until a hook stops the run. Rewinds after a spike, and continues.
 
     Returns:
-      The last step, its state and its metrics, as `Trainer.train`.
+      The last step, its state and its metrics, as `Trainer.train` returns them.
 
     Raises:
       Halted: the guards ended the run, and no rewind is left.
@@ -421,7 +421,7 @@ def _add_hooks(
 def _hook_error_policy(
     run: ResolvedRun, metrics: MetricsFile
 ) -> Callable[[str, int, Exception], None]:
-    """Returns the function that handles an error in a hook, by `train.on_hook_error`."""
+    """Returns the function that handles an error in a hook, according to `train.on_hook_error`."""
     if run.config.train.on_hook_error == "stop":
         return stop_at_hook_error
 
@@ -439,14 +439,16 @@ def _hook_error_policy(
 def _end_of_finished_run(
     run: ResolvedRun, workdir: pathlib.Path, step: int, tokenizer: Tokenizer
 ) -> ExitCode:
-    """Ends a start that finds the run at its last step or after it. Writes nothing."""
+    """Ends a process that finds the run at its last step or after it. Writes nothing."""
     divergence = broadcast_from_process_0(lambda: _recorded_divergence(workdir, step))
     summary = f"{workdir}: already trained to step {step} of {run.steps}."
     return _end_at_last_step(run, workdir, step, divergence, summary, tokenizer)
 
 
 def _recorded_divergence(workdir: pathlib.Path, step: int) -> str:
-    """Why metrics.jsonl shows that the run diverged by `step`, its last; "" if it did not."""
+    """Returns the reason, from metrics.jsonl, why the run diverged by its last step `step`; "" if
+    it did not.
+    """
     return divergence_reason(
         (event for _, event in iterate_events(workdir / "metrics.jsonl")), step
     )
@@ -455,8 +457,8 @@ def _recorded_divergence(workdir: pathlib.Path, step: int) -> str:
 def _divergence_at_last_step(
     metrics: Metrics, state: State, evaluation: hooks.EvaluationHook | None
 ) -> str:
-    """Why the run diverged in its last steps, which were too few for the guards to end it; "" if it
-    did not. `metrics` and `state` are those of the last step.
+    """Returns the reason why the run diverged in its last steps, which were too few for the guards
+    to end it; "" if it did not diverge. `metrics` and `state` are those of the last step.
     """
     if int(metrics["flags"]) & NON_FINITE:
         return (

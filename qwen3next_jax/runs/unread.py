@@ -2,8 +2,8 @@
 
 A setting is refused only if the user gives it for a new run: on the command line, in a sweep, or in
 the code of the config file. A setting of the config file may lose its effect because the command
-line overrides another one (experts' sizes after `model.num_experts = 0`); that is allowed. A
-resumed run may keep all its settings.
+line overrides another setting; that is allowed. For example, `--config.model.num_experts=0` makes
+the sizes of the experts useless. A resumed run may keep all its settings.
 """
 
 import dataclasses
@@ -31,7 +31,8 @@ from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.folder import read_config
 from qwen3next_jax.training.stages import STAGE_SETTINGS, ResolvedStage, resolve_stages
 
-# Setting → (whether a run of this configuration reads it, the reason if it does not).
+# Maps a setting to (a function that returns whether a run of a configuration reads the setting, the
+# reason if it does not).
 _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "model.linear_mixer": (
         lambda c: LINEAR in c.model.pattern,
@@ -79,7 +80,7 @@ _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
         "no stage trains an indexer (train.indexer_training)",
     ),
     "model.intermediate_size": (lambda c: c.model.has_dense_mlps, "every layer has experts"),
-    # A weight of 0 is true without experts, so it is allowed.
+    # A weight of 0 is allowed without experts, because it says that there is no balance loss.
     "train.balance_loss_weight": (
         lambda c: c.model.has_experts or not c.train.balance_loss_weight,
         "no layer has experts",
@@ -169,13 +170,14 @@ def check(
     resumed run may keep the settings in its run.json.
 
     Args:
-      user_input: the settings that the user gave; None: settings may have no effect.
-      workdir: the folder of the run; None: it has none.
+      user_input: the settings that the user gave; None if settings without effect are allowed.
+      workdir: the folder of the run; None if it has none.
       restart: whether the run starts anew, whatever `workdir` holds.
-      find: `unread` or `unread_by_layers`.
+      find: the function that finds settings without effect: `unread` or `unread_by_layers`.
 
     Raises:
-      UserError: names the first setting without effect, or the reason why there are no tokens.
+      UserError: a setting has no effect, or there are no tokens; the message names the first such
+        setting, or the reason why there are no tokens.
     """
     resumed = _resumed_config(workdir, restart)
     check_targets(config, resumed)
@@ -220,7 +222,8 @@ def check_targets(config: Config, resumed: Config | None = None) -> None:
         run is new.
 
     Raises:
-      UserError: `data.path` has no glob, or the prefix of a mask is as long as a row.
+      UserError: `data.path` has no glob, or the prefix that a mixer's mask shows to all tokens is
+        at least as long as a row, so that no token remains to predict.
     """
     data = config.data
     require(
@@ -239,7 +242,7 @@ def check_targets(config: Config, resumed: Config | None = None) -> None:
 
 
 def settings_by_name(config: Config) -> dict[str, Any]:
-    """Returns every setting by its dotted name, with the settings that stages override."""
+    """Maps the dotted name of every setting to its value, including the settings of stages."""
     settings = flatten(to_dict(config))
     for i, stage in enumerate(config.train.stages):
         settings |= {
@@ -251,7 +254,7 @@ def settings_by_name(config: Config) -> dict[str, Any]:
 
 
 def _unread_by_profile(profile: ProfileConfig, train: TrainConfig) -> dict[str, str]:
-    """The settings of a profile whose steps the parent took, not this run → why."""
+    """Returns the settings of `profile`, each with the reason, if the parent took its steps."""
     if not profile.steps:
         return {}
     taken = preflight.steps_of_parent(train)
@@ -264,13 +267,14 @@ def _unread_by_profile(profile: ProfileConfig, train: TrainConfig) -> dict[str, 
 def _unread_by_stages(
     stages: Sequence[Stage], resolved: Sequence[ResolvedStage], no_weights: str | None
 ) -> dict[str, str]:
-    """The settings of a stage that the stage does not read, and the settings of the run that no
-    stage reads → why.
+    """Returns the settings of stages that their own stage does not read, and the settings of the
+    run that no stage reads, each with the reason.
 
     Args:
       stages: `train.stages`.
-      resolved: these stages with the values of all settings; the whole run if there are none.
-      no_weights: why nothing reads `data.weights`; None if something reads it.
+      resolved: the stages with the values of all their settings; the whole run as one stage if
+        `stages` is empty.
+      no_weights: the reason why nothing reads `data.weights`; None if something reads it.
     """
     unread_settings = {}
     for i, (stage, resolved_stage) in enumerate(zip(stages, resolved)):
@@ -285,8 +289,9 @@ def _unread_by_stages(
     by_first_step = {one.steps_before: stage for one, stage in zip(resolved, stages)}
     for group, names in STAGE_SETTINGS.items():
         for name in names:
-            # The stages that do not override the run's value. The stage with which a schedule
-            # begins sets the schedule of the stages after it.
+            # `readers` are the stages that use the run's value. The stage with which a
+            # learning-rate schedule begins sets the optimizer's settings for all stages of that
+            # schedule.
             readers = []
             for one in resolved:
                 begin = one.schedule_start if group == "optimizer" else one.steps_before
@@ -301,7 +306,7 @@ def _unread_by_stages(
 
 
 def _unread_by_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
-    """The settings that the learning-rate schedule does not read → why."""
+    """Returns the settings that the learning-rate schedule does not read, each with the reason."""
     schedule = optimizer.schedule
     why, unread_settings = f"the schedule is {schedule!r}", {}
     if schedule != "warmup_stable_decay":
@@ -312,7 +317,7 @@ def _unread_by_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
 
 
 def _resumed_config(workdir: pathlib.Path | None, restart: bool) -> Config | None:
-    """The configuration of the run in `workdir`; None if the run is new."""
+    """Returns the configuration of the run in `workdir`; None if the run is new."""
     if workdir is None or restart or not (workdir / "run.json").exists():
         return None
     try:

@@ -17,14 +17,15 @@ from qwen3next_jax.config.registry import is_trusted
 
 
 class _Change(NamedTuple):
-    """A change of mathematics that is older than the versions in run.json.
+    """A change of mathematics that was made before run.json recorded versions.
 
     Attributes:
       name: the module or setting that changed, for messages.
       trust: the value of --trust with which a user states that a run of unknown code has the new
         mathematics.
       commit: the first commit with the new mathematics.
-      in_weights: whether the weights give other results; if not, only their training does.
+      in_weights: whether old weights give other results with the new mathematics; if false, only
+        the training of weights gives other results.
       affects: whether the change affects a run with this model and optimizer. The optimizer is None
         only if `in_weights` is true.
     """
@@ -41,8 +42,8 @@ def _mtp_layer_is(mixer: str) -> Callable[[ModelConfig, OptimizerConfig | None],
 
 
 def _splits_heads_side_by_side(model: ModelConfig, optimizer: OptimizerConfig) -> bool:
-    """Whether Muon orthogonalises each head separately, and a parameter has several heads in one
-    part.
+    """Whether Muon orthogonalises each head separately, and one part of some parameter has several
+    heads.
     """
     from qwen3next_jax.model import declared
 
@@ -86,13 +87,13 @@ def check_versions(
 
     Args:
       where: the folder of the record, for messages.
-      record: run.json or dump.json, with "versions" and "code".
+      record: the content of run.json or dump.json; the keys "versions" and "code" are read.
       model: the model of the recorded run.
-      optimizer: the optimizer with which the training of the recorded run continues; its
-        mathematics is checked too. None: only the weights are used.
+      optimizer: the optimizer with which the training of the recorded run continues, whose
+        mathematics is checked too; None if only the weights are used.
 
     Raises:
-      UserError: a version differs, or the record does not show it.
+      UserError: a version differs, or cannot be derived from the record.
     """
     from qwen3next_jax.model.block import versions
 
@@ -131,8 +132,8 @@ def check_versions(
 
 
 def _is_older(code: str, commit: str) -> bool | None:
-    """Whether `code`, the version in a record, is older than `commit`; None if the history of the
-    checkout lacks one of them.
+    """Whether the commit `code`, which a record names, is older than `commit`; None if the history
+    of the checkout lacks one of them.
     """
     code = code.removesuffix("+")
     if not re.fullmatch("[0-9a-f]{7,40}", code):

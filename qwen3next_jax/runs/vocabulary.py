@@ -1,4 +1,4 @@
-"""Sets the vocabulary of a model with `model.vocab_size = 0` to that of the data's tokenizer."""
+"""Fills in the vocabulary size of a model with `model.vocab_size = 0` from the tokenizer."""
 
 import pathlib
 from typing import Any
@@ -10,9 +10,9 @@ def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = N
     """Sets `model.vocab_size` and `model.eos_token_id` if `model.vocab_size` is 0 and the run
     trains on text.
 
-    A resumed run keeps the values in its run.json, without opening its tokenizer or parent. For a
-    new run they come from the tokenizer `data.tokenizer`, or, if that is "", from the tokenizer of
-    the model in `train.init_from`.
+    A resumed run keeps the values in its run.json, without opening its tokenizer or parent. A new
+    run takes them from the tokenizer `data.tokenizer`, or, if that is "", from the tokenizer of the
+    model in `train.init_from`.
 
     Args:
       values: the settings as a nested dict; it is changed in place.

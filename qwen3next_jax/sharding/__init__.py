@@ -1,1 +1,1 @@
-"""The device mesh, and how parameters, activations and batches are split over it."""
+"""Makes the device mesh, and splits parameters, activations and batches over it."""

@@ -1,24 +1,27 @@
-"""Decides which rows of a batch this process reads, and makes global arrays of them."""
+"""Decides which rows of a batch this process reads, and makes global arrays from the rows of all
+processes.
+"""
 
 import jax
 import numpy as np
 
 
 class BatchLayout:
-    """How a batch [B, …] is split over the devices of all processes.
+    """The layout of a batch [B, …] over the devices of all processes.
 
     The sharding alone decides which rows a process reads. Processes that hold different tokens of
     the same rows (`context`), or copies of the same rows (`tensor`), read the same rows.
 
     Attributes:
-      rows: ascending indices, in the batch, of the rows that this process reads.
+      rows: indices, within the batch, of the rows that this process reads, in ascending order.
     """
 
     def __init__(self, sharding: jax.sharding.NamedSharding, batch_size: int):
-        """`sharding` is that of an array [batch_size, …]."""
+        """Makes the layout of arrays [batch_size, …] that are split by `sharding`."""
         self._sharding = sharding
         self._batch_size = batch_size
-        # Only the first dimension matters; any size that the mesh divides will do for the others.
+        # Only the first dimension matters here. The sizes of the others only need to be divisible
+        # by the mesh.
         other_sizes = (1 << 20,) * (len(sharding.spec) - 1)
         shards = sharding.addressable_devices_indices_map((batch_size, *other_sizes))
         self.rows = sorted(
@@ -26,8 +29,8 @@ class BatchLayout:
         )
 
     def to_global(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Makes the global batch [B, …] of the arrays `local` [len(rows), …] that each process
-        has read.
+        """Makes the arrays of the global batch [B, …] from `local`, the arrays [len(rows), …] that
+        this process has read. Every process must call this method with its own rows.
         """
         position = {row: i for i, row in enumerate(self.rows)}
 

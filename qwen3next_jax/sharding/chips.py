@@ -1,11 +1,11 @@
-"""Published figures of accelerators: peak FLOP/s, memory and network, for MFU and for the planner.
+"""Published figures of accelerators for MFU and the planner: peak FLOP/s, memory and network.
 
 Sources. TPU: Google Cloud's documentation of each version
 (docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}): peak compute, HBM bandwidth, and the
-bidirectional interconnect bandwidth per chip. That bandwidth divided by the number of links, and by
-two, is one direction of one link. NVIDIA: data sheets of A100 SXM (80 GB), H100 SXM, H200 SXM and
-DGX B200, dense bf16. Clocks are the peak divided by the multiply-adds of the matrix units. All
-figures are peaks; programs reach less.
+bidirectional interconnect bandwidth per chip. That bandwidth divided by twice the number of links
+is the bandwidth of one direction of one link. NVIDIA: data sheets of A100 SXM (80 GB), H100 SXM,
+H200 SXM and DGX B200, dense bf16. A clock rate is the peak divided by the FLOPs of the matrix units
+per cycle. All figures are peaks; programs reach less.
 """
 
 import dataclasses
@@ -15,23 +15,25 @@ GB, GIB, TERA = 1e9, 2**30, 1e12
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One accelerator chip. 0 means that a figure is not known or not needed.
+    """One kind of accelerator chip. 0 means that a figure is not known or not needed, except for
+    `torus`.
 
     Attributes:
       name: the short name, such as "v5p", which `--topology` takes.
-      kinds: values of `jax.Device.device_kind` on this chip.
+      kinds: the values of `jax.Device.device_kind` for this chip.
       bf16_flops: peak FLOP/s of the whole chip in bfloat16.
-      hbm_bandwidth: bytes/s of the whole chip.
-      torus: dimensions of the torus that links TPU chips; 0: a switch links the chips.
-      link_bandwidth: bytes/s in one direction over one link. In a torus a chip has two links for
-        each dimension, at a switch one.
-      devices_per_chip: JAX devices that one chip appears as: two on TPU7x. The two cores of v4 and
-        of v5p are one device.
-      clock: Hz of the matrix unit; turns cycles of a static schedule into seconds.
-      die_bandwidth: bytes/s between the two devices of a chip.
-      usable_hbm: bytes that one device's program may use: by the TPU compiler (libtpu 0.0.50), or
-        by the GPU's driver.
-      largest_slice: chips of the largest slice that Google Cloud offers.
+      hbm_bandwidth: bandwidth of the whole chip's memory, in bytes/s.
+      torus: number of dimensions of the torus that links TPU chips; 0 if a switch links the chips.
+      link_bandwidth: bandwidth of one direction of one link, in bytes/s. A chip has two links per
+        dimension of a torus, and one link to a switch.
+      devices_per_chip: number of JAX devices per chip: two for TPU7x. The two cores of a v4 or v5p
+        chip are one device.
+      clock: clock rate of the matrix unit in Hz, which converts cycles of a static schedule into
+        seconds.
+      die_bandwidth: bandwidth between the two devices of a chip, in bytes/s.
+      usable_hbm: number of bytes that a program may use on one device, as the TPU compiler (libtpu
+        0.0.50) or the GPU's driver reports it.
+      largest_slice: number of chips of the largest slice that Google Cloud offers.
     """
 
     name: str
@@ -48,7 +50,7 @@ class Chip:
 
     @property
     def device_flops(self) -> float:
-        """Peak FLOP/s of one JAX device in bfloat16."""
+        """The peak FLOP/s of one JAX device in bfloat16."""
         return self.bf16_flops / self.devices_per_chip
 
 
@@ -99,7 +101,8 @@ CHIPS = {
             usable_hbm=31.24 * GIB,
             largest_slice=256,
         ),
-        # The link between its two chiplets has six times the bandwidth of a link between chips.
+        # The link between the two chiplets of TPU7x has six times the bandwidth of a link between
+        # chips.
         Chip(
             "tpu7x",
             ("TPU7x",),
@@ -145,7 +148,7 @@ CHIPS = {
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """The chip with this `jax.Device.device_kind`; None if `CHIPS` does not list it (a CPU, another
-    GPU).
+    """Returns the chip with this `jax.Device.device_kind`; None if `CHIPS` does not list it (a CPU,
+    or another GPU).
     """
     return next((chip for chip in CHIPS.values() if device_kind in chip.kinds), None)

@@ -1,9 +1,9 @@
-"""XLA compiler options of a train step over several chips: they overlap collectives with compute.
+"""XLA compiler options that make a train step on several chips overlap collectives with compute.
 
-By default the TPU compiler waits for every all-gather of weights, exchange of rows and
-reduce-scatter of gradients. On a chip with sparse cores these cores can run the collectives, and
-the compiler then starts them early. docs/notes/2026-11-23-pod-step.md reports what each option
-gave.
+By default a program compiled for TPU waits for every all-gather of weights, exchange of rows and
+reduce-scatter of gradients. On a chip with sparse cores, these cores can run the collectives, which
+the compiler then schedules early. docs/notes/2026-11-23-pod-step.md reports the effect of each
+option.
 """
 
 import jax
@@ -16,23 +16,23 @@ from qwen3next_jax.sharding.chips import find_chip
 
 _SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
-    # for a mesh axis that spans two dimensions of the torus
+    # the same for a mesh axis that spans two dimensions of the torus
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
     # Otherwise the compiler fuses all-gathers into other work, which runs on the tensor cores.
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",
     "xla_tpu_use_tc_device_shape_on_sc": "true",
 }
-# By default TPU7x's compiler lays bfloat16 out in tiles of 16 rows. Our kernels read tiles of 8
-# rows, so the compiler would copy every input of a kernel.
+# By default the compiler for TPU7x stores bfloat16 arrays in tiles of 16 rows. The kernels of this
+# package read tiles of 8 rows, so the program would copy every input of a kernel.
 _SMALL_TILES = {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
 # The compilers for v4 and v5e accept none of these options; v5e has no sparse cores.
 CHIP_OPTIONS = {"v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES, "tpu7x": _SPARSE_CORES | _SMALL_TILES}
 
 
 def compiler_options(config: ParallelConfig, mesh: Mesh) -> dict[str, str]:
-    """Name → value of the options for a step on `mesh`: the chip's own if the mesh has several
-    devices, overridden by `config.compiler_options`.
+    """Returns the options of a step on `mesh`, as a dict from names to values: those of the chip if
+    the mesh has several devices, overridden by `config.compiler_options`.
 
     Raises:
       UserError: an option of the configuration is not of the form NAME=VALUE, or the compiler does

@@ -8,17 +8,17 @@ import jax.numpy as jnp
 from qwen3next_jax.ops.compile_target import compile_target
 
 LANES = 128  # values in a row of a TPU tile
-# The compiler split dimensions whose number of tiles divides this, and did not split dimensions
-# whose number of tiles is a multiple of 37 or 1187.
+# In our experiments the compiler split dimensions whose number of tiles divides this product, and
+# did not split dimensions whose number of tiles is a multiple of 37 or 1187.
 _SMOOTH = 2**30 * 3**5 * 5**3 * 7 * 11 * 13 * 17 * 19
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Concatenates the `x` of all devices along the mesh axis `axis`.
+    """Concatenates the parts `x` of all devices along the mesh axis `axis`.
 
     Args:
-      x: this device's part, of two dimensions or more.
+      x: this device's part of the array, with at least two dimensions.
       axis: name of the mesh axis.
       dim: the dimension along which the parts are concatenated.
     """
@@ -26,10 +26,11 @@ def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 def _backward(axis, dim, _, dy):
-    """A reduce-scatter. The TPU compiler also splits a second dimension of what it reduces. If the
-    number of that dimension's tiles has a prime factor of 37 or more (151,936 = 128 · 1187), the
-    compiler sums the whole array on every device instead, which sends twice the bytes. So that
-    dimension is padded with zeros to a number of tiles that the compiler splits.
+    """Computes the gradient of `x` with a reduce-scatter of `dy`. The TPU compiler also splits a
+    second dimension of `dy`. If that dimension's number of tiles has a prime factor of 37 or more
+    (151,936 = 128 · 1187), the compiler sums the whole array on every device instead, which sends
+    twice the bytes. So the second dimension is padded with zeros to a number of tiles that the
+    compiler splits.
     """
     other = dy.ndim - 1 - (dim == dy.ndim - 1)
     size = padded = dy.shape[other]

@@ -1,8 +1,8 @@
 """Makes the mesh of devices, and checks that a run's dimensions divide over it.
 
-Axes: `data` and `expert` split the rows of a batch, `context` splits the tokens of a row, `tensor`
-splits heads and widths; `expert` also splits the experts. Parameters and optimizer state are split
-over all axes (`sharding.rules`).
+The mesh axes `data` and `expert` split the rows of a batch, `context` splits the tokens of a row,
+and `tensor` splits heads and widths; `expert` also splits the experts. Parameters and optimizer
+state are split over all axes (`sharding.rules`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,17 +21,17 @@ from qwen3next_jax.sharding.torus import place_experts_in_blocks
 def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Makes the mesh with the axis sizes of `config.mesh`.
 
-    On TPU an axis lies along whole dimensions of the chips' network, or contiguous parts of them,
-    if that is possible; `expert` lies in blocks rather than lines. If the devices belong to several
-    TPU slices, only `data` crosses the slower network between slices.
+    On TPU a mesh axis lies along whole dimensions of the chips' network, or contiguous parts of
+    them, if possible. Groups along `expert` form blocks of the network rather than lines. If the
+    devices belong to several TPU slices, only `data` crosses the slower network between slices.
 
     Args:
-      devices: the devices to use; None means all devices of the run. Virtual devices and those of
-        a topology description work too.
+      devices: the devices to use; None means all devices of the run. Virtual devices and the
+        devices of a topology description work too.
 
     Raises:
-      UserError: the sizes do not multiply to the number of devices, or `data` is no multiple of the
-        number of slices.
+      UserError: the product of the sizes is not the number of devices, or `data` is not a multiple
+        of the number of slices.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = config.mesh.sizes(len(devices))
@@ -57,24 +57,29 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
 
 
 def single_device_mesh() -> Mesh:
-    """A mesh of this process's first device."""
+    """Returns a mesh of this process's first device."""
     return make_mesh(ParallelConfig(), jax.local_devices()[:1])
 
 
 def mesh_text(sizes: dict[str, int]) -> str:
-    """ "data=64 expert=8": the axes whose size is more than 1."""
+    """Returns the axes whose size is more than 1, as text: "data=64 expert=8"."""
     return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
 
 
 def compute_mesh(mesh: Mesh) -> Mesh | None:
-    """The argument `mesh` of the model's functions: None for one device, so that the program of one
-    device contains no sharding.
+    """Returns the argument `mesh` of the model's functions: `mesh`, or None for one device, so that
+    a program for one device contains no sharding.
     """
     return mesh if mesh.size > 1 else None
 
 
 class _Constraint(NamedTuple):
-    """What the size of a mesh axis must fulfil. `complaint` follows "parallel.mesh.AXIS = SIZE"."""
+    """A condition on the size of a mesh axis.
+
+    Attributes:
+      complaint: the part of the error message that follows "parallel.mesh.AXIS = SIZE".
+      holds: whether a size fulfils the condition.
+    """
 
     complaint: str
     holds: Callable[[int], bool]
@@ -92,15 +97,17 @@ def check_divides(
     """Checks that every axis of `mesh` divides the dimensions that it splits.
 
     Args:
-      rows: rows of a micro-batch.
-      length: tokens of a row.
-      split_by_mixers: setting → size of the dimensions that the model's mixers split over `tensor`
-        (`Mixer.splits`).
-      halo: tokens before its own that a device reads from its neighbour, if `context` splits rows.
-      whole_rows: parts of the model that work on whole rows.
+      rows: number of rows of a micro-batch.
+      length: number of tokens of a row.
+      split_by_mixers: dict from a setting to the size of a dimension that the model's mixers split
+        over `tensor` (`Mixer.splits`).
+      halo: number of tokens before its own that a device reads from its neighbour, if `context`
+        splits rows.
+      whole_rows: names of the parts of the model that need whole rows on one device.
 
     Raises:
-      UserError: names the axis, what it does not divide, and the nearest sizes that divide it.
+      UserError: an axis does not divide a dimension. The message names the axis, the dimension, and
+        the nearest sizes that divide it.
     """
     size = dict(mesh.shape)
     if rows % (size["data"] * size["expert"]):
@@ -172,8 +179,8 @@ def _divides(name: str, dimension: int) -> _Constraint:
 
 
 def _check_axis(axis: str, size: int, largest: int, constraints: Sequence[_Constraint]) -> None:
-    """Raises UserError for the first constraint that `size` breaks; suggests sizes that fulfil all
-    constraints, up to `largest`.
+    """Raises UserError for the first constraint that `size` breaks. The message suggests sizes up
+    to `largest` that fulfil all constraints.
     """
     for complaint, holds in constraints:
         if not holds(size):
@@ -189,7 +196,9 @@ def _check_axis(axis: str, size: int, largest: int, constraints: Sequence[_Const
 
 
 def _nearest(size: int, sizes: Iterable[int], valid: Callable[[int], bool]) -> str:
-    """ "4, 8": the nearest valid sizes below and above `size`, of the ascending `sizes`."""
+    """Returns the valid sizes in the ascending `sizes` that are nearest to `size`, below and above
+    it, as text: "4, 8".
+    """
     found = [n for n in sizes if valid(n)]
     below = [n for n in found if n < size][-1:]
     above = [n for n in found if n > size][:1]

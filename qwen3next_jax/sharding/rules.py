@@ -1,10 +1,11 @@
-"""How arrays are split over the mesh: one table from logical axes of parameters to mesh axes, one
-for activations.
+"""The rules by which arrays are split over the mesh: a table from the logical axes of parameters to
+mesh axes, and one for activations.
 
 Each parameter declares a logical axis for each of its dimensions (`model.parameters`). Some mesh
 axes split a dimension while the model computes with it. Others split it only between uses, to save
-memory (FSDP, ZeRO-3: 1910.02054): the parameter is gathered over them just before its use. The
-dimension of stacked layers is never split, because a scan would gather it whole.
+memory (FSDP, ZeRO-3: 1910.02054): the parameter is gathered over these axes just before its use.
+The dimension of stacked layers is never split, because a scan over the layers would gather all of
+them.
 """
 
 import functools
@@ -25,7 +26,7 @@ from qwen3next_jax.sharding.gathering import all_gather
 
 DATA, EXPERT, CONTEXT, TENSOR = MESH_AXES
 ROWS = (DATA, EXPERT)  # the mesh axes that split the rows of a batch
-TOKENS = (*ROWS, CONTEXT)  # the mesh axes that split its tokens
+TOKENS = (*ROWS, CONTEXT)  # the mesh axes that split the tokens of a batch
 FSDP = TOKENS  # the mesh axes that split parameters for storage
 
 
@@ -33,16 +34,17 @@ class MeshAxes(NamedTuple):
     """The mesh axes that split a dimension of a parameter.
 
     Attributes:
-      compute: axes that split it while the model computes with it.
-      storage: axes that split it, besides, between uses. The longest is outermost, so it is
-        gathered last, when the array is largest.
+      compute: mesh axes that split the dimension while the model computes with it.
+      storage: mesh axes that also split the dimension between uses. The longest of these axes is
+        outermost, so it is gathered last, when the array is largest.
     """
 
     compute: tuple[str, ...] = ()
     storage: tuple[str, ...] = ()
 
 
-# A dimension takes those of its mesh axes that divide it and that no dimension before it has taken.
+# A dimension of a parameter is split by those of its mesh axes that divide it and that split no
+# earlier dimension of the parameter.
 LOGICAL_AXES: dict[str | None, MeshAxes] = {
     # the model's width, in parameters whose other dimensions are split while computing
     "embed": MeshAxes(storage=FSDP),
@@ -51,25 +53,25 @@ LOGICAL_AXES: dict[str | None, MeshAxes] = {
     "vocab": MeshAxes(compute=(TENSOR,)),
     "query_heads": MeshAxes(compute=(TENSOR,)),
     "key_value_heads": MeshAxes(compute=(TENSOR,)),
-    # split if `tensor` exceeds the number of heads, which are then not split
+    # width of a head; it is split only if `tensor` does not divide the number of heads
     "head_width": MeshAxes(storage=(TENSOR,)),
-    # of recurrent layers; the value heads of a key head stay with it
+    # heads of recurrent layers; the value heads of a key head stay on its device
     "key_heads": MeshAxes(compute=(TENSOR,)),
     "value_heads": MeshAxes(compute=(TENSOR,)),
-    # of a convolution
+    # channels of a convolution
     "channels": MeshAxes(storage=FSDP),
     "experts": MeshAxes(compute=(EXPERT,)),
     "router": MeshAxes(storage=(TENSOR,)),
     "mlp": MeshAxes(compute=(TENSOR,)),
-    # of experts' input matrices: if their last dimension were split for storage, a TPU would copy
-    # the gathered array to another layout
+    # width of the experts' input matrices; if their last dimension were split for storage, a TPU
+    # would copy the gathered array to another layout
     "mlp_in": MeshAxes(compute=(TENSOR,), storage=FSDP),
     None: MeshAxes(),
 }
 
 
 class ShardedParam(Protocol):
-    """The part of a parameter's declaration (`model.parameters`) that the rules read."""
+    """The attributes of a parameter's declaration (`model.parameters`) that the rules read."""
 
     axes: tuple[str | None, ...]
     operand: bool
@@ -98,11 +100,12 @@ def check_logical_axes(axes: tuple[str | None, ...]) -> None:
 
 
 def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """How the mesh splits a parameter, and its optimizer state, while no computation uses it.
+    """Returns the PartitionSpec of a parameter, and of its optimizer state, between uses.
 
     Args:
-      declared: its declaration; its axes are those of the last dimensions of `shape`.
-      shape: the global shape, with the stacked layers in front.
+      declared: the parameter's declaration, whose axes belong to the last dimensions of `shape`.
+      shape: the global shape of the parameter, with the dimension of stacked layers first, if it
+        has one.
     """
     dims = []
     for axis in declared.axes:
@@ -112,16 +115,16 @@ def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> 
 
 
 def compute_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """How a parameter is split while the model computes with it: gathered over its storage axes.
-    Arguments as for `storage_spec`.
+    """Returns the PartitionSpec of a parameter while the model computes with it, when it is
+    gathered over its storage axes. The arguments are those of `storage_spec`.
     """
     return _spec([LOGICAL_AXES[axis].compute for axis in declared.axes], shape, mesh)
 
 
 def _spec(dims: list[tuple[str, ...]], shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The PartitionSpec of an array of this shape. `dims` lists the candidate mesh axes of each of
-    its last dimensions; an axis is used if it divides the dimension and no dimension before uses
-    it.
+    """Returns the PartitionSpec of an array of this shape. `dims` lists the candidate mesh axes of
+    each of the array's last dimensions. An axis splits the dimension if it divides it and splits no
+    earlier dimension.
     """
     entries: list[tuple[str, ...]] = []
     for axes, size in zip([()] * (len(shape) - len(dims)) + dims, shape):
@@ -139,12 +142,12 @@ def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def activation_spec(*names: str | None) -> P:
-    """The PartitionSpec of an activation whose dimensions have these names in `ACTIVATIONS`."""
+    """Returns the PartitionSpec of an activation whose dimensions have the logical axes `names`."""
     return P(*(ACTIVATIONS[name] for name in names))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of tokens and segment ids [B, T] on `mesh`."""
+    """Returns the sharding of tokens and segment ids [B, T] on `mesh`."""
     return NamedSharding(mesh, activation_spec("batch", "time"))
 
 
@@ -158,13 +161,15 @@ def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
 
 
 def num_shards(mesh: Mesh | None, *axes: str) -> int:
-    """Into how many shards these axes of the mesh together split a dimension; 1 without a mesh."""
+    """Returns the number of shards into which these mesh axes together split a dimension; 1 without
+    a mesh.
+    """
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
 def per_shard(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
-    """Wraps `f` in `jax.shard_map`: each device calls it on its own shard. For functions that the
-    partitioner cannot split, such as kernels. Returns `f` itself without a mesh.
+    """Wraps `f` in `jax.shard_map`, so that each device calls `f` on its own shard. Functions that
+    the partitioner cannot split, such as kernels, need this. Returns `f` itself without a mesh.
     """
     if mesh is None:
         return f
@@ -172,13 +177,14 @@ def per_shard(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> 
 
 
 def gather_params(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
-    """Gathers parameters over their storage axes for use, outside `shard_map`.
+    """Gathers parameters over their storage axes before their use outside `shard_map`.
 
-    Operands of products are cast to `dtype` first. Gradients are reduce-scattered back to the
-    storage sharding. A parameter that its operator gathers (`gather_in_shard`) is only cast.
+    Parameters that are operands of products are cast to `dtype` first. Gradients are
+    reduce-scattered back to the storage sharding. A parameter whose operator gathers it
+    (`gather_in_shard`) is only cast.
 
     Args:
-      params: a tree of `nnx.Param` with declarations; returned as it is without a mesh.
+      params: a tree of `nnx.Param` with declarations. It is returned unchanged without a mesh.
     """
     if mesh is None:
         return params
@@ -200,13 +206,14 @@ def gather_params(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
 def gather_in_shard(
     x: jax.Array, declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh, whole: bool = False
 ) -> jax.Array:
-    """Gathers one parameter for use, inside `per_shard`. Its gradient is a reduce-scatter by
+    """Gathers one parameter before its use inside `per_shard`. The gradient is a reduce-scatter by
     construction.
 
     Args:
-      x: this device's shard of the parameter, split as `storage_spec` says.
+      x: this device's shard of the parameter, which is split by `storage_spec`.
       shape: the global shape of the parameter.
-      whole: also gather over `tensor`, so that every device has the whole parameter.
+      whole: whether to gather over the compute axes too, so that every device has the whole
+        parameter.
     """
     used = P(*(None,) * len(shape)) if whole else compute_spec(declared, shape, mesh)
     for dim, axes in enumerate(axes_to_gather(storage_spec(declared, shape, mesh), used)):
@@ -216,18 +223,19 @@ def gather_in_shard(
 
 
 def axes_to_gather(storage: P, use: P) -> list[tuple[str, ...]]:
-    """For each dimension the mesh axes that split it in `storage` and not in `use`, outer axes
-    first.
+    """Returns, for each dimension, the mesh axes that split it in `storage` but not in `use`, outer
+    axes first.
     """
     return [_axes(stored)[len(_axes(used)) :] for stored, used in zip(storage, use)]
 
 
 def _gather_steps(storage: P, use: P) -> list[P]:
-    """The specs from `storage` to `use`, with one mesh axis less at each step, inner axes first.
+    """Returns the sequence of specs from `storage` to `use`. Each spec has one mesh axis less than
+    the one before; inner axes are removed first.
 
     If one gather went over several axes that together span all dimensions of a torus, the TPU
-    compiler would sum zero-padded parts instead of gathering them, and sum instead of
-    reduce-scattering: twice the bytes.
+    compiler would replace it by a sum of zero-padded parts, and the reduce-scatter of the gradient
+    by a sum; both would send twice the bytes.
     """
     specs = [storage]
     for dim, axes in enumerate(axes_to_gather(storage, use)):
@@ -258,14 +266,15 @@ _gather.defvjp(lambda x, *static: (_gather(x, *static), None), _gather_backward)
 
 
 def tree_shardings(tree: Any, declared: Mapping[str, ShardedParam], mesh: Mesh) -> Any:
-    """The NamedSharding of every leaf of a train state or of a tree of parameters.
+    """Returns the NamedSharding of every leaf of a train state or of a tree of parameters.
 
-    A leaf whose path ends in the path of a parameter (a moment of the optimizer, for example) is
-    split as that parameter. Every device holds all other leaves, such as the step and the guards.
+    A leaf whose path ends in the path of a parameter, such as a moment of the optimizer, is split
+    like that parameter. All other leaves, such as the step and the guards, are copied to every
+    device.
 
     Args:
-      tree: its leaves are arrays or `jax.ShapeDtypeStruct`s.
-      declared: path of each parameter ("layers/0/mixer/q_proj") → its declaration.
+      tree: a tree whose leaves are arrays or `jax.ShapeDtypeStruct`s.
+      declared: dict from the path of each parameter ("layers/0/mixer/q_proj") to its declaration.
 
     Raises:
       ValueError: an array of `params` or `opt_state` belongs to no parameter.

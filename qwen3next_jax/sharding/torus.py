@@ -5,13 +5,14 @@ import numpy as np
 
 def place_experts_in_blocks(grid: np.ndarray) -> np.ndarray:
     """Rearranges devices so that each group along `expert` is a block of the network and not a
-    line: in a 2D torus a corner of a block has two links to send over, the end of a line has one.
+    line. In a 2D torus a chip at the corner of a block has two links to its group, but a chip at
+    the end of a line has only one.
 
-    This changes only meshes of `data` and `expert` on a 2D network whose expert groups are lines of
-    3 to 15 chips (16 chips close to a ring).
+    This function changes only meshes of `data` and `expert` on a 2D network whose expert groups are
+    lines of 3 to 15 chips (a line of 16 chips is closed to a ring).
 
     Args:
-      grid: devices [data, expert, context, tensor], each with `coords` on the network.
+      grid: array [data, expert, context, tensor] of devices, each with its `coords` on the network.
     """
     num_experts = grid.shape[1]
     coords = np.array([device.coords for device in grid.flat])
