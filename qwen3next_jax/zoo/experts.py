@@ -1,8 +1,9 @@
-"""Experts beside the released model's SwiGLU, which `model.moe.experts` names: without a gate
-(Nemotron 3 Nano), and clipped with biases (gpt-oss).
+"""Experts other than the released model's SwiGLU: squared ReLU without a gate (Nemotron 3 Nano),
+and a clipped SwiGLU with biases (gpt-oss). The setting `model.moe.experts` names the kind.
 
-Routed experts go through one sorted form, in plain XLA. Where the mesh splits the experts, every
-shard gathers all tokens and adds what its own experts give; its buffers hold all choices.
+Routed experts process rows sorted by expert, in plain XLA. If the mesh splits the experts, every
+shard gathers the tokens of all shards, computes what its own experts contribute, and the
+contributions are summed. A shard's buffers have room for all choices of all these tokens.
 
 Letters: R tokens, D model, A choices per token, Q rows sorted by expert, E experts, L experts of
 this shard, I expert width.
@@ -19,7 +20,7 @@ from qwen3next_jax.model.moe import SparseMoE
 from qwen3next_jax.ops.grouped_matmul import grouped_matmul
 from qwen3next_jax.sharding.rules import EXPERT, TENSOR, num_shards
 
-# Every line of the table, with the router that such a model has.
+# Configurations for the tests: every kind of expert, with the router of the model that has it.
 EXAMPLES = {
     "swiglu": {},
     "relu2": {
@@ -36,15 +37,16 @@ EXAMPLES = {
         "shared_expert_intermediate_size": 0,
     },
 }
-ALPHA, LIMIT = 1.702, 7.0  # of the clipped SwiGLU, as gpt-oss has them
+ALPHA, LIMIT = 1.702, 7.0  # the constants of gpt-oss's clipped SwiGLU
 
 
 def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer):
-    """The sorted form of other experts.
+    """Returns the function that applies experts of another kind to the chosen tokens, with rows
+    sorted by expert.
 
     Args:
-      mlp: computes rows sorted by expert, (shards of the mesh axis `tensor`, x [Q, D], *experts,
-        group_sizes [E]) → [Q, D].
+      mlp: function (number of shards of the mesh axis `tensor`, x [Q, D], *experts,
+        group_sizes [E]) → [Q, D] that applies to each group of sorted rows its own expert.
       mesh, dtype, in_tiles, few_tokens, layer: see `model.expert_forms.expert_form`.
     """
     of_one_layer = functools.partial(
@@ -60,8 +62,8 @@ def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer):
 
 
 def _over_shards(run, x_RD, weight_RA, expert_RA, *experts):
-    """`run` of the tokens of all shards along `expert` with this shard's experts, and the sum of
-    what all shards give for this shard's tokens.
+    """Applies this shard's experts, by `run`, to the tokens of all shards of the mesh axis
+    `expert`. Returns [R, D], the sum over the shards of the results for this shard's own tokens.
     """
     x_RD, weight_RA, expert_RA = (
         jax.lax.all_gather(a, EXPERT, tiled=True) for a in (x_RD, weight_RA, expert_RA)
@@ -69,7 +71,8 @@ def _over_shards(run, x_RD, weight_RA, expert_RA, *experts):
     count = experts[0].shape[0]
     expert_RA -= jax.lax.axis_index(EXPERT) * count
     here_RA = (expert_RA >= 0) & (expert_RA < count)
-    # Choices of other shards' experts are sorted after all others, into rows of no group.
+    # Choices of other shards' experts get an index past the last expert. So their rows are sorted
+    # to the end, and belong to no group.
     expert_RA = jnp.where(here_RA, expert_RA, count)
     part_RD = run(x_RD, jnp.where(here_RA, weight_RA, 0), expert_RA, *experts)
     return jax.lax.psum_scatter(part_RD, EXPERT, tiled=True)
@@ -80,8 +83,9 @@ def _over_shards(run, x_RD, weight_RA, expert_RA, *experts):
 
 
 class SquaredReLUExperts(SparseMoE):
-    """Experts and shared expert are down(max(0, up x)²) (2109.08668), without a gate: two matrices
-    each (Nemotron 3 Nano, 2512.20848).
+    """Experts of the form down(max(0, up x)²) (arXiv 2109.08668), as in Nemotron 3 Nano (arXiv
+    2512.20848). The shared expert has this form, too. There is no gate, so every expert has two
+    matrices.
     """
 
     expert_parameters = ("expert_up", "expert_down")
@@ -118,10 +122,11 @@ def _squared_relu_mlp(tensor_shards, x_QD, up_EDI, down_EID, sizes_E):
 
 
 class ClippedSwiGLUExperts(SparseMoE):
-    """Experts down(g σ(1.702 g) (u + 1)) + b, with g = min(gate x + b', 7) and u = up x + b''
-    clipped to -7 … 7, and a bias of the router's logits (gpt-oss, 2508.10925; its published
-    code). The shared expert, which gpt-oss does not have, is SwiGLU. Biases start at 0 and take
-    no weight decay.
+    """Experts of the form down(g σ(1.702 g) (u + 1)) + b, where g = min(gate x + b', 7) and u is
+    up x + b'' clipped to -7 … 7 (gpt-oss, arXiv 2508.10925 and its published code).
+
+    The router's logits have a bias, too. If there is a shared expert, which gpt-oss lacks, it is a
+    SwiGLU. Biases start at 0 and have no weight decay.
     """
 
     expert_parameters = (
@@ -162,14 +167,14 @@ def _clipped_swiglu_mlp(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID, bi
         _clipped_swiglu,
         grouped_matmul(x_QD, gate_up, sizes_E) + _of_rows(gate_up_bias, sizes_E, len(x_QD)),
     )
-    # The shards of `tensor` are summed later: each adds its part of the bias.
+    # The results of the shards of `tensor` are summed later, so each adds an equal part of the bias.
     bias_QD = _of_rows(bias_ED, sizes_E, len(x_QD)) / tensor_shards
     return grouped_matmul(hidden_QI, down_EID, sizes_E) + bias_QD
 
 
 def _of_rows(bias_EF, sizes_E, rows):
-    """The bias of each row's expert, [rows, F]. It is a product: the gradient of `bias[expert]`
-    would be a scatter-add, which loses most of the sum in bfloat16.
+    """Returns the bias of each row's expert, [rows, F], computed as a matrix product. The gradient
+    of the lookup `bias[expert]` would be a scatter-add, which loses most of the sum in bfloat16.
     """
     experts = len(sizes_E)
     expert_Q = jnp.repeat(jnp.arange(experts), sizes_E, total_repeat_length=rows)
@@ -182,7 +187,9 @@ def _of_rows(bias_EF, sizes_E, rows):
 
 
 def experts_reference(config, params, x):
-    """[T, D] → [T, D]: all experts of every token, with weight 0 for those not chosen."""
+    """Returns the output [T, D] for x [T, D]. It computes all experts for every token, and gives
+    weight 0 to those that were not chosen.
+    """
     c = config.moe
     logits = x @ params["router"] + params.get("logit_bias", 0)
     scores = jax.nn.softmax(logits, axis=-1)

@@ -55,8 +55,8 @@ from qwen3next_jax.sharding.rules import TENSOR, activation_spec, per_shard, num
 from qwen3next_jax.zoo.attention_references import gated_attention, norm, places, rotated
 from qwen3next_jax.zoo.ops.pair_attention import CHUNK, dot
 
-# Configurations for the tests. With such a ratio and budget, short rows already end in an incomplete
-# block, and have queries that do not see every block.
+# A configuration for the tests. With this ratio and budget, even short rows can end in an
+# incomplete block, and have queries that do not see every block.
 EXAMPLES = {
     "qsa": {
         "full_mixer": "qsa",
@@ -177,7 +177,7 @@ class QSA(GatedAttention):
         return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, None
 
     def is_sparse(self, length: int) -> bool:
-        """Whether a document of `length` tokens has a query that does not see all earlier tokens."""
+        """Whether some query in a document of `length` tokens does not see all earlier tokens."""
         s = self.settings(self.config)
         return length > s.indexer_budget + s.indexer_compress_ratio - 1
 
@@ -276,8 +276,8 @@ class QSA(GatedAttention):
     def _selected_attention(
         self, q_BTNK, k_BSMK, v_BSMK, index_q_BTHI, of_rows: Blocks, context: Context, s_BS=None
     ):
-        """Runs `selected_attention` with the heads split over the mesh axis `tensor`. Every shard of
-        `tensor` selects the same blocks.
+        """Runs `selected_attention` with the heads split over the mesh axis `tensor`. Every shard
+        of `tensor` selects the same blocks.
 
         Args:
           s_BS: the places of the keys; None if the keys are those of the queries' tokens.
@@ -405,8 +405,8 @@ def _documents(context: Context) -> jax.Array:
 
 
 def _tokens(context: Context, s_BS: jax.Array | None = None) -> tuple[jax.Array, ...]:
-    """Returns the places of queries [B, T] and of keys [B, S], then the segment ids of the documents
-    of queries [B, T] and of keys [B, S].
+    """Returns the places of queries [B, T] and of keys [B, S], then the segment ids of the
+    documents of queries [B, T] and of keys [B, S].
     """
     if s_BS is None:
         return context.positions, context.positions, _documents(context), _documents(context)
@@ -661,7 +661,7 @@ def qsa_reference(config, params, x):
 
 
 def divergence_reference(config, params, x, dense: bool) -> jax.Array:
-    """Returns the indexer's loss, summed over the queries of one document in a loop over queries."""
+    """Returns the indexer's loss, summed over the queries of one document one by one."""
     ratio, width = config.settings_of("qsa").indexer_compress_ratio, config.head_dim
     score, seen = scores_reference(config, params, x), selected_reference(config, params, x)
     params, x = jax.lax.stop_gradient((params, x))
