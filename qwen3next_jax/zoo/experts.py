@@ -167,7 +167,7 @@ def _clipped_swiglu_mlp(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID, bi
         _clipped_swiglu,
         grouped_matmul(x_QD, gate_up, sizes_E) + _of_rows(gate_up_bias, sizes_E, len(x_QD)),
     )
-    # The results of the shards of `tensor` are summed later, so each adds an equal part of the bias.
+    # The results of the shards of `tensor` are summed later, so each adds an equal share of it.
     bias_QD = _of_rows(bias_ED, sizes_E, len(x_QD)) / tensor_shards
     return grouped_matmul(hidden_QI, down_EID, sizes_E) + bias_QD
 

@@ -9,8 +9,8 @@ each stream,
     s = <key, query> / √D,  s ← sign(s) √max(|s|, 1e-6),  v = sigmoid(s) · value
     h ← h + v + silu(causal depthwise convolution of norm(v), dilated by ngram_size)
 
-An n-gram never reaches across the start of its document or across an end token before its last
-token: every position from there back counts as an end token.
+An n-gram sees only its own document, and only the part after the last end token that precedes the
+n-gram's last token. The end token takes the place of all tokens before that part.
 
 JAX without x64 has no 64-bit integers, so the hash is computed on pairs of uint32, the high and the
 low word. The products are less than 2^63, and every step is exact.
