@@ -1,5 +1,5 @@
-"""Reads the TPU compiler's static schedules of a program's kernels and fusions: the cycles that they
-take, and the bytes that they copy.
+"""Reads the TPU compiler's static schedules of a program's kernels and fusions: the cycles that
+they take, and the bytes that they copy.
 
 The compiler dumps the final instruction bundles of each kernel and fusion. The chip issues at most
 one bundle per cycle, so the number of bundles in a loop times the number of its trips is a lower

@@ -227,7 +227,7 @@ def estimated_seconds(
     flops = _flops(m, train.sequence_length)
     grouped, heads = flops.get("experts", 0.0), flops["head"]
     dense = sum(flops.values()) - grouped
-    # With micro-batches, the step begins with an extra forward pass, which counts the experts' load.
+    # With micro-batches, the step begins with an extra forward pass that counts the experts' load.
     passes = 3 + (micro_batches > 1)
     recomputed = RECOMPUTED[train.remat] * (dense - heads)
     products = (dense * passes + recomputed) / DENSE_EFFICIENCY

@@ -99,8 +99,8 @@ def describe_topology(name: str) -> Topology:
             "libtpu, the TPU compiler, is not installed: use `uv run --extra plan …`, or run `pip "
             "install libtpu matplotlib`"
         )
-    # libtpu reads these variables once, when it is loaded. Without them it asks the cloud's metadata
-    # server which TPU this machine has.
+    # libtpu reads these variables once, when it is loaded. Without them it asks the cloud's
+    # metadata server which TPU this machine has.
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
