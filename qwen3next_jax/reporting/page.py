@@ -50,7 +50,7 @@ def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> None:
     """Writes the report of the runs in `workdirs` to the file `out`, atomically.
 
     Raises:
-      UserError: one of the folders holds no run, or a run that has recorded nothing.
+      UserError: a folder contains no run, or a run that has recorded nothing.
     """
     text = render_report([load_run(workdir) for workdir in workdirs])
     temporary = out.with_suffix(".tmp")

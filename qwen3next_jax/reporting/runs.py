@@ -97,7 +97,8 @@ class Run:
         return sorted(name for name in names if name.startswith(prefix))
 
     def layers(self, name: str, points: int = 120) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns a list over layers from the "diagnostics" events: steps [N] and values [N, L].
+        """Returns the list `name`, which has a value for every layer, from the "diagnostics" events:
+        steps [N] and values [N, L].
 
         Chooses at most `points` events, at equal distances. Layers without a value are NaN.
         Returns None if no event has the list.
@@ -176,7 +177,7 @@ def load_run(workdir: pathlib.Path) -> Run:
 
 
 def run_from_events(name: str, config: dict[str, Any], events: list[dict[str, Any]]) -> Run:
-    """Makes a run of its settings and of its events in the order they were written."""
+    """Returns the run with these settings and these events, in the order they were written."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for event in events:
         by_kind.setdefault(event["event"], []).append(event)

@@ -325,8 +325,8 @@ def _check_text(name: str, value: Any, where: str) -> None:
 
 
 def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
-    """Raises UserError if there is no setting with this name. The message suggests a similar name
-    of a setting or out of `known`.
+    """Raises UserError if there is no setting called `name`. The message may suggest a similar
+    name, of a setting or from `known`.
     """
     settings: Any = default_config()
     if not isinstance(name, str):

@@ -212,7 +212,7 @@ def _cost_chart(
 
 def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
     """Returns charts of each main metric against the bytes of cache per token of context. There is
-    one chart for each combination of values of the other axes, if these bytes differ in it.
+    one chart for each line along the x axis on which these bytes differ.
     """
     charts = []
     costs = along_x(sweep, ((r, r.costs["cache_bytes_per_token"]) for r in done))

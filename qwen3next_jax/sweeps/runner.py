@@ -265,7 +265,7 @@ class Runner:
         return True
 
     def _stop(self, number: int, frame: Any) -> None:
-        """Handles a signal. The first lets the points save and end; the second ends them at once."""
+        """Handles a signal. The first lets the points save and end; the second kills them."""
         for point in self.running.values():
             point.process.send_signal(signal.SIGKILL if self._stopping else signal.SIGTERM)
         self._stopping = True
