@@ -260,7 +260,7 @@ class DecodePrograms:
         return self._compiled[key]
 
     def _shard_rows(self, state):
-        """Returns the state with its rows divided over the mesh, in the same way in every program."""
+        """Returns the state with its rows divided over the mesh, alike in every program."""
         if self._mesh is None:
             return state
         by_row = NamedSharding(self._mesh, activation_spec("batch"))
@@ -366,9 +366,9 @@ def _chunk_bounds(
 ) -> Iterator[tuple[int, int]]:
     """Yields (start, size) of the chunks into which `total` prompt tokens are divided.
 
-    All chunks have `chunk` tokens, except at the end. There, the last chunk is rounded up to a
-    power of two. In a chat, the remaining chunks have _CHAT_CHUNK tokens instead, so that only two
-    sizes are compiled.
+    All chunks have `chunk` tokens, except at the end. There, the size of the last chunk is rounded
+    up to a power of two, at least 16. In a chat, the last tokens are divided into chunks of
+    _CHAT_CHUNK tokens instead, so that only two sizes are compiled.
     """
     start = 0
     while start < total:
