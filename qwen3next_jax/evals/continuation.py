@@ -38,7 +38,7 @@ def generate_until(
         tokens_of_rows = concatenate_pieces(pieces, rows)[: len(prompts)]
         texts = [tokenizer.decode(tokens) for tokens in tokens_of_rows]
         if all(
-            # a row without new tokens has met the end of its document
+            # A row that got no new tokens has reached the end of its document.
             not len(new_tokens) or any(stop in text for stop in row_stops)
             for new_tokens, text, row_stops in zip(piece, texts, stops)
         ):

@@ -164,7 +164,7 @@ def check_evaluations(
       setting: the setting or flag that holds the names; error messages name it.
 
     Raises:
-      UserError: names the evaluation, and what it requires.
+      UserError: an evaluation cannot run. The message names it and what it requires.
     """
     require(
         options.rows is None or options.rows >= 1,

@@ -84,11 +84,11 @@ class HarnessModel(TemplateLM):
         """Scores continuations.
 
         Args:
-          requests: (text, context token ids, continuation token ids) of each.
+          requests: a tuple (text, context token ids, continuation token ids) for each request.
 
         Returns:
-          for each, the log-probability of the continuation (nats) and whether greedy decoding
-          would give it.
+          for each request, the log-probability of the continuation (nats) and whether greedy
+          decoding would generate the continuation.
         """
         rows = [
             (context + continuation)[-(self.max_length + 1) :]
@@ -178,7 +178,7 @@ class HarnessModel(TemplateLM):
         return max_new_tokens, float(options.get("temperature", 0.0)) if sampled else 0.0
 
     def _encode_prompt(self, context: str, longest: int) -> np.ndarray:
-        """Returns the last `longest` tokens of the context; of an empty one, the prefix token."""
+        """Returns the last `longest` tokens of the context; the prefix token if it is empty."""
         return np.array((self.tok_encode(context) or [self.prefix_token_id])[-longest:], np.int32)
 
 

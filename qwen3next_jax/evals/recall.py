@@ -25,7 +25,7 @@ from qwen3next_jax.evals.scoring import Scorer
 _BATCH_TOKENS = 8192  # the most tokens that one forward pass scores
 _HAYSTACK_TOKENS = 2**20  # held-out tokens from which the text around needles is drawn
 _NOISE = "The river is wide. The hill is steep. The road goes on. Turn around and walk back. "
-_KINDS = (1, 2, 3)  # of needles; see `needle_accuracy`
+_KINDS = (1, 2, 3)  # the kinds of needles; see `needle_accuracy`
 _WORDS = (
     "amber",
     "basket",
@@ -138,7 +138,7 @@ class NeedleInAHaystack(Evaluation):
 
     @functools.cached_property
     def _haystack(self) -> np.ndarray:
-        """Held-out tokens [n], enough of them that rows can start at many places."""
+        """Returns held-out tokens [n], so many that rows can start at many places in them."""
         parts = []
         enough = max(_HAYSTACK_TOKENS, 2 * max(self.eval_context.options.lengths))
         for batch in self.eval_context.open_data().heldout():
@@ -198,11 +198,11 @@ def needle_accuracy(
       haystack: [n] token ids of running text, for kinds 2 and 3.
 
     Returns:
-      the share of rows in which every token of the answer is the model's most likely token, and
-      the share of all answers' tokens that are.
+      the share of rows in which every token of the answer is the model's most likely token;
+      the share of the tokens of all answers that are the model's most likely token.
 
     Raises:
-      UserError: `length` is too short, or `haystack` is.
+      UserError: `length` is too small, or `haystack` is too short.
     """
     rng = np.random.default_rng([kind, length])
     needle_rows = [

@@ -77,8 +77,8 @@ def place_on_mesh(
 ) -> dict[str, jax.Array | np.ndarray]:
     """Distributes arrays [B, T] over the mesh as `Qwen3Next.features` expects them.
 
-    Pads the batch with empty rows, and the rows with padding tokens, to multiples of what the
-    mesh's axes divide. Without a mesh it returns the batch unchanged.
+    It pads the batch with empty rows, and the rows with padding tokens, until the mesh's axes
+    divide both evenly. Without a mesh it returns the batch unchanged.
 
     Args:
       batch: host arrays with all rows, the same in every process.

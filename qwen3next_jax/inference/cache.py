@@ -13,10 +13,10 @@ MIN_SLOTS = 64  # slots of the smallest cache
 
 
 def round_up_length(tokens: int) -> int:
-    """Returns the number of slots of a cache for so many tokens.
+    """Returns the number of slots of a cache for this number of tokens.
 
-    There are four lengths per power of two. So requests of similar length share their compiled
-    programs, and at most a quarter of the slots is unused.
+    Between a power of two and the next there are only four lengths. So requests of similar length
+    share their compiled programs, and at most a quarter of the slots is unused.
     """
     if tokens <= MIN_SLOTS:
         return MIN_SLOTS
@@ -25,7 +25,7 @@ def round_up_length(tokens: int) -> int:
 
 
 def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
-    """Returns the bytes of the trunk's cache of `batch` rows with `length` slots, by `cache_kind`.
+    """Returns `cache_kind` → bytes of the trunk's cache for `batch` rows with `length` slots.
 
     The kind "state" has the same size at any length; the kind "slots" grows with it.
     """
@@ -39,7 +39,7 @@ def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
 
 
 def cache_after_token(config: ModelConfig, cache: list, index_B: jax.Array) -> list:
-    """Selects, for each row, the cache after its token number `index` [B].
+    """Returns, for each row b, the cache after the row's token `index_B[b]`, counted from 0.
 
     Caches of kind "slots" are returned unchanged: a slot past the row's end is rewritten before
     any query can see it.

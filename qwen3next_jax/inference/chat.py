@@ -14,7 +14,7 @@ from etils import epath
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import UserError, short_repr, as_user_error
 
-_MAX_CHARACTERS = 1 << 20  # of a template, and of the text that it renders
+_MAX_CHARACTERS = 1 << 20  # the most characters of a template, and of the text that it renders
 # The limits of the process that renders a template: bytes of memory, seconds of processor time, and
 # seconds by the clock, which suffice on a busy machine.
 _MAX_BYTES = 1 << 30
@@ -58,7 +58,7 @@ class ChatTemplate:
     """The chat template of a tokenizer: renders messages as the text that the model continues.
 
     The template is a jinja2 template. It is rendered in jinja2's sandbox, without access to files,
-    by a process of its own with limited time and memory.
+    by a separate process with limited time and memory.
     """
 
     def __init__(self, folder: epath.PathLike):

@@ -28,8 +28,8 @@ from qwen3next_jax.model.visible_targets import check_prompts
 from qwen3next_jax.sharding.rules import ROWS, activation_spec, num_shards
 
 PREFILL_CHUNK = 512  # the most prompt tokens per row that one prefill call processes
-_CHAT_CHUNK = 64  # in a chat, the end of a prompt comes in chunks of this size
-# The seconds that one call of "advance" should take at most: its tokens are seen when it ends.
+_CHAT_CHUNK = 64  # in a chat, the end of a prompt is divided into chunks of this size
+# The most seconds that one call of "advance" should take. Its tokens are shown only when it ends.
 MAX_CALL_SECONDS = 0.05
 # The most steps per call if several processes decode: all must choose the same number of steps, so
 # they cannot choose it by their clocks.
@@ -37,15 +37,18 @@ _MAX_STEPS_OF_PROCESSES = 8
 
 
 class TokenStream:
-    """An iterator over the new tokens of all rows. Each item is a piece: a list with one int32
-    array for every prompt, the tokens that its row got since the last piece (possibly none).
+    """An iterator over the new tokens of all rows.
+
+    Each item is a piece: a list with one int32 array per prompt. The array holds the tokens that
+    the prompt's row got since the last piece; it may be empty.
 
     Attributes:
-      tokens: the number of tokens yielded so far.
-      passes: how often a row went through the trunk for them.
+      tokens: number of tokens yielded so far.
+      passes: number of passes of single rows through the trunk that these tokens took.
       drafted: [K], how often a draft of each depth was verified.
-      accepted: [K], how often it was accepted together with all drafts before it. Neither counts
-        a row's first round, which verifies made-up drafts.
+      accepted: [K], how often a draft of each depth was accepted together with all drafts before
+        it. `drafted` and `accepted` leave out the first round of each row, which verifies made-up
+        drafts.
     """
 
     def __init__(self, pieces: Callable[["TokenStream"], Iterator[list[np.ndarray]]], drafts: int):
@@ -90,14 +93,14 @@ def generate(
       prompts: integer arrays of token ids, each of at least one token, of any lengths.
       max_new_tokens: the most tokens to generate per row.
       temperature, top_k, top_p, min_p: see `Sampling`.
-      seed: a sample depends on the seed, the index of its row and its position in the row, and on
-        nothing else in the batch.
+      seed: seed of the random numbers. A sample depends only on the seed, the index of its row, its
+        position in the row, and the tokens before it in the row.
       stop_ids: a row ends before the first of these tokens.
       speculative: the number of tokens, at most 4, that the multi-token prediction module drafts
-        per pass of the trunk; 0: none. Greedy tokens do not change, and samples keep their
-        distribution.
-      min_cache_length: for chats, the least number of cache slots. Prompts of all lengths that fit
-        into them share their programs.
+        per pass of the trunk; 0: none. Drafting does not change greedy tokens, nor the distribution
+        of samples.
+      min_cache_length: for chats, the least number of cache slots. All prompts that fit into this
+        many slots share their compiled programs.
       mesh: the mesh on which the model's parameters lie, as in `Qwen3Next.features`; None for a
         single device. If several processes share the mesh, all of them must pass the same
         arguments, and all get the same tokens.
@@ -257,7 +260,7 @@ class DecodePrograms:
         return self._compiled[key]
 
     def _shard_rows(self, state):
-        """Constrains the state to be divided by rows over the mesh, the same in every program."""
+        """Returns the state with its rows divided over the mesh, alike in every program."""
         if self._mesh is None:
             return state
         by_row = NamedSharding(self._mesh, activation_spec("batch"))
@@ -361,10 +364,11 @@ def _check_token_ids(config: ModelConfig, ids: np.ndarray, name: str) -> None:
 def _chunk_bounds(
     total: int, chunk: int = PREFILL_CHUNK, is_chat: bool = False
 ) -> Iterator[tuple[int, int]]:
-    """Yields (start, size) of the chunks that `total` prompt tokens are divided into.
+    """Yields (start, size) of the chunks into which `total` prompt tokens are divided.
 
-    All chunks have `chunk` tokens, except at the end: there, a chunk has the next power of two, or,
-    in a chat, all remaining chunks have _CHAT_CHUNK tokens, so that only two sizes are compiled.
+    All chunks have `chunk` tokens, except at the end. There, the size of the last chunk is rounded
+    up to a power of two, at least 16. In a chat, the last tokens are divided into chunks of
+    _CHAT_CHUNK tokens instead, so that only two sizes are compiled.
     """
     start = 0
     while start < total:
@@ -386,9 +390,9 @@ def prompt_chunks(
     """Divides the prompts, without their last tokens, into chunks for prefill.
 
     Yields:
-      start, the position of the chunk's first token; tokens [B, T + lookahead], where T is a size
-      of `_chunk_bounds` and the `lookahead` tokens are those after the chunk. Prompts are padded
-      with zeros at their ends.
+      start: the position of the chunk's first token;
+      tokens [B, T + lookahead]: the chunk's tokens, where T is its size, and the `lookahead` tokens
+      after the chunk. Prompts are padded with zeros at their ends.
     """
     for start, size in _chunk_bounds(max(map(len, prompts)) - 1, chunk, is_chat):
         tokens_BX = np.zeros((len(prompts), size + lookahead), np.int32)

@@ -22,17 +22,19 @@ from qwen3next_jax.inference.sampling import (
 )
 from qwen3next_jax.model import Qwen3Next
 
-MAX_STEPS = 64  # the most steps of one call, which costs as much as some steps of a small model
+# The most steps that one call takes. A call takes several, because the overhead of a call is as
+# large as some steps of a small model.
+MAX_STEPS = 64
 
 
 class DecodeState(NamedTuple):
-    """The state of decoding. Every call donates it and returns the next one.
+    """The state of decoding. Every call donates the state's memory and returns the next state.
 
     Attributes:
       cache: as `Qwen3Next.init_cache` returns it, with the tokens before `position`.
       token: [B] int32, the pending token of each row.
-      position: [B] int32, its position.
-      remaining: [B] int32, the most tokens that the row may still get; 0 once it has ended.
+      position: [B] int32, the position of the pending token.
+      remaining: [B] int32, the most tokens that the row may still get; 0 once the row has ended.
     """
 
     cache: list
@@ -46,8 +48,8 @@ class Emitted(NamedTuple):
 
     Attributes:
       tokens: [B, N] int32.
-      count: [B] int32, how many tokens at the start of each row are new.
-      passes: [] int32, how often rows went through the trunk.
+      count: [B] int32, how many entries at the start of each row of `tokens` are valid.
+      passes: [] int32, number of passes of single rows through the trunk.
       accepted: [K] int32, how often the drafts of each depth were accepted.
     """
 
@@ -71,8 +73,8 @@ def init_state(
 def prefill(
     model: Qwen3Next, mesh: Mesh | None, state: DecodeState, tokens_BT: jax.Array, begin
 ) -> DecodeState:
-    """Writes prompt tokens into the cache: those at the positions from `begin` on that are before
-    the row's pending token.
+    """Writes a chunk of prompt tokens, which begins at position `begin`, into the cache. It writes
+    only the tokens that come before the row's pending token.
     """
     positions_BT = jnp.broadcast_to(
         begin + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
@@ -99,7 +101,7 @@ def advance(
       greedy: whether every step takes the most likely token.
       filters: whether `sampling` has a top_k, top_p or min_p.
       stop_ids: [n] int32; a row ends before the first of these tokens.
-      seed: [] uint32, of the samples.
+      seed: [] uint32, the seed of the samples.
     """
 
     def any_active(carry):

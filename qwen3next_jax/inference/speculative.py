@@ -3,8 +3,8 @@ trunk verifies several of them.
 
 A round, with K drafts per row:
 1. The trunk runs over the pending token and the K drafts.
-2. The trunk accepts the drafts up to the first that it rejects, and chooses one more token itself.
-   These are the new tokens.
+2. The trunk accepts the drafts before the first one that it rejects, and chooses one more token
+   itself. The accepted drafts and this token are the new tokens.
 3. The module drafts the next K tokens.
 
 Greedy decoding accepts a draft if it is the trunk's own most likely token, so the tokens are those
@@ -62,7 +62,7 @@ MAX_ROUNDS = 32  # the most rounds of one call
 
 
 class DraftState(NamedTuple):
-    """The state of decoding. Every call donates it and returns the next one.
+    """The state of decoding. Every call donates the state's memory and returns the next state.
 
     Attributes:
       cache, token, position, remaining: as in `plain.DecodeState`.
@@ -82,7 +82,7 @@ class DraftState(NamedTuple):
 
 
 def check_drafts(config: ModelConfig, drafts: int) -> None:
-    """Checks that a model of this config can draft so many tokens.
+    """Checks that a model of this config can draft `drafts` tokens per round.
 
     Raises:
       UserError: `drafts` is out of range, or the model cannot draft.
@@ -133,11 +133,12 @@ def init_state(
 def prefill(
     model: Qwen3Next, mesh: Mesh | None, state: DraftState, tokens_BX: jax.Array, begin
 ) -> DraftState:
-    """Writes prompt tokens into both caches: those at the positions from `begin` on that are before
-    the row's pending token.
+    """Writes a chunk of prompt tokens, which begins at position `begin`, into both caches. It
+    writes only the tokens that come before the row's pending token.
 
     Args:
-      tokens_BX: [B, T + 1]: T tokens, and the one after them, which the module reads.
+      tokens_BX: [B, T + 1], the T tokens of the chunk and the token after them, which the module
+        reads.
     """
     size = tokens_BX.shape[1] - 1
     t_BT = jnp.broadcast_to(begin + jnp.arange(size, dtype=jnp.int32), (len(tokens_BX), size))
@@ -164,7 +165,7 @@ def advance(
 ) -> tuple[DraftState, Emitted]:
     """Takes `rounds` rounds (at most MAX_ROUNDS), or fewer if every row ends before.
 
-    Args: as for `plain.advance`.
+    The other arguments are those of `plain.advance`.
     """
     batch, k = state.drafts.shape
 
@@ -313,11 +314,11 @@ def _draft(
 ) -> DraftState:
     """Drafts the next K tokens after the new ones.
 
-    The module reads the trunk's hidden states of the accepted tokens, and then, from draft to
-    draft, its own.
+    For the first draft, the module reads the trunk's hidden states of the accepted tokens. For each
+    later draft, it reads its own hidden state of the draft before.
 
     Args:
-      hidden_BJD, new_BJ, accepted_B: what `_verify` returned.
+      state_BJD, new_BJ, accepted_B: what `_verify` returned.
     """
     k = state.drafts.shape[1]
     run_mtp = _mtp_step(model, mesh)
@@ -389,5 +390,7 @@ def _gather_positions(x, index_BT):
 
 
 def _scatter_tokens(x_BL, index_BT, value_BT):
-    """Returns x [B, L] with the values [B, T] at the indices [B, T]; drops indices outside."""
+    """Returns x [B, L] with the values [B, T] written at the indices [B, T]. Values with an index
+    outside of x are dropped.
+    """
     return x_BL.at[jnp.arange(len(x_BL))[:, None], index_BT].set(value_BT, mode="drop")

@@ -1,3 +1,3 @@
-"""The planner: compiles the train step for a described TPU slice that is not there; memory,
-network and time per step.
+"""The planner: compiles the train step for a TPU slice that exists only as a description, and
+predicts memory, network traffic and time of a step.
 """

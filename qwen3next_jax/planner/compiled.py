@@ -1,8 +1,8 @@
-"""Reads the costs of a compiled program: memory by purpose, collectives by mesh axis, FLOPs, HBM
+"""Reads the costs of a compiled program: memory by purpose, collectives by mesh axis, FLOPs and HBM
 traffic.
 
-All figures are those of one device and one run of the program. An instruction in a loop counts once
-per trip.
+All numbers are for one device and one run of the program. An instruction in a loop counts once per
+trip.
 """
 
 import math
@@ -26,7 +26,8 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-# XLA's name of a precision → passes of the matrix unit that a product of float32 operands takes
+# XLA's name of a precision → the number of passes that the matrix unit needs for a product of
+# float32 operands
 _PASSES = {"high": 3, "highest": 6}
 
 
@@ -35,14 +36,15 @@ class Collective(NamedTuple):
 
     Attributes:
       kind: one of COLLECTIVES.
-      axes: the mesh axes over which its devices exchange data, in the mesh's order. A permutation
-        has each axis along which the two devices of a pair differ.
-      group: how many devices exchange data with each other.
-      sent: bytes that leave each device in one run, by the best algorithm on a ring of n devices.
-        For an array of S bytes per device: (n - 1) S for all-gather, (n - 1)/n S for reduce-scatter
-        and all-to-all, 2 (n - 1)/n S for all-reduce. For a ragged all-to-all S is the smaller of
-        its two buffers, because the larger one has capacity for an uneven load.
-      times: how often it runs in one run of the program.
+      axes: the mesh axes over which the devices exchange data, in the mesh's order. For a
+        permutation, these are the axes along which the two devices of any pair differ.
+      group: number of devices that exchange data with each other.
+      sent: bytes that leave each device when the collective runs once, with the best algorithm on a
+        ring of n devices. For an array of S bytes per device: (n - 1) S for all-gather, (n - 1)/n S
+        for reduce-scatter and all-to-all, 2 (n - 1)/n S for all-reduce. For a ragged all-to-all, S
+        is the size of the smaller of its two buffers, because the larger one has capacity for an
+        uneven load.
+      times: how often the collective runs in one run of the program.
     """
 
     kind: str
@@ -53,7 +55,7 @@ class Collective(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Bytes in one run of the program."""
+        """The bytes that the collective sends from each device in one run of the program."""
         return self.sent * self.times
 
 
@@ -61,12 +63,12 @@ class Memory(NamedTuple):
     """Bytes of HBM on one device.
 
     Attributes:
-      parameters, optimizer: this device's shards of the state.
-      gradients, activations: arrays that the layer scans stack up for the optimizer and for the
-        backward pass, found in the loops of the program.
+      parameters, optimizer: the device's shards of the parameters and of the optimizer's state.
+      gradients: arrays that the backward layer scans stack up for the optimizer.
+      activations: arrays that the forward layer scans stack up for the backward pass.
       temporaries: everything else that the program needs while it runs.
-      other: batch, outputs, padding of the state's layout, the program's code.
-      peak: the sum, by the compiler's own account.
+      other: the batch, the outputs, padding in the layout of the state, and the program's code.
+      peak: the sum of all of these, as the compiler reports it.
     """
 
     parameters: float
@@ -82,7 +84,7 @@ class Memory(NamedTuple):
 
 
 def collective_kind(instruction: Instruction) -> str:
-    """The kind of collective that an instruction is or starts, of COLLECTIVES; "" if none."""
+    """The entry of COLLECTIVES that an instruction is or starts; "" if it is no collective."""
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in COLLECTIVES else ""
 
@@ -90,7 +92,9 @@ def collective_kind(instruction: Instruction) -> str:
 def fused_collective(
     program: Program, instruction: Instruction
 ) -> tuple[Computation, Instruction] | None:
-    """The collective inside a fusion, and its computation; None for every other instruction."""
+    """Returns the collective inside a fusion, and the computation that contains it; None if there
+    is none, or if the instruction is not a fusion.
+    """
     if instruction.opcode != "fusion":
         return None
     inner = program.computations[instruction.called[0]]
@@ -98,8 +102,9 @@ def fused_collective(
 
 
 def _scatters(computation: Computation, reduction: Instruction) -> bool:
-    """Whether a computation only slices the result of an all-reduce. The TPU compiler writes a
-    reduce-scatter so, and runs it as one (its emitter is the "AllReduceScatterFusion").
+    """Whether a computation does nothing but slice the result of the all-reduce `reduction`. In
+    this form the TPU compiler writes a reduce-scatter, and it runs such a fusion as a
+    reduce-scatter (its emitter is the "AllReduceScatterFusion").
     """
     root = computation.root
     for name in root.operands if root.opcode == "tuple" else (root.name,):
@@ -119,7 +124,11 @@ def _scatters(computation: Computation, reduction: Instruction) -> bool:
 def read_collective(
     computation: Computation, instruction: Instruction, mesh: jax.sharding.Mesh, times: float = 1
 ) -> Collective:
-    """The `Collective` of an instruction whose `collective_kind` is not ""."""
+    """Returns the `Collective` for an instruction whose `collective_kind` is not "".
+
+    Args:
+      times: how often the instruction runs in one run of the program.
+    """
     kind = collective_kind(instruction)
     if kind == "all-reduce" and _scatters(computation, instruction):
         kind = "reduce-scatter"
@@ -140,7 +149,9 @@ def read_collective(
 
 
 def permuted_pairs(instruction: Instruction) -> np.ndarray:
-    """[n, 2] (source, target) of a collective-permute, without pairs of a device with itself."""
+    """Returns the (source, target) pairs [n, 2] of a collective-permute, without the pairs in which
+    both are the same device.
+    """
     text = instruction.attribute("source_target_pairs")
     pairs = np.array(
         [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{(\d+,\d+)\}", text)]
@@ -149,7 +160,7 @@ def permuted_pairs(instruction: Instruction) -> np.ndarray:
 
 
 def program_collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
-    """Every collective that moves data, in the order of the program."""
+    """Returns every collective that moves data, in the order of the program."""
     found = []
     for step in program.walk():
         if collective_kind(step.instruction):
@@ -158,9 +169,12 @@ def program_collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Colle
 
 
 def replica_groups(text: str) -> np.ndarray | None:
-    """Reads `replica_groups=` of an instruction: [groups, devices]; None means all devices.
+    """Reads the `replica_groups=` attribute of an instruction.
 
-    XLA writes it in one of these forms:
+    Returns:
+      [groups, devices], the devices of each group; None if one group has all devices.
+
+    XLA writes the attribute in one of these forms:
 
         {{0,1},{2,3}}                       lists of devices
         [2,2]<=[4], [2,2]<=[2,2]T(1,0)      an iota, reshaped and transposed
@@ -184,8 +198,13 @@ def replica_groups(text: str) -> np.ndarray | None:
 
 
 def _named_groups(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
-    """[groups, devices] of groups along axes of a named mesh, such as "'x'=2,'y'=4", None,
-    "'y':(2)2". An axis 'y':(before)size stands for one factor of y.
+    """Returns [groups, devices] for groups along axes of a named mesh.
+
+    Args:
+      mesh: names and sizes of the mesh's axes, such as "'x'=2,'y'=4".
+      device_ids: the ids of the mesh's devices; None: 0, 1, ….
+      axes: the axes along which the groups lie, such as "'y':(2)2". 'y':(before)size is the factor
+        `size` of y after factors whose product is `before`.
     """
     dims = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     total = math.prod(dims.values())
@@ -206,7 +225,9 @@ def _named_groups(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
 
 
 def _axes(text: str, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], int]:
-    """The mesh axes along which an instruction's replica groups lie, and the devices of a group."""
+    """Returns the mesh axes along which the replica groups in an instruction's attributes `text`
+    lie, and the number of devices in a group.
+    """
     groups = replica_groups(text)
     first = np.arange(mesh.size) if groups is None else groups[0]
     return _differing(
@@ -215,8 +236,10 @@ def _axes(text: str, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], int]:
 
 
 def _differing(mesh: jax.sharding.Mesh, pairs: np.ndarray) -> tuple[str, ...]:
-    """The mesh axes along which the two devices of any pair differ. `pairs`: [n, 2] positions in
-    the mesh's order of devices.
+    """Returns the mesh axes along which the two devices of at least one pair differ.
+
+    Args:
+      pairs: [n, 2], positions of the devices in the mesh's order.
     """
     coordinates = np.unravel_index(pairs, mesh.devices.shape)
     return tuple(
@@ -230,9 +253,10 @@ def _differing(mesh: jax.sharding.Mesh, pairs: np.ndarray) -> tuple[str, ...]:
 def instruction_flops(
     program: Program, computation: Computation, instruction: Instruction
 ) -> float:
-    """FLOPs of one run of an instruction outside fusions. A fusion has those of the instructions
-    inside it; loops and branches have none of their own. Kernels state their own cost, or
-    `_kernel_flops` knows them by name.
+    """Returns the FLOPs of one run of an instruction.
+
+    The FLOPs of a fusion are those of the instructions inside it. Loops and branches have none of
+    their own. For kernels see `_kernel_flops`; a kernel whose FLOPs are unknown counts 0.
     """
     if instruction.opcode == "fusion":
         return sum(
@@ -249,7 +273,9 @@ def instruction_flops(
 
 
 def _kernel_flops(computation: Computation, instruction: Instruction) -> float | None:
-    """FLOPs of one run of a kernel; None if they are unknown."""
+    """Returns the FLOPs of one run of a kernel, as the kernel states them or by a formula for
+    kernels whose names are known; None if they are unknown.
+    """
     stated = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.attributes)
     if stated:
         return float(stated.group(1))
@@ -268,14 +294,16 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
 
 
 def _attention_operands(computation: Computation, instruction: Instruction) -> list[Shape]:
-    """The operands of an attention kernel with a head dimension: queries, keys, …"""
+    """Returns those operands of an attention kernel that have a head dimension: the queries, the
+    keys, and so on.
+    """
     arrays = [s for name in instruction.operands for s in computation[name].shapes]
     return [s for s in arrays if s.dtype in ("bf16", "f32") and len(s.dims) >= 3 and s.dims[-1] > 1]
 
 
 def _delta_rule_flops(rule: "DeltaRuleCall") -> float:
-    """FLOPs of a delta rule kernel (docs/delta_rule.md). Those of the inverses do not count, so
-    known inverses save none.
+    """Returns the FLOPs of a delta rule kernel (docs/delta_rule.md). The FLOPs of the inverses do
+    not count, so a kernel with known inverses has as many as one without.
     """
     key, value, chunk = rule.key, rule.value, rule.chunk
     if rule.kernel == "map":
@@ -288,9 +316,9 @@ def _delta_rule_flops(rule: "DeltaRuleCall") -> float:
 
 
 def gpu_flops(program: Program) -> float:
-    """FLOPs (2 × multiply-adds) of every product of a program for a GPU: those of XLA, of cuBLAS,
-    and tokamax's products of grouped rows, without the padding of tiles. A loop whose trips the
-    program does not state counts once.
+    """Returns the FLOPs (2 × multiply-adds) of all matrix products of a program for a GPU: products
+    by XLA and by cuBLAS, and tokamax's products of grouped rows, without the padding of tiles. A
+    loop whose number of trips the program does not state counts once.
     """
     return sum(
         times * _gpu_product_flops(computation, instruction)
@@ -314,13 +342,15 @@ def _gpu_product_flops(computation: Computation, instruction: Instruction) -> fl
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether an instruction is a TPU kernel: one in Mosaic, to which Pallas compiles on TPU."""
+    """Whether an instruction is a TPU kernel, that is, a call of a Mosaic program. Pallas compiles
+    to Mosaic on TPU.
+    """
     return instruction.attribute("custom_call_target") == '"tpu_custom_call"'
 
 
 def visited_grid_share(computation: Computation, instruction: Instruction) -> float:
-    """The share of a kernel's grid whose bodies run: 1, but for causal attention, which runs only
-    the blocks on the diagonal and below it.
+    """Returns the share of a kernel's grid steps whose bodies run. It is 1 for all kernels but
+    causal attention, which runs only the blocks on the diagonal and below it.
     """
     if "splash_m" not in instruction.name or "splash_causal" not in instruction.op_name:
         return 1.0
@@ -331,14 +361,17 @@ def visited_grid_share(computation: Computation, instruction: Instruction) -> fl
 
 
 def stated_bytes(instruction: Instruction) -> float:
-    """Bytes that a kernel states it copies from and to HBM; 0 if it does not state them."""
+    """Returns the bytes that a kernel states to read from and write to HBM; 0 if it states none."""
     stated = re.search(r'"bytes_accessed":"(\d+)"', instruction.attributes)
     return float(stated.group(1)) if stated else 0.0
 
 
 def unknown_kernels(program: Program, schedules: Mapping[str, Schedule] | None = None) -> list[str]:
-    """Traced names of the kernels whose cost is unknown, each once: they have no FLOPs and no whole
-    schedule.
+    """Returns the traced names, without repetition, of the kernels whose cost is unknown. Such a
+    kernel has neither known FLOPs nor a schedule that is `whole`.
+
+    Args:
+      schedules: name of an instruction → its schedule; None: there are no schedules.
     """
     names = {}
     for computation, instruction, _ in program.walk():
@@ -356,10 +389,10 @@ class DeltaRuleCall(NamedTuple):
 
     Attributes:
       kernel: "forward", "forward with known inverses", "map" or "backward".
-      tokens: of all rows.
+      tokens: number of tokens in all rows together.
       heads: number of value heads.
-      key, value: widths of a head.
-      chunk: tokens of a chunk.
+      key, value: widths of a head's keys and values.
+      chunk: number of tokens in a chunk.
     """
 
     kernel: str
@@ -371,14 +404,15 @@ class DeltaRuleCall(NamedTuple):
 
 
 def delta_rule_call(computation: Computation, instruction: Instruction) -> DeltaRuleCall | None:
-    """The delta rule kernel that an instruction calls; None for every other instruction."""
+    """Returns the delta rule kernel that an instruction calls; None for every other instruction."""
     kernel = re.search(r"gated_delta_rule_(forward|map|backward)", instruction.name)
     if instruction.opcode != "custom-call" or not kernel:
         return None
-    # Operands start with q, k, v [B, T, heads · width] and the summed decay [B, chunks, blocks, …].
+    # The first operands are q, k, v [B, T, heads · width] and the summed decay
+    # [B, chunks, blocks, …].
     arrays = [computation[name].shapes[0] for name in instruction.operands]
     (batch, time, _), chunks = arrays[2].dims, arrays[3].dims[1]
-    # the state
+    # The float32 result with four dimensions is the state.
     _, heads, key, value = next(
         s.dims for s in instruction.shapes if s.dtype == "f32" and len(s.dims) == 4
     )
@@ -396,17 +430,18 @@ def delta_rule_call(computation: Computation, instruction: Instruction) -> Delta
 
 
 def hbm_bytes(program: Program, computation: Computation, instruction: Instruction) -> float:
-    """Bytes that one run of an instruction outside fusions reads from and writes to HBM.
+    """Returns the bytes that one run of an instruction outside fusions reads from and writes to
+    HBM.
 
-    A slice or an update in place counts only the part that it touches, a gather its result. Other
-    memories (VMEM) count nothing.
+    For a slice or an update in place, only the part that it touches counts; for a gather, its
+    result counts, once as read and once as written. Arrays in other memories (VMEM) do not count.
     """
     op = instruction.opcode
     if op in FREE or op in ("while", "conditional", "call") or op.endswith(("-done", "-update")):
         return 0.0
     if op.endswith("-start") and op.removesuffix("-start") in ("copy", "slice", "dynamic-slice"):
         source = computation[instruction.operands[0]].shapes[0]
-        # (target, source, …) of a copy; ((source), target, …) of a slice
+        # The result of a copy is (target, source, …); that of a slice is ((source), target, …).
         target = instruction.shapes[op != "copy-start"]
         moved = min(source.bytes, target.bytes)
         return moved * (source.in_hbm + target.in_hbm)
@@ -427,7 +462,7 @@ def _in_hbm(shapes: Sequence[Shape]) -> float:
 
 
 def _read(inner: Computation, parameter: Instruction) -> float:
-    """Bytes that a fusion reads of one of its parameters."""
+    """Returns the bytes that a fusion reads from one of its parameters."""
     if not parameter.shapes or not all(s.in_hbm for s in parameter.shapes):
         return 0.0
     touched, pending = 0.0, [parameter]
@@ -449,7 +484,13 @@ def _read(inner: Computation, parameter: Instruction) -> float:
 
 
 def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) -> float:
-    """Bytes that a fusion writes."""
+    """Returns the bytes that a fusion writes to HBM.
+
+    Args:
+      inner: the computation of the fusion.
+      root: the instruction in it that computes the results.
+      results: the shapes of the results.
+    """
     while root.opcode == "bitcast":
         root = inner[root.operands[0]]
     if root.opcode == "tuple":
@@ -465,7 +506,9 @@ def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) ->
 
 
 def shard_bytes(tree: Any) -> float:
-    """Bytes of one device's shards of a tree of arrays or shapes with shardings."""
+    """Returns the bytes of one device's shards of all leaves of a tree. The leaves are arrays, or
+    shapes with shardings.
+    """
     return float(
         sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -475,11 +518,13 @@ def shard_bytes(tree: Any) -> float:
 
 
 def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> Memory:
-    """HBM of a compiled train step.
+    """Returns the HBM that a compiled train step uses.
 
     Args:
-      compiled: the step as `jax.stages.Compiled`; `program`: the same step, parsed.
-      params, opt_state: its donated state, as a tree of shapes with shardings.
+      compiled: the step as `jax.stages.Compiled`.
+      program: the same step, parsed.
+      params, opt_state: the state that the step updates in place, as trees of shapes with
+        shardings.
     """
     stats = compiled.memory_analysis()
     parameters, optimizer = shard_bytes(params), shard_bytes(opt_state)
@@ -501,12 +546,12 @@ def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> 
 
 
 def _stacked(program: Program) -> tuple[float, float]:
-    """Bytes in HBM of the arrays that loops fill one trip at a time: by forward loops, and by
-    backward loops.
+    """Returns the bytes in HBM of the arrays that loops fill one trip at a time: first those of
+    forward loops, then those of backward loops.
 
     A forward scan stacks what its backward scan needs; a backward scan stacks the gradients of the
-    stacked parameters. JAX marks a backward scan by "transpose(" in its name. The stacks of an
-    inner loop live within one trip of the outer loop, so they count once.
+    stacked parameters. JAX writes "transpose(" into the name of a backward scan. The stacks of an
+    inner loop live only during one trip of the outer loop, so they count once.
     """
     forward = backward = 0.0
     for step in program.walk():

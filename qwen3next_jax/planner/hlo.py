@@ -33,7 +33,7 @@ _CALLED = re.compile(
     r"(?:calls|to_apply|body|condition|called_computations|branch_computations|true_computation|"
     r"false_computation|async_wrapped)=(?:\{([^}]*)\}|%?([\w.\-]+))"
 )
-# Opcodes that move no data: they only name parts of other values.
+# Opcodes that move no data. They only name other values, or parts of them.
 FREE = frozenset(
     (
         "parameter",
@@ -71,8 +71,8 @@ class Shape:
 
     @property
     def in_hbm(self) -> bool:
-        """Whether the array is in the device's main memory. For other memories the layout contains
-        S(n).
+        """Whether the array is in the device's main memory. If it is in another memory, the layout
+        contains S(n).
         """
         return "S(" not in self.layout
 
@@ -82,11 +82,11 @@ class Instruction:
     """One instruction of a computation.
 
     Attributes:
-      shapes: arrays of the result; several for a tuple.
+      shapes: the arrays of the result; a tuple may have several.
       operands: names of the instructions whose results it takes.
-      literal: the text between the parentheses, for parameters and constants.
+      literal: for a parameter, its number; for a constant, its value; both as text.
       attributes: the text after the operands.
-      root: whether its result is the computation's.
+      root: whether its result is the result of the computation.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Instruction:
 
     @functools.cached_property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that it calls, in the order of the text."""
+        """The names of the computations that the instruction calls, in the order of the text."""
         names = []
         for group, single in _CALLED.findall(self.attributes):
             names += [n.strip().lstrip("%") for n in group.split(",")] if group else [single]
@@ -115,8 +115,8 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The operation of the traced program that it comes from, such as
-        `jit(train_step)/…/dot_general`.
+        """The operation of the traced program from which the instruction was compiled, such as
+        `jit(train_step)/…/dot_general`; "" if it is unknown.
         """
         m = re.search(r'op_name="([^"]*)"', self.attributes)
         return m.group(1) if m else ""
@@ -127,7 +127,7 @@ class Instruction:
 
 
 class Computation(dict[str, Instruction]):
-    """Name → instruction, in the order in which they start."""
+    """A computation: name → instruction, in the order in which the instructions start."""
 
     @property
     def root(self) -> Instruction:
@@ -163,7 +163,8 @@ class Program:
     Attributes:
       computations: name → computation.
       entry: name of the computation that runs first.
-      functions: id of a stack frame → its innermost function of this package, as "file function".
+      functions: id of a stack frame → the innermost function of this package on the stack, as
+        "file function".
     """
 
     computations: dict[str, Computation]
@@ -171,12 +172,13 @@ class Program:
     functions: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def source_function(self, instruction: Instruction) -> str:
-        """The function of this package that asked for an instruction, as "file function"; "?" if it
-        is unknown.
+        """Returns the function of this package from whose code an instruction was compiled, as
+        "file function"; "?" if it is unknown.
 
-        For a fusion without a known function it is that of a product inside, else that of the
-        first instruction inside that has one. A kernel or collective without one goes by its own
-        name; any other instruction without one by the function of its first operand.
+        If the function of a fusion is not recorded, that of a product inside counts, or else that
+        of the first instruction inside that has one. For a custom call or a started call without
+        a recorded function, the instruction's own name is returned. Any other instruction without
+        a recorded function has the function of its first operand.
         """
         candidates = [instruction]
         if instruction.opcode == "fusion":
@@ -200,10 +202,10 @@ class Program:
         }
 
     def trips(self, computation: Computation, loop: Instruction) -> int | None:
-        """How often the body of a `while` runs; None if the program does not say it.
+        """Returns how often the body of a `while` runs; None if the program does not tell.
 
-        The compiler states it, or it follows from the loop's counter: its start, its step, and the
-        bound to which the condition compares it.
+        Either the compiler states the number, or it follows from the loop's counter: from its
+        start, its step, and the bound with which the condition compares it.
         """
         stated = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if stated:
@@ -216,7 +218,9 @@ class Program:
             return None
 
         def constant(inside: Computation, name: str) -> int | None:
-            """The value of a constant, or of an element of the tuple that no trip changes."""
+            """Returns the value of a constant, or of an element of the loop's tuple that no trip
+            changes.
+            """
             instruction = _source(inside, name)
             if instruction.opcode == "get-tuple-element":
                 i = int(instruction.attribute("index"))
@@ -264,9 +268,12 @@ class Program:
         )
 
     def walk(self, name: str | None = None, times: float = 1) -> Iterator["Step"]:
-        """Visits every instruction that the computation `name` (default: the entry) runs, and how
-        often it runs it. A loop whose trips are unknown counts once (see `unstated_loops`); all
-        branches of a conditional count.
+        """Yields every instruction that the computation `name` (default: the entry) runs, with how
+        often it runs. The body of a loop with an unknown number of trips counts once (see
+        `unstated_loops`). All branches of a conditional count.
+
+        Args:
+          times: how often the computation itself runs.
         """
         computation = self.computations[name or self.entry]
         for instruction in computation.values():
@@ -282,7 +289,9 @@ class Program:
                 yield from self.walk(callee, inner)
 
     def unstated_loops(self) -> list[str]:
-        """Traced names of the loops whose trips are unknown, each once."""
+        """Returns the traced names, without repetition, of the loops with an unknown number of
+        trips.
+        """
         return list(
             dict.fromkeys(
                 s.instruction.op_name or s.instruction.name
@@ -294,7 +303,9 @@ class Program:
 
 
 def _source(computation: Computation, name: str) -> Instruction:
-    """The instruction that computes the value `name`, which may be a copy of its result."""
+    """Returns the instruction that computes the value `name`. If `name` is a copy, this is the
+    instruction whose result is copied.
+    """
     instruction = computation[name]
     while instruction.opcode in ("copy", "bitcast", "opt-barrier", "copy-done", "copy-start"):
         instruction = computation[instruction.operands[0]]
@@ -302,7 +313,9 @@ def _source(computation: Computation, name: str) -> Instruction:
 
 
 def _elements(computation: Computation, name: str) -> list[Instruction] | None:
-    """The instructions that compute the elements of the tuple `name`; None if it is no tuple."""
+    """Returns the instructions that compute the elements of the tuple `name`; None if the value is
+    not a tuple.
+    """
     instruction = _source(computation, name)
     return (
         [_source(computation, n) for n in instruction.operands]
@@ -313,7 +326,7 @@ def _elements(computation: Computation, name: str) -> list[Instruction] | None:
 
 def parse(text: str) -> Program:
     """Parses the text of an HLO module."""
-    # Removes the kernels, megabytes in base64.
+    # Removes the code of the kernels, which is megabytes of base64.
     text = re.sub(r'"(?:body|debug_locations)":"[^"]*"', '""', text)
     computations: dict[str, Computation] = {}
     entry, current, pending = "", None, ""
@@ -340,7 +353,7 @@ def parse(text: str) -> Program:
 
 
 def _functions(text: str) -> dict[int, str]:
-    """`Program.functions`, from the tables of stack frames in the text."""
+    """Reads `Program.functions` from the tables of stack frames in the text."""
 
     def numbered(name):
         section = re.search(rf"^{name}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
@@ -375,7 +388,7 @@ def _functions(text: str) -> dict[int, str]:
 
 
 def _instruction(line: str) -> Instruction | None:
-    """Parses one instruction; None if the line has none."""
+    """Parses the instruction in a line; returns None if there is none."""
     m = re.match(r"\s+(ROOT )?%([\w.\-]+) = ", line)
     if not m:
         return None
@@ -400,7 +413,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """Parses the arrays in the text of a type."""
+    """Returns the shapes of the arrays in the text of a type."""
     return tuple(
         Shape(dtype, tuple(int(d) for d in dims.split(",") if d), layout)
         for dtype, dims, layout in _SHAPE.findall(text)
@@ -408,7 +421,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def _closing(line: str, opening: int) -> int:
-    """Index of the parenthesis that closes the one at `opening`."""
+    """Returns the index of the parenthesis that closes the one at index `opening`."""
     depth = 0
     for m in re.finditer(r"[()]", line[opening:]):
         depth += 1 if m.group() == "(" else -1
@@ -421,8 +434,8 @@ def _closing(line: str, opening: int) -> int:
 
 
 def product_flops(computation: Computation, instruction: Instruction) -> float:
-    """FLOPs (2 × multiply-adds) of a `dot` or a `convolution`, as which XLA on TPU writes every
-    product; 0 for any other instruction.
+    """Returns the FLOPs (2 × multiply-adds) of a `dot` or a `convolution`; 0 for any other
+    instruction. On TPU, XLA writes every matrix product in one of these two forms.
     """
     if instruction.opcode == "dot":
         left = computation[instruction.operands[0]].shapes[0].dims
@@ -473,9 +486,11 @@ def _pairs(
     base_dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """How many pairs of an output and a kernel position read an element of the input, and not
-    padding, along one dimension of a convolution. (XLA may write a batch dimension as a window with
-    strides and dilation; it has one pair per element.)
+    """Returns the number of pairs (output position, kernel position) along one dimension of a
+    convolution that read an element of the input rather than padding.
+
+    XLA may write a batch dimension as a window with strides and dilation. Then there is one pair
+    per element.
     """
     place = np.arange(out)[:, None] * stride - low + np.arange(kernel) * kernel_dilation
     return int(

@@ -1,23 +1,24 @@
-"""Computes a lower bound of the time of a step on a mesh: products, HBM traffic and network, each
-at its peak, all at the same time.
+"""Computes a lower bound of the time of a step on a mesh. It assumes that products, HBM traffic and
+network traffic all run at their peak rates, and at the same time.
 
     ideal = max(products / peak, HBM bytes / bandwidth, bytes over each group of mesh axes /
     bandwidth of its links)
 
 - Products: the model's FLOPs (`model/flops.py`); nothing is computed twice.
-- HBM, weights: six passes over each weight as it is used, in the model's dtype: it is gathered for
-  the forward and for the backward pass, read in both, and its gradient is written and read.
-- HBM, state: seven passes over the state as it is stored, in float32: parameter and two moments are
-  read and written, the gradient is read.
-- HBM, activations: four passes over each token's intermediate values in a layer (`layer_bytes`):
-  values and gradients are written and read.
-- Network, weights: every weight is gathered twice and its gradient reduce-scattered once, in the
+- HBM, weights: six passes over the gathered weights, in the model's dtype. The forward and the
+  backward pass each write a weight (when it is gathered) and read it, and its gradient is written
+  and read.
+- HBM, state: seven passes over a device's shard of the state, in float32. The parameter and its two
+  moments are read and written, and the gradient is read.
+- HBM, activations: four passes over the intermediate values of each token in a layer
+  (`layer_bytes`). The values and their gradients are written and read.
+- Network, weights: every weight is gathered twice and its gradient is reduce-scattered once, in the
   model's dtype.
-- Network, experts: tokens' hidden vectors travel to the experts and back, in the forward and the
-  backward pass. With up to `GATHERED_SHARDS` shards they go to all shards, with more only to those
-  that hold one of the token's experts.
-- Network, `tensor`: four all-reduces of a layer's hidden vectors.
-- What `context` exchanges is not counted.
+- Network, experts: the tokens' hidden vectors travel to the experts and back, in the forward and
+  the backward pass. With up to `GATHERED_SHARDS` shards, a hidden vector goes to all shards; with
+  more, only to those that hold one of its token's experts.
+- Network, `tensor`: four all-reduces of the hidden vectors in each layer.
+- The traffic over the mesh axis `context` is not counted.
 
 Real products do not reach the peak: `realistic` takes 75 % of it for dense and 60 % for grouped
 products.
@@ -42,13 +43,14 @@ DENSE_EFFICIENCY, GROUPED_EFFICIENCY = 0.75, 0.60
 
 
 class IdealTime(NamedTuple):
-    """Lower bounds of a step, in seconds.
+    """Lower bounds of the time of a step. (The planner's JSON contains the fields under these
+    names.)
 
     Attributes:
-      seconds: the longest of `bound`.
-      realistic: the same with products at DENSE_EFFICIENCY and GROUPED_EFFICIENCY.
-      bound: seconds of each resource, longest first: "compute", "hbm", or "network" and its mesh
-        axes. (The fields are part of the planner's JSON.)
+      seconds: the largest value of `bound`.
+      realistic: the same with products at DENSE_EFFICIENCY and GROUPED_EFFICIENCY, in seconds.
+      bound: resource → seconds, longest first. A resource is "compute", "hbm", or "network" with a
+        mesh axis.
     """
 
     seconds: float
@@ -59,7 +61,9 @@ class IdealTime(NamedTuple):
 def ideal_time(
     m: ModelConfig, train: TrainConfig, topology: Topology, mesh: jax.sharding.Mesh
 ) -> IdealTime:
-    """The lower bound of a train step of the model `m`, with the batches of `train`, on `mesh`."""
+    """Returns the lower bounds for a train step of the model `m`, with the batches of `train`, on
+    `mesh`.
+    """
     chip = topology.chip
     tokens = train.batch_size * train.sequence_length / mesh.size * mesh.shape[TENSOR]
     passes = train.gradient_accumulation
@@ -75,7 +79,9 @@ def ideal_time(
         collective = Collective(kind, (axis,), mesh.shape[axis], size, 1)
         bound[name] = bound.get(name, 0.0) + network.seconds(collective, None)
 
-    used = stored = 0.0  # parameters of one device, gathered for use and as they are stored
+    # `stored` counts the parameters in one device's shards, `used` those that it has when they are
+    # gathered.
+    used = stored = 0.0
     for parameter in declared(m).values():
         shape = parameter.stack + parameter.shape
         storage, use = storage_spec(parameter, shape, mesh), compute_spec(parameter, shape, mesh)
@@ -104,8 +110,8 @@ def ideal_time(
 
 
 def _expert_exchange(m: ModelConfig, shards: int, size: float) -> tuple[str, float]:
-    """The collective that carries `size` bytes of hidden vectors of a device to the experts'
-    shards, and the bytes that leave the device.
+    """Returns the kind of collective that carries `size` bytes of hidden vectors from a device to
+    the experts' shards, and the bytes that leave the device.
     """
     if shards <= GATHERED_SHARDS:
         return "all-gather", size * (shards - 1)
@@ -116,8 +122,11 @@ def _expert_exchange(m: ModelConfig, shards: int, size: float) -> tuple[str, flo
 
 
 def layer_bytes(m: ModelConfig, experts: bool = True) -> float:
-    """Bytes, in bfloat16, of one token's intermediate values in a recurrent layer: the operands of
-    every product. `experts`: whether those of the MLP count.
+    """Returns the bytes, in bfloat16, of one token's intermediate values in a recurrent layer, that
+    is, of the operands of all products.
+
+    Args:
+      experts: whether the operands in the MLP count.
     """
     mixer = 3 * (
         m.linear_num_key_heads * m.linear_key_head_dim

@@ -1,8 +1,8 @@
 """Compiles the real train step for a described TPU slice, or for GPUs, and predicts the memory,
 traffic and time of each chip.
 
-No device is used: the model is a tree of shapes, the slice a description; only the compiler is
-real. The compiler for GPUs gives no schedule, so for GPUs there is no prediction of time.
+It uses no device: the model is a tree of shapes, and the slice is a description; only the compiler
+is real. The compiler for GPUs gives no schedule, so there is no prediction of time for GPUs.
 """
 
 import dataclasses
@@ -53,27 +53,30 @@ UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The prediction for one configuration on one slice. Bytes, FLOPs and seconds are those of one
+    """The prediction for one configuration on one slice. Bytes, FLOPs and seconds are for one
     device and one step.
 
-    If the program does not fit, only `needs`, `usable_hbm` and `reason` are set. If the compiler
-    gave another error or ended its process, `failed` is true and only `reason` is set.
+    If the program does not fit, of the predictions only `needs`, `usable_hbm` and `reason` are set.
+    If the compiler gave another error or ended its process, `failed` is true and only `reason` is
+    set.
 
     Attributes:
       name: name of the configuration.
-      train: the settings of training of its only stage.
-      mesh: axis → size.
-      optimization_level: of the compiler: "O1" or "default".
-      lower_seconds, compile_seconds: wall time of the planner itself.
-      compile_cpu_seconds: CPU time of the compile, over all threads.
+      train: the training settings of the configuration's only stage.
+      mesh: mesh axis → size.
+      optimization_level: the compiler's optimization level, "O1" or "default".
+      lower_seconds, compile_seconds: wall time that the planner took to lower and to compile the
+        program.
+      compile_cpu_seconds: CPU time of the compilation, summed over all threads.
       fits: whether the program fits in the memory of a device.
-      reason: why there is no prediction, in one line.
-      compile_bytes: peak memory of the process that compiled it.
+      reason: the reason why there is no prediction, in one line.
+      compile_bytes: peak memory of the process that compiled the program.
       needs: bytes of HBM that the program needs.
       estimates: name of a cost model (`roofline.COST_MODELS`) → its estimate; {} for GPUs.
-      gpu_flops: executed FLOPs, for GPUs.
-      cost_model: which of `estimates` the properties below use.
-      unstated_loops: names of loops that count once, as the program does not state their trips.
+      gpu_flops: executed FLOPs, only for GPUs.
+      cost_model: the key of `estimates` that the properties below use.
+      unstated_loops: names of loops that count once, because the program does not state how often
+        they run.
       unknown_kernels: names of kernels whose cost is unknown. If there are any, there is no MFU.
     """
 
@@ -108,12 +111,12 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step on all devices."""
+        """The number of tokens of one step on all devices."""
         return self.train.batch_size * self.train.sequence_length
 
     @property
     def model_flops(self) -> float:
-        """FLOPs of the model (without recomputation) of one step on one device."""
+        """The model's FLOPs (without recomputation) in one step on one device."""
         per_token = flops_per_token(self.model, self.train.sequence_length)
         return per_token * self.tokens / len(self.topology.devices)
 
@@ -126,14 +129,18 @@ class Plan:
         return self.mfu_in(self.estimate.seconds)
 
     def mfu_in(self, seconds: float) -> float | None:
-        """The MFU of a step that takes `seconds`; None if the cost of a kernel is unknown."""
+        """Returns the model FLOPs utilization (MFU) of a step that takes `seconds`; None if the
+        cost of a kernel is unknown.
+        """
         if self.unknown_kernels:
             return None
         return self.model_flops / seconds / self.topology.chip.device_flops
 
     @property
     def binding(self) -> str:
-        """What the step waits for longest: "compute", "hbm", or "network" and its mesh axes."""
+        """The resource that the step waits for longest: "compute", "hbm", or "network" and its mesh
+        axes.
+        """
         return next(iter(self.estimate.bound))
 
     @property
@@ -144,7 +151,9 @@ class Plan:
         return "failed" if self.failed else "does not fit"
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan, JSON-ready. Predictions that it does not have are null."""
+        """Returns the plan as a dictionary that JSON can represent. Missing predictions are
+        None.
+        """
         train = self.train
         return {
             "topology": self.topology.name,
@@ -185,7 +194,7 @@ class Plan:
         }
 
     def _times_as_dict(self) -> dict[str, Any]:
-        """The part of `as_dict` that the estimates of time give."""
+        """Returns the part of `as_dict` that contains the estimates of time."""
         times: dict[str, Any] = dict.fromkeys(
             (
                 *("step_seconds", "tokens_per_second", "mfu", "mfu_roofline", "mfu_today"),
@@ -223,7 +232,8 @@ def traffic(
     """Sums collectives by mesh axes and kind.
 
     Returns:
-      (axes, kind) → (bytes that leave a device in a step, number of collectives), largest first.
+      (axes, kind) → (bytes that leave a device in a step, number of collectives), sorted by bytes,
+      largest first.
     """
     sums: dict = {}
     for c in collectives:
@@ -233,8 +243,14 @@ def traffic(
 
 
 def check_expert_exchange(sizes: dict[str, int], topology: Topology) -> None:
-    """Raises UserError if the exchange of tokens between experts needs a collective that the
-    compiler for this slice lacks. `sizes`: axis of the mesh → size.
+    """Checks that the compiler for this slice has the collective that exchanges tokens between
+    experts.
+
+    Args:
+      sizes: mesh axis → size.
+
+    Raises:
+      UserError: the compiler lacks this collective.
     """
     if topology.chip.name == "v5e" and topology.chips > 16 and sizes[EXPERT] > GATHERED_SHARDS:
         raise UserError(
@@ -245,7 +261,7 @@ def check_expert_exchange(sizes: dict[str, int], topology: Topology) -> None:
 
 
 def abstract_batch(run: ResolvedRun, stage: ResolvedStage) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays of one batch [B, T] as shapes with shardings."""
+    """Returns the arrays of one batch [B, T] as shapes with shardings."""
     shape = (stage.batch_size, stage.sequence_length)
     return {
         name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.batch_sharding)
@@ -259,10 +275,12 @@ def make_plan(
     """Compiles the train step of `config`, a run of one stage, for `topology`.
 
     Args:
-      optimization_level: of the compiler. "": its default, which training uses. "O1": compiles
-        faster; partitioning and memory planning are as at the default, so memory and network
-        hold, but it keeps no arrays in VMEM between fusions and spends less on the code of each,
-        so times differ.
+      config: the configuration of the run.
+      topology: the devices.
+      optimization_level: the compiler's optimization level. "" is the default, which training uses.
+        "O1" compiles faster. Its partitioning and memory planning are the same, so the predictions
+        of memory and network are, too. The times differ, because "O1" keeps no arrays in VMEM
+        between fusions and optimizes the code of each fusion less.
       dump_folder: the folder into which the compiler dumps its schedules
         (`schedule.enable_schedule_dump`); None: no schedules are read.
 
@@ -326,7 +344,7 @@ def make_plan(
 
 
 def _lower(run: ResolvedRun, topology: Topology) -> jax.stages.Lowered:
-    """The train step of the run's only stage, lowered for `topology`."""
+    """Returns the train step of the run's only stage, lowered for `topology`."""
     (stage,) = run.stages
     # Kernels ask the abstract mesh which chip they are for.
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
@@ -338,7 +356,7 @@ def _lower(run: ResolvedRun, topology: Topology) -> jax.stages.Lowered:
 def _compile(
     lowered: jax.stages.Lowered, topology: Topology, optimization_level: str
 ) -> tuple[jax.stages.Compiled | None, str]:
-    """The compiled program and "", or None and the compiler's error."""
+    """Returns the compiled program and "", or None and the compiler's error message."""
     options = {"optimization_level": optimization_level} if optimization_level else {}
     if not topology.chip.torus:
         options |= FAST_GPU_COMPILE
@@ -353,15 +371,17 @@ def _too_much(needs: float, usable: float) -> str:
 
 
 def used_cpu_seconds(who: int = resource.RUSAGE_SELF) -> float:
-    """CPU time of all threads in user and kernel mode: of this process, or (RUSAGE_CHILDREN) of the
-    child processes that it has waited for.
+    """Returns the CPU seconds, in user and kernel mode, of all threads of this process, or, with
+    RUSAGE_CHILDREN, of the child processes that this process has waited for.
     """
     usage = resource.getrusage(who)
     return usage.ru_utime + usage.ru_stime
 
 
 def out_of_memory(message: str) -> tuple[float, float]:
-    """Reads (bytes needed, bytes usable) from the compiler's error; zeros if it does not say."""
+    """Reads (bytes needed, bytes usable) from the compiler's error message. Returns zeros if the
+    message does not contain them.
+    """
     for pattern in (
         r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
         r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",

@@ -1,27 +1,30 @@
-"""Predicts the time of a compiled TPU program: a roofline for each instruction, the links of the
-torus for each collective, in the order in which the compiler scheduled them.
+"""Predicts the time of a compiled TPU program. The time of an instruction follows from a roofline,
+and that of a collective from the links of the torus.
 
-The instructions of a computation are listed in the order in which the compiler starts them. The
-prediction walks them one after another:
+A computation lists its instructions in the order in which the compiler starts them. The prediction
+goes through them one after another:
 
 - An instruction takes max(FLOPs / peak, HBM bytes / bandwidth).
-- A kernel also takes at least the cycles of the compiler's own schedule of it (`schedule.py`). If
-  none was dumped, the cycles of our delta rule kernels come from a table (`_CYCLES`). Its HBM bytes
-  are those that it states, else those of its windows times its trips.
-- By the cost model "schedule" every instruction takes at least the cycles of its schedule, which
-  also counts the vector unit, products that do not fill the matrix unit, sorts and scatters. By
-  the cost model "roofline" only kernels do.
+- A kernel also takes at least as many cycles as the schedule that the compiler made of it
+  (`schedule.py`). For our delta rule kernels without a dumped schedule, the cycles come from a
+  table (`_CYCLES`). A kernel's HBM bytes are those that it states, or else the bytes of its windows
+  times the number of trips.
+- In the cost model "schedule", every instruction takes at least the cycles of its schedule, which
+  also includes the vector unit, products that do not fill the matrix unit, sorts and scatters. In
+  the cost model "roofline", this holds only for kernels.
 - A collective takes the time that its bytes need on the links of its mesh axes, at their peak, with
   all links in use (`Network`). A permutation takes the time of the busiest link.
-- A collective that the compiler split into a start and an end overlaps with the instructions
-  between them; the end waits for the rest of it. A collective that is not split stops the device.
-  Collectives of the same axes run one after another.
-- A fusion that contains a collective takes the longer time of the two.
-- Copies that the compiler starts early (between HBM and VMEM) overlap in the same way.
-- A loop takes its trips times its body.
+- The compiler may split a collective into a start and an end. Such a collective overlaps with the
+  instructions in between, and at its end the device waits until it has finished. During any other
+  collective the device does nothing else. Collectives over the same axes run one after another.
+- A fusion that contains a collective takes as long as the collective or as the rest of the fusion,
+  whichever is longer.
+- Copies between HBM and VMEM that the compiler starts early overlap in the same way.
+- A loop takes the time of its body times the number of its trips.
 
-Not in the model: latency of collectives, launches and small transfers; stalls inside a schedule;
-links that collectives of different axes share; hosts, input and checkpoints. A real step is slower.
+The model leaves out the latency of collectives, launches and small transfers; stalls inside a
+schedule; contention on links that collectives over different axes share; and hosts, input and
+checkpoints. So a real step is slower.
 """
 
 import dataclasses
@@ -58,13 +61,14 @@ class Estimate(NamedTuple):
 
     Attributes:
       seconds: the whole time.
-      bound: resource → seconds that instructions waited for it: "compute", "hbm", or "network" and
-        its mesh axes, such as "network data+expert". Longest first.
-      flops: executed FLOPs, with recomputation.
-      hbm_bytes: bytes read and written.
-      by_source: function of this package → cost of the instructions that it asked for (the
-        innermost function of each instruction's stack). Longest first. A copy or collective that
-        was started early has its bytes at its start, its seconds where its end is waited for.
+      bound: resource → seconds that instructions waited for it, longest first. A resource is
+        "compute", "hbm", or "network" with mesh axes, such as "network data+expert".
+      flops: executed FLOPs, including recomputation.
+      hbm_bytes: bytes read from and written to HBM.
+      by_source: function of this package → cost of the instructions compiled from its code, longest
+        first. Each instruction belongs to the innermost function of its stack. For a copy or
+        collective that starts early, the bytes count when it starts, and the seconds are those that
+        the device waits at its end.
     """
 
     seconds: float
@@ -75,8 +79,8 @@ class Estimate(NamedTuple):
 
 
 class SourceCost(NamedTuple):
-    """The cost of the instructions that one function asked for. (The fields are part of the
-    planner's JSON.)
+    """The cost of the instructions compiled from the code of one function. (The planner's JSON
+    contains the fields under these names.)
     """
 
     seconds: float
@@ -96,12 +100,14 @@ def estimate_time(
     """Predicts the time of a program.
 
     Args:
-      program: compiled for `mesh`.
-      shape: chips along each dimension of the slice.
-      schedules: name of an instruction → its schedule.
+      program: the program, compiled for `mesh`.
+      mesh: the mesh of the described devices.
+      chip: the kind of chip.
+      shape: number of chips along each dimension of the slice.
+      schedules: name of an instruction → its schedule; None: there are no schedules.
       cost_model: one of COST_MODELS; see the top of this file.
-      source: names the group of `Estimate.by_source` that an instruction belongs to; default:
-        `program.source_function`.
+      source: function that returns the key of `Estimate.by_source` to which an instruction belongs;
+        None: `program.source_function`.
     """
     simulation = _Simulation(
         program,
@@ -131,11 +137,11 @@ def estimate_time(
 
 @dataclasses.dataclass
 class _Costs:
-    """What a computation costs.
+    """The cost of a computation.
 
     Attributes:
       waits: resource → seconds that instructions waited for it.
-      work: (field of `SourceCost`, source) → amount.
+      work: (field of `SourceCost`, source) → the value of this field for this source.
     """
 
     waits: Counter = dataclasses.field(default_factory=Counter)
@@ -149,47 +155,49 @@ class _Costs:
 
 
 class _Timeline:
-    """One run of a computation: the time so far, its costs, and what was started early.
+    """One run of a computation: its time and costs so far, and the transfers that were started and
+    have not been waited for.
 
     Attributes:
       now: seconds since the computation began.
+      costs: the costs so far.
     """
 
     def __init__(self):
         self.now, self.costs = 0.0, _Costs()
-        self._free: Counter = Counter()  # resource → when it has finished what it was given
-        # name of a start → (when it finishes, resource, source)
+        self._free: Counter = Counter()  # resource → time at which it finishes its last transfer
+        # name of the starting instruction → (time at which its transfer finishes, resource, source)
         self._pending: dict[str, tuple[float, str, str]] = {}
 
     def add(self, seconds: float, costs: _Costs, times: float = 1) -> None:
-        """A computation that this one calls runs `times` times."""
+        """Adds `times` runs of a called computation that takes `seconds` and costs `costs`."""
         self.now += times * seconds
         self.costs.add(costs, times)
 
     def add_work(self, source: str, **work: float) -> None:
-        """Counts work that takes no time now."""
+        """Adds work that takes no time now."""
         self.costs.add(_Costs(work=Counter({(field, source): n for field, n in work.items()})))
 
     def wait(self, seconds: float, resource: str, source: str, **work: float) -> None:
-        """The device waits for a resource."""
+        """Lets the device wait `seconds` for a resource, and adds the work."""
         self.now += seconds
         self.costs.add(_Costs(waits=Counter({resource: seconds})))
         self.add_work(source, seconds=seconds, **work)
 
     def start(self, name: str, seconds: float, resource: str, source: str) -> None:
-        """Starts something that takes `seconds` once its resource is free."""
+        """Starts a transfer that takes `seconds`, as soon as its resource is free."""
         self._free[resource] = max(self.now, self._free[resource]) + seconds
         self._pending[name] = self._free[resource], resource, source
 
     def rename(self, name: str, new: str) -> bool:
-        """From now on `new` names what `name` started. Returns whether it started anything."""
+        """Renames the transfer that `name` started to `new`. Returns whether there is one."""
         if name not in self._pending:
             return False
         self._pending[new] = self._pending.pop(name)
         return True
 
     def finish(self, name: str) -> bool:
-        """Waits for what `name` started. Returns whether it started anything."""
+        """Waits for the transfer that `name` started. Returns whether there is one."""
         if name not in self._pending:
             return False
         finish, resource, source = self._pending.pop(name)
@@ -213,7 +221,7 @@ class _Simulation:
         self._done: dict[str, tuple[float, _Costs]] = {}
 
     def run(self, name: str) -> tuple[float, _Costs]:
-        """Seconds and costs of one run of the computation `name`."""
+        """Returns the seconds and the costs of one run of the computation `name`."""
         if name not in self._done:
             timeline, computation = _Timeline(), self.program.computations[name]
             for instruction in computation.values():
@@ -222,7 +230,7 @@ class _Simulation:
         return self._done[name]
 
     def _run(self, timeline: _Timeline, computation: Computation, instruction: Instruction) -> None:
-        """Runs one instruction."""
+        """Adds one run of an instruction to the timeline."""
         op, name, source = instruction.opcode, instruction.name, self.source(instruction)
         if op.endswith("-done") and timeline.finish(instruction.operands[0]):
             return
@@ -261,7 +269,7 @@ class _Simulation:
             )
 
     def _time(self, computation: Computation, instruction: Instruction) -> tuple[float, str]:
-        """Seconds of an instruction, and the resource that it waits for."""
+        """Returns the seconds that an instruction takes, and the resource that it waits for."""
         cycles, moved = 0.0, hbm_bytes(self.program, computation, instruction)
         schedule, kernel = self.schedules.get(instruction.name), is_kernel(instruction)
         if schedule and (kernel or self.cost_model == "schedule"):
@@ -281,14 +289,18 @@ class _Simulation:
         return seconds_of[longest], longest
 
     def _network(self, computation: Computation, instruction: Instruction) -> tuple[str, float]:
-        """The resource of a collective ("network" and its mesh axes), and its seconds."""
+        """Returns the resource of a collective ("network" and its mesh axes), and the seconds that
+        the collective takes.
+        """
         collective = read_collective(computation, instruction, self.network.mesh)
         return "network " + "+".join(collective.axes), self.network.seconds(collective, instruction)
 
 
-# Cycles per token and value head of our kernels with K = V = 128, by the static schedules that
-# benchmarks/delta_rule_tpu_schedule.py --chip=… prints for 4096 tokens of 32 heads (--context=4
-# for the last two kernels, which only split rows need). v4's are half of one core's.
+# The cycles that our kernels, in the order of _KERNELS, take per token and value head if keys and
+# values are 128 wide. They come from the static schedules that
+# benchmarks/delta_rule_tpu_schedule.py --chip=… prints for 4096 tokens of 32 heads (with
+# --context=4 for the last two kernels, which only context parallelism needs). The numbers for v4
+# are half of those of one core, because its two cores share the work.
 _KERNELS = ("forward", "backward", "map", "forward with known inverses")
 _CYCLES = {
     "v4": (3.82, 6.19, 4.69, 2.69),
@@ -300,7 +312,7 @@ _CYCLES = {
 
 
 def _delta_rule_seconds(computation: Computation, instruction: Instruction, chip: Chip) -> float:
-    """Seconds of a delta rule kernel by `_CYCLES`; 0 for any other kernel or chip."""
+    """Returns the seconds of a delta rule kernel by `_CYCLES`; 0 for any other kernel or chip."""
     call = delta_rule_call(computation, instruction)
     if call is None or chip.name not in _CYCLES:
         return 0.0
@@ -309,21 +321,23 @@ def _delta_rule_seconds(computation: Computation, instruction: Instruction, chip
 
 
 class Network:
-    """Computes the time of collectives on the links of a TPU slice, at their peak rates.
+    """Computes the time of collectives on the links of a TPU slice, at the links' peak rates.
 
-    A ring along one dimension of the torus sends in both directions, at twice a link's rate. A line
-    sends at a link's rate; a group is a line if the dimension does not close to a ring, or if the
-    group has only a part of it. A group that spans several dimensions uses the links of all of
-    them. Groups that interleave (neighbours of a group are s chips apart) share links, and each
-    gets 1/s of the rate. The two devices of a TPU7x chip share the chip's links, and exchange data
-    with each other over a faster link.
+    A group whose chips form a ring along one dimension of the torus sends in both directions, at
+    twice a link's rate. Its chips form only a line, which sends at a link's rate, if the dimension
+    does not close to a ring or the group has only a part of it. A group that spans several
+    dimensions uses the links of all of them. If the neighbours in a group are s chips apart, s
+    groups share the links, and each gets 1/s of the rate. The two devices of a TPU7x chip share the
+    chip's links, and exchange data with each other over a faster link.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh, chip: Chip, shape: tuple[int, ...]):
-        """`shape`: chips along each dimension of the slice."""
+        """Computes the places of the mesh's devices in a slice with `shape` chips along each
+        dimension.
+        """
         self.mesh, self.chip, self.shape = mesh, chip, shape
-        # A dimension closes to a ring if, on v5e and v6e, it is a pod's whole side of 16 chips; on
-        # the other chips, if the slice consists of whole cubes of 4 × 4 × 4.
+        # On v5e and v6e, a dimension closes to a ring if it is a pod's whole side of 16 chips. On
+        # the other chips, all dimensions do if the slice consists of whole cubes of 4 × 4 × 4.
         cubes = all(n % 4 == 0 for n in shape)
         self.closes = tuple(n == 16 if chip.torus == 2 else cubes for n in shape)
         devices = mesh.devices.flatten()
@@ -333,7 +347,11 @@ class Network:
         self.cores = np.array([d.core_on_chip for d in devices]).reshape(mesh.devices.shape)
 
     def seconds(self, collective: Collective, instruction: Instruction) -> float:
-        """Seconds of one run of a collective. `instruction` is read only for a permutation."""
+        """Returns the seconds of one run of a collective.
+
+        Args:
+          instruction: the instruction of the collective; only read for a permutation.
+        """
         if not collective.sent:
             return 0.0
         if collective.kind == "collective-permute":
@@ -358,8 +376,8 @@ class Network:
         return sent / (links * self.chip.link_bandwidth)
 
     def _spans(self, axes: tuple[str, ...]) -> tuple[list["_Span"], float]:
-        """The dimensions of the torus that a group along these mesh axes spans, and how many
-        devices share each link.
+        """Returns the dimensions of the torus that a group along these mesh axes spans, and the
+        number of devices that share each link.
         """
         index = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
         coordinates = self.coordinates[index].reshape(-1, len(self.shape))
@@ -371,15 +389,15 @@ class Network:
                 is_ring = self.closes[d] and len(places) * stride == side
                 spans.append(_Span(len(places), stride, is_ring))
         both_cores = len(np.unique(self.cores[index])) > 1
-        # If both devices of a chip are in the group, the chip receives once what both need.
+        # If both devices of a chip are in the group, the chip receives the data for both only once.
         return spans, self.chip.devices_per_chip / (2 if both_cores else 1)
 
     def _busiest_link(self, pairs: np.ndarray) -> float:
-        """How many transfers of a permutation the busiest link carries in one direction; 0 if no
-        transfer leaves its chip.
+        """Returns how many transfers of a permutation the busiest link carries in one direction; 0
+        if no transfer leaves its chip.
 
-        A transfer goes along one dimension of the torus after the other, the shorter way round. If
-        both ways are equally long, half goes each way.
+        A transfer goes along one dimension of the torus after the other, each time the shorter way
+        round. If both ways are equally long, half of the data goes each way.
 
         Args:
           pairs: [n, 2] positions of sources and targets in the mesh.
@@ -405,8 +423,12 @@ class Network:
 
 
 class _Span(NamedTuple):
-    """A dimension of the torus that a group spans: how many chips, how far apart, and whether they
-    close to a ring.
+    """A dimension of the torus that a group spans.
+
+    Attributes:
+      chips: number of the group's chips along the dimension.
+      stride: distance between neighbours in the group, in chips.
+      is_ring: whether the group's chips close to a ring.
     """
 
     chips: int

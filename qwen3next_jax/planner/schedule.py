@@ -1,8 +1,9 @@
-"""Reads the TPU compiler's static schedule of a program's kernels and fusions: cycles, and bytes
-that they copy.
+"""Reads the TPU compiler's static schedules of a program's kernels and fusions: the cycles that
+they take, and the bytes that they copy.
 
-The compiler dumps the final instruction bundles of each. The chip issues at most one bundle per
-cycle, so the bundles of a loop times its trips are a lower bound of the loop's cycles.
+The compiler dumps the final instruction bundles of each kernel and fusion. The chip issues at most
+one bundle per cycle, so the number of bundles in a loop times the number of its trips is a lower
+bound of the loop's cycles.
 """
 
 import math
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, parse_shapes
 
-# A program whose work two cores share reads this.
+# The dump of a program contains this text if two cores share the program's work.
 _CORE = "megacore core id"
 
 
@@ -21,10 +22,10 @@ class Schedule(NamedTuple):
     """The schedule of one run of an instruction.
 
     Attributes:
-      cycles: number of bundles, each counted as often as its loops run.
-      copied: bytes that a kernel copies between HBM and VMEM, if every trip copies every window of
-        its operands. (A window that does not change is copied only once.)
-      whole: whether the compiler states the trips of every loop with matrix work. Otherwise
+      cycles: number of bundles, each counted as often as it runs.
+      copied: bytes that a kernel copies between HBM and VMEM if every trip copies every window of
+        its operands. (In fact, a window that does not change is copied only once.)
+      whole: whether the compiler states the number of trips of every loop with matrix work. If not,
         `cycles` is too small.
     """
 
@@ -38,9 +39,9 @@ class Loop(NamedTuple):
 
     Attributes:
       start, end: addresses of its first and last bundle.
-      bundles: how many bundles it has.
-      trips: how often it runs; 0 if the compiler does not state it.
-      matrix: how many matrix-unit instructions its body has.
+      bundles: number of bundles in its body.
+      trips: how often its body runs; 0 if the compiler does not state it.
+      matrix: number of matrix-unit instructions in its body.
     """
 
     start: int
@@ -51,8 +52,8 @@ class Loop(NamedTuple):
 
 
 def enable_schedule_dump(folder: str | pathlib.Path) -> None:
-    """Makes the compiler write its final bundles into `folder`. Call it before libtpu is loaded,
-    which reads these options once.
+    """Makes the compiler write its final bundles into `folder`. It must be called before libtpu is
+    loaded, because libtpu reads these options only once.
     """
     options = (
         f"--xla_jf_dump_to={folder}",
@@ -65,9 +66,11 @@ def enable_schedule_dump(folder: str | pathlib.Path) -> None:
 
 
 def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Schedule]:
-    """Reads the schedules that the compiler dumped to `folder`: name of an instruction → schedule.
+    """Reads the schedules that the compiler dumped to `folder`.
 
-    The compiler dumps only one of several equal instructions; the others get its schedule.
+    Returns:
+      name of an instruction → its schedule. The compiler dumps only one of several equal
+      instructions; here the others have the same schedule.
     """
     schedules: dict[str, Schedule] = {}
     for path in pathlib.Path(folder).glob("*final_bundles.txt"):
@@ -97,7 +100,9 @@ def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Sc
 
 
 def _signature(program: Program, computation: Computation, instruction: Instruction) -> tuple:
-    """Two instructions with equal signatures share one compiled program."""
+    """Returns the signature of an instruction. Instructions with equal signatures share one
+    schedule.
+    """
     inner, kernel = [], ""
     if instruction.opcode == "fusion":
         inner = [program.computations[name] for name in instruction.called]
@@ -113,7 +118,9 @@ def _signature(program: Program, computation: Computation, instruction: Instruct
 
 
 def _copied_bytes(text: str, loops: list[Loop]) -> float:
-    """`Schedule.copied` of a kernel, from the sizes of the windows in the header of its dump."""
+    """Returns `Schedule.copied` of a kernel, computed from the window sizes in the header of its
+    dump.
+    """
     header = text[: text.find("entry bundle")]
     windows = sum(
         s.bytes
@@ -125,8 +132,8 @@ def _copied_bytes(text: str, loops: list[Loop]) -> float:
 
 
 def read_loops(text: str) -> tuple[list[Loop], int]:
-    """Reads a dump of final bundles. Returns its loops, outer ones first, and how many bundles it
-    has.
+    """Reads a dump of final bundles. Returns its loops, each before the loops inside it, and the
+    number of bundles.
     """
     addresses: list[int] = []
     matrix: dict[int, int] = {}  # address → matrix-unit instructions of the bundle
@@ -149,7 +156,8 @@ def read_loops(text: str) -> tuple[list[Loop], int]:
             regions[region] = address
         for region in re.findall(r"sbr\.rel .*?target = \$region(\d+)", line):
             jumps.append((address, region))
-    # A jump back is the end of a loop. Inner loops come first, so that each claims its own test.
+    # A backward jump ends a loop. Inner loops are processed first, so that each loop takes its own
+    # exit test and not that of a loop inside it.
     back = [(regions[r], a) for a, r in jumps if r in regions and regions[r] <= a]
     loops = []
     for start, end in sorted(back, key=lambda span: span[1] - span[0]):
@@ -161,11 +169,12 @@ def read_loops(text: str) -> tuple[list[Loop], int]:
 
 
 def cycles(loops: list[Loop], total: int) -> int:
-    """Bundles that one run issues: every loop's bundles times its trips, nested loops times the
-    trips of all loops around them. A loop whose trips are not stated counts once.
+    """Returns the number of bundles that one run issues. A bundle counts as often as the loops
+    around it run. A loop whose number of trips is not stated counts once.
 
     Args:
-      total: number of bundles.
+      loops: all loops of the schedule.
+      total: number of bundles in the schedule.
     """
 
     def issued(loop: Loop) -> int:

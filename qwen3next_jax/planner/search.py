@@ -26,28 +26,31 @@ from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.sharding.mesh import check_divides, mesh_text
 
 MICRO_BATCHES = (1, 2, 4, 8)
-# `context` splits rows that have more tokens than this, or if there are fewer rows than devices.
+# A mesh may split rows over `context` if they have more tokens than this, or if there are fewer
+# rows than devices.
 LONG_ROWS = 32_768
 # `train.remat` → the share of the forward pass (without experts and heads) that the backward pass
 # computes again
 RECOMPUTED = {"none": 0.0, "dots": 0.2, "block": 1.0, "offload": 1.0}
 # The share of the network's time that overlaps with compute (docs/notes/2026-11-23-pod-step.md).
 OVERLAPPED = 0.5
-# How often HBM moves a saved activation: a layer scan reads and writes it when it stacks it, and
-# when it takes it from the stack.
+# How often a saved activation is read from or written to HBM: a layer scan reads and writes it once
+# when it adds it to the stack, and once when it takes it from the stack.
 STACK_MOVES = 4
-# One model has hundreds of candidates.
+# These functions are cached because one model has hundreds of candidates.
 _counts, _flops = functools.cache(parameter_counts), functools.cache(forward_flops_per_token)
 
 
 class Candidate(NamedTuple):
-    """A mesh, batch size, remat policy and number of micro-batches with its estimated cost.
+    """A choice of mesh, batch size, remat policy and number of micro-batches, with its estimated
+    cost.
 
     Attributes:
-      train: the settings of training, with this batch size, remat policy and micro-batches.
-      bytes: HBM that one device needs.
-      seconds: time of a step.
-      reason: why it cannot be used; "" if it can.
+      train: the training settings with the chosen batch size, remat policy and micro-batches.
+      mesh: the chosen mesh.
+      bytes: bytes of HBM that one device needs.
+      seconds: time of a step, in seconds.
+      reason: why the candidate cannot be used; "" if it can.
     """
 
     train: TrainConfig
@@ -81,15 +84,17 @@ def rank_candidates(
     fixed: Mapping[str, int] | None = None,
     rows: Sequence[int] = (),
 ) -> list[Candidate]:
-    """Ranks every mesh × batch size × remat policy × micro-batches.
+    """Ranks every combination of mesh, batch size, remat policy and number of micro-batches.
 
-    Candidates that should fit come first, by seconds per token. Of these, each mesh and batch size
-    has only its fastest, because a compile takes minutes. The others follow, by bytes.
+    Candidates that should fit come first, sorted by seconds per token. Because a compilation takes
+    minutes, only the fastest of them is listed for each mesh and batch size. The candidates that
+    should not fit follow, sorted by bytes.
 
     Args:
-      train: its remat policy and micro-batches are replaced.
-      fixed: sizes of mesh axes that all candidates have.
-      rows: batch sizes to choose from; () means that of `train`.
+      train: the training settings; each candidate replaces the remat policy and the number of
+        micro-batches.
+      fixed: mesh axis → size that this axis has in all candidates.
+      rows: batch sizes to choose from; () means the batch size of `train`.
     """
     found = []
     for batch in rows or (train.batch_size,):
@@ -114,8 +119,9 @@ def rank_candidates(
 def _meshes(
     model: ModelConfig, train: TrainConfig, devices: int, fixed: Mapping[str, int]
 ) -> list[MeshConfig]:
-    """The meshes of this many devices with the sizes `fixed`. All axes but `data` have powers of
-    two as sizes, because nothing else divides the heads; `data` takes the remaining devices.
+    """Returns the meshes of this many devices in which the axes of `fixed` have the given sizes.
+    The sizes of all axes but `data` are powers of two, because other sizes rarely divide the heads.
+    `data` takes the remaining devices.
     """
     powers = [2**i for i in range(devices.bit_length())]
     needed = max(-(-train.sequence_length // LONG_ROWS), -(-devices // train.batch_size))
@@ -139,7 +145,7 @@ def _meshes(
 def _estimate(
     model: ModelConfig, train: TrainConfig, mesh: MeshConfig, topology: Topology
 ) -> tuple[float, float, str]:
-    """(bytes, seconds, reason) of a `Candidate`."""
+    """Returns (bytes, seconds, reason) of a `Candidate`."""
     sizes = dataclasses.asdict(mesh)
     try:
         check_divides(
@@ -160,15 +166,17 @@ def _estimate(
 
 
 def estimated_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
-    """Estimated bytes of HBM that one device needs: state, gradients, saved activations, the
-    gathered embedding and head with their gradients, and the largest working set, which is a
-    period's gathered weights and one layer's activations.
+    """Returns the estimated bytes of HBM that one device needs. They are the sum of the state, the
+    gradients, the saved activations, the gathered embedding and head with their gradients, and the
+    largest working set: the gathered weights of one period of layers and the activations of one
+    layer.
     """
     devices = _devices(mesh)
     tokens = _micro_batch_tokens(train, mesh)
-    # in float32: the parameter, two moments, the gradient, and the sum over micro-batches
+    # In float32: the parameter, its two moments, its gradient, and, with micro-batches, the sum of
+    # their gradients.
     state = (16 + 4 * (train.gradient_accumulation > 1)) * _counts(m).total / devices
-    # twice in float32, split over `tensor`; and twice in bfloat16, whole
+    # Two copies in float32, split over `tensor`, and two copies in bfloat16, not split.
     embedding_and_head = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)
     saved = 0.0 if train.remat == "offload" else _saved_bytes(m, train, mesh)
     weights = 2 * _gathered(m, mesh) / m.num_hidden_layers * len(m.stacks)
@@ -176,7 +184,9 @@ def estimated_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> flo
 
 
 def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
-    """Bytes that the layers save for the backward pass, in HBM or in the host's memory."""
+    """Returns the bytes that the layers save for the backward pass, in HBM or in the host's
+    memory.
+    """
     remat = train.remat
     operands = layer_bytes(m, experts=False)
     # Experts that do not gather all rows at once save only their own input.
@@ -207,9 +217,9 @@ def _gathers_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bo
 def estimated_seconds(
     m: ModelConfig, train: TrainConfig, mesh: MeshConfig, topology: Topology
 ) -> float:
-    """Estimated seconds of a step: products at realistic rates, saved activations written and read,
-    and the part of the network's time that does not overlap. Each mesh axis is taken to lie along
-    one dimension of the torus.
+    """Returns the estimated seconds of a step. They are the sum of the products at realistic rates,
+    the traffic of saved activations, and the part of the network's time that does not overlap. The
+    estimate assumes that each mesh axis lies along one dimension of the torus.
     """
     chip = topology.chip
     tokens = _micro_batch_tokens(train, mesh)
@@ -217,7 +227,7 @@ def estimated_seconds(
     flops = _flops(m, train.sequence_length)
     grouped, heads = flops.get("experts", 0.0), flops["head"]
     dense = sum(flops.values()) - grouped
-    # With micro-batches a forward pass comes first, which counts the experts' load.
+    # With micro-batches, the step begins with an extra forward pass that counts the experts' load.
     passes = 3 + (micro_batches > 1)
     recomputed = RECOMPUTED[train.remat] * (dense - heads)
     products = (dense * passes + recomputed) / DENSE_EFFICIENCY
@@ -227,7 +237,7 @@ def estimated_seconds(
     hbm = saved / (chip.hbm_bandwidth / chip.devices_per_chip)
     if _devices(mesh) == 1:
         return compute + hbm
-    # Weights are gathered for each pass, gradients reduce-scattered once, in bfloat16.
+    # In bfloat16, weights are gathered for each pass, and gradients are reduce-scattered once.
     weights = micro_batches * 2 * _gathered(m, mesh) * (2 if train.remat == "none" else 3)
     layers, hidden = m.num_hidden_layers, 2 * m.hidden_size * tokens * micro_batches
     saves_rows = train.remat in ("none", "dots") and _gathers_at_once(m, train, mesh)
@@ -244,7 +254,7 @@ def _devices(mesh: MeshConfig) -> int:
 
 
 def _micro_batch_tokens(train: TrainConfig, mesh: MeshConfig) -> float:
-    """Tokens of one device in one micro-batch."""
+    """Returns the number of tokens of one device in one micro-batch."""
     return (
         train.batch_size
         * train.sequence_length
@@ -254,8 +264,8 @@ def _micro_batch_tokens(train: TrainConfig, mesh: MeshConfig) -> float:
 
 
 def _gathered(m: ModelConfig, mesh: MeshConfig) -> float:
-    """Number of parameters that one device gathers in a pass: experts stay split over `expert`, all
-    parameters over `tensor`.
+    """Returns the number of parameters that one device has gathered in a pass. The experts stay
+    split over `expert`, and all parameters over `tensor`.
     """
     experts = _expert_weights(m)
     return (_counts(m).total - experts + experts / mesh.expert) / mesh.tensor
@@ -263,5 +273,5 @@ def _gathered(m: ModelConfig, mesh: MeshConfig) -> float:
 
 @functools.cache
 def _expert_weights(m: ModelConfig) -> int:
-    """Number of parameters of all routed experts."""
+    """Returns the number of parameters of all routed experts."""
     return sum(p.size for p in declared(m).values() if p.experts > 1)

@@ -1,5 +1,6 @@
 """Makes a plan in a process of its own, because libtpu ends its process when one of its checks
-fails. The planner then reports that in one line, and a search continues with its other candidates.
+fails. The planner then reports the failure in one line, and a search continues with its other
+candidates.
 """
 
 import dataclasses
@@ -26,14 +27,15 @@ from qwen3next_jax.planner.topology import Topology, describe_topology
 def make_plan_in_subprocess(
     config: Config, topology: Topology, optimization_level: str = ""
 ) -> Plan:
-    """Calls `make_plan` in a new process, which ends with this one. If the compiler ends that
-    process, the plan's `failed` is true.
+    """Calls `make_plan` in a new process, which ends when this one ends. If the compiler ends the
+    new process, the plan's `failed` is true.
 
     Raises:
-      UserError: as `make_plan`.
+      UserError: `make_plan` raised it.
     """
     start, cpu_then = time.perf_counter(), used_cpu_seconds(resource.RUSAGE_CHILDREN)
-    # The answer is a file without a name, so nothing is left of it however the processes end.
+    # The new process writes its answer to a file without a name, so no file is left behind, however
+    # the processes end.
     with (
         tempfile.TemporaryFile() as answer,
         tempfile.TemporaryDirectory(prefix="schedules-") as dump_folder,
@@ -55,7 +57,7 @@ def make_plan_in_subprocess(
         answer.seek(0)
         try:
             found = pickle.load(answer)
-        except (EOFError, pickle.UnpicklingError):  # the process ended before it had written all
+        except (EOFError, pickle.UnpicklingError):  # the process ended before the answer was whole
             found = None
     if isinstance(found, UserError):
         raise found
@@ -78,12 +80,12 @@ def make_plan_in_subprocess(
 
 
 def _failure(code: int, text: str) -> str:
-    """Why a process ended without an answer.
+    """Returns the reason why a process ended without an answer. If Python raised an exception, it
+    also prints `text`, because then the mistake is in the planner and not in the compiler.
 
     Args:
-      code: its exit code.
-      text: its standard error; printed here if Python crashed, as that is a mistake of the planner
-        and not of the compiler.
+      code: the exit code of the process.
+      text: the standard error of the process.
     """
     if code < 0:
         if check := re.search(r"Check failed.*", text):
@@ -100,7 +102,7 @@ def _main(planner: int, fd: int, dump_folder: str) -> None:
     """Runs in the new process: reads what to compile from standard input and writes the plan, or a
     UserError, to the open file `fd`.
 
-    The process ends with the process `planner`, however that dies.
+    The process ends when the process with the id `planner` ends, for whatever reason.
     """
     die_with_parent(planner, signal.SIGKILL)
     jax.config.update("jax_platforms", "cpu")

@@ -26,7 +26,7 @@ _ACCELERATOR_TYPES = {
     "v6e": "v6e-16",
     "tpu7x": "tpu7x-8",
 }
-# A GPU as XLA's compiler takes it.
+# The description of a GPU that XLA's compiler reads.
 _HOPPER = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -47,8 +47,9 @@ class Topology(NamedTuple):
     """A TPU slice, or hosts with GPUs, for which programs can be compiled.
 
     Attributes:
-      name: as the user gave it, such as "v5p:8x8x8".
-      shape: chips along each dimension of the torus, or (hosts, GPUs of each host).
+      name: the name that the user gave, such as "v5p:8x8x8".
+      chip: the kind of chip.
+      shape: number of chips along each dimension of the torus, or (number of hosts, GPUs per host).
       devices: descriptions of the devices; nothing can run on them.
     """
 
@@ -63,11 +64,15 @@ class Topology(NamedTuple):
 
 
 def describe_topology(name: str) -> Topology:
-    """Describes the TPU slice CHIP:GRID, such as "v5p:8x8x8", or GPUs as CHIP:HOSTSxGPUS, such as
-    "h100:16x8", 16 hosts of 8. Call it before anything else loads libtpu in this process.
+    """Returns the topology with a name. It must be called before anything else loads libtpu in this
+    process.
+
+    Args:
+      name: CHIP:GRID for a TPU slice, such as "v5p:8x8x8", or CHIP:HOSTSxGPUS for GPUs, such as
+        "h100:16x8" for 16 hosts with 8 GPUs each.
 
     Raises:
-      UserError: there is no such chip or grid (the message lists those that there are), or the
+      UserError: there is no such chip or grid (the message lists the existing ones), or the
         compiler is not installed.
     """
     chip, _, grid = name.partition(":")
@@ -94,8 +99,8 @@ def describe_topology(name: str) -> Topology:
             "libtpu, the TPU compiler, is not installed: use `uv run --extra plan …`, or run `pip "
             "install libtpu matplotlib`"
         )
-    # libtpu reads these once, when it is loaded. Without them it asks the cloud's metadata server
-    # which TPU this machine has.
+    # libtpu reads these variables once, when it is loaded. Without them it asks the cloud's
+    # metadata server which TPU this machine has.
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -116,7 +121,7 @@ def describe_topology(name: str) -> Topology:
 
 
 def _gpus(name: str, chip: Chip, shape: tuple[int, int]) -> Topology:
-    # `ptxas` comes with CUDA, on the PATH, or with jax[cuda13].
+    # `ptxas` is part of CUDA, where it is on the PATH, and of jax[cuda13].
     assembler = shutil.which("ptxas") or importlib.util.find_spec("nvidia")
     if importlib.util.find_spec("jax_cuda13_plugin") is None or assembler is None:
         raise UserError(

@@ -22,8 +22,8 @@ WIDTH, HEIGHT = 600, 250
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 10, 34
 COLOURS = 8  # page.css defines --series-0 … --series-7, and --depth-0 … --depth-7
 DASHES = ("", "6 3", "2 3", "9 3 2 3")
-# Numbers of larger magnitude are not drawn, and numbers smaller than its inverse are drawn as 0:
-# arithmetic with them could overflow.
+# Numbers of larger magnitude than this are not drawn, and numbers of smaller magnitude than its
+# inverse are drawn as 0, because arithmetic with them could overflow.
 LARGEST = 1e100
 EMPTY = '<p class="empty">nothing recorded yet</p>'
 
@@ -38,7 +38,8 @@ class Line:
       y: a number for each x; NaN leaves a gap.
       low, high: the edges of a band around y, or None for no band.
       colour: the index of a series colour.
-      shade: if given, a number from 0 to 1 that colours the line by depth instead.
+      shade: a number from 0 to 1, the relative depth of a layer, that chooses the line's colour in
+        place of `colour`; None: `colour` does.
       dash: an index into DASHES.
       dots: whether the points are marked.
     """
@@ -417,8 +418,8 @@ def _y_range(
     from_zero: bool,
     fit_late: bool,
 ) -> tuple[float, float, float | None]:
-    """Returns the range of the y axis, with margins; and the largest value if the range does not
-    include it, else None. The arguments are those of `line_chart`.
+    """Returns the low and the high end of the y axis, with margins, and the largest value if the
+    axis does not include it, else None. The arguments are those of `line_chart`.
     """
     low, high = full_range = _range_of_values(lines, log) or (1e-3, 1.0)
     # With fewer points, the first of them are too large a part of the curve to be cut off.

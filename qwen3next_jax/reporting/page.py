@@ -50,7 +50,7 @@ def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> None:
     """Writes the report of the runs in `workdirs` to the file `out`, atomically.
 
     Raises:
-      UserError: one of the folders holds no run, or a run that has recorded nothing.
+      UserError: a folder contains no run, or a run that has recorded nothing.
     """
     text = render_report([load_run(workdir) for workdir in workdirs])
     temporary = out.with_suffix(".tmp")
@@ -189,7 +189,7 @@ def _summary_html(runs: Sequence[Run]) -> str:
 
 
 def _summary(run: Run) -> dict[str, str]:
-    """Returns the newest value of the run's most important numbers, as text, by name."""
+    """Returns name → newest value, as text, of the run's most important numbers."""
     spans = wall_time_spans(run)
     faults_of_run = faults(run)
     step, steps = run.last("train", "step"), run.config.get("train", {}).get("steps")
@@ -544,7 +544,9 @@ def _chart_over_layers(title: str, runs: Sequence[Run], name: str, **options: An
 
 
 def _layer_names(run: Run, count: int) -> list[str]:
-    """Returns the names of a list of `count` layers: numbers, if the config has another count."""
+    """Returns the names of the `count` layers of a list. If the config has a different number of
+    layers, the names are numbers.
+    """
     return run.layer_names if len(run.layer_names) == count else [str(i) for i in range(count)]
 
 
@@ -689,7 +691,9 @@ def _attention_charts(runs: Sequence[Run]) -> list[str]:
 
 
 def _samples_html(runs: Sequence[Run]) -> str:
-    """Returns sampled texts of each run at equal distances, the newest first and in full view."""
+    """Returns HTML with sampled texts of each run at equal distances. The newest text comes first,
+    and only it is unfolded.
+    """
     parts = []
     for run in runs:
         samples = run.events.get("sample", [])

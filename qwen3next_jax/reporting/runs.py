@@ -18,8 +18,8 @@ from qwen3next_jax.common.trees import flatten
 
 POINTS = 400  # the most points of a drawn line: a chart has about as many pixels
 FAULTS = ("skip", "spike", "no_targets", "rewind", "damaged", "save_failed", "hook_failed", "stop")
-# The uses of wall time. TRAINING is the time of steps that are part of the run as it now is; its
-# share is the goodput.
+# The uses of wall time. TRAINING is the time of the steps that led to the run's current state, so
+# not of steps that were lost. Its share is the goodput.
 TRAINING, STARTING, OTHER, LOST, DOWN = (
     "training",
     "starting and compiling",
@@ -90,17 +90,17 @@ class Run:
     def names(self, kind: str, prefix: str) -> list[str]:
         """Returns, sorted, the fields of events of `kind` whose names start with `prefix`.
 
-        Looks at the first and the last event only.
+        It looks only at the first and the last event of this kind.
         """
         events = self.events.get(kind, ())
         names = {name for event in (*events[:1], *events[-1:]) for name in event}
         return sorted(name for name in names if name.startswith(prefix))
 
     def layers(self, name: str, points: int = 120) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns a list over layers from the "diagnostics" events: steps [N] and values [N, L].
+        """Returns the values that the "diagnostics" events list under `name` for every layer: steps
+        [N] and values [N, L]. Returns None if no event has the list.
 
-        Chooses at most `points` events, at equal distances. Layers without a value are NaN.
-        Returns None if no event has the list.
+        It chooses at most `points` events, at equal distances. Layers without a value are NaN.
         """
         lists = [
             (event["step"], event[name])
@@ -176,7 +176,7 @@ def load_run(workdir: pathlib.Path) -> Run:
 
 
 def run_from_events(name: str, config: dict[str, Any], events: list[dict[str, Any]]) -> Run:
-    """Makes a run of its settings and of its events in the order they were written."""
+    """Returns the run with these settings and these events, in the order they were written."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for event in events:
         by_kind.setdefault(event["event"], []).append(event)

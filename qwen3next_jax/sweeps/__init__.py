@@ -1,1 +1,1 @@
-"""Ablation sweeps: points from axes, a runner that survives crashes, results, a report."""
+"""Ablation sweeps: makes points from axes, runs them despite crashes, and reports the results."""

@@ -1,5 +1,5 @@
-"""Checks that every point of a sweep can run to its end: its settings have an effect, its data and
-evaluations exist. All points are checked before any starts; nothing is computed.
+"""Checks that every point of a sweep can run to its end: that its settings have an effect, and that
+its data and evaluations exist. It checks all points before any of them starts, and trains nothing.
 """
 
 import pathlib
@@ -12,12 +12,12 @@ from qwen3next_jax.sweeps.points import Point, Sweep
 
 
 def given_settings(sweep: Sweep, point: Point) -> UserInput:
-    """The settings that the command of a point gives."""
+    """Returns the settings that the command of a point sets."""
     return UserInput(frozenset(point.overrides), pathlib.Path(sweep.base), sweep.base_config)
 
 
 def unread_settings(sweep: Sweep, point: Point) -> dict[str, str]:
-    """The settings that are given to a point and have no effect on it → why."""
+    """Returns the settings that are given to a point but have no effect on it: setting → why."""
     given = given_settings(sweep, point)
     found: dict[str, str] = {}
     for find in (unread.unread, unread.unread_by_layers):
@@ -29,7 +29,7 @@ def check_settings(sweep: Sweep) -> None:
     """Checks that each setting has an effect on at least one of the points that it is given to.
 
     Raises:
-      UserError: a setting has no effect on any of them, or a point has nothing to train on.
+      UserError: a setting has no effect on any of these points, or a point has nothing to train on.
     """
     found: dict[str, dict[str, str]] = {}
     for point in sweep.points:
@@ -41,7 +41,7 @@ def check_settings(sweep: Sweep) -> None:
     for point in sweep.points:
         for name, why in found[point.name].items():
             setting = name.partition("[")[0]
-            # An axis gives it to some points, the base file to all.
+            # An axis gives a setting only to some points; the base file gives it to all.
             given_to = [
                 other
                 for other in sweep.points
@@ -52,7 +52,11 @@ def check_settings(sweep: Sweep) -> None:
 
 
 def check_points(sweep: Sweep) -> None:
-    """Raises UserError that names the first point which could not run to its end."""
+    """Checks that every point can run to its end.
+
+    Raises:
+      UserError: a point cannot; the message names the first such point.
+    """
     for point in sweep.points:
         try:
             check_without_devices(point.config)

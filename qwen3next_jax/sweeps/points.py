@@ -1,5 +1,6 @@
-"""Reads a sweep file and makes its points: a base configuration with every combination of the axes'
-values. All points are checked before any of them starts.
+"""Reads a sweep file and makes its points. A point is the base configuration with one combination
+of the axes' values, and there is a point for every combination. All points are checked before any
+of them starts.
 
 A sweep file is Python with `get_sweep()`, which returns a dictionary:
 
@@ -9,11 +10,13 @@ A sweep file is Python with `get_sweep()`, which returns a dictionary:
               or "ratio" with a list of LINEAR:FULL layers (["3:1", …]); or any other name with
               {name of a value: {setting: value, …}}. A setting may come from only one of the axes,
               `match` and --set.
-    match     "parameters" or "flops": the width of the MLPs of every point is chosen so that it has
-              as many as the first point; "" (default) changes no width
-    x         the axis that the report's charts have as x; default: the first axis
+    match     "parameters" or "flops": chooses the width of each point's MLPs so that the point has
+              as many parameters, or FLOPs per token, as the first point; "" (default) changes no
+              width
+    x         the axis whose values are the x axis of the report's charts; default: the first axis
 
-The name of a point is made of its axes' values. Its command is train.py with overrides.
+The name of a point consists of the names of its values on the axes. Its command is train.py with
+overrides.
 """
 
 import dataclasses
@@ -35,7 +38,7 @@ from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 _KEYS = ("base", "set", "axes", "match", "x")
 _MATCHES = ("", "parameters", "flops")
 _WIDTH_STEP = 8
-_LONGEST_NAME = 255  # bytes, of a file or a folder
+_LONGEST_NAME = 255  # the most bytes in the name of a file or a folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +46,9 @@ class Point:
     """One run of a sweep.
 
     Attributes:
-      name: the name of its folder.
-      values: axis → the name of this point's value on it.
-      overrides: setting → value, where the point differs from the base file.
+      name: the name of the point's folder.
+      values: axis → the name of the point's value on this axis.
+      overrides: setting → value, for the settings that the point sets on top of the base file.
       config: the whole configuration.
     """
 
@@ -61,9 +64,10 @@ class Sweep:
 
     Attributes:
       base: path of the base config file.
-      base_config: its configuration; None if it is valid only with the points' settings.
+      base_config: the configuration in the base file; None if it is not valid without the points'
+        settings.
       axes: axis → the names of its values.
-      x: the axis that the report's charts have as x.
+      x: the axis whose values are the x axis of the report's charts.
       match: "parameters", "flops" or "".
       points: every combination of the axes' values.
     """
@@ -80,11 +84,12 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
     """Reads a sweep file and checks the configuration of every point.
 
     Args:
-      changes: setting → value that overrides every point's (`--set`).
+      path: path of the sweep file.
+      changes: setting → value that overrides the file's value at every point (`--set`).
 
     Raises:
-      UserError: the file, an axis, or the configuration of a point is wrong; the message names the
-        point.
+      UserError: the file, an axis, or the configuration of a point is wrong. In the last case the
+        message names the point.
     """
     record, changes = _read(pathlib.Path(path)), changes or {}
     base = load_config_file(pathlib.Path(record["base"]), f"{path}: base = ")
@@ -135,7 +140,7 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
 
 
 def _check_options(match: Any, x: Any, axes: tuple[str, ...], path: str | pathlib.Path) -> None:
-    """Raises UserError if `match` or `x` is none of the values that it may have."""
+    """Raises UserError if `match` or `x` has a value that is not allowed."""
     if match not in _MATCHES:
         raise UserError(
             f"{path}: match = {match!r}: expected one of "
@@ -169,7 +174,7 @@ def _check_distinct(points: list[Point], path: str | pathlib.Path) -> None:
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
-    """What `get_sweep()` of the file returns, with its keys and types checked."""
+    """Returns the result of `get_sweep()` in the file, after a check of its keys and types."""
     record = call_file(path, "get_sweep")
     if not isinstance(record, dict) or "base" not in record:
         raise UserError(
@@ -197,10 +202,11 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 def _sources(
     axes: dict[str, dict[str, dict[str, Any]]], changes: dict[str, Any], path: str | pathlib.Path
 ) -> dict[str, str]:
-    """Setting → the axis or flag that gives it.
+    """Returns setting → the axis or flag that gives it.
 
     Raises:
-      UserError: two of them give the same setting. One value would be shown, the other trained.
+      UserError: two axes or flags give the same setting. The report would show one value, but the
+        point would train with the other.
     """
     sources: dict[str, str] = {}
     given = {
@@ -220,7 +226,7 @@ def _two_sources(path: str | pathlib.Path, setting: str, first: str, second: str
 
 
 def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Name of each value of an axis → the settings that it gives."""
+    """Returns name of each value of an axis → the settings that this value gives."""
     if isinstance(axis, str) and re.search(r"[/\x00-\x1f\x7f-\x9f\ud800-\udfff]", axis):
         raise UserError(
             f"{path}: axis {axis!r}: expected a name without '/' and control characters, as it is "
@@ -253,7 +259,7 @@ def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, 
 
 
 def _ratio(value: str, path: str | pathlib.Path) -> dict[str, Any]:
-    """The settings of a ratio of linear to full attention layers, such as "3:1"."""
+    """Returns the settings for a ratio of linear to full attention layers, such as "3:1"."""
     found = re.fullmatch(r"(\d+):([01])", value)
     if not found or value == "0:0":
         raise UserError(
@@ -267,7 +273,7 @@ def _ratio(value: str, path: str | pathlib.Path) -> dict[str, Any]:
 
 
 def _check_ratio(ratio: str, layers: int, where: str) -> None:
-    """Raises UserError if the number of layers is no multiple of the ratio's period."""
+    """Raises UserError if the number of layers is not a multiple of the ratio's period."""
     linear, full = map(int, ratio.split(":"))
     if full and layers % (period := linear + full):
         fewer = layers // period * period
@@ -283,8 +289,11 @@ def _value_name(value: Any) -> str:
 
 
 def _point_name(chosen: dict[str, str]) -> str:
-    """The name of a point's folder. A name that is too long for a file system is cut and ends in a
-    digest of the whole name.
+    """Returns the name of a point's folder. A name that is too long for a file system is cut, and a
+    digest of the whole name is appended.
+
+    Args:
+      chosen: axis → the name of the point's value on this axis.
     """
     name = ",".join(
         f"{axis.rpartition('.')[2]}={_file_name(value)}" for axis, value in chosen.items()
@@ -300,7 +309,7 @@ def _file_name(value: str) -> str:
 
 
 def as_text(value: Any) -> str:
-    """The value of a setting as text for `--config.SETTING=`."""
+    """Returns the value of a setting as text that can follow `--config.SETTING=`."""
     plain = json.loads(json.dumps(value))
     return str(tuple(plain)) if isinstance(plain, list) else str(plain)
 
@@ -316,7 +325,9 @@ def _check_text(name: str, value: Any, where: str) -> None:
 
 
 def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
-    """Raises UserError if `name` is no setting; the hint may also suggest one of `known`."""
+    """Raises UserError if there is no setting called `name`. The message may suggest a similar
+    name, of a setting or from `known`.
+    """
     settings: Any = default_config()
     if not isinstance(name, str):
         raise UserError(
@@ -363,13 +374,14 @@ def _copy(tree: Any) -> Any:
 def _matching_width(
     first: ModelConfig, model: ModelConfig, sequence_length: int, match: str, where: str
 ) -> tuple[str, int]:
-    """The setting, and its value, of the MLP width at which `model` comes nearest to `first` in
-    parameters or FLOPs per token.
+    """Returns the name of the setting for the MLP width, and the width at which `model` is closest
+    to `first` in parameters or FLOPs per token.
 
     Raises:
-      UserError: `model` has more than `first` at any width.
+      UserError: `model` has more parameters or FLOPs than `first` at any width.
     """
-    # Imported here, because it loads JAX: a mistake in the file is reported before that.
+    # This import loads JAX, which takes time. It is here so that mistakes in the file are reported
+    # before.
     from qwen3next_jax.runs.costs import model_size
 
     name = "moe_intermediate_size" if model.has_experts else "intermediate_size"
@@ -392,8 +404,9 @@ def _matching_width(
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Every setting, JSON-ready ("model.hidden_size": 64). `model.layer_types` is the resulting
-    list of layers, and replaces the two settings that it follows from.
+    """Returns every setting with its value in a form that JSON can represent, such as
+    {"model.hidden_size": 64}. "model.layer_types" is the resulting list of layers. It replaces the
+    two settings from which it follows.
     """
     settings = flatten(_jsonable(to_dict(config))) | {
         "model.layer_types": list(config.model.pattern)
@@ -405,11 +418,12 @@ def settings_of(config: Config) -> dict[str, Any]:
 def check_unchanged(
     sweep: Sweep, before: dict[str, dict[str, Any]], where: str | pathlib.Path
 ) -> None:
-    """Compares the points with those that were recorded in a folder.
+    """Checks that the points are those that were recorded in a folder.
 
     Args:
+      sweep: the sweep with the points.
       before: name of each recorded point → its settings.
-      where: the folder, for the message.
+      where: the folder, which the error message names.
 
     Raises:
       UserError: the folder holds another sweep; the message names the first difference.
@@ -430,7 +444,8 @@ def check_unchanged(
     for name, settings in now.items():
         for setting in dict.fromkeys((*settings, *before[name])):
             old, new = before[name].get(setting), settings.get(setting)
-            # When the tokenizer's default was "bytes", that was recorded for a sweep without one.
+            # The default of this setting was "bytes" in earlier versions, so sweeps that did not
+            # set a tokenizer recorded "bytes".
             unset = setting == "data.tokenizer" and {old, new} == {"", "bytes"}
             if old != new and not unset:
                 raise UserError(
@@ -440,8 +455,8 @@ def check_unchanged(
 
 
 def manifest(sweep: Sweep) -> dict[str, Any]:
-    """The content of sweep.json. A point's "config" has every setting, also those of the base file,
-    so that a later change of that file is noticed.
+    """Returns the content of sweep.json. The "config" of a point has every setting, including those
+    of the base file, so that a later change of that file is noticed.
     """
     return {
         "base": sweep.base,

@@ -1,5 +1,5 @@
-"""Writes the page of a sweep: findings in words, charts of metrics and costs along the x axis, and
-every point with the command that repeats it.
+"""Writes the page about a sweep: findings in words, charts of metrics and costs along the x axis,
+and every point with the command that repeats it.
 """
 
 import html
@@ -62,7 +62,7 @@ def write_report(
 
 
 def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], title: str) -> str:
-    """The page as HTML. Arguments as for `write_report`."""
+    """Returns the page as HTML. The arguments are those of `write_report`."""
     done = [result for result in results if result.done]
     sections = {
         "Findings": _findings(sweep, results, done),
@@ -112,9 +112,9 @@ def _findings(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -
 
 
 def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
-    """One chart for each kind of metric. If a metric has several places ("accuracy/8 pairs",
-    "loss/64-127"), the chart has a line for each: the colour shows the place, the dashes show the
-    values of the other axes.
+    """Returns one chart for each kind of metric. If a metric was measured under several conditions
+    ("accuracy/8 pairs", "loss/64-127"), the chart has a line for each condition. The colour shows
+    the condition, and the dash pattern shows the values of the other axes.
     """
     kinds: dict[tuple[str, bool, Metric], list[tuple[str, str]]] = {}
     for name, metric in all_metrics(done).items():
@@ -142,7 +142,11 @@ def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
 
 
 def _metric_lines(sweep: Sweep, done: Sequence[Result], names: list[tuple[str, str]]) -> list[Line]:
-    """The lines of a chart. `names`: (name of the metric, place) of each of its places."""
+    """Returns the lines of a chart.
+
+    Args:
+      names: (name of the metric, condition), for each condition under which it was measured.
+    """
     values = sweep.axes[sweep.x]
     along = {name: metric_along_x(sweep, done, name) for name, _ in names}
     labels = list(dict.fromkeys(label for lines in along.values() for label in lines))
@@ -170,7 +174,7 @@ def _metric_lines(sweep: Sweep, done: Sequence[Result], names: list[tuple[str, s
 
 
 def _cost(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
-    """Charts of what the points cost. A cost that is the same at all points has no chart."""
+    """Returns the charts of the points' costs. A cost that is the same at all points has none."""
     charts = []
     for name, text in COSTS.items():
         lines = along_x(sweep, ((r, r.costs[name]) for r in results))
@@ -207,8 +211,8 @@ def _cost_chart(
 
 
 def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
-    """Charts of each main metric against the bytes of cache that a token of context costs; one for
-    each combination of the other axes along which these bytes differ.
+    """Returns charts of each main metric against the bytes of cache per token of context. There is
+    one chart for each line along the x axis on which these bytes differ.
     """
     charts = []
     costs = along_x(sweep, ((r, r.costs["cache_bytes_per_token"]) for r in done))
@@ -237,7 +241,7 @@ def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
 
 
 def _points(sweep: Sweep, results: Sequence[Result]) -> str:
-    """The table of points, with the main metrics; results.csv has all of them."""
+    """Returns the table of points with the main metrics; results.csv has all metrics."""
     metrics = main_metrics(results)
     head = [
         *(axis.rpartition(".")[2] for axis in sweep.axes),

@@ -31,12 +31,13 @@ class Result:
     """The result of one point.
 
     Attributes:
-      step: the last step that its record has.
-      metrics: name → value at the last step of the run, of every evaluation: "heldout loss",
-        "mqar accuracy/8 pairs". {} until the point is done.
-      tokens_per_second: median over the logged steps; NaN before the first.
-      seconds: wall time of all its processes together.
-      failed: why the runner gave it up; "" if it did not.
+      point: the point.
+      step: the last step that the record of the run contains.
+      metrics: name → value at the last step of the run, for the metrics of all evaluations, such as
+        "heldout loss" or "mqar accuracy/8 pairs"; {} until the point is done.
+      tokens_per_second: the median over the logged steps; NaN before the first logged step.
+      seconds: the wall time of all processes of the run together.
+      failed: why the runner gave the point up; "" if it did not.
     """
 
     point: Point
@@ -52,7 +53,7 @@ class Result:
 
     @property
     def costs(self) -> dict[str, float]:
-        """Costs that follow from the configuration: parameters, FLOPs per token, cache."""
+        """The costs that follow from the configuration: parameters, FLOPs per token, cache."""
         config = self.point.config
         costs = count_costs(config.model, resolve_stages(config))._asdict()
         del costs["tokens"]
@@ -61,7 +62,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """The values of one metric at points that differ in their seeds alone."""
+    """The values of one metric at points that differ only in their seeds."""
 
     values: tuple[float, ...]
 
@@ -79,14 +80,18 @@ class Spread:
 
 
 def is_done(workdir: pathlib.Path, steps: int, suites: Sequence[str]) -> bool:
-    """Whether the run in `workdir` has trained to its last step, `steps`, and has the held-out
-    evaluation and all `suites` of that step.
+    """Whether the run in `workdir` has trained to its last step, `steps`, and has recorded the
+    held-out evaluation and all evaluations in `suites` at that step.
     """
     return bool(_final_metrics(read_events(workdir / "metrics.jsonl"), steps, suites))
 
 
 def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> Result:
-    """Reads the result of a point from its run's folder. `failed`: why the runner gave it up."""
+    """Reads the result of a point from the folder of its run.
+
+    Args:
+      failed: why the runner gave the point up; "" if it did not.
+    """
     events = read_events(workdir / "metrics.jsonl")
     train = [e for e in events if e["event"] == "train"]
     speeds = [e.get("tokens_per_second") for e in train]
@@ -108,8 +113,8 @@ def read_result(point: Point, workdir: pathlib.Path, failed: str = "") -> Result
 def _final_metrics(
     events: list[dict[str, Any]], steps: int, suites: Sequence[str]
 ) -> dict[str, MetricValue]:
-    """The metrics of the evaluations after the last step, without mere counts. {} if one of the
-    evaluations is missing, or the run has diverged.
+    """Returns the metrics of the evaluations after the last step, except for counts. Returns {} if
+    one of the evaluations is missing, or if the run has diverged.
     """
     last = {
         name: event
@@ -132,8 +137,8 @@ def _final_metrics(
 
 
 def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:
-    """The table of points as CSV: axes, state, metrics, costs, command. A text that a spreadsheet
-    would execute gets an apostrophe in front.
+    """Returns the table of points as CSV: axes, state, metrics, costs and command. An apostrophe is
+    put in front of a text that a spreadsheet would execute.
 
     Args:
       commands: name of each point → the command that repeats it.
@@ -170,7 +175,7 @@ def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) ->
 
 
 def _inert(cell: Any) -> Any:
-    """`cell` in a form that a spreadsheet reads as text or a number, never as a formula."""
+    """Returns `cell` in a form that a spreadsheet reads as text or a number, never as a formula."""
     if not isinstance(cell, str) or not cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
         return cell
     with contextlib.suppress(ValueError):
@@ -180,8 +185,8 @@ def _inert(cell: Any) -> Any:
 
 
 def to_json(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:
-    """The points that are done, and the findings, as JSON. `docs/sweeps` holds such files.
-    `commands` as for `to_csv`.
+    """Returns the points that are done, and the findings, as JSON. `docs/sweeps` contains such
+    files. The arguments are those of `to_csv`.
     """
     done = [r for r in results if r.done]
     points = [
@@ -208,19 +213,19 @@ def to_json(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -
 
 
 def _round(value: float) -> float:
-    """`value` with five significant digits."""
+    """Returns `value` rounded to five significant digits."""
     return float(f"{value:.5g}")
 
 
 def seed_axes(sweep: Sweep) -> tuple[str, ...]:
-    """The axes whose setting is a seed. Charts and findings show the mean over them."""
+    """Returns the axes whose setting is a seed. Charts and findings show means over the seeds."""
     return tuple(axis for axis in sweep.axes if axis.rpartition(".")[2] == "seed")
 
 
 def metric_along_x(
     sweep: Sweep, results: Iterable[Result], name: str
 ) -> dict[str, dict[str, Spread]]:
-    """The metric `name` along the x axis, as `along_x` returns it."""
+    """Returns the metric `name` along the x axis, in the form of `along_x`."""
     measured = [result for result in results if name in result.metrics]
     return along_x(sweep, ((result, result.metrics[name].value) for result in measured))
 
@@ -229,8 +234,8 @@ def along_x(sweep: Sweep, values: Iterable[tuple[Result, float]]) -> dict[str, d
     """Groups the values of results into lines along the x axis.
 
     Returns:
-      Label of a line, which names the values of all other axes but seeds → value of the x axis →
-      the values at its points, one for each seed.
+      label of a line → name of a value of the x axis → the values of the results there, one for
+      each seed. The label names the line's values on all axes other than x and the seeds.
     """
     hidden = (sweep.x, *seed_axes(sweep))
     lines: dict[str, dict[str, list[float]]] = {}
@@ -246,13 +251,14 @@ def along_x(sweep: Sweep, values: Iterable[tuple[Result, float]]) -> dict[str, d
 
 
 def all_metrics(results: Iterable[Result]) -> dict[str, Metric]:
-    """Name → declaration of every metric that a point has."""
+    """Returns name → declaration of every metric that at least one point has."""
     return {name: value.metric for result in results for name, value in result.metrics.items()}
 
 
 def main_metrics(results: Iterable[Result]) -> dict[str, Metric]:
-    """The metrics by which points are compared: those that an evaluation declares as main. A metric
-    that has a value for each of several places counts as its overall value, if it has one.
+    """Returns the metrics by which points are compared: those that an evaluation declares as main.
+    Of a metric that was measured under several conditions, only the overall value is returned, if
+    there is one.
     """
     metrics = all_metrics(results)
     return {
@@ -263,14 +269,14 @@ def main_metrics(results: Iterable[Result]) -> dict[str, Metric]:
 
 
 def metric_title(name: str, metric: Metric) -> str:
-    """A metric's name for readers: "mqar accuracy/8 pairs" → "Mqar: accuracy 8 pairs"."""
+    """Returns a metric's name for readers: "Mqar: accuracy 8 pairs" for "mqar accuracy/8 pairs"."""
     evaluated, _, rest = name.partition(" ")
     return f"{evaluated.capitalize()}: {metric.title} {rest.partition('/')[2]}".strip()
 
 
 def findings(sweep: Sweep, results: Sequence[Result]) -> list[str]:
-    """One sentence for each main metric and line: which value of the x axis is best, and whether
-    every seed of it beats every seed of the others.
+    """Returns one sentence for each main metric and line of its chart. It says which value of the x
+    axis is best, and whether each seed with this value is better than every seed with another.
     """
     x = sweep.x.rpartition(".")[2]
     sentences = []
@@ -319,8 +325,11 @@ def _listed(values: Sequence[str], line: dict[str, Spread]) -> str:
 
 
 def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[int]:
-    """Indices of the points (cost, metric) that no other point beats in both, by ascending cost.
-    `higher`: whether a higher metric is better.
+    """Returns the indices of the points (cost, metric) that no other point beats in both, by
+    ascending cost.
+
+    Args:
+      higher: whether a higher metric is better.
     """
     sign = 1 if higher else -1
 

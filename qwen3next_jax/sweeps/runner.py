@@ -1,14 +1,14 @@
-"""Runs each point of a sweep in a process of its own, one after another or several at a time.
+"""Runs each point of a sweep in its own process, one after another or several at a time.
 
     WORKDIR/sweep.json          the points; the runner refuses a folder of another sweep
-    WORKDIR/points/NAME/        the folder of a point's run (see README), and log.txt, its output
+    WORKDIR/points/NAME/        the folder of a point's run (see README), with its output in log.txt
     WORKDIR/report.html, results.csv, results.json      rewritten whenever a point ends
 
-A point is done when its metrics.jsonl has the evaluations of the last step, no matter who trained
-it. If the runner is stopped, its points save the current step and end, and the same command
-continues the sweep. If a point dies, the runner starts it again from its newest checkpoint, up to
-`retries` times. If a restart would only end the same way (a wrong setting, a diverged run, a full
-disk), the point has failed.
+A point is done when its metrics.jsonl has the evaluations of the last step, whoever trained it. If
+the runner is stopped, its points save the current step and end; the same command then continues the
+sweep. If the process of a point dies, the runner starts it again from its newest checkpoint, up to
+`retries` times. If a restart would end in the same way (a wrong setting, a diverged run, a full
+disk), the runner gives the point up: it has failed.
 """
 
 import fcntl
@@ -36,9 +36,9 @@ _POLL = 0.5  # seconds
 
 
 def train_arguments(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[str]:
-    """The arguments with which train.py runs this point."""
+    """Returns the arguments with which train.py runs this point."""
     settings = [f"--config.{name}={as_text(value)}" for name, value in point.overrides.items()]
-    # A setting without effect here has one in other points (`check.check_settings`).
+    # A setting without effect on this point has an effect on others (`check.check_settings`).
     allowed = ["--allow-unread"] if unread_settings(sweep, point) else []
     return [
         f"--config={sweep.base}",
@@ -49,8 +49,8 @@ def train_arguments(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[s
 
 
 def shell_command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> str:
-    """The command of a point for a shell or a cluster's scheduler, to be run in the folder in which
-    this process runs.
+    """Returns the command of a point for a shell or a cluster's scheduler. It must be run in the
+    current folder of this process.
     """
     train = ["uv", "run", "train.py"]
     if pathlib.Path.cwd() != TRAIN.parent:
@@ -59,10 +59,10 @@ def shell_command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> str:
 
 
 def shell_lines(sweep: Sweep, workdir: pathlib.Path) -> list[str]:
-    """`shell_command` of every point.
+    """Returns the `shell_command` of every point.
 
     Raises:
-      UserError: one of them has several lines.
+      UserError: a command has several lines.
     """
     lines = [shell_command(sweep, point, workdir) for point in sweep.points]
     for point, line in zip(sweep.points, lines, strict=True):
@@ -75,12 +75,12 @@ def shell_lines(sweep: Sweep, workdir: pathlib.Path) -> list[str]:
 
 
 def point_folder(workdir: pathlib.Path, point: Point) -> pathlib.Path:
-    """The folder of a point's run."""
+    """Returns the folder of a point's run."""
     return workdir / "points" / point.name
 
 
 def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
-    """Creates the folder of a sweep; if it exists, checks that it holds this sweep.
+    """Creates the folder of a sweep. If the folder exists, checks that it holds this sweep.
 
     Raises:
       UserError: the folder holds another sweep, or cannot be written.
@@ -107,7 +107,14 @@ def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
 
 
 class _Running(NamedTuple):
-    """The process of a point. `log_size`: bytes in its log when it started."""
+    """The process of a point.
+
+    Attributes:
+      point: the point.
+      process: its process.
+      started_at: time at which the process started, in seconds of `time.monotonic`.
+      log_size: number of bytes in the point's log when the process started.
+    """
 
     point: Point
     process: subprocess.Popen
@@ -119,11 +126,13 @@ class Runner:
     """Runs the points of a sweep.
 
     Args:
+      sweep: the sweep.
+      workdir: the folder of the sweep.
       workers: how many points run at the same time.
-      retries: how often a point that died is started again.
-      log: gets a line about every start and end of a point.
-      on_point_end: gets {name of a failed point: why}, whenever a point has ended and at the end.
-        The runner holds the folder's lock during the call.
+      retries: how often a point whose process died is started again.
+      log: function that is called with a line about every start and end of a point.
+      on_point_end: function that is called with {name of a failed point: why} whenever a point has
+        ended, and at the end of the sweep. The runner holds the folder's lock during the call.
     """
 
     def __init__(
@@ -147,7 +156,8 @@ class Runner:
         """Runs the points that are not done.
 
         Returns:
-          The exit code: 0 if every point is done, 1 if some failed, 130 if it was stopped.
+          the exit code: 0 if every point is done, 1 if a point failed, 130 if the runner was
+          stopped.
 
         Raises:
           UserError: another runner holds the lock of the folder.
@@ -184,8 +194,9 @@ class Runner:
         return is_done(point_folder(self.workdir, point), config.train.steps, config.eval.suites)
 
     def _lock(self) -> int:
-        """Locks the folder and returns the descriptor. The points inherit it, so the lock holds as
-        long as any of them runs, even if this process is killed.
+        """Locks the folder and returns the file descriptor of the lock. The processes of the points
+        inherit it, so the folder stays locked as long as any of them runs, even if this process is
+        killed.
         """
         descriptor = os.open(self.workdir / "lock", os.O_CREAT | os.O_RDWR)
         try:
@@ -213,7 +224,7 @@ class Runner:
                 preexec_fn=functools.partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
         self.running[point.name] = _Running(point, process, time.monotonic(), size)
-        if self._stopping:  # the signal came during the start and did not reach this process
+        if self._stopping:  # the signal came during the start, and did not reach the new process
             process.terminate()
         start = self.starts[point.name]
         self.log(f"{point.name}: started" + (f" (start {start})" if start > 1 else ""))
@@ -232,7 +243,9 @@ class Runner:
         return again
 
     def _must_restart(self, ended: _Running, code: int) -> bool:
-        """Logs how a point ended, and records it if it failed."""
+        """Logs how a point ended, and records the reason if it failed. Returns whether the point
+        must be started again.
+        """
         name = ended.point.name
         seconds = time.monotonic() - ended.started_at
         if code == 0 and self._is_done(ended.point):
@@ -252,15 +265,15 @@ class Runner:
         return True
 
     def _stop(self, number: int, frame: Any) -> None:
-        """Handles a signal: the points save and end; a second signal ends them at once."""
+        """Handles a signal. The first lets the points save and end; the second kills them."""
         for point in self.running.values():
             point.process.send_signal(signal.SIGKILL if self._stopping else signal.SIGTERM)
         self._stopping = True
 
 
 def _last_line(path: pathlib.Path, begin: int) -> str:
-    """The error, or else the last line, that the file holds from byte `begin` on. Earlier bytes are
-    from an earlier start.
+    """Returns the error that the file contains from byte `begin` on, or else the last line. The
+    bytes before `begin` are the output of earlier processes of the point.
     """
     with path.open("rb") as file:
         file.seek(begin)

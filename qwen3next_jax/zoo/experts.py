@@ -70,7 +70,8 @@ def _over_shards(run, x_RD, weight_RA, expert_RA, *experts):
     count = experts[0].shape[0]
     expert_RA -= jax.lax.axis_index(EXPERT) * count
     here_RA = (expert_RA >= 0) & (expert_RA < count)
-    # Choices of other shards' experts are sorted after all others, into rows of no group.
+    # Choices of other shards' experts get an index past the last expert. So their rows are sorted
+    # to the end, and belong to no group.
     expert_RA = jnp.where(here_RA, expert_RA, count)
     part_RD = run(x_RD, jnp.where(here_RA, weight_RA, 0), expert_RA, *experts)
     return jax.lax.psum_scatter(part_RD, EXPERT, tiled=True)
@@ -163,14 +164,14 @@ def _clipped_swiglu_mlp(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID, bi
         _clipped_swiglu,
         grouped_matmul(x_QD, gate_up, sizes_E) + _of_rows(gate_up_bias, sizes_E, len(x_QD)),
     )
-    # The shards of `tensor` are summed later: each adds its part of the bias.
+    # The results of the shards of `tensor` are summed later, so each adds an equal share of it.
     bias_QD = _of_rows(bias_ED, sizes_E, len(x_QD)) / tensor_shards
     return grouped_matmul(hidden_QI, down_EID, sizes_E) + bias_QD
 
 
 def _of_rows(bias_EF, sizes_E, rows):
-    """The bias of each row's expert, [rows, F]. It is a product: the gradient of `bias[expert]`
-    would be a scatter-add, which loses most of the sum in bfloat16.
+    """Returns the bias of each row's expert, [rows, F], computed as a matrix product. The gradient
+    of the lookup `bias[expert]` would be a scatter-add, which loses most of the sum in bfloat16.
     """
     experts = len(sizes_E)
     expert_Q = jnp.repeat(jnp.arange(experts), sizes_E, total_repeat_length=rows)

@@ -1,12 +1,14 @@
 """Several residual streams with gates in place of norms: the residual form of Qwen3.8-Flash-Next
-(transformers' `qwen4_exp`; hyper-connections, 2409.19606, with a low-rank input gate).
+(transformers' `qwen4_exp`). It is the hyper-connections of arXiv 2409.19606 with a low-rank input
+gate.
 
-The embedding is repeated S times. Around every block f, with n the RMSNorm of each stream alone,
+Every one of the S streams starts as the embedding. Around every block f (a mixer or an MLP), with n
+the RMSNorm of each stream alone and V, U, A weights,
 
     w = sigmoid(U silu(V n / S))     x = mean over streams of w ∘ n       f reads x
     a = 2 sigmoid(A n / S)           h_s ← h_s + a_s · f(x)               for every stream s
 
-and after the last layer one more such mix gives the head's input. There is no other norm.
+After the last layer, one more mix x of the same form is the head's input. There is no other norm.
 
 The streams of a token lie side by side, [B, T, S·D]. Letters: B batch, T time, S streams, D model,
 R rank of the input gate.
@@ -26,7 +28,7 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.sharding.rules import constrain
 
-# Streams of another number than the settings' own, around both kinds of mixer.
+# A configuration for the tests, with numbers of streams and of ranks that are not the defaults.
 EXAMPLES = {
     "gated_residual": {
         "block": {"placement": "gated_residual"},
@@ -36,9 +38,10 @@ EXAMPLES = {
 
 
 class StreamMix(nnx.Module):
-    """Mixes the streams for one block, and says how much of its output each stream gets.
+    """Mixes the streams into the input of one block, and adds the block's output to the streams.
 
-    `injects`: whether there is a block; after the last layer there is none.
+    Args:
+      injects: whether a block follows the mix. No block follows the one after the last layer.
     """
 
     def __init__(self, config: ModelConfig, make: Make, injects: bool = True):
@@ -56,7 +59,7 @@ class StreamMix(nnx.Module):
             self.inject = make.matrix((s, d, s), ". embed -> .")
 
     def mix(self, h_BTE: jax.Array) -> jax.Array:
-        """Streams [B, T, S·D] → the block's input [B, T, D]."""
+        """Returns the block's input [B, T, D], made from the streams [B, T, S·D]."""
 
         def mixed(h_BTE, norm, down_SDR, up_RSD):
             n_BTSD = self._normed(h_BTE, norm)
@@ -79,7 +82,7 @@ class StreamMix(nnx.Module):
         return keeping_inputs(mixed, h_BTE, self.norm[...], self.down[...], self.up[...])
 
     def write(self, h_BTE: jax.Array, y_BTD: jax.Array) -> jax.Array:
-        """The streams with the output of the block that read them."""
+        """Returns the streams [B, T, S·D] after the block's output [B, T, D] is added to them."""
 
         def written(h_BTE, y_BTD, norm, inject_SDZ):
             n_BTSD = self._normed(h_BTE, norm)
@@ -100,15 +103,17 @@ class StreamMix(nnx.Module):
 
 
 def stream_norm(h_BTE: jax.Array, weight_E: jax.Array, config: ModelConfig) -> jax.Array:
-    """The RMSNorm of each stream alone, [B, T, S, D]."""
+    """Returns the RMSNorm [B, T, S, D] of the streams, each normalized alone."""
     shape = (-1, config.hidden_size)
     return rms_norm(h_BTE.reshape(*h_BTE.shape[:-1], *shape), weight_E.reshape(shape), config)
 
 
 class GatedMultiTokenPrediction(MultiTokenPrediction):
-    """The module over all streams: x_s = fc_e norm(embedding) + fc_h n_s, where n is one RMSNorm
-    over all S·D numbers of the trunk's streams (before its last mix); then a layer and a mix of
-    its own. As vLLM serves it; transformers has no such module.
+    """Multi-token prediction from all streams.
+
+    Stream s of the module starts as x_s = fc_e norm(embedding) + fc_h n_s, where n is one RMSNorm
+    over all S·D numbers of the trunk's streams before the trunk's last mix. The module's own layer
+    and its own last mix follow. This is the module that vLLM serves; transformers has none.
     """
 
     def make_input(self, make: Make) -> None:
@@ -167,7 +172,9 @@ class GatedResidual(Block):
 
 
 def _mix_reference(config, p, h_SD):
-    """(x [D], a [S]) of one token's streams; a is None after the last layer."""
+    """Returns x [D] and a [S] (see the top of the file) for the streams of one token. a is None
+    after the last layer.
+    """
     size = np.sqrt(np.mean(h_SD * h_SD, axis=-1, keepdims=True) + config.rms_norm_eps)
     n_SD = h_SD / size * (1 + p["norm"].reshape(h_SD.shape))
     streams = len(h_SD)
@@ -182,8 +189,12 @@ def _mix_reference(config, p, h_SD):
 
 
 def streams_reference(config, params, h_SD, blocks):
-    """One token through `blocks`, functions of x [D], each with its parameters in `params` (a list
-    with one more for the end) → the head's input [D]. NumPy, in the dtype of its inputs.
+    """Returns the head's input [D] for one token, computed by NumPy in the dtype of the inputs.
+
+    Args:
+      params: list of the parameters of each block's mix, and last those of the mix for the head.
+      h_SD: the token's streams before the first block.
+      blocks: functions x [D] → output [D].
     """
     for p, block in zip(params[:-1], blocks):
         x_D, a_S = _mix_reference(config, p, h_SD)

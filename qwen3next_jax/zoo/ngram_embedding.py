@@ -1,21 +1,23 @@
-"""An embedding of n-grams that a layer adds to the residual stream before its mixer (the
+"""An embedding of n-grams that a layer adds to the residual streams before its mixer (the
 per-layer embedding, PLE, of Qwen3.8-Flash-Next; transformers' `qwen4_exp`).
 
-Every head hashes the n-gram that ends at a token into a table of its own. With e the heads' rows
-side by side and h the residual streams, per stream
+Every head hashes the n-gram that ends at a token, and reads the row with this hash from its own
+part of the table. Let e be the concatenated rows of all heads, and h one residual stream. Then, for
+each stream,
 
     key = norm(K e)     query = norm(h)     value = V e, the same for all streams
     s = <key, query> / √D,  s ← sign(s) √max(|s|, 1e-6),  v = sigmoid(s) · value
     h ← h + v + silu(causal depthwise convolution of norm(v), dilated by ngram_size)
 
-An n-gram lies within a document, and within the stretch after the last end token (an end token
-closes its own stretch); where it would begin earlier, it holds end tokens.
+An n-gram sees only its own document, and only the part after the last end token that precedes the
+n-gram's last token. The end token takes the place of all tokens before that part.
 
-JAX without x64 has no 64-bit integers, so hashing works on pairs of uint32, the high and the low
-word. The products are less than 2^63, and every step is exact.
+JAX without x64 has no 64-bit integers, so the hash is computed on pairs of uint32, the high and the
+low word. The products are less than 2^63, and every step is exact.
 
-Letters: B batch, T time, S residual streams, D model, E = S·D, P width of all heads' rows, H heads,
-W taps of the convolution, C = (W - 1) · ngram_size tokens that it reads before its own.
+Letters: B batch, T time, S residual streams, D model, E = S·D, P width of all heads' rows together,
+H heads, W taps of the convolution, C = (W - 1) · ngram_size earlier tokens that it reads, K number
+of earlier entries that a cache keeps.
 """
 
 from typing import Any
@@ -41,8 +43,14 @@ _SMALLEST_SCORE = 1e-6
 
 
 class NgramEmbedding(nnx.Module):
-    """What one layer adds. `number`: which of the model's n-gram embeddings it is, from 0: each
-    has hash functions and a table of its own. `whole_rows`: as that of `model.mixer.Mixer`.
+    """The n-gram embedding of one layer.
+
+    Args:
+      number: index of this embedding among the model's n-gram embeddings, from 0. Each of them has
+        its own hash functions and its own table.
+
+    Attributes:
+      whole_rows: as `whole_rows` of `model.mixer.Mixer`.
     """
 
     whole_rows = True
@@ -66,8 +74,12 @@ class NgramEmbedding(nnx.Module):
     def __call__(
         self, h_BTE: jax.Array, context: Context, cache: dict | None = None
     ) -> tuple[jax.Array, dict | None]:
-        """h [B, T, S·D] → (what is added to it, the cache after these tokens; with
-        `context.return_all_states` after every token, [B, T, …]).
+        """Computes what the layer adds to the residual streams h [B, T, S·D].
+
+        Returns:
+          the summand [B, T, S·D];
+          the cache after these tokens, or after each of them, [B, T, …], if
+          `context.return_all_states` is set; None without a cache.
         """
         c, (before_BK, before_BCE) = self.config, (None, None)
         if cache is not None:
@@ -87,7 +99,9 @@ class NgramEmbedding(nnx.Module):
         }
 
     def _look_up(self, ids_BTH: jax.Array, context: Context) -> jax.Array:
-        """Rows [B, T, P] of the table. On a mesh it is gathered; see docs/qwen3_8_flash_next.md."""
+        """Returns the table's rows of all heads, [B, T, P]. On a mesh, every device gathers the
+        whole table (docs/qwen3_8_flash_next.md).
+        """
         mesh, declared, shape = context.mesh, self.table.declared, self.table.shape
 
         def look_up(table_VK, ids_BTH):
@@ -103,13 +117,13 @@ class NgramEmbedding(nnx.Module):
         return per_shard(look_up, mesh, in_specs, tokens)(self.table[...], ids_BTH)
 
     def _per_stream(self, x_BTE: jax.Array, weight_E: jax.Array) -> jax.Array:
-        """RMSNorm of each stream alone, [B, T, S, D]."""
+        """Returns the RMSNorm [B, T, S, D] of the streams, each normalized alone."""
         shape = (-1, self.config.hidden_size)
         x_BTSD = x_BTE.reshape(*x_BTE.shape[:2], *shape)
         return rms_norm(x_BTSD, weight_E.reshape(shape), self.config)
 
     def _gated_value(self, e_BTP: jax.Array, h_BTE: jax.Array) -> jax.Array:
-        """v [B, T, S·D]."""
+        """Returns v [B, T, S·D] of the formulas at the top of the file."""
         dtype = h_BTE.dtype
         key_BTSD = jnp.einsum("btp,psd->btsd", e_BTP, self.key_proj[...].astype(dtype))
         value_BTD = e_BTP @ self.value_proj[...].astype(dtype)
@@ -130,7 +144,12 @@ class NgramEmbedding(nnx.Module):
     def _convolve(
         self, n_BTE: jax.Array, positions_BT: jax.Array, before_BCE: jax.Array | None
     ) -> jax.Array:
-        """y_t = Σ_w kernel_w n_{t - (W - 1 - w) · dilation}, of tokens of the same document."""
+        """Returns y_t = Σ_w kernel_w n_{t - (W - 1 - w) · dilation} [B, T, E], where the sum leaves
+        out tokens of other documents.
+
+        Args:
+          before_BCE: n of the C tokens before these; None: there are none.
+        """
         kernel_WE, dilation = self.conv_kernel[...].astype(n_BTE.dtype), self.config.ple.ngram_size
         width, time = len(kernel_WE), n_BTE.shape[1]
         reach = (width - 1) * dilation
@@ -148,13 +167,14 @@ class NgramEmbedding(nnx.Module):
 
     @staticmethod
     def ids(config, number, tokens_BT, positions_BT, before_BK=None) -> jax.Array:
-        """See `ngram_ids`."""
+        """Returns `ngram_ids` of the same arguments."""
         return ngram_ids(config, number, tokens_BT, positions_BT, before_BK)
 
     @classmethod
     def init_cache(cls, config: ModelConfig, batch: int) -> dict[str, jax.Array]:
-        """Before the first token: the tokens, and the convolution's inputs, that later tokens
-        read. Positions say which of them are of the row.
+        """Returns the cache before the first token. It has space for the last tokens and for the
+        last inputs of the convolution. The zeros in it are never read as tokens, because readers
+        look back no further than a token's position.
         """
         ple = config.ple
         reach, width = (ple.conv_kernel_size - 1) * ple.ngram_size, stream_count(config)
@@ -165,7 +185,7 @@ class NgramEmbedding(nnx.Module):
 
 
 def stream_count(config: ModelConfig) -> int:
-    """How many residual streams the model has."""
+    """The number of residual streams of the model."""
     return (
         jax.eval_shape(
             lambda x: config.block.resolve("placement").enter(x, config),
@@ -178,8 +198,11 @@ def stream_count(config: ModelConfig) -> int:
 def _window(
     before_BKx: jax.Array, new_BTx: jax.Array, segment_ids_BT: jax.Array | None, each: bool
 ) -> jax.Array:
-    """The last K entries after the new ones, [B, K, …]; right padding (segment 0) does not count.
-    `each`: after every new one, [B, T, K, …].
+    """Returns the last K entries [B, K, …] of `before` followed by the new ones, without padding at
+    the right (segment id 0).
+
+    Args:
+      each: whether to return, instead, the last K entries up to each new one, [B, T, K, …].
     """
     kept, time = before_BKx.shape[1], new_BTx.shape[1]
     all_BXx = jnp.concatenate((before_BKx, new_BTx.astype(before_BKx.dtype)), axis=1)
@@ -201,12 +224,14 @@ def ngram_ids(
     positions_BT: jax.Array,
     before_BK: jax.Array | None = None,
 ) -> jax.Array:
-    """[B, T, H] int32: the row of each head's n-gram in the table of embedding `number`. Heads of
-    2-grams come first, then those of 3-grams, ….
+    """Returns [B, T, H] int32: for each head, the row of the n-gram that ends at the token. The
+    heads of 2-grams come first, then those of 3-grams, and so on.
 
     Args:
-      positions_BT: of each token in its document.
-      before_BK: the ngram_size - 1 tokens before them; None: there are none.
+      number: index of the embedding among the model's n-gram embeddings.
+      tokens_BT: token ids.
+      positions_BT: the position of each token in its document.
+      before_BK: the ngram_size - 1 tokens before `tokens_BT`; None: there are none.
     """
     ple, time = config.ple, tokens_BT.shape[1]
     factors = ple.multipliers(number, config.vocab_size)
@@ -221,7 +246,8 @@ def ngram_ids(
     for back, factor in enumerate(factors):
         token_BT = padded_BX[:, reach - back : reach - back + time]
         if back:
-            # a stretch ends with its end token, so that no n-gram holds one before its last token
+            # An earlier end token, and every token before it, counts as an end token. An end token
+            # at the last position of the n-gram (back = 0) has no such effect.
             within_BT &= (positions_BT >= back) & (token_BT != config.eos_token_id)
         product = _product(jnp.where(within_BT, token_BT, config.eos_token_id), factor)
         hashed = product if hashed is None else tuple(x ^ y for x, y in zip(hashed, product))
@@ -233,26 +259,32 @@ def ngram_ids(
 
 
 def _product(token: jax.Array, factor: int) -> Words:
-    """token × factor, for 0 ≤ token < 2^31 and a product of less than 2^64."""
+    """Returns token × factor, for 0 ≤ token < 2^31 and a product less than 2^64."""
     token = token.astype(jnp.uint32)
     high, low = _times_32(token, factor % 2**32)
     return high + token * np.uint32(factor >> 32), low
 
 
 def _times_32(a: jax.Array, b: int) -> Words:
-    """a × b of two 32-bit numbers, by their halves of 16 bits."""
+    """Returns a × b of two 32-bit numbers, computed from their halves of 16 bits."""
     a_high, a_low = a >> 16, a & 0xFFFF
     b_high, b_low = np.uint32(b >> 16), np.uint32(b & 0xFFFF)
     low, middle = a_low * b_low, a_high * b_low
-    # at most (2^16 - 1)^2 + 2^16 - 1 each: no carry is lost
+    # Each of the next two sums is at most (2^16 - 1)^2 + 2^16 - 1 < 2^32, so no carry is lost.
     middle += low >> 16
     other = a_low * b_high + (middle & 0xFFFF)
     return a_high * b_high + (middle >> 16) + (other >> 16), (other << 16) | (low & 0xFFFF)
 
 
 def _remainder(words: Words, size_H: np.ndarray) -> jax.Array:
-    """[..., H] uint32: the remainder of each number by each of `size`, at most 2^31: as many bits
-    at a time as leave room for a remainder before them.
+    """Returns [..., H] uint32, the remainder of each 64-bit number divided by each size.
+
+    It is a long division. Each step appends as many further bits of the number to the remainder as
+    fit into 32 bits.
+
+    Args:
+      words: the numbers [...].
+      size_H: the divisors, each less than 2^31.
     """
     step = 32 - int(size_H.max()).bit_length()
     rest = jnp.zeros((*words[0].shape, len(size_H)), jnp.uint32)
@@ -269,7 +301,7 @@ def _remainder(words: Words, size_H: np.ndarray) -> jax.Array:
 
 
 def ngram_ids_reference(config: ModelConfig, number: int, tokens: Any) -> np.ndarray:
-    """[T, H] of one document, with Python's integers."""
+    """Returns `ngram_ids` [T, H] of one document, computed with Python's integers."""
     ple, eos = config.ple, config.eos_token_id
     factors = ple.multipliers(number, config.vocab_size)
     sizes, offsets = ple.table_sizes(number), ple.offsets(number)

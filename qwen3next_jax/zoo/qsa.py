@@ -1,28 +1,36 @@
 """Qwen Sparse Attention (QSA): gated attention in which an indexer chooses, for each query, the
-blocks of keys that it sees (Qwen3.8-Flash-Next; transformers' `qwen4_exp`).
+blocks of keys that the query sees (Qwen3.8-Flash-Next; transformers' `qwen4_exp`).
 
 The indexer has H small query heads and one key head. Its keys are averaged over blocks of `ratio`
-consecutive tokens, counted from the document's start. A query at place p sees the tokens of the
-budget / ratio complete blocks with the best scores
+consecutive tokens, counted from the document's start. A block is complete for a query if the query
+is at the block's last token or after it. A query sees the tokens of budget / ratio complete blocks,
+those with the highest scores
 
-    Σ over heads of relu(⟨q, k⟩) / √d
+    Σ over heads of relu(⟨q, k⟩) / √d        with d the width of the indexer's heads
 
-and the tokens after the last complete block, its own among them. Of equal scores the earlier
-block is taken (relu makes many scores 0). Within budget + ratio - 1 tokens nothing is left out.
+and all tokens up to its own that follow the last complete block. If two blocks have the same score,
+the earlier one is preferred (relu makes many scores 0). A query sees all earlier tokens if its
+document has at most budget + ratio - 1 tokens so far.
 
-No gradient passes the selection: the language model's loss does not train the indexer. A loss of
-its own does (`TrainConfig.indexer_training`; the technical report, as Megatron-LM writes it out):
+No gradient passes through the selection, so the language model's loss does not train the indexer.
+The indexer has its own loss (`TrainConfig.indexer_training`), which follows the technical report
+and Megatron-LM's implementation:
 
-    teacher   attention's probabilities summed over heads; the largest of each block, over their sum
+    teacher   attention's probabilities are summed over the heads; a block has the largest of its
+              tokens' sums, divided by the total of these largest sums over the blocks
     student   softmax of the blocks' scores
-    loss      KL(teacher ‖ student), a mean over the queries that see a complete block
+    loss      KL(teacher ‖ student), averaged over the queries that see a complete block
 
-over the selected blocks ("sparse"), or over all complete ones while attention is dense ("dense", a
-warm-up). The incomplete block has no score, and is left out. Teacher and the indexer's input are
-constants, so that nothing else learns from it.
+In the mode "sparse" the blocks are the selected ones. In the mode "dense", a warm-up, attention
+sees all tokens and the blocks are all complete ones. An incomplete block has no score, so the loss
+leaves it out. The teacher and the indexer's input are constants, so the loss trains only the
+indexer.
 
-Letters: B batch, T queries, S keys (slots of the cache), C queries of a chunk, N query heads, M
-key/value heads, K head width, H heads of the indexer, I their width, G blocks of a row.
+A token's place is its position in its document.
+
+Letters: B batch, T queries, S keys (with a cache: its slots), C queries of a chunk, N query heads,
+M key/value heads, K head width, H heads of the indexer, I their width, G blocks of a row, R tokens
+of a block.
 """
 
 import dataclasses
@@ -47,7 +55,8 @@ from qwen3next_jax.sharding.rules import TENSOR, activation_spec, per_shard, num
 from qwen3next_jax.zoo.attention_references import gated_attention, norm, places, rotated
 from qwen3next_jax.zoo.ops.pair_attention import CHUNK, dot
 
-# Ratio and budget such that rows of some tokens have an incomplete block, and leave some out.
+# A configuration for the tests. With this ratio and budget, even short rows can end in an
+# incomplete block, and have queries that do not see every block.
 EXAMPLES = {
     "qsa": {
         "full_mixer": "qsa",
@@ -59,17 +68,20 @@ EXAMPLES = {
         },
     }
 }
-_HIDDEN = -1e30  # score of a pair that is not seen
+_HIDDEN = -1e30  # score of a key or block that the query does not see
 
 
 class Blocks(NamedTuple):
-    """The complete blocks of every row, in order.
+    """The complete blocks of every row, in the order of their tokens.
 
-    k: [B, G, I], the indexer's pooled keys, normed and rotated.
-    start: [B, G] int32, the place of the block's first token in its document.
-    segment: [B, G] int32, its document; 0 where there is no such block.
-    last: [B, G] int32, its last token's place in the row.
-    of_token: [B, S] int32, the block of each token, complete or not yet.
+    Attributes:
+      k: [B, G, I], the mean of the indexer's keys in each block, normed and rotated.
+      start: [B, G] int32, the place of each block's first token.
+      segment: [B, G] int32, the segment id of each block's document; 0 for entries after the row's
+        last block.
+      last: [B, G] int32, the index in the row of each block's last token.
+      of_token: [B, S] int32, the index of the block of each token. For a token of an incomplete
+        block it is the number of complete blocks before the token in the row.
     """
 
     k: jax.Array
@@ -80,28 +92,32 @@ class Blocks(NamedTuple):
 
 
 class QSA(GatedAttention):
-    """Gated attention to the blocks of keys that an indexer selects. The cache also holds the
-    indexer's keys, and the blocks' pooled ones, which are made when a block is complete.
+    """Gated attention to the blocks of keys that an indexer selects.
 
-    Diagnostics: `GatedAttention`'s, of dense attention; indexer_overlap [], of the blocks to which
-    dense attention gives most, as many as the budget has, the share that is selected, a mean over
-    the counted queries that have more complete blocks than that.
+    Besides keys and values, the cache holds the indexer's key of every token and the pooled key of
+    every block, which is written when the block becomes complete.
+
+    The diagnostics are those of `GatedAttention`, computed for dense attention, and
+    indexer_overlap []. It compares the blocks that the indexer selects with the equally many blocks
+    to which dense attention gives the largest probabilities, and is the share of the latter that
+    are selected. It is a mean over the counted queries with more complete blocks than the budget
+    allows.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(GatedAttention.Settings):
-        # query heads of the indexer; it has one key head
+        # number of the indexer's query heads; the indexer has one key head
         indexer_n_heads: Annotated[int, "at least 1"] = 4
         # width of the indexer's heads
         indexer_head_dim: Annotated[int, "at least 1"] = 128
-        # tokens of the complete blocks that a query sees, at most
+        # the most tokens in complete blocks that a query sees
         indexer_budget: Annotated[int, "at least 1"] = 2048
-        # tokens of a block
+        # number of tokens of a block
         indexer_compress_ratio: Annotated[int, "at least 1"] = 4
 
         def __post_init__(self):
             if self.indexer_compress_ratio < 1:
-                return  # its bound is checked next
+                return  # the check of the bound "at least 1" comes later and raises the error
             require(
                 self.indexer_budget % self.indexer_compress_ratio == 0,
                 f"model.mixer.indexer_budget = {self.indexer_budget}: expected a multiple of "
@@ -117,7 +133,7 @@ class QSA(GatedAttention):
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
         s = self.settings(config)
-        # the query heads, and the key head last
+        # The last head is the key head; the others are query heads.
         self.index_qk_proj = make.matrix(
             (config.hidden_size, s.indexer_n_heads + 1, s.indexer_head_dim),
             "embed -> . .",
@@ -161,30 +177,38 @@ class QSA(GatedAttention):
         return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, None
 
     def is_sparse(self, length: int) -> bool:
-        """Whether some query of a document of so many tokens is denied a key."""
+        """Whether some query in a document of `length` tokens does not see all earlier tokens."""
         s = self.settings(self.config)
         return length > s.indexer_budget + s.indexer_compress_ratio - 1
 
     def index(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-        """The indexer's queries [B, T, H, I], normed and rotated, and raw keys [B, T, I]."""
+        """Returns the indexer's queries [B, T, H, I], normed and rotated, and its keys [B, T, I],
+        neither normed nor rotated.
+        """
         x_BTD = jax.lax.stop_gradient(x_BTD)
         qk_BTHI = jnp.einsum("btd,dhi->bthi", x_BTD, self.index_qk_proj[...].astype(x_BTD.dtype))
         q_BTHI = rms_norm(qk_BTHI[:, :, :-1], self.index_q_norm[...], self.config)
         return rotate(q_BTHI, context.positions, self.config), qk_BTHI[:, :, -1]
 
     def block_keys(self, mean_BGI: jax.Array, start_BG: jax.Array) -> jax.Array:
-        """The pooled keys [B, G, I] of blocks whose first tokens have the places `start`."""
+        """Returns the pooled keys [B, G, I]: the means of the blocks' keys, normed, and rotated to
+        the places of the blocks' first tokens.
+
+        Args:
+          mean_BGI: the mean of the indexer's keys in each block.
+          start_BG: the place of each block's first token.
+        """
         k_BGI = rms_norm(mean_BGI, self.index_k_norm[...], self.config)
         return rotate(k_BGI[:, :, None], start_BG, self.config)[:, :, 0]
 
     def blocks_of_rows(self, index_k_BTI: jax.Array, context: Context) -> Blocks:
-        """The complete blocks of all documents of each row."""
+        """Returns the complete blocks of all documents of each row."""
         ratio, t_BT = self.settings(self.config).indexer_compress_ratio, context.positions
         segment_BT = _documents(context)
         ends_BT = ((t_BT + 1) % ratio == 0) & (segment_BT > 0)
         before_BT = jnp.cumsum(ends_BT, axis=1) - ends_BT
         count = t_BT.shape[1] // ratio
-        # the places in the row of the blocks' last tokens; 0 behind the last block
+        # the indices in the row of the blocks' last tokens; 0 for entries after the last block
         last_BG = jax.vmap(lambda ends: jnp.nonzero(ends, size=count, fill_value=0)[0])(ends_BT)
         there_BG = jnp.arange(count) < jnp.sum(ends_BT, axis=1, keepdims=True)
         tokens_BGR = jnp.maximum(last_BG[..., None] - jnp.arange(ratio), 0)
@@ -203,7 +227,7 @@ class QSA(GatedAttention):
         )
 
     def seen(self, x_BTD: jax.Array, context: Context) -> jax.Array:
-        """[B, T, T] bool: the tokens that each query sees."""
+        """Returns [B, T, T] bool: whether each query (second axis) sees each token (third axis)."""
         index_q_BTHI, index_k_BTI = self.index(x_BTD, context)
         of_rows, t_BT = self.blocks_of_rows(index_k_BTI, context), context.positions
         segment_BT, settings = _documents(context), self.settings(self.config)
@@ -213,7 +237,7 @@ class QSA(GatedAttention):
     def _attend_cached(
         self, q_BTNK, k_BTMK, v_BTMK, index_q_BTHI, index_k_BTI, context: Context, cache: dict
     ):
-        """(o [B, T, N, K], the cache with these tokens written)."""
+        """Returns the attention output o [B, T, N, K], and the cache with these tokens written."""
         ratio, t_BT = self.settings(self.config).indexer_compress_ratio, context.positions
         cache = {
             "k": write(cache["k"], k_BTMK, t_BT),
@@ -223,7 +247,7 @@ class QSA(GatedAttention):
         }
         batch, slots = cache["k"].shape[:2]
         count = cache["block_k"].shape[1]
-        # The blocks that these tokens touch are pooled. Queries see those that are complete alone.
+        # Pools every block that contains one of these tokens. Only the complete ones are written.
         touched_BG = t_BT[:, :1] // ratio + jnp.arange(t_BT.shape[1] // ratio + 2)
         complete_BG = (touched_BG + 1) * ratio <= t_BT[:, -1:] + 1
         tokens_BGR = jnp.minimum(touched_BG[..., None] * ratio + jnp.arange(ratio), slots - 1)
@@ -242,7 +266,7 @@ class QSA(GatedAttention):
             start_BG + ratio - 1,
             s_BS // ratio,
         )
-        # right padding is told by its slots
+        # No query sees the padding at the right, because its slots come after the query's.
         context = context._replace(segment_ids=None)
         o_BTNK = self._selected_attention(
             q_BTNK, cache["k"], cache["v"], index_q_BTHI, of_rows, context, s_BS
@@ -252,8 +276,11 @@ class QSA(GatedAttention):
     def _selected_attention(
         self, q_BTNK, k_BSMK, v_BSMK, index_q_BTHI, of_rows: Blocks, context: Context, s_BS=None
     ):
-        """`selected_attention` with the heads split over `tensor`; every shard selects alike.
-        `s_BS`: the places of keys that are not the queries' own tokens.
+        """Runs `selected_attention` with the heads split over the mesh axis `tensor`. Every shard
+        of `tensor` selects the same blocks.
+
+        Args:
+          s_BS: the places of the keys; None if the keys are those of the queries' tokens.
         """
 
         def run(q, k, v, *rest):
@@ -265,7 +292,7 @@ class QSA(GatedAttention):
         )
 
     def _indexer_loss(self, q_BTNK, k_BTMK, index_q_BTHI, of_rows: Blocks, context: Context):
-        """[] the sum of the KL divergence over the tokens of `loss_tokens`."""
+        """Returns [], the sum of the KL divergence over the counted tokens of `loss_tokens`."""
         if not of_rows.k.shape[1]:  # rows shorter than a block
             return jnp.zeros(())
 
@@ -305,7 +332,14 @@ class QSA(GatedAttention):
         return token_mean(share_BT, has_choice_BT)
 
     def _on_each_device(self, run, heads, out_spec, context: Context):
-        """`run` of each device's own query and key heads and of the rest of its arguments."""
+        """Returns a function of the remaining arguments that calls `run` on each device, with the
+        device's own rows and heads.
+
+        Args:
+          run: function of the arrays in `heads`, followed by the remaining arguments.
+          heads: queries, keys and perhaps values, [B, tokens, heads, K].
+          out_spec: the sharding of what `run` returns.
+        """
         mesh = context.mesh
         require(
             context.time_axis is None,
@@ -326,7 +360,7 @@ class QSA(GatedAttention):
 
     @classmethod
     def loss_tokens(cls, config, positions_BT, counted_BT):
-        """Those that see a complete block."""
+        """Returns [B, T] bool: the counted tokens that see a complete block."""
         return counted_BT & (positions_BT + 1 >= cls.settings(config).indexer_compress_ratio)
 
     @classmethod
@@ -341,7 +375,9 @@ class QSA(GatedAttention):
 
     @classmethod
     def forward_flops(cls, config: ModelConfig, length: int) -> float:
-        """Scores and values of the keys that a query sees on average; the blocks' scores."""
+        """Returns the FLOPs per token: attention's scores and values for the keys that a query sees
+        on average, and the indexer's scores of the blocks.
+        """
         s = cls.settings(config)
         full = min(length, s.indexer_budget + s.indexer_compress_ratio - 1)
         seen = (full * (full + 1) / 2 + (length - full) * s.indexer_budget) / length
@@ -362,14 +398,16 @@ class QSA(GatedAttention):
 
 
 def _documents(context: Context) -> jax.Array:
-    """[B, T] the document of each token, 0 for padding."""
+    """Returns [B, T], the segment id of each token's document; 0 for padding."""
     if context.segment_ids is None:
         return jnp.ones_like(context.positions)
     return context.segment_ids
 
 
 def _tokens(context: Context, s_BS: jax.Array | None = None) -> tuple[jax.Array, ...]:
-    """Places [B, T] and [B, S] of queries and keys, and their documents."""
+    """Returns the places of queries [B, T] and of keys [B, S], then the segment ids of the
+    documents of queries [B, T] and of keys [B, S].
+    """
     if s_BS is None:
         return context.positions, context.positions, _documents(context), _documents(context)
     return context.positions, s_BS, _documents(context), jnp.ones_like(s_BS)
@@ -378,15 +416,19 @@ def _tokens(context: Context, s_BS: jax.Array | None = None) -> tuple[jax.Array,
 def select_blocks(
     index_q_BCHI: jax.Array, of_rows: Blocks, t_BC: jax.Array, segment_BC: jax.Array, settings
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Which complete blocks each query selects.
+    """Selects complete blocks for each query.
 
     Args:
       index_q_BCHI: the indexer's queries.
-      t_BC, segment_BC: place and document of each query.
+      of_rows: the blocks of every row.
+      t_BC: the place of each query.
+      segment_BC: the segment id of each query's document.
+      settings: the `QSA.Settings`.
 
     Returns:
-      selected [B, C, G] bool, scores [B, C, G] float32, visible [B, C, G] bool: the complete
-      blocks of the query's document that lie before it.
+      selected [B, C, G] bool: whether the query selects the block;
+      score [B, C, G] float32: the indexer's score of the block;
+      visible [B, C, G] bool: whether the block is complete for the query, and of its document.
     """
     ratio = settings.indexer_compress_ratio
     s_BHCG = jnp.einsum(
@@ -400,7 +442,9 @@ def select_blocks(
 
 
 def best_blocks(score_BCG: jax.Array, visible_BCG: jax.Array, count: int) -> jax.Array:
-    """[B, C, G] bool: the `count` visible blocks of the highest scores, of equal ones the first."""
+    """Returns [B, C, G] bool: whether a block is one of the `count` visible blocks with the highest
+    scores. Of blocks with equal scores, the earlier ones are preferred.
+    """
     if count >= score_BCG.shape[-1]:
         return visible_BCG
     ranked_BCG = jnp.where(visible_BCG, score_BCG, -jnp.inf)
@@ -415,7 +459,9 @@ def best_blocks(score_BCG: jax.Array, visible_BCG: jax.Array, count: int) -> jax
 def seen_tokens(
     selected_BCG, of_rows: Blocks, t_BC, s_BS, segment_BC, segment_BS, settings
 ) -> jax.Array:
-    """[B, C, S] bool: the tokens of the selected blocks, and those after the last complete one."""
+    """Returns [B, C, S] bool: whether the query sees the token. A query sees the tokens of the
+    blocks that it selected, and the tokens up to its own after the last complete block.
+    """
     ratio = settings.indexer_compress_ratio
     incomplete_BC1 = ((t_BC + 1) // ratio * ratio)[..., None]
     s_B1S = s_BS[:, None]
@@ -424,8 +470,8 @@ def seen_tokens(
     tail_BCS &= same_document_BCS
     if not selected_BCG.shape[-1]:
         return tail_BCS
-    # An incomplete block at the end of a document has the number of the next document's first one,
-    # and at the end of the row perhaps a number beyond the last.
+    # `of_token` gives an incomplete block at the end of a document the index of the next document's
+    # first block. At the end of a row, this index may lie beyond the last block.
     inside_BS = of_rows.of_token < selected_BCG.shape[-1]
     number_BS = jnp.where(inside_BS, of_rows.of_token, 0)
     chosen_BCS = jax.vmap(lambda selected, number: selected[:, number])(selected_BCG, number_BS)
@@ -444,8 +490,19 @@ def selected_attention(
     segment_BS: jax.Array,
     settings: QSA.Settings,
 ) -> jax.Array:
-    """softmax over the seen keys, in float32 → o [B, T, N, K] in v's dtype. Queries are worked a
-    chunk at a time, so that memory is chunk × T; the work is T × T.
+    """Returns o [B, T, N, K], in v's dtype: attention of each query to the keys that it sees, with
+    the softmax in float32.
+
+    It processes the queries chunk by chunk, so memory grows with chunk × S. The work grows with
+    T × S.
+
+    Args:
+      q_BTNK, k_BSMK, v_BSMK: attention's queries, keys and values.
+      index_q_BTHI: the indexer's queries.
+      of_rows: the blocks of every row.
+      t_BT, s_BS: the places of queries and keys.
+      segment_BT, segment_BS: the segment ids of the documents of queries and keys.
+      settings: the settings of the mixer.
     """
 
     def attend_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC):
@@ -473,8 +530,12 @@ def divergence(
     dense: bool,
     head_axis: str | None = None,
 ) -> jax.Array:
-    """[B, T] float32: KL(teacher ‖ student) of each query's blocks; 0 of one without. `head_axis`:
-    the mesh axis that splits the heads, which the teacher sums.
+    """Returns [B, T] float32: KL(teacher ‖ student) over the blocks of each query; 0 for a query
+    without blocks. The arguments that are not listed are those of `selected_attention`.
+
+    Args:
+      dense: whether the loss is that of the mode "dense", over all complete blocks.
+      head_axis: the mesh axis that splits the heads, over which the teacher is summed; None: none.
     """
 
     def of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC):
@@ -505,8 +566,9 @@ def overlap(
     settings: QSA.Settings,
     head_axis: str | None = None,
 ) -> jax.Array:
-    """[B, T]: of the blocks to which dense attention gives most, as many as a query may select,
-    the share that it selects.
+    """Returns [B, T], the overlap of each query (see indexer_overlap of `QSA`): which share of the
+    blocks with the largest `block_shares` of dense attention the query selects. The number of these
+    blocks is the most that a query can select. The arguments are those of `divergence`.
     """
     count = settings.indexer_budget // settings.indexer_compress_ratio
 
@@ -527,8 +589,9 @@ def overlap(
 def block_shares(
     q_BCNK, k_BTMK, seen_BCS, kept_BCG, of_rows: Blocks, settings: QSA.Settings, head_axis
 ) -> jax.Array:
-    """[B, C, G] float32: attention's largest probability in each kept block, summed over the heads
-    before, over the sum of all kept blocks.
+    """Returns [B, C, G] float32, the teacher: attention's probabilities are summed over the heads;
+    a kept block has the largest sum of its tokens, divided by the total over the kept blocks. Other
+    blocks have 0.
     """
     p_BCS = jnp.sum(probabilities(q_BCNK, k_BTMK, seen_BCS), axis=1)
     if head_axis is not None:
@@ -542,8 +605,8 @@ def block_shares(
 
 
 def _by_chunks(of_chunk, *of_queries: jax.Array) -> jax.Array:
-    """`of_chunk` of the queries, some at a time: what it makes of all keys lives for one chunk, in
-    the backward pass, too.
+    """Applies `of_chunk` to the queries, one chunk at a time. In the forward and in the backward
+    pass, the intermediate arrays of only one chunk are in memory at any time.
     """
 
     @jax.checkpoint
@@ -556,7 +619,7 @@ def _by_chunks(of_chunk, *of_queries: jax.Array) -> jax.Array:
 
 
 def probabilities(q_BCNK: jax.Array, k_BSMK: jax.Array, seen_BCS: jax.Array) -> jax.Array:
-    """[B, N, C, S] float32: attention's, of every head."""
+    """Returns attention's probabilities [B, N, C, S] float32 of every query head."""
     return jax.nn.softmax(jnp.where(seen_BCS[:, None], dot(q_BCNK, k_BSMK), _HIDDEN), axis=-1)
 
 
@@ -565,7 +628,7 @@ def probabilities(q_BCNK: jax.Array, k_BSMK: jax.Array, seen_BCS: jax.Array) -> 
 
 
 def scores_reference(config, params, x) -> jax.Array:
-    """[T, blocks]: the score of every complete block of one document, for all queries."""
+    """Returns [T, blocks]: the score of every complete block of one document for every query."""
     ratio = config.settings_of("qsa").indexer_compress_ratio
     qk = jnp.einsum("td,dhi->thi", jax.lax.stop_gradient(x), params["index_qk_proj"])
     place = np.arange(len(x))
@@ -579,7 +642,7 @@ def scores_reference(config, params, x) -> jax.Array:
 
 
 def selected_reference(config, params, x) -> jax.Array:
-    """[T, T] bool: the keys that each query of one document sees."""
+    """Returns [T, T] bool: whether each query (first axis) of one document sees each key."""
     s = config.settings_of("qsa")
     ratio, count = s.indexer_compress_ratio, s.indexer_budget // s.indexer_compress_ratio
     score, place, seen = scores_reference(config, params, x), np.arange(len(x)), []
@@ -598,7 +661,7 @@ def qsa_reference(config, params, x):
 
 
 def divergence_reference(config, params, x, dense: bool) -> jax.Array:
-    """The indexer's loss, summed over the queries of one document, query by query."""
+    """Returns the indexer's loss, summed over the queries of one document one by one."""
     ratio, width = config.settings_of("qsa").indexer_compress_ratio, config.head_dim
     score, seen = scores_reference(config, params, x), selected_reference(config, params, x)
     params, x = jax.lax.stop_gradient((params, x))
