@@ -9,6 +9,7 @@ runs this command with its own --rank (from 0) and the same --of. If a host dies
 it worked are missing; then run the command again, with any number of hosts.
 """
 
+import dataclasses
 import pathlib
 
 from absl import flags
@@ -25,7 +26,7 @@ _of = flags.DEFINE_integer("of", 1, "number of hosts that prepare together", low
 
 
 def main() -> int:
-    from qwen3next_jax.data.pipeline import TrainData, find_sources, source_of
+    from qwen3next_jax.data.pipeline import TextData, find_sources, source_of
     from qwen3next_jax.data.preparation import (
         HELDOUT,
         TRAIN,
@@ -42,14 +43,18 @@ def main() -> int:
         raise UserError(
             f"--rank={_rank.value} --of={_of.value}: expected a rank from 0 to {_of.value - 1}"
         )
-    config = preflight.with_tokenizer(get_config(), pathlib.Path(), restart=True)
+    config = get_config()
+    data = preflight.with_tokenizer(
+        config.data, config.train.init_from, pathlib.Path(), restart=True
+    )
+    config = dataclasses.replace(config, data=data)
     share = Share(_rank.value, _of.value)
     # Stages that differ only in other settings share their rows.
     stages = {(stage.data, stage.sequence_length) for stage in resolve_stages(config)}
     stages = sorted(stages, key=lambda stage: stage[1])
     for data, length in stages:
         kind = source_of(data)
-        if not issubclass(kind, TrainData):
+        if not issubclass(kind, TextData):
             raise UserError(
                 f"data.source = {data.source!r}: its rows are made while they are read: there is "
                 "nothing to prepare"

@@ -5,8 +5,8 @@ take other ways through the kernels; `-m slow` adds the other chips, the forward
 widths 64 and 256, longer sequences and more of the small ones. One process a chip, for the
 compiler reads its environment once:
 
-    python -m tests.kernels.test_delta_rule_tpu v6e released "share 4"    # names of CASES: prints the
-    number of kernels in each program
+    # prints the number of kernels in the program of each of these CASES
+    python -m tests.kernels.test_delta_rule_tpu v6e released "share 4"
 """
 
 import functools
