@@ -331,7 +331,7 @@ def _draft(
     )
     drafts, log_q = [], []
     for d in range(k):
-        hidden_B1D, cache = run_mtp(state_B1D, token_B1, t_B1 + d, cache)
+        hidden_B1D, state_B1D, cache = run_mtp(state_B1D, token_B1, t_B1 + d, cache)
         logits_BV = model.logits(hidden_B1D[:, 0])
         if greedy:
             draft_B, log_q_BV = argmax_token(logits_BV), state.log_q[:, d]

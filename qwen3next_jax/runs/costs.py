@@ -2,13 +2,12 @@
 model.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.config import Config, ModelConfig
 from qwen3next_jax.inference.cache import cache_bytes
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
-from qwen3next_jax.training.stages import ResolvedStage
+from qwen3next_jax.training.stages import resolve_stages
 
 _CACHE_LENGTH = 1024  # tokens; the attention cache grows linearly, so any length will do
 
@@ -32,8 +31,9 @@ class Costs(NamedTuple):
     state_bytes: float
 
 
-def count_costs(model: ModelConfig, stages: Sequence[ResolvedStage]) -> Costs:
-    """Counts the costs of training `model` through all `stages` and of decoding with it."""
+def count_costs(config: Config) -> Costs:
+    """Counts the costs of training through all stages of `config` and of decoding."""
+    model, stages = config.model, resolve_stages(config)
     tokens = sum(stage.tokens_per_step * stage.steps for stage in stages)
     flops = sum(
         flops_per_token(model, stage.sequence_length) * stage.tokens_per_step * stage.steps

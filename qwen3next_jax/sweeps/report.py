@@ -27,7 +27,6 @@ from qwen3next_jax.sweeps.results import (
     to_csv,
     to_json,
 )
-from qwen3next_jax.training.stages import resolve_stages
 
 # field of `Costs` → its name on the page
 COSTS = {
@@ -80,7 +79,7 @@ def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], ti
 
 def _subtitle(sweep: Sweep, results: Sequence[Result], done: int) -> str:
     configs = [result.point.config for result in results]
-    budgets = {count_costs(c.model, resolve_stages(c)).tokens for c in configs}
+    budgets = {count_costs(c).tokens for c in configs}
     tokens = " and ".join(f"{budget / 1e6:.3g} M" for budget in sorted(budgets))
     match = ""
     if sweep.match:

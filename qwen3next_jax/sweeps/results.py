@@ -23,7 +23,6 @@ from qwen3next_jax.common.metrics import (
 )
 from qwen3next_jax.runs.costs import count_costs
 from qwen3next_jax.sweeps.points import Point, Sweep
-from qwen3next_jax.training.stages import resolve_stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Result:
     def costs(self) -> dict[str, float]:
         """The costs that follow from the configuration: parameters, FLOPs per token, cache."""
         config = self.point.config
-        costs = count_costs(config.model, resolve_stages(config))._asdict()
+        costs = count_costs(config)._asdict()
         del costs["tokens"]
         return costs
 

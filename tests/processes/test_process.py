@@ -129,10 +129,10 @@ def test_the_watchdog_dumps_the_stacks_and_a_stopped_process_is_no_hang(tmp_path
 SUPERVISED = """
 import functools, pathlib, sys
 from qwen3next_jax.processes import supervisor
-from qwen3next_jax.runs.folder import written
+from qwen3next_jax.runs.folder import run_files
 supervisor.FIRST_PAUSE = 0.05
 workdir, command = pathlib.Path(sys.argv[1]), ["/bin/sh", "-c", sys.argv[3]]
-find_run = functools.partial(written, workdir) if sys.argv[4:] else None
+find_run = functools.partial(run_files, workdir) if sys.argv[4:] else None
 sys.exit(supervisor.supervise(workdir, int(sys.argv[2]), command, find_run))
 """
 # Each start saves the next of three checkpoints; the third ends well.

@@ -376,7 +376,7 @@ def test_a_run_reads_the_tokens_of_the_model_that_it_begins_with(config, finishe
         with pytest.raises(UserError, match="another tokenizer than data.tokenizer"):
             taken(begins(parent, str(file)))
     save_hf(model, tmp_path / "hf of none")
-    with pytest.raises(UserError, match="brings no tokenizer.json: set data.tokenizer"):
+    with pytest.raises(UserError, match="no tokenizer.json: set data.tokenizer"):
         taken(begins(tmp_path / "hf of none"))
     assert taken(begins(tmp_path / "hf of none", "bytes")) == bytes_.fingerprint
 
