@@ -100,6 +100,11 @@ VARIANTS = {
     },
 }
 variants = pytest.mark.parametrize("name", VARIANTS)
+# The first and the third are slow: gradients of each variant compile for half a minute.
+variants_with_gradients = pytest.mark.parametrize(
+    "name",
+    [pytest.param(v, marks=[pytest.mark.slow] * (i != 1)) for i, v in enumerate(VARIANTS)],
+)
 # float32 through at most 6 layers
 CLOSE = dict(rtol=1e-4, atol=2e-5)
 
@@ -222,7 +227,7 @@ def test_ties_go_to_the_lowest_block():
 # ---- packed documents
 
 
-@variants
+@variants_with_gradients
 def test_packed_documents_are_separate_ones(name):
     """States, multi-token prediction, and the gradients of all parameters."""
     model = model_of(config_of(name))
