@@ -163,7 +163,9 @@ def content_digest(file: SourceFile) -> str:
 
 
 def _is_companion(name: str, names: set[str]) -> bool:
-    """Whether the file `name` is not read alone, but together with another file of `names`."""
+    """Whether `name` is no source of its own: the `.bin` of an `.idx` in `names`, or a file that
+    datatrove writes beside a `.ds` (`.ds.index` is read with it, the other two are not read).
+    """
     stem = name.removesuffix(".bin")
     datatrove = any(name.endswith(f".ds.{part}") for part in ("index", "metadata", "loss"))
     return datatrove or name.endswith(".bin") and f"{stem}.idx" in names

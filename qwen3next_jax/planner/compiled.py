@@ -253,7 +253,8 @@ def _differing(mesh: jax.sharding.Mesh, pairs: np.ndarray) -> tuple[str, ...]:
 def instruction_flops(
     program: Program, computation: Computation, instruction: Instruction
 ) -> float:
-    """Returns the FLOPs of one run of an instruction.
+    """Returns the FLOPs of the matrix products in one run of an instruction, times the passes
+    (`_PASSES`) that their precision needs. Elementwise work counts 0.
 
     The FLOPs of a fusion are those of the instructions inside it. Loops and branches have none of
     their own. For kernels see `_kernel_flops`; a kernel whose FLOPs are unknown counts 0.

@@ -98,14 +98,14 @@ def rank_candidates(
     """
     found = []
     for batch in rows or (train.batch_size,):
-        batches = dataclasses.replace(train, batch_size=batch, gradient_accumulation=1)
-        for mesh in _meshes(model, batches, len(topology.devices), fixed or {}):
+        of_batch = dataclasses.replace(train, batch_size=batch, gradient_accumulation=1)
+        for mesh in _meshes(model, of_batch, len(topology.devices), fixed or {}):
             tried = []
             for remat, micro_batches in itertools.product(RECOMPUTED, MICRO_BATCHES):
                 if batch % micro_batches:
                     continue
                 settings = dataclasses.replace(
-                    batches, remat=remat, gradient_accumulation=micro_batches
+                    of_batch, remat=remat, gradient_accumulation=micro_batches
                 )
                 estimate = _estimate(model, settings, mesh, topology)
                 tried.append(Candidate(settings, mesh, *estimate))

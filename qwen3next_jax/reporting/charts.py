@@ -200,7 +200,7 @@ def heatmap(
     if not np.isfinite(values).any():
         return figure_html(title, note, EMPTY)
     index, low, high = _palette_index(values, diverging, log)
-    colours = _diverging if diverging else _viridis
+    colour_map = _diverging if diverging else _viridis
     box = _Box(LEFT, WIDTH - 74, TOP, HEIGHT - BOTTOM)
     half = box.width / len(columns) / 2  # of a column
     if isinstance(columns, np.ndarray):
@@ -212,7 +212,7 @@ def heatmap(
         shown = _evenly_spaced(len(columns), 8)
         ticks = [(box.left + half + 2 * half * i, columns[i]) for i in shown]
     parts = [
-        _image(_png(index, colours), box),
+        _image(_png(index, colour_map), box),
         *(
             f'<text x="{box.left - 6}" '
             f'y="{box.top + (i + 0.5) / len(rows) * box.height + 3.5:.1f}" '
@@ -225,7 +225,7 @@ def heatmap(
         ),
         _x_axis_label(column_label, (box.left + box.right) / 2),
         _y_axis_label(row_label),
-        _colour_bar(box, colours, low, high, diverging, log),
+        _colour_bar(box, colour_map, low, high, diverging, log),
     ]
     hover_data = {
         "box": list(box),
@@ -284,10 +284,10 @@ def _palette_index(
 
 
 def _colour_bar(
-    box: _Box, colours: Callable, low: float, high: float, diverging: bool, log: bool
+    box: _Box, colour_map: Callable, low: float, high: float, diverging: bool, log: bool
 ) -> str:
     """Draws the scale of a heatmap's colours beside it."""
-    ramp = _png(np.arange(255, 1, -1, np.uint8)[:, None], colours)
+    ramp = _png(np.arange(255, 1, -1, np.uint8)[:, None], colour_map)
     parts = [_image(ramp, _Box(box.right + 14, box.right + 24, box.top, box.bottom))]
     middle = math.sqrt(low * high) if log or diverging else (low + high) / 2
     # Values beyond the ends of a diverging scale have the colours of its ends.
@@ -629,12 +629,12 @@ def _diverging(level: float) -> tuple[int, int, int]:
     return _interpolate_colour(("2166ac", "92c5de", "f0efeb", "f4a582", "b2182b"), level)
 
 
-def _png(index: np.ndarray, colours: Callable[[float], tuple[int, int, int]]) -> str:
+def _png(index: np.ndarray, colour_map: Callable[[float], tuple[int, int, int]]) -> str:
     """Encodes palette indices [rows, columns] as a PNG image in a data URI.
 
     Index 0 is transparent, 1 is black, and 2 … 255 are the colours of the levels 0 … 1.
     """
-    palette = bytes(6) + b"".join(bytes(colours(i / 253)) for i in range(254))
+    palette = bytes(6) + b"".join(bytes(colour_map(i / 253)) for i in range(254))
 
     def chunk(kind, body):
         return (

@@ -473,7 +473,7 @@ def _wall_time_chart(title: str, run: Run) -> str:
         names=USES,
         colours=[f"var(--use-{i})" for i in range(len(USES))],
         marks=marks,
-        note=f"{', '.join(total)}. Triangles: faults and restarts.",
+        note=f"{', '.join(total)}. Triangles: faults, restarts and changes of settings.",
     )
 
 

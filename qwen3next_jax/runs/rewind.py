@@ -15,11 +15,13 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursors, after_rewind
 from qwen3next_jax.training.state import State
 
-MAX_REWINDS = 3  # per checkpoint
+MAX_REWINDS = 3  # per checkpoint and process
 
 
 class Rewinder:
-    """Rewinds a run, at most `MAX_REWINDS` times to each checkpoint."""
+    """Rewinds a run, at most `MAX_REWINDS` times to each checkpoint (or to step 0). The counts are
+    not saved: a process that resumes the run begins at 0.
+    """
 
     def __init__(
         self,

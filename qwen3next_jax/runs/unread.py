@@ -317,7 +317,9 @@ def _unread_by_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
 
 
 def _resumed_config(workdir: pathlib.Path | None, restart: bool) -> Config | None:
-    """Returns the configuration of the run in `workdir`; None if the run is new."""
+    """Returns the recorded configuration of the run that `workdir` resumes. None if the run begins
+    anew, or if its record cannot be read, which `folder.open_run` reports later.
+    """
     if workdir is None or restart or not (workdir / "run.json").exists():
         return None
     try:

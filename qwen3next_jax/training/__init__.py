@@ -1,1 +1,4 @@
-"""Training: loss, gradients, optimizers, the update step, and the loop with its hooks."""
+"""Training: loss, gradients, optimizers, stages, guards, diagnostics, the update step, and the loop.
+
+`runs.train` registers the hooks that the loop calls.
+"""

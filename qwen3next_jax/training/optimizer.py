@@ -70,8 +70,10 @@ def make_optimizer(
     decay, and the learning rate.
 
     An optimizer is a function `direction(config, parameters, mesh)`. It returns the gradient
-    transformation between clipping and weight decay. Each array in the state of this transformation
-    belongs to a parameter; it has the path and the shape of this parameter, and so its sharding.
+    transformation between clipping and weight decay. The state of this transformation
+    holds scalars, such as a count of updates, which every device has, and arrays that each belong
+    to a parameter. The path of such an array ends in the path of its parameter, and it has the
+    parameter's shape, so it is sharded as the parameter is (`sharding.rules.tree_shardings`).
 
     Args:
       config: the settings of the optimizer.

@@ -129,7 +129,10 @@ def rope_fields(config: ModelConfig, source: Fields) -> Fields:
 
 
 def top_level_rope_fields(config: ModelConfig, source: Fields) -> Fields:
-    """The same settings in the older notation, as fields at the top level."""
+    """The settings in `rope_parameters` (see `rope_fields`) in the older notation, as fields at
+    the top level: `rope_theta`, `partial_rotary_factor`, and `rope_scaling`, which is None without
+    YaRN.
+    """
     scaling = _scaling(config, source) if config.yarn_factor > 1 else None
     return _rotation(config) | {"rope_scaling": scaling}
 

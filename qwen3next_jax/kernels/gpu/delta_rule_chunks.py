@@ -193,8 +193,9 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
 
 
 def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, factors_gmem, p_gmem, *refs):
-    """Computes for every value head of a key head the factors, P beta, and, if there is an output
-    for it, the inverse.
+    """Computes for every value head of a key head the factors (rows of one number a token: norms,
+    and decays times norms; `delta_rule_tiles` lists them), P beta, and, if there is an output for
+    it, the inverse.
     """
     (
         *inverses_gmem,

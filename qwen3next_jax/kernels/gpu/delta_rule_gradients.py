@@ -389,10 +389,13 @@ class _Block:
             self.copy_state(self.spare_slot, self.own_tiles[0], self.last - 1, self.spare_arrived)
 
     def add_products_of_errors(self, c: int, ks, high, low, pairs, error_dstate):
-        """Adds the products of E, given as its high and low part, to those of the tiles before.
+        """Multiplies tile `c` of the value channels of E = `high` + `low` by dV^T (in the second
+        warpgroup by dO^T) and by dS^T, and adds the products to `pairs` and `error_dstate`, the
+        sums over the tiles before.
 
         Returns:
-          <ks, the low part of dV> by token, `pairs` and `error_dstate` (see `errors`).
+          <ks, the low part of dV> of this tile by token, and the new `pairs` and `error_dstate`
+          (see `errors`).
         """
         p, do, dv, a, slots = self.p, self.do, self.dv, self.a, self.slots
 
