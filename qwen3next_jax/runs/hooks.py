@@ -22,7 +22,7 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursor, ResolvedStage
 from qwen3next_jax.training.state import State
 
-# Metrics of the train step that a "train" event leaves out, because they are arrays or (flags) bits.
+# Metrics of the train step that a "train" event leaves out: they are arrays or (flags) bits.
 NOT_LOGGED = ("expert_load", "grad_norms", "flags")
 
 
