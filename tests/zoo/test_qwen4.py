@@ -100,8 +100,8 @@ VARIANTS = {
     },
 }
 variants = pytest.mark.parametrize("name", VARIANTS)
-# The first and the third are slow: gradients of each variant compile for half a minute.
-variants_with_gradients = pytest.mark.parametrize(
+# All but the hardest variant are slow: each compiles for half a minute.
+hardest_variant = pytest.mark.parametrize(
     "name",
     [pytest.param(v, marks=[pytest.mark.slow] * (i != 1)) for i, v in enumerate(VARIANTS)],
 )
@@ -227,7 +227,7 @@ def test_ties_go_to_the_lowest_block():
 # ---- packed documents
 
 
-@variants_with_gradients
+@hardest_variant
 def test_packed_documents_are_separate_ones(name):
     """States, multi-token prediction, and the gradients of all parameters."""
     model = model_of(config_of(name))
@@ -265,7 +265,7 @@ def test_packed_documents_are_separate_ones(name):
 # ---- decoding
 
 
-@variants
+@hardest_variant
 def test_cached_states_are_those_of_the_whole_sequence(name):
     """Rows cut at different places into prefills, one with padding, and single tokens."""
     model = model_of(config_of(name))
