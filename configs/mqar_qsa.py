@@ -1,5 +1,5 @@
-"""Associative recall through sparse attention: does a trained indexer find the keys? Rows of 64
-tokens, of which a query of the attention layer sees 8 and an incomplete block.
+"""Associative recall through sparse attention: does a trained indexer find the keys? Rows
+have 64 tokens. A query of the attention layer sees 8 of them and those of an incomplete block.
 
     uv run train.py --config=configs/mqar_qsa.py
     uv run train.py --config=configs/mqar_qsa.py --config.train.stages='()'

@@ -1,5 +1,5 @@
-"""Qwen3.8-Flash-Next (August 2026), dimension by dimension: 125.7 B parameters of which a token
-passes 6 B, an n-gram embedding of 51.2 B, and 2.6 B of multi-token prediction.
+"""Qwen3.8-Flash-Next (August 2026), dimension by dimension: 125.7 B parameters (a token
+uses 6 B), an n-gram embedding of 51.2 B, and 2.6 B of multi-token prediction.
 
     uv run train.py --config=configs/qwen3_8_flash_next.py
     --config.train.init_from=QWEN3_8_FLASH_NEXT --config.data.path='my/texts/**/*.jsonl'

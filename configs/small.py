@@ -1,5 +1,5 @@
-"""The small reference model: 104 million parameters, of which 44 million are active per token. It
-needs one accelerator.
+"""The small reference model: 104 million parameters; a token uses 44 million. It needs one
+accelerator.
 
     uv run train.py --config=configs/small.py --config.data.path='my/texts/**/*.jsonl' \\
         --config.data.tokenizer=tokenizer.json

@@ -1,6 +1,6 @@
 """DeepSeek-V3 671B-A37B (2412.19437; deepseek-ai/DeepSeek-V3). The published number leaves
-multi-token prediction out. Not here: YaRN's factor on whole scores, of which it multiplies what
-is rotated here.
+multi-token prediction out. One difference: DeepSeek-V3 multiplies whole attention scores by YaRN's
+factor; here the factor multiplies only the channels that are rotated.
 """
 
 from configs.lineups.lineup import LIKE_DEEPSEEK, lineup

@@ -37,7 +37,7 @@ class ModelConfig:
     vocab_size: int = 151_936
     hidden_size: int = 2048
     num_hidden_layers: int = 48
-    # number of layers of which one has full attention, in every such interval; 0: none has
+    # one layer in every so many has full attention; 0: no layer has
     full_attention_interval: int = 4
     # which layer of each interval has full attention
     full_attention_placement: Literal["last", "middle", "first"] = "last"

@@ -186,7 +186,8 @@ class Qwen3Next(nnx.Module):
             )
         context = self._with_tokens(context._replace(indexer=indexer), tokens)
         embedded = self.embed(tokens, mesh)
-        results_are_named = (  # by `ops.blocks.save_for_backward`, of which "kept" makes use
+        # `ops.blocks.save_for_backward` names the results that the remat policy "kept" keeps.
+        results_are_named = (
             all(vars(mixer_class(name)).get("names_kept") for name in self.config.mixers)
             and self.config.block.mlp == "swiglu"
             and self.config.moe.experts == "swiglu"

@@ -76,7 +76,7 @@ class Declared:
         no mesh axis ever splits the dimension.
       letters: for each dimension of `shape` its role in the product that the parameter enters: the
         product sums over "i" and keeps "o"; the index in "p" selects among matrices with the same
-        input (gate | up); the index in "b" selects among matrices of which a token uses only some
+        input (gate | up); a token uses only some of the matrices that the index in "b" selects
         (experts). "": the parameter enters no product.
       parts: the matrices that lie side by side along the last dimension; () for a single matrix.
       operand: whether the parameter is cast to the model's dtype before it is gathered and used;

@@ -117,8 +117,9 @@ class _Call:
         )
 
     def rows_before(self, before, x):
-        """Returns three inputs of the kernel: `before`, padded to EDGE rows; x, of which a grid
-        step gets the last EDGE rows of the previous block; and x, of which it gets its own block.
+        """Returns three inputs of the kernel: `before`, padded to EDGE rows, and x twice. From the
+        first x a grid step reads the last EDGE rows of the previous block, from the second its own
+        block.
         """
         return jnp.pad(before.astype(x.dtype), ((0, 0), (EDGE - before.shape[1], 0), (0, 0))), x, x
 
