@@ -14,7 +14,6 @@ from qwen3next_jax.config import (
     Config,
     DataConfig,
     EvalConfig,
-    ModelConfig,
     OptimizerConfig,
     ProfileConfig,
     TelemetryConfig,
@@ -22,26 +21,8 @@ from qwen3next_jax.config import (
 )
 from tests.in_process import train
 
-# The program of tests/runs/test_training.py, so that one of the two finds it compiled.
-MODEL = ModelConfig(
-    vocab_size=257,
-    hidden_size=16,
-    num_hidden_layers=2,
-    full_attention_interval=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    linear_num_key_heads=1,
-    linear_num_value_heads=2,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=8,
-    shared_expert_intermediate_size=8,
-    dtype="float32",
-    max_position_embeddings=128,
-)
+# The same program as there, so that one of the two test files finds it compiled.
+from tests.runs.test_training import MODEL
 
 
 def _config(folder, **changes) -> Config:
