@@ -12,6 +12,7 @@ VERBS = {
     "export": "write a run as a Hugging Face directory",
     "report": "write a page with the charts of runs",
     "sweep": "run an ablation sweep and write its report",
+    "show": "describe the model of a config: layers, parameters, FLOPs, memory",
     "plan": "predict memory and time of a step on a slice, without the slice",
     "verify": "check runs, exports and prepared data against their digests",
     "replay": "run the step again at which the guards ended a run",

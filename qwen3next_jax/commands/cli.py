@@ -181,7 +181,7 @@ def _parse(doc: str, argv: Sequence[str]) -> list[str]:
 
 def _take_overrides(argv: Sequence[str]) -> list[str]:
     """Moves arguments of the form `--config.a.b=value` or `--config.a.b value` to `_overrides`, if
-    the command has the flag `--config`. Returns the other arguments.
+    the command reads config files. Returns the other arguments.
 
     Raises:
       UserError: a setting does not exist, or its value is missing. This error is raised before any
@@ -191,11 +191,7 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
     while arguments:
         argument = arguments.popleft()
         name, equals, text = argument.lstrip("-").partition("=")
-        if (
-            not argument.startswith("-")
-            or not name.startswith("config.")
-            or "config" not in flags.FLAGS
-        ):
+        if not argument.startswith("-") or not name.startswith("config.") or not _reads_settings:
             rest.append(argument)
             continue
         name = name.removeprefix("config.")
@@ -213,6 +209,7 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
     return rest
 
 
+_reads_settings = False  # whether the command takes `--config.group.name=value`
 _overrides: list[tuple[str, str]] = []
 _file_values: dict[str, Any] = {}  # the settings of the file --config, without the overrides
 
@@ -239,7 +236,7 @@ def _help(doc: str) -> str:
         )
     for name, text in entries:
         lines += _entry(name, text, width)
-    if "config" in flags.FLAGS:
+    if _reads_settings:
         lines += _help_of_settings(width)
     return "\n".join(lines)
 
@@ -283,6 +280,7 @@ def define_config_flag() -> Callable[..., Config | None]:
       returns None if the flag is not given. With `may_resume=True` the Config keeps the vocabulary
       of a run that has begun in `--workdir`.
     """
+    accept_settings()
     holder = flags.DEFINE_string(
         "config", None, "Python file with get_config(), which is run, such as configs/tiny.py"
     )
@@ -301,6 +299,33 @@ def define_config_flag() -> Callable[..., Config | None]:
         return _read(values, may_resume)
 
     return get
+
+
+def accept_settings() -> None:
+    """Lets the command take `--config.group.name=value`, and `--help` list the settings."""
+    global _reads_settings
+    _reads_settings = True
+
+
+def load_settings(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the settings of a config file, with the overrides of the command line, as a nested
+    dict that is not validated yet.
+
+    Raises:
+      UserError: the file cannot be read, or the text of an override is not a value of its type.
+    """
+    values = load_config_file(path, flag="")
+    apply_overrides(values, _overrides)
+    return values
+
+
+def validate_settings(values: dict[str, Any]) -> Config:
+    """Returns the configuration that the nested dict `values` describes.
+
+    Raises:
+      UserError: a setting does not exist or is not valid.
+    """
+    return _read(values, may_resume=False)
 
 
 def given_settings(may_resume: bool = False) -> UserInput | None:

@@ -67,7 +67,7 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
     for path, parameter in declared(config).items():
         if parameter.letters and parameter.kind != "head":
             part = _part(config, path, parameter)
-            parts[part] = parts.get(part, 0.0) + 2 * _passed(config, parameter) * (
+            parts[part] = parts.get(part, 0.0) + 2 * used_by_token(config, parameter) * (
                 config.mtp_depth if part == "mtp" else 1
             )
     for mixer in config.mixers:
@@ -91,11 +91,11 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
         elif path.startswith("mtp/"):
             mtp += parameter.size
         else:
-            active += _passed(config, parameter)
+            active += used_by_token(config, parameter)
     return ParameterCounts(total, embeddings, mtp, active)
 
 
-def _passed(config: ModelConfig, parameter: Declared) -> int:
+def used_by_token(config: ModelConfig, parameter: Declared) -> int:
     """The number of the parameter's elements that one token uses."""
     chosen = min(parameter.experts, config.num_experts_per_tok) if parameter.experts > 1 else 1
     return parameter.size // parameter.experts * chosen
