@@ -124,6 +124,25 @@ class Qwen3Next(nnx.Module):
             self.mtp = block.multi_token_prediction(c, make)
         check_declared(self)
 
+    def __repr__(self) -> str:
+        """A line for each part, so that a notebook stays readable. `print(nnx.state(model))` shows
+        every parameter.
+        """
+        lines = [f"Qwen3Next with {_number_of_parameters(self):,} parameters"]
+        lines.append(f"  embedding {list(self.embedding.shape)}")
+        for block, layers in zip(self.layers, self.config.stacks):
+            mixer, has_experts = self.config.layer_kinds[layers[0]]
+            mlp = f"{self.config.num_experts} experts" if has_experts else "dense MLP"
+            size = _number_of_parameters(block) // len(layers)
+            which = ", ".join(map(str, layers))
+            lines.append(f"  layers {which}: {mixer}, {mlp}, {size:,} parameters each")
+        if self.config.mtp_depth:
+            size = _number_of_parameters(self.mtp)
+            lines.append(f"  multi-token prediction: {self.config.full_mixer}, {size:,} parameters")
+        return "\n".join(lines)
+
+    __str__ = __repr__
+
     def __call__(
         self,
         tokens: jax.Array,
@@ -432,6 +451,10 @@ def declared(config: ModelConfig) -> Mapping[str, Declared]:
     model = nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree_util.tree_leaves_with_path(declared_tree(nnx.state(model, nnx.Param)))
     return types.MappingProxyType({path_string(path): leaf for path, leaf in leaves})
+
+
+def _number_of_parameters(module: nnx.Module) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
 
 
 def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
