@@ -43,8 +43,9 @@ from qwen3next_jax.config.describe import list_settings, mixer_settings
 from qwen3next_jax.config.files import (
     UserInput,
     apply_overrides,
-    load_config_file,
     default_of,
+    find_file,
+    load_config_file,
 )
 from qwen3next_jax.config.reading import FlagText
 from qwen3next_jax.processes.launch import Launch, find_launch
@@ -282,7 +283,10 @@ def define_config_flag() -> Callable[..., Config | None]:
     """
     accept_settings()
     holder = flags.DEFINE_string(
-        "config", None, "Python file with get_config(), which is run, such as configs/tiny.py"
+        "config",
+        None,
+        "Python file with get_config(), which is run, such as configs/tiny.py; a name such as tiny "
+        "stands for a config that comes with this project",
     )
 
     def get(required: bool = True, may_resume: bool = False) -> Config | None:
@@ -293,7 +297,7 @@ def define_config_flag() -> Callable[..., Config | None]:
             )
         if holder.value is None:
             return None
-        values = load_config_file(pathlib.Path(holder.value))
+        values = load_config_file(find_file(holder.value))
         _file_values.update(copy.deepcopy(values))
         apply_overrides(values, _overrides)
         return _read(values, may_resume)
@@ -307,14 +311,14 @@ def accept_settings() -> None:
     _reads_settings = True
 
 
-def load_settings(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the settings of a config file, with the overrides of the command line, as a nested
-    dict that is not validated yet.
+def load_settings(path: str) -> dict[str, Any]:
+    """Returns the settings of the config file `path`, or of a config that comes with this project,
+    with the overrides of the command line, as a nested dict that is not validated yet.
 
     Raises:
       UserError: the file cannot be read, or the text of an override is not a value of its type.
     """
-    values = load_config_file(path, flag="")
+    values = load_config_file(find_file(path), flag="")
     apply_overrides(values, _overrides)
     return values
 
@@ -339,7 +343,7 @@ def given_settings(may_resume: bool = False) -> UserInput | None:
         file_config = _read(copy.deepcopy(_file_values), may_resume)
     except UserError:  # the file is valid only with the overrides
         file_config = None
-    return UserInput(frozenset(name for name, _ in _overrides), pathlib.Path(file), file_config)
+    return UserInput(frozenset(name for name, _ in _overrides), find_file(file), file_config)
 
 
 def _read(values: dict[str, Any], may_resume: bool) -> Config:

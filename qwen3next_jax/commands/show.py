@@ -4,7 +4,7 @@ they differ. Nothing is trained or written, but for the figure of `--svg`.
 
     qwen3next show configs/small.py [--config.model.num_hidden_layers=24] [--devices=1,8,64]
         [--context=4096,262144] [--svg=small.svg]
-    qwen3next show configs/tiny.py configs/small.py
+    qwen3next show tiny small
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ def main(paths: list[str]) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:  # a program may read the lines, so they must not be wrapped
         console.width = 10_000
-    configs = [_load(pathlib.Path(path), console) for path in paths]
+    configs = [_load(path, console) for path in paths]
     for config in configs:
         print_model(config, devices, lengths, console)
     if len(configs) == 2:
@@ -48,7 +48,7 @@ def main(paths: list[str]) -> int:
     return ExitCode.DONE
 
 
-def _load(path: pathlib.Path, console: Console) -> Config:
+def _load(path: str, console: Console) -> Config:
     """Reads a config file. If its settings are not valid, prints those that differ from the
     defaults before it raises the UserError.
     """
