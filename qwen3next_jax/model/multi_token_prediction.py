@@ -25,8 +25,8 @@ from qwen3next_jax.sharding.rules import constrain
 
 
 class MultiTokenPrediction(nnx.Module):
-    """The MTP module: fc([norm(embedding) ; norm(state)]) → one decoder layer → norm. The mixer of
-    the layer is the last layer's. A mixer whose formulas depend on the layer's number gets the
+    """The MTP module: fc([norm(embedding) ; norm(state)]) → one decoder layer → norm. The layer's
+    mixer is `config.full_mixer`. A mixer whose formulas depend on the layer's number gets the
     number of the model's last layer.
 
     A subclass for a residual stream that is wider than the model overrides `make_input`, `input`
@@ -55,7 +55,7 @@ class MultiTokenPrediction(nnx.Module):
           state_BTD: the states of the depth before.
           embedded_BTD: for each position the embedding of the token that its state is combined
             with.
-          context: what all layers of the forward pass have in common.
+          context: the inputs that all layers of the forward pass share.
           cache: the cache of the module's layer; None in training.
 
         Returns:

@@ -71,7 +71,8 @@ class Declared:
     Attributes:
       kind: the kind of the parameter (see `Kind`).
       shape: the shape of the parameter of one layer.
-      stack: the shape of the stack of layers; these dimensions stand before those of `shape`.
+      stack: the shape of the stack of layers that the parameter holds; its dimensions stand before
+      those of `shape`.
       axes: for each dimension of `shape` its logical axis, a key of `sharding.rules.LOGICAL_AXES`.
       None: no mesh axis ever splits the dimension.
       letters: for each dimension of `shape` a letter, its role in the product that uses the
@@ -178,7 +179,7 @@ class Make:
         """Makes a parameter with its declaration.
 
         Args:
-          start: function (shape, with the stack) → the start value.
+          start: function (shape, including the stack's dimensions) → the start value.
           shape: the shape of the parameter of one layer.
           dims: one word for each dimension: its logical axis, or "." for none. Between the
           dimensions that the product sums over and those of its result stands "->": "embed ->
