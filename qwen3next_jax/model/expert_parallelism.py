@@ -134,6 +134,14 @@ def overlap_chunks_of_all(tokens: int, width: int, choices: int, experts: int, d
 
 
 class _Options(NamedTuple):
+    """How `_experts` computes the tokens of a shard.
+
+    exchange: the class that exchanges and computes a chunk: `_LocalExperts`, `_AllGatherExperts`
+      or `_AllToAllExperts`.
+    chunk: the number of tokens in a chunk.
+    axis, axes, form: as in `expert_parallel_moe` and `local_moe`.
+    """
+
     exchange: type
     chunk: int
     axis: str = ""
