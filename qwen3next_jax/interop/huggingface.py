@@ -381,8 +381,9 @@ def save_hf(
         they come. If it is given and an export is killed, the next call with the same arguments
         continues the export and keeps the files that are complete.
       source: the Hugging Face directory with which the model was initialised; None: the directory
-      that `load_hf` read, if any. The fields of its JSON files that this project does not write are
-      copied. Its vision tower is copied as well if the export is a wrapper (`hf_form` qwen3_5).
+        that `load_hf` read, if any. The fields of its JSON files that this project does not write
+        are copied. Its vision tower is copied as well if the export is a wrapper (`hf_form`
+        qwen3_5).
       vision: whether to copy the vision tower. If the tower is left out, a note says so.
 
     Raises:

@@ -28,7 +28,7 @@ class Parameter(NamedTuple):
       path: the parameter's path in the parameter tree ("layers/0/mixer/q_proj").
       entry: the tensors that hold the parameter of one layer.
       prefixes: for each layer that is stacked along the parameter's first axis, the prefix of its
-      tensors' names; a single prefix if the parameter is not stacked.
+        tensors' names; a single prefix if the parameter is not stacked.
       declared: the parameter's declaration.
     """
 

@@ -58,7 +58,7 @@ class Tensor(NamedTuple):
       dtype: the tensor's dtype in the file.
       shape: the tensor's shape in the file.
       blocks: a function that yields the tensor's values in order, in arrays that each hold a part
-      of them. The dtype of the arrays may differ from `dtype`.
+        of them. The dtype of the arrays may differ from `dtype`.
     """
 
     name: str

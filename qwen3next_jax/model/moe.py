@@ -182,7 +182,7 @@ class _RouterBiases(NamedTuple):
 
     Attributes:
       choice: the bias that is added to a token's scores to choose its experts. The weights of the
-      chosen experts are computed without it (`MoEConfig.router_bias`).
+        chosen experts are computed without it (`MoEConfig.router_bias`).
       logit: the bias that is added to the router's logits.
     """
 

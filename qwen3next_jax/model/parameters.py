@@ -72,19 +72,19 @@ class Declared:
       kind: the kind of the parameter (see `Kind`).
       shape: the shape of the parameter of one layer.
       stack: the shape of the stack of layers that the parameter holds; its dimensions stand before
-      those of `shape`.
+        those of `shape`.
       axes: for each dimension of `shape` its logical axis, a key of `sharding.rules.LOGICAL_AXES`.
       None: no mesh axis ever splits the dimension.
       letters: for each dimension of `shape` a letter, its role in the product that uses the
-      parameter. "i": the product sums over the dimension. "o": the dimension is one of the
-      product's result. "p": the dimension numbers matrices with the same input (gate and up). "b":
-      the dimension numbers matrices (experts), and a token uses some of them. "": no product uses
-      the parameter.
+        parameter. "i": the product sums over the dimension. "o": the dimension is one of the
+        product's result. "p": the dimension numbers matrices with the same input (gate and up).
+        "b": the dimension numbers matrices (experts), and a token uses some of them. "": no product
+        uses the parameter.
       parts: the matrices that lie side by side along the last dimension; () for a single matrix.
       operand: whether the parameter is cast to the model's dtype before it is gathered and used;
-      otherwise it is used in the dtype in which it is stored.
+        otherwise it is used in the dtype in which it is stored.
       gathered: where the parameter is gathered over its storage axes (`sharding.rules`): before its
-      layer runs ("layer"), or inside the operator that uses it ("operator").
+        layer runs ("layer"), or inside the operator that uses it ("operator").
     """
 
     kind: Kind
@@ -182,10 +182,10 @@ class Make:
           start: function (shape, including the stack's dimensions) → the start value.
           shape: the shape of the parameter of one layer.
           dims: one word for each dimension: its logical axis, or "." for none. Between the
-          dimensions that the product sums over and those of its result stands "->": "embed ->
-          query_heads head_width". Without "->" no product uses the parameter. Dimensions before "|"
-          number experts, and "*" is a dimension that numbers matrices with the same input: "experts
-          | embed -> * mlp".
+            dimensions that the product sums over and those of its result stands "->": "embed ->
+            query_heads head_width". Without "->" no product uses the parameter. Dimensions before
+            "|" number experts, and "*" is a dimension that numbers matrices with the same input:
+            "experts | embed -> * mlp".
           kind: the kind of the parameter (see `Kind`).
           parts: tuples with the fields of `Part`, as in `Declared`.
           operand: as in `Declared`; None: True for the kinds "matrix", "convolution", "head" and

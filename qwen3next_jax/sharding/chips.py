@@ -27,9 +27,9 @@ class Chip:
       link_bandwidth: bandwidth of one direction of one link, in bytes/s. A chip has two links per
         dimension of a torus, and one link to a switch.
       devices_per_chip: number of JAX devices per chip: two for TPU7x, one for all others. (JAX
-      shows the two cores of a v4 or v5p chip as one device.)
+        shows the two cores of a v4 or v5p chip as one device.)
       clock: clock rate of the matrix unit in Hz. The planner divides by it to convert cycles to
-      seconds.
+        seconds.
       die_bandwidth: bandwidth between the two devices of a chip, in bytes/s.
       usable_hbm: number of bytes that a program may use on one device, as the TPU compiler (libtpu
         0.0.50) or the GPU's driver reports it.

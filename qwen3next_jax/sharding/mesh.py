@@ -105,7 +105,7 @@ def check_divides(
       split_by_mixers: dict from a setting to the size of a dimension that the model's mixers split
         over `tensor` (`Mixer.splits`).
       halo: number of tokens that a device reads from the end of its neighbour's part of a row, if
-      `context` splits rows.
+        `context` splits rows.
       whole_rows: names of the parts of the model that need whole rows on one device.
 
     Raises:

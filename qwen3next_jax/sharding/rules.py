@@ -36,7 +36,7 @@ class MeshAxes(NamedTuple):
     Attributes:
       compute: mesh axes that split the dimension while the model computes with it.
       storage: mesh axes that also split the dimension between uses. The axis with the most devices
-      is put outermost, so that it is gathered last.
+        is put outermost, so that it is gathered last.
     """
 
     compute: tuple[str, ...] = ()

@@ -95,7 +95,7 @@ def make_diagnostics_step(
       model: the model's settings.
       graphdef: the model without its parameters.
       micro_batches: the number of micro-batches of a training step. The function measures every
-      `micro_batches`-th row of the batch, which are as many rows as a micro-batch has.
+        `micro_batches`-th row of the batch, which are as many rows as a micro-batch has.
       mesh: the devices that share the batch; None: one device.
 
     Returns:

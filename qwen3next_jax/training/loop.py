@@ -75,9 +75,9 @@ def make_train_step(
         batch: "tokens" and "segment_ids", int32 [B, T], with `run.batch_sharding`; from some
           sources of data also "target_mask", bool [B, T].
         metrics: the parts of the loss (`loss.total_loss`), the metrics of the guards
-        (`guards.check`), learning_rate, tokens and grad_norm (before clipping), all scalars;
-        expert_load [layers with experts, experts]; grad_norms (`norms_by_layer` of the gradients
-        before clipping).
+          (`guards.check`), learning_rate, tokens and grad_norm (before clipping), all scalars;
+          expert_load [layers with experts, experts]; grad_norms (`norms_by_layer` of the gradients
+          before clipping).
     """
     gradients = make_gradients(run, stage, loss)
     schedule = learning_rate_schedule(stage.optimizer, stage.train.steps, stage.schedule_start)
@@ -311,7 +311,7 @@ class Trainer:
           cursors: where every stage reads its rows.
           make_step: makes the update step of a stage.
           on_hook_error: called with (name of the hook, step, error) when a hook fails, unless the
-          hook was registered as required. If the call returns, training continues.
+            hook was registered as required. If the call returns, training continues.
         """
         self.run = run
         self.clock = Clock()

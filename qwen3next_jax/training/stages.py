@@ -49,8 +49,8 @@ class ResolvedStage:
       schedule_start: the number of steps of the run before the stage's learning-rate schedule
         begins.
       train: the stage's settings of the group "train". Two of them differ from the run's:
-      `train.steps` is the length of the stage's learning-rate schedule, and `train.stages` is
-      empty.
+        `train.steps` is the length of the stage's learning-rate schedule, and `train.stages` is
+        empty.
       data: the stage's settings of the group "data".
       optimizer: the stage's settings of the group "optimizer".
     """

@@ -35,41 +35,42 @@ class Form:
 
     Attributes:
       name: the value of `model.hf_form`.
-      title: the name of such models in messages.
+      title: the name of the form's models in messages.
       model_types: each value of `model_type` in config.json → the `model_type` of its text model.
-      The two differ only in a wrapper (a text model with a vision tower).
+        The two differ only in a wrapper (a text model with a vision tower).
       read: function (fields of the text model, where) → settings of `ModelConfig`.
-      `hf_config.parse_hf_config` adds the settings that all forms store in the same way. `where`
-      names the file in messages. Raises UserError for a model that this project does not compute.
+        `hf_config.parse_hf_config` adds the settings that all forms store in the same way. `where`
+        names the file in messages. Raises UserError for a model that this project does not compute.
       write: function (config, dtype, text, wrapper) → the fields of config.json. `dtype` is the
-      dtype of the stored weights. `text` and `wrapper` are the fields of the text model and of the
-      wrapper in the checkpoint with which the model was initialised; {} if there is none.
+        dtype of the stored weights. `text` and `wrapper` are the fields of the text model and of
+        the wrapper in the checkpoint with which the model was initialised; {} if there is none.
       check: function (config) that raises UserError for a model that this form cannot store. It
-      does not need to check `mixers` and `settings`.
+        does not need to check `mixers` and `settings`.
       settings: the names of the settings of `ModelConfig` that config.json holds or that `check`
-      checks. All other settings must have their defaults, except those in `NOT_IN_FILES`.
-      mixers: name of a mixer (`config.registry.MIXERS`) → its entries.
-      experts: the entries of a layer's mixture of experts.
+        checks. All other settings must have their defaults, except those in `NOT_IN_FILES`.
+      mixers: name of a mixer (`config.registry.MIXERS`) → the function that yields its entries.
+      experts: function that yields the entries of a layer's mixture of experts.
       multi_token_prediction: function that yields the entries of the multi-token prediction module,
-      except those of its layer; None: the form has no such module.
+        except those of its layer; None: the form has no such module.
       width_fields: groups of fields; the product of a group's values is a width of some tensor.
-      `hf_config.check_sizes` compares these widths with the tensors before anything is built.
+        `hf_config.check_sizes` compares these widths with the tensors before anything is built.
       trunk_prefix: the prefix of the tensors' names in the model without its head and its
-      multi-token prediction module.
+        multi-token prediction module.
       vision_prefix: the prefix of the names of a vision tower's tensors; "": the form has no
         tower.
       text_group: the name of the group in config.json that holds the fields of the text model;
         "": they are not in a group.
       text_fields: function (fields of config.json, where) → the fields of the text model, under the
-      names that `read` and `width_fields` use.
-      tensor_name: name of a tensor in the file → its name in the entries.
+        names that `read` and `width_fields` use.
+      tensor_name: function from the name of a tensor in the file to its name in the entries.
       layer_norms: function that yields the entries of a layer's norms (`Block.make_norm`).
-      final_norm: the same of what follows the last layer.
+      final_norm: function that yields the entries of the norm after the last layer
+        (`Block.make_last`).
       layer_embedding: function (config, number) that yields the entries of a layer's own embedding
-      (`model.ple`). `number` counts the layers that have one. None: the form has no such
-      embeddings.
+        (`model.ple`). `number` counts the layers that have one. None: the form has no such
+        embeddings.
       layer_constants: function (config, number) → {name of a tensor: its integers}, for the tensors
-      of the same layer that hold no parameters. The integers follow from the settings.
+        of the same layer that hold no parameters. The integers follow from the settings.
     """
 
     name: str
