@@ -65,8 +65,8 @@ class Context(NamedTuple):
 
 
 def token_mean(x_BT: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
-    """The mean of x [B, T, …] over the tokens that the mask [B, T] marks (None: all tokens),
-    float32 […]. It is 0 if the mask marks no token.
+    """Returns the mean of x [B, T, …] over the tokens that the mask [B, T] marks (None: all
+    tokens), as float32 […]; 0 if the mask marks no token.
     """
     if mask_BT is None:
         return jnp.mean(x_BT.astype(jnp.float32), axis=(0, 1))
@@ -111,7 +111,7 @@ def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def document_positions(segment_ids: jax.Array) -> jax.Array:
-    """[B, T] segment ids → [B, T] int32 positions that restart at 0 in every document."""
+    """Converts segment ids [B, T] to positions [B, T] int32 that restart at 0 in every document."""
     index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
     starts = jnp.pad(
         segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True

@@ -146,7 +146,7 @@ class SparseMoE(nnx.Module):
         return ys_BTD, aux
 
     def shared(self, x_BTD: jax.Array) -> jax.Array:
-        """The shared expert's output [B, T, D], before its gate."""
+        """Computes the output of the shared expert [B, T, D], before its gate."""
         return _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
 
     def _gated_shared(self, x_BTD):

@@ -22,9 +22,9 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
     """Makes the mesh with the axis sizes of `config.mesh`.
 
     On TPU a mesh axis is laid along whole dimensions of the chips' network, or contiguous parts of
-    them, if possible. The devices that share one set of experts (a group along `expert`) form a
-    block of the network where that is better than a line (`sharding.torus`). If the devices belong
-    to several TPU slices, only `data` crosses the slower network between slices.
+    them, if possible. The devices of a group along `expert`, which together hold all experts, form
+    a block of the network where a block is better than a line (`sharding.torus`). If the devices
+    belong to several TPU slices, only `data` crosses the slower network between slices.
 
     Args:
       devices: the devices to use; None means all devices of the run. Virtual devices and the

@@ -14,8 +14,9 @@ from qwen3next_jax.model.parameters import Declared
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0) -> optax.Schedule:
-    """Makes a learning-rate schedule of `steps` steps. The rate rises linearly to the peak in the
-    first `warmup_steps` steps. After that it follows `config.schedule`:
+    """Makes a learning-rate schedule of `steps` steps. The rate rises linearly to the peak during
+    the warm-up, the first `warmup_steps` steps (all steps, if there are fewer). Then it follows
+    `config.schedule`:
 
       cosine               The rate falls along a cosine until the last step.
       linear               The rate falls linearly until the last step.
@@ -23,8 +24,8 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
                            `decay_fraction` of all steps.
       constant             The rate stays at the peak.
 
-    The first step of the warm-up has the rate peak / warmup_steps. The last step has the rate
-    final_fraction × peak, even if it is the only step; with "constant" it has the peak.
+    The first step of a warm-up of n steps has the rate peak / n. The last step of the schedule has
+    the rate final_fraction × peak, even if it is the only step; with "constant" it has the peak.
 
     Args:
       config: the settings of the optimizer.

@@ -157,12 +157,14 @@ def _overrides(stage: Stage, group: str) -> dict[str, Any]:
 
 
 def stage_at(stages: Sequence[ResolvedStage], step: int) -> ResolvedStage:
-    """The stage that contains `step` (from 1); after the last step, the last stage."""
+    """Returns the stage that contains `step` (counted from 1), or the last stage if the run has
+    fewer steps.
+    """
     return next((stage for stage in stages if step <= stage.last_step), stages[-1])
 
 
 def tokens_seen(stages: Sequence[ResolvedStage], step: int) -> int:
-    """The number of tokens in the first `step` steps of a run, including padding."""
+    """Returns the number of tokens in the first `step` steps of a run, including padding."""
     return sum(
         max(min(step, stage.last_step) - stage.steps_before, 0) * stage.tokens_per_step
         for stage in stages
@@ -298,7 +300,7 @@ def recorded_cursors(run: Mapping[str, Any], batch_size: int) -> DataCursors:
 
 
 def first_cursor(cursors: DataCursors) -> DataCursor:
-    """The cursor of the stage that contains the first step of the run."""
+    """Returns the cursor of the stage that contains the first step of the run."""
     return next(cursor for cursor in cursors if cursor)
 
 

@@ -294,5 +294,5 @@ def _orthogonalise(stack: jax.Array, config: OptimizerConfig) -> jax.Array:
 
 
 def _split_points(widths: Iterable[int]) -> list[int]:
-    """The indices at which `jnp.split` splits an axis into pieces of these widths."""
+    """Returns the indices at which `jnp.split` splits an axis into pieces of these widths."""
     return list(itertools.accumulate(widths))[:-1]
