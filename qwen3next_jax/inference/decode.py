@@ -314,7 +314,7 @@ def cache_length(
     min_cache_length: int = 0,
 ) -> int:
     """Returns the number of slots of the cache that `generate` makes for these arguments. They are
-    enough for all tokens, for the padding of the last prompt chunk, and for rejected drafts.
+    enough for all tokens, for the padding of the last prompt chunk, and for drafts.
     """
     longest = max(map(len, prompts))
     bounds = _chunk_bounds(longest - 1, is_chat=min_cache_length > 0)

@@ -113,7 +113,7 @@ def argmax_token(logits: jax.Array) -> jax.Array:
     size = logits.shape[-1]
     is_largest = logits == jnp.max(logits, axis=-1, keepdims=True)
     index = jnp.min(jnp.where(is_largest, jnp.arange(size, dtype=jnp.int32), size), axis=-1)
-    return jnp.minimum(index, size - 1)  # among NaNs, none is the largest
+    return jnp.minimum(index, size - 1)  # if the logits are NaN, none equals the largest
 
 
 def random_keys(seed, position_B: jax.Array, purpose: int) -> jax.Array:

@@ -15,7 +15,7 @@ from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import UserError, as_user_error, short_repr
 from qwen3next_jax.interop.writing import INDEX, SINGLE
 
-_MAX_NAME_BYTES = 255  # file systems have no longer names
+_MAX_NAME_BYTES = 255  # of the longest file name that common file systems accept
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _FLOAT_DTYPES = {
     "F64": np.float64,

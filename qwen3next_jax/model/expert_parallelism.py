@@ -191,7 +191,7 @@ def _experts_backward(options, inputs, dy_RD):
         )
         return _add(totals, dw) if totals else dw, (dx, dweight.astype(weight.dtype))
 
-    one = options.chunk == x_RD.shape[0]  # gradients of one chunk stay in the weights' dtype
+    one = options.chunk == x_RD.shape[0]  # no sum over chunks, so no float32 totals
     totals = None if one else [_zeros_wide(w) for w in (gate_up, down)]
     (dgate_up, ddown), (dx_RD, dweight_RA) = _walk(
         options.chunk, chunk, totals, (x_RD, weight_RA, expert_RA, dy_RD)
@@ -229,6 +229,11 @@ def _capacity(balanced: int) -> int:
 
 
 class _LocalExperts:
+    """Computes a chunk of tokens with this device's experts, without an exchange. It calls
+    `options.form` or, by default, `routed_experts`, in which choices of experts on other devices
+    contribute 0.
+    """
+
     def __init__(self, options: _Options, expert_RA, experts: int):
         self.expert = expert_RA
         self.form = options.form

@@ -65,7 +65,7 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
       (the gates between several residual streams), "embedding" (the projections of `model.ple`),
       "head", and "mtp" (all of the MTP module and its use of the head, once per depth).
     """
-    head = 2.0 * config.hidden_size * config.vocab_size  # also where the embedding is tied to it
+    head = 2.0 * config.hidden_size * config.vocab_size  # the same if the embedding is the head
     parts = {"head": head, "mtp": config.mtp_depth * head}
     for path, parameter in declared(config).items():
         if parameter.letters and parameter.kind != "head":

@@ -277,6 +277,14 @@ def gated_projection(
 def attention_diagnostics(
     attend: Callable, q_BTNK, k_BTMK, gate_BTNK, context: Context
 ) -> dict[str, jax.Array]:
+    """Computes the diagnostics of `GatedAttention`.
+
+    Args:
+      attend: function (q, k, v) → the output of attention, [B, T, N, K].
+      q_BTNK, k_BTMK: queries and keys, with norms and positions applied.
+      gate_BTNK: the output gate before its activation; None: there is no gate.
+      context: the inputs that all layers of the forward pass share.
+    """
     # With values of 1 at first tokens and 0 elsewhere, attention returns its probability on the
     # first tokens, and no T × T matrix is needed.
     first_BT = context.positions == 0
@@ -379,7 +387,7 @@ def attend_cached(
         cache = {
             name: write_in_place(cache[name], x, layer, positions[:, 0]) for name, x in new.items()
         }
-        keys, *_, values = 2 * tuple(cache.values())  # one array is both keys and values
+        keys, *_, values = 2 * tuple(cache.values())  # a single array serves as both
         if shared:
             keys, values, layer = *(_own_head(x[layer], q, n // m)[None] for x in (keys, values)), 0
         return cached_attention(q, keys, values, layer, positions), cache

@@ -88,7 +88,7 @@ class GatedDeltaNet(Recurrent):
         k = c.linear_key_head_dim
         v = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim
         weight_DGC = self.in_proj_qkvz[...].astype(x_BTD.dtype)
-        if context.time and self.uses_fused_layout():  # context.time: no cache
+        if context.time and self.uses_fused_layout():  # with a cache, context.time is None
             # Each of q, k, v and z is computed by a product of its own, so that the kernels read
             # the results as they are. Slices of a single product's result would be copied first.
             parts = (

@@ -332,8 +332,8 @@ class Qwen3Next(nnx.Module):
           hidden: [B, T, D].
           targets: [B, T] int32.
           weights: [B, T] float32, 0 where there is no target.
-          mesh: the devices; None: one device. They split the tokens, also along `tensor` if T
-            divides.
+          mesh: the devices, which share the tokens; None: one device. The tokens are also split
+            along `tensor`, if the product of the sizes of `context` and `tensor` divides T.
 
         Returns:
           (the sum [], whether the target has the largest logit [B, T] bool, the token with the

@@ -30,7 +30,9 @@ from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops.preferences import unroll_short_loops
 from qwen3next_jax.sharding.rules import constrain, gather_params
 
-UNROLLED = 4  # up to this many periods run without a loop on platforms where loops cost copies
+# If the period has at most this many repeats, its loop is unrolled on platforms where a loop copies
+# the arrays that it reads and writes (`unroll_short_loops`).
+UNROLLED = 4
 
 Cache = Any  # the cache of one block: a dict of arrays, stacked over the block's layers
 

@@ -143,7 +143,7 @@ def _context_constraints(
             f" splits rows, and {' and '.join(whole_rows)} needs whole ones",
             lambda n: n == 1 or not whole_rows,
         ),
-        # Attention exchanges half blocks to balance the causal mask.
+        # Ring attention gives each device two blocks of a row (`ops.attention.ring`).
         _Constraint(
             f": twice that does not divide train.sequence_length = {length}",
             lambda n: n == 1 or length % (2 * n) == 0,

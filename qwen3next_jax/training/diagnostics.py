@@ -41,7 +41,7 @@ def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
 
     norms = {}
     for name, group in tree.items():
-        if name == "layers":  # maps each traced block to its parameters, stacked over its layers
+        if name == "layers":  # the parameters for each entry of `model.stacks`
             squares = [
                 sum(sum_of_squares(leaf, 1) for leaf in jax.tree.leaves(group[j]))
                 for j in sorted(group)

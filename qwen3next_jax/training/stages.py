@@ -143,7 +143,9 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
                     config.optimizer, **_overrides(stages[begin], "optimizer"), **no_warmup
                 ),
             )
-            resolved_stage.as_single_stage(config)  # checks the groups against each other
+            resolved_stage.as_single_stage(
+                config
+            )  # raises UserError if groups contradict each other
         except UserError as error:
             raise UserError(f"train.stages[{i}]: {error}") from error
         resolved.append(resolved_stage)
@@ -179,8 +181,8 @@ def open_stages(
 
     Args:
       stages: the stages of the run.
-      vocab_size: the size of the model's vocabulary, which must hold every token of the data.
-      progress: reports the progress of the preparation; None: it is not reported.
+      vocab_size: the size of the model's vocabulary.
+      progress: called now and then while data are prepared; None: nothing is called.
     """
     return [
         open_data(stage.data, stage.sequence_length, stage.batch_size, vocab_size, progress)
@@ -305,8 +307,8 @@ def first_cursor(cursors: DataCursors) -> DataCursor:
 
 
 def stage_number(cursors: DataCursors, step: int) -> int:
-    """Returns the index of the stage that contains `step` of the run (counted from 1); for step 0,
-    the index of the run's first stage.
+    """Returns the index of the stage that contains `step` of the run (counted from 1). For steps
+    before the run's first step, returns the index of the run's first stage.
 
     The train state after a step holds a `data_offset`, which counts batches of the stage that this
     function returns for the step.

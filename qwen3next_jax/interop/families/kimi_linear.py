@@ -473,7 +473,7 @@ def _mla(config: ModelConfig) -> Iterator[Entry]:
     """
     d, heads, latent = config.hidden_size, config.num_attention_heads, _mla_settings(config)
     rank, query_rank, shared = latent.latent_rank, latent.query_rank, latent.shared_key_width
-    own = config.head_dim - shared  # the part of a key that heads do not share; a value
+    own = config.head_dim - shared  # width of a value, and of the unshared part of a key
     query = (heads * config.head_dim, query_rank or d)
     if query_rank:
         yield one_tensor("q_down", "self_attn.q_a_proj.weight", (1, 0), (query_rank, d))

@@ -231,7 +231,7 @@ def _orthogonalise_on_mesh(
 
     The mesh axes that split rows and columns are moved to M one at a time; each move is an
     all-to-all. Mesh axes along which the devices hold copies of the stack are made to split M as
-    well.
+    well, which costs an all-gather after the iterations.
     """
     if mesh is None:
         return _orthogonalise(stack, config)
