@@ -1,4 +1,4 @@
-"""The training loss, as sums that add up exactly over micro-batches and devices.
+"""The training loss, as sums over tokens that can be added over micro-batches and devices.
 
     total = CE + w_mtp · mean_d MTP_d + w_balance · mean_l balance_l + w_z · mean_l z_l
             + w_indexer · mean_a indexer_a

@@ -44,8 +44,8 @@ class Form:
       write: function (config, dtype, text, wrapper) → the fields of config.json. `dtype` is the
         dtype of the stored weights. `text` and `wrapper` are the fields of the text model and of
         the wrapper in the checkpoint with which the model was initialised; {} if there is none.
-      check: function (config) that raises UserError for a model that this form cannot store. It
-        does not need to check `mixers` and `settings`.
+      check: function (config) that raises UserError for a model that this form cannot store. It is
+        called only if the form has all of the model's mixers and settings.
       settings: the names of the settings of `ModelConfig` that config.json holds or that `check`
         checks. All other settings must have their defaults, except those in `NOT_IN_FILES`.
       mixers: name of a mixer (`config.registry.MIXERS`) → the function that yields its entries.

@@ -1,6 +1,6 @@
 """Muon (Jordan 2024; 2502.16982). Its direction for a matrix is the matrix's momentum after
 Newton–Schulz iterations. The iterations orthogonalise the momentum: they bring all of its singular
-values close to 1.
+values to about 1.
 
 A parameter may hold several matrices, and its declaration says which. Muon orthogonalises each
 layer, each expert and each part of a fused projection separately; with `muon.per_head`, each head
