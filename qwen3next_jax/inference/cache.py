@@ -29,8 +29,8 @@ def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
     """Returns `cache_kind` → bytes of the cache of the decoder layers, for `batch` rows with
     `length` slots. The MTP module's cache is not included.
 
-    The bytes of the kind "state" are the same at any length; those of the kind "slots" grow with
-    it.
+    Caches of kind "state" have the same number of bytes at any length; caches of kind "slots" grow
+    with it.
     """
     total = {"state": 0, "slots": 0}
     for layer, name in enumerate(config.mixers):

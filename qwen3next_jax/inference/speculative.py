@@ -173,7 +173,7 @@ def advance(
 ) -> tuple[DraftState, Emitted]:
     """Takes `rounds` rounds (at most MAX_ROUNDS), or fewer if every row ends before.
 
-    The other arguments are those of `plain.advance`.
+    `plain.advance` explains the other arguments.
     """
     batch, k = state.drafts.shape
 
@@ -247,7 +247,7 @@ def _verify(
     """Runs the trunk over the pending token and the drafts, and decides which drafts are accepted.
 
     Returns:
-      new tokens [B, J] after the pending one, of which the first accepted + 1 are valid;
+      new tokens [B, J] after the pending one; the first accepted + 1 are valid;
       accepted [B], the number of accepted drafts;
       the trunk's states [B, J, D] for the module, from the pending token on;
       the cache after the accepted drafts.
@@ -331,7 +331,7 @@ def _draft(
     Args:
       state: the state, with the cache that `_verify` returned.
       state_BJD, new_BJ, accepted_B: the other results of `_verify`.
-      The other arguments are those of `advance`.
+      `advance` explains the other arguments.
 
     Returns:
       The state with new drafts and the module's new cache.

@@ -230,9 +230,9 @@ def format_hf_config(config: ModelConfig, dtype: str, source: Fields | None = No
       config: the settings of a model that has a Hugging Face form (`layout.check_hf_form`).
       dtype: the dtype of the stored weights.
       source: the fields of the config.json of the checkpoint with which the model was initialised;
-        None: there is none. If its text model has the same `model_type`, the result keeps those of
-        its fields that this project does not write. If both files are wrappers (a text model and a
-        vision tower), the result also keeps the fields outside of the text model.
+        None: there is none. If its text model has the same `model_type`, the result keeps the
+        fields of the text model that this project does not write. If both files are wrappers (a
+        text model and a vision tower), the result also keeps the fields outside of the text model.
     """
     form = FORMS[config.hf_form]
     fields = form.write(config, dtype, {}, {})

@@ -1,8 +1,8 @@
 """Says which tensors of a Hugging Face checkpoint hold which parameters of a model.
 
-The tensors of a layer are those of its norms, its mixer and its MLP, and the layer's name is the
-beginning of their names. A form (`interop.families`) has the entries of the mixers that it stores.
-The class of any other mixer may define its entries itself (`hf_entries`, docs/extending.md).
+The tensors of a layer hold its norms, its mixer and its MLP, and their names begin with the layer's
+name. A form (`interop.families`) has the entries of the mixers that it stores. The class of any
+other mixer may define its entries itself (`hf_entries`, docs/extending.md).
 """
 
 from collections.abc import Iterator, Mapping

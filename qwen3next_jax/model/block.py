@@ -165,8 +165,8 @@ def layer_cache(config: ModelConfig, layer: int, batch: int, length: int) -> dic
 
 
 class Block(nnx.Module):
-    """A decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)). Its parameters may be those of
-    several layers, stacked; the argument `layers` has the numbers of these layers.
+    """A decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)). A block may hold the stacked
+    parameters of several layers; the argument `layers` has the numbers of these layers.
 
     The residual stream x is as wide as the model here. Subclasses are other placements of the norms
     (`model.block.placement`). They override `before` and `after`. A subclass with a wider residual
@@ -194,10 +194,10 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, dict[str, Any], dict | None]:
         """Applies the layer: x [B, T, D] → (x, auxiliary outputs, cache after these tokens).
 
-        The auxiliary outputs are those of the MLP (see `SparseMoE`; {} for a dense one), and
-        "mixer_loss" [] if the mixer has a loss of its own. With `context.collect_stats` they also
-        hold "diagnostics": the measurements of the mixer and the MLP, and over the tokens that
-        count activation_max [], the largest |x|, and activation_median [], the mean of each token's
+        The auxiliary outputs are the MLP's (see `SparseMoE`; {} for a dense one), and "mixer_loss"
+        [] if the mixer has a loss of its own. With `context.collect_stats` they also hold
+        "diagnostics": the measurements of the mixer and the MLP, and over the tokens that count
+        activation_max [], the largest |x|, and activation_median [], the mean of each token's
         median |x|.
         """
 

@@ -60,7 +60,7 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
     """Returns the model FLOPs of one token's forward pass, for each part of the model.
 
     Returns:
-      {name of the part: FLOPs}. The names are those of the mixers, and "router", "experts" (the
+      {name of the part: FLOPs}. The names are the mixers' names, and "router", "experts" (the
       routed experts that a token chooses), "mlp" (dense MLPs and the shared expert), "residual"
       (the gates between several residual streams), "embedding" (the projections of `model.ple`),
       "head", and "mtp" (all of the MTP module and its use of the head, once per depth).

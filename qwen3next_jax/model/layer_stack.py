@@ -146,8 +146,8 @@ def _run_blocks(
     looped: bool = False,
 ) -> tuple[jax.Array, list[dict[str, Any]], list[Cache]]:
     """Applies one layer of each block: the layer with the index `number` in its group. The
-    arguments and results are those of `run_layers`, but for these layers only. `looped`: see
-    `remat.rematerialized`.
+    arguments and results have the meaning that they have in `run_layers`, for these layers only.
+    `looped`: see `remat.rematerialized`.
     """
 
     def apply(block_params, x_BTD, block_cache, graphdef):

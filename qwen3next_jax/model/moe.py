@@ -122,7 +122,7 @@ class SparseMoE(nnx.Module):
         if mesh is not None:
             specs = stored.map(lambda declared: storage_spec(*declared, mesh))
         weights = _Weights(self.router[...], [p[...].astype(dtype) for p in parameters.experts])
-        # in decoding, the weights may be those of all layers of a stack (see `layer_stack`)
+        # in decoding, the weights may hold all layers of a stack (see `layer_stack`)
         one_layer = len(parameters.experts[0].declared.shape)
         layer = context.layer if weights.experts[0].ndim > one_layer else None
         biases = _RouterBiases(
@@ -208,8 +208,7 @@ def _routed_experts(
       mesh: the devices; None: one device.
       form: function that chooses how the experts are computed (`expert_forms.expert_form`).
       stored: (declaration, shape) of each of `weights`.
-      layer: if `weights` are those of all layers of a stack, the number of the layer in it; else
-        None.
+      layer: if `weights` holds all layers of a stack, the number of the layer in it; else None.
       xs_BTD: the rows of each group.
       weights: this device's shards of the weights.
       stats_masks: for each group the mask of the tokens that count.

@@ -7,8 +7,8 @@ final norm. All depths use the same parameters, as in the released model's multi
 
 In training, each depth attends only to its own keys and values, so the layer is an ordinary causal
 layer that any attention kernel can run. In speculative decoding, all depths share one cache of keys
-and values. It holds those that depth 0 computed for the accepted tokens, followed by those of the
-tokens that are being drafted (docs/design.md).
+and values. It holds the keys and values that depth 0 computed for the accepted tokens, followed by
+the keys and values of the tokens that are being drafted (docs/design.md).
 
 Letters: B batch, T time, D model.
 """
@@ -74,7 +74,7 @@ class MultiTokenPrediction(nnx.Module):
         cache: dict | None = None,
     ):
         """Returns (the residual stream after the module's layer, the layer's auxiliary outputs, the
-        cache). The arguments are those of `__call__`.
+        cache). It takes the arguments of `__call__`.
         """
         return self.block(self.input(state_BTD, embedded_BTD, context), context, cache)
 

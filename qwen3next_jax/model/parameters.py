@@ -72,7 +72,7 @@ class Declared:
       kind: the kind of the parameter (see `Kind`).
       shape: the shape of the parameter of one layer.
       stack: the shape of the stack of layers that the parameter holds; its dimensions stand before
-        those of `shape`.
+        the dimensions in `shape`.
       axes: for each dimension of `shape` its logical axis, a key of `sharding.rules.LOGICAL_AXES`.
       None: no mesh axis ever splits the dimension.
       letters: for each dimension of `shape` a letter, its role in the product that uses the
@@ -145,8 +145,8 @@ class Make:
     def matrix(
         self, shape: Sequence[int], dims: str, *, kind: Kind = "matrix", **decisions: Any
     ) -> nnx.Param:
-        """Makes a parameter with start values from N(0, initializer_range²). `decisions` and the
-        other arguments are those of `parameter`.
+        """Makes a parameter with start values from N(0, initializer_range²). It takes the arguments
+        of `parameter`, except `start`.
         """
 
         def start(shape):
@@ -181,11 +181,11 @@ class Make:
         Args:
           start: function (shape, including the stack's dimensions) → the start value.
           shape: the shape of the parameter of one layer.
-          dims: one word for each dimension: its logical axis, or "." for none. Between the
-            dimensions that the product sums over and those of its result stands "->": "embed ->
-            query_heads head_width". Without "->" no product uses the parameter. Dimensions before
-            "|" number experts, and "*" is a dimension that numbers matrices with the same input:
-            "experts | embed -> * mlp".
+          dims: one word for each dimension: its logical axis, or "." for none. The word "->"
+            separates the dimensions that the product sums over from the dimensions of its result:
+            "embed -> query_heads head_width". Without "->" no product uses the parameter.
+            Dimensions before "|" number experts, and "*" is a dimension that numbers matrices with
+            the same input: "experts | embed -> * mlp".
           kind: the kind of the parameter (see `Kind`).
           parts: tuples with the fields of `Part`, as in `Declared`.
           operand: as in `Declared`; None: True for the kinds "matrix", "convolution", "head" and

@@ -3,8 +3,8 @@ the backward pass. The backward pass computes the other results again.
 
 none      saves every result that the backward pass needs. In bfloat16 it is replaced by "kept" if
           all mixers and MLPs of the model mark their results with `ops.blocks.save_for_backward`
-kept      saves the results that `ops.blocks.save_for_backward` marks: those of matrix products and
-          operators
+kept      saves the results that `ops.blocks.save_for_backward` marks: the results of matrix
+          products and operators
 block     saves each block's input, the outputs of attention and the router's choices, which are
           small for the time that it takes to compute them
 dots      saves what "block" saves, the results of projections and dense MLPs, the router's logits,

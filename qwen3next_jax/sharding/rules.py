@@ -1,5 +1,5 @@
 """The rules by which arrays are split over the mesh. `LOGICAL_AXES` maps the logical axes of
-parameters to mesh axes, and `ACTIVATIONS` those of activations.
+parameters to mesh axes, and `ACTIVATIONS` maps the logical axes of activations.
 
 Each parameter declares a logical axis for each of its dimensions (`model.parameters`). A mesh axis
 can split a dimension in two ways. With a compute axis, each device computes with its own part of
@@ -117,7 +117,7 @@ def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> 
 
 def compute_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
     """Returns the PartitionSpec of a parameter while the model computes with it, when it is
-    gathered over its storage axes. The arguments are those of `storage_spec`.
+    gathered over its storage axes. It takes the arguments of `storage_spec`.
     """
     return _spec([LOGICAL_AXES[axis].compute for axis in declared.axes], shape, mesh)
 

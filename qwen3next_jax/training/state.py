@@ -1,5 +1,5 @@
 """The train state: a plain dict of arrays that holds all that a run needs to continue. A run that
-resumes from it gives results that are bit-identical to those of a run without an interruption.
+resumes from it computes bit-identically what a run without an interruption computes.
 
 params      the parameters: a nested dict of float32 arrays, as `nnx.to_pure_dict` names them
 opt_state   the state of the optimizer (optax)

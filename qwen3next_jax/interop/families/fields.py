@@ -58,7 +58,7 @@ def first_present(fields: Fields, *names: str) -> Any:
 
 
 def present_fields(fields: Fields, names: Collection[str]) -> Fields:
-    """Returns those of the fields `names` that are neither missing nor null."""
+    """Returns the fields `names`, without the fields that are missing or null."""
     return {name: fields[name] for name in names if fields.get(name) is not None}
 
 

@@ -47,11 +47,11 @@ class Form:
       check: function (config) that raises UserError for a model that this form cannot store. It is
         called only if the form has all of the model's mixers and settings.
       settings: the names of the settings of `ModelConfig` that config.json holds or that `check`
-        checks. All other settings must have their defaults, except those in `NOT_IN_FILES`.
+        checks. All settings that are neither here nor in `NOT_IN_FILES` must have their defaults.
       mixers: name of a mixer (`config.registry.MIXERS`) → the function that yields its entries.
       experts: function that yields the entries of a layer's mixture of experts.
-      multi_token_prediction: function that yields the entries of the multi-token prediction module,
-        except those of its layer; None: the form has no such module.
+      multi_token_prediction: function that yields the entries of the multi-token prediction module
+        without its decoder layer; None: the form has no such module.
       width_fields: groups of fields; the product of a group's values is a width of some tensor.
         `hf_config.check_sizes` compares these widths with the tensors before anything is built.
       trunk_prefix: the prefix of the tensors' names in the model without its head and its

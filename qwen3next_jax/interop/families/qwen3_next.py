@@ -209,7 +209,7 @@ def _gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
 
 
 def recurrence(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of Gated DeltaNet, except those of its input projections."""
+    """Yields the entries of Gated DeltaNet without its input projections."""
     heads, value_dim = config.linear_num_value_heads, config.linear_value_head_dim
     order = all_q_all_k_all_v(config)
     yield one_tensor(
@@ -277,7 +277,7 @@ def experts(config: ModelConfig) -> Iterator[Entry]:
 
 
 def multi_token_prediction(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the entries of the multi-token prediction module, except those of its layer."""
+    """Yields the entries of the multi-token prediction module without its decoder layer."""
     d = config.hidden_size
     yield vector("embedding_norm", "pre_fc_norm_embedding.weight", d)
     yield vector("hidden_norm", "pre_fc_norm_hidden.weight", d)
