@@ -27,14 +27,14 @@ from qwen3next_jax.sharding.rules import check_logical_axes
 # The kind of a parameter. It decides about weight decay and the optimizer:
 # - matrix: an operand of a matrix product inside a layer. It decays, and Muon updates it.
 # - embedding, head, router, convolution, vector: weight decay applies. Muon leaves these parameters
-# to AdamW.
+#   to AdamW.
 # - norm: the weight of a norm. Weight decay applies if `optimizer.decay_norm_weights` is set.
 # - rate: the rate of a decay, a bias, or a constant. It never decays, because weight decay would
-# pull it away from its start value. It is stored in float32.
+#   pull it away from its start value. It is stored in float32.
 # - balance: the bias of a router. It is updated from the experts' load (`training.router_bias`),
-# not by a gradient, and never decays. It is stored in float32.
+#   not by a gradient, and never decays. It is stored in float32.
 # - indexer: belongs to an indexer of sparse attention. A loss of its own trains it, or it is
-# frozen. It never decays.
+#   frozen. It never decays.
 Kind = Literal[
     "matrix",
     "embedding",

@@ -2,10 +2,9 @@
 file to loss.
 
     mesh     `sharding.mesh.make_mesh` arranges the devices as a grid with named axes.
-    data     `data.preparation` packs documents into rows of tokens; `data.pipeline.Data` gives row
-    i
-             of the endless training stream. Batch n of a stage holds B consecutive rows, from the
-             stage's row n·B on. `stages.DataCursor` says with which row the stage begins.
+    data     `data.preparation` packs documents into rows of tokens; `data.pipeline.Data` gives
+             row i of the endless training stream. Batch n of a stage holds B consecutive rows, from
+             the stage's row n·B on. `stages.DataCursor` says with which row the stage begins.
     model    `model.Qwen3Next` is the model. Its parameters are the entry "params" of the train
              state (see `state`).
     step     `make_train_step`, below, makes the function (state, batch) → (state, metrics). It is
