@@ -1,19 +1,19 @@
-"""Attention to a key-value cache. One array holds the caches of several layers of the same shape. A
-cache has one slot for each token of a row.
+"""Attention to a key-value cache. One array holds the caches of several layers. The cache of a
+layer has one slot for each token of a row.
 
 R layers, B batch, T queries, S slots, C slots per block, N query heads, M key/value heads, D head
-width, X = M · D, L queries (of all tokens and heads) per key/value head.
+width, X = M · D, L = T · N / M queries (of all tokens and heads) per key/value head.
 """
 
 import jax
 import jax.numpy as jnp
 
 _FEW_QUERIES = 8
-# The number of slots read at once: for a chunk of a prompt, and for at most _FEW_QUERIES queries,
-# whose scores take little memory.
+# The number of slots read at once. The first number is for a chunk of a prompt. The second one is
+# for at most _FEW_QUERIES queries, whose scores take little memory.
 _BLOCK, _BLOCK_OF_FEW = 256, 2048
 # The score of a slot that a query may not attend to. It is finite, so that the output of a query at
-# a negative position stays finite.
+# a negative position (padding), which attends to no slot, stays finite.
 _HIDDEN = -1e30
 
 
@@ -81,8 +81,8 @@ def cached_attention(
 
 
 def _all_slots(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
-    """Computes attention to all slots at once. `_blockwise` has an axis of key heads, which has
-    size 1 here; this function has no such axis, because it would take two thirds more time.
+    """Computes attention to all slots at once. The arrays have no axis of key heads; such an axis
+    of size 1, as in `_blockwise`, would make the function take two thirds more time.
     """
     q_BLX = q_BTNX.reshape(len(q_BTNX), -1, q_BTNX.shape[-1])
     position_BL1 = jnp.repeat(positions_BT, q_BTNX.shape[2], axis=1)[..., None]
@@ -94,8 +94,8 @@ def _all_slots(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
 
 
 def _blockwise(q, k, v, layer, positions_BT, size, scale):
-    """Computes attention with online softmax to `size` slots at a time, and reads only the blocks
-    up to the largest position.
+    """Computes attention with online softmax, `size` slots at a time. It reads only the blocks of
+    slots up to the largest position.
     """
     (b, t, n, d), (r, _, s, m, _) = q.shape, k.shape
     wide = jnp.promote_types(jnp.float32, q.dtype)

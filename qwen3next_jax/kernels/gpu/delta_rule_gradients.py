@@ -227,7 +227,7 @@ class _Block:
     # ---- places in memory, copies and sums
 
     def dstate_slot(self, t: int) -> int:
-        """Returns the slot of tile t of the state's gradient, which tile t of q overwrites later."""
+        """Returns the slot of tile t of the state's gradient. Tile t of q overwrites it later."""
         return self.p.key_tiles + t
 
     def q(self, t: int):
@@ -412,7 +412,9 @@ class _Block:
         p, do, dv, a, slots = self.p, self.do, self.dv, self.a, self.slots
 
         def to_errors(products, meanwhile=lambda: None):
-            """Returns the first two results. Calls `meanwhile` while the low part of dV is copied."""
+            """Returns the first two results. Calls `meanwhile` during the copy of the low part of
+            dV.
+            """
             if c:
                 products.start(pairs)
             products.add(low, transposed(dv.at[c]))

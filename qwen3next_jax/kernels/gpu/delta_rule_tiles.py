@@ -134,7 +134,7 @@ def high_and_low(x):
 
 
 def store_tiles(tile_refs, *arrays):
-    """Stores arrays in tiles of shared memory, so that wgmma and asynchronous copies can read them."""
+    """Stores arrays in tiles of shared memory; wgmma and asynchronous copies can then read them."""
     for i, x in enumerate(arrays):
         tile_refs[i] = x.astype(jnp.bfloat16)
     plgpu.commit_smem()
