@@ -2,8 +2,8 @@
 `norm_and_rotate` normalises queries or keys (RMS norm), rotates them (rotary position embedding)
 and splits them into heads. `gate_heads` gates the outputs of the heads and concatenates them.
 
-With kernels, each of the two operators reads and writes its arrays once in the forward pass and
-once in the backward pass.
+The kernels of both operators read or write each array once in the forward pass and once in the
+backward pass.
 
 B batch, T time, N heads of K channels, C = N · K channels of all heads, L = LANES.
 """
@@ -65,8 +65,8 @@ def rotation_by_lane(cos, sin):
     """Returns two arrays [B, T, L], the cosine and the sine for each of the first L channels of a
     head, from the cosines and sines of the angles, [B, T, half] each. Channels that do not rotate
     have cosine 1 and sine 0. The rotation of a channel is cos · channel + sin · partner, where the
-    partner is the channel with which it is rotated. So the sines of the first half of the channels
-    that rotate are negative.
+    partner is the channel with which it is rotated. So the result has −sin(angle) for the first
+    half of the channels that rotate, and sin(angle) for the second half.
     """
     rest = (*cos.shape[:2], LANES - 2 * cos.shape[2])
     return (

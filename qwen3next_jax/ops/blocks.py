@@ -42,9 +42,7 @@ def to_chunks(tree, axis: int, size: int, mode: str = "constant"):
 
 
 def from_chunks(tree, axis: int, length: int):
-    """The inverse of `to_chunks` for an axis that had `length` entries before. Drops the
-    padding.
-    """
+    """The inverse of `to_chunks` for an axis that had `length` entries. It drops the padding."""
 
     def merge(x):
         x = jnp.moveaxis(x, 0, axis)

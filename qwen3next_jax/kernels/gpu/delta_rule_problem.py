@@ -3,7 +3,8 @@ the sizes, and the calls of the kernels over their grids.
 
 "A pass of the state" is a call of a kernel of `delta_rule_states`, which carries the state, or its
 gradient, from chunk to chunk. It may split each row into pieces that run at the same time
-(`delta_rule_passes`). "Maps" are the affine maps U + M S of these pieces.
+(`delta_rule_passes`). "Maps" are the affine maps U + M S of these pieces, where S is the state
+before a piece and U + M S is the state after it.
 
 B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key width, V value width.
 """

@@ -28,9 +28,9 @@ def _plan(block, causal, q, k, segment_ids, kv_segment_ids):
 
     1. the number of queries in a block (C of the queries);
     2. the number of keys in a block (C of the keys);
-    3. [n, B, C], the index of the last key that each query may attend to, before document ids are
-    taken into account; 4. [n, B, C], the segment ids of the queries, or None; 5.
-    [blocks of keys, B, C], the segment ids of the keys, or None.
+    3. [n, B, C], the index of the last key that each query may attend to, whatever the segment ids;
+    4. [n, B, C], the segment ids of the queries, or None;
+    5. [blocks of keys, B, C], the segment ids of the keys, or None.
     """
     (b, t), s = q.shape[:2], k.shape[1]
     size_q, size_k = min(t, block), min(s, block)

@@ -3,9 +3,8 @@ results of a token's experts are added with the router's weights.
 
 A "choice" is a pair of a token and one of its experts. The choices are sorted by expert, and each
 expert gets whole tiles of rows, one row for each of its choices; this arrangement is called the
-layout. The router's weight multiplies the hidden layer of the expert. Multiplying the results, or
-their gradients, would take an extra pass over memory. No array of width D has a row for each of the
-Q choices.
+layout. The router's weight multiplies the hidden layer of the expert. To multiply the results
+instead, or their gradients, would take an extra pass over memory.
 
 The layout has room for a fixed number of choices, the capacity. If an unbalanced router sends more
 choices to this device, a loop computes the choices that do not fit, one expert after another. If
