@@ -131,6 +131,9 @@ def _agreed(call, find: Callable[[], str]) -> str:
 
 
 def _exchange(key: str, found: str) -> str:
+    """Exchanges the results of all processes for the test `key`. Returns the result that `_agreed`
+    describes, given this process's result `found`.
+    """
     if jax.process_count() == 1:
         return found
     # JAX has no public name for the key-value store of the processes.
@@ -150,6 +153,9 @@ def _exchange(key: str, found: str) -> str:
 
 
 def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
+    """Returns the stored outcome of the test. If there is none, runs the test and stores its
+    outcome. If the folder has a file `avoid`, no test runs.
+    """
     if (folder / "avoid").exists():
         return f"may take none, by {folder}/avoid"
     sources = b"".join(
@@ -179,6 +185,7 @@ def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
 
 
 def _run(device, test: SelfTest) -> str:
+    """Runs the test on `device`. Returns what went wrong, or "" if the kernels passed."""
     try:
         with jax.default_device(device):
             name, error = test.max_error()

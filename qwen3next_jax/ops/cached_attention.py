@@ -66,10 +66,11 @@ def cached_attention(
     (b, t, n, d), (r, _, s, m, _) = q.shape, k.shape
     if t > _FEW_QUERIES:
         return _blockwise(q, k, v, layer, positions, min(s, _BLOCK), d**-0.5)
-    # A product with heads as a batch axis would copy the keys and values into an order with heads
-    # first. Instead each query is widened to the width of all key heads, with zeros outside its
-    # own head, so that the cache is read in the order in which it is stored. If there is a single
-    # layer in the softmax's dtype, all slots are read at once, because nothing has to be copied.
+    # If a product had the heads as a batch axis, XLA would copy the keys and values into an order
+    # with heads first. Instead each query gets the width of all key heads, with zeros outside its
+    # own head, so that the product reads the cache in the order in which it is stored. If the cache
+    # holds a single layer in float32 or float64, the dtype of the softmax, all slots are read at
+    # once, because no part of the cache has to be cut out or cast.
     own_M1M1 = jnp.eye(m, dtype=q.dtype)[:, None, :, None]
     q_BTNX = (q.reshape(b, t, m, n // m, 1, d) * own_M1M1).reshape(b, t, n, m * d)
     k, v = (x.reshape(r, b, s, 1, m * d) for x in (k, v))

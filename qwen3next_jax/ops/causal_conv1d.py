@@ -165,6 +165,9 @@ def _shifted(padded, width: int):
 
 
 def _before_activation(extended, kernel, same):
+    """Returns the outputs [B, T, D] before the activation, for inputs `extended` [B, W - 1 + T,
+    D].
+    """
     return sum(_terms(_shifted(extended, kernel.shape[0]), kernel, same))
 
 

@@ -131,9 +131,13 @@ def _scan_chunks(chunk, x, w, targets, weights, *, gradients):
 
 
 def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
+    """Returns the `Rows` of a chunk and, if `gradients`, the gradients dx [C, D] and dw [D, V] that
+    the chunk contributes; else None for both.
+    """
+
     def product(*after):
-        """Computes the logits. If the arrays `after` differ from those of an earlier call, XLA
-        computes the logits again, and not before `after` is known.
+        """Computes the logits. In a call with other arrays `after`, XLA computes the logits again,
+        and does so only after these arrays are known.
         """
         return jnp.dot(
             jax.lax.optimization_barrier((x_CD, *after))[0], w_DV, preferred_element_type=wide

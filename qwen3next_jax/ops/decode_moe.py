@@ -67,10 +67,11 @@ def decode_moe(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
 
 
 def _reads_all(tokens, choices, experts, layer) -> bool:
-    """Whether `decode_moe` computes all experts in one product. It does so if the tokens are likely
-    to choose most of the experts, because slicing one expert's weights out of the array takes as
-    long as its products. It does not do so if the array also holds other layers, because then the
-    weights of all experts of the layer would have to be sliced out.
+    """Whether `decode_moe` computes all experts in one product. This is faster if the tokens are
+    likely to choose most of the experts, because slicing one expert's weights out of the array
+    takes as long as the expert's products. It is not faster if the array holds the weights of
+    several layers, because the weights of all experts of the layer would first have to be sliced
+    out.
     """
     return tokens > 2 and 2 * tokens * choices > experts and not layer
 

@@ -45,7 +45,8 @@ def unroll_short_loops() -> bool:
 def float32_precision(dtype) -> jax.lax.Precision:
     """Returns the precision for float32 matrix products whose operands were cast from `dtype`. The
     precision is HIGHEST, except for operands cast from bfloat16 on a TPU: there it is HIGH, which
-    takes three bfloat16 passes instead of six. Its results differ from those of HIGHEST by 2e-6.
+    takes three bfloat16 passes instead of six. The results of HIGH and HIGHEST differ by 2e-6
+    (relative).
     """
     if compile_target().platform == "tpu" and dtype == jnp.bfloat16:
         return jax.lax.Precision.HIGH

@@ -208,8 +208,9 @@ def _named_groups(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
     Args:
       mesh: names and sizes of the mesh's axes, such as "'x'=2,'y'=4".
       device_ids: the ids of the mesh's devices; None: 0, 1, ….
-      axes: the axes along which the groups lie, such as "'y':(2)2". 'y':(before)size is the factor
-        `size` of y after factors whose product is `before`.
+      axes: the axes along which the groups lie, such as "'y':(2)2". 'y':(before)size means that the
+        axis y is split into three factors, before · size · rest, and that the groups lie along the
+        second factor.
     """
     dims = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     total = math.prod(dims.values())
@@ -337,6 +338,9 @@ def gpu_flops(program: Program) -> float:
 
 
 def _gpu_product_flops(computation: Computation, instruction: Instruction) -> float:
+    """Returns the FLOPs of one run of an instruction of a GPU program; 0 if it is no matrix
+    product.
+    """
     if instruction.opcode != "custom-call":
         return product_flops(computation, instruction)
     operands = [computation[name] for name in instruction.operands]
@@ -378,8 +382,8 @@ def stated_bytes(instruction: Instruction) -> float:
 
 def unknown_kernels(program: Program, schedules: Mapping[str, Schedule] | None = None) -> list[str]:
     """Returns the names, without repetition, of the kernels whose cost is unknown: `_kernel_flops`
-    knows no FLOPs, and there is no schedule whose `whole` is true. The names are those of the
-    traced program (`op_name`) if they are recorded.
+    knows no FLOPs, and there is no schedule whose `whole` is true. The names come from the traced
+    program (`op_name`) if the compiled program records them.
 
     Args:
       schedules: {name of an instruction: its schedule}; None if there are no schedules.
@@ -445,8 +449,7 @@ def delta_rule_call(computation: Computation, instruction: Instruction) -> Delta
 
 def hbm_bytes(program: Program, computation: Computation, instruction: Instruction) -> float:
     """Returns the bytes that one run of an instruction reads from HBM and writes to HBM. The
-    instruction must not be inside a fusion, because what happens inside a fusion does not go
-    through HBM.
+    instruction must not be inside a fusion, because values inside a fusion are not stored in HBM.
 
     For a slice, a gather, or an update in place, only the part that is read or updated counts, once
     as read and once as written. Arrays in other memories, such as VMEM, do not count.

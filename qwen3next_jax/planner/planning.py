@@ -113,6 +113,7 @@ class Plan:
 
     @property
     def estimate(self) -> Estimate:
+        """The estimate of the chosen cost model."""
         return self.estimates[self.cost_model]
 
     @property
@@ -130,10 +131,12 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
+        """The predicted number of tokens per second on all devices."""
         return self.tokens / self.estimate.seconds
 
     @property
     def mfu(self) -> float | None:
+        """The predicted model FLOPs utilization (MFU); None if the cost of a kernel is unknown."""
         return self.mfu_in(self.estimate.seconds)
 
     def mfu_in(self, seconds: float) -> float | None:
@@ -329,7 +332,7 @@ def make_plan(
         compiled, program, run.abstract_state["params"], run.abstract_state["opt_state"]
     )
     usable = topology.chip.usable_hbm
-    fits = memory.peak <= usable  # at O1 the compiler does not refuse what does not fit
+    fits = memory.peak <= usable  # at O1 the compiler accepts programs that do not fit
     plan = functools.partial(
         plan,
         fits=fits,

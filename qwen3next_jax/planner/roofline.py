@@ -150,6 +150,7 @@ class _Costs:
     work: Counter = dataclasses.field(default_factory=Counter)
 
     def add(self, other: "_Costs", times: float = 1) -> None:
+        """Adds `times` times the costs `other`."""
         for resource, seconds in other.waits.items():
             self.waits[resource] += times * seconds
         for key, amount in other.work.items():
@@ -211,6 +212,8 @@ class _Timeline:
 
 
 class _Simulation:
+    """Goes through the instructions of a program and adds up their times and costs."""
+
     def __init__(
         self,
         program: Program,
@@ -374,7 +377,10 @@ class Network:
             return collective.sent / self.chip.die_bandwidth
         sent = collective.sent * sharing
         if collective.kind in ("all-to-all", "ragged-all-to-all"):
-            # In a ring of m chips a byte travels over m/4 links on average, in a line over m/3.
+            # The busiest link sets the time. In a ring of m chips, a byte travels over m/4 links on
+            # average, and a chip sends in two directions, so each link carries m/8 times the bytes
+            # of a chip. In a line, half of the bytes of m/2 chips cross the middle link in each
+            # direction: m/4 times the bytes of a chip.
             return max(
                 sent
                 * s.stride

@@ -62,14 +62,17 @@ class Candidate(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
+        """{mesh axis: size}."""
         return dataclasses.asdict(self.mesh)
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of one step on all devices."""
         return self.train.batch_size * self.train.sequence_length
 
     @property
     def label(self) -> str:
+        """A line of text that describes the candidate."""
         t = self.train
         k = t.gradient_accumulation
         return (

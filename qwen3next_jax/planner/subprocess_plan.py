@@ -100,8 +100,9 @@ def _failure(code: int, text: str) -> str:
 
 
 def _main(planner: int, fd: int, dump_folder: str) -> None:
-    """Runs in the new process: reads what to compile from standard input and writes the plan, or a
-    UserError, to the open file `fd`.
+    """Runs in the new process: reads the configuration, the name of the topology and the
+    optimization level from standard input, and writes the plan, or a UserError, to the open file
+    `fd`.
 
     The process ends when the process with the id `planner` ends, for whatever reason.
     """

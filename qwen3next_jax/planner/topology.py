@@ -62,6 +62,7 @@ class Topology(NamedTuple):
 
     @property
     def chips(self) -> int:
+        """The number of chips."""
         return math.prod(self.shape)
 
 

@@ -159,7 +159,8 @@ def max_error(width: int, kernels=None) -> tuple[str, float]:
 
     Args:
       width: D.
-      kernels: two functions to test instead of `forward` and `backward`; None tests those.
+      kernels: two functions to test instead of `forward` and `backward`; None means `forward` and
+        `backward`.
     """
     rng = np.random.default_rng(0)
     array = lambda heads: jnp.asarray(rng.normal(size=(2, 2 * ROWS, heads, width)), jnp.bfloat16)

@@ -112,6 +112,7 @@ def rebased(*refs):
 
 
 def row_sums(x, y):
+    """Returns [C], the inner product of each row of x with the same row of y."""
     return jnp.sum(x * y, axis=1)
 
 
@@ -125,6 +126,7 @@ def zero_row():
 
 
 def zero_pairs():
+    """Returns zeros [C] and zeros [C, C], the results of a call without the delta term."""
     return zero_row(), plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), plgpu.Layout.WGMMA)
 
 
@@ -133,6 +135,7 @@ def store_tile(ref, x):
 
 
 def load_tile(ref):
+    """Returns a tile [C, C] of shared memory in float32."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
@@ -145,6 +148,7 @@ def decay_of_pairs(rows_ref, row, column):
 
 
 def load_row(ref, i: int):
+    """Returns row i [C] of `ref`."""
     return plgpu.load(ref.at[i], layout=ROW)
 
 
@@ -231,15 +235,21 @@ class _Block:
         return self.p.key_tiles + t
 
     def q(self, t: int):
+        """Returns a reference to tile t of q, valid after its copy has arrived."""
         return self.slots.at[self.dstate_slot(t)]
 
     def value_tile(self, gmem, c: int):
+        """Returns the tile [C, C] of value channels c of an array [B, T, H, V]."""
         return gmem.at[self.b, tokens(self.n), self.h, channels(c)]
 
     def state_tile(self, gmem, t: int, c: int):
+        """Returns the tile [C, C] of key channels t and value channels c of an array [N, B, H, K,
+        V].
+        """
         return gmem.at[self.n, self.b, self.h, channels(t), channels(c)]
 
     def key_tile(self, gmem, t: int):
+        """Returns the tile [C, C] of key channels t of an array [B, T, G, K]."""
         return gmem.at[self.b, tokens(self.n), self.g, channels(t)]
 
     def copy_to_slot(self, slot: int, source, barrier):
@@ -254,6 +264,7 @@ class _Block:
         )
 
     def rebase(self):
+        """Replaces the references to shared memory by those that `rebased` returns."""
         self.k, self.do, self.dv, self.a, self.slots = rebased(*self.tiles)
 
     def on_first_warpgroup(self, do):
@@ -276,6 +287,11 @@ class _Block:
     # ---- copies
 
     def start_copies(self):
+        """Starts the copies of k, the factors, the rows, the inverse, all tiles of dO and dV, and,
+        for the first tile of value channels, v, the state and its gradient. Sets rows of sums to
+        zero and waits for k, the factors, the rows and the inverse.
+        """
+
         @self.on_first_warpgroup
         def _():
             at = self.b, self.h, self.n
@@ -375,6 +391,9 @@ class _Block:
         return ks, errors
 
     def copy_next_state(self, c: int):
+        """Starts copies to the slots that `errors_of` has read: the state for tile c + 1 of the
+        value channels, the low part of dV for tile c and, with two warpgroups, v for tile c + 1.
+        """
         for t in self.own_tiles if c < self.last else ():
             self.copy_state(t, t, c + 1, self.states_arrived)
 
@@ -388,6 +407,11 @@ class _Block:
                 self.copy_to_slot(self.v_slot, self.value_tile(self.v_gmem, c + 1), self.v_arrived)
 
     def copy_next_dstate(self, c: int):
+        """Starts copies to the slots that the products of tile c have read: the gradient of the
+        state for tile c + 1 or, after the last tile, q; with one warpgroup also v. After the last
+        tile it also starts the copy of the first tile of the state that `tile_gradients` needs
+        besides the tiles that are there already.
+        """
         for t in self.own_tiles:
             if c < self.last:
                 self.copy_dstate(t, c + 1)

@@ -69,7 +69,7 @@ class Problem:
         p = cls(*sizes, normalize, erase, **others)
         return dataclasses.replace(p, pieces=pieces or p.best_pieces())
 
-    # ---- what follows from the sizes
+    # ---- numbers that follow from the sizes
 
     @property
     def heads_per_key(self) -> int:
@@ -78,18 +78,22 @@ class Problem:
 
     @property
     def key_tiles(self) -> int:
+        """The number of tiles of 64 channels of a key head."""
         return self.key // C
 
     @property
     def value_tiles(self) -> int:
+        """The number of tiles of 64 channels of a value head."""
         return self.value // C
 
     @property
     def state_shape(self):
+        """The shape [B, H, K, V] of the states."""
         return self.batch, self.value_heads, self.key, self.value
 
     @property
     def computes_maps(self) -> bool:
+        """Whether this is the problem of a pass that computes maps."""
         return self.map_tiles is not None
 
     @property
@@ -138,6 +142,7 @@ class Problem:
     # ---- layouts
 
     def shaped(self, *shape, dtype=jnp.bfloat16):
+        """Returns the shape and dtype of an array."""
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def pad_time(self, x_BT, mode: str = "constant"):
@@ -219,9 +224,10 @@ class Problem:
         """Runs the kernel of `delta_rule_chunks`, which computes the arrays of a chunk that do not
         depend on the state. Returns a dict with these arrays:
 
-        factors: [B, H, N, 6, C] float32, the rows whose indices `delta_rule_tiles` names K_GAMMA,
-        …. p: [B, H, N, C, C] bfloat16, P beta. inverses: [N, B, H, 2, C, C] bfloat16, the high and
-        the low part of A; only if the argument `inverses` is True.
+        factors: [B, H, N, 6, C] float32, the rows that `delta_rule_tiles` lists as K_GAMMA, ….
+        p: [B, H, N, C, C] bfloat16, P beta.
+        inverses: [N, B, H, 2, C, C] bfloat16, the high and the low part of A; only if the argument
+          `inverses` is True.
         """
         heads = (self.batch, self.value_heads, self.chunks)
         outputs = dict(

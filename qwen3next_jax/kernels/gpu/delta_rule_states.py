@@ -59,6 +59,7 @@ def state_in_shared_memory(p) -> bool:
 
 
 def load_transposed(tile):
+    """Returns the transpose of a tile [C, C] of shared memory, in registers."""
     return plgpu.load(transposed(tile), layout=plgpu.Layout.WGMMA)
 
 
@@ -169,6 +170,7 @@ class _StatePass:
         return jnp.where(i + (c - p.map_tiles[0]) * C == j, 1.0, 0.0)
 
     def store_last_state(self, state):
+        """Stores the state (or gradient) with which the piece ends."""
         self.last_gmem[jax.lax.axis_index("batch"), self.h, channels(self.c)] = state
 
     def start_copies(self, n, slot, barrier):
@@ -213,6 +215,8 @@ class _StatePass:
 
 
 class _Forward(_StatePass):
+    """The block of a forward pass."""
+
     first_to_last = True
 
     def __init__(self, p, q_gmem, k_gmem, v_gmem, factors_gmem, rows_gmem, p_gmem, *refs):
@@ -306,6 +310,8 @@ class _Forward(_StatePass):
 
 
 class _Backward(_StatePass):
+    """The block of a backward pass."""
+
     first_to_last = False
 
     def __init__(self, p, q_gmem, k_gmem, do_gmem, factors_gmem, rows_gmem, p_gmem, *refs):

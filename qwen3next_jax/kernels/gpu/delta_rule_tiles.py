@@ -54,9 +54,11 @@ class Accumulator:
         self.ref = ref
 
     def start(self, x):
+        """Sets the sum to x [C, columns]."""
         self.ref[...] = x
 
     def add(self, a, b):
+        """Starts to add the product a @ b to the sum."""
         plgpu.wgmma(self.ref, a, b)
 
     def read(self, in_flight: int = 0):

@@ -90,8 +90,8 @@ def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
 
 
 def _call(body, eps, weight, inputs, like, sums, interpret):
-    """Runs the kernel `body`. Returns its outputs: first those that have the shapes and dtypes of
-    the arrays `like`, then those that have the shapes and dtypes `sums`.
+    """Runs the kernel `body`. Returns its outputs: first one output for each array in `like`, with
+    its shape and dtype, then one for each shape and dtype in `sums`.
     """
     batch, time, d = inputs[0].shape
     width = weight.shape[0]

@@ -98,7 +98,8 @@ def max_error(functions=None) -> tuple[str, float]:
     difference.
 
     Args:
-      functions: two functions to test instead of `matmul` and `gradients`; None tests those.
+      functions: two functions to test instead of `matmul` and `gradients`; None means `matmul` and
+        `gradients`.
     """
     rng = np.random.default_rng(0)
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)

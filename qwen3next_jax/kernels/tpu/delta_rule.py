@@ -394,6 +394,9 @@ def _output(c: _Block, q_state, errors):
 
 
 def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
+    """Computes one chunk of the forward pass: o, the state after the chunk and, if they are
+    outputs, the state before the chunk and the inverses.
+    """
     refs = dict(zip(inputs + outputs, refs))
     _copy_initial_state(p, refs["final"], refs["initial_state"])
     c = _Block(p, refs, settings.normalize_qk)
@@ -441,6 +444,9 @@ def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 
 
 def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
+    """Computes one chunk of the backward pass: the gradients of its inputs and of the state before
+    it.
+    """
     refs = dict(zip(inputs + outputs, refs))
     erase = settings.erase
     _copy_initial_state(p, refs["dinitial"], refs["dfinal"])

@@ -205,8 +205,8 @@ class Problem:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def flatten(self, x, heads: int):
-        """Rearranges [B, T, heads, width] into [B, N C, heads * padded width], in which the
-        channels of a head are a slice of a multiple of LANES.
+        """Rearranges [B, T, heads, width] into [B, N C, heads * padded width], in which each head
+        has a multiple of LANES channels. Pads T, the heads and the channels with zeros.
         """
         width = -(-x.shape[-1] // LANES) * LANES
         x = _pad(x, {1: self.chunks * self.chunk_size, 2: heads, 3: width})

@@ -31,7 +31,9 @@ def is_first_head(shape):
 
 
 def split_heads(x_I):
-    """Returns the first heads [E, ...] and the second heads [E, ...] of the pairs."""
+    """Returns two arrays [E, ...]: the heads 0, 2, 4, … of x_I [I, ...], which come first in their
+    pairs, and the heads 1, 3, 5, ….
+    """
     x = x_I.reshape(-1, 2, *x_I.shape[1:])
     return x[:, 0], x[:, 1]
 

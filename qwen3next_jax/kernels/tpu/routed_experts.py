@@ -243,6 +243,8 @@ class _Specs:
 
 
 def _expert_forward(expert_T, used, x, weight, gate_up, down, y):
+    """Computes y of one tile."""
+
     @pl.when(pl.program_id(0) < used[0])
     def _():
         gate, up = _gate_and_up(_dot(x[...], gate_up[0]))
@@ -258,6 +260,10 @@ def _expert_forward(expert_T, used, x, weight, gate_up, down, y):
 def _expert_backward_rows(
     expert_T, used, x, weight, dy, gate_up, down, dx, dweight, dhidden, activation
 ):
+    """Computes for one tile the gradients of x, of the router's weights and of the hidden layer
+    (gate and up), and the activation times the router's weight.
+    """
+
     @pl.when(pl.program_id(0) < used[0])
     def _():
         gate, up = _gate_and_up(_dot(x[...], gate_up[0]))
@@ -278,6 +284,7 @@ def _expert_backward_rows(
 
 
 def _expert_backward_weights(expert_T, used, x, dhidden, activation, dy, *refs):
+    """Adds the tile's part of the gradients of its expert's matrices."""
     *dw_before, dgate_up, ddown, dgate_up_sum, ddown_sum = refs
     t = pl.program_id(1)
     first = (t == 0) | (expert_T[t] != expert_T[jnp.maximum(t - 1, 0)])
@@ -297,6 +304,7 @@ def _expert_backward_weights(expert_T, used, x, dhidden, activation, dy, *refs):
 
 
 def _gate_and_up(hidden):
+    """Splits the hidden layer [rows, F] into gate and up, [rows, I] each."""
     return hidden[:, : hidden.shape[1] // 2], hidden[:, hidden.shape[1] // 2 :]
 
 
@@ -352,6 +360,7 @@ def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
 
 
 def _sum_by_token(block_V, tile_V, used, token, rows, y, total):
+    """Adds the rows of one tile to the sums of one block of tokens."""
     v = pl.program_id(1)
     block = block_V[v]
     first = (v == 0) | (block != block_V[jnp.maximum(v - 1, 0)])

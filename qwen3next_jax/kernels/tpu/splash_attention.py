@@ -58,6 +58,9 @@ def block_size(length: int, width: int, itemsize: int) -> int:
 
 
 def _kernel(x, heads: int, length: int, causal: bool, interpret: bool, save_residuals: bool):
+    """Returns JAX's attention function for one row of the batch: heads [N, T, D] of a padded row of
+    `length` tokens. With `save_residuals` it also returns the logsumexp.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
         splash_attention_mask,

@@ -71,6 +71,9 @@ def _visible(position_BC, segment_BC, kv_segment_BC, first_key, size_k):
 
 
 def _masked_scores(scale, q_BMLD, k_BMCD, mask):
+    """Returns the scores [B, M, L, C] of a block of queries and a block of keys, with _HIDDEN where
+    `mask` is False.
+    """
     s_BMLC = (
         jnp.einsum("bmld,bmcd->bmlc", q_BMLD, k_BMCD, preferred_element_type=blocks.wide(q_BMLD))
         * scale
@@ -124,7 +127,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
       kv_segment_ids: [B, S] or None.
       scale: factor of the scores.
       block: largest number of queries, and of keys, in a block.
-      causal: whether a query attends only to its own token and those before it.
+      causal: whether a query attends only to its own token and the tokens before it.
 
     Returns:
       o [B, T, N, D] in q's dtype, and logsumexp [B, N, T] in float32 (float64 for float64).

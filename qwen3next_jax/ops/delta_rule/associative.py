@@ -28,6 +28,7 @@ def compose(first, second, exact: Products):
 
 
 def _normalised(k):
+    """Returns k with its scale applied."""
     return k.column * k.raw if isinstance(k, Scaled) else k
 
 

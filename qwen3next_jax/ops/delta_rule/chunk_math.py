@@ -159,6 +159,9 @@ class Products(typing.NamedTuple):
 
     @property
     def precision(self):
+        """The precision of the products: HIGHEST for float32 and float64 operands, None (JAX's
+        default) for bfloat16 operands.
+        """
         return None if self._narrow else HIGHEST
 
 

@@ -216,8 +216,8 @@ def zero_unless_continued(continues_B, state_BHKV):
     starts another document.
 
     Args:
-      continues_B: [B] booleans, whether the next token continues the document; None if it does so
-        in all rows.
+      continues_B: [B] booleans, whether the next token belongs to the same document as the state;
+        None means that it does in all rows.
       state_BHKV: [B, H, K, V], the state before the next token.
     """
     if continues_B is None:

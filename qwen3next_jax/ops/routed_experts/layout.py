@@ -79,8 +79,8 @@ def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *dw_before, c
         these weights from other tokens. The gradients of this call are added to them.
 
     Returns:
-      dx [N, D], dweight [N, A], dgate_up and ddown. dweight is in float32; the others have the
-      shapes and dtypes of x, gate_up and down.
+      dx [N, D], dweight [N, A], dgate_up and ddown. dweight is in float32. dx, dgate_up and ddown
+      have the shapes and dtypes of x, gate_up and down.
     """
     plan = _arrange(weight, expert, gate_up.shape[0], capacity)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
@@ -300,6 +300,7 @@ def _products(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E):
 
 
 def _weighted_swiglu(hidden, weight):
+    """Returns silu(gate) · up · weight [rows, I], given the hidden layer [rows, F]."""
     gate, up = jnp.split(hidden, 2, axis=-1)
     return jax.nn.silu(gate) * up * weight[:, None]
 
@@ -387,8 +388,10 @@ def _for_choices_beyond(plan: _Plan, e, weight_NA, step, carry):
 
 
 def _matrices(e, gate_up_EDF, down_EID):
+    """Returns the matrices of expert e in the dtype of accumulation."""
     return tuple(w[e].astype(wide(w)) for w in (gate_up_EDF, down_EID))
 
 
 def _dense(x_OD, weight_O, gate_up_DF, down_ID):
+    """Returns the weighted SwiGLU of one expert for all rows, [O, D]."""
     return _weighted_swiglu(x_OD @ gate_up_DF, weight_O) @ down_ID

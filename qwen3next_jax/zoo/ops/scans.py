@@ -180,6 +180,9 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
 
 
 def _compose(first, second):
+    """Returns the pair (a, b) of h ← e^a h + b that applies the pair `first` and then the pair
+    `second`.
+    """
     return second[0] + first[0], jnp.exp(second[0]) * first[1] + second[1]
 
 

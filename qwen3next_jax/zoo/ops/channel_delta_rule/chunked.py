@@ -131,6 +131,9 @@ def _cut(x, size: int):
 def _chunks(
     x: Inputs, known_inverse, size: int, erase: bool, before: bool, dtype
 ) -> tuple[Chunks, Products, Products]:
+    """Returns the arrays of the chunks of a piece; `Products` whose operands are cast to v's dtype;
+    and `Products` whose operands have the dtype `dtype`, the dtype of the state.
+    """
     dots, exact = Products(x.v.dtype, copies=True), Products(dtype, copies=True)
     q, k, v, g, beta = (_cut(array.astype(dtype), size) for array in x.wide()[:5])
     e = k if x.erase_key is None else _cut(x.erase_key.astype(dtype), size)
@@ -223,6 +226,7 @@ def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, bef
 
 
 def _joined(x, time: int):
+    """Rearranges [N, B, H, C, …] into [B, T, H, …] for T = `time`."""
     return blocks.from_chunks(jnp.swapaxes(x, 2, 3), 1, time)
 
 
@@ -269,6 +273,9 @@ def backward(
 
 
 def _reverse_scan(step, carry, xs):
+    """Runs `jax.lax.scan` from the last entry to the first. If there is only one entry, it calls
+    `step` without a loop.
+    """
     if jax.tree.leaves(xs)[0].shape[0] > 1:
         return jax.lax.scan(step, carry, xs, reverse=True)
     return blocks.scan(step, carry, xs)
