@@ -5,7 +5,8 @@ be deleted: the operators then run their XLA implementations.
 call of the operator for the kernel's platform, or when a call names the kernel.
 """
 
-# {operator: {name of the implementation: (platform, module)}}
+# {operator: {name of the implementation: (platform, module)}}. If an operator had several
+# implementations for one platform, the preferred one would come first.
 KERNELS = {
     "gated_delta_rule": {
         "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.delta_rule"),

@@ -63,7 +63,8 @@ class SelfTest:
 
 def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
     """Returns whether a call that names no implementation runs the kernels. It runs the test if no
-    outcome is stored, and prints the decision and its reason once.
+    outcome is stored, and prints the decision and its reason once. If the program is compiled for a
+    GPU that this process does not have, it returns False and prints nothing.
 
     Args:
       test: the test that the kernels must pass.

@@ -222,7 +222,7 @@ def _gradients(activation, row_by_row, extended, kernel, ids, dy):
     dz = padded[:, width - 1 : width - 1 + time]
     terms_of = lambda x, dz, same: _terms(_shifted(x, width), [dz] * width, same)
     terms = terms_of(x, dz, same)
-    if row_by_row:  # by row of the batch, so that the W sums stay in a CPU's caches
+    if row_by_row:  # one row of the batch at a time: the W sums stay in a CPU's caches
         x = jax.lax.optimization_barrier(x)
         rows = x[:, None], dz[:, None], None if same is None else same.swapaxes(0, 1)[:, :, None]
         add = lambda sums, row: ([*map(jnp.add, sums, terms_of(*row))], None)

@@ -41,7 +41,7 @@ def is_default(x: Inputs, settings: Settings, split: bool) -> bool:
     more than 32 tokens, if the kernels support the call and if they passed their test on this GPU.
     For rows of more than 32 tokens the function prints the decision once.
     """
-    if x.q.shape[1] <= C // 2:  # XLA's chunks are shorter then, and less work
+    if x.q.shape[1] <= C // 2:  # XLA takes shorter chunks for such short rows
         return False
     pieces = Problem.of(x, settings).pieces
     test = delta_rule_self_test.test(

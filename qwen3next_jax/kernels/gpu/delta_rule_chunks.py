@@ -177,7 +177,7 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
         t = product_of_parts(
             p, to_diagonal(parts), first, lambda: store_tiles(diagonal_refs, *parts)
         )
-        # Keeps only the lower left quarter of each block.
+        # Keeps only the lower left quarter of each diagonal block of 2m rows.
         t = jnp.where((i ^ j) // m == 1, t, 0.0)
         x = x + product_of_parts(p, to_diagonal(high_and_low(t)), diagonal_refs)
     parts = high_and_low(x)
@@ -276,7 +276,7 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, factors_gmem, p_gmem, *refs):
                 along_i(head_rows, TOTAL) * LOG2_E - along_j(head_rows, TOTAL_J) * LOG2_E, 126.0
             )
         ) * along_j(head_rows, BETA_J)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # wait until the last head is copied
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # until the previous head is copied
         factors[K_GAMMA], factors[Q_GAMMA] = row(slot, GAMMA) * k_norm, row(slot, GAMMA) * q_norm
         factors[K_RHO] = row(slot, RHO) * row(slot, BETA) * k_norm
         store_tiles(x_refs, plgpu.load(qk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column)

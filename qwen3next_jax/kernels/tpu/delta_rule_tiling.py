@@ -130,9 +130,9 @@ class Problem:
         )
         self.chunk_size, self.chunks = chunk_size, -(-self.time // chunk_size)
         cores = chip.cores()
-        cores = (
-            1 if self.batch % cores == 0 else cores
-        )  # the cores share the rows of the batch first
+        # If the batch is a multiple of the cores, the cores share the batch, and one block of heads is
+        # enough to keep all of them busy.
+        cores = 1 if self.batch % cores == 0 else cores
         tiling = Tiling.choose(
             self.value_heads,
             vmem=int(chip.vmem_budget()),

@@ -149,7 +149,7 @@ class Products(typing.NamedTuple):
         if not self.copies:
             return _dot(x, y, 0, 0, self.precision)
         x = jnp.swapaxes(x, -1, -2)
-        if compile_target().platform == "cpu":  # so that XLA does not fuse the two
+        if compile_target().platform == "cpu":  # keeps XLA from fusing x^T into the product
             x = jax.lax.optimization_barrier(x)
         return _dot(x, y, 1, 0, self.precision)
 
