@@ -25,10 +25,9 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 class Tiling:
     """The sizes of one grid step, which computes one chunk of `block_heads` value heads.
 
-    The heads of a step are independent, so the work of one head hides the latency of another. A
-    block of up to 32 heads is the faster the larger it is, as long as each core of the chip has a
-    block. VMEM limits the size, because the compiler keeps intermediate arrays of all heads of a
-    block.
+    The heads of a step are independent, so the work of one head hides the latency of another. Up to
+    32 heads, larger blocks are faster, as long as each core of the chip has a block. VMEM limits
+    the size, because the compiler keeps intermediate arrays of all heads of a block.
 
     Raises:
       ValueError: `block_heads` is odd or no multiple of `heads_per_key`, or a width is no multiple
@@ -130,8 +129,8 @@ class Problem:
         )
         self.chunk_size, self.chunks = chunk_size, -(-self.time // chunk_size)
         cores = chip.cores()
-        # If the batch is a multiple of the cores, the cores share the batch, and one block of heads is
-        # enough to keep all of them busy.
+        # If the cores can share the batch evenly, one block of heads is enough to keep all cores
+        # busy.
         cores = 1 if self.batch % cores == 0 else cores
         tiling = Tiling.choose(
             self.value_heads,
