@@ -73,7 +73,7 @@ PLACEMENTS = {
     # several streams, mixed for f and written by f through gates: model.streams
     "gated_residual": "qwen3next_jax.zoo.gated_residual:GatedResidual",
 }
-# Those of them that have several residual streams (model.streams).
+# The residual forms above that have several streams (model.streams).
 WITH_STREAMS = ("gated_residual",)
 # Dense MLPs: model.block.mlp.
 MLPS = {

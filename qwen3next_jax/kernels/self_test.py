@@ -75,7 +75,7 @@ def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
     reason = unsupported or outcome(jax.local_devices()[0], test)
     ran = f"which ran on {test.ran_on}" if test.ran_on else "which never ran a whole step"
     say(
-        f"{test.name}: XLA's form, no kernel: the call {reason}"
+        f"{test.name}: XLA computes it without the kernel: the call {reason}"
         if reason
         else f"{test.name}: the kernels for Hopper GPUs, {ran}: {test.avoid}"
     )
@@ -158,7 +158,7 @@ def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
     outcome. If the folder has a file `avoid`, no test runs.
     """
     if (folder / "avoid").exists():
-        return f"may take none, by {folder}/avoid"
+        return f"is kept from the kernels by the file {folder}/avoid"
     sources = b"".join(
         pathlib.Path(importlib.import_module(name).__file__).read_bytes() for name in test.modules
     )

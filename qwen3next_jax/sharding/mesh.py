@@ -145,7 +145,7 @@ def _context_constraints(
         ),
         # Ring attention gives each device two blocks of a row (`ops.attention.ring`).
         _Constraint(
-            f": twice that does not divide train.sequence_length = {length}",
+            f": expected train.sequence_length = {length} to be a multiple of twice that",
             lambda n: n == 1 or length % (2 * n) == 0,
         ),
         _Constraint(

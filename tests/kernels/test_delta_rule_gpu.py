@@ -218,7 +218,8 @@ def test_other_chips_have_no_kernel(chip, monkeypatch, capsys):
         gated_delta_rule(q, q, q, g=numbers, beta=numbers, implementation="pallas_gpu")
     for _ in range(2):
         jax.eval_shape(functools.partial(gated_delta_rule, g=numbers, beta=numbers), q, q, q)
-    assert capsys.readouterr().err == f"gated delta rule: XLA's form, no kernel: the call {wrong}\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("gated delta rule: ") and line.endswith(wrong)
 
 
 def plant(monkeypatch, spoiled=None, error=None):
@@ -269,7 +270,7 @@ def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monke
     plant(monkeypatch)
     assert verdict("broken") == ""  # the next process tries again
     (tmp_path / "right" / "avoid").touch()
-    assert verdict("right") == f"may take none, by {tmp_path}/right/avoid"
+    assert f"{tmp_path}/right/avoid" in verdict("right")
     (tmp_path / "right" / "avoid").unlink()
 
     # Of two processes, what one of them refuses both refuse.
@@ -319,11 +320,9 @@ def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatc
     gradient, as_it_is = functools.partial(jax.grad, argnums=(0, 1, 2)), lambda f: f
     assert kernels("", gradient) == 5 and kernels("", as_it_is, implementation="pallas_gpu") == 2
     assert kernels("gave another dk", as_it_is) == 0 == kernels("gave another dk", as_it_is)
-    assert capsys.readouterr().err.splitlines() == [
-        "gated delta rule: the kernels for Hopper GPUs, which ran on an H200, jax 0.11.2: "
-        "--config.model.delta_rule=chunked avoids it",
-        "gated delta rule: XLA's form, no kernel: the call gave another dk",
-    ]
+    used, refused = capsys.readouterr().err.splitlines()
+    assert "H200" in used and "--config.model.delta_rule=chunked" in used
+    assert refused.endswith("gave another dk")
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def test_axes_that_do_not_multiply_to_the_devices(mesh, message):
             {"context": 8},
             {},
             {"sequence_length": 40},
-            "context = 8: twice that does not divide train.sequence_length = 40; .* 5, 10",
+            "context = 8: .*train.sequence_length = 40 .* 5, 10",
         ),
         ({"expert": 2}, {"num_experts": 0}, {}, "the model has no experts"),
         *[
@@ -206,7 +206,7 @@ def test_axes_that_do_not_multiply_to_the_devices(mesh, message):
             {"context": 5},
             {},
             {"sequence_length": 8},
-            "context = 5: twice that does not divide .*; nearest valid sizes of context: 2$",
+            "context = 5: .*nearest valid sizes of context: 2$",
         ),
     ],
 )
