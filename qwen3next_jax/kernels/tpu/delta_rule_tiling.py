@@ -90,8 +90,8 @@ class Tiling:
             raise NotImplementedError(
                 f"has head widths {sizes['key']} and {sizes['value']} with {per_key} value heads a "
                 "key head: one block of the TPU kernel "
-                f"needs more than {vmem} bytes of VMEM (95 % of the chip's; of an unknown chip 95 % "
-                f"of {chip.SMALLEST_VMEM})"
+                f"needs more than {vmem} bytes of VMEM (95 % of the chip's; of an unknown chip "
+                f"95 % of {chip.SMALLEST_VMEM})"
             )
         return max(fitting, key=lambda x: (min(value_heads // x.block_heads, cores), x.block_heads))
 
