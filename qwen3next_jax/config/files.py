@@ -70,8 +70,8 @@ def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
 
 
 def _describe_error(error: BaseException, path: pathlib.Path) -> str:
-    """Returns the end of a message, such as ", line 3: ValueError: …": the last line of the file
-    `path` in the traceback, and the error.
+    """Returns the end of a message, such as ", line 3: ValueError: …". The line is the last one of
+    the file `path` in the error's traceback; it is left out if the traceback has none.
     """
     lines = [
         frame.lineno
@@ -109,9 +109,9 @@ def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, A
 
 
 def names_in_code(path: pathlib.Path) -> frozenset[str]:
-    """Returns the names of attributes and keyword arguments in the code of a Python file, and its
-    strings (of a dotted string only the last part). If the code of a config file does not name a
-    setting, the setting's value comes from another file or from the defaults.
+    """Returns the names of attributes and keyword arguments in the code of a Python file, and the
+    strings in it. Only the last part of a dotted string is returned. If the code of a config file
+    does not name a setting, the setting's value comes from another file or from the defaults.
     """
     names = set()
     for node in ast.walk(ast.parse(path.read_bytes())):

@@ -1,8 +1,8 @@
 """Finds out which process of a run this one is, and where the processes meet: from flags, Open MPI,
 SLURM, or a TPU slice.
 
-These are pure functions of environment variables (a mapping) and flags. Nothing here imports JAX,
-so a user learns of a mistake before JAX loads.
+The functions depend only on their arguments: environment variables, as a mapping, and flags. This
+module does not import JAX, so a user learns of a mistake before JAX loads.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ Environment = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Where the processes of a run meet, and which of them this one is; the arguments of
-    `jax.distributed.initialize`.
+    """The arguments of `jax.distributed.initialize`: where the processes of a run meet, and which
+    of them this process is.
 
     Attributes:
       source: where these values were found, for messages: "flags", "SLURM", …
@@ -159,7 +159,11 @@ def _from_slurm(environment: Environment, coordinator: str | None) -> Launch | N
 
 
 def first_node(nodes: str) -> str:
-    """Returns the first node of SLURM's list of nodes: "gpu[07-12,15],cpu1" → "gpu07"."""
+    """Returns the first node of SLURM's list of nodes: "gpu[07-12,15],cpu1" → "gpu07".
+
+    Raises:
+      UserError: the list has another form.
+    """
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
         raise UserError(
@@ -170,8 +174,14 @@ def first_node(nodes: str) -> str:
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """Returns the number of tasks on a node, from SLURM's list: "4(x2),3" means two nodes of 4
-    tasks and one node of 3. `node` is the index of the node, from 0.
+    """Returns the number of tasks on one node.
+
+    Args:
+      tasks_per_node: SLURM's list: "4(x2),3" means two nodes of 4 tasks and one node of 3.
+      node: the index of the node, from 0.
+
+    Raises:
+      UserError: the list has another form, or has no such node.
     """
     counts: list[int] = []
     for part in tasks_per_node.split(","):
