@@ -1,4 +1,6 @@
-"""Parts that the commands share: flags, errors in one line, Ctrl-C, the compilation cache."""
+"""Functions that the commands share: they define flags, turn errors into one line, handle Ctrl-C,
+and set up the compilation cache.
+"""
 
 import collections
 import contextlib
@@ -119,7 +121,7 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
 
 
 def _reader_has_gone() -> bool:
-    """Whether the reader of standard output has closed it, as `| head` does."""
+    """Whether standard output is a pipe whose reader has closed it, as in `| head`."""
     poll = select.poll()
     poll.register(_STDOUT, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -180,12 +182,11 @@ def _parse(doc: str, argv: Sequence[str]) -> list[str]:
 
 
 def _take_overrides(argv: Sequence[str]) -> list[str]:
-    """Moves arguments of the form `--config.a.b=value` or `--config.a.b value` to `_overrides`, if
-    the command has the flag `--config`. Returns the other arguments.
+    """Appends arguments of the form `--config.a.b=value` or `--config.a.b value` to `_overrides`,
+    if the command has the flag `--config`. Returns the other arguments.
 
     Raises:
-      UserError: a setting does not exist, or its value is missing. This error is raised before any
-        file is read.
+      UserError: a setting does not exist, or its value is missing.
     """
     rest, arguments = [argv[0]], collections.deque(argv[1:])
     while arguments:
@@ -266,7 +267,9 @@ def _help_of_settings(width: int) -> list[str]:
 
 
 def _entry(name: str, text: str, width: int) -> list[str]:
-    """Returns the lines of `--help` for one name, with the text after or below the name."""
+    """Returns the lines of `--help` for one name. The text begins on the line of the name, or below
+    it if the name is long.
+    """
     if len(name) > 22:
         return [
             f"  {name}",
@@ -280,8 +283,8 @@ def define_config_flag() -> Callable[..., Config | None]:
 
     Returns:
       A function (required, may_resume) that returns the validated Config. With `required=False` it
-      returns None if the flag is not given. With `may_resume=True` the Config keeps the vocabulary
-      of a run that has begun in `--workdir`.
+      returns None if the flag is not given. With `may_resume=True`, if `--workdir` has a run that
+      has taken steps and `model.vocab_size` is 0, the Config gets the vocabulary size of that run.
     """
     holder = flags.DEFINE_string(
         "config", None, "Python file with get_config(), which is run, such as configs/tiny.py"
@@ -305,7 +308,7 @@ def define_config_flag() -> Callable[..., Config | None]:
 
 def given_settings(may_resume: bool = False) -> UserInput | None:
     """Returns the settings that the user gave by `--config` and its overrides; None without
-    `--config`. `may_resume` has the meaning that `define_config_flag` explains.
+    `--config`. `define_config_flag` explains `may_resume`.
     """
     file = flags.FLAGS["config"].value
     if file is None:
@@ -318,7 +321,9 @@ def given_settings(may_resume: bool = False) -> UserInput | None:
 
 
 def _read(values: dict[str, Any], may_resume: bool) -> Config:
-    """Returns the configuration that the nested dict `values`, which the user wrote, describes."""
+    """Makes the Config of the settings in the nested dict `values`, which the user wrote. It fills
+    in the vocabulary size and trusts the packages that the settings name.
+    """
     name = str(values.get("name", Config().name))
     fill_from_tokenizer(values, _workdir_of(name) if may_resume else None)
     registry.trust_user_settings(values)
@@ -370,8 +375,8 @@ def define_launch_flags() -> Callable[[], Launch | None]:
     """Defines `--coordinator`, `--processes` and `--process`.
 
     Returns:
-      A function that returns the place of this process among the processes of the run, from the
-      flags or from the launcher's environment variables.
+      A function that returns this process's `Launch`, from the flags or from the environment
+      variables of SLURM, Open MPI or a TPU slice; it returns None if the run has one process.
     """
     coordinator = flags.DEFINE_string(
         "coordinator",
@@ -394,7 +399,9 @@ def define_launch_flags() -> Callable[[], Launch | None]:
 
 
 class Loading(NamedTuple):
-    """The arguments of `load.load_model` that flags give; None for a flag that is not given."""
+    """The values of the flags of `define_loading_flags`, for `runs.load`; a field is None if its
+    flag is not given.
+    """
 
     step: int | None
     mesh: MeshConfig | None
@@ -444,7 +451,7 @@ def define_mesh_flag() -> flags.FlagHolder:
 
 
 def read_mesh(text: str | None) -> dict[str, int]:
-    """Reads axes and sizes from a text such as "data=64,expert=8".
+    """Returns axis → size, from a text such as "data=64,expert=8"; {} for None.
 
     Raises:
       UserError: an axis does not exist or is given twice, or a size is not a number.
