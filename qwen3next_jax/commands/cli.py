@@ -219,7 +219,7 @@ _file_values: dict[str, Any] = {}  # the settings of the file --config, without 
 
 
 def _own_flags() -> list[str]:
-    """Returns the names of the flags that this project defines, without those of its libraries."""
+    """Returns the names of the flags that this package defines. Other flags are from libraries."""
     modules = {name: flags.FLAGS.find_module_defining_flag(name) for name in flags.FLAGS}
     return sorted(name for name, module in modules.items() if module.startswith("qwen3next_jax."))
 

@@ -47,7 +47,7 @@ def evaluate(
       config: the configuration of the evaluation, which names the data. None: the configuration of
         the run, or for a Hugging Face directory the default data. For a run, the weights of the
         run's model must fit the model of `config`: `config` may change the data, the row length,
-        and those settings of the model that do not change the meaning of its weights
+        and settings of the model that do not change the meaning of its weights
         (`config.compatibility`).
       path: the folder of a run, or a Hugging Face directory.
       names: names of evaluations.

@@ -81,8 +81,8 @@ def main() -> int:
 
 
 def _largest_stage(stages: Sequence[ResolvedStage]) -> ResolvedStage:
-    """Returns the stage with the longest rows; of several such stages, the one with the most
-    rows.
+    """Returns the stage with the longest rows. If several stages have rows of this length, returns
+    the stage with the largest batch.
     """
     stage = max(stages, key=lambda stage: (stage.sequence_length, stage.batch_size))
     if stage.name:

@@ -14,7 +14,8 @@ from qwen3next_jax.config.registry import SETTINGS, check_name
 class BlockConfig:
     """The parts of a block other than its mixer; docs/block.md lists them. The value of each
     setting is a name in a table of config/registry.py. A model with values other than the defaults
-    cannot be exported to a Hugging Face format.
+    cannot be exported to a Hugging Face format, except that the format `qwen4_exp` has the
+    placement "gated_residual".
     """
 
     # where a block applies its norms: a name of PLACEMENTS in config/registry.py

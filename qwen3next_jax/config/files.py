@@ -1,7 +1,7 @@
 """Reads config files, which are Python code, and applies the overrides of the command line.
 
-An error in a config file becomes a UserError, whose message of one line names the file and the line
-in it.
+If the code of a config file raises an error, this module raises a UserError instead. Its message is
+one line, which names the file and the number of the line.
 """
 
 import ast

@@ -165,8 +165,8 @@ def _defaults(settings: type) -> dict[str, Any]:
 
 
 def without_earlier_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `settings` without those settings of mixers whose value is the default of earlier
-    versions.
+    """Returns a copy of `settings` without the settings of mixers that have the default value of
+    earlier versions.
 
     Args:
       settings: dotted name of a setting → value, as a run.json records it.

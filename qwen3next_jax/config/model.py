@@ -1,6 +1,6 @@
-"""The settings of the architecture. A setting that Hugging Face's `config.json` for `qwen3_next`
-also has, has the same name and meaning here. The comment above a field says what the setting means,
-and what a special value such as 0, () or -1 means.
+"""The settings of the architecture. Settings have the names and meanings of Hugging Face's
+`config.json` for `qwen3_next`, if they exist there. The comment above a field says what the setting
+means, and what a special value such as 0, () or -1 means.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ ABLATIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The architecture of a model. The defaults are those of the released Qwen3-Next-80B-A3B."""
+    """The architecture of a model. The defaults give the released Qwen3-Next-80B-A3B."""
 
     # number of token ids; 0 in a config file: as many as the tokenizer has
     vocab_size: int = 151_936
@@ -124,8 +124,8 @@ class ModelConfig:
     # whether the output projection is the transposed embedding matrix
     tie_word_embeddings: bool = False
 
-    # Ablations. The released model has all of these parts; a model without one of them has no
-    # Hugging Face form.
+    # Ablations. The released model has all of these parts. A model without one of them cannot be
+    # exported to the Hugging Face format qwen3_next.
 
     # whether recurrent layers apply a short convolution and a SiLU to queries, keys and values;
     # off: only the SiLU

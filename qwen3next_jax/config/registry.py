@@ -264,7 +264,7 @@ def check_trusted(settings: Mapping[str, Any], where: str) -> None:
 
 
 def _package(import_string: str) -> str:
-    """The top-level package of an import string."""
+    """Returns the top-level package of an import string."""
     return re.split(r"[.:]", import_string)[0]
 
 

@@ -137,8 +137,8 @@ class Evaluation:
 
     @classmethod
     def check(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
-        """Checks what else the evaluation requires of a model, besides `needs_text` and
-        `required_context`. By default there is no other requirement.
+        """Checks the evaluation's requirements on a model other than `needs_text` and
+        `required_context`. The base class has no other requirements.
 
         Raises:
           UserError: the evaluation cannot run on a model of this config.
@@ -148,7 +148,7 @@ class Evaluation:
         """Evaluates the model with these parameters and returns the measured numbers by name.
 
         Args:
-          params: the model's parameters, sharded over the mesh like those of the train state.
+          params: the model's parameters, sharded over the mesh as in the train state.
 
         Returns:
           Name → number: "metric", or "metric/condition". All processes get the same numbers.

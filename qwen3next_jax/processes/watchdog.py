@@ -34,7 +34,11 @@ class Signals:
     """
 
     def __init__(self, show: Callable[[str], None]):
-        """`show` is a function that prints a line. It must work while a live display is shown."""
+        """Makes a handler of signals.
+
+        Args:
+          show: function that prints a line of text. It must work while a live display is shown.
+        """
         self.caught = False
         self._caught_at = 0.0
         self._parent = os.getppid()

@@ -634,12 +634,16 @@ def _interpolate_colour(anchors: Sequence[str], level: float) -> tuple[int, int,
 
 
 def _viridis(level: float) -> tuple[int, int, int]:
-    """The colour map viridis of matplotlib (public domain), through five of its points."""
+    """Returns the colour (red, green, blue) of a level from 0 to 1, in the colour map viridis of
+    matplotlib (public domain), interpolated between five of its colours.
+    """
     return _interpolate_colour(("440154", "3b528b", "21918c", "5ec962", "fde725"), level)
 
 
 def _diverging(level: float) -> tuple[int, int, int]:
-    """A colour map from blue through near-white to red."""
+    """Returns the colour (red, green, blue) of a level from 0 (blue) through 0.5 (near-white) to 1
+    (red).
+    """
     return _interpolate_colour(("2166ac", "92c5de", "f0efeb", "f4a582", "b2182b"), level)
 
 

@@ -62,10 +62,10 @@ class Checkpoints:
     the failure; in a run of several processes, the run ends. Nothing is written before `begin` is
     called.
 
-    Retention keeps the newest `keep_last` valid checkpoints and, beside them, those at multiples of
-    `keep_every` and at the ends of stages. When a checkpoint is complete, the background thread
-    reads the one before it again. If that one is damaged, it does not count, and an older one is
-    kept in its place.
+    Old checkpoints are deleted. The run keeps the newest `keep_last` valid checkpoints, and the
+    checkpoints whose step is a multiple of `keep_every` or the end of a stage. When a checkpoint is
+    complete, the background thread verifies the previous checkpoint again. If that is damaged, it
+    is not one of the `keep_last`, and an older checkpoint is kept in its place.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class Checkpoints:
         """Opens the checkpoints of the run in `workdir`.
 
         Args:
-          retention: settings of which checkpoints to keep; None if checkpoints are only read.
+          retention: the settings that say which checkpoints to keep; None if the caller only reads
+            checkpoints.
           keep_steps: steps whose checkpoints are never deleted.
         """
         self.directory = pathlib.Path(workdir).absolute() / "checkpoints"

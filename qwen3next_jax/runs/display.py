@@ -23,7 +23,7 @@ from qwen3next_jax.sharding.mesh import mesh_text
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 
-CELL_WIDTH = 24  # characters of the longest name and value together
+CELL_WIDTH = 24  # number of characters of the longest name and value together
 # Seconds of compiling after which XLA prints a warning that looks like a failure.
 XLA_BANNER = 120.0
 

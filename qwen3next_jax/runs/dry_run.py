@@ -38,7 +38,7 @@ def dry_run(
     Args:
       config: the configuration of the run.
       workdir: the folder of the run.
-      restart: whether the run starts anew, whatever `workdir` holds.
+      restart: whether the run begins anew and does not resume the run in `workdir`.
       devices: the devices of the run; None: all that JAX finds.
 
     Returns:

@@ -7,9 +7,9 @@ every resume; the lock of the folder; and `--restart`.
     WORKDIR/before-TIME/   the files that `--restart` moved; before-TIME.partial/ during the move
 
 A folder belongs to a run once it has a checkpoint or an event about a step. Until then a new run
-may replace the run.json in it. From then on a process can train in the folder only if its settings,
-data and tokenizer are those of the run, apart from allowed changes, and none of the run's records
-is missing. So no run overwrites the files of another.
+may replace the run.json in it. From then on a process can train in the folder only if it has the
+run's settings (apart from allowed changes), data and tokenizer, and none of the run's records is
+missing. So no run overwrites the files of another.
 """
 
 import contextlib

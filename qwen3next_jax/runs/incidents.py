@@ -204,8 +204,8 @@ def read_dump(folder: pathlib.Path) -> Dump:
     """Reads a dump that `write_dump` wrote.
 
     Raises:
-      UserError: `folder` is not a dump or is damaged, or its model was trained with other versions
-        of modules than those of this code.
+      UserError: `folder` is not a dump or is damaged, or this code has other versions of the
+        model's modules than the code that wrote the dump.
     """
     if not (folder / "dump.json").is_file():
         raise UserError(

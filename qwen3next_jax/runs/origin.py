@@ -1,7 +1,7 @@
 """Finds the origin of a run's model. A run may begin with the weights of another run, its parent,
-and the parent with those of its own parent. The first of these runs began with a Hugging Face
-directory or with random weights, which are the origin. An export of the run has the file format of
-that directory.
+and the parent may also have a parent, and so on. The first of these runs began with a Hugging Face
+directory or with random weights: that is the origin. An export of the run has the file format of
+the Hugging Face directory.
 
 The key "source" of `run.json` records the origin, so the folders of the parents need not be kept.
 It is null for random weights; otherwise it has these keys:
@@ -97,8 +97,8 @@ def stamp_init_from(init_from: str) -> str:
 
 
 def check_recorded_files(workdir: pathlib.Path, files: str) -> None:
-    """Checks that the files of a Hugging Face directory are those with which the run in `workdir`
-    began.
+    """Checks that the files of a Hugging Face directory have not been replaced since the run in
+    `workdir` began with them.
 
     Args:
       files: the present `stamp_hf` of the directory; "" skips the check, because the run has a

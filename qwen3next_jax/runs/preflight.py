@@ -54,8 +54,8 @@ EXPERT_SETTINGS = {
     "decoder_sparse_step",
     "mlp_only_layers",
 }
-# Model settings that may differ from those of the model in `train.init_from`, because they change
-# neither shape nor meaning of a parameter.
+# Model settings that may differ between the run and the model in `train.init_from`, because they
+# change neither the shape nor the meaning of a parameter.
 NOT_STRUCTURE = {
     "dtype",
     "mtp_depth",
@@ -78,7 +78,7 @@ def check(
     Args:
       config: the configuration of the run.
       workdir: the folder of the run.
-      restart: whether the run starts anew, whatever `workdir` holds.
+      restart: whether the run begins anew and does not resume the run in `workdir`.
       records: whether this process writes the telemetry of the run.
 
     Raises:
@@ -116,7 +116,7 @@ def with_tokenizer(
     Args:
       init_from: `train.init_from`.
       workdir: the folder of the run.
-      restart: whether the run starts anew, whatever `workdir` holds.
+      restart: whether the run begins anew and does not resume the run in `workdir`.
 
     Raises:
       UserError: the Hugging Face directory `init_from` has no tokenizer.json.
@@ -263,7 +263,7 @@ def find_parent(
       train: the settings `train` of this run.
       optimizer: the optimizer of this run.
       workdir: the folder of this run.
-      restart: whether this run starts anew, whatever `workdir` holds.
+      restart: whether this run begins anew and does not resume the run in `workdir`.
 
     Returns:
       The record of the parent; None if `train.init_from` names no run, or this run has a

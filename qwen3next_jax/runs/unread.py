@@ -173,7 +173,7 @@ def check(
       config: the configuration of the run.
       user_input: the settings that the user gave; None if settings without effect are allowed.
       workdir: the folder of the run; None if it has none.
-      restart: whether the run starts anew, whatever `workdir` holds.
+      restart: whether the run begins anew and does not resume the run in `workdir`.
       find: the function that finds settings without effect: `unread` or `unread_by_layers`.
 
     Raises:
@@ -321,14 +321,15 @@ def _unread_by_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
 
 
 def _resumed_config(workdir: pathlib.Path | None, restart: bool) -> Config | None:
-    """Returns the recorded configuration of the run that `workdir` resumes. None if the run begins
-    anew, or if its record cannot be read, which `folder.open_run` reports later.
+    """Returns the configuration in the run.json in `workdir`, which a new process would resume.
+    Returns None if no run is resumed, or if run.json cannot be read; `folder.open_run` reports that
+    error later.
     """
     if workdir is None or restart or not (workdir / "run.json").exists():
         return None
     try:
         return read_config(workdir)
-    except UserError:  # `open_run` raises it again later
+    except UserError:  # `open_run` raises the same error later
         return None
 
 

@@ -335,7 +335,7 @@ def _check_text(name: str, value: Any, where: str) -> None:
 
 def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
     """Raises UserError if there is no setting called `name`. The message may suggest the most
-    similar name among those of settings and those in `known`.
+    similar name of a setting or in `known`.
     """
     settings: Any = default_config()
     if not isinstance(name, str):
@@ -465,8 +465,8 @@ def check_unchanged(
 
 
 def manifest(sweep: Sweep) -> dict[str, Any]:
-    """Returns the content of sweep.json. The "config" of a point has every setting, including those
-    of the base file, so that a later change of that file is noticed.
+    """Returns the content of sweep.json. The "config" of a point has every setting. So a later
+    change of the base file is noticed (`check_unchanged`).
     """
     return {
         "base": sweep.base,

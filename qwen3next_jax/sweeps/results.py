@@ -268,7 +268,7 @@ def all_metrics(results: Iterable[Result]) -> dict[str, Metric]:
 def main_metrics(results: Iterable[Result]) -> dict[str, Metric]:
     """Returns name → declaration of the metrics by which points are compared. These are the metrics
     that an evaluation declares as main. If a metric has values under several conditions and also a
-    value over all conditions, only the latter is returned.
+    value over all conditions, only the value over all conditions is returned.
     """
     metrics = all_metrics(results)
     return {

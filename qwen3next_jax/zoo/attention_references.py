@@ -45,7 +45,7 @@ def rotated(config, x, distance, theta=None):
       theta: the base θ; None: `config.rope_theta`.
 
     Returns:
-      The rotated array; its leading axes are those of x and `distance`, broadcast together.
+      The rotated array. The leading axes of x and the axes of `distance` are broadcast together.
     """
     half = config.rotary_dim // 2
     theta = config.rope_theta if theta is None else theta
@@ -58,8 +58,8 @@ def rotated(config, x, distance, theta=None):
 
 
 def places(x):
-    """Returns the positions of the queries [T, 1], those of the keys [1, S], and the causal mask
-    [T, S]: whether each query sees each key. T and S are the length of x.
+    """Returns the positions of the queries [T, 1], the positions of the keys [1, S], and the causal
+    mask [T, S]: whether each query sees each key. T and S are the length of x.
     """
     t, s = np.arange(len(x))[:, None], np.arange(len(x))[None]
     return t, s, s <= t
@@ -78,8 +78,8 @@ def gated_attention(
       distance: [T, S], the distance by which the query is rotated for each key; None: no rotation.
       theta: [T, 1, 1, 1], the base of the rotations for each query; None: `config.rope_theta`.
       bias: [N, T, S], added to the scores; or None.
-      selected: (mask [T, S] bool, n): each query and head also sees n keys, namely those with the
-        highest scores among the keys for which the mask is true; or None.
+      selected: (mask [T, S] bool, n): of the keys for which the mask is true, each query and head
+        also sees the n keys with the highest scores; or None.
       sink: [N], a logit s of each head that adds e^s to the softmax's denominator; or None.
 
     Returns:

@@ -13,7 +13,7 @@ from qwen3next_jax.model.gated_attention import GatedAttention
 
 
 class BiasedProjections(GatedAttention):
-    """`GatedAttention` with biases: q = W x + b, and likewise for keys, values and output. The
+    """`GatedAttention` with biases: q = W x + b, and so for keys, values and output. The
     setting `attention_bias` says which projections have a bias. The query projection also computes
     the output gate, if there is one; its bias covers the gate, too. Biases start at 0 and have no
     weight decay.

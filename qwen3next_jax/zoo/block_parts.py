@@ -210,7 +210,8 @@ class Sinusoidal(NoPositions):
 
 
 class Learned(NoPositions):
-    """Adds a learned vector for each of the `config.context_length` positions.
+    """Adds a learned vector to the embedding of each token: the row of its position in a table of
+    `config.context_length` rows.
 
     Raises (when it is called):
       UserError: a row has more tokens than the table has positions.
@@ -243,21 +244,21 @@ class Learned(NoPositions):
 
 
 def linear(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
-    """Position interpolation (2306.15595): all frequencies are divided by the factor."""
+    """Computes position interpolation (2306.15595): divides all frequencies by `factor`."""
     return np.full(half, 1 / factor, np.float32), 1.0
 
 
 def ntk(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
-    """NTK-aware scaling: the base is multiplied by factor^(R / (R − 2)) for R = 2 · half rotated
-    dimensions. The fastest pair keeps its frequency, and the frequency of the slowest pair is
-    divided by the factor.
+    """Computes NTK-aware scaling: multiplies the base by factor^(R / (R − 2)), where R = 2 · half
+    is the number of rotated dimensions. The fastest pair keeps its frequency, and the frequency of
+    the slowest pair is divided by `factor`.
     """
     return (factor ** (-np.arange(half) / max(half - 1, 1))).astype(np.float32), 1.0
 
 
 def truncated(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
-    """A truncated basis (Giraffe, 2308.10882). A pair whose angle makes at least one full turn over
-    `context` positions keeps its frequency. A slower pair that makes more than one turn over
+    """Computes a truncated basis (Giraffe, 2308.10882). A pair that makes at least one full turn
+    over `context` positions keeps its frequency. A slower pair that makes more than one turn over
     `context` · `factor` positions gets the frequency of exactly one turn over these. The slowest
     pairs are not rotated. The paper does not specify the two limits; this code chooses them.
     """

@@ -42,8 +42,8 @@ ALPHA, LIMIT = 1.702, 7.0  # constants of the clipped SwiGLU, as in gpt-oss
 
 
 def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer):
-    """Returns a function like those of `model.expert_forms.expert_form`, which applies the router's
-    choices to the experts that `mlp` computes.
+    """Returns a function with the arguments and the result that `model.expert_forms` describes. It
+    computes the weighted sum of each token's chosen experts; `mlp` computes the experts.
 
     Args:
       mlp: (number of shards of the mesh axis `tensor`, x [Q, D], *experts, group_sizes [E]) →

@@ -107,7 +107,8 @@ class SlidingWindow(BiasedProjections):
         """Returns the cache after these tokens, without the padding at their end.
 
         Args:
-          k_BSMK, v_BSMK: the W cached keys and values, followed by those of these tokens.
+          k_BSMK, v_BSMK: the W cached keys and values, followed by the keys and values of these
+            tokens.
           k_BTMK, v_BTMK: the keys and values of these tokens.
           ids_BT: 0 for padding, 1 for other tokens.
           positions_BT: the position of each token in its document.
@@ -172,7 +173,7 @@ class First(NamedTuple):
     """The first tokens of documents, which stay visible beyond the window.
 
     Attributes:
-      k, v: keys and values [B, S, M, K] that contain those of the first tokens.
+      k, v: keys and values [B, S, M, K], which include the first tokens of all documents.
       start: [B, T], for each query the index along S of the first token of its document.
       position: [B, T], the position of each query in its document.
       count: F, the number of first tokens of a document that stay visible.
@@ -334,9 +335,9 @@ def _rows_of_first(first: First, start_BC, groups, width):
 
 
 def _with_keys_before(k, v, ids, first, before: int, axis_name):
-    """Returns k, v and ids with W = `before` entries before the first query: those of the shard
-    before, or padding at the start of the row. The fourth result is `first` with the keys and
-    values of the whole row.
+    """Returns k, v and ids with W = `before` more entries before the first query. These entries
+    come from the shards before this one, or are padding at the start of the row. The fourth result
+    is `first` with the keys and values of the whole row.
     """
     start, shard_count = 0, 1
     if axis_name is not None:
