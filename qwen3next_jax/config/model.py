@@ -307,8 +307,8 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> tuple[tuple[str, bool], ...]:
-        """(name of the mixer, whether it has experts) for every layer. The layer of the multi-token
-        prediction module, if there is one, is last.
+        """For every layer, the pair (name of its mixer, whether the layer has experts). The layer
+        of the multi-token prediction module, if there is one, is last.
         """
         trunk = tuple((mixer, self.is_sparse(i)) for i, mixer in enumerate(self.mixers))
         return trunk + ((self.full_mixer, self.num_experts > 0),) * (self.mtp_depth > 0)

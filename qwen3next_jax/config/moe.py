@@ -19,7 +19,8 @@ class MoEConfig:
     is `model.shared_expert_intermediate_size`.
     """
 
-    # what each expert, including the shared one, computes: a name of EXPERTS in config/registry.py
+    # what each routed expert computes: a name of EXPERTS in config/registry.py. The shared expert
+    # computes the same, except that it is a SwiGLU with "clipped_swiglu"
     experts: str = "swiglu"
     # the function that turns a token's router logits into scores of the experts
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"

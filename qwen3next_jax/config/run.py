@@ -33,7 +33,7 @@ class SyntheticConfig:
 
     # mqar: number of key-value pairs at the start of a row
     pairs: int = 8
-    # mqar: the probability that a query stands d places after the pairs is ∝ d^(gap_power - 1)
+    # mqar: a query stands at the d-th place after the pairs with a probability ∝ d^(gap_power - 1)
     gap_power: float = 0.01
 
     def __post_init__(self):
@@ -231,8 +231,8 @@ class TrainConfig:
     # seconds that a step may take; after this time the process writes the stacks of its threads to
     # a file and exits; 0: no limit
     step_timeout: float = 1800.0
-    # the same limit for the first step and for evaluations, which may include compilation; 0: no
-    # limit
+    # the same limit for the first step of each stage, which includes compilation, and for
+    # evaluations and saves; 0: no limit
     compile_timeout: float = 7200.0
 
     def __post_init__(self):
@@ -268,8 +268,8 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MuonConfig:
-    """Settings that only Muon has. Muon updates matrices; AdamW, with the settings of the
-    optimizer, updates all other parameters.
+    """Settings that only Muon has. Muon updates the matrices inside layers; AdamW updates all other
+    parameters, with the settings of the group `optimizer`.
     """
 
     # decay rate per step of the running mean of the gradients
@@ -320,7 +320,8 @@ class OptimizerConfig:
     # whether weight decay applies to norm weights, as in the training of the released model; it
     # never applies to A_log and dt_bias
     decay_norm_weights: bool = True
-    # the global norm of the gradients above which they are scaled down to it; 0: no clipping
+    # the largest global norm of the gradients; larger gradients are scaled down to this norm; 0: no
+    # clipping
     clip_norm: float = 1.0
 
     def __post_init__(self):
@@ -382,7 +383,7 @@ class CheckpointConfig:
     keep_every: int = 0
 
     def __post_init__(self):
-        # With keep_last = 1 the older checkpoint would be deleted before the newer one is complete.
+        # With keep_last = 1 no checkpoint would be left if the newest one is damaged.
         check_bounds(
             self,
             "checkpoint",
@@ -396,7 +397,7 @@ class EvalConfig:
 
     # number of steps between two evaluations; there is always one after the last step
     every: int = 250
-    # number of held-out rows of an evaluation during training; eval.py uses all rows
+    # number of held-out rows of an evaluation during training; eval.py uses all rows by default
     rows: int = 64
     # text that the model continues at each evaluation, as a sample
     sample_prompt: str = "def "

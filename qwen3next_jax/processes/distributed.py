@@ -179,7 +179,9 @@ def _exit_unreachable(launch: Launch, seconds: float) -> None:
 
 
 def is_process_0() -> bool:
-    """Whether this is process 0, the only one that writes the run's files and prints."""
+    """Whether this is process 0. It alone prints, and it alone writes the files of the run, except
+    for the arrays of checkpoints and dumps, which all processes write together.
+    """
     return jax.process_index() == 0
 
 

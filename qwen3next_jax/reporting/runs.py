@@ -68,7 +68,7 @@ class Run:
     Attributes:
       name: the name of the run's folder.
       config: the settings, as nested dicts.
-      log: all events, in the order they were written.
+      log: all events, in the order they were written; only the newest has the field "expert_load".
       events: kind of event → the events of this kind, in the order they were written.
     """
 

@@ -165,7 +165,8 @@ class DiagnosticsHook(Hook):
 
 
 class EvaluationHook:
-    """Evaluates the held-out rows and the suites, and writes their events.
+    """Runs the held-out evaluation and the evaluations in `eval.suites`, and writes an event with
+    the results of each.
 
     Attributes:
       heldout_text: name and value of the main metric of the newest held-out evaluation, as text; ""
