@@ -43,8 +43,8 @@ def state_from_parent(
       parent: the record of the parent and its checkpoint.
 
     Returns:
-      The train state before the first step, sharded over the mesh of the run, and the data cursor
-      of the first step.
+      The train state before the first step, sharded over the mesh of the run; and a `DataCursor`,
+      the place in the training data at which the branch begins to read.
 
     Raises:
       UserError: the checkpoint of `parent` is damaged, or its parameters have other shapes.
@@ -146,14 +146,14 @@ def _cursors(
     theirs: DataCursors,
     data_offset: int = 0,
 ) -> tuple[DataCursor, DataCursor]:
-    """Returns the data cursor of the parent at `step`, and the data cursor of this run at its first
-    step.
+    """Returns two `DataCursor`s, places in the training data: the place of the parent's stage at
+    `step`, and the place at which this run begins to read.
 
     Args:
       stages: the stages of this run.
       data: the training data of every stage of this run.
       step: the number of steps that the parent took.
-      theirs: the recorded data cursors of the parent's stages.
+      theirs: for each stage of the parent, its recorded `DataCursor`.
       data_offset: the number of batches that rewinds of the parent skipped.
     """
     before = theirs[stage_number(theirs, step)]

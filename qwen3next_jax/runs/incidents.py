@@ -64,7 +64,10 @@ class Incidents:
         """Makes a reader of flags.
 
         Args:
-          cursors: the first data cursor of every stage of the run.
+          guards: the settings of the guards.
+          model: the model of the run.
+          cursors: for every stage of the run, the place in the training data at which the stage
+            begins to read.
           metrics: the metrics.jsonl to which events are written.
         """
         self._config = guards

@@ -8,8 +8,8 @@ It is null for random weights; otherwise it has these keys:
 
     path     the path of the Hugging Face directory
     form     its format, a value of `model.hf_form`
-    files    `interop.huggingface.stamp_hf` of the directory, a text that changes if one of its
-             files is replaced; only if the run itself began with the directory
+    files    `interop.huggingface.stamp_hf` of the directory, a digest of the names, sizes and times
+             of its files; only if the run itself began with the directory
 """
 
 import pathlib

@@ -38,7 +38,8 @@ class Rewinder:
         Args:
           run: the run.
           data: the training data of every stage.
-          cursors: the first data cursor of every stage.
+          cursors: for every stage, the place in the training data at which the stage begins to
+            read.
           parent: the record of the run with which this run began; None if there is none.
           files: `stamp_hf` of the Hugging Face directory with which this run began; "" if there is
             none.

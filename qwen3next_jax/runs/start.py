@@ -112,7 +112,8 @@ def start_state(
         the comparison.
 
     Returns:
-      The train state before the first step, and the data cursor of the first step.
+      The train state before the first step; and a `DataCursor`, the place in the training data at
+      which the run begins to read.
 
     Raises:
       UserError: the files of the model in `train.init_from` changed, are damaged, or have

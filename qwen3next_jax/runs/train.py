@@ -259,7 +259,7 @@ class _Start(NamedTuple):
     Attributes:
       state: the train state before the first step.
       step: number of steps of the run that are already taken.
-      cursors: the first data cursor of every stage.
+      cursors: for every stage, the place in the training data at which the stage begins to read.
       is_new: whether the run has no checkpoint yet.
     """
 

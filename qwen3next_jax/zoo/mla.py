@@ -5,7 +5,7 @@ A key of a head has two parts: one that the head computes from the latent vector
 heads share.
 
 Letters: B batch, T time, S slots, D model, N heads, K head width, L latent width, R width of the
-shared part of a key, P = K - R width of the head's own part of a key, and width of a value.
+shared part of a key, P = K - R width of a head's own part of a key, and also of a value.
 """
 
 import dataclasses
