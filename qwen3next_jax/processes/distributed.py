@@ -179,8 +179,8 @@ def _exit_unreachable(launch: Launch, seconds: float) -> None:
 
 
 def is_process_0() -> bool:
-    """Whether this is process 0. It alone prints, and it alone writes the files of the run, except
-    for the arrays of checkpoints and dumps, which all processes write together.
+    """Whether this is process 0, which prints the output of the run, and writes the files that need
+    only one writer.
     """
     return jax.process_index() == 0
 

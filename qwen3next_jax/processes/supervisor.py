@@ -49,7 +49,8 @@ def supervise(
     command: Sequence[str] = (),
     find_run: Callable[[], Mapping[str, Any]] | None = None,
 ) -> int:
-    """Runs `command`, and runs it again after each end that a restart can help against.
+    """Runs `command` as a child process, and runs it again if it was killed, crashed or hung, or if
+    the processes of the run did not find each other.
 
     Args:
       workdir: the run's folder; its checkpoints show progress.
