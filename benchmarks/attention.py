@@ -6,6 +6,7 @@ softmax with its mask.
 Prints per problem the least and median milliseconds of interleaved runs.
 """
 
+import argparse
 import time
 
 import jax
@@ -36,6 +37,9 @@ def with_gradients(f):
 
 
 def main():
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     candidates = {
         "plain softmax": with_gradients(plain),
         "blockwise": with_gradients(lambda q, k, v, s: attention(q, k, v, segment_ids=s)),

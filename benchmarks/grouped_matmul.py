@@ -7,6 +7,7 @@ Prints per problem the least and median milliseconds of interleaved runs and the
 at the least.
 """
 
+import argparse
 import time
 
 import jax
@@ -71,6 +72,9 @@ def interleaved(candidates, arguments, rounds=7):
 
 
 def main():
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     print(
         f"{'R':>6} {'D':>4} {'I':>4} {'E':>3}  {'':12} {'least ms':>9} {'median ms':>9} "
         f"{'GFLOP/s':>8}"

@@ -4,6 +4,7 @@ of code are, circles of files, and how many functions take the whole configurati
     python benchmarks/house.py            # prints a table
 """
 
+import argparse
 import ast
 import io
 import pathlib
@@ -123,6 +124,9 @@ def loaded_modules() -> list[pathlib.Path]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     loaded = loaded_modules()
     everything = sorted(PACKAGE.rglob("*.py"))
     tokens_loaded = sum(code(path)[0] for path in loaded)

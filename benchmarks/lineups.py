@@ -4,6 +4,7 @@ with 1 where a difference is not explained.
 python benchmarks/lineups.py
 """
 
+import argparse
 import importlib
 import pathlib
 import sys
@@ -29,6 +30,9 @@ def counted(name: str) -> tuple[int, int, int, dict[str, int]]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     print(
         "| model | parameters here | active | published | what is not here |\n|---|---|---|---|---|"
     )

@@ -1,11 +1,15 @@
-"""The transformers side of parity.py, training_speed.py and delta_rule.py; run by them in an
-interpreter that has torch.
+"""The transformers side of parity.py, decoding.py, training_speed.py and delta_rule.py, which run
+it in an interpreter that has torch.
 
     transformers_peer.py logits MODEL_DIR TOKENS.safetensors LOGITS.safetensors
-    transformers_peer.py train MODEL_DIR TOKENS.safetensors      commands and answers as JSON
-    lines transformers_peer.py kimi_reference DIRECTORY                a tiny Kimi Linear and its
-    cases, as tests/fixtures has them transformers_peer.py delta_rule INPUTS.safetensors
-    RESULTS.safetensors      a line "runs" for each answer
+    transformers_peer.py train MODEL_DIR TOKENS.safetensors
+        reads commands from standard input and answers each, one JSON object a line
+    transformers_peer.py generate MODEL_DIR
+        the same for greedy continuations
+    transformers_peer.py kimi_reference DIRECTORY
+        writes a tiny Kimi Linear and its cases, as tests/fixtures has them
+    transformers_peer.py delta_rule INPUTS.safetensors RESULTS.safetensors
+        writes results, then answers each line {"runs": N} with the seconds of N runs
 
 Imports nothing of this project: its interpreter need not have JAX, nor the same Python version.
 """

@@ -4,6 +4,8 @@ commands start quickly.
 
 import importlib
 
+__version__ = "0.1.0"
+
 _HOMES = {
     "ModelConfig": "qwen3next_jax.config",
     "Qwen3Next": "qwen3next_jax.model",
@@ -11,7 +13,7 @@ _HOMES = {
     "load_hf": "qwen3next_jax.interop.huggingface",
     "save_hf": "qwen3next_jax.interop.huggingface",
 }
-__all__ = list(_HOMES)
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str):
@@ -21,4 +23,4 @@ def __getattr__(name: str):
 
 
 def __dir__():
-    return sorted(list(globals()) + __all__)
+    return sorted({*globals(), *__all__})

@@ -4,6 +4,8 @@ import importlib
 import os
 import sys
 
+from qwen3next_jax import __version__
+
 VERBS = {
     "train": "train a model, or continue a run",
     "prepare": "tokenize and pack the data of a run, on any number of hosts",
@@ -12,6 +14,7 @@ VERBS = {
     "export": "write a run as a Hugging Face directory",
     "report": "write a page with the charts of runs",
     "sweep": "run an ablation sweep and write its report",
+    "show": "describe the model of a config: layers, parameters, FLOPs, memory",
     "plan": "predict memory and time of a step on a slice, without the slice",
     "verify": "check runs, exports and prepared data against their digests",
     "replay": "run the step again at which the guards ended a run",
@@ -25,6 +28,11 @@ def main() -> None:
         print(_help())
         sys.exit(0 if arguments else 2)
     verb = arguments[0]
+    if verb == "--version":
+        from qwen3next_jax.common.version import code_version
+
+        print(f"qwen3next-jax {__version__} ({code_version()})")
+        sys.exit(0)
     if verb not in VERBS:
         from qwen3next_jax.common.errors import did_you_mean
 
@@ -47,7 +55,10 @@ def run(verb: str, arguments: list[str]) -> None:
 
 def _help() -> str:
     verbs = "\n".join(f"  {verb:10} {meaning}" for verb, meaning in VERBS.items())
-    return f"usage: qwen3next VERB [FLAGS]\n\n{verbs}\n\nqwen3next VERB --help shows its flags."
+    return (
+        f"usage: qwen3next VERB [FLAGS]\n\n{verbs}\n\n"
+        "qwen3next VERB --help shows its flags, qwen3next --version the version."
+    )
 
 
 if __name__ == "__main__":

@@ -45,8 +45,9 @@ from qwen3next_jax.config.describe import list_settings, mixer_settings
 from qwen3next_jax.config.files import (
     UserInput,
     apply_overrides,
-    load_config_file,
     default_of,
+    find_file,
+    load_config_file,
 )
 from qwen3next_jax.config.reading import FlagText
 from qwen3next_jax.processes.launch import Launch, find_launch
@@ -183,7 +184,7 @@ def _parse(doc: str, argv: Sequence[str]) -> list[str]:
 
 def _take_overrides(argv: Sequence[str]) -> list[str]:
     """Appends arguments of the form `--config.a.b=value` or `--config.a.b value` to `_overrides`,
-    if the command has the flag `--config`. Returns the other arguments.
+    if the command reads config files. Returns the other arguments.
 
     Raises:
       UserError: a setting does not exist, or its value is missing.
@@ -192,11 +193,7 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
     while arguments:
         argument = arguments.popleft()
         name, equals, text = argument.lstrip("-").partition("=")
-        if (
-            not argument.startswith("-")
-            or not name.startswith("config.")
-            or "config" not in flags.FLAGS
-        ):
+        if not argument.startswith("-") or not name.startswith("config.") or not _reads_settings:
             rest.append(argument)
             continue
         name = name.removeprefix("config.")
@@ -214,6 +211,7 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
     return rest
 
 
+_reads_settings = False  # whether the command takes `--config.group.name=value`
 _overrides: list[tuple[str, str]] = []
 _file_values: dict[str, Any] = {}  # the settings of the file --config, without the overrides
 
@@ -240,7 +238,7 @@ def _help(doc: str) -> str:
         )
     for name, text in entries:
         lines += _entry(name, text, width)
-    if "config" in flags.FLAGS:
+    if _reads_settings:
         lines += _help_of_settings(width)
     return "\n".join(lines)
 
@@ -286,8 +284,12 @@ def define_config_flag() -> Callable[..., Config | None]:
       returns None if the flag is not given. With `may_resume=True`, if `--workdir` has a run that
       has taken steps and `model.vocab_size` is 0, the Config gets the vocabulary size of that run.
     """
+    accept_settings()
     holder = flags.DEFINE_string(
-        "config", None, "Python file with get_config(), which is run, such as configs/tiny.py"
+        "config",
+        None,
+        "Python file with get_config(), which is run, such as configs/tiny.py; a name such as tiny "
+        "stands for a config that comes with this project",
     )
 
     def get(required: bool = True, may_resume: bool = False) -> Config | None:
@@ -298,12 +300,39 @@ def define_config_flag() -> Callable[..., Config | None]:
             )
         if holder.value is None:
             return None
-        values = load_config_file(pathlib.Path(holder.value))
+        values = load_config_file(find_file(holder.value))
         _file_values.update(copy.deepcopy(values))
         apply_overrides(values, _overrides)
         return _read(values, may_resume)
 
     return get
+
+
+def accept_settings() -> None:
+    """Lets the command take `--config.group.name=value`, and `--help` list the settings."""
+    global _reads_settings
+    _reads_settings = True
+
+
+def load_settings(path: str) -> dict[str, Any]:
+    """Returns the settings of the config file `path`, or of a config that comes with this project,
+    with the overrides of the command line, as a nested dict that is not validated yet.
+
+    Raises:
+      UserError: the file cannot be read, or the text of an override is not a value of its type.
+    """
+    values = load_config_file(find_file(path), flag="")
+    apply_overrides(values, _overrides)
+    return values
+
+
+def validate_settings(values: dict[str, Any]) -> Config:
+    """Returns the configuration that the nested dict `values` describes.
+
+    Raises:
+      UserError: a setting does not exist or is not valid.
+    """
+    return _read(values, may_resume=False)
 
 
 def given_settings(may_resume: bool = False) -> UserInput | None:
@@ -317,7 +346,7 @@ def given_settings(may_resume: bool = False) -> UserInput | None:
         file_config = _read(copy.deepcopy(_file_values), may_resume)
     except UserError:  # the file is valid only with the overrides
         file_config = None
-    return UserInput(frozenset(name for name, _ in _overrides), pathlib.Path(file), file_config)
+    return UserInput(frozenset(name for name, _ in _overrides), find_file(file), file_config)
 
 
 def _read(values: dict[str, Any], may_resume: bool) -> Config:

@@ -8,6 +8,7 @@ import ast
 import contextlib
 import importlib.util
 import pathlib
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,6 +32,31 @@ class UserInput(NamedTuple):
     overrides: frozenset[str]
     file: pathlib.Path
     file_config: Config | None
+
+
+# The folder that has configs/: in a wheel inside this package, in a checkout beside it.
+_PACKAGE = pathlib.Path(__file__).parents[1]
+_SHIPPED = next(
+    (folder for folder in (_PACKAGE / "shipped", _PACKAGE.parent) if (folder / "configs").is_dir()),
+    None,
+)
+
+
+def find_file(text: str) -> pathlib.Path:
+    """Returns the file that a user names: a path, or, where there is no such file, one of the
+    configs that come with this project, as "configs/tiny.py" or "tiny".
+    """
+    path = pathlib.Path(text)
+    require_path(text, text)
+    if path.exists() or _SHIPPED is None or path.is_absolute():
+        return path
+    bare = not path.suffix and len(path.parts) == 1
+    shipped = _SHIPPED / (f"configs/{text}.py" if bare else path)
+    if not shipped.is_file():
+        return path
+    if str(_SHIPPED) not in sys.path:  # a config imports others, as `configs.tiny`
+        sys.path.append(str(_SHIPPED))
+    return shipped
 
 
 def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:

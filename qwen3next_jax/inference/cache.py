@@ -1,7 +1,7 @@
-"""Lengths and sizes of decoding caches.
+"""Lengths and sizes of the caches for decoding.
 
-The cache of a recurrent layer (convolution window and state) has the same size for every context
-length; the cache of an attention layer has a slot for every token.
+The cache of a recurrent layer (the window of its convolution, and its state) has the same size for
+every context length. The cache of an attention layer has a slot for every token.
 """
 
 import jax
@@ -13,10 +13,11 @@ MIN_SLOTS = 64  # slots of the smallest cache
 
 
 def round_up_length(tokens: int) -> int:
-    """Returns the number of slots of a cache for this number of tokens.
+    """Returns the number of slots of a cache for `tokens` tokens.
 
-    Between a power of two and the next there are only four lengths. So requests of similar length
-    share their compiled programs, and at most a quarter of the slots is unused.
+    There are only four possible lengths between a power of two and the next. So requests of similar
+    length use the same compiled programs, and at most a quarter of the slots is unused (except in
+    caches of MIN_SLOTS).
     """
     if tokens <= MIN_SLOTS:
         return MIN_SLOTS
@@ -25,9 +26,11 @@ def round_up_length(tokens: int) -> int:
 
 
 def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
-    """Returns `cache_kind` → bytes of the trunk's cache for `batch` rows with `length` slots.
+    """Returns `cache_kind` → bytes of the cache of the decoder layers, for `batch` rows with
+    `length` slots. The MTP module's cache is not included.
 
-    The kind "state" has the same size at any length; the kind "slots" grows with it.
+    Caches of kind "state" have the same number of bytes at any length; caches of kind "slots" grow
+    with it.
     """
     total = {"state": 0, "slots": 0}
     for layer, name in enumerate(config.mixers):
@@ -39,17 +42,20 @@ def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
 
 
 def cache_after_token(config: ModelConfig, cache: list, index_B: jax.Array) -> list:
-    """Returns, for each row b, the cache after the row's token `index_B[b]`, counted from 0.
+    """Returns a cache that holds, for each row b, the cache after the row's token `index_B[b]`,
+    counted from 0.
 
-    Caches of kind "slots" are returned unchanged: a slot past the row's end is rewritten before
-    any query can see it.
+    Caches of kind "slots" are returned unchanged: a slot after that token is overwritten before any
+    query sees it.
 
     Args:
-      cache: what `Qwen3Next.decode` returned with `return_all_states=True`: caches of kind
-        "state" have the state after every token, [repeats, B, T, …].
+      config: the model's settings.
+      cache: the cache that `Qwen3Next.decode` returned with `return_all_states=True`. Caches of
+        kind "state" have the state after every token in it, [layers, B, T, …].
+      index_B: the indices [B] int32.
     """
 
-    def pick(leaf):  # [repeats, B, T, …]
+    def pick(leaf):  # [layers, B, T, …]
         index = index_B.reshape(1, -1, *(1,) * (leaf.ndim - 2))
         return jax.numpy.take_along_axis(leaf, index, axis=2)[:, :, 0]
 

@@ -1,5 +1,5 @@
-"""Reads the files beside a model's weights that text generation needs: the tokens that end a text,
-and the chat template.
+"""Reads two things that text generation needs from the files beside a model's weights: the tokens
+that end a text, and the chat template.
 """
 
 import json
@@ -16,7 +16,8 @@ from qwen3next_jax.common.errors import UserError, short_repr, as_user_error
 
 _MAX_CHARACTERS = 1 << 20  # the most characters of a template, and of the text that it renders
 # The limits of the process that renders a template: bytes of memory, seconds of processor time, and
-# seconds by the clock, which suffice on a busy machine.
+# seconds of elapsed time. The last limit is larger, because other processes may keep the machine
+# busy.
 _MAX_BYTES = 1 << 30
 _MAX_CPU_SECONDS = 10
 _TIMEOUT = 60
@@ -25,7 +26,8 @@ _TIMEOUT = 60
 def end_tokens(folder: epath.PathLike, vocab_size: int) -> set[int]:
     """Returns all `eos_token_id`s in config.json and generation_config.json of `folder`.
 
-    Each file may have none, one, or a list of them. The folder of a run has neither file.
+    In each file the field may be missing, an id, or a list of ids. The folder of a run has neither
+    file.
 
     Raises:
       UserError: a file cannot be read, or an id is not in the vocabulary.
@@ -55,10 +57,10 @@ def end_tokens(folder: epath.PathLike, vocab_size: int) -> set[int]:
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer: renders messages as the text that the model continues.
+    """The chat template of a tokenizer. It renders messages to the text that the model continues.
 
-    The template is a jinja2 template. It is rendered in jinja2's sandbox, without access to files,
-    by a separate process with limited time and memory.
+    A template is a program in jinja2's language. A separate process with limited time and memory
+    renders it, in jinja2's sandbox and without access to files.
     """
 
     def __init__(self, folder: epath.PathLike):
@@ -124,9 +126,14 @@ class ChatTemplate:
         return text
 
     def _render(self, messages: list[dict[str, str]] | None) -> str:
-        """Renders the messages; without messages, checks the template's syntax and returns "".
+        """Renders the messages. Without messages, only checks the template's syntax, and returns
+        "".
 
-        The text may have one character more than allowed.
+        If the text is longer than allowed, it is cut off one character after the limit.
+
+        Raises:
+          UserError: the template has an error, refuses the messages, or exceeds a limit of its
+            process.
         """
         request = {
             "template": self._text,
@@ -169,7 +176,9 @@ class ChatTemplate:
 
 
 def _default_template(template: object) -> object:
-    """Returns the template, or the one named "default" if there is a list of named templates."""
+    """Returns the template, or the one named "default" if `template` is a list of named templates;
+    None if the list has none.
+    """
     if not isinstance(template, list):
         return template
     for entry in template:

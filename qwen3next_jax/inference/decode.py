@@ -1,8 +1,9 @@
-"""Text generation with a cache: continues prompts of unequal lengths in one batch, greedily or by
-sampling, and yields tokens as they come.
+"""Text generation with a cache. It continues prompts of different lengths in one batch, greedily or
+by sampling, and yields tokens as they come.
 
-`plain` generates one token per pass of the trunk; `speculative` lets the multi-token prediction
-module draft several.
+The module `plain` generates one token per pass of the model without its multi-token prediction
+module ("the trunk"). The module `speculative` lets the multi-token prediction module draft several
+tokens, which one pass of the trunk verifies.
 
 Letters: B batch, T time, X = T + lookahead.
 """
@@ -29,26 +30,28 @@ from qwen3next_jax.sharding.rules import ROWS, activation_spec, num_shards
 
 PREFILL_CHUNK = 512  # the most prompt tokens per row that one prefill call processes
 _CHAT_CHUNK = 64  # in a chat, the end of a prompt is divided into chunks of this size
-# The most seconds that one call of "advance" should take. Its tokens are shown only when it ends.
+# The most seconds that one call of the program "advance" should take. The tokens of a call are
+# shown only when it ends.
 MAX_CALL_SECONDS = 0.05
-# The most steps per call if several processes decode: all must choose the same number of steps, so
-# they cannot choose it by their clocks.
+# The most steps per call if several processes decode together. They must all choose the same number
+# of steps, so they cannot choose it by the time that a call takes.
 _MAX_STEPS_OF_PROCESSES = 8
 
 
 class TokenStream:
     """An iterator over the new tokens of all rows.
 
-    Each item is a piece: a list with one int32 array per prompt. The array holds the tokens that
-    the prompt's row got since the last piece; it may be empty.
+    Each item is a piece: a list with one int32 array for each prompt. The array holds the tokens
+    that were generated for the prompt since the last piece; it may be empty.
 
     Attributes:
       tokens: number of tokens yielded so far.
-      passes: number of passes of single rows through the trunk that these tokens took.
-      drafted: [K], how often a draft of each depth was verified.
-      accepted: [K], how often a draft of each depth was accepted together with all drafts before
-        it. `drafted` and `accepted` leave out the first round of each row, which verifies made-up
-        drafts.
+      passes: number of passes through the trunk that these tokens took; a pass with n rows counts n
+        times.
+      drafted: [K], for each MTP depth how often a draft of this depth was verified.
+      accepted: [K], for each MTP depth how often its draft was accepted, together with all drafts
+        before it. `drafted` and `accepted` do not count the first round of each row, because its
+        drafts were not made by the module (`speculative.init_state`).
     """
 
     def __init__(self, pieces: Callable[["TokenStream"], Iterator[list[np.ndarray]]], drafts: int):
@@ -63,7 +66,7 @@ class TokenStream:
         return next(self._pieces)
 
     def count(self, piece: list[np.ndarray], emitted: plain.Emitted) -> None:
-        """Adds one call's tokens, passes and drafts to the totals."""
+        """Adds the tokens, passes and drafts of one call of "advance" to the totals."""
         if self.tokens:
             self.drafted += emitted.passes
             self.accepted += emitted.accepted
@@ -87,20 +90,21 @@ def generate(
     mesh: Mesh | None = None,
     on_compile: Callable[[], None] = lambda: None,
 ) -> TokenStream:
-    """Continues every prompt. Compiles all programs that it needs before it returns.
+    """Generates a continuation of every prompt. Compiles all programs that it needs before it
+    returns.
 
     Args:
       prompts: integer arrays of token ids, each of at least one token, of any lengths.
       max_new_tokens: the most tokens to generate per row.
       temperature, top_k, top_p, min_p: see `Sampling`.
-      seed: seed of the random numbers. A sample depends only on the seed, the index of its row, its
-        position in the row, and the tokens before it in the row.
-      stop_ids: a row ends before the first of these tokens.
+      seed: seed of the random numbers. A sampled token depends only on the seed, the index of its
+        row, its position in the row, and the tokens before it in the row.
+      stop_ids: a row ends when one of these tokens is generated; the token itself is not yielded.
       speculative: the number of tokens, at most 4, that the multi-token prediction module drafts
-        per pass of the trunk; 0: none. Drafting does not change greedy tokens, nor the distribution
-        of samples.
-      min_cache_length: for chats, the least number of cache slots. All prompts that fit into this
-        many slots share their compiled programs.
+        per pass of the trunk; 0: no drafts. Drafting changes neither the tokens of greedy decoding
+        nor the distribution of samples.
+      min_cache_length: the least number of cache slots; more than 0 in a chat. All prompts that fit
+        into this many slots use the same compiled programs.
       mesh: the mesh on which the model's parameters lie, as in `Qwen3Next.features`; None for a
         single device. If several processes share the mesh, all of them must pass the same
         arguments, and all get the same tokens.
@@ -138,7 +142,9 @@ def generate(
     arguments = stop_ids.astype(np.int32), sampling_arrays, np.uint32(seed)
 
     def compile_prefill(begin: int, tokens_BX: np.ndarray) -> Callable:
-        """Returns the function that prefills this chunk of the prompts: (params, state) → state."""
+        """Returns a function (params, state) → state that writes this chunk of the prompts to the
+        caches.
+        """
         chunk = tokens_BX, np.int32(begin)
         prefill = programs.compiled("prefill", on_compile, params, initial_state, *chunk)
         return lambda params, state: prefill(params, state, *chunk)
@@ -176,12 +182,14 @@ def generate(
 
 
 def complete(model: Qwen3Next, prompts: Sequence[np.ndarray], **options) -> list[np.ndarray]:
-    """Runs `generate` to its end and returns each row's new tokens [n], without the stop token."""
+    """Runs `generate` to its end. Returns the new tokens of each row, [n] int32, without the stop
+    token.
+    """
     return concatenate_pieces(generate(model, prompts, **options), len(prompts))
 
 
 def concatenate_pieces(pieces: Iterator[list[np.ndarray]], rows: int) -> list[np.ndarray]:
-    """Returns the tokens of each of the rows, from the pieces that a `TokenStream` yields."""
+    """Joins the pieces that a `TokenStream` yields: returns the tokens of each row."""
     tokens_of_rows: list[list[np.ndarray]] = [[np.zeros(0, np.int32)] for _ in range(rows)]
     for piece in pieces:
         for row, tokens in zip(tokens_of_rows, piece):
@@ -190,7 +198,9 @@ def concatenate_pieces(pieces: Iterator[list[np.ndarray]], rows: int) -> list[np
 
 
 def _next_step_count(steps: int, seconds: float, max_steps: int) -> int:
-    """Chooses the next call's number of steps from the last one's and the time that it took."""
+    """Returns the number of steps of the next call, from the number of steps of the last call and
+    the seconds that it took.
+    """
     if jax.process_count() > 1:
         return min(2 * steps, _MAX_STEPS_OF_PROCESSES)
     if seconds > MAX_CALL_SECONDS:
@@ -199,7 +209,14 @@ def _next_step_count(steps: int, seconds: float, max_steps: int) -> int:
 
 
 class DecodePrograms:
-    """The compiled functions of one model architecture and one way of decoding.
+    """The compiled functions for one model structure and one way of decoding.
+
+    Args:
+      graphdef: the model without its parameters.
+      mesh: the devices; None: one device.
+      greedy: whether every step takes the most likely token.
+      filters: whether sampling uses top_k, top_p or min_p.
+      drafts: the number of drafts per pass; 0: decoding without drafts.
 
     Attributes:
       max_steps: the most steps (with drafts: rounds) that one call of "advance" can take.
@@ -237,8 +254,10 @@ class DecodePrograms:
         """Returns the decoding state before the first token, with caches of `length` slots.
 
         Args:
-          rows_B: arrays [B] for `plain.init_state`: the pending tokens, their positions, and the
-            numbers of tokens to generate.
+          model: the model.
+          length: the number of slots.
+          rows_B: the other arguments of `plain.init_state`, arrays [B]: the pending tokens, their
+            positions, and the numbers of tokens to generate.
         """
 
         def make(*rows_B):
@@ -260,7 +279,7 @@ class DecodePrograms:
         return self._compiled[key]
 
     def _shard_rows(self, state):
-        """Returns the state with its rows divided over the mesh, alike in every program."""
+        """Splits the rows of the state over the mesh, in the same way in every program."""
         if self._mesh is None:
             return state
         by_row = NamedSharding(self._mesh, activation_spec("batch"))
@@ -282,8 +301,8 @@ def get_programs(
     filters: bool = False,
     drafts: int = 0,
 ) -> DecodePrograms:
-    """Returns the programs for this way of decoding. Repeated calls return the same object, so
-    that its functions are compiled once.
+    """Returns the programs for this way of decoding (see `DecodePrograms`). Calls with the same
+    arguments return the same object, so that its functions are compiled once.
     """
     return DecodePrograms(graphdef, mesh, greedy, filters, drafts)
 
@@ -294,8 +313,8 @@ def cache_length(
     speculative: int = 0,
     min_cache_length: int = 0,
 ) -> int:
-    """Returns the number of slots of the cache that `generate` makes for these arguments: enough
-    for all tokens and for the padding of the last prompt chunk.
+    """Returns the number of slots of the cache that `generate` makes for these arguments. They are
+    enough for all tokens, for the padding of the last prompt chunk, and for drafts.
     """
     longest = max(map(len, prompts))
     bounds = _chunk_bounds(longest - 1, is_chat=min_cache_length > 0)
@@ -312,9 +331,12 @@ def check_request(
 ) -> list[np.ndarray]:
     """Checks the prompts and returns them as int32 arrays.
 
-    Checks token ids before the conversion to int32, which would wrap 2³² + 5 to 5.
+    Token ids are checked before the conversion to int32, which would turn 2³² + 5 into 5.
 
     Args:
+      config: the model's settings.
+      prompts: the token ids of each prompt.
+      max_new_tokens, temperature: see `generate`.
       chunk: the size of the smallest chunks in which prompts go through the model.
 
     Raises:
@@ -366,9 +388,9 @@ def _chunk_bounds(
 ) -> Iterator[tuple[int, int]]:
     """Yields (start, size) of the chunks into which `total` prompt tokens are divided.
 
-    All chunks have `chunk` tokens, except at the end. There, the size of the last chunk is rounded
-    up to a power of two, at least 16. In a chat, the last tokens are divided into chunks of
-    _CHAT_CHUNK tokens instead, so that only two sizes are compiled.
+    All chunks but the last have `chunk` tokens. The size of the last chunk is rounded up to a power
+    of two, at least 16. In a chat, the tokens after the last whole chunk are divided into chunks of
+    _CHAT_CHUNK tokens instead, so that programs for two sizes only are compiled.
     """
     start = 0
     while start < total:
@@ -390,9 +412,9 @@ def prompt_chunks(
     """Divides the prompts, without their last tokens, into chunks for prefill.
 
     Yields:
-      start: the position of the chunk's first token;
-      tokens [B, T + lookahead]: the chunk's tokens, where T is its size, and the `lookahead` tokens
-      after the chunk. Prompts are padded with zeros at their ends.
+      (start, tokens). start is the position of the chunk's first token. tokens [B, T + lookahead]
+      holds the T tokens of the chunk and the `lookahead` tokens after it. Prompts are padded with
+      zeros at their ends.
     """
     for start, size in _chunk_bounds(max(map(len, prompts)) - 1, chunk, is_chat):
         tokens_BX = np.zeros((len(prompts), size + lookahead), np.int32)

@@ -1,11 +1,11 @@
-"""Decoding of one token per pass of the trunk.
+"""Decoding without drafts: each pass of the model gives one token per row.
 
-Every row has one pending token: it is known, but it is not in the cache yet. Prefill writes all
-tokens of a prompt except the last into the cache. A step writes the pending token into the cache
-and chooses the next one. So a prompt of one token needs no prefill, and rows of any lengths can be
-decoded by the same program.
+Every row has one pending token, which is known but not in the cache yet. Prefill writes all tokens
+of a prompt except the last into the cache; the last one is the first pending token. A step writes
+the pending token into the cache and chooses the next one. So a prompt of one token needs no
+prefill, and the same program decodes rows of any lengths.
 
-Letters: B batch, T time, D model, V vocabulary, N the most tokens that one call emits per row.
+Letters: B batch, T time, D model, V vocabulary, N the most tokens that one call generates per row.
 """
 
 from typing import NamedTuple
@@ -22,8 +22,8 @@ from qwen3next_jax.inference.sampling import (
 )
 from qwen3next_jax.model import Qwen3Next
 
-# The most steps that one call takes. A call takes several, because the overhead of a call is as
-# large as some steps of a small model.
+# The most steps of one call. A call takes several steps, because the overhead of a call is as large
+# as several steps of a small model.
 MAX_STEPS = 64
 
 
@@ -48,9 +48,12 @@ class Emitted(NamedTuple):
 
     Attributes:
       tokens: [B, N] int32.
-      count: [B] int32, how many entries at the start of each row of `tokens` are valid.
-      passes: [] int32, number of passes of single rows through the trunk.
-      accepted: [K] int32, how often the drafts of each depth were accepted.
+      count: [B] int32, the number of tokens of each row. They are the first entries of the row of
+        `tokens`; the other entries mean nothing.
+      passes: [] int32, number of passes through the model; a pass with n active rows counts n
+        times.
+      accepted: [K] int32, for each MTP depth how often its draft was accepted; K = 0 without
+        drafts.
     """
 
     tokens: jax.Array
@@ -73,8 +76,8 @@ def init_state(
 def prefill(
     model: Qwen3Next, mesh: Mesh | None, state: DecodeState, tokens_BT: jax.Array, begin
 ) -> DecodeState:
-    """Writes a chunk of prompt tokens, which begins at position `begin`, into the cache. It writes
-    only the tokens that come before the row's pending token.
+    """Writes the tokens [B, T] of a chunk of the prompts into the cache. The chunk begins at
+    position `begin`. In each row, only the tokens before the pending token are written.
     """
     positions_BT = jnp.broadcast_to(
         begin + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
@@ -98,10 +101,18 @@ def advance(
     """Takes `steps` steps (at most MAX_STEPS), or fewer if every row ends before.
 
     Args:
+      model: the model.
+      mesh: the devices; None: one device.
       greedy: whether every step takes the most likely token.
       filters: whether `sampling` has a top_k, top_p or min_p.
-      stop_ids: [n] int32; a row ends before the first of these tokens.
+      state: the state before the call.
+      steps: [] int32, the number of steps.
+      stop_ids: [n] int32; a row ends when one of these tokens is chosen, which is not emitted.
+      sampling: how tokens are sampled.
       seed: [] uint32, the seed of the samples.
+
+    Returns:
+      The state after the call; the generated tokens.
     """
 
     def any_active(carry):
@@ -121,7 +132,7 @@ def advance(
             next_B = sample_token(log_p_BV, seed, state.position + 1)
         active_B = state.remaining > 0
         emits_B = active_B & ~jnp.isin(next_B, stop_ids)
-        # A row that has ended repeats its last step, so that it writes to no further slots.
+        # A row that has ended repeats its last step, so that it writes to the same slots again.
         state = DecodeState(
             cache,
             jnp.where(emits_B, next_B, state.token),

@@ -1,13 +1,13 @@
 """A program that renders one chat template.
 
-It is a process of its own because the template comes from a stranger, and jinja2's sandbox limits
-neither the time nor the memory that it takes. `chat.ChatTemplate` runs this file by its path, so
-that the process imports jinja2 and nothing of this package.
+It runs in a process of its own because a template may come from an untrusted source, and jinja2's
+sandbox limits neither the time nor the memory that a template takes. `chat.ChatTemplate` runs this
+file by its path, so that the process imports jinja2 and nothing of this package.
 
 Standard input is a JSON object:
   template: the template's text.
   special: the tokenizer's special tokens by name.
-  messages: a list of {"role", "content"}; null to check only the template's syntax.
+  messages: a list of {"role", "content"}; null: only the template's syntax is checked.
   seconds, bytes, characters: the limits of processor time, memory and rendered text.
 
 Standard output is a JSON object with one of:
@@ -25,7 +25,7 @@ import jinja2.sandbox
 
 
 class Refused(Exception):
-    """The template calls raise_exception."""
+    """Raised when the template calls raise_exception, with which templates refuse messages."""
 
 
 def render(request: dict) -> str:
@@ -74,12 +74,14 @@ def main() -> None:
 
 
 def _refuse(message: object):
-    """The function `raise_exception`, which templates call with messages that they refuse."""
+    """Implements the function `raise_exception` of templates."""
     raise Refused(str(message)[:1000])
 
 
 def _set_limit(limited: int, maximum: int) -> None:
-    """Limits one of this process's resources, within the limit that the system sets."""
+    """Lowers the limit of one of this process's resources to `maximum`, or to the system's own
+    limit if that is lower.
+    """
     _, hard = resource.getrlimit(limited)
     maximum = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
     try:

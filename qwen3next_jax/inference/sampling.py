@@ -1,4 +1,4 @@
-"""Choosing the next token: the most likely one, or a sample from a filtered distribution.
+"""Chooses the next token: the most likely one, or a sample from a filtered distribution.
 
 Letters: B batch, V vocabulary; `...` any dimensions.
 """
@@ -10,22 +10,23 @@ import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import UserError
 
-# The purposes of a random number at one position: to sample a token, to accept a draft, to sample a
-# token in place of a rejected draft, and to sample a draft.
+# A random key depends on its purpose: to sample a token, to accept a draft, to sample a token in
+# place of a rejected draft, or to sample a draft.
 TOKEN, ACCEPT, RESAMPLE, DRAFT = range(4)
 
 
 class Sampling(NamedTuple):
-    """How tokens are sampled. Each filter, in this order, applies to the tokens that the filters
-    before it have kept. The most likely token is always kept, and so is a token that is exactly as
-    likely as the least likely one that is kept.
+    """How tokens are sampled. The filters top_k, top_p and min_p are applied in this order, each to
+    the tokens that the filters before it have kept. The most likely token is always kept. A token
+    that is exactly as likely as the least likely kept token is kept, too.
 
     Attributes:
-      temperature: the logits are divided by it. 0, or a number too small for float32, means
-        greedy decoding: the most likely token.
-      top_k: keep so many of the most likely tokens; 0: all.
-      top_p: keep the most likely tokens that together have at least this probability; 1: all.
-      min_p: keep the tokens with at least this share of the most likely token's probability; 0:
+      temperature: the logits are divided by this number. 0 means greedy decoding, which takes the
+        most likely token; so does, in effect, a number too small for float32.
+      top_k: keep this number of the most likely tokens; 0: all.
+      top_p: keep the smallest number of the most likely tokens whose probabilities sum to this
+        number or more; 1: all.
+      min_p: keep the tokens whose probability is at least this share of the most likely token's; 0:
         all.
     """
 
@@ -72,17 +73,18 @@ class Sampling(NamedTuple):
 
 
 def log_probabilities(logits: jax.Array, sampling: Sampling, filters: bool) -> jax.Array:
-    """Returns the log-probabilities [..., V] of the distribution that is sampled; -inf for tokens
-    that a filter drops.
+    """Returns the log-probabilities [..., V] from which a token is sampled; -inf for tokens that a
+    filter drops.
 
     Args:
       logits: [..., V].
-      sampling: may hold traced arrays.
+      sampling: the settings; its fields may be traced arrays.
       filters: whether `sampling` sets any filter; not traced.
     """
     logits = logits.astype(jnp.float32)
-    # The largest logit becomes 0 before the division, so that it is 0 at any temperature and
-    # nothing overflows to +inf. Devices treat numbers below `tiny` as 0.
+    # The largest logit is subtracted before the division. Then no logit is above 0, and none
+    # overflows to +inf at a low temperature. Devices treat numbers below `tiny` as 0, so the
+    # temperature is at least `tiny`.
     temperature = jnp.maximum(sampling.temperature, jnp.finfo(jnp.float32).tiny)
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     if filters:
@@ -90,8 +92,8 @@ def log_probabilities(logits: jax.Array, sampling: Sampling, filters: bool) -> j
         rank_V = jnp.arange(scaled.shape[-1])
         in_top_k_V = (rank_V < sampling.top_k) | (sampling.top_k == 0)
         p = jax.nn.softmax(jnp.where(in_top_k_V, descending, -jnp.inf), axis=-1)
-        # top_p = 1 needs a case of its own: rounding may bring the sum of the probabilities to 1
-        # before the last token.
+        # top_p = 1 is treated separately, because rounding may bring the sum of the probabilities
+        # to 1 before the last token.
         in_top_p = (jnp.cumsum(p, axis=-1) - p < sampling.top_p) | (sampling.top_p == 1)
         kept = in_top_k_V & in_top_p & (p >= sampling.min_p * p[..., :1])
         kept = kept | (rank_V == 0)  # even if float32 rounds top_p to 0
@@ -102,15 +104,16 @@ def log_probabilities(logits: jax.Array, sampling: Sampling, filters: bool) -> j
 
 
 def argmax_token(logits: jax.Array) -> jax.Array:
-    """Returns the index [...] int32 of the largest logit [..., V]; the first of equal ones.
+    """Returns the index [...] int32 of the largest logit [..., V]; the first one if several are
+    equal.
 
-    It replaces `jnp.argmax`, which on a CPU compares one number at a time and takes 18 times as
-    long for a vocabulary of 151,936.
+    On a CPU, `jnp.argmax` compares one number at a time, and takes 18 times as long as this
+    function for a vocabulary of 151,936.
     """
     size = logits.shape[-1]
     is_largest = logits == jnp.max(logits, axis=-1, keepdims=True)
     index = jnp.min(jnp.where(is_largest, jnp.arange(size, dtype=jnp.int32), size), axis=-1)
-    return jnp.minimum(index, size - 1)  # among NaNs, none is the largest
+    return jnp.minimum(index, size - 1)  # if the logits are NaN, none equals the largest
 
 
 def random_keys(seed, position_B: jax.Array, purpose: int) -> jax.Array:
@@ -128,8 +131,14 @@ def random_keys(seed, position_B: jax.Array, purpose: int) -> jax.Array:
 def sample_token(
     log_p_BV: jax.Array, seed, position_B: jax.Array, purpose: int = TOKEN
 ) -> jax.Array:
-    """Returns a token [B] int32 of each row, sampled from log-probabilities [B, V] with the keys
-    that `random_keys` makes of the other arguments.
+    """Samples a token for each row.
+
+    Args:
+      log_p_BV: log-probabilities.
+      seed, position_B, purpose: the arguments of `random_keys`.
+
+    Returns:
+      [B] int32.
     """
     noise = jax.vmap(lambda key: jax.random.gumbel(key, log_p_BV.shape[1:], log_p_BV.dtype))(
         random_keys(seed, position_B, purpose)

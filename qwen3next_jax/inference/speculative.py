@@ -1,34 +1,36 @@
 """Speculative decoding: the multi-token prediction (MTP) module drafts tokens, and one pass of the
-trunk verifies several of them.
+trunk (the model without this module) verifies several of them.
 
 A round, with K drafts per row:
-1. The trunk runs over the pending token and the K drafts.
+1. The trunk processes the pending token and the K drafts in one pass.
 2. The trunk accepts the drafts before the first one that it rejects, and chooses one more token
-   itself. The accepted drafts and this token are the new tokens.
+itself. The accepted drafts and this token are the round's new tokens.
 3. The module drafts the next K tokens.
 
-Greedy decoding accepts a draft if it is the trunk's own most likely token, so the tokens are those
-of plain decoding. Sampling follows "Fast Inference from Transformers via Speculative Decoding"
-(arXiv 2211.17192): let p be the trunk's distribution and q the one from which the draft was
-sampled. The draft is accepted with probability min(1, p/q); the first rejected draft is replaced by
-a sample from max(p - q, 0), normalized. Every token then has the distribution p, with the same
-filters as in plain decoding.
+Greedy decoding accepts a draft if it is the trunk's own most likely token, so the tokens are the
+same as without drafts. Sampling follows "Fast Inference from Transformers via Speculative Decoding"
+(arXiv 2211.17192): let p be the trunk's distribution, and q the distribution from which the draft
+was sampled. The draft is accepted with probability min(1, p/q). The first rejected draft is
+replaced by a sample from max(p - q, 0), normalized. Every token then has the distribution p, with
+the same filters as without drafts.
 
 A rejected draft has already changed the caches:
-- Attention slots need no care: a slot is rewritten with the true token before any query sees it.
-- A recurrent state cannot be rewound. The pass returns the state after each of its K+1 tokens
-  (`Mixer.each_token`), and the next round continues from the state after the last accepted token.
-  The alternative, to run the accepted tokens again from the state before the round, needs no memory
-  for the states but takes passes of 2K+1 tokens; `benchmarks/decoding.py --part=replay` times both.
-- The module's cache entries for drafts come from the module's own hidden states. The next round
-  overwrites those of accepted tokens with entries from the trunk's states. So the first draft of a
-  round is exactly what training at depth 0 teaches. Later drafts attend to these entries and to the
-  entries of their own round, whereas in training a depth attends only to its own entries. Imitating
-  the training would take a cache per depth, and would cost more time than it gains in accepted
-  drafts (docs/notes/2026-11-23-decoding.md).
+- Attention layers: its slot is overwritten with the right token before any query sees the slot.
+- Recurrent layers: a state cannot be taken back. The pass therefore returns the state after each of
+  its K+1 tokens (`Mixer.each_token`), and the next round continues from the state after the last
+  accepted token. The alternative is to process the accepted tokens again from the state before the
+  round. It needs no memory for the states, but passes of 2K+1 tokens; `benchmarks/decoding.py
+  --part=replay` measures both.
+- The MTP module: while it drafts, it computes the cache entries of drafts from its own states. For
+  the accepted tokens, the next round overwrites these entries with entries that are computed from
+  the trunk's states. So the module makes the first draft of a round under the same conditions as at
+  depth 0 in training. The later drafts attend to these entries and to the entries of the same
+  round; in training, a depth attends only to its own entries. To do the same here would take a
+  cache for each depth, and more time than it saves by more accepted drafts
+  (docs/notes/2026-11-23-decoding.md).
 
 Letters: B batch, T time, X = T + 1, D model, V vocabulary, K drafts, J = K + 1 positions from the
-pending token on, N the most tokens that one call emits per row.
+pending token on, N the most tokens that one call generates per row.
 """
 
 from typing import NamedTuple
@@ -94,7 +96,8 @@ def check_drafts(config: ModelConfig, drafts: int) -> None:
             f"speculative = {drafts}: the model has no multi-token prediction module "
             "(model.mtp_depth = 0): expected 0"
         )
-    # The module writes entries of the same positions again, which only a cache of slots allows.
+    # The module writes the cache entries of a position more than once. This is possible only in a
+    # cache with slots.
     if mixer_class(config.full_mixer).cache_kind != "slots":
         raise UserError(
             f"speculative = {drafts} with model.full_mixer = {config.full_mixer!r}: expected a "
@@ -114,7 +117,8 @@ def init_state(
 ) -> DraftState:
     """Returns the state before the first token, with caches of `length` slots.
 
-    The drafts of the first round are made up: token 0 with probability 1.
+    The drafts of the first round do not come from the module: they are token 0, as if sampled with
+    probability 1.
     """
     config, batch = model.config, len(token_B)
     mtp_cache = mixer_class(config.full_mixer).init_cache(config, batch, length)
@@ -133,12 +137,16 @@ def init_state(
 def prefill(
     model: Qwen3Next, mesh: Mesh | None, state: DraftState, tokens_BX: jax.Array, begin
 ) -> DraftState:
-    """Writes a chunk of prompt tokens, which begins at position `begin`, into both caches. It
-    writes only the tokens that come before the row's pending token.
+    """Writes a chunk of the prompts into both caches. The chunk begins at position `begin`. In each
+    row, the trunk's cache gets only the tokens before the pending token.
 
     Args:
-      tokens_BX: [B, T + 1], the T tokens of the chunk and the token after them, which the module
-        reads.
+      model: the model.
+      mesh: the devices; None: one device.
+      state: the state before the call.
+      tokens_BX: [B, T + 1], the T tokens of the chunk and the token after them, which the MTP
+        module reads.
+      begin: the position of the chunk's first token.
     """
     size = tokens_BX.shape[1] - 1
     t_BT = jnp.broadcast_to(begin + jnp.arange(size, dtype=jnp.int32), (len(tokens_BX), size))
@@ -165,7 +173,7 @@ def advance(
 ) -> tuple[DraftState, Emitted]:
     """Takes `rounds` rounds (at most MAX_ROUNDS), or fewer if every row ends before.
 
-    The other arguments are those of `plain.advance`.
+    `plain.advance` explains the other arguments.
     """
     batch, k = state.drafts.shape
 
@@ -209,7 +217,8 @@ def advance(
             sampling,
             seed,
         )
-        # A row that has ended keeps its position, and rewrites slots that nobody reads.
+        # A row that has ended keeps its position, so it only overwrites slots that nobody reads any
+        # more.
         state = drafted._replace(
             token=_gather_positions(new_BJ, accepted_B[:, None])[:, 0],
             position=jnp.where(active_B, state.position + accepted_B + 1, state.position),
@@ -235,10 +244,10 @@ def _verify(
     sampling: Sampling,
     seed: jax.Array,
 ):
-    """Runs the trunk over the pending token and the drafts, and decides which drafts it accepts.
+    """Runs the trunk over the pending token and the drafts, and decides which drafts are accepted.
 
     Returns:
-      new tokens [B, J] after the pending one, valid up to the index `accepted`;
+      new tokens [B, J] after the pending one; the first accepted + 1 are valid;
       accepted [B], the number of accepted drafts;
       the trunk's states [B, J, D] for the module, from the pending token on;
       the cache after the accepted drafts.
@@ -285,13 +294,15 @@ def _accept_samples(
         axis=1,
     )
     accepted_B = _leading_accepted(jnp.log(u_BK) < log_ratio_BK)
-    # After the last draft there is none to reject: q is 0 there, and the residual is p.
+    # If all drafts are accepted, no draft was rejected, and one more token is sampled from p. This
+    # is the same formula with q = 0.
     log_q_BJV = jnp.pad(state.log_q, ((0, 0), (0, 1), (0, 0)), constant_values=-jnp.inf)
     p_BV, q_BV = (
         jnp.exp(_gather_positions(x, accepted_B[:, None])[:, 0]) for x in (log_p_BJV, log_q_BJV)
     )
     residual_BV = jnp.maximum(p_BV - q_BV, 0)
-    # If rounding makes the residual 0 everywhere, p and q are equal.
+    # The residual is 0 everywhere only if p and q are equal up to rounding; then p itself is
+    # sampled.
     has_residual_B1 = jnp.sum(residual_BV, axis=-1, keepdims=True) > 0
     residual_BV = jnp.where(has_residual_B1, residual_BV, p_BV)
     next_position_B = state.position + 1 + accepted_B
@@ -314,11 +325,16 @@ def _draft(
 ) -> DraftState:
     """Drafts the next K tokens after the new ones.
 
-    For the first draft, the module reads the trunk's hidden states of the accepted tokens. For each
-    later draft, it reads its own hidden state of the draft before.
+    For the first draft, the module reads the trunk's states of the accepted tokens. For each later
+    draft, it reads its own state of the draft before.
 
     Args:
-      state_BJD, new_BJ, accepted_B: what `_verify` returned.
+      state: the state, with the cache that `_verify` returned.
+      state_BJD, new_BJ, accepted_B: the other results of `_verify`.
+      `advance` explains the other arguments.
+
+    Returns:
+      The state with new drafts and the module's new cache.
     """
     k = state.drafts.shape[1]
     run_mtp = _mtp_step(model, mesh)
@@ -347,11 +363,11 @@ def _draft(
 
 
 def _mtp_step(model: Qwen3Next, mesh: Mesh | None):
-    """Returns a function that runs one depth of the module.
+    """Returns a function that applies the MTP module once.
 
-    It maps states [B, T, D], the tokens after them [B, T], positions [B, T] and the module's cache
-    to the hidden states for the head [B, T, D], the states for the next depth and the updated
-    cache.
+    Its arguments are states [B, T, D], the token after each of them [B, T], positions [B, T], and
+    the module's cache. It returns the states for the output head [B, T, D], the states for the next
+    depth [B, T, D], and the new cache.
     """
     graphdef, params = nnx.split(model.mtp)
     module = nnx.merge(graphdef, gather_params(params, mesh, model.config.dtype))
@@ -372,18 +388,18 @@ def _mtp_step(model: Qwen3Next, mesh: Mesh | None):
 
 
 def _leading_accepted(accepted_BK) -> jax.Array:
-    """Returns [B], the number of drafts that are accepted before the first rejected one."""
+    """Returns [B], the number of drafts before the first one that is rejected."""
     return jnp.sum(jnp.cumprod(accepted_BK.astype(jnp.int32), axis=1), axis=1)
 
 
 def _gather_token(x_BKV, token_BK) -> jax.Array:
-    """Returns [B, K], the entry of `x` for each token."""
+    """Returns [B, K], the entry of x [B, K, V] for each token [B, K]."""
     return jnp.take_along_axis(x_BKV, token_BK[..., None], axis=-1)[..., 0]
 
 
 def _gather_positions(x, index_BT):
-    """Returns [B, T, …], the entries of x [B, S, …] at the indices [B, T]; an index outside 0 …
-    S-1 means the nearest end.
+    """Returns [B, T, …], the entries of x [B, S, …] at the indices [B, T]. An index outside of 0 …
+    S-1 is replaced by the nearest valid one.
     """
     index_BT = jnp.clip(index_BT, 0, x.shape[1] - 1)
     return jnp.take_along_axis(x, index_BT.reshape(*index_BT.shape, *(1,) * (x.ndim - 2)), axis=1)

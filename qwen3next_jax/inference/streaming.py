@@ -1,24 +1,24 @@
-"""Turns tokens into text one at a time, to show generated text while it is generated."""
+"""Converts tokens to text one at a time, so that text can be shown while it is generated."""
 
 from qwen3next_jax.data.tokens import Tokenizer
 
 
 class DecodeStream:
-    """Decodes tokens incrementally. It returns text as soon as the text is complete, and never
-    half a UTF-8 character.
+    """Decodes tokens incrementally. It returns text as soon as its characters are complete, and
+    never a part of a UTF-8 character.
 
-    To continue a prompt, add the prompt's tokens first and ignore the text that they return: some
-    tokenizers decode the first token of a text differently.
+    Some tokenizers decode the first token of a text differently. To continue a prompt, add the
+    prompt's tokens first and ignore the text that they return.
     """
 
-    # A character has at most 4 bytes and a token at least one. So a longer tail that cannot be
-    # decoded is invalid, not an unfinished character.
+    # A character has at most 4 bytes, and a token has at least one byte. So a longer sequence of
+    # tokens that cannot be decoded is invalid, and not an unfinished character.
     _LONGEST_TAIL = 8
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        # The tokens of the text returned last. Some tokenizers decode a token differently after
-        # others, so new tokens are decoded together with these.
+        # The tokens of the text that was returned last. New tokens are decoded together with these,
+        # because some tokenizers decode a token differently after others.
         self._context: list[int] = []
         self._pending: list[int] = []
 

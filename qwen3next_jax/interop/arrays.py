@@ -1,10 +1,10 @@
-"""Moves parameters between the devices of a run and the tensors of files, in pieces: the host holds
-at most `MAX_PIECE_BYTES` of a parameter at a time.
+"""Copies parameters between the devices of a run and the tensors of files, in pieces: the host
+holds at most `MAX_PIECE_BYTES` of a parameter at a time.
 
 When a model is read, every process fills the shards of its own devices. A large shard is allocated
-on its device and filled there piece by piece, by programs that run on this device alone, so no
-process waits for another. When a model is written, each piece is gathered from all devices that
-hold parts of it.
+on its device and filled there piece by piece. The programs that do this run on this device alone,
+so no process waits for another. When a model is written, each piece is gathered from all devices
+that hold parts of it.
 """
 
 import functools
@@ -23,7 +23,7 @@ from qwen3next_jax.interop.layout import Parameter
 from qwen3next_jax.interop.shard_slices import ShardSlice
 
 MAX_PIECE_BYTES = 64 * 2**20
-# A function that reads a slice of a parameter and returns its values.
+# A function from a slice of a parameter to the values of the slice.
 ReadSlice = Callable[[ShardSlice], np.ndarray]
 
 
@@ -35,9 +35,9 @@ def make_array(
     Args:
       parameter: the parameter's path, shape and tensors.
       dtype: the array's dtype.
-      sharding: the array's sharding; None: the array is on the default device, uncommitted.
-      read_values: a function of a slice of the parameter, which returns its values (see
-        `make_shards`).
+      sharding: the array's sharding; None: the array is on the default device, and JAX may move it
+        (it is uncommitted).
+      read_values: see `make_shards`.
     """
     if sharding is None:
         whole = (slice(None),) * len(parameter.shape)
@@ -53,16 +53,17 @@ def make_shards(
     indices: Mapping[jax.Device | None, tuple[slice, ...]],
     read_values: ReadSlice,
 ) -> list[jax.Array]:
-    """Makes, on every device of `indices`, that device's shard of `parameter`.
+    """Makes the shards of `parameter`, one on every device of `indices`.
 
     Args:
       parameter: the parameter's path, shape and tensors.
       dtype: the dtype of the shards.
       indices: device → the index of its shard in the parameter; the device None is the default
         device.
-      read_values: a function of a slice of the parameter, which returns its values in `dtype`. The
-        calls cover every element that a device holds once, and no other element. Adjacent shards
-        are read together, because long rows of a file are read faster than short ones.
+      read_values: function from a slice of the parameter to its values in `dtype`. Its calls cover
+        each element that the devices hold once, and no other element. If the shards together form
+        one slice, they are read together, because long rows of a file are read faster than short
+        ones.
 
     Returns:
       The shards, in the order of `indices`.
@@ -93,8 +94,17 @@ def _read_group(
     device_of: Mapping[ShardSlice, jax.Device | None],
     read_values: ReadSlice,
 ) -> dict[ShardSlice, jax.Array]:
-    """Reads slices that together fill their bounding slice. Each slice goes to its device in
-    `device_of`.
+    """Reads slices of a parameter that together fill their bounding slice, and puts each on its
+    device.
+
+    Args:
+      parameter: the parameter's path, shape and tensors.
+      dtype: the dtype of the values.
+      device_of: slice → the device that gets it.
+      read_values: see `make_shards`.
+
+    Returns:
+      Slice → its values on the device.
     """
     bounding = shard_slices.bounding_slice(list(device_of))
     max_elements = MAX_PIECE_BYTES // dtype.itemsize
@@ -125,15 +135,17 @@ def _read_group(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _update_shard(shard: jax.Array, update: jax.Array, start: list) -> jax.Array:
-    """Returns `shard` with `update` written at the position `start`."""
+    """Returns `shard` with `update` written at the position `start`. The memory of `shard` is
+    reused.
+    """
     return jax.lax.dynamic_update_slice(shard, update, start)
 
 
 class TensorReader:
-    """Reads the rows of tensors from the parameters that hold them.
+    """Reads tensors, in the layout of files, from the parameters on the devices.
 
-    A reader caches the last piece that it copied from the devices, because consecutive tensors are
-    usually adjacent in the parameter.
+    A reader caches the last piece that it copied from the devices, because tensors that are written
+    one after another are usually adjacent in the parameter.
     """
 
     def __init__(self):
@@ -148,10 +160,10 @@ class TensorReader:
         layer: int,
     ) -> Iterator[np.ndarray]:
         """Yields the rows of a tensor in order, as blocks [rows, columns] of at most
-        `MAX_PIECE_BYTES`.
+        `MAX_PIECE_BYTES` (but at least one row).
 
-        If the array spans several processes, all of them call this for the same tensors in the
-        same order.
+        If the array spans several processes, all of them must call this method for the same tensors
+        in the same order.
 
         Args:
           array: the values of `parameter`.
@@ -187,7 +199,7 @@ class TensorReader:
     def _read_cached(
         self, array: jax.Array | np.ndarray, parameter: Parameter, needed: ShardSlice
     ) -> tuple[ShardSlice, np.ndarray]:
-        """Returns a slice that contains `needed`, and its values on the host."""
+        """Returns a slice that contains `needed`, and the values of this slice on the host."""
         if self._cached is not None:
             cached_parameter, cached, values = self._cached
             if cached_parameter is parameter:
@@ -203,8 +215,9 @@ class TensorReader:
 def _extend_to_piece(
     needed: ShardSlice, parameter: Parameter, array: jax.Array | np.ndarray
 ) -> ShardSlice:
-    """Extends the slice `needed` to as much as fits into `MAX_PIECE_BYTES`: to the whole array if
-    the array is small, otherwise along the first dimension along which its tensors are split.
+    """Extends the slice `needed` to as much as fits into `MAX_PIECE_BYTES`. If the whole array
+    fits, the result is the whole array. Otherwise the slice is extended along the first dimension
+    that numbers the parameter's tensors or their rows.
     """
     if array.nbytes <= MAX_PIECE_BYTES:
         return shard_slices.full_slice(array.shape)
@@ -248,9 +261,10 @@ def _gather_slice(
     """Makes a jitted function `gather(array, start)` that returns the slice of shape `sizes` that
     begins at index `start`, replicated on every device.
 
-    Each device makes an array of the slice with the values of its own shard, and zeros elsewhere.
-    Then the arrays of all devices are added. The values are added as integers with the same bits,
-    because in floating point -0.0 + 0.0 is 0.0. Nothing larger than the slice is gathered.
+    Each device makes an array of the slice's shape with the values that its own shard has, and
+    zeros elsewhere. Then the arrays of all devices are added. The values are added as integers with
+    the same bits, because -0.0 + 0.0 is 0.0 in floating point. Nothing larger than the slice is
+    gathered.
     """
     spec = (*sharding.spec, *(None,) * (len(sizes) - len(sharding.spec)))
     split_dims = {

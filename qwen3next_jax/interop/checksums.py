@@ -1,6 +1,5 @@
-"""Compares the files of an exported directory with the digests in its SHA256SUMS file.
-
-The safetensors format has no checksums, so a reader does not notice a flipped bit.
+"""Compares the files of an exported directory with the digests in its SHA256SUMS file. The check is
+needed because the safetensors format has no checksums, so a reader does not notice a flipped bit.
 """
 
 import concurrent.futures
@@ -33,7 +32,7 @@ def verify_hf(
     directory: pathlib.Path, process: int = 0, processes: int = 1
 ) -> Iterator[tuple[str, str | None]]:
     """Compares the files of a Hugging Face directory with the digests in its SHA256SUMS, on all
-    cores. Does nothing if the directory has no SHA256SUMS.
+    cores. Yields nothing if the directory has no SHA256SUMS.
 
     Args:
       directory: the exported directory.
@@ -42,9 +41,10 @@ def verify_hf(
         `processes`-th file.
 
     Yields:
-      (file name, problem) for each of this process's files that SHA256SUMS names, for every file of
-      weights that it does not name, and for SHA256SUMS itself if it names a file that it may not
-      name. The problem is a phrase for a message, or None if the file has the recorded digest.
+      (file name, problem). The problem is a phrase for a message, or None if the file has the
+      recorded digest. There is one such pair for each of this process's files that SHA256SUMS
+      names. More pairs report files of weights that SHA256SUMS does not name, and names in
+      SHA256SUMS that are not allowed.
 
     Raises:
       UserError: SHA256SUMS cannot be read.

@@ -1,11 +1,11 @@
-"""How one parameter is stored in the tensors of a Hugging Face checkpoint, as data.
+"""Describes, as data, how one parameter is stored in the tensors of a Hugging Face checkpoint.
 
-A parameter of this project has the shape [inputs…, outputs…], and all layers of a stack share one
-array. A Hugging Face tensor has the shape [outputs, inputs], and each layer (or each expert of each
-layer) has a tensor of its own. An `Entry` says how to convert one to the other: transpose the
-parameter of one layer to [tensors…, rows…, columns…]; each tensor is then a slice of the result,
-reshaped to the tensor's shape. A tensor may have its rows in another order. Import and export use
-the same entry, so they cannot disagree.
+A parameter of this project has the shape [inputs…, outputs…], and the parameters of all layers of a
+stack share one array. A Hugging Face tensor has the shape [outputs, inputs], and each layer (or
+each expert of each layer) has a tensor of its own. An `Entry` describes the conversion: transpose
+the parameter of one layer to [tensors…, rows…, columns…]; each tensor is then a slice of the
+result, reshaped to the tensor's shape. A tensor may have its rows in another order. Import and
+export use the same entry, so they cannot disagree.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,8 @@
 """Converts the config.json of a Hugging Face directory to a `ModelConfig` and back.
 
-This file holds what all families of models have in common; `interop.families` holds what differs
-between them. Nothing here imports JAX.
+This file holds the parts that all families of models share; `interop.families` holds the parts that
+differ. A form is one way to store a model in a directory (`families.form.Form`). Nothing here
+imports JAX.
 """
 
 import dataclasses
@@ -19,7 +20,8 @@ from qwen3next_jax.interop.families.fields import first_present, note_once
 from qwen3next_jax.interop.families.form import Fields, Form
 from qwen3next_jax.interop.weights import Weights, count_and_names, read_json
 
-# `check_sizes` accepts any width up to this one, because an array of this width costs little.
+# `check_sizes` accepts every width up to this one, because an array of this width needs little
+# memory.
 _SMALL_WIDTH = 4096
 
 
@@ -93,10 +95,11 @@ def model_directory(path: str | os.PathLike) -> pathlib.Path:
 def parse_hf_config(fields: Fields, names: Collection[str], where: str) -> ModelConfig:
     """Returns the settings of the model that a config.json describes.
 
-    A note names the fields that this project does not know. The setting `mtp_depth` is the value of
-    the field `mtp_depth` (which only this project writes) or `mtp_num_hidden_layers`; 1 if the file
-    has neither field; and 0 if the directory has no tensors of the multi-token prediction module.
-    A dtype other than bfloat16 becomes float32.
+    A note on standard error names the fields that this project does not know. The setting
+    `mtp_depth` is 0 if the directory has no tensors of the multi-token prediction module. Otherwise
+    it is the value of the field `mtp_depth` (which only this project writes) or of
+    `mtp_num_hidden_layers`, or 1 if the file has neither field. A dtype other than bfloat16 becomes
+    float32.
 
     Args:
       fields: the fields of the config.json.
@@ -132,9 +135,9 @@ def _settings(form: Form, fields: Fields, names: Collection[str], where: str) ->
         config = from_dict(ModelConfig, values, path="model")
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    # If the interval alone gives the same layers, the result has no list of layers, so that a user
-    # can change the number of layers with one setting. The comparison leaves out the mixers'
-    # settings, because the mixers of the interval's pattern may not have them.
+    # If `full_attention_interval` alone gives the same layers, the result has no list of layers.
+    # The user can then change the number of layers with one setting. The comparison leaves out the
+    # settings of mixers, because the mixers of the interval's pattern may not have them.
     by_interval = dataclasses.replace(config, layer_types=(), mixer=MixerConfig())
     if by_interval.mixers != config.mixers:
         return config
@@ -151,7 +154,7 @@ def _mtp_depth(form: Form, fields: Fields, names: Collection[str]) -> Any:
 
 def _token(fields: Fields, name: str, where: str) -> Any:
     """Returns the token id in the field `name`; -1 if there is none. If the field is a list, the
-    result is the first id in it, with which the documents of the training data end.
+    result is its first id, because the documents of the training data end with a single token.
     """
     token = fields.get(name)
     if isinstance(token, list):
@@ -178,8 +181,9 @@ def _fused_experts(names: Collection[str]) -> list[str]:
 def check_sizes(
     form: Form, fields: Fields, shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
-    """Refuses a config.json that describes a far larger model than the tensors in the directory.
-    This is checked first, because later code makes a list of all layers.
+    """Checks that a config.json does not describe a far larger model than the tensors in its
+    directory. This check comes first, because later code makes a list of all layers, which may need
+    much memory.
 
     Args:
       form: the form of the checkpoint.
@@ -210,7 +214,7 @@ def check_sizes(
 
 def _count(fields: Fields, name: str) -> int:
     """Returns the value of a field that is an integer, or the length of a field that is a list; 0
-    for any other field, because `Form.read` checks types.
+    for any other field. `Form.read` checks the types later.
     """
     value = fields.get(name)
     if isinstance(value, list):
@@ -219,16 +223,16 @@ def _count(fields: Fields, name: str) -> int:
 
 
 def format_hf_config(config: ModelConfig, dtype: str, source: Fields | None = None) -> Fields:
-    """Returns the fields of a config.json from which both `parse_hf_config` and transformers (4.57
-    or later for Qwen3-Next, 5 or later for the other families) rebuild the model.
+    """Returns the fields of the config.json of an export. Both `parse_hf_config` and transformers
+    (4.57 or later for Qwen3-Next, 5 or later for the other families) rebuild the model from them.
 
     Args:
       config: the settings of a model that has a Hugging Face form (`layout.check_hf_form`).
       dtype: the dtype of the stored weights.
-      source: the fields of the config.json of the checkpoint from which the model was initialised;
-        None: there is none. If the text models of both files have the same kind, the result keeps
-        the text model's fields that this project does not write. If both files are wrappers, the
-        result also keeps the fields outside of the text model.
+      source: the fields of the config.json of the checkpoint with which the model was initialised;
+        None: there is none. If its text model has the same `model_type`, the result keeps the
+        fields of the text model that this project does not write. If both files are wrappers (a
+        text model and a vision tower), the result also keeps the fields outside of the text model.
     """
     form = FORMS[config.hf_form]
     fields = form.write(config, dtype, {}, {})

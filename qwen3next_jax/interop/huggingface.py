@@ -1,7 +1,7 @@
 """Loads a `Qwen3Next` from a Hugging Face model directory, and saves it as one.
 
-Saving keeps the values of the parameters, and gives them the names and shapes that the released
-checkpoint has. Loading does the reverse.
+Saving keeps the values of the parameters, and gives them the names and shapes that the checkpoints
+of the model's family have. Loading does the reverse.
 """
 
 import collections
@@ -47,8 +47,8 @@ _ROWS_PER_COMPARISON = 1024
 
 
 def hf_tensors(tree: Any, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Converts a parameter tree to Hugging Face names and shapes ([outputs, inputs]), in the form
-    that `config.hf_form` and `config.hf_fused_experts` name.
+    """Converts a parameter tree to Hugging Face names and shapes ([outputs, inputs]). The settings
+    `config.hf_form` and `config.hf_fused_experts` select the form (`families.form.Form`).
 
     Args:
       tree: `nnx.state(model, nnx.Param)`, or gradients with the same structure; both may also be
@@ -75,7 +75,8 @@ def _tensors(tree: Any, config: ModelConfig, dtype: str | None = None) -> Iterat
     Args:
       tree: see `hf_tensors`.
       config: see `hf_tensors`.
-      dtype: the dtype to store, with the exceptions of `stored_dtype`; None: the tree's dtypes.
+      dtype: the dtype in which the tensors are stored; some stay float32 (`stored_dtype`). None:
+        the dtypes of the tree.
     """
     leaves = {
         path_string(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -96,7 +97,7 @@ def _tensors(tree: Any, config: ModelConfig, dtype: str | None = None) -> Iterat
 
 
 def _constants(config: ModelConfig) -> Iterator[Tensor]:
-    """The tensors that hold no parameters."""
+    """Yields the tensors of integers that hold no parameters (`layout.constants`)."""
     for name, value in constants(config).items():
         yield Tensor(name, value.dtype, value.shape, lambda value=value: iter([value]))
 
@@ -120,7 +121,7 @@ def check_hf(path: str | os.PathLike) -> ModelConfig:
 def stamp_hf(path: str | os.PathLike) -> str:
     """Returns a digest that changes when a file of the model in a Hugging Face directory is
     replaced. It is computed from the names, sizes and modification times of config.json and the
-    files of weights, without reading them.
+    files of weights; the files are not read.
 
     Raises:
       UserError: one of these files does not exist.
@@ -174,9 +175,9 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
 
 
 def stored_dtype(declared: Declared, dtype: str) -> np.dtype:
-    """Returns the dtype of one parameter in a model, or in files, of the dtype `dtype`. Vectors,
-    the router and decay rates are always float32, because they are small and their errors affect
-    everything else.
+    """Returns the dtype of one parameter in a model, or in files, of the dtype `dtype`. Vectors
+    (such as norms and biases), the router and decay rates are always float32: they are small, and
+    their errors affect the whole model.
     """
     if len(declared.shape) == 1 or declared.kind in ("router", "rate"):
         return np.dtype(np.float32)
@@ -186,16 +187,16 @@ def stored_dtype(declared: Declared, dtype: str) -> np.dtype:
 def load_params(path: str | os.PathLike, like: Any) -> Any:
     """Loads the parameters in a Hugging Face directory onto the devices of the shardings in `like`.
 
-    Everything is checked before the first parameter is read. Besides the result, the host holds at
-    most a few pieces of 64 MiB (`arrays.MAX_PIECE_BYTES`) at a time.
+    All names, shapes and digests are checked before the first parameter is read. Besides the
+    result, the host holds at most a few pieces of 64 MiB (`arrays.MAX_PIECE_BYTES`) at a time.
 
     Args:
       path: the directory, see `load_hf`.
       like: the dtypes and shardings of the result, as a tree of `jax.ShapeDtypeStruct` with the
         structure of `nnx.state(model, nnx.Param)`, or of nested plain dicts. The sharding None
         stands for the default device. Parameters that the tree lacks, such as "mtp", are not read.
-        If the shardings span several processes, all of them must call this together, and each
-        process reads the shards of its own devices.
+        If the shardings span several processes, all of them must call this function together, and
+        each process reads the shards of its own devices.
 
     Returns:
       A tree of arrays with the structure of `like`.
@@ -249,7 +250,7 @@ def read_parameter_slice(
     weights: Weights, parameter: Parameter, part: ShardSlice, dtype: np.dtype
 ) -> np.ndarray:
     """Reads the values of a slice of a stacked parameter. Of the parameter's tensors, it reads only
-    the rows and columns that are in the slice.
+    the rows and columns that the slice holds.
 
     Args:
       weights: the tensors of the checkpoint.
@@ -282,9 +283,12 @@ def read_parameter_slice(
 
 
 def _check_tensors(checkpoint: Checkpoint, stored: Iterable[Parameter]) -> None:
-    """Raises UserError unless the checkpoint has the tensors of the parameters `stored`, in the
-    expected shapes, and no other tensors except those of a vision tower, and a head equal to the
-    embedding to which it is tied.
+    """Checks the names and shapes of a checkpoint's tensors.
+
+    Raises:
+      UserError: a tensor of the parameters `stored` is missing or has another shape; there is
+        another tensor, outside of a vision tower; or the stored head differs from the embedding to
+        which it is tied.
     """
     directory, weights, config = checkpoint.directory, checkpoint.weights, checkpoint.config
     names = weights.names - set(checkpoint.vision_tensors)
@@ -320,8 +324,8 @@ def _check_tensors(checkpoint: Checkpoint, stored: Iterable[Parameter]) -> None:
 
 
 def _check_constants(checkpoint: Checkpoint) -> None:
-    """Raises UserError where the checkpoint holds other numbers than its settings ask for. It may
-    leave them out.
+    """Raises UserError if the checkpoint has a tensor of integers (`layout.constants`) with other
+    values than its settings require. A checkpoint may lack these tensors.
     """
     for name, expected in constants(checkpoint.config).items():
         if name not in checkpoint.weights.names:
@@ -363,8 +367,8 @@ def save_hf(
 
     The directory appears complete or not at all: it is written under another name beside `out_dir`
     and renamed at the end. The host holds pieces of at most 64 MiB (`arrays.MAX_PIECE_BYTES`). If
-    the model is on a mesh of several processes, all of them call this together, and process 0
-    writes.
+    the model is on a mesh of several processes, all of them must call this function together, and
+    process 0 writes.
 
     Args:
       model: the model to write.
@@ -376,9 +380,10 @@ def save_hf(
       identity: a text that identifies the weights, such as a digest of the checkpoint from which
         they come. If it is given and an export is killed, the next call with the same arguments
         continues the export and keeps the files that are complete.
-      source: the Hugging Face directory from which the model was initialised. Fields of its JSON
-        files that this project does not write are copied. If the export is a wrapper (`hf_form`
-        qwen3_5), the vision tower is copied, too. None: the directory that `load_hf` read, if any.
+      source: the Hugging Face directory with which the model was initialised; None: the directory
+        that `load_hf` read, if any. The fields of its JSON files that this project does not write
+        are copied. Its vision tower is copied as well if the export is a wrapper (`hf_form`
+        qwen3_5).
       vision: whether to copy the vision tower. If the tower is left out, a note says so.
 
     Raises:
@@ -425,7 +430,7 @@ def _write_weight_file(
     export: PartialExport, name: str, tensors: Sequence[Tensor], spans_processes: bool
 ) -> None:
     """Writes one file of weights. If the model spans several processes, process 0 writes the file,
-    and the other processes take part in gathering the blocks.
+    and the other processes take part in gathering its blocks from the devices.
     """
     blocks = (
         block.astype(tensor.dtype, copy=False) for tensor in tensors for block in tensor.blocks()
@@ -447,5 +452,7 @@ def _write_weight_file(
 
 
 def _consume(blocks: Iterator[np.ndarray]) -> None:
-    """Gathers all remaining blocks and drops them."""
+    """Takes all remaining blocks and drops them, so that this process takes part in gathering
+    them.
+    """
     collections.deque(blocks, maxlen=0)

@@ -1,9 +1,8 @@
-"""Which tensors of a Hugging Face checkpoint hold which parameters of a model.
+"""Says which tensors of a Hugging Face checkpoint hold which parameters of a model.
 
-A layer's tensors are the tensors of its norms, its mixer and its MLP; their names begin with the
-name of the layer. For each mixer that a form knows by name, the form (`interop.families`) has the
-entries. The class of any other mixer may define its entries itself (`hf_entries`,
-docs/extending.md).
+The tensors of a layer hold its norms, its mixer and its MLP, and their names begin with the layer's
+name. A form (`interop.families`) has the entries of the mixers that it stores. The class of any
+other mixer may define its entries itself (`hf_entries`, docs/extending.md).
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,8 +27,8 @@ class Parameter(NamedTuple):
     Attributes:
       path: the parameter's path in the parameter tree ("layers/0/mixer/q_proj").
       entry: the tensors that hold the parameter of one layer.
-      prefixes: the prefix of the tensors' names, for each layer that is stacked along the
-        parameter's first axis; a single prefix if the parameter is not stacked.
+      prefixes: for each layer that is stacked along the parameter's first axis, the prefix of its
+        tensors' names; a single prefix if the parameter is not stacked.
       declared: the parameter's declaration.
     """
 
@@ -46,11 +45,11 @@ class Parameter(NamedTuple):
 
 def parameters(config: ModelConfig) -> list[Parameter]:
     """Returns all parameters of a model, with the tensors that hold them in the form
-    `config.hf_form`. This form must be able to hold the model (`check_hf_form`).
+    `config.hf_form`. The form must be able to hold the model (`check_hf_form`).
 
     Raises:
-      UserError: the entries of a mixer name a parameter that the mixer does not have, or lack a
-        parameter that it has.
+      UserError: the entries of a mixer name a parameter that the mixer does not have, or do not
+        name one that it has.
     """
     declarations = declared(config)
     found = list(_parameters(config, declarations))
@@ -95,7 +94,9 @@ def _parameters(config: ModelConfig, declarations: Mapping[str, Declared]) -> It
 
 
 def constants(config: ModelConfig) -> dict[str, np.ndarray]:
-    """The tensors that hold no parameters: name → the integers that the settings ask for."""
+    """Returns the tensors that hold no parameters, but integers that follow from the settings (the
+    hashing of n-grams in `model.ple`): name → integers.
+    """
     form = FORMS[config.hf_form]
     return {
         f"{form.trunk_prefix}layers.{layer - 1}.{name}": value
@@ -128,11 +129,12 @@ def _layer(form: Form, config: ModelConfig, mixer: str, sparse: bool) -> Iterato
 
 
 def _mixer_entries(form: Form, mixer: str) -> Entries | None:
-    """Returns the function that yields the entries of a mixer; None if this form does not store the
+    """Returns the function that yields the entries of a mixer; None if the form cannot store the
     mixer.
 
-    An inherited `hf_entries` does not count, because a mixer that derives from another mixer
-    computes something else.
+    If the form does not know the mixer, the mixer's own class may define `hf_entries`. An inherited
+    `hf_entries` does not count, because a mixer that derives from another one computes something
+    else.
     """
     if mixer in form.mixers:
         return form.mixers[mixer]
@@ -179,8 +181,8 @@ def _layers_with(config: ModelConfig, mixer: str) -> str:
 
 
 def _other_mixers(form: Form) -> str:
-    """Returns a hint for a message: the other forms, each with its mixers that `form` does not
-    store.
+    """Returns a hint for a message: which other forms store mixers that `form` does not store, and
+    which mixers these are.
     """
     others = [
         f"{other.name} has {' and '.join(sorted(mixers))}"

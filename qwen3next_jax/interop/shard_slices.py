@@ -8,27 +8,29 @@ ShardSlice = tuple[slice, ...]
 
 
 def normalized(index: tuple[slice, ...], shape: tuple[int, ...]) -> ShardSlice:
-    """Returns `index`, into an array of `shape`, with a start and a stop in each dimension."""
+    """Returns `index`, an index of an array of `shape`, with a start and a stop in each
+    dimension.
+    """
     return tuple(slice(*dim.indices(size)[:2]) for dim, size in zip(index, shape, strict=True))
 
 
 def full_slice(shape: tuple[int, ...]) -> ShardSlice:
-    """The slice that holds all of an array of `shape`."""
+    """Returns the slice that holds all of an array of `shape`."""
     return tuple(slice(0, size) for size in shape)
 
 
 def shape_of(part: ShardSlice) -> tuple[int, ...]:
-    """The shape of the array that `part` selects."""
+    """Returns the shape of the values that `part` selects."""
     return tuple(dim.stop - dim.start for dim in part)
 
 
 def num_elements(part: ShardSlice) -> int:
-    """The number of elements in `part`."""
+    """Returns the number of elements in `part`."""
     return math.prod(shape_of(part))
 
 
 def bounding_slice(parts: Sequence[ShardSlice]) -> ShardSlice:
-    """The smallest slice that contains all of `parts`."""
+    """Returns the smallest slice that contains all of `parts`."""
     return tuple(
         slice(min(dim.start for dim in dims), max(dim.stop for dim in dims))
         for dims in zip(*parts, strict=True)
@@ -36,7 +38,7 @@ def bounding_slice(parts: Sequence[ShardSlice]) -> ShardSlice:
 
 
 def intersection(first: ShardSlice, second: ShardSlice) -> ShardSlice | None:
-    """The slice of the elements that both slices contain; None if they share no element."""
+    """Returns the slice of the elements that both slices contain; None if they share no element."""
     common = tuple(
         slice(max(a.start, b.start), min(a.stop, b.stop))
         for a, b in zip(first, second, strict=True)
@@ -45,8 +47,8 @@ def intersection(first: ShardSlice, second: ShardSlice) -> ShardSlice | None:
 
 
 def relative_to(outer: ShardSlice, part: ShardSlice) -> ShardSlice:
-    """Returns `part`, which lies inside `outer`, as an index into an array of the values of
-    `outer`.
+    """Converts `part`, a slice of an array that lies inside the slice `outer`, to an index into the
+    values of `outer`.
     """
     return tuple(
         slice(a.start - b.start, a.stop - b.start) for a, b in zip(part, outer, strict=True)
@@ -54,12 +56,13 @@ def relative_to(outer: ShardSlice, part: ShardSlice) -> ShardSlice:
 
 
 def split(part: ShardSlice, dims: Sequence[int], max_elements: int) -> Iterator[ShardSlice]:
-    """Splits a slice into slices of at most `max_elements` elements (but at least one element).
+    """Splits a slice into slices of at most `max_elements` elements.
 
     Args:
       part: the slice to split.
-      dims: the dimensions to split, in order. A dimension is split only if the slices are still too
-        large when every dimension before it has been split into single indices.
+      dims: the dimensions that may be split, in order. A dimension is split only if single indices
+        of all dimensions before it are still too large. If single indices of all of `dims` are too
+        large, the results have more than `max_elements` elements.
       max_elements: the largest number of elements of a result.
     """
     if num_elements(part) <= max_elements or not dims:

@@ -1,5 +1,6 @@
-"""Reads what an export copies from its source, the Hugging Face directory from which the model was
-initialised: the fields of JSON files that this project does not write, and the vision tower.
+"""Reads the data that an export copies from its source. The source is the Hugging Face directory
+with which the model was initialised. The data are the fields of its JSON files that this project
+does not write, and its vision tower.
 """
 
 import dataclasses
@@ -20,12 +21,12 @@ from qwen3next_jax.interop.hf_config import open_checkpoint, read_hf_config
 from qwen3next_jax.interop.weights import Weights, count_and_names, read_json
 from qwen3next_jax.interop.writing import Tensor
 
-# These files say how to prepare images for the vision tower.
+# Files that describe how images are prepared for the vision tower.
 _IMAGE_FILES = ("preprocessor_config.json", "video_preprocessor_config.json")
 
 
 class Source(NamedTuple):
-    """What an export copies from the checkpoint from which its model was initialised.
+    """The data that an export copies from the checkpoint with which its model was initialised.
 
     Attributes:
       directory: the checkpoint's directory; None: there is no such checkpoint.
@@ -40,7 +41,9 @@ class Source(NamedTuple):
     vision_tensors: tuple[Tensor, ...] = ()
 
     def copy_image_files(self, directory: pathlib.Path) -> None:
-        """Copies the files for preparing images to `directory`, if the export copies the tower."""
+        """Copies the files that describe how images are prepared to `directory`, if the export
+        copies the vision tower.
+        """
         for name in _IMAGE_FILES if self.vision_tensors else ():
             if (self.directory / name).exists():
                 shutil.copyfile(self.directory / name, directory / name)
@@ -49,13 +52,14 @@ class Source(NamedTuple):
 def read_source(
     path: str | os.PathLike | None, config: ModelConfig, vision: bool, out: str | os.PathLike
 ) -> Source:
-    """Reads what an export copies from its source. Prints a note if the export leaves out a vision
-    tower, or is a wrapper without one.
+    """Reads the data that an export copies from its source. Prints a note if the export does not
+    copy the source's vision tower, or is a wrapper without a vision tower.
 
     Args:
-      path: the directory from which the model was initialised; None: there is none.
+      path: the directory with which the model was initialised; None: there is none.
       config: the model's settings.
-      vision: whether the export copies the vision tower, if the form of the export is a wrapper.
+      vision: whether to copy the vision tower. It is copied only if the form of the export is a
+        wrapper (a text model with a vision tower).
       out: the path of the export, for notes.
 
     Raises:
@@ -98,7 +102,7 @@ def read_source(
 
 
 def _copy_of(weights: Weights, name: str) -> Tensor:
-    """Returns a tensor of the source, to be written with the same values, dtype and shape."""
+    """Returns a tensor of the source that is written with the same values, dtype and shape."""
     shape = weights.shape(name)
     return Tensor(name, weights.dtype(name), shape, functools.partial(_all_rows, weights, name))
 
@@ -110,14 +114,14 @@ def _all_rows(weights: Weights, name: str) -> Iterator[np.ndarray]:
 def config_for_export(
     config: ModelConfig, form: str | None, source: pathlib.Path | None, recorded_form: str = ""
 ) -> ModelConfig:
-    """Returns `config` with the settings that say how an export stores the model: `hf_form`, and
-    `hf_fused_experts` with the value that `source` has.
+    """Returns `config` with the settings that decide how an export stores the model. The setting
+    `hf_form` names the form, and `hf_fused_experts` gets the value that `source` has.
 
     Args:
       config: the model's settings.
       form: the value of `hf_form`; None: the form of `source`, or `config.hf_form` if there is no
         source.
-      source: the Hugging Face directory from which the model was initialised; None: there is none.
+      source: the Hugging Face directory with which the model was initialised; None: there is none.
       recorded_form: the form of `source` in the run's records, for the message if `source` does not
         exist; "": unknown.
 

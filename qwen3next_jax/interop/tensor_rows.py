@@ -1,11 +1,11 @@
 """Computes which rows and columns of which tensors a slice of a parameter holds.
 
-This file treats tensors and parameters as matrices. A tensor is [rows, columns]: its last dimension
-is the columns; its other dimensions, flattened, are the rows. One layer of a parameter, transposed
-as its entry says, is a matrix as well: its last dimensions, flattened, are the columns; the
-dimensions before them ("row dimensions"), flattened, are the rows. `layer_rows` maps the rows of a
-tensor to rows of the layer. Rows are copied in runs; a run is a range of rows that are consecutive
-both in the tensor and in the slice. Nothing here depends on a family of models, a file format or a
+This file treats tensors and parameters as matrices. The last dimension of a tensor is its columns;
+all its other dimensions, flattened, are its rows. One layer of a parameter, transposed as its entry
+says, is a matrix as well: its last dimensions, flattened, are the columns, and the dimensions
+before them ("row dimensions"), flattened, are the rows. `layer_rows` maps the rows of a tensor to
+the rows of the layer. Rows are copied in runs: a run is a range of rows that are consecutive both
+in the tensor and in the slice. Nothing here depends on a family of models, a file format or a
 device.
 """
 
@@ -21,8 +21,8 @@ from qwen3next_jax.interop.entries import TensorSlice
 from qwen3next_jax.interop.layout import Parameter
 from qwen3next_jax.interop.shard_slices import ShardSlice
 
-# The number of rows that `copy` copies at once. A copy often transposes; with more rows at once,
-# its data do not fit into the processor's caches, and it takes five times as long.
+# The number of rows that `copy` copies at once. Most copies transpose. With more rows at once, the
+# data do not fit into the processor's caches, and the copy takes five times as long.
 _ROWS_PER_COPY = 32
 
 
@@ -40,7 +40,8 @@ class Run(NamedTuple):
 
 def pieces(parameter: Parameter, part: ShardSlice, max_elements: int) -> Iterator[ShardSlice]:
     """Splits the slice `part` of a parameter into slices of at most `max_elements` elements (but at
-    least one element). Each of them holds few rows of few tensors.
+    least one element). Each of these slices needs few rows of few tensors, because the slice is
+    split first by layer, and then along the first dimensions of the transposed layer.
     """
     num_stack_dims = len(parameter.declared.stack)
     layer_dims = (num_stack_dims + axis for axis in parameter.entry.axes)
@@ -53,9 +54,9 @@ def layers(
     """Iterates over the layers in `array`, which holds the slice `part` of `parameter`.
 
     Yields:
-      (prefix, layer_part, layer). prefix: the beginning of the names of the layer's tensors.
-      layer_part: the slice of the layer's parameter that `array` holds. layer: a view of the values
-      of this slice, transposed as the entry says.
+      (prefix, layer_part, layer). prefix is the beginning of the names of the layer's tensors.
+      layer_part is the slice of the layer's parameter that `array` holds. layer is a view of the
+      values of this slice, transposed as the entry says.
     """
     if not parameter.declared.stack:
         yield parameter.prefixes[0], part, array.transpose(parameter.entry.axes)
@@ -66,7 +67,7 @@ def layers(
 
 def layer_rows(parameter: Parameter, tensor: TensorSlice) -> range | np.ndarray:
     """Returns, for each row of the tensor, the number of the row of the transposed layer that holds
-    it: integers [number of rows of the tensor].
+    its values: integers [number of rows of the tensor].
     """
     row_shape, _ = _row_and_column_shape(parameter, tensor)
     index, order = tensor.index, tensor.row_order
@@ -101,8 +102,8 @@ def runs(
         return
     row_dims = [part[axis] for axis in parameter.entry.axes][: len(row_shape)]
     rows = layer_rows(parameter, tensor)[selected]
-    # A shard with some of the experts holds no row of most experts' tensors; for these tensors the
-    # function ends here.
+    # A shard that holds some of the experts has no row of most experts' tensors. This test finds
+    # that out before any array is made.
     if isinstance(rows, range):
         first_held = np.ravel_multi_index([dim.start for dim in row_dims], row_shape)
         last_held = np.ravel_multi_index([dim.stop - 1 for dim in row_dims], row_shape)
@@ -117,7 +118,7 @@ def runs(
     (held,) = np.nonzero(functools.reduce(np.logical_and, inside))
     if not len(held):
         return
-    # Within a run, only the last coordinate changes; each row increases it by 1.
+    # Within a run, only the last of a row's coordinates changes, by 1 for each row.
     last_coordinate = coordinates[-1][held]
     ends_here = (np.diff(held) != 1) | (np.diff(rows[held]) != 1) | (last_coordinate[1:] == 0)
     breaks = np.flatnonzero(ends_here) + 1
@@ -137,9 +138,9 @@ def runs(
 def slice_around_rows(
     parameter: Parameter, tensor: TensorSlice, layer: int, rows: slice
 ) -> ShardSlice:
-    """Returns a slice of the stacked parameter that contains `rows` of a tensor of the layer with
-    index `layer`. The slice is a range of the first dimension of the transposed layer, and has the
-    full range of the other dimensions.
+    """Returns a slice of the stacked parameter that contains the range `rows` of a tensor's rows,
+    for the layer with the index `layer`. The slice has a range of the first dimension of the
+    transposed layer, and all of the layer's other dimensions.
     """
     row_shape, _ = _row_and_column_shape(parameter, tensor)
     layer_part = list(shard_slices.full_slice(parameter.declared.shape))

@@ -15,7 +15,7 @@ from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import UserError, as_user_error, short_repr
 from qwen3next_jax.interop.writing import INDEX, SINGLE
 
-_MAX_NAME_BYTES = 255  # file systems have no longer names
+_MAX_NAME_BYTES = 255  # of the longest file name that common file systems accept
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _FLOAT_DTYPES = {
     "F64": np.float64,
@@ -65,13 +65,13 @@ def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether file systems accept `name` as the name of a file, and messages can show it."""
+    """Whether file systems accept `name` as a file name, and messages can show it on one line."""
     return name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
 
 
 def _weight_map(directory: pathlib.Path) -> dict[str, str]:
-    """Returns the map from tensor names to file names in the index. Raises UserError if it is not
-    valid.
+    """Returns the map from tensor names to file names in the index. Raises UserError if the index
+    is not valid, or names a file outside of the directory.
     """
     weight_map = read_json(directory / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -112,13 +112,13 @@ class TensorLocation(NamedTuple):
 class Weights:
     """The tensors of the checkpoint in a directory.
 
-    The constructor reads the headers of the files. `read` then reads, by position, the bytes of
-    the requested rows and columns, and no others. Files are not mapped into memory: if somebody
-    truncated a mapped file, the operating system would kill this process.
+    The constructor reads the headers of the files. `read` then reads the bytes of the requested
+    rows and columns, and no others. It does not map files into memory: if another program truncated
+    a mapped file, the operating system would kill this process.
 
     Args:
       directory: a directory with safetensors files.
-      tensor_name: a function from a tensor's name in the file to the name that the methods of this
+      tensor_name: function from a tensor's name in the file to the name that the methods of this
         class use.
 
     Raises:
@@ -185,11 +185,11 @@ class Weights:
         return set(self._locations)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the stored tensor."""
+        """Returns the shape of the stored tensor."""
         return self._locations[name].shape
 
     def dtype(self, name: str) -> np.dtype:
-        """The dtype of the stored tensor.
+        """Returns the dtype of the stored tensor.
 
         Raises:
           UserError: the dtype is not a floating-point type.
@@ -217,7 +217,7 @@ class Weights:
         return self._read(name, self.dtype(name), rows, columns)
 
     def read_integers(self, name: str) -> np.ndarray:
-        """A whole tensor of 64-bit integers.
+        """Reads a whole tensor of 64-bit integers, in its shape.
 
         Raises:
           UserError: the stored tensor is of another dtype.
@@ -290,7 +290,9 @@ def _read_into(buffer: memoryview, descriptor: int, position: int) -> bool:
 
 
 def _file_identity(status: os.stat_result) -> tuple[int, ...]:
-    """Returns numbers, at least one of which changes when the file is replaced or rewritten."""
+    """Returns numbers that identify a state of a file: at least one of them changes when the file
+    is replaced or rewritten.
+    """
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

@@ -1,14 +1,15 @@
-"""Writes a directory of safetensors files that appears whole or not at all. If a writer is killed,
-the next one continues with the file that was being written.
+"""Writes a directory of safetensors files (an export) that appears whole or not at all. If the
+writing process is killed, the next one keeps the files that are complete and continues.
 
 The files are written into the directory `.NAME.partial`, beside the place of the final directory
-NAME. A file is complete when it is on the disk and progress.json holds its digest. progress.json
-names every file before the file gets its own name. Any file that progress.json does not name was
-therefore not written by an export, and is left alone.
+NAME. The file progress.json in it records the digest of each file that is completely on the disk. A
+file gets its own name only after progress.json names it. Therefore no export wrote a file that
+progress.json does not name, and such a file is left alone.
 
-At the end, progress.json is moved out of the directory, to `.NAME.progress.json`; then the
-directory is renamed; then `.NAME.progress.json` is removed. So the directory NAME never holds a
-progress.json. If a writer is killed after it moved progress.json out, the next one moves it back.
+At the end, progress.json is moved out of the directory, to `.NAME.progress.json`. Then the
+directory is renamed to NAME, and `.NAME.progress.json` is removed. So the directory NAME never
+holds a progress.json. If the process is killed between these steps, the next one moves
+progress.json back.
 """
 
 import concurrent.futures
@@ -34,11 +35,11 @@ from qwen3next_jax.common.errors import UserError, as_user_error, require, warn
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30
 _PROGRESS = "progress.json"
-# The errors that occur when a progress.json that no export wrote is read.
+# The errors that can occur when a progress.json is read that no export wrote.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 # The name of a file of weights while the file is being written.
 _INCOMPLETE = re.compile(r"model(-[0-9]+-of-[0-9]+)?\.safetensors\.tmp")
-# The folder that holds the other files until progress.json names them.
+# The folder for the files that are not weights, until progress.json names them.
 _OTHER_FILES = "rest.tmp"
 _DTYPE_NAMES = {
     "float32": "F32",
@@ -56,8 +57,8 @@ class Tensor(NamedTuple):
       name: the tensor's name.
       dtype: the tensor's dtype in the file.
       shape: the tensor's shape in the file.
-      blocks: a function that yields the tensor's values in order, as arrays that each hold a part
-        of them; the dtype of the arrays may differ from `dtype`.
+      blocks: a function that yields the tensor's values in order, in arrays that each hold a part
+        of them. The dtype of the arrays may differ from `dtype`.
     """
 
     name: str
@@ -83,8 +84,8 @@ def files_of(tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
             used = 0
         files[-1].append(tensor)
         used += tensor.nbytes
-    # Tensors with wide elements come first, so that each tensor begins at a multiple of its element
-    # size.
+    # Tensors with the widest elements come first, so that each tensor begins at a multiple of its
+    # element size.
     files = [sorted(file, key=lambda tensor: -tensor.dtype.itemsize) for file in files]
     if len(files) == 1:
         return {SINGLE: files[0]}
@@ -113,8 +114,8 @@ def header(tensors: Sequence[Tensor]) -> bytes:
 
 class PartialExport:
     """A context manager that writes an export under a temporary name. If the `with` block ends
-    before `finish` and `identity` is given, the complete files stay for the next attempt; without
-    `identity`, they are deleted.
+    without `finish`, the complete files are kept for the next attempt if `identity` is given, and
+    deleted otherwise.
 
     Args:
       out: the path of the export.
@@ -189,7 +190,8 @@ class PartialExport:
             self._take_progress_back()
             self._complete, others = self._find_complete()
             self._is_ours = True
-            # The old progress.json names the other files until a new one replaces it.
+            # The old progress.json is kept: it names the files that are not weights until a new one
+            # replaces it.
             self._remove(others - {_PROGRESS})
             self._record_progress()
             free = shutil.disk_usage(self.folder).free
@@ -206,7 +208,9 @@ class PartialExport:
         return list(self._complete)
 
     def write(self, name: str, blocks: Iterable[np.ndarray]) -> None:
-        """Writes the file of weights `name`. `blocks` yields the values of its tensors in order."""
+        """Writes the file of weights `name`. `blocks` yields the values of the file's tensors in
+        order.
+        """
         path = self.folder / f"{name}.tmp"
         digest, size = hashlib.sha256(), 0
         begin = np.frombuffer(header(self._files[name]), np.uint8)
@@ -223,8 +227,9 @@ class PartialExport:
             path.rename(self.folder / name)
 
     def finish(self, write_other_files: Callable[[pathlib.Path], None]) -> None:
-        """Writes the index, calls `write_other_files(directory)` to write the files that are not
-        weights, writes SHA256SUMS, and renames the directory.
+        """Completes the export: writes the index of the tensors, calls
+        `write_other_files(directory)` to write the files that are not weights, writes SHA256SUMS,
+        and renames the directory.
         """
         with _writable(self.folder):
             if len(self._files) > 1:
@@ -269,7 +274,8 @@ class PartialExport:
         return [*files, self.folder / DIGESTS]
 
     def _take_progress_back(self) -> None:
-        """Moves progress.json back into the folder, if a killed attempt had moved it out.
+        """Moves progress.json back into the folder, if an earlier attempt was killed after it had
+        moved progress.json out.
 
         Raises:
           UserError: no export wrote the file that is in the place of the moved progress.json.
@@ -288,11 +294,12 @@ class PartialExport:
             self._moved_progress.rename(self.folder / _PROGRESS)
 
     def _find_complete(self) -> tuple[dict[str, dict[str, Any]], set[str]]:
-        """Checks the folder of an earlier attempt.
+        """Finds the complete files in the folder of an earlier attempt.
 
         Returns:
           (complete, others). complete: name → record in progress.json, for each file of weights
-          that has the recorded size and digest. others: the names of all other files.
+          that has the recorded size and digest; {} if the attempt had another identity. others: the
+          names of all other files.
 
         Raises:
           UserError: the folder has a file that no export wrote.

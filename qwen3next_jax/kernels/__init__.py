@@ -1,11 +1,12 @@
-"""Kernels for the operators in `qwen3next_jax.ops`, for TPUs and for Hopper GPUs. This folder is a
-plugin: without it the operators run their forms in XLA.
+"""Kernels for the operators in `qwen3next_jax.ops`, for TPUs and for Hopper GPUs. This folder may
+be deleted: the operators then run their XLA implementations.
 
-`ops.implementations` reads only `KERNELS` here. It imports a kernel's module when a call of the
-operator is traced for the kernel's platform, or when a call names the kernel.
+`ops.implementations` reads only the table `KERNELS`. It imports a kernel's module when JAX traces a
+call of the operator for the kernel's platform, or when a call names the kernel.
 """
 
-# operator: {name of the implementation: (platform, module)}, with the preferred one first
+# {operator: {name of the implementation: (platform, module)}}. If an operator had several
+# implementations for one platform, the preferred one would come first.
 KERNELS = {
     "gated_delta_rule": {
         "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.delta_rule"),

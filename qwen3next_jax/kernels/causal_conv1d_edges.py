@@ -1,5 +1,6 @@
-"""The parts of the causal convolution that XLA computes for the kernels, on TPUs and on GPUs: how
-far back each token reads, and the gradient of the inputs before the first token.
+"""The two parts of the causal convolution that XLA computes for the kernels, on TPUs and on GPUs:
+how many earlier inputs of its own document each token has, and the gradient of the inputs before
+the first token.
 
 B batch, T time, W kernel width, D channels.
 """
@@ -16,7 +17,7 @@ def gradient_before(activation, before, x, kernel, age, dy):
       before: [B, W - 1, D], the inputs before the first token.
       x: [B, T, D], the inputs.
       kernel: [W, D].
-      age: the result of `document_ages`.
+      age: [B, T], the result of `document_ages`, or None.
       dy: [B, T, D], the gradient of the output.
     """
     width = kernel.shape[0]
@@ -35,7 +36,7 @@ def gradient_before(activation, before, x, kernel, age, dy):
 
 
 def document_ages(ids, width: int):
-    """Returns [B, T], the number of the W - 1 inputs before each token that belong to the token's
+    """Returns [B, T] integers: how many of the W - 1 inputs before each token belong to the token's
     document; -1 for padding. Returns None if `ids` is None.
 
     Args:

@@ -1,11 +1,12 @@
-"""A test that kernels must pass on the user's own GPU before they become the default there. The
-test is needed because the kernels have run on few chips so far.
+"""A test that kernels must pass on the user's own GPU before calls run them by default. The test is
+needed because the kernels have run on few chips so far.
 
-Before the first use of a kind of call, the kernels run once on a tiny input, and their results are
-compared with those of the form in XLA. The outcome is stored in a file whose name depends on the
-chip, the JAX release and the source code of the kernels. If the kernels raised an error, no outcome
-is stored, because the device's memory may have been full. If several processes run one program, a
-kernel that fails in one of them is disabled in all of them.
+The test runs once for each kind of call, that is, for each combination of widths, dtypes and
+settings that the kernels are compiled for. It runs the kernels and the XLA implementation on a tiny
+input and compares the results. The outcome is stored in a file whose name depends on the chip, the
+JAX release and the source code of the kernels. If the kernels raised an error, no outcome is
+stored, because the cause may have been that the device's memory was full. If several processes run
+one program and the kernels fail in one process, all processes use the XLA implementation.
 """
 
 import dataclasses
@@ -23,32 +24,32 @@ import numpy as np
 
 from qwen3next_jax.ops.compile_target import compile_target
 
-PASSED = "right"  # what the file of a passed test holds
+PASSED = "right"  # the content of the file that stores a passed test
 FAILED = "failed where it was tried on this GPU"
 FOLDER = pathlib.Path(os.path.expanduser("~/.cache/qwen3next_jax/kernels"))
 AVOID = f"a file {FOLDER}/avoid avoids all such kernels"
-# The number of seconds that a process waits for the outcome of another process, which must reach
-# the same test, compile it and run it in that time.
+# The number of seconds that a process waits for the outcome of another process. In that time the
+# other process must reach the same test, compile it and run it.
 TIMEOUT = 1800
 _agreed_outcomes: dict = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class SelfTest:
-    """The test of one kind of call: the kernels and the form in XLA run a tiny call of this kind.
+    """The test of one kind of call. It compares the kernels with the XLA implementation.
 
     Attributes:
       name: name of the operator, for messages.
-      avoid: text that tells a user how to get the form in XLA instead.
+      avoid: text that tells a user how to run the XLA implementation instead.
       kind: everything on which the compiled program depends, such as widths and settings.
-      modules: import strings of the modules with the kernels' source code. They are imported only
-        when the test runs, because a library may not be installed.
-      max_error: function that runs both the kernels and the form in XLA. It returns the name of the
-        output or gradient in which they differ most, and the relative L2 difference
-        (`largest_error`).
+      modules: import strings of the modules that hold the kernels' source code. They are imported
+        only when the test runs, because tokamax, which some of them need, may not be installed.
+      max_error: function that runs the kernels and the XLA implementation on a tiny input. It
+        returns the name of the output or gradient in which they differ most, and the relative L2
+        difference (`largest_error`).
       tolerance: the largest difference with which the test passes.
-      ran_on: the hardware on which the kernels have run training steps (docs/gpu.md); "" if they
-        have run none.
+      ran_on: the GPU and the JAX release with which the kernels have run training steps
+        (docs/gpu.md); "" if they have run none.
     """
 
     name: str
@@ -61,14 +62,15 @@ class SelfTest:
 
 
 def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
-    """Whether a call that names no implementation runs the kernels. The function prints the
-    decision and its reason once.
+    """Returns whether a call that names no implementation runs the kernels. It runs the test if no
+    outcome is stored, and prints the decision and its reason once. If the program is compiled for a
+    GPU that this process does not have, it returns False and prints nothing.
 
     Args:
       test: the test that the kernels must pass.
       unsupported: the reason why the kernels cannot run the call; "" if they can.
     """
-    if compile_target().described:  # a GPU that this process does not have: nothing can be tested
+    if compile_target().described:  # compiled for a GPU that is not here: no test can run
         return False
     reason = unsupported or outcome(jax.local_devices()[0], test)
     ran = f"which ran on {test.ran_on}" if test.ran_on else "which never ran a whole step"
@@ -82,7 +84,8 @@ def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
 
 def unsupported_chip() -> str:
     """Returns why kernels for Hopper GPUs cannot run in this process or in another process of the
-    same run; "" if they can, and if a CPU interprets them.
+    same run. Returns "" if they can, or if the program is compiled for a CPU, which interprets
+    them.
     """
     reason = ""
     if compile_target().platform != "cpu":
@@ -99,8 +102,8 @@ def say(line: str):
 
 
 def largest_error(names, got, want) -> tuple[str, float]:
-    """Returns the name of the array in which `got` and `want` differ most, and the relative L2
-    difference.
+    """Returns the name of the array in which `got` and `want` differ most, and its relative L2
+    difference |got - want| / |want|, which is infinite if `got` has NaN.
     """
     errors = {}
     for name, a, b in zip(names, got, want, strict=True):
@@ -111,13 +114,16 @@ def largest_error(names, got, want) -> tuple[str, float]:
 
 
 def outcome(device, test: SelfTest, folder: pathlib.Path = FOLDER) -> str:
-    """Returns what went wrong in the test in any process; "" if the kernels passed in all."""
+    """Returns what went wrong in the test in any process; "" if the kernels passed in all
+    processes.
+    """
     return _agreed((test.name, test.kind), lambda: _stored_outcome(device, test, folder))
 
 
 def _agreed(call, find: Callable[[], str]) -> str:
-    """Calls `find()` once for each value of `call`. Returns its result if that is not "", else the
-    first result other than "" of another process, else "".
+    """Calls `find()` once for each value of `call` and exchanges the results of all processes.
+    Returns this process's result if it is not ""; otherwise the first result of another process
+    that is not ""; otherwise "".
     """
     if call not in _agreed_outcomes:
         key = hashlib.sha256(repr(call).encode()).hexdigest()[:16]
@@ -126,6 +132,9 @@ def _agreed(call, find: Callable[[], str]) -> str:
 
 
 def _exchange(key: str, found: str) -> str:
+    """Exchanges the results of all processes for the test `key`. Returns the result that `_agreed`
+    describes, given this process's result `found`.
+    """
     if jax.process_count() == 1:
         return found
     # JAX has no public name for the key-value store of the processes.
@@ -145,6 +154,9 @@ def _exchange(key: str, found: str) -> str:
 
 
 def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
+    """Returns the stored outcome of the test. If there is none, runs the test and stores its
+    outcome. If the folder has a file `avoid`, no test runs.
+    """
     if (folder / "avoid").exists():
         return f"may take none, by {folder}/avoid"
     sources = b"".join(
@@ -174,6 +186,7 @@ def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
 
 
 def _run(device, test: SelfTest) -> str:
+    """Runs the test on `device`. Returns what went wrong, or "" if the kernels passed."""
     try:
         with jax.default_device(device):
             name, error = test.max_error()

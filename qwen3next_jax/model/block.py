@@ -1,4 +1,4 @@
-"""One decoder layer, and the mixers that a model's layers name."""
+"""The decoder layer, and functions that ask the mixers of a model's layers for their properties."""
 
 import operator
 from typing import Any
@@ -22,11 +22,12 @@ from qwen3next_jax.sharding.rules import constrain
 
 
 def mixer_class(name: str) -> type[Mixer]:
-    """The class of the mixer called `name`, as a layer's setting names it.
+    """Returns the class of the mixer called `name`: a name of `config.registry.MIXERS`, or an
+    import string.
 
     Raises:
-      UserError: the class cannot be imported, or declares its settings in the obsolete form, as a
-        tuple `settings`.
+      UserError: the class cannot be imported, or declares its settings in an obsolete form (as a
+        tuple `settings`).
     """
     mixer = resolve(MIXERS, name, "mixer")
     require(
@@ -39,8 +40,8 @@ def mixer_class(name: str) -> type[Mixer]:
 
 
 def check_mixers(config: ModelConfig) -> None:
-    """Raises UserError if a mixer refuses the settings, or if a switch differs from its default
-    and no layer of the model reads it.
+    """Raises UserError if a mixer refuses the settings, or if a setting that only some mixers read
+    differs from its default and no layer of the model reads it.
     """
     used = {name: mixer_class(name) for name, _ in config.layer_kinds}
     for mixer in used.values():
@@ -56,14 +57,14 @@ def check_mixers(config: ModelConfig) -> None:
         )
 
 
-# {setting that only some mixers read: the switch that turns off the part of the mixer that reads
-# it}. If no mixer reads such a setting, `runs.unread` refuses it where a user gives it, but not
-# where the model of a config file has it.
+# {setting: the switch that turns off the part of a mixer that reads the setting}. If no mixer of
+# the model reads such a setting, `runs.unread` refuses it where the user of a run gives it. A
+# model's own config file may contain it.
 GIVEN = {"decay_init": "decay_gate", "linear_conv_kernel_dim": "short_convolution"}
 
 
 def unread_by_mixers(config: ModelConfig) -> dict[str, str]:
-    """{setting of `GIVEN` that no layer of the model reads: why no layer reads it}."""
+    """Returns {setting of `GIVEN` that no layer of the model reads: the reason, as text}."""
     used = {name: mixer_class(name) for name, _ in config.layer_kinds}
     return {
         setting: f"no mixer of the model ({', '.join(used)}) reads it"
@@ -77,12 +78,14 @@ def unread_by_mixers(config: ModelConfig) -> dict[str, str]:
 
 
 def has_indexer(config: ModelConfig) -> bool:
-    """Whether a mixer of the model trains an indexer by a loss of its own."""
+    """Whether any mixer of the model has an indexer, which it trains with a loss of its own."""
     return any(mixer_class(name).has_loss for name, _ in config.layer_kinds)
 
 
 def partial_ablations(config: ModelConfig) -> list[str]:
-    """One line of text for each ablation that reaches only some layers: which ones it reaches."""
+    """Returns a line of text for each ablation that has an effect in some layers only. It says in
+    which layers. An ablation is a switched-off setting of `config.model.ABLATIONS`.
+    """
     lines = []
     for setting in config.ablated:
         reached = [
@@ -103,7 +106,7 @@ def partial_ablations(config: ModelConfig) -> list[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 4] is "0-2, 4"."""
+    """Returns ascending numbers as text: [0, 1, 2, 4] is "0-2, 4"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -114,8 +117,9 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def versions(config: ModelConfig) -> dict[str, int]:
-    """{name: version of its mathematics} for every mixer, and every other part of a block, that the
-    model's settings name ("gdn2", "block.norm = rms"). The version is 1 if the part declares none.
+    """Returns {name: version of its mathematics (`Mixer.version`)} for every mixer, and for every
+    other part of a block that the model's settings name. Names are such as "gdn2" and "block.norm =
+    rms". The version is 1 if the part declares none.
     """
     parts = {name: mixer_class(name) for name, _ in config.layer_kinds}
     unread = {"mlp": not config.has_dense_mlps, "rope_scaling": config.yarn_factor == 1}
@@ -129,8 +133,10 @@ def versions(config: ModelConfig) -> dict[str, int]:
 
 
 def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int, list[str]]:
-    """What the layers ask of a mesh (see `sharding.mesh.check_divides`): the settings that
-    `tensor` must divide, the tokens read of a neighbour, and the parts that need whole rows.
+    """Returns the requirements of the layers on a mesh, as three arguments of
+    `sharding.mesh.check_divides`: {setting: value that the size of `tensor` must divide}, the
+    largest number of tokens that a layer reads from the neighbour's part of a row, and the names of
+    the parts that need whole rows.
     """
     mixers = {name: mixer_class(name) for name, _ in config.layer_kinds}
     splits = {
@@ -143,8 +149,14 @@ def split_sizes(config: ModelConfig) -> tuple[dict[str, int], int, list[str]]:
 
 
 def layer_cache(config: ModelConfig, layer: int, batch: int, length: int) -> dict[str, Any]:
-    """The cache of one layer before the first token: its mixer's, and under "embedding" that of
-    the layer's embedding, if it has one.
+    """Returns the cache of one layer before the first token: the arrays of the mixer's cache, and
+    under "embedding" the cache of the layer's embedding, if it has one.
+
+    Args:
+      config: the model's settings.
+      layer: the number of the layer, from 0.
+      batch: the number of rows.
+      length: the number of slots.
     """
     cache = mixer_class(config.mixers[layer]).init_cache(config, batch, length)
     if config.ple.number(layer) is None:
@@ -153,15 +165,17 @@ def layer_cache(config: ModelConfig, layer: int, batch: int, length: int) -> dic
 
 
 class Block(nnx.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)). `layers`: numbers of the layers stacked in it.
+    """A decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)). A block may hold the stacked
+    parameters of several layers; the argument `layers` has the numbers of these layers.
 
-    What goes from layer to layer is the residual stream, here as wide as the model. Another
-    placement overrides `before` and `after`; one with a wider stream also `enter`, `make_last`,
-    `leave` and `multi_token_prediction`.
+    The residual stream x is as wide as the model here. Subclasses are other placements of the norms
+    (`model.block.placement`). They override `before` and `after`. A subclass with a wider residual
+    stream also overrides `enter`, `make_last`, `leave` and `multi_token_prediction`.
     """
 
     switches = ("zero_centered_norm",)
-    # a module that adds an embedding of the tokens before the mixer; the model gives it to a layer
+    # The module of `model.ple`, which adds an embedding of the tokens before the mixer. `Qwen3Next`
+    # sets it in the layers that have one.
     embedding: nnx.Module | None = None
     multi_token_prediction = MultiTokenPrediction
 
@@ -178,20 +192,22 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, context: Context, cache: dict | None = None
     ) -> tuple[jax.Array, dict[str, Any], dict | None]:
-        """→ (x, auxiliary outputs of the MLP, cache).
+        """Applies the layer: x [B, T, D] → (x, auxiliary outputs, cache after these tokens).
 
-        With `context.collect_stats` the auxiliary outputs hold "diagnostics": those of the mixer
-        and the MLP, and activation_max [] = max |x| over the counted tokens, activation_median [] =
-        the mean over tokens of median |x|.
+        The auxiliary outputs are the MLP's (see `SparseMoE`; {} for a dense one), and "mixer_loss"
+        [] if the mixer has a loss of its own. With `context.collect_stats` they also hold
+        "diagnostics": the measurements of the mixer and the MLP, and over the tokens that count
+        activation_max [], the largest |x|, and activation_median [], the mean of each token's
+        median |x|.
         """
 
-        # Keeps x whole along the mesh axis `tensor`. Without this constraint the partitioner might
-        # split time along it between the matmuls.
+        # Keeps x unsplit along the mesh axis `tensor`. Without this constraint XLA's partitioner
+        # might split time along `tensor` between the matrix products.
         def whole(x_BTD):
             return constrain(x_BTD, context.mesh, "batch", context.time, None)
 
         sparse = isinstance(self.mlp, SparseMoE)
-        # diagnostics are means over all tokens, so they need all rows in one group
+        # Diagnostics are means over all tokens, so with them all rows form one group.
         several = sparse and cache is None and not context.collect_stats
         mix = (
             self.mixer.each_token
@@ -226,7 +242,9 @@ class Block(nnx.Module):
         return x_BTD, aux, cache
 
     def _add_embedding(self, x_BTD: jax.Array, context: Context, cache: dict | None):
-        """(x with the layer's embedding added, the mixer's cache, the embedding's cache)."""
+        """Adds the layer's embedding to x. Returns (x, the mixer's cache, the embedding's
+        cache).
+        """
         own = None
         if cache is not None:
             own = cache["embedding"]
@@ -235,38 +253,42 @@ class Block(nnx.Module):
         return x_BTD + added_BTD, cache, own
 
     def make_norm(self, make: Make) -> nnx.Module | nnx.Param:
-        """The parameters with which `before` and `after` treat the mixer, or the MLP."""
+        """Makes the parameters of `before` and `after`, once for the mixer and once for the MLP."""
         return make.norm(self.config.hidden_size)
 
     def before(self, x_BTD: jax.Array, part: str) -> jax.Array:
-        """The input of `part`, "mixer" or "mlp", computed from the residual stream x [B, T, D]."""
+        """Computes the input of `part`, "mixer" or "mlp", from the residual stream x [B, T, D]."""
         return rms_norm(x_BTD, getattr(self, f"{part}_norm")[...], self.config)
 
     def after(self, x_BTD: jax.Array, y_BTD: jax.Array, part: str) -> jax.Array:
-        """The residual stream after `part`: x is the stream before it, y the part's output."""
+        """Computes the residual stream after `part` from the stream x before it and the output y of
+        `part`, [B, T, D].
+        """
         return x_BTD + y_BTD
 
     @staticmethod
     def enter(x_BTD: jax.Array, config: ModelConfig) -> jax.Array:
-        """The residual stream before the first layer, of the embeddings [B, T, D]."""
+        """Computes the residual stream before the first layer from the embeddings [B, T, D]."""
         return x_BTD
 
     @staticmethod
     def make_last(config: ModelConfig, make: Make) -> nnx.Module | nnx.Param:
-        """The parameters of `leave`."""
+        """Makes the parameters of `leave`, the argument `last`."""
         return make.norm(config.hidden_size)
 
     @staticmethod
     def leave(x_BTD: jax.Array, last: Any, config: ModelConfig) -> jax.Array:
-        """What the head reads [B, T, D], of the residual stream after the last layer."""
+        """Computes what the output head reads, [B, T, D], from the residual stream after the last
+        layer.
+        """
         return rms_norm(x_BTD, last[...], config)
 
 
 def _activations(x_BTD: jax.Array, counted_BT: jax.Array | None) -> dict[str, jax.Array]:
     size_BTD = jnp.abs(x_BTD.astype(jnp.float32))
     largest = jnp.max(jnp.max(size_BTD, axis=-1), where=counted_BT, initial=0.0)
-    # The median of each token's own features: a median over all tokens would be a sort across
-    # devices.
+    # The median is taken over each token's own features, because a median over all tokens would
+    # have to sort across devices.
     return {
         "activation_max": largest,
         "activation_median": token_mean(jnp.median(size_BTD, axis=-1), counted_BT),

@@ -1,5 +1,5 @@
-"""The functions, called forms, by which one device can compute its routed experts, and the choice
-of the form.
+"""The functions by which one device can compute its routed experts. They are called forms.
+`expert_form` chooses one.
 
 All forms take the same arguments:
   x_RD: the tokens.
@@ -32,16 +32,17 @@ def expert_form(
     few_tokens: bool,
     layer: jax.Array | None,
 ) -> Callable:
-    """Returns the form that is fastest.
+    """Returns the fastest form for a platform and a number of tokens.
 
     Args:
-      mesh: the devices; None for one. If the mesh splits the experts, tokens travel to them. If it
-        splits their width over `tensor`, each shard returns a part of the sum.
+      mesh: the devices; None for one. If it splits the experts, the form sends tokens to other
+        devices. If it splits the experts' width over `tensor`, each shard's result is a part of a
+        sum.
       dtype: the dtype of the tokens and weights.
       in_tiles: whether this platform computes all experts in tiles (`ops.preferences`).
       few_tokens: whether there are as few tokens as in cached decoding.
-      layer: in decoding, the number of the layer whose experts are wanted; the form then gets the
-        weights of all layers of the stack. None: the form gets the weights of the layer alone.
+      layer: None, or the number of the layer whose experts are wanted. In the second case, which
+        occurs in decoding, the form gets the weights of all layers of the stack.
     """
     if num_shards(mesh, EXPERT) > 1:
         return functools.partial(expert_parallel_moe, axis=EXPERT, axes=TOKENS)
@@ -53,17 +54,18 @@ def expert_form(
         return _decode_or_sorted if experts_in_caches() else sorted_moe
     if dtype.itemsize >= 4:
         return sorted_moe
-    # In bfloat16 `local_moe` saves nothing but its inputs for the backward pass.
+    # In bfloat16 use `local_moe`, which saves only its inputs for the backward pass.
     return functools.partial(local_moe, form=sorted_moe if experts_in_caches() else None)
 
 
 def sorted_moe(x_RD, weight_RA, expert_RA, *experts, mlp: Callable = expert_mlp):
-    """The form that is fastest on CPUs: it makes one row for each choice, sorts the rows by expert,
-    computes one grouped SwiGLU, restores the order of the rows, weighs them and sums them.
+    """The fastest form on CPUs. It makes one row for each choice, sorts the rows by expert, applies
+    one grouped SwiGLU, restores the order of the rows, multiplies them by their weights and sums
+    them.
 
     Args:
-      mlp: (x [Q, D], *experts, group_sizes [E]) → [Q, D], computes the experts of rows that are
-        sorted by expert.
+      mlp: function (x [Q, D], *experts, group_sizes [E]) → [Q, D] that computes the experts of rows
+        that are sorted by expert.
     """
     r, a = expert_RA.shape
     expert_Q = expert_RA.reshape(-1)  # Q = R·A choices
@@ -77,8 +79,8 @@ def sorted_moe(x_RD, weight_RA, expert_RA, *experts, mlp: Callable = expert_mlp)
 
 
 def _decode_with_stack(layer, x, weight, expert, gate_up, down):
-    """The form for decoding, without a gradient. `gate_up` and `down` hold the experts of all
-    layers of a stack; the form uses those of `layer`.
+    """The form for decoding; it has no gradient. `gate_up` and `down` hold the experts of all
+    layers of a stack, and the form uses the experts of `layer`.
     """
     if experts_in_caches():
         return decode_moe(x, weight, expert, gate_up, down, layer=(layer,))
@@ -92,9 +94,10 @@ _decode_or_sorted.defvjp(
 
 
 def count_choices(expert: jax.Array, experts: int, weight: jax.Array | None = None) -> jax.Array:
-    """[E] int32: how often each of the expert numbers 0 … `experts` - 1 occurs in `expert` [Q]; or,
-    with `weight` [Q], the sum of the weights at the places where it occurs. This compares and sums,
-    which XLA fuses; a scatter-add would run serially on CPU and TPU.
+    """Counts how often each of the expert numbers 0 … `experts` - 1 occurs in `expert` [Q]: [E]
+    int32. With `weight` [Q], returns instead the sum of the weights of each expert's occurrences.
+    The code compares and sums, which XLA fuses into one loop; a scatter-add would run serially on
+    CPU and TPU.
     """
     hit_QE = expert[:, None] == jnp.arange(experts)
     return (
@@ -106,8 +109,8 @@ def count_choices(expert: jax.Array, experts: int, weight: jax.Array | None = No
 
 @jax.custom_vjp
 def _permute(x: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """x[order] for a permutation `order` with the inverse `inverse`, so that the gradient is a
-    gather, too, and not a scatter.
+    """Returns x[order] for a permutation `order`. Its inverse `inverse` lets the gradient be a
+    gather, too; the default would be a slower scatter.
     """
     return x[order]
 

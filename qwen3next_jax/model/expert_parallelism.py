@@ -4,22 +4,23 @@ back. Every token is computed, however unevenly the experts are chosen; no token
 If the experts are split over the mesh axis `expert`, the tokens travel by one of two exchanges. The
 number of shards along the axis decides which one (docs/parallel.md has the arithmetic):
 
-- Up to `GATHERED_SHARDS` shards: every shard gathers the tokens of all shards and computes what its
-  own experts contribute to each token. A reduce-scatter sums the contributions on the shard that
-  the token came from.
-- More shards: each token is sent once for each of its choices, to the shard that holds the chosen
-  expert (`ragged_all_to_all`).
+- The gathered exchange, for up to `GATHERED_SHARDS` shards: every shard gathers the tokens of all
+  shards and computes what its own experts contribute to each token. A reduce-scatter sums the
+  contributions on the shard that the token came from.
+- The ragged exchange, for more shards: each token is sent once for each of its choices, to the
+  shard that holds the chosen expert (`ragged_all_to_all`).
 
-A shard may receive anything between no token and all tokens, but buffers have a static size. Their
-capacity is a little more than the rows that a balanced router sends. Rows beyond the capacity go
-through loops that a balanced router never enters: for the first exchange the loops are in
-`ops/routed_experts/`; for the second exchange they are the further rounds of `_AllToAllExperts`.
+A shard may receive any number of tokens, from none to all, but buffers have a static size. Their
+capacity is a little more than the rows that a balanced router sends. Rows beyond the capacity are
+processed in loops that run only if a shard receives more. For the gathered exchange these loops are
+in `ops/routed_experts/`; for the ragged exchange they are the further rounds of `_AllToAllExperts`.
 Long inputs are processed in chunks of tokens. The forward pass saves only its inputs, and the
-backward pass exchanges them again. The exception are tokens that are gathered in a single chunk:
-remat `dots`, `kept` and `none` save the gathered rows.
+backward pass exchanges them again. There is one exception: if all tokens are gathered in a single
+chunk, the remat policies `dots`, `kept` and `none` save the gathered rows.
 
 Letters: R tokens of this shard, N tokens that reach this shard's experts, D model, A choices per
-token, Q choices, P rows of a round, E experts, L experts of this shard, S shards.
+token, Q choices, P rows that a shard receives in a round, E experts, L experts of this shard, S
+shards.
 """
 
 import functools
@@ -37,25 +38,28 @@ from qwen3next_jax.ops.ragged_exchange import exchange
 from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_gradients, sum_by_token
 
 GATHERED_SHARDS = 8
-# The rows of a chunk's choices take at most CHUNK_BYTES bytes, or 1 / CHUNK_PART of the device's
-# memory if that is more. More chunks would be slower: each one reads and writes the float32
-# gradients of all weights.
+# A chunk has one row for each choice of its tokens. These rows take at most CHUNK_BYTES bytes, or 1
+# / CHUNK_PART of the device's memory if that is more. More chunks would be slower, because each one
+# reads and writes the float32 gradients of all weights.
 CHUNK_BYTES = 2**29
 CHUNK_PART = 64
-# A further round of the ragged exchange has 1 / OVERFLOW_PART as many rows as the first round.
+# In the ragged exchange, each round after the first has 1 / OVERFLOW_PART as many rows as the
+# first.
 OVERFLOW_PART = 8
-# The gathered exchange goes in two overlapping chunks if each expert then has at least this many
-# rows per chunk.
+# The gathered exchange splits the tokens into two overlapping chunks if each expert then has at
+# least this many rows per chunk.
 OVERLAP_ROWS = 512
-# capacity of a buffer, as a multiple of the rows that a shard receives under perfect balance
+# The capacity of a buffer, divided by the number of rows that a shard receives under perfect
+# balance.
 CAPACITY_FACTOR = 1.125
 
 
 def local_moe(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, form: Callable | None = None):
-    """`expert_parallel_moe` for a device that holds all experts.
+    """Computes `expert_parallel_moe` on a device that holds all experts.
 
     Args:
-      form: function that computes a chunk and takes the same arguments; None: `routed_experts`.
+      form: function with the same arguments that computes a chunk of tokens; None:
+        `ops.routed_experts`.
     """
     options = _Options(_LocalExperts, _chunk(x_RD, expert_RA), form=form)
     return _experts(options, x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
@@ -64,15 +68,17 @@ def local_moe(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, form: Callable
 def expert_parallel_moe(
     x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID, axis: str, axes: tuple[str, ...]
 ):
-    """Σ_a weight · SwiGLU_expert(x) for this shard's tokens; it is called inside `shard_map`.
+    """Computes Σ_a weight · SwiGLU_expert(x) for this shard's tokens; it is called inside
+    `shard_map`.
 
     Args:
       x_RD: this shard's tokens.
       weight_RA, expert_RA: the weights and numbers of the experts that the tokens chose.
-      gate_up_LD2I, down_LID: this shard's experts. A `tensor` axis may split their width; the
+      gate_up_LD2I, down_LID: this shard's experts. A mesh axis `tensor` may split their width; the
         result is then a part of the sum.
-      axis: the mesh axis over which the experts are split in order.
-      axes: all mesh axes that split tokens; all shards along them make the same number of rounds.
+      axis: the mesh axis that splits the experts. Shard s holds the experts s·L … (s + 1)·L - 1.
+      axes: all mesh axes that split tokens. All shards along them take part in the same number of
+        rounds of the ragged exchange.
 
     Returns:
       [R, D] in x's dtype.
@@ -90,9 +96,9 @@ def expert_parallel_moe(
     if overlap_chunks(longer := _chunk(x_RD, expert_RA, 2), expert_RA.shape[1], experts) == 2:
         chunk = longer
     elif chunk == x_RD.shape[0]:
-        # All tokens go in one chunk. They are gathered outside of `_experts`, so that remat can
-        # save the gathered rows: a second gather would start the layer's backward pass, with no
-        # computation to overlap with.
+        # All tokens fit into one chunk. They are gathered outside of `_experts`, so that a remat
+        # policy can save the gathered rows. Otherwise the layer's backward pass would begin by
+        # gathering them again, when there is no computation to overlap with.
         x_ND, weight_NA, expert_NA = (
             save_for_backward(gather(a, axis), "gathered rows")
             for gather, a in ((_gather_rows, x_RD), (_gather_rows, weight_RA), (_gather, expert_RA))
@@ -111,8 +117,9 @@ def expert_parallel_moe(
 
 
 def overlap_chunks_of_all(tokens: int, width: int, choices: int, experts: int, dtype) -> int:
-    """The number of overlapping chunks into which the gathered exchange divides a shard's tokens; 1
-    if the tokens need more memory, and so go in several chunks one after another.
+    """Returns the number of overlapping chunks (1 or 2) into which the gathered exchange splits a
+    shard's tokens. It is 1 if these chunks would not fit into memory; then the tokens are processed
+    in smaller chunks, one after another.
 
     Args:
       tokens: number of tokens of the shard.
@@ -127,6 +134,14 @@ def overlap_chunks_of_all(tokens: int, width: int, choices: int, experts: int, d
 
 
 class _Options(NamedTuple):
+    """How `_experts` computes the tokens of a shard.
+
+    exchange: the class that exchanges and computes a chunk: `_LocalExperts`, `_AllGatherExperts`
+      or `_AllToAllExperts`.
+    chunk: the number of tokens in a chunk.
+    axis, axes, form: as in `expert_parallel_moe` and `local_moe`.
+    """
+
     exchange: type
     chunk: int
     axis: str = ""
@@ -136,9 +151,9 @@ class _Options(NamedTuple):
 
 
 def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
-    """The number of tokens in a chunk: the largest divisor of the number of tokens for which the
-    rows of a chunk, divided by `parts`, fit into the bytes of a chunk. (The `parts` are in memory
-    one after another.)
+    """Returns the number of tokens in a chunk: the largest divisor of the number of tokens for
+    which the rows of a chunk fit into a chunk's bytes (see CHUNK_BYTES). If a chunk is itself
+    processed in `parts` parts, one after another, only the rows of one part need to fit.
     """
     tokens, choices = expert_RA.shape
     chunk_bytes = max(CHUNK_BYTES, (compile_target().memory_bytes or 0) // CHUNK_PART)
@@ -176,7 +191,7 @@ def _experts_backward(options, inputs, dy_RD):
         )
         return _add(totals, dw) if totals else dw, (dx, dweight.astype(weight.dtype))
 
-    one = options.chunk == x_RD.shape[0]  # gradients of one chunk stay in the weights' dtype
+    one = options.chunk == x_RD.shape[0]  # no sum over chunks, so no float32 totals
     totals = None if one else [_zeros_wide(w) for w in (gate_up, down)]
     (dgate_up, ddown), (dx_RD, dweight_RA) = _walk(
         options.chunk, chunk, totals, (x_RD, weight_RA, expert_RA, dy_RD)
@@ -188,7 +203,9 @@ _experts.defvjp(_experts_forward, _experts_backward)
 
 
 def _walk(size, step, carry, arrays):
-    """`jax.lax.scan` of `step` over chunks of `size` rows of `arrays`; with one chunk, a call."""
+    """Runs `jax.lax.scan` of `step` over chunks of `size` rows of `arrays`; a single call of `step`
+    if there is only one chunk. Returns (the last carry, outputs with the chunks joined).
+    """
     if arrays[0].shape[0] == size:
         return step(carry, arrays)
     chunks = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), arrays)
@@ -212,6 +229,11 @@ def _capacity(balanced: int) -> int:
 
 
 class _LocalExperts:
+    """Computes a chunk of tokens with this device's experts, without an exchange. It calls
+    `options.form` or, by default, `routed_experts`, in which choices of experts on other devices
+    contribute 0.
+    """
+
     def __init__(self, options: _Options, expert_RA, experts: int):
         self.expert = expert_RA
         self.form = options.form
@@ -237,21 +259,22 @@ class _LocalExperts:
 
 
 def overlap_chunks(tokens: int, choices: int, experts: int) -> int:
-    """The number of overlapping chunks, 1 or 2, in which a shard's tokens are exchanged.
+    """Returns the number of overlapping chunks, 1 or 2, in which a shard's tokens are exchanged.
 
     Args:
       tokens: number of tokens of one shard.
-      choices: number of experts that each token chooses. In balance a shard receives, from all
-        shards together, `tokens` · `choices` rows.
+      choices: number of experts that each token chooses. Under perfect balance a shard receives
+        `tokens` · `choices` rows from all shards together.
       experts: number of experts of one shard.
     """
     return 2 if tokens * choices >= 2 * OVERLAP_ROWS * experts and tokens % 2 == 0 else 1
 
 
 class _AllGatherExperts:
-    """Every shard gathers all tokens and computes its own experts' contributions, which are summed
-    on the shard that the token came from. If each expert gets enough rows, the tokens go in two
-    chunks: the rows of one chunk travel while the other chunk is computed.
+    """The gathered exchange. Every shard gathers all tokens and computes the contributions of its
+    own experts, which are summed on the shard that the token came from. If each expert gets enough
+    rows, the tokens are split into two chunks, and the rows of one chunk travel while the other
+    chunk is computed.
     """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
@@ -281,10 +304,11 @@ class _AllGatherExperts:
         """Runs a step on each chunk, with the gathered rows of all shards.
 
         Args:
-          step: (carry, expert numbers, *rows) → (carry, [this shard's contributions to each row]).
-          arrays: the arrays of this shard's tokens, of which the chunks' rows are gathered.
-          back: whether to go from the last chunk to the first, which is the order in which
-            gradients come back through the mixers of `row_groups`.
+          step: function (carry, expert numbers, *rows) → (carry, [this shard's contributions to
+            each row]).
+          arrays: arrays of this shard's tokens, [R, …]. Their chunks are gathered.
+          back: whether to go from the last chunk to the first. The backward pass does, because the
+            gradients of the last rows come back first (`model.row_groups`).
 
         Returns:
           The last carry; the contributions of all shards, summed, for this shard's tokens.
@@ -299,7 +323,8 @@ class _AllGatherExperts:
         carry = ()
         parts = []
         for expert, *rows in chunks:
-            # A chunk's rows are first read when the chunk before is done; until then they travel.
+            # The barrier lets a chunk's rows be used only after the chunk before is computed. Until
+            # then the rows travel.
             if parts:
                 rows, parts[-1] = jax.lax.optimization_barrier((rows, parts[-1]))
             carry, part = step(carry, expert - self.first, *rows)
@@ -331,10 +356,10 @@ _sum_rows.defvjp(
 
 
 class _AllToAllExperts:
-    """Every shard sorts its choices by expert, so that the choices for one receiver lie together,
-    and sends each receiver its choices. A receiver computes the rows in the order of the senders,
-    in rounds. The first round has room for a few more rows than a balanced router sends; each
-    further round has room for 1 / `OVERFLOW_PART` as many.
+    """The ragged exchange. Every shard sorts its choices by expert, so that the choices for one
+    receiving shard lie together, and sends them there. The receiver computes the rows it gets, in
+    the order of the sending shards, in rounds. The first round has room for a few more rows than a
+    balanced router sends; each further round has room for 1 / `OVERFLOW_PART` as many.
     """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
@@ -354,13 +379,13 @@ class _AllToAllExperts:
         self.sent_SS = jnp.sum(self.sizes_SSL, axis=-1)
         # where the choices for a receiver begin among the sender's sorted choices
         self.first_SS = jnp.cumsum(self.sent_SS, axis=1) - self.sent_SS
-        # where the choices of a sender begin among those that the receiver gets
+        # where the choices of a sender begin among all rows that the receiver gets
         self.arrives_SS = jnp.cumsum(self.sent_SS, axis=0) - self.sent_SS
         self.capacity = min(_capacity(expert_Q.size), shards * expert_Q.size)
         self.more = -(-self.capacity // OVERFLOW_PART)
         fullest = jnp.max(jnp.sum(self.sent_SS, axis=0))
-        # Every round is a collective: all shards take part in as many rounds as the shard with the
-        # most rows needs.
+        # Every round is a collective, so all shards take part in as many rounds as the shard with
+        # the most rows needs.
         self.rounds = jax.lax.pmax(
             -(-jnp.maximum(fullest - self.capacity, 0) // self.more), options.axes
         )
@@ -410,15 +435,17 @@ class _AllToAllExperts:
         )
 
     def _receive(self, low, size, rows):
-        """Receives one round: the choices number `low` … `low` + `size` - 1 of those that the other
-        shards send to this one.
+        """Exchanges the rows of one round. Of all rows that other shards send to this shard, it
+        receives the rows number `low` … `low` + `size` - 1.
 
         Args:
+          low: the first row of the round.
+          size: the number of rows of the round, P.
           rows: arrays [Q, …] of this shard's own choices, which it sends.
 
         Returns:
-          The received rows, one array [P, …] for each array of `rows`; and the number [P] of each
-          row's expert on this shard, L for a row that holds no choice.
+          The received rows, one array [P, …] for each array of `rows`; and for each row the number
+          [P] of its expert on this shard, or L if the row holds no choice.
         """
         ends_SL = jnp.cumsum(self.sizes_SSL[:, self.shard].reshape(-1))  # by sender, then expert
         row_P = low + jnp.arange(size)
@@ -439,15 +466,18 @@ class _AllToAllExperts:
         )
 
     def _round(self, low, size):
-        """Three arrays [S, S] that say for sender s and receiver d what one round exchanges of the
-        receiver's rows `low` … `low` + `size` - 1: the first row that s reads, the number of rows,
-        and the row of d's buffer where the first one lands.
+        """Describes one round, in which each receiver gets its rows `low` … `low` + `size` - 1.
+
+        Returns:
+          Three arrays [S, S], with one number for each sender s and receiver d: the first row that
+            s reads, the number of rows that s sends, and the row of d's buffer at which they are
+            written.
         """
         start = jnp.maximum(self.arrives_SS, low)
         end = jnp.minimum(self.arrives_SS + self.sent_SS, low + size)
         rows_SS = jnp.maximum(end - start, 0)
-        # The offsets of a pair that exchanges nothing would lie far outside the buffers; hardware
-        # may not accept such offsets.
+        # If a pair of shards exchanges nothing, its offsets would lie far outside of the buffers,
+        # which hardware may not accept.
         read_SS, land_SS = (
             jnp.where(rows_SS > 0, x, 0)
             for x in (self.first_SS + start - self.arrives_SS, start - low)

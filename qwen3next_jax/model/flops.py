@@ -1,23 +1,23 @@
-"""Floating-point operations and parameters, counted from the parameters' declarations. MFU, the
-planner and sweeps use these counts.
+"""Counts of parameters and of floating-point operations (FLOPs), computed from the parameters'
+declarations. The MFU, the planner and sweeps use them.
 
 "Model FLOPs" are the operations of the matrix products that the mathematics of one training step
 needs, forward and backward, whatever the program does to compute them:
 
 - A product of [m, k] and [k, n] has 2·m·k·n operations. Its backward pass has two products of the
   same size, so a step has 3 times the operations of the forward pass.
-- In causal attention a query reads (T + 1)/2 keys on average. Queries in packed documents read
-  fewer keys, but the count does not consider that.
+- In causal attention a query reads (T + 1)/2 keys on average. In rows with several documents,
+  queries read fewer keys; the count ignores that.
 - Each mixer counts its own products that have no parameter (`Mixer.forward_flops`). The gated delta
-  rule is counted by its recurrence over tokens: S ← e^g S + β k (v − Sᵀk)ᵀ and Sᵀq, three products
-  of K·V multiplications and additions for each token and value head. The chunked form executes more
-  operations, by the choice of the kernel, and recomputation (remat) executes more, by the choice of
-  the program. Neither raises the MFU.
+  rule is counted as a recurrence over tokens: S ← e^g S + β k (v − Sᵀk)ᵀ and Sᵀq. These are three
+  products of K·V multiplications and additions for each token and value head. The chunked algorithm
+  executes more operations than that, and so does recomputation (remat); the count includes neither,
+  so neither raises the MFU.
 - Of the routed experts only the chosen ones count.
 
-The count leaves out everything that is not a matrix product (norms, activations, softmax, the
-depthwise convolution, rotary embedding, the embedding lookup, the optimizer): less than 1 % of the
-released model's operations.
+The count leaves out everything that is not a matrix product: norms, activations, softmax, the
+depthwise convolution, rotary embedding, the embedding lookup, the optimizer. In the released model
+these are less than 1 % of the operations.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ BACKWARD_OVER_FORWARD = 2
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of parameters.
+    """Numbers of parameters of a model. "The trunk" is the model without the MTP module.
 
     Attributes:
       total: parameters of the whole model.
@@ -48,8 +48,8 @@ class ParameterCounts(NamedTuple):
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """Model FLOPs of one training token, forward and backward, in a row of `sequence_length`
-    tokens.
+    """Returns the model FLOPs of one training token, forward and backward, in a row of
+    `sequence_length` tokens.
     """
     return (1 + BACKWARD_OVER_FORWARD) * sum(
         forward_flops_per_token(config, sequence_length).values()
@@ -57,17 +57,20 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> float:
 
 
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[str, float]:
-    """Model FLOPs of one token's forward pass, by part: each mixer by name, "router", "experts"
-    (the chosen ones), "mlp" (dense and shared), "residual" (the mixes of several streams),
-    "embedding" (projections of a layer's own embedding), "head", and "mtp" with all of its module
-    and its head, once per depth.
+    """Returns the model FLOPs of one token's forward pass, for each part of the model.
+
+    Returns:
+      {name of the part: FLOPs}. The names are the mixers' names, and "router", "experts" (the
+      routed experts that a token chooses), "mlp" (dense MLPs and the shared expert), "residual"
+      (the gates between several residual streams), "embedding" (the projections of `model.ple`),
+      "head", and "mtp" (all of the MTP module and its use of the head, once per depth).
     """
-    head = 2.0 * config.hidden_size * config.vocab_size  # also where the embedding is tied to it
+    head = 2.0 * config.hidden_size * config.vocab_size  # the same if the embedding is the head
     parts = {"head": head, "mtp": config.mtp_depth * head}
     for path, parameter in declared(config).items():
         if parameter.letters and parameter.kind != "head":
             part = _part(config, path, parameter)
-            parts[part] = parts.get(part, 0.0) + 2 * _passed(config, parameter) * (
+            parts[part] = parts.get(part, 0.0) + 2 * used_by_token(config, parameter) * (
                 config.mtp_depth if part == "mtp" else 1
             )
     for mixer in config.mixers:
@@ -82,7 +85,7 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
 
 
 def parameter_counts(config: ModelConfig) -> ParameterCounts:
-    """The numbers of parameters of the model of this configuration."""
+    """Counts the parameters of a model with these settings, without making any array."""
     total = embeddings = mtp = active = 0
     for path, parameter in declared(config).items():
         total += parameter.size
@@ -91,12 +94,12 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
         elif path.startswith("mtp/"):
             mtp += parameter.size
         else:
-            active += _passed(config, parameter)
+            active += used_by_token(config, parameter)
     return ParameterCounts(total, embeddings, mtp, active)
 
 
-def _passed(config: ModelConfig, parameter: Declared) -> int:
-    """The number of the parameter's elements that one token uses."""
+def used_by_token(config: ModelConfig, parameter: Declared) -> int:
+    """Returns how many elements of the parameter one token uses."""
     chosen = min(parameter.experts, config.num_experts_per_tok) if parameter.experts > 1 else 1
     return parameter.size // parameter.experts * chosen
 

@@ -1,9 +1,8 @@
-"""Gated attention (2505.06708): grouped-query attention whose output an elementwise sigmoid gate
-multiplies.
+"""Gated attention (2505.06708): grouped-query attention with a gate. The sigmoid of the gate
+multiplies the output of attention elementwise.
 
-Letters: B batch, T time, S cache slots, D model, N query heads, M key/value heads, K head width,
-J width of a query and its gate
-side by side.
+Letters: B batch, T time, S cache slots, D model, N query heads, M key/value heads, K head width, J
+width of a query and its gate side by side.
 """
 
 import dataclasses
@@ -33,16 +32,17 @@ from qwen3next_jax.sharding.rules import (
     num_shards,
 )
 
-# Factor of the scores with which softmax picks the largest score: the weighted mean of S scores is
-# then within ln S / 1024 of the largest. It is a power of two, so that the product is exact.
+# The diagnostics find the largest score with a softmax of the scores times this factor. The
+# weighted mean of S scores is then within ln S / 1024 of the largest. A power of two makes the
+# product exact.
 SHARPENED = 1024.0
 
 
 class GatedAttention(Mixer):
     """Query, key and value projections → per-head norms and partial RoPE → attention → gate →
-    projection.
+    output projection.
 
-    Diagnostics, over the counted tokens:
+    Diagnostics, over the tokens that count (`Context.stats_mask`):
       first_token_share [N]: the attention probability on the first token of the document, averaged
         over the queries of the other tokens;
       gate_mean []: the mean of the output gate (if there is a gate);
@@ -79,8 +79,8 @@ class GatedAttention(Mixer):
     def __call__(
         self, x_BTD: jax.Array, context: Context, cache: dict | None = None
     ) -> tuple[jax.Array, dict, dict | None]:
-        """x [B, T, D] → ([B, T, D], diagnostics, with a cache also the cache with these tokens'
-        keys and values written).
+        """Returns (the output [B, T, D], diagnostics, the cache with these tokens' keys and values
+        written, or None without a cache).
         """
         if cache is None and self.uses_fused_layout(x_BTD, context):
             return *self._fused(x_BTD, context), None
@@ -94,7 +94,9 @@ class GatedAttention(Mixer):
     def heads(
         self, x_BTD: jax.Array, context: Context
     ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
-        """What `project` gives, with queries and keys normed and in their places."""
+        """Returns the results of `project`, with norms and positions applied to queries and
+        keys.
+        """
         q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.project(x_BTD, context)
         if self.config.qk_norm:
             q_BTNK = self.normed(q_BTNK, self.q_norm[...])
@@ -105,8 +107,8 @@ class GatedAttention(Mixer):
     def project(
         self, x_BTD: jax.Array, context: Context
     ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
-        """x [B, T, D] → queries [B, T, N, K], their output gates [B, T, N, K] (None without the
-        switch `attention_output_gate`), keys and values [B, T, M, K].
+        """Projects x [B, T, D] to queries [B, T, N, K], their output gates [B, T, N, K] (None if
+        the setting `attention_output_gate` is off), keys and values [B, T, M, K].
         """
         dtype = x_BTD.dtype
         query_gate_BTNJ = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
@@ -127,8 +129,10 @@ class GatedAttention(Mixer):
         return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
 
     def uses_fused_layout(self, x_BTD: jax.Array, context: Context) -> bool:
-        """Whether the kernels of `ops.attention_heads` run, with all heads side by side in the last
-        axis between them and the projections.
+        """Whether the layer uses the kernels of `ops.attention_heads`. Between these kernels and
+        the projections, arrays have all heads side by side in their last axis, [B, T, N·K]. They
+        require the default norm of each head and a gate, and shapes that the platform's kernels
+        support.
         """
         c, time = (
             self.config,
@@ -144,8 +148,9 @@ class GatedAttention(Mixer):
         )
 
     def _fused(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
-        """`__call__` without a cache, with nothing but kernels between the projections. The scale
-        of the scores, K^-1/2, is multiplied into the weight of the queries' norm.
+        """Does the work of `__call__` without a cache, with the kernels of `ops.attention_heads`
+        between the projections. The scale of the scores, K^-1/2, is multiplied into the weight of
+        the queries' norm.
         """
         c, (n, m) = self.config, (self.config.num_attention_heads, self.config.num_key_value_heads)
         shared = m % num_shards(context.mesh, TENSOR) != 0
@@ -193,7 +198,9 @@ class GatedAttention(Mixer):
         return y_BTD, self.diagnostics(q, k, gate, context)
 
     def normed(self, x_BTNK: jax.Array, weight: jax.Array) -> jax.Array:
-        """Queries or keys [B, T, N, K], normed for each head or over all heads (`qk_norm_over`)."""
+        """Applies the norm to queries or keys [B, T, N, K], over each head or over all heads
+        (`qk_norm_over`).
+        """
         if self.settings(self.config).qk_norm_over == "head":
             return rms_norm(x_BTNK, weight, self.config)
         return rms_norm(x_BTNK.reshape(*x_BTNK.shape[:2], -1), weight, self.config).reshape(
@@ -201,7 +208,7 @@ class GatedAttention(Mixer):
         )
 
     def placed(self, x_BTNK: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """Queries or keys [B, T, N, K] with their positions [B, T] applied."""
+        """Applies the positions [B, T] to queries or keys [B, T, N, K]: here by rotation (RoPE)."""
         return rotate(x_BTNK, positions_BT, self.config)
 
     def diagnostics(self, q_BTNK, k_BTMK, gate_BTNK, context: Context) -> dict[str, jax.Array]:
@@ -217,21 +224,23 @@ class GatedAttention(Mixer):
         context: Context,
         cache: dict | None = None,
     ) -> tuple[jax.Array, dict | None]:
-        """(o [B, T, N, K], the cache with these keys and values written)."""
+        """Returns (the output of attention [B, T, N, K], the cache with these keys and values
+        written, or None without a cache).
+        """
         if cache is None:
             return attend(q_BTNK, k_BTMK, v_BTMK, context), None
         return attend_cached(q_BTNK, {"k": k_BTMK, "v": v_BTMK}, cache, context)
 
     @classmethod
     def init_cache(cls, config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
-        """An empty cache of `length` slots for each of `batch` rows."""
+        """Returns an empty cache of `length` slots for each of `batch` rows."""
         shape = (batch, length, config.num_key_value_heads, config.head_dim)
         return {"k": jnp.zeros(shape, config.dtype), "v": jnp.zeros(shape, config.dtype)}
 
     @classmethod
     def forward_flops(cls, config: ModelConfig, length: int) -> float:
-        """FLOPs per token of the scores and of the weighted sum of values: a causal query reads
-        (length + 1) / 2 keys on average.
+        """Returns the FLOPs per token of the scores and of the weighted sum of values. A causal
+        query reads (length + 1) / 2 keys on average.
         """
         return 2 * (length + 1) * config.num_attention_heads * config.head_dim
 
@@ -268,14 +277,22 @@ def gated_projection(
 def attention_diagnostics(
     attend: Callable, q_BTNK, k_BTMK, gate_BTNK, context: Context
 ) -> dict[str, jax.Array]:
-    # If the values are 1 at first tokens and 0 elsewhere, attention returns its probability on the
-    # first tokens, without a T × T matrix.
+    """Computes the diagnostics of `GatedAttention`.
+
+    Args:
+      attend: function (q, k, v) → the output of attention, [B, T, N, K].
+      q_BTNK, k_BTMK: queries and keys, with norms and positions applied.
+      gate_BTNK: the output gate before its activation; None: there is no gate.
+      context: the inputs that all layers of the forward pass share.
+    """
+    # With values of 1 at first tokens and 0 elsewhere, attention returns its probability on the
+    # first tokens, and no T × T matrix is needed.
     first_BT = context.positions == 0
     indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(k_BTMK.dtype)
     share_BTN = attend(q_BTNK, k_BTMK, indicator_BTMK)[..., 0]
     counted_BT = ~first_BT if context.stats_mask is None else context.stats_mask & ~first_BT
-    # Of the sharpened scores softmax keeps only the largest: with the keys as values, attention
-    # returns the key with the largest score for each query.
+    # With scores multiplied by SHARPENED, softmax puts nearly all weight on the largest score. With
+    # the keys as values, attention then returns for each query the key with the largest score.
     best_BTNK = attend(q_BTNK * SHARPENED, k_BTMK, k_BTMK)
     logit_BTN = (
         jnp.einsum("btnk,btnk->btn", q_BTNK, best_BTNK, preferred_element_type=jnp.float32)
@@ -303,9 +320,16 @@ def attend(
     context: Context,
     q_positions_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention with the heads split over `tensor`; with `q_positions`, attention to the slots of a
-    cache. If there are fewer key/value heads than shards, every shard holds all of these heads and
-    uses the one that its query heads read.
+    """Computes attention with the heads split over the mesh axis `tensor`: o [B, T, N, K].
+
+    If there are fewer key/value heads than shards, every shard holds all key/value heads and uses
+    the one that its query heads read.
+
+    Args:
+      q_BTNK: the queries.
+      k_BSMK, v_BSMK: the keys and values, of the same tokens or of the slots of a cache.
+      context: the inputs that all layers of the forward pass share.
+      q_positions_BT: with a cache, the positions of the queries; None: there is no cache.
     """
     mesh, (n, m) = context.mesh, (q_BTNK.shape[2], k_BSMK.shape[2])
     shared = m % num_shards(mesh, TENSOR) != 0
@@ -328,9 +352,10 @@ def attend(
 
 
 def write(cache_BSMK: jax.Array, new_BTMK: jax.Array, positions_BT: jax.Array) -> jax.Array:
-    """Writes each token into its slot of the cache of one layer; it is for mixers that do not write
-    in place. Padding after a row's end lands in slots that later tokens overwrite before any query
-    can see them. Tokens whose slot lies past the end of the cache are dropped.
+    """Writes each token into its slot of one layer's cache, for mixers that do not write in place
+    (`Mixer.in_place`). Padding after the end of a row is written, too, but a later token overwrites
+    its slot before any query sees it. Tokens whose slot would lie past the end of the cache are
+    dropped.
     """
     row_B1 = jnp.arange(cache_BSMK.shape[0])[:, None]
     written_BSMK = cache_BSMK.at[row_B1, positions_BT].set(
@@ -347,8 +372,10 @@ def attend_cached(
     """Writes new keys and values into the layer's slots of the cache, and attends to the cache.
 
     Args:
-      new: {name: [B, T, M, K]}, keys first and values last; a single array is both.
+      q_BTNK: the queries.
+      new: {name: [B, T, M, K]}: first the keys and last the values. A single array serves as both.
       cache: {name: [layers, B, S, M, K]}.
+      context: the inputs that all layers of the forward pass share.
 
     Returns:
       o [B, T, N, K]; the cache with the new keys and values.
@@ -360,7 +387,7 @@ def attend_cached(
         cache = {
             name: write_in_place(cache[name], x, layer, positions[:, 0]) for name, x in new.items()
         }
-        keys, *_, values = 2 * tuple(cache.values())  # one array is both keys and values
+        keys, *_, values = 2 * tuple(cache.values())  # a single array serves as both
         if shared:
             keys, values, layer = *(_own_head(x[layer], q, n // m)[None] for x in (keys, values)), 0
         return cached_attention(q, keys, values, layer, positions), cache
@@ -376,14 +403,14 @@ def attend_cached(
 
 
 def cache_spec(heads: int, mesh: Mesh | None) -> P:
-    """The PartitionSpec of a cache [layers, B, S, heads, K]."""
+    """Returns the PartitionSpec of a cache [layers, B, S, heads, K]."""
     return activation_spec(
         None, "batch", None, None if heads % num_shards(mesh, TENSOR) else "heads", None
     )
 
 
 def _own_head(x_BSMK: jax.Array, q_BTNK: jax.Array, readers: int) -> jax.Array:
-    """The key/value head [B, S, 1, K] that the query heads of this shard read, cut out of all
+    """Returns the key/value head [B, S, 1, K] that the query heads of this shard read, out of all
     key/value heads. `readers`: the number of query heads per key/value head.
     """
     return jax.lax.dynamic_slice_in_dim(

@@ -18,17 +18,19 @@ from qwen3next_jax.sharding.rules import constrain
 
 
 class GatedDeltaNet(Recurrent):
-    """Projections → causal convolution + SiLU → gated delta rule → norm and gate → projection.
-    For the diagnostics see `Recurrent`.
+    """Gated DeltaNet: projections → causal convolution + SiLU → gated delta rule → norm and gate →
+    output projection. `Recurrent` explains the diagnostics.
 
-    For each token: q, k, v, z = W x, convolved; β = σ(w_b x), g = -e^{A_log} softplus(w_a x +
-    dt_bias) for each value head; o as `ops.gated_delta_rule` computes it, with q and k of length
-    1; y = W_out (RMSNorm(o) SiLU(z)), or with the sigmoid of z (`model.output_gate_type`).
+    For each token, with σ the sigmoid: q, k and v are projections of x after the convolution and
+    SiLU, and z = W_z x. For each value head, β = σ(w_b x) and g = -e^{A_log} softplus(w_a x +
+    dt_bias). `ops.gated_delta_rule` computes o from them, with q and k scaled to length 1. The
+    output is y = W_out (RMSNorm(o) SiLU(z)), with σ(z) in place of SiLU(z) if
+    `model.output_gate_type` says so.
 
-    The input projections are grouped as in the released checkpoint: each key head has one matrix
-    [q | k | v | z] and one matrix [b | a], so that every value head stays on the device of its key
-    head when G is split over devices. A part that an ablation switch of `ModelConfig` turns off has
-    no parameters.
+    The input projections are grouped as in the released checkpoint: each key head has one matrix [q
+    | k | v | z] and one matrix [b | a]. So every value head stays on the device of its key head
+    when the key heads are split over devices. A part that an ablation switch of `ModelConfig` turns
+    off has no parameters.
     """
 
     names_kept = True
@@ -79,16 +81,16 @@ class GatedDeltaNet(Recurrent):
         return Inputs(qkv, z if self.config.linear_output_gate else None, g_BTH, beta_BTH)
 
     def _project_qkvz(self, x_BTD: jax.Array, context: Context):
-        """(qkv of `Inputs`, z [B, T, G, RV]), or the same in the fused layout where the mixer uses
-        it.
+        """Returns (qkv, z) as the fields `qkv` and `gate` of `Inputs` have them: in the fused
+        layout if the mixer uses it and there is no cache.
         """
         c = self.config
         k = c.linear_key_head_dim
         v = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim
         weight_DGC = self.in_proj_qkvz[...].astype(x_BTD.dtype)
-        if context.time and self.uses_fused_layout():  # context.time: no cache
-            # One product for each of q, k, v and z: the kernels then read the arrays as they are.
-            # Slices of a single product would be copied first.
+        if context.time and self.uses_fused_layout():  # with a cache, context.time is None
+            # Each of q, k, v and z is computed by a product of its own, so that the kernels read
+            # the results as they are. Slices of a single product's result would be copied first.
             parts = (
                 x_BTD @ part_DGC.reshape(part_DGC.shape[0], -1)
                 for part_DGC in jnp.split(weight_DGC, (k, 2 * k, 2 * k + v), axis=-1)
@@ -108,7 +110,9 @@ class GatedDeltaNet(Recurrent):
         return jnp.split(qkvz_BTGC, (2 * k + v,), axis=-1)
 
     def _decay_and_beta(self, x_BTD: jax.Array):
-        """(log decay, write strength), each float32 [B, T, H], or None if its gate is ablated."""
+        """Returns (log decay, write strength), each float32 [B, T, H], or None if its gate is
+        ablated.
+        """
         c = self.config
         shape = (*x_BTD.shape[:2], c.linear_num_value_heads)
         r = c.linear_num_value_heads // c.linear_num_key_heads
@@ -138,12 +142,14 @@ class GatedDeltaNet(Recurrent):
 
 
 def log_of_uniform(lowest: float) -> Callable[[jax.Array, tuple[int, ...]], jax.Array]:
-    """Returns the function (key, shape) → ln A for random A, uniform between `lowest` and 16."""
+    """Returns a function (key, shape) → ln A, for random A uniform between `lowest` and 16."""
     return lambda key, shape: jnp.log(jax.random.uniform(key, shape, minval=lowest, maxval=16.0))
 
 
 def log_uniform_dt_bias(new_key: Callable[[], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """A random bias whose softplus is log-uniform between 0.001 and 0.1."""
+    """Returns a random bias [*shape] whose softplus is log-uniform between 0.001 and 0.1.
+    `new_key`: makes a random key.
+    """
     dt = jnp.exp(jax.random.uniform(new_key(), shape, minval=jnp.log(1e-3), maxval=jnp.log(0.1)))
     return dt + jnp.log(-jnp.expm1(-dt))
 

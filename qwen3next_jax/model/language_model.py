@@ -1,10 +1,11 @@
-"""Qwen3-Next: embedding, the stack of decoder layers, final norm, output head, multi-token
-prediction.
+"""The Qwen3-Next model: embedding, decoder layers, final norm, output head, multi-token prediction
+(MTP). "The trunk" is the model without the MTP module.
 
-Layers repeat with a period (3 recurrent + 1 attention in the released model). The parameters of
-all repeats are stacked on a leading axis, and the period is the body of one `lax.scan`, so that
-48 layers trace and compile as 4. Layers before the periodic part (such as dense first
-layers), and the layers of a pattern without a period, run one after another (`ModelConfig.stacks`).
+The kinds of layers repeat with a period (3 recurrent layers + 1 attention layer in the released
+model). The parameters of the layers at the same place of the period are stacked in one array each,
+and the period is the body of one `lax.scan`. So the released model's 48 layers trace and compile as
+4. Layers before the periodic part, such as dense first layers, run one after another; so do all
+layers if their pattern has no period (`ModelConfig.stacks`).
 
 Letters: B batch, T time, D model, V vocabulary, E experts.
 """
@@ -44,21 +45,25 @@ from qwen3next_jax.sharding.rules import (
 
 
 class Features(NamedTuple):
-    """What the loss needs from one forward pass. There are no logits: the loss computes them in
-    pieces.
+    """The results of a forward pass without logits. The loss computes logits from them in pieces,
+    which need less memory.
 
     Attributes:
       hidden: the trunk's states [B, T, D] after the final norm.
-      mtp_hidden: for each depth d the states [B, T, D]; the state of position t predicts token
-        t+2+d (the states of a row's last 1+d positions mean nothing).
-      router: statistics of the sparse layers (see `SparseMoE`), each stacked on a leading axis in
-        layer order; {} if there are none.
-      mtp_router: the same for the one layer of the MTP module, summed over depths; {} if none.
-      hidden_states, router_logits: per layer, where asked for; else None.
-      diagnostics: per layer a dict of small arrays (see the layers' classes), the MTP module's at
-        depth 0 last, where asked for; else None.
-      mixer_losses: [] of each layer whose mixer has a loss of its own, in order, the sum over its
-        tokens; mtp_mixer_loss: of the MTP module, over all depths, or None.
+      mtp_hidden: for each MTP depth d the states [B, T, D] after its norm. The state of position t
+        predicts token t+2+d; the states of a row's last 1+d positions mean nothing.
+      router: statistics of the trunk's layers with experts (see `SparseMoE`), each stacked on a
+        leading axis in layer order; {} if there are no such layers.
+      mtp_router: the same for the layer of the MTP module, summed over depths; {} if it has no
+        experts.
+      hidden_states: as in `Output`; None unless `capture` asks for them.
+      router_logits: as in `Output`; None unless `capture` asks for them.
+      diagnostics: for each layer a dict of small arrays (see the layers' classes). The last dict is
+        of the MTP module's layer at depth 0. None unless `diagnose` asks for them.
+      mixer_losses: for each trunk layer whose mixer has a loss of its own, in layer order, the sum
+        [] of that loss over tokens.
+      mtp_mixer_loss: the same sum for the MTP module, over all depths; None if there is no such
+        loss.
     """
 
     hidden: jax.Array
@@ -73,16 +78,15 @@ class Features(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What `Qwen3Next` returns. Logits, router logits and the loss are float32.
+    """The result of calling a `Qwen3Next`. Logits, router logits and the loss are float32.
 
     Attributes:
-      logits: [B, T, V].
-      mtp_logits: for each depth d the logits [B, T-1-d, V]; position t predicts token t+2+d.
-      balance_loss: [], the balance loss pooled over the trunk's sparse layers as in transformers'
-        `load_balancing_loss_func`, without padding.
-      hidden_states: arrays [B, T, D]: the embeddings, then the output of every layer, where the
-        final norm is applied to the last layer's. None unless the caller asks for them.
-      router_logits: for each sparse layer [B, T, E]. None unless the caller asks for them.
+      logits: [B, T, V]; position t predicts token t+1.
+      mtp_logits: for each MTP depth d the logits [B, T-1-d, V]; position t predicts token t+2+d.
+      balance_loss: [], the balance loss of `pooled_balance_loss`; padding does not count.
+      hidden_states: arrays [B, T, D]: the embeddings, then the output of every layer; the final
+        norm is applied to the output of the last layer. None unless the caller asks for them.
+      router_logits: for each layer with experts [B, T, E]. None unless the caller asks for them.
     """
 
     logits: jax.Array
@@ -93,8 +97,8 @@ class Output(NamedTuple):
 
 
 class Qwen3Next(nnx.Module):
-    """A Qwen3-Next language model. Its parameters are stored in `dtype`; the operands of matrix
-    products are cast to `config.dtype`.
+    """A Qwen3-Next language model. Its parameters are stored in the argument `dtype`. The operands
+    of matrix products are cast to `config.dtype`.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
@@ -124,6 +128,25 @@ class Qwen3Next(nnx.Module):
             self.mtp = block.multi_token_prediction(c, make)
         check_declared(self)
 
+    def __repr__(self) -> str:
+        """A line for each part, so that a notebook stays readable. `print(nnx.state(model))` shows
+        every parameter.
+        """
+        lines = [f"Qwen3Next with {_number_of_parameters(self):,} parameters"]
+        lines.append(f"  embedding {list(self.embedding.shape)}")
+        for block, layers in zip(self.layers, self.config.stacks):
+            mixer, has_experts = self.config.layer_kinds[layers[0]]
+            mlp = f"{self.config.num_experts} experts" if has_experts else "dense MLP"
+            size = _number_of_parameters(block) // len(layers)
+            which = ", ".join(map(str, layers))
+            lines.append(f"  layers {which}: {mixer}, {mlp}, {size:,} parameters each")
+        if self.config.mtp_depth:
+            size = _number_of_parameters(self.mtp)
+            lines.append(f"  multi-token prediction: {self.config.full_mixer}, {size:,} parameters")
+        return "\n".join(lines)
+
+    __str__ = __repr__
+
     def __call__(
         self,
         tokens: jax.Array,
@@ -131,12 +154,13 @@ class Qwen3Next(nnx.Module):
         *,
         output_hidden_states: bool = False,
     ) -> Output:
-        """tokens [B, T] int32 → logits at every position and MTP depth.
+        """Computes logits at every position and MTP depth.
 
         Args:
+          tokens: [B, T] int32.
           segment_ids: [B, T] int32, non-decreasing along T: documents 1, 2, …, then 0 for padding
-            at the end. Nothing passes from one document to another. None: every row is one
-            document.
+            at the end. No layer passes information from one document to another. None: every row is
+            one document.
           output_hidden_states: also return each layer's output and router logits.
         """
         f = self.features(tokens, segment_ids, capture=output_hidden_states)
@@ -162,16 +186,16 @@ class Qwen3Next(nnx.Module):
         mesh: Mesh | None = None,
         indexer: str = "frozen",
     ) -> Features:
-        """The forward pass without the output head.
+        """Runs the forward pass without the output head.
 
         Args:
           tokens, segment_ids: as in `__call__`.
-          remat: what is saved for the backward pass (`model.remat`).
+          remat: the policy for the backward pass (`model.remat`).
           capture: also return each layer's output and router logits.
           diagnose: also return each layer's diagnostics.
           mesh: the devices that share the pass, with parameters as `sharding.rules` places them;
             None for one device.
-          indexer: how indexers train (see `Context`).
+          indexer: how the indexers of sparse attention train (see `Context`).
         """
         b, t = tokens.shape
         if segment_ids is None:
@@ -186,7 +210,8 @@ class Qwen3Next(nnx.Module):
             )
         context = self._with_tokens(context._replace(indexer=indexer), tokens)
         embedded = self.embed(tokens, mesh)
-        # `ops.blocks.save_for_backward` names the results that the remat policy "kept" keeps.
+        # In bfloat16 the policy "kept" replaces "none", if the model marks all results that "kept"
+        # saves.
         results_are_named = (
             all(vars(mixer_class(name)).get("names_kept") for name in self.config.mixers)
             and self.config.block.mlp == "swiglu"
@@ -245,22 +270,25 @@ class Qwen3Next(nnx.Module):
         return_all_states: bool = False,
         leave: bool = True,
     ) -> tuple[jax.Array, list]:
-        """Appends some tokens to cached rows.
+        """Runs the forward pass for some tokens per row, which attend to a cache of the tokens
+        before them.
 
         Args:
           tokens: [B, T].
-          positions: [B, T], each token's position, which is also the slot of the cache that it
-            takes; consecutive in each row.
-          cache: as `init_cache` or this function returned it.
+          positions: [B, T], each token's position, which is also its slot of the cache; consecutive
+            in each row.
+          cache: the result of `init_cache` or of this function.
           segment_ids: [B, T], 1 for a token, 0 for padding at the end; None: no padding. Padding
-            changes no cache entry that a later token can see.
-          mesh: divides B over `data` × `expert`; nothing is divided over `context`.
-          return_all_states: caches of kind "state" are returned after every token,
-            [repeats, B, T, …]. Needs segment_ids = None.
+            changes no cache entry that a later token reads.
+          mesh: the devices; None: one device. `data` × `expert` split B; T is not split.
+          return_all_states: whether caches of kind "state" (`Mixer.cache_kind`) are returned after
+            every token, [layers, B, T, …], and not only after the last one. Needs segment_ids =
+            None.
+          leave: whether to apply the final norm.
 
         Returns:
-          The states [B, T, D] after the final norm, or without `leave` the residual stream before
-          it; the cache after these tokens.
+          The states [B, T, D] after the final norm, or the residual stream before it if `leave` is
+          False; the cache after these tokens.
         """
         context = Context(
             positions, segment_ids, mesh=mesh, time=None, return_all_states=return_all_states
@@ -271,8 +299,8 @@ class Qwen3Next(nnx.Module):
         return self.leave(x) if leave else x, cache
 
     def init_cache(self, batch: int, length: int) -> list:
-        """The cache before the first token, with `length` slots: for each of `ModelConfig.stacks` a
-        dict of arrays [layers, B, …].
+        """Returns the cache before the first token, with `length` slots: for each entry of
+        `ModelConfig.stacks` a dict of arrays [layers, B, …].
         """
 
         def empty(layers: tuple[int, ...]):
@@ -286,10 +314,11 @@ class Qwen3Next(nnx.Module):
     def embed(
         self, tokens: jax.Array, mesh: Mesh | None = None, time: str | None = "time"
     ) -> jax.Array:
-        """[B, T] → [B, T, D]. On a mesh each `tensor` shard looks up the tokens of its part of
-        the vocabulary.
+        """Looks up the embeddings of tokens: [B, T] → [B, T, D] in `config.dtype`. On a mesh, each
+        shard along `tensor` looks up the tokens of its part of the vocabulary. `time`: the logical
+        axis of T.
 
-        Ids outside the vocabulary are looked up as its first or last token. If this function is
+        Ids outside the vocabulary give wrong embeddings without an error. If this function is
         traced under `jax.debug_nans(True)`, such ids end the program with a ValueError from a host
         callback.
         """
@@ -316,16 +345,18 @@ class Qwen3Next(nnx.Module):
     def cross_entropy(
         self, hidden: jax.Array, targets: jax.Array, weights: jax.Array, mesh: Mesh | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Σ weights · cross-entropy of the output head, without its logits; on a mesh the tokens
-        are split over all devices.
+        """Computes Σ weights · cross-entropy of the output head, without an array of all logits.
 
         Args:
           hidden: [B, T, D].
           targets: [B, T] int32.
           weights: [B, T] float32, 0 where there is no target.
+          mesh: the devices, which share the tokens; None: one device. The tokens are also split
+            along `tensor`, if the product of the sizes of `context` and `tensor` divides T.
 
         Returns:
-          (sum, correct [B, T] bool, argmax [B, T] int32, cross-entropy [B, T] float32 without
+          (the sum [], whether the target has the largest logit [B, T] bool, the token with the
+          largest logit [B, T] int32, each target's cross-entropy [B, T] float32 without a
           gradient).
         """
         tied = self.config.tie_word_embeddings
@@ -350,7 +381,7 @@ class Qwen3Next(nnx.Module):
                 x.reshape(targets_BT.shape) for x in (rows.correct, rows.argmax, rows.nll)
             )
 
-        # the loss splits time over `tensor`, too, which the layers do not
+        # Unlike the layers, the loss can also split time over `tensor`.
         hidden = constrain(hidden, mesh, "batch", "time", None)
         divides = mesh is not None and hidden.shape[1] % num_shards(mesh, CONTEXT, TENSOR) == 0
         time, axes = ("time_rows", (*TOKENS, TENSOR)) if divides else ("time", TOKENS)
@@ -364,7 +395,7 @@ class Qwen3Next(nnx.Module):
         )(hidden, table, targets, weights)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """[..., D] → [..., V], float32."""
+        """Computes the logits [..., V], float32, of states [..., D] after the final norm."""
         head_DV = self.embedding[...].T if self.config.tie_word_embeddings else self.head[...]
         return jnp.einsum(
             "...d,dv->...v",
@@ -374,20 +405,26 @@ class Qwen3Next(nnx.Module):
         )
 
     def _enter(self, embedded: jax.Array, positions: jax.Array) -> jax.Array:
-        """The residual stream before the first layer."""
+        """Returns the residual stream before the first layer, computed from the embeddings."""
         placement = self.config.block.resolve("placement")
         return placement.enter(self.positions(embedded, positions), self.config)
 
     def leave(self, x: jax.Array) -> jax.Array:
-        """The final norm, or what a wider residual stream has in its place → [B, T, D]."""
+        """Returns what the output head reads, [B, T, D], from the residual stream x after the last
+        layer: the final norm of x, or what the block's placement computes instead
+        (`model.block.placement`).
+        """
         return self.config.block.resolve("placement").leave(x, self.final_norm, self.config)
 
     def _with_tokens(self, context: Context, tokens: jax.Array) -> Context:
         return context._replace(tokens=tokens) if self.config.ple.layer_ids else context
 
     def _run_mtp(self, x, hidden, embedded, context: Context, remat: str):
-        """→ (per depth the normed states, router statistics summed over depths, [diagnostics of
-        depth 0] or [], the mixer's own loss summed over depths or None).
+        """Runs the MTP module at every depth.
+
+        Returns:
+          (the states after the norm for each depth, the router statistics summed over depths,
+          [diagnostics of depth 0] or [], the mixer's own loss summed over depths or None).
         """
         states, total, diagnostics = [], {}, []
         if not self.config.mtp_depth:
@@ -412,7 +449,8 @@ class Qwen3Next(nnx.Module):
             x, aux = rematerialized(apply, remat)(
                 params, state, jnp.roll(embedded, -(1 + depth), axis=1)
             )
-            # Not inside `apply`: for the norm's gradient alone remat would run the experts again.
+            # The norm is not inside `apply`: its gradient needs x, for which remat would compute
+            # the whole layer, with the experts, a second time.
             hidden = self.mtp.leave(x)
             state = self.mtp.state(x, hidden)
             aux.pop("router_logits", None)
@@ -426,18 +464,22 @@ class Qwen3Next(nnx.Module):
 
 @functools.lru_cache(maxsize=256)
 def declared(config: ModelConfig) -> Mapping[str, Declared]:
-    """{path: declaration} of every parameter of a model of this configuration; a path is such as
-    "layers/0/mixer/q_proj". The function makes no array.
+    """Returns {path: declaration} of every parameter of a model with these settings, such as that
+    of "layers/0/mixer/q_proj". Allocates no arrays.
     """
     model = nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree_util.tree_leaves_with_path(declared_tree(nnx.state(model, nnx.Param)))
     return types.MappingProxyType({path_string(path): leaf for path, leaf in leaves})
 
 
+def _number_of_parameters(module: nnx.Module) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
+
+
 def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
-    """The loss [] of transformers' `load_balancing_loss_func`, for choices and probabilities pooled
-    over all layers. In perfect balance it is the number of experts per token. `router`: as in
-    `Features`.
+    """Returns the balance loss [] of transformers' `load_balancing_loss_func`. It is computed from
+    the choices and probabilities of all layers together. In perfect balance it is the number of
+    experts per token. `router`: as in `Features`.
     """
     if not router:
         return jnp.zeros((), jnp.float32)

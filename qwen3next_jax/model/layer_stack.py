@@ -1,14 +1,16 @@
-"""Runs the decoder layers one after another, and traces as few blocks as the pattern allows.
+"""Runs the decoder layers one after another. It traces as few layers as the pattern of the layers
+allows.
 
-`ModelConfig.stacks` lists the blocks to trace. The first blocks stand for one layer each. The other
-blocks are one period of the pattern (3 recurrent layers and 1 attention layer in the released
-model): the parameters of all repeats of the period are stacked, and the period is the body of one
-`lax.scan`.
+`ModelConfig.stacks` lists groups of layers, and each group is traced once, as one block
+(`model.block.Block`). The first groups have a single layer each. The other groups form one period
+of the pattern (3 recurrent layers and 1 attention layer in the released model): a group holds the
+layers at the same place of every repeat, with their parameters stacked, and the period is the body
+of one `lax.scan`.
 
-A mixer takes its cache in one of two ways. A mixer with `Mixer.in_place` gets the caches of all
-layers of its stack and writes into that of its own layer; these caches are part of the scan's carry
-(`carried`). Any other mixer gets the cache of its own layer; these caches are inputs and outputs of
-the scan (`scanned`).
+There are two ways to pass caches to mixers. A mixer with `Mixer.in_place` gets the caches of all
+layers of its group and writes to the one of its own layer; such caches are part of the scan's carry
+(`carried`). Any other mixer gets the cache of its own layer only; such caches are inputs and
+outputs of the scan (`scanned`).
 
 Letters: B batch, T time, D model.
 """
@@ -28,7 +30,9 @@ from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops.preferences import unroll_short_loops
 from qwen3next_jax.sharding.rules import constrain, gather_params
 
-UNROLLED = 4  # up to this many periods run without a loop on platforms where loops cost copies
+# If the period has at most this many repeats, its loop is unrolled on platforms where a loop copies
+# the arrays that it reads and writes (`unroll_short_loops`).
+UNROLLED = 4
 
 Cache = Any  # the cache of one block: a dict of arrays, stacked over the block's layers
 
@@ -43,12 +47,15 @@ def run_layers(
     remat: str = "none",
     capture: bool = False,
 ) -> tuple[jax.Array, list[dict[str, Any]], list[Cache]]:
-    """Applies all layers.
+    """Applies all layers of the trunk.
 
     Args:
       blocks: one block for each of `config.stacks`, with the parameters of its layers stacked.
+      config: the model's settings.
+      x_BTD: the residual stream before the first layer.
+      context: the inputs that all layers of the forward pass share.
       cache: one cache for each block; None in training.
-      remat: what the backward pass computes again (`model.remat`).
+      remat: the policy for the backward pass (`model.remat`).
       capture: whether the auxiliary outputs also hold each layer's output "x" and "router_logits".
 
     Returns:
@@ -61,7 +68,7 @@ def run_layers(
         _run_blocks, config=config, context=context, remat=remat, capture=capture
     )
 
-    # the layers before the period: their stacks hold one layer
+    # the layers before the period: each is a group of one layer
     single = sum(len(layers) == 1 for layers in config.stacks)
     first_of = functools.partial(jax.tree.map, lambda leaf: leaf[0])
     own = [_of_own(first_of, c, is_in_place) for c, is_in_place in zip(caches, in_place[:single])]
@@ -75,7 +82,8 @@ def run_layers(
 
     # the period, repeated
     repeats = len(config.stacks[-1])
-    # without a loop, saved results need not be stacked and cut out again
+    # without a loop, the results saved for the backward pass need not be copied to stacked arrays
+    # and back
     unrolled = cache is None and repeats <= UNROLLED and unroll_short_loops()
     decoding = cache is not None and context.mesh is None
     periodic_params, scanned_params = list(params[single:]), list(params[single:])
@@ -115,8 +123,9 @@ def run_layers(
 
 
 def _of_own(f, cache: Cache | None, in_place: bool) -> Cache | None:
-    """`cache` with `f` of the parts that a layer gets without those of other layers: all of them,
-    or where the mixer writes in place the layer's embedding's alone.
+    """Applies `f` to the parts of a cache that belong to a single layer, and returns the whole
+    cache. Those parts are the whole cache, unless the mixer writes in place: then only the cache of
+    the layer's embedding belongs to a single layer.
     """
     if cache is None or not in_place:
         return f(cache)
@@ -136,7 +145,10 @@ def _run_blocks(
     capture: bool,
     looped: bool = False,
 ) -> tuple[jax.Array, list[dict[str, Any]], list[Cache]]:
-    """Applies one layer of each block. `number`: the index of the layer in its stack."""
+    """Applies one layer of each block: the layer with the index `number` in its group. The
+    arguments and results have the meaning that they have in `run_layers`, for these layers only.
+    `looped`: see `remat.rematerialized`.
+    """
 
     def apply(block_params, x_BTD, block_cache, graphdef):
         block = nnx.merge(graphdef, gather_params(block_params, context.mesh, config.dtype))
@@ -157,9 +169,10 @@ def _run_blocks(
     return x_BTD, auxes, after
 
 
-# Decoding on one device uses few of a layer's experts. A scan over the stacked experts would copy
-# all experts of the layer out of the stack. Therefore the scan's body reads the whole stack, and
-# the scan passes it the number of the layer instead.
+# Decoding on one device uses few of a layer's experts. If the stacked experts were scanned over,
+# the scan would copy all experts of a layer out of the stack. Therefore the scan's body reads the
+# stack of all layers, and the scan gives it the number of the layer in place of the experts'
+# parameters.
 
 
 def _is_parameter(leaf: Any) -> bool:
@@ -167,14 +180,16 @@ def _is_parameter(leaf: Any) -> bool:
 
 
 def _experts_replaced(params: list[nnx.State], replace) -> list[nnx.State]:
-    """`params` with `replace(p)` in place of every parameter p of experts."""
+    """Returns `params` with `replace(p)` in place of every parameter p that holds several
+    experts.
+    """
     return jax.tree.map(
         lambda p: replace(p) if p.declared.experts > 1 else p, params, is_leaf=_is_parameter
     )
 
 
 def _experts_from(whole: list[nnx.State], params: list[nnx.State]) -> list[nnx.State]:
-    """`params` with the parameters of experts taken from `whole`."""
+    """Returns `params` with the parameters that hold several experts taken from `whole`."""
     return jax.tree.map(
         lambda p, own: p if p.declared.experts > 1 else own, whole, params, is_leaf=_is_parameter
     )

@@ -1,4 +1,5 @@
-"""What every layer shares: the zero-centred RMSNorm, rotary positions, the forward context.
+"""Functions that all layers use: the zero-centred RMSNorm, rotary positions, and the context of a
+forward pass.
 
 Letters: B batch, T time, N heads, D the normalised or rotated width.
 """
@@ -21,7 +22,7 @@ SINK_HEAD = 0.3
 
 
 class Context(NamedTuple):
-    """What the layers of one forward pass have in common.
+    """The inputs that all layers of one forward pass share.
 
     positions: [B, T] int32, each token's position in its document (with a cache: its slot in the
       cache, too).
@@ -32,13 +33,15 @@ class Context(NamedTuple):
     collect_stats: whether each layer adds "diagnostics" (a dict of small arrays, see the layer's
       class) to its auxiliary outputs.
     mesh: the devices that share the pass (see `sharding.rules`); None for one device.
-    time: the logical name of the tokens of a row: "time", or None where every device has whole
-      rows (decoding).
-    return_all_states: a mixer whose cache is a state returns the state after every token (see
-      `Mixer.each_token`).
-    layer: which of the stacked layers of a cache with slots is this layer's.
-    tokens: [B, T] int32, for layers that embed them; None where no layer does.
-    indexer: how mixers with an indexer train it: "frozen", "dense" or "sparse"
+    time: the logical axis (`sharding.rules.ACTIVATIONS`) of the tokens of a row: "time", or None
+      where every device has whole rows (decoding).
+    return_all_states: whether mixers with a cache of kind "state" return the state after every
+      token (see `Mixer.each_token`).
+    layer: the index of the layer among the layers whose parameters are stacked with its own. Only
+      passes with a cache use it.
+    tokens: [B, T] int32, the tokens, for layers that add an embedding of their own (`model.ple`);
+      None if the model has no such layer.
+    indexer: how the indexers of sparse attention train: "frozen", "dense" or "sparse"
       (`TrainConfig.indexer_training`).
     """
 
@@ -55,15 +58,15 @@ class Context(NamedTuple):
 
     @property
     def time_axis(self) -> str | None:
-        """The mesh axis that splits the tokens of a row, which operators that read earlier tokens
-        need to know; None if no mesh axis splits them.
+        """The mesh axis that splits the tokens of a row, for operators that read earlier tokens;
+        None if no mesh axis splits them.
         """
         return CONTEXT if self.time and num_shards(self.mesh, CONTEXT) > 1 else None
 
 
 def token_mean(x_BT: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
-    """The mean of x [B, T, …] over the tokens that the mask [B, T] marks (None: all tokens),
-    float32 […]. It is 0 if the mask marks no token.
+    """Returns the mean of x [B, T, …] over the tokens that the mask [B, T] marks (None: all
+    tokens), as float32 […]; 0 if the mask marks no token.
     """
     if mask_BT is None:
         return jnp.mean(x_BT.astype(jnp.float32), axis=(0, 1))
@@ -74,17 +77,17 @@ def token_mean(x_BT: jax.Array, mask_BT: jax.Array | None) -> jax.Array:
 
 
 def keeping_inputs[T](f: Callable[..., T], x: jax.Array, *args: Any) -> T:
-    """f(x, *args). If x is narrower than float32, only the arguments are saved for the backward
-    pass, which computes f again. Otherwise autodiff would save every float32 intermediate of a norm
-    or a gate, each larger than x.
+    """Returns f(x, *args). If x is narrower than float32, only the arguments are saved for the
+    backward pass, which computes f again. Without this, autodiff would save the float32
+    intermediates of f (a norm or a gate), and each of them is larger than x.
     """
     return (f if x.dtype.itemsize >= 4 else jax.checkpoint(f))(x, *args)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-    """The norm that `config.block.norm` names. By default this is the zero-centred RMSNorm,
-    x / rms(x) · (1 + weight) over the last axis, computed in float32 and returned in the dtype of
-    x. The mean is not subtracted. Without `zero_centered_norm` the factor is the weight itself.
+    """Applies the norm that `config.block.norm` names over the last axis of x, and returns the
+    dtype of x. The default is the zero-centred RMSNorm: x / rms(x) · (1 + weight), computed in
+    float32; no mean is subtracted. If `zero_centered_norm` is off, the factor is the weight itself.
     """
     if config.block.norm != "rms":
         return config.block.resolve("norm").apply(x, weight, config)
@@ -94,8 +97,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) · weight over the last axis. The released model has this norm only at the output
-    of Gated DeltaNet.
+    """Returns x / rms(x) · weight over the last axis, in the dtype of x. In the released model only
+    the output of Gated DeltaNet has this norm; all other norms are zero-centred (`rms_norm`).
     """
 
     def normalise(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -108,7 +111,7 @@ def rms_norm_plain(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def document_positions(segment_ids: jax.Array) -> jax.Array:
-    """[B, T] segment ids → [B, T] int32 positions that restart at 0 in every document."""
+    """Converts segment ids [B, T] to positions [B, T] int32 that restart at 0 in every document."""
     index = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
     starts = jnp.pad(
         segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True
@@ -117,8 +120,8 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
 
 
 def angles(positions_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of the rotary angles, each [B, T, rotary_dim / 2]. They are computed in float32:
-    at position 262k a bfloat16 angle would be off by whole turns.
+    """Returns cos and sin of the rotary angles, each [B, T, rotary_dim / 2]. They are computed in
+    float32, because at position 262k a bfloat16 angle would be wrong by whole turns.
     """
     half, theta = config.rotary_dim // 2, config.rope_theta
     slowdown, gain = config.block.resolve("rope_scaling")(
@@ -130,8 +133,8 @@ def angles(positions_BT: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax
 
 
 def rotate(x_BTND: jax.Array, positions_BT: jax.Array, config: ModelConfig) -> jax.Array:
-    """x [B, T, N, D] with the first `config.rotary_dim` of its D dimensions rotated by its
-    positions [B, T] (RoPE, 2104.09864, rotate-half form).
+    """Rotates the first `config.rotary_dim` dimensions of x [B, T, N, D] by its positions [B, T]
+    (RoPE, 2104.09864, rotate-half form).
     """
     if config.rotary_dim == 0:
         return x_BTND
@@ -145,18 +148,20 @@ def rotate(x_BTND: jax.Array, positions_BT: jax.Array, config: ModelConfig) -> j
 
 
 def yarn(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
-    """YaRN (2309.00071, section 3.2). A pair of dimensions that turns 32 times or more within the
-    trained context keeps its frequency. The frequency of a pair that does not turn once is divided
-    by the factor. The frequencies of the pairs between are interpolated.
+    """YaRN (2309.00071, section 3.2): how the frequencies of RoPE change when the context becomes
+    longer than the trained one. RoPE rotates pairs of dimensions. A pair that makes 32 turns or
+    more within the trained context keeps its frequency. The frequency of a pair that makes less
+    than one turn is divided by `factor`. Pairs between these two get an interpolated frequency.
 
     Args:
       half: the number of pairs.
       theta: the base of the frequencies.
-      factor: how many times as long as the trained context the extended one is.
+      factor: the length of the new context divided by that of the trained context.
       context: the trained context, in tokens.
 
     Returns:
-      The factor of each frequency, [half]; the factor of cos and sin.
+      The number by which to multiply each frequency, [half]; the number by which to multiply cos
+      and sin.
     """
     low, high = (
         half * math.log(context / (turns * 2 * math.pi)) / math.log(theta) for turns in (32, 1)

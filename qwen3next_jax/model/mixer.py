@@ -1,5 +1,5 @@
-"""The base class of token mixers. `config/registry.py` lists the mixers by name; a block looks up
-the class of its mixer and makes an instance.
+"""The base class of token mixers (attention and recurrent layers). `config/registry.py` lists the
+mixers by name; a block looks up the class of its mixer there and makes an instance.
 
 Letters: B batch, T time, D model.
 """
@@ -15,7 +15,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
 
-# The settings of ModelConfig that only some mixers read.
+# Names of the settings of ModelConfig that only some mixers read.
 Switch = Literal[
     "short_convolution",
     "decay_gate",
@@ -32,7 +32,7 @@ Switch = Literal[
     "block.rope_scaling",
 ]
 
-# Attributes of mixers that earlier versions read → what they are called now.
+# Attributes that mixers had in earlier versions → their present names.
 _RENAMED = {
     "settings": "switches (docs/extending.md)",
     "normalized": "normalize_qk",
@@ -41,40 +41,43 @@ _RENAMED = {
 
 
 class Mixer(nnx.Module):
-    """The part of a layer that passes information between tokens. A new mixer implements
-    `__init__`, `__call__`, `init_cache`, `forward_flops` and, if heads or widths are split over
-    `tensor`, `splits`.
+    """The part of a decoder layer that passes information between tokens. A new mixer implements
+    `__init__`, `__call__`, `init_cache` and `forward_flops`. It implements `splits` if the mesh
+    axis `tensor` splits its heads or widths.
 
-    Settings: the dataclass of the settings that the mixer reads of the group `model.mixer`, with
-      defaults and bounds. `self.settings(config)` gives their values.
-    switches: the settings of ModelConfig that only some mixers read, and this one does. A model
-      none of whose mixers reads such a setting refuses it.
-    meaning: those of `config.compatibility.CONTEXT_LENGTH_SETTINGS` that give the mixer's
-      parameters their meaning: weights that were trained under one value are never read under
-      another.
-    weights_of: a mixer whose parameters are the same, one for one, and mean the same, so that
-      either reads the other's weights; None: there is none. A subclass that adds parameters says
-      None again.
-    read_time: those of `Settings` that change how weights are read, not what they mean. A trained
-      model may be evaluated with other values.
-    version: counts up when the same weights come to mean something else, that is when the mixer's
-      mathematics changes (not how it is computed, nor its start values). A run's record holds it,
-      and a run that was trained with another version is refused.
-    cache_kind: "slots" where the cache has an entry per token, so that later tokens overwrite
-      rejected ones; "state" where its size does not depend on the number of tokens, so that
-      rejecting tokens means restoring an earlier state.
-    in_place: for a cache with slots: the mixer gets the caches of all layers that are stacked
-      with it, [layers, B, …], and writes into that of `context.layer`. Cutting the layer's cache
-      out and putting it back would copy it for every token.
-    has_loss: it trains an indexer by a loss of its own (`Context.indexer`, `loss_tokens`).
-    whole_rows: the mesh axis `context` cannot split the rows that it works on.
-    names_kept: whether its products and operators name the results that the backward pass needs
-      (`ops.blocks.save_for_backward`). Not inherited.
+    Class attributes:
+      Settings: a dataclass of the settings that the mixer reads from the group `model.mixer`, with
+        their defaults and bounds. `self.settings(config)` returns their values.
+      switches: the settings in `Switch` that this mixer reads. A model refuses a changed setting of
+        this list that none of its layers reads.
+      meaning: the settings in `config.compatibility.CONTEXT_LENGTH_SETTINGS` on which the meaning
+        of the mixer's parameters depends. Weights that were trained with one value are not loaded
+        with another.
+      weights_of: another mixer class whose parameters correspond to this mixer's one for one, with
+        the same meaning, so that each can load the other's weights; None: there is none. A subclass
+        that adds parameters sets it to None again.
+      read_time: the names in `Settings` that change how trained weights are used, but not what they
+        mean. A trained model may be evaluated with other values of them.
+      version: a number that is increased when the mixer's mathematics changes, so that the same
+        weights mean something else. A faster way to compute the same thing, or other start values,
+        do not change it. A run records the version, and weights of another version are refused.
+      cache_kind: "slots" if the cache has an entry per token; rejected tokens are then overwritten
+        by later ones. "state" if the size of the cache does not depend on the number of tokens;
+        rejecting tokens then means to restore an earlier state.
+      in_place: only for a cache with slots. If True, the mixer gets the caches of all layers that
+        are stacked with its own, [layers, B, …], and writes to the cache number `context.layer`.
+        With False, the layer's cache is cut out and put back, which copies it for every token.
+      has_loss: whether the mixer has an indexer that it trains with a loss of its own
+        (`Context.indexer`, `loss_tokens`).
+      whole_rows: whether the mixer needs whole rows on one device, so that the mesh axis `context`
+        must not split them.
+      names_kept: whether the mixer marks the results that the backward pass needs with
+        `ops.blocks.save_for_backward`. A subclass does not inherit this.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings:
-        """A mixer without settings of its own."""
+        """The settings of a mixer that has none of its own."""
 
     switches: ClassVar[tuple[Switch, ...]] = ()
     meaning: ClassVar[tuple[str, ...]] = ()
@@ -88,7 +91,9 @@ class Mixer(nnx.Module):
     names_kept: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options):
-        """Refuses names of earlier versions, which would be ignored or fail far from here."""
+        """Raises TypeError if a subclass uses the name that an attribute had in an earlier version.
+        The attribute would otherwise be ignored, or fail later in an unclear way.
+        """
         super().__init_subclass__(**options)
         for old, new in _RENAMED.items():
             if old in cls.__dict__ and (old != "settings" or isinstance(cls.settings, tuple)):
@@ -98,6 +103,7 @@ class Mixer(nnx.Module):
         """Makes the parameters.
 
         Args:
+          config: the model's settings.
           make: makes one parameter at a time.
           layers: the numbers of the layers whose parameters are stacked, each less than
             `num_hidden_layers`. The layer of the multi-token prediction module has the number of
@@ -112,21 +118,23 @@ class Mixer(nnx.Module):
 
         Args:
           x_BTD: [B, T, D].
+          context: the inputs that all layers of the forward pass share.
           cache: the result of `init_cache` or of an earlier call; None in training.
 
         Returns:
-          y [B, T, D]; diagnostics, small arrays by name ({} unless `context.collect_stats`),
-          and beside them the mixer's own loss, if it has one: "mixer_loss" [], the sum over its
-          `loss_tokens`; the cache after these tokens, None without one.
+          y [B, T, D]; a dict of small arrays: the diagnostics if `context.collect_stats` is set,
+          and "mixer_loss" [] if the mixer has a loss of its own, as the sum over its `loss_tokens`;
+          the cache after these tokens, or None without a cache.
         """
         raise NotImplementedError
 
     def each_token(
         self, x_BTD: jax.Array, context: Context, cache: dict
     ) -> tuple[jax.Array, dict[str, Any], dict]:
-        """`__call__` for a few tokens without padding and a cache of kind "state". It returns the
-        cache after every token, each array [B, T, …], so that rejected tokens can be taken back.
-        This method goes token by token; a mixer that has a cheaper way overrides it.
+        """Does the same as `__call__` for a few tokens without padding and a cache of kind "state",
+        but returns the cache after every token, each array [B, T, …]. Speculative decoding uses it
+        to go back to the state before a rejected token. This method processes one token at a time;
+        a mixer with a faster way overrides it.
         """
         outputs, caches = [], []
         for t in range(x_BTD.shape[1]):
@@ -147,48 +155,59 @@ class Mixer(nnx.Module):
 
     @classmethod
     def settings(cls, config: ModelConfig) -> Any:
-        """The values of `Settings` in this configuration."""
+        """Returns the mixer's `Settings` with the values that the configuration gives them."""
         return config.mixer.read(cls.Settings)
 
     @classmethod
     def loss_tokens(
         cls, config: ModelConfig, positions_BT: jax.Array, counted_BT: jax.Array
     ) -> jax.Array:
-        """[B, T] bool: the tokens, of those that count, over which the mixer's own loss is a mean.
-        `positions_BT`: of each token in its document.
+        """Returns [B, T] bool: the tokens over which the mixer's own loss is a mean.
+
+        Args:
+          config: the model's settings.
+          positions_BT: the position of each token in its document.
+          counted_BT: the tokens that may count. The result marks some or all of them.
         """
         return counted_BT
 
     @classmethod
     def tokens_seen_ahead(cls, config: ModelConfig) -> float:
-        """The number of tokens at the start of a document that are visible to the tokens before
-        them. math.inf: every token sees all tokens of its document. A token that earlier tokens see
-        is not a target of training.
+        """Returns how many tokens at the start of a document earlier tokens can see: 0 for a causal
+        mixer, math.inf if every token sees all tokens of its document. A token that earlier tokens
+        can see is not a target of training.
         """
         return 0
 
     @classmethod
     def init_cache(cls, config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
-        """The cache before the first token, with `length` slots: {name: array [B, …]}."""
+        """Returns the cache before the first token, {name: array [B, …]}, for rows of up to
+        `length` tokens.
+        """
         raise NotImplementedError
 
     @classmethod
     def forward_flops(cls, config: ModelConfig, length: int) -> float:
-        """FLOPs per token of the products that have no parameter, in a row of `length` tokens. The
-        products with a parameter are counted from its declaration.
+        """Returns the FLOPs per token of the matrix products between activations (such as queries
+        and keys), in a row of `length` tokens. Products with a parameter are counted from the
+        parameter's declaration instead (`model.flops`).
         """
         raise NotImplementedError
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
-        """Raises UserError where the mixer cannot be built with these settings."""
+        """Raises UserError if the mixer cannot be built with these settings."""
 
     @classmethod
     def splits(cls, config: ModelConfig) -> dict[str, int]:
-        """{setting: its value}: the values that the size of the mesh axis `tensor` must divide."""
+        """Returns {name of a setting: its value}. The size of the mesh axis `tensor` must divide
+        each of these values.
+        """
         return {}
 
     @classmethod
     def halo(cls, config: ModelConfig) -> int:
-        """The number of tokens that a device reads from its neighbour's part of a row."""
+        """Returns how many tokens a device reads from its neighbour's part of a row, if `context`
+        splits rows.
+        """
         return 0

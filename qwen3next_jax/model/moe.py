@@ -1,5 +1,4 @@
-"""Feed-forward layers: the sparse mixture of experts with a gated shared expert, and the dense
-SwiGLU.
+"""Feed-forward layers: the dense SwiGLU MLP, and the mixture of experts with a gated shared expert.
 
 Letters: B batch, T time, D model, R = B·T tokens, A choices per token, E experts, I expert width.
 """
@@ -37,7 +36,7 @@ from qwen3next_jax.sharding.rules import (
 
 
 class DenseMLP(nnx.Module):
-    """down(silu(gate x) · up x)."""
+    """The dense SwiGLU MLP: down(silu(gate x) · up x)."""
 
     def __init__(self, config: ModelConfig, make: Make):
         d, i = config.hidden_size, config.intermediate_size
@@ -49,20 +48,21 @@ class DenseMLP(nnx.Module):
 
 
 class SparseMoE(nnx.Module):
-    """Σ over a token's chosen experts of p_e · SwiGLU_e(x), plus σ(w·x) · SwiGLU_shared(x). No
-    token is ever dropped. `MoEConfig` has the settings of other routers. A subclass implements
-    other experts (`moe.experts`): it makes their parameters (`make_experts`, `make_shared`),
-    chooses how the routed experts are computed (`expert_form`) and computes the shared expert
-    (`shared`).
+    """The mixture of experts: Σ_e p_e · SwiGLU_e(x) over a token's chosen experts e, plus σ(w·x) ·
+    SwiGLU_shared(x). No token is ever dropped. `MoEConfig` has the settings of other routers.
 
-    Auxiliary output, summed (not averaged) over the counted tokens, so that the sums of
-    micro-batches and devices can be added:
+    A subclass implements other experts (`moe.experts`): it makes their parameters (`make_experts`,
+    `make_shared`), chooses the function that computes the routed experts (`expert_form`), and
+    computes the shared expert (`shared`).
+
+    A token counts if `Context.stats_mask` marks it. The auxiliary output holds sums (not means)
+    over the tokens that count, so that the results of micro-batches and devices can be added:
       load [E]: how often each expert was chosen;
       probability [E]: each expert's router probability;
       z []: logsumexp(logits)²;
-      tokens []: the number of counted tokens;
-      router_logits [B, T, E]: the router's logits, not summed.
-    Diagnostics, means over the counted tokens:
+      tokens []: the number of tokens that count;
+      router_logits [B, T, E]: the router's logits of all tokens, not summed.
+    Diagnostics, means over the tokens that count:
       router_entropy []: the entropy of a token's probabilities, divided by ln E;
       router_z []: logsumexp(logits)².
     """
@@ -103,7 +103,7 @@ class SparseMoE(nnx.Module):
     def __call__(
         self, xs_BTD: Sequence[jax.Array], contexts: Sequence[Context]
     ) -> tuple[Sequence[jax.Array], dict]:
-        """Applies the layer to rows in one or more groups (`row_groups`). The routed experts
+        """Applies the layer to rows in one or more groups (`model.row_groups`). The routed experts
         process all groups together.
 
         Args:
@@ -111,7 +111,7 @@ class SparseMoE(nnx.Module):
           contexts: the context of each group.
 
         Returns:
-          The result for each group; the auxiliary output.
+          The result [B, T, D] for each group; the auxiliary output.
         """
         context = contexts[0]
         mesh = context.mesh
@@ -122,7 +122,7 @@ class SparseMoE(nnx.Module):
         if mesh is not None:
             specs = stored.map(lambda declared: storage_spec(*declared, mesh))
         weights = _Weights(self.router[...], [p[...].astype(dtype) for p in parameters.experts])
-        # in decoding, the weights hold all layers of the stack
+        # in decoding, the weights may hold all layers of a stack (see `layer_stack`)
         one_layer = len(parameters.experts[0].declared.shape)
         layer = context.layer if weights.experts[0].ndim > one_layer else None
         biases = _RouterBiases(
@@ -146,7 +146,7 @@ class SparseMoE(nnx.Module):
         return ys_BTD, aux
 
     def shared(self, x_BTD: jax.Array) -> jax.Array:
-        """The shared expert's output [B, T, D], before its gate."""
+        """Computes the output of the shared expert [B, T, D], before its gate."""
         return _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
 
     def _gated_shared(self, x_BTD):
@@ -160,14 +160,14 @@ class SparseMoE(nnx.Module):
 
 
 class _Weights(NamedTuple):
-    """The weights of a sparse layer; or, for each weight, something else about it, such as its
-    declaration.
+    """The weights of a mixture of experts. `map` makes a value of this type with something else in
+    place of each weight, such as its declaration.
 
     Attributes:
       router: the router's matrix [D, E].
-      experts: one entry for each of `SparseMoE.expert_parameters`; for SwiGLU [E, D, 2, I] (gate
-        and up; [E, D, 2·I] once gathered for tiles) and [E, I, D] (down). In decoding the arrays
-        may be those of all layers of a stack, [layers, E, …].
+      experts: one entry for each of `SparseMoE.expert_parameters`. For SwiGLU they are [E, D, 2, I]
+        (gate and up; [E, D, 2·I] after `_gather_weights` with `flat`) and [E, I, D] (down). In
+        decoding they may have the layers of a stack as a first dimension.
     """
 
     router: Any
@@ -181,9 +181,9 @@ class _RouterBiases(NamedTuple):
     """The biases of a router, each [E] or None.
 
     Attributes:
-      choice: the bias added to the scores by which experts are chosen, but not to the scores by
-        which they are weighed (`MoEConfig.router_bias`).
-      logit: the bias added to the logits.
+      choice: the bias that is added to a token's scores to choose its experts. The weights of the
+        chosen experts are computed without it (`MoEConfig.router_bias`).
+      logit: the bias that is added to the router's logits.
     """
 
     choice: jax.Array | None
@@ -204,11 +204,15 @@ def _routed_experts(
     """Routes one device's tokens and computes their experts; it is called inside `shard_map`.
 
     Args:
+      config: the model's settings.
+      mesh: the devices; None: one device.
       form: function that chooses how the experts are computed (`expert_forms.expert_form`).
       stored: (declaration, shape) of each of `weights`.
-      layer: in decoding, the number of the layer in its stack; else None.
+      layer: if `weights` holds all layers of a stack, the number of the layer in it; else None.
       xs_BTD: the rows of each group.
-      stats_masks: the mask of counted tokens of each group.
+      weights: this device's shards of the weights.
+      stats_masks: for each group the mask of the tokens that count.
+      biases: the router's biases.
 
     Returns:
       For each group the weighted sums of its tokens' experts; the router statistics, summed over
@@ -226,8 +230,9 @@ def _routed_experts(
         layer = None
     weights = _gather_weights(weights, stored, mesh, flat=in_tiles)
     if split:
-        # The barrier makes the weights be gathered before the rows travel. If both collectives ran
-        # at once, each would wait for the other, and so would their gradients.
+        # The barrier makes sure that the weights are gathered before the tokens are exchanged. If
+        # both collectives ran at once, each would slow the other down, and so would their
+        # gradients.
         first_BTD, *experts = jax.lax.optimization_barrier((xs_BTD[0], *weights.experts))
         xs_BTD = [first_BTD, *xs_BTD[1:]]
         weights = weights._replace(experts=experts)
@@ -261,9 +266,9 @@ def _routed_experts(
 
 
 def _gather_weights(weights: _Weights, stored: _Weights, mesh: Mesh | None, flat: bool) -> _Weights:
-    """`weights`, gathered along the mesh axes that only split their storage. `flat`: whether gate
-    and up are reshaped to [E, D, 2·I] before they are gathered; otherwise a TPU would copy the
-    gathered weights to that layout.
+    """Gathers this device's shards of the weights over their storage axes (`sharding.rules`). With
+    `flat`, gate and up are reshaped to [E, D, 2·I] before they are gathered. This is the layout
+    that the tiled computation reads; a TPU would otherwise copy the gathered weights to it.
     """
     if flat:
         first, *others = weights.experts
@@ -282,8 +287,8 @@ def _gather_weights(weights: _Weights, stored: _Weights, mesh: Mesh | None, flat
 
 
 def _router_logits(x_RD: jax.Array, router_DE: jax.Array) -> jax.Array:
-    """The router's logits [R, E], computed in float32: in bfloat16 near ties would be decided
-    differently.
+    """Computes the router's logits [R, E] in float32. In bfloat16, rounding would decide between
+    experts with nearly equal logits.
     """
     precision = float32_precision(x_RD.dtype)
 
@@ -299,13 +304,14 @@ def choose_experts(
     """Chooses each token's experts.
 
     Args:
+      config: the model's settings.
       logits_RE: the router's logits.
-      bias_E: bias that is added to the scores by which experts are chosen, but not to those by
-        which they are weighed (`MoEConfig.router_bias`); or None.
+      bias_E: a bias that takes part in the choice of the experts, but not in their weights
+        (`MoEConfig.router_bias`); or None.
 
     Returns:
       Each expert's share of the token's scores, [R, E]; the weights [R, A] of the experts that the
-      token chose; their numbers [R, A].
+      token chose; the numbers [R, A] of these experts.
     """
     score_RE, share_RE = score_experts(config.moe, logits_RE)
     rank_RE = rank_experts(config.moe, score_RE, bias_E)

@@ -1,12 +1,14 @@
-"""Multi-token prediction: one extra decoder layer, applied once per depth, that predicts tokens
-beyond the next one.
+"""Multi-token prediction (MTP): one extra decoder layer that predicts tokens after the next one. It
+is applied several times; the applications are called depths d = 0, 1, …
 
-At depth d = 0, 1, … position t combines the state of depth d-1 (the trunk's final-normed state
-at d = 0) with the embedding of token t+1+d, and predicts token t+2+d. Depths share the module,
-as in the released model's multi-step training. In training each depth attends to the keys of its
-own depth, so that it is a plain causal layer that any attention kernel can run. In drafting all
-depths share one list of keys and values: those of depth 0 for the tokens so far, then those of the
-current round's drafts (docs/design.md).
+At depth d, position t combines the state of depth d-1 with the embedding of token t+1+d, and
+predicts token t+2+d. The state before depth 0 is the state of the model's last layer after the
+final norm. All depths use the same parameters, as in the released model's multi-step training.
+
+In training, each depth attends only to its own keys and values, so the layer is an ordinary causal
+layer that any attention kernel can run. In speculative decoding, all depths share one cache of keys
+and values. It holds the keys and values that depth 0 computed for the accepted tokens, followed by
+the keys and values of the tokens that are being drafted (docs/design.md).
 
 Letters: B batch, T time, D model.
 """
@@ -23,10 +25,11 @@ from qwen3next_jax.sharding.rules import constrain
 
 
 class MultiTokenPrediction(nnx.Module):
-    """norm → fc([embedding ; state]) → a layer of `full_mixer` → norm. A mixer that depends on
-    its layer's number gets the number of the model's last layer, as its formulas end there.
+    """The MTP module: fc([norm(embedding) ; norm(state)]) → one decoder layer → norm. The layer's
+    mixer is `config.full_mixer`. A mixer whose formulas depend on the layer's number gets the
+    number of the model's last layer.
 
-    Where the residual stream is wider than the model, a subclass overrides `make_input`, `input`
+    A subclass for a residual stream that is wider than the model overrides `make_input`, `input`
     and `state`.
     """
 
@@ -46,15 +49,18 @@ class MultiTokenPrediction(nnx.Module):
         context: Context,
         cache: dict | None = None,
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], dict | None]:
-        """One depth.
+        """Applies the module at one depth.
 
         Args:
           state_BTD: the states of the depth before.
-          embedded_BTD: for each position the embedding of the token that it is combined with.
+          embedded_BTD: for each position the embedding of the token that its state is combined
+            with.
+          context: the inputs that all layers of the forward pass share.
+          cache: the cache of the module's layer; None in training.
 
         Returns:
-          The normed states [B, T, D] for the head, the states for the next depth, the block's
-          auxiliary outputs, the cache.
+          The states [B, T, D] after the norm, which the output head reads; the states for the next
+          depth; the block's auxiliary outputs; the cache after these tokens.
         """
         x_BTD, aux, cache = self.before_norm(state_BTD, embedded_BTD, context, cache)
         hidden_BTD = self.leave(x_BTD)
@@ -67,29 +73,39 @@ class MultiTokenPrediction(nnx.Module):
         context: Context,
         cache: dict | None = None,
     ):
-        """The layer's residual stream, aux, cache."""
+        """Returns (the residual stream after the module's layer, the layer's auxiliary outputs, the
+        cache). It takes the arguments of `__call__`.
+        """
         return self.block(self.input(state_BTD, embedded_BTD, context), context, cache)
 
     def leave(self, x_BTD: jax.Array) -> jax.Array:
-        """What the head reads, of the layer's residual stream."""
+        """Returns what the output head reads, from the residual stream after the module's layer:
+        its norm, [B, T, D].
+        """
         return self.config.block.resolve("placement").leave(x_BTD, self.norm, self.config)
 
     @staticmethod
     def state(x_BTD: jax.Array, hidden_BTD: jax.Array) -> jax.Array:
-        """What the next depth reads of a depth, or depth 0 of the trunk: its residual stream, or
-        what its head reads.
+        """Returns the state that the next depth reads. Depth 0 reads the state of the model's last
+        layer.
+
+        Args:
+          x_BTD: the residual stream after the layer of the previous depth, or after the last layer.
+          hidden_BTD: what the output head reads there. This class returns it.
         """
         return hidden_BTD
 
     def make_input(self, make: Make) -> None:
-        """The parameters of `input`."""
+        """Makes the parameters of `input`."""
         d = self.config.hidden_size
         self.embedding_norm = make.norm(d)
         self.hidden_norm = make.norm(d)
         self.fc = make.matrix((2 * d, d), "embed -> embed_out")  # the embedding's half first
 
     def input(self, hidden_BTD: jax.Array, embedded_BTD: jax.Array, context: Context) -> jax.Array:
-        """The residual stream before the module's layer."""
+        """Combines states and embeddings [B, T, D] to the residual stream before the module's
+        layer.
+        """
         pair = jnp.concatenate(
             (
                 rms_norm(embedded_BTD, self.embedding_norm[...], self.config),
@@ -109,8 +125,8 @@ class MultiTokenPrediction(nnx.Module):
 
 
 def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:
-    """[B, T] bool: whether token t + `offset` exists in the row, is not padding, and belongs to the
-    same document as token t.
+    """Returns [B, T] bool: whether the row has a token t + `offset` that belongs to the same
+    document as token t. Padding belongs to no document.
     """
     later_BT = jnp.pad(
         segment_ids_BT[:, offset:], ((0, 0), (0, min(offset, segment_ids_BT.shape[1])))
@@ -119,9 +135,9 @@ def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:
 
 
 def target_positions(batch: dict[str, jax.Array], offset: int) -> jax.Array:
-    """[B, T] bool: whether the loss of position t counts. Token t + `offset` must lie in the
-    document of token t and, where the batch has a `target_mask` [B, T] (synthetic tasks), be
-    marked there.
+    """Returns [B, T] bool: whether token t + `offset` is a target that position t is to predict. It
+    must belong to the same document as token t. If the batch has a `target_mask` [B, T] (synthetic
+    tasks have one), the mask must mark it.
     """
     inside_BT = targets_in_document(batch["segment_ids"], offset)
     return (

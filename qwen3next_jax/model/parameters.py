@@ -1,5 +1,5 @@
-"""Declarations of parameters. The code that makes a parameter also declares everything about it
-that the rest of the code must know:
+"""Declarations of parameters. The code that makes a parameter also declares what the rest of the
+code must know about it:
 
     self.q_proj = make.matrix(
         (d, heads, 2 * k),
@@ -7,10 +7,9 @@ that the rest of the code must know:
         parts=(("query", k), ("gate", k)),
     )
 
-The declaration is metadata of the `nnx.Param`. The code of sharding (`sharding.rules`), of weight
-decay and Muon (`training.optimizers`), of parameter counts and FLOPs (`flops`), of the planner's
-memory estimate and of diagnostics reads the declaration and does not depend on the parameter's
-name.
+The declaration is stored as metadata of the `nnx.Param`. Its readers do not depend on the
+parameter's name: sharding (`sharding.rules`), weight decay and Muon (`training.optimizers`),
+parameter counts and FLOPs (`flops`), the planner's memory estimate, and diagnostics.
 """
 
 import dataclasses
@@ -25,16 +24,17 @@ from flax import nnx
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.sharding.rules import check_logical_axes
 
-# What a parameter is, to weight decay and to the optimizers:
-# - matrix: of a product inside a layer. It decays, and Muon updates it.
-# - embedding, head, router, convolution, vector: they decay, and AdamW updates them, under Muon,
-#   too.
-# - norm: the weight of a norm. It decays where `optimizer.decay_norm_weights` says so.
-# - rate: the rate of a decay, a bias, a constant. Weight decay would erase what it starts from, so
-#   it never decays. It stays float32.
-# - balance: the bias of a router. The experts' load moves it (`training.router_bias`), no gradient
-#   and no weight decay does.
-# - indexer: of sparse attention. A loss of its own trains it, or it is frozen; it never decays.
+# The kind of a parameter. It decides about weight decay and the optimizer:
+# - matrix: an operand of a matrix product inside a layer. It decays, and Muon updates it.
+# - embedding, head, router, convolution, vector: weight decay applies. Muon leaves these parameters
+#   to AdamW.
+# - norm: the weight of a norm. Weight decay applies if `optimizer.decay_norm_weights` is set.
+# - rate: the rate of a decay, a bias, or a constant. It never decays, because weight decay would
+#   pull it away from its start value. It is stored in float32.
+# - balance: the bias of a router. It is updated from the experts' load (`training.router_bias`),
+#   not by a gradient, and never decays. It is stored in float32.
+# - indexer: belongs to an indexer of sparse attention. A loss of its own trains it, or it is
+#   frozen. It never decays.
 Kind = Literal[
     "matrix",
     "embedding",
@@ -71,18 +71,20 @@ class Declared:
     Attributes:
       kind: the kind of the parameter (see `Kind`).
       shape: the shape of the parameter of one layer.
-      stack: the shape of the stack of layers; these dimensions stand before those of `shape`.
-      axes: for each dimension of `shape` its logical axis, a name of `sharding.rules.AXES`. None:
-        no mesh axis ever splits the dimension.
-      letters: for each dimension of `shape` its role in the product that the parameter enters: the
-        product sums over "i" and keeps "o"; the index in "p" selects among matrices with the same
-        input (gate | up); a token uses only some of the matrices that the index in "b" selects
-        (experts). "": the parameter enters no product.
+      stack: the shape of the stack of layers that the parameter holds; its dimensions stand before
+        the dimensions in `shape`.
+      axes: for each dimension of `shape` its logical axis, a key of `sharding.rules.LOGICAL_AXES`.
+      None: no mesh axis ever splits the dimension.
+      letters: for each dimension of `shape` a letter, its role in the product that uses the
+        parameter. "i": the product sums over the dimension. "o": the dimension is one of the
+        product's result. "p": the dimension numbers matrices with the same input (gate and up).
+        "b": the dimension numbers matrices (experts), and a token uses some of them. "": no product
+        uses the parameter.
       parts: the matrices that lie side by side along the last dimension; () for a single matrix.
       operand: whether the parameter is cast to the model's dtype before it is gathered and used;
-        otherwise it is used in its own dtype.
-      gathered: where the parameter is gathered over the mesh axes that only split its storage:
-        before its layer ("layer"), or inside the operator that uses it ("operator").
+        otherwise it is used in the dtype in which it is stored.
+      gathered: where the parameter is gathered over its storage axes (`sharding.rules`): before its
+        layer runs ("layer"), or inside the operator that uses it ("operator").
     """
 
     kind: Kind
@@ -101,27 +103,30 @@ class Declared:
 
     @property
     def experts(self) -> int:
-        """The number of experts whose matrices the parameter holds; 1 if every token uses all of
-        it.
+        """The number of experts whose matrices the parameter holds; 1 for a parameter that is not
+        split into experts.
         """
         return math.prod(size for size, letter in zip(self.shape, self.letters) if letter == "b")
 
     def decays(self, norm_weights: bool) -> bool:
-        """Whether weight decay acts on it. `norm_weights`: whether it acts on weights of norms."""
+        """Whether weight decay applies to the parameter. `norm_weights`: whether it applies to the
+        weights of norms.
+        """
         return self.kind not in ("rate", "balance", "indexer") and (
             norm_weights or self.kind != "norm"
         )
 
 
 class Make:
-    """Makes the parameters of one layer, or of several layers in stacked arrays.
+    """Makes the parameters of one layer, or of several layers with the same structure, whose
+    parameters are then stacked in one array each.
 
     Args:
       config: the model's settings.
-      rngs: the source of random start values.
-      stack: the shape of the stack of layers, put before every parameter's own shape; (): one
-        layer.
-      dtype: the dtype of the parameters, except for the kinds "rate" and "balance".
+      rngs: the source of the random start values.
+      stack: the shape of the stack of layers, which is put before every parameter's own shape; ():
+        one layer.
+      dtype: the dtype of the parameters. The kinds "rate" and "balance" are always float32.
     """
 
     def __init__(
@@ -134,14 +139,14 @@ class Make:
         self.config, self.rngs, self.stack, self.dtype = config, rngs, stack, dtype
 
     def stacked(self, *stack: int) -> "Make":
-        """A `Make` with the same settings for a stack of layers of this shape."""
+        """Returns a `Make` with the same settings, for a stack of layers of the shape `stack`."""
         return Make(self.config, self.rngs, stack, self.dtype)
 
     def matrix(
         self, shape: Sequence[int], dims: str, *, kind: Kind = "matrix", **decisions: Any
     ) -> nnx.Param:
-        """A parameter whose start values are drawn from N(0, initializer_range²). For the arguments
-        see `parameter`.
+        """Makes a parameter with start values from N(0, initializer_range²). It takes the arguments
+        of `parameter`, except `start`.
         """
 
         def start(shape):
@@ -152,8 +157,8 @@ class Make:
         return self.parameter(start, shape, dims, kind=kind, **decisions)
 
     def norm(self, width: int, *, plain: bool = False) -> nnx.Param:
-        """The weight [width] of `layers.rms_norm`. `plain`: return the weight of
-        `layers.rms_norm_plain` instead, which starts at 1 in every model.
+        """Makes the weight [width] of `layers.rms_norm`. With `plain` it is the weight of
+        `layers.rms_norm_plain` instead, which starts at 1 whatever the model's settings are.
         """
         if self.config.block.norm != "rms" and not plain:
             return self.config.block.resolve("norm").weight(self, width)
@@ -174,13 +179,13 @@ class Make:
         """Makes a parameter with its declaration.
 
         Args:
-          start: function (shape, with the stack) → the start value.
+          start: function (shape, including the stack's dimensions) → the start value.
           shape: the shape of the parameter of one layer.
-          dims: the logical axis of each dimension, "." for a dimension without one. "->" stands
-            between the dimensions that a product sums over and those that it keeps: "embed ->
-            query_heads head_width". The index in a dimension before "|" selects an expert; the
-            index in the dimension "*" selects among matrices with the same input: "experts | embed
-            -> * mlp". Without "->" the parameter enters no product.
+          dims: one word for each dimension: its logical axis, or "." for none. The word "->"
+            separates the dimensions that the product sums over from the dimensions of its result:
+            "embed -> query_heads head_width". Without "->" no product uses the parameter.
+            Dimensions before "|" number experts, and "*" is a dimension that numbers matrices with
+            the same input: "experts | embed -> * mlp".
           kind: the kind of the parameter (see `Kind`).
           parts: tuples with the fields of `Part`, as in `Declared`.
           operand: as in `Declared`; None: True for the kinds "matrix", "convolution", "head" and
@@ -222,7 +227,9 @@ class Make:
 
 
 def _parsed(dims: str) -> tuple[tuple[str | None, ...], str]:
-    """(axes, letters) of `Declared`, parsed from the `dims` of `Make.parameter`."""
+    """Returns (axes, letters) of `Declared`, parsed from the argument `dims` of
+    `Make.parameter`.
+    """
     axes, letters, letter = [], [], "i"
     for word in dims.split():
         if word == "->":
@@ -251,8 +258,8 @@ def check_declared(model: nnx.Module) -> None:
 
 
 def declared_tree(params: nnx.State) -> dict:
-    """Nested plain dicts like `nnx.to_pure_dict(params)`, with each parameter's `Declared` in
-    place of its array.
+    """Returns the declarations as nested dicts: `nnx.to_pure_dict(params)` with each parameter's
+    `Declared` in place of its array.
     """
     return nnx.to_pure_dict(
         jax.tree.map(

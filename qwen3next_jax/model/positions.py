@@ -1,5 +1,5 @@
 """Position embeddings that are added to the token embeddings. The released model has none: its
-attention rotates queries and keys instead.
+attention layers rotate queries and keys instead (RoPE).
 
 Letters: B batch, T time, D model.
 """
@@ -14,7 +14,9 @@ from qwen3next_jax.model.parameters import Make
 
 
 class NoPositions(nnx.Module):
-    """Adds nothing. Subclasses add position embeddings. For `meaning` see `model.mixer.Mixer`."""
+    """Adds no position embeddings. Subclasses add some. `meaning` is explained in
+    `model.mixer.Mixer`.
+    """
 
     meaning: ClassVar[tuple[str, ...]] = ()
 
@@ -22,7 +24,7 @@ class NoPositions(nnx.Module):
         self.config = config
 
     def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
-        """x [B, T, D] plus the position embeddings of its tokens. `positions_BT`: each token's
-        position in its document.
+        """Returns x [B, T, D] plus the position embeddings of its tokens. `positions_BT`: each
+        token's position in its document.
         """
         return x_BTD

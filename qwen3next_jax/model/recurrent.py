@@ -1,9 +1,10 @@
-"""What recurrent mixers share: projections, short convolution, recurrence, output norm and gate,
-cache.
+"""The base class of recurrent mixers. It has the short convolution, the recurrence, the norm and
+gate of the output, and the cache. Subclasses add the input projections.
 
-Letters: B batch, T time, D model, G key heads, H value heads, R = H/G value heads of one key
-head, K/V widths of a key and of a value, C = 2K + RV channels of one key head that pass through
-the convolution, W convolution width.
+Letters: B batch, T time, D model, G key heads, H value heads, R = H/G value heads of one key head,
+K/V widths of a key and of a value, C = 2K + RV channels of one key head that pass through the
+convolution, W convolution width. The fused layout has all heads side by side in the last axis: [B,
+T, GK] in place of [B, T, G, K].
 """
 
 import functools
@@ -23,22 +24,22 @@ from qwen3next_jax.ops.gated_norm import gated_norm
 from qwen3next_jax.ops.preferences import heads_side_by_side
 from qwen3next_jax.sharding.rules import activation_spec, constrain, per_shard
 
-# Cached decoding computes up to this many tokens one by one. A chunk would be mostly padding: for
-# one token it would be four times the work.
+# With a cache, up to this many tokens are computed one by one. The chunked algorithm would pad them
+# to a whole chunk; for one token that is four times the work.
 FEW_TOKENS = 8
 
 
 class Inputs(NamedTuple):
-    """What a recurrent mixer computes from its input, before convolution and recurrence.
+    """The results of a mixer's input projections, before convolution and recurrence.
 
     qkv: [B, T, G, 2K + RV], query, key and values of each key head. In the fused layout it is a
       list [q [B, T, GK], k [B, T, GK], v [B, T, HV]] instead.
-    gate: the output's gate before its activation, [B, T, G, RV] ([B, T, HV] in the fused layout);
-      None: no gate.
-    g: log decay ≤ 0, float32, [B, T, H], or [B, T, H, K] if every key channel has its own decay.
-      None: no decay.
-    beta: write strength, float32, [B, T, H], or with one more axis if the mixer overrides
-      `recurrence` with one that reads several numbers for each head. None: 1 everywhere.
+    gate: the gate of the output before its activation, [B, T, G, RV] ([B, T, HV] in the fused
+      layout); None: there is no gate.
+    g: the logarithm of the decay, ≤ 0, float32 [B, T, H], or [B, T, H, K] if every key channel has
+      its own decay. None: no decay.
+    beta: the write strength, float32 [B, T, H]. It may have one more axis if the mixer overrides
+      `recurrence` and reads several numbers for each head. None: 1 everywhere.
     """
 
     qkv: jax.Array | list[jax.Array]
@@ -48,8 +49,8 @@ class Inputs(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The arguments of `Recurrent.recurrence` on each device: the arrays of the device's own heads,
-    after the convolution.
+    """The inputs of `Recurrent.recurrence` after the convolution. On a mesh they hold one device's
+    heads.
 
     q, k: queries and keys, [B, T, G, K].
     v: values, [B, T, H, V].
@@ -71,27 +72,28 @@ class Heads(NamedTuple):
 
 
 class Recurrent(Mixer):
-    """Inputs → causal convolution + SiLU → gated delta rule → norm of each head, SiLU gate →
-    projection.
+    """A recurrent mixer: input projections → causal convolution + SiLU → gated delta rule → norm of
+    each head, SiLU gate → output projection.
 
-    A subclass makes its input projections in `__init__`, calls `make_convolution` and
-    `make_output` there, and implements `inputs`. It may override
+    A subclass makes its input projections in `__init__`, where it also calls `make_convolution` and
+    `make_output`, and implements `inputs`. It may override
 
-      uses_delta_term: whether a write replaces what the state holds for the key;
+      uses_delta_term: whether a write replaces the value that the state holds for the key;
       recurrence: the operator, by default `ops.gated_delta_rule`;
       head_weights: the parameters that `recurrence` reads;
       finish: the norm and the gate of the output;
-      convolved: whether the convolution and the SiLU after it exist;
-      normalize_qk: whether q and k are normalised to length 1;
+      convolved: whether there are a convolution and a SiLU after it;
+      normalize_qk: whether q and k are scaled to length 1;
       activation: the activation of the output gate.
 
-    The sizes are the `linear_*` settings. Heads are split over the mesh axis `tensor` by key head.
+    The settings `linear_*` give the sizes. The mesh axis `tensor` splits key heads, each with its
+    value heads.
 
     Diagnostics, one number for each value head [H]:
       half_life: -ln 2 / mean g, the number of tokens in which the mean decay halves the state;
       beta: the mean write strength;
       state_norm: ‖S‖_F after the last token, averaged over rows.
-    The means of g and β are taken over the tokens of `Context.stats_mask`.
+    The means of g and β are taken over the tokens that count (`Context.stats_mask`).
     """
 
     switches = ("short_convolution", "linear_conv_kernel_dim", "delta_rule")
@@ -107,8 +109,8 @@ class Recurrent(Mixer):
 
     @classmethod
     def uses_delta_term(cls, config: ModelConfig) -> bool:
-        """Whether a write replaces what the state holds for the key (the delta rule); otherwise the
-        write is added to the state.
+        """Whether a write replaces the value that the state holds for the key (the delta rule). If
+        not, the write is added to the state.
         """
         return cls.erases(config)
 
@@ -120,15 +122,16 @@ class Recurrent(Mixer):
     def recurrence(
         self, heads: Heads, state: dict[str, jax.Array] | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The recurrence over the tokens of a row.
+        """Runs the recurrence over the tokens of each row.
 
         Args:
           heads: queries, keys, values and gates.
-          state: {name: state before the row} with the names of `init_cache`; None: states of zeros.
+          state: {name: state before these tokens}, with the names of `init_cache`; None: all states
+            are 0.
 
         Returns:
-          o [B, T, H, V]; {name: state after the row} with the same names ("state": S [B, H, K, V]),
-          or the states after every token, [B, T, …], with `heads.return_all_states`.
+          o [B, T, H, V]; {name: state after these tokens} with the same names, such as "state": S
+          [B, H, K, V]. With `heads.return_all_states`, the states after every token, [B, T, …].
         """
         few_tokens = state is not None and heads.q.shape[1] <= FEW_TOKENS
         o_BTHV, final_state = gated_delta_rule(
@@ -148,11 +151,22 @@ class Recurrent(Mixer):
         return o_BTHV, {"state": final_state}
 
     def head_weights(self) -> tuple[jax.Array, ...]:
-        """Parameters [H or G, …] that `recurrence` reads."""
+        """Returns the parameters that `recurrence` reads. Their first axis has the value heads or
+        the key heads, [H or G, …].
+        """
         return ()
 
     def finish(self, o_BTHV: jax.Array, norm: jax.Array, gate_BTGRV: jax.Array | None) -> jax.Array:
-        """Applies the norm and the gate to the recurrence's output o; returns [B, T, H, V]."""
+        """Applies the norm and the gate to the output of the recurrence.
+
+        Args:
+          o_BTHV: the output of the recurrence.
+          norm: the weight of the norm.
+          gate_BTGRV: the gate before its activation; None: there is no gate.
+
+        Returns:
+          [B, T, H, V].
+        """
         dtype = o_BTHV.dtype
         o_BTHV = rms_norm_plain(o_BTHV, norm, self.config.rms_norm_eps)
         if gate_BTGRV is None:
@@ -175,7 +189,7 @@ class Recurrent(Mixer):
         self.in_proj = make.matrix(shape, "embed -> key_heads .", parts=parts)
 
     def project(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-        """(qkv, gate) of `Inputs`, computed with the matrix that `make_projection` made."""
+        """Computes the fields `qkv` and `gate` of `Inputs` with the matrix of `make_projection`."""
         k, v = _widths(self.config)
         x_BTGC = jnp.einsum("btd,dgc->btgc", x_BTD, self.in_proj[...].astype(x_BTD.dtype))
         x_BTGC = constrain(x_BTGC, context.mesh, "batch", context.time, "heads", None)
@@ -211,7 +225,9 @@ class Recurrent(Mixer):
     def __call__(
         self, x_BTD: jax.Array, context: Context, cache: dict | None = None
     ) -> tuple[jax.Array, dict, dict | None]:
-        """x [B, T, D] → ([B, T, D], diagnostics, the cache after these tokens or None)."""
+        """Applies the mixer to x [B, T, D]. Returns (y [B, T, D], diagnostics, the cache after
+        these tokens or None).
+        """
         inputs = save_for_backward(self.inputs(x_BTD, context))
         has_decay = inputs.g is not None
         inputs = self._without_none(inputs, x_BTD.shape[:2])
@@ -229,7 +245,7 @@ class Recurrent(Mixer):
         return y_BTD, diagnostics, None if cache is None else {"conv": conv_state} | states
 
     def _without_none(self, inputs: Inputs, batch_time: tuple[int, int]) -> Inputs:
-        """`inputs` with g = 0 in place of None, and β = 1 in place of None."""
+        """Returns `inputs` with arrays in place of None: g = 0 and β = 1."""
         shape = (*batch_time, self.config.linear_num_value_heads)
         if inputs.g is None:
             inputs = inputs._replace(g=jnp.zeros(shape, jnp.float32))
@@ -301,9 +317,12 @@ class Recurrent(Mixer):
         )
 
     def _convolve(self, qkv_BTGC, kernel_WGC, segment_ids, conv_state, context: Context):
-        """Convolution and SiLU of one device's heads → (q, k and v side by side, the state). The
-        state is the last W - 1 inputs; with `context.return_all_states` it is returned for every
-        token.
+        """Applies the convolution and SiLU to one device's heads.
+
+        Returns:
+          (q, k and v side by side [B, T, G, C]; the state of the convolution, its last W - 1
+          inputs). With `context.return_all_states`, the state has an axis T after B: it is the
+          state after each token.
         """
         before_and_here_BSGC = None
         if context.return_all_states:
@@ -336,14 +355,14 @@ class Recurrent(Mixer):
         return out_BTGC, state
 
     def _split_qkv(self, qkv_BTGC: jax.Array, heads: int):
-        """q [B, T, G, K], k [B, T, G, K], v [B, T, H, V]."""
+        """Splits [B, T, G, C] into q [B, T, G, K], k [B, T, G, K] and v [B, T, H, V]."""
         k = self.config.linear_key_head_dim
         q_BTGK, k_BTGK, v_BTGRV = jnp.split(qkv_BTGC, (k, 2 * k), axis=-1)
         v_BTHV = v_BTGRV.reshape(*v_BTGRV.shape[:2], heads, self.config.linear_value_head_dim)
         return q_BTGK, k_BTGK, v_BTHV
 
     def _output(self, o_BTHV: jax.Array, gate_BTGRV: jax.Array | None, context: Context):
-        """Norm, gate and the projection back to the model's width, [B, T, D]."""
+        """Applies the norm, the gate and the projection back to the model's width: [B, T, D]."""
 
         def finish_and_project(o_BTHV, norm, gate_BTGRV, out_proj_HVD):
             dtype = o_BTHV.dtype
@@ -358,9 +377,9 @@ class Recurrent(Mixer):
     # ---- the same with the heads side by side in the last axis
 
     def uses_fused_layout(self) -> bool:
-        """Whether the arrays between the kernels have all heads side by side in their last axis.
-        This is so on a GPU, and on a TPU if each head fills whole lanes; both require the short
-        convolution and the output gate.
+        """Whether the layer uses the fused layout between its kernels. It does on a GPU, and on a
+        TPU if the width of each head is a multiple of 128 lanes, provided that the short
+        convolution and the output gate exist.
         """
         c = self.config
         return (
@@ -370,10 +389,11 @@ class Recurrent(Mixer):
         )
 
     def fused_recurrence(self, inputs: Inputs, context: Context) -> tuple[jax.Array, jax.Array]:
-        """Convolution, delta rule, norm and gate with the heads side by side in the last axis.
+        """Applies the convolution, the delta rule, the norm and the gate in the fused layout.
 
         Args:
           inputs: inputs in the fused layout, with g and beta that are not None.
+          context: the inputs that all layers of the forward pass share.
 
         Returns:
           o [B, T, HV]; the final state [B, H, K, V].
@@ -441,8 +461,9 @@ class Recurrent(Mixer):
     def each_token(
         self, x_BTD: jax.Array, context: Context, cache: dict
     ) -> tuple[jax.Array, dict, dict]:
-        """See `Mixer`. All tokens are computed at once if the mixer does not override `recurrence`;
-        another operator may return only its last state.
+        """See `Mixer.each_token`. A mixer that overrides `recurrence` processes one token at a
+        time, because its operator may return only the last state. All others process the tokens at
+        once.
         """
         if type(self).recurrence is not Recurrent.recurrence:
             return super().each_token(x_BTD, context, cache)
@@ -450,12 +471,12 @@ class Recurrent(Mixer):
 
     @classmethod
     def convolves(cls, config: ModelConfig) -> bool:
-        """Whether there is a convolution before the recurrence."""
+        """Whether a model with these settings has a convolution before the recurrence."""
         return cls.convolved and config.short_convolution
 
     @classmethod
     def init_cache(cls, config: ModelConfig, batch: int, length: int) -> dict[str, jax.Array]:
-        """The cache before the first token. Its size does not depend on `length`."""
+        """Returns the cache before the first token. Its size does not depend on `length`."""
         c = config
         k, v = _widths(c)
         window = c.linear_conv_kernel_dim - 1 if cls.convolves(c) else 0
@@ -467,9 +488,9 @@ class Recurrent(Mixer):
 
     @classmethod
     def forward_flops(cls, config: ModelConfig, length: int) -> float:
-        """FLOPs of the recurrence for one token. For each value head the read of the delta term (if
-        there is one), the write and the read of the output are K·V multiplications and additions
-        each.
+        """Returns the FLOPs of the recurrence for one token. Each value head reads the state for
+        the delta term (if there is one), writes to it, and reads the output from it. Each of these
+        is K·V multiplications and additions.
         """
         products = 3 if cls.uses_delta_term(config) else 2
         return (
@@ -492,7 +513,9 @@ class Recurrent(Mixer):
 def _diagnostics(
     inputs: Inputs, has_decay: bool, state_BHKV: jax.Array, context: Context
 ) -> dict[str, Any]:
-    """The diagnostics of `Recurrent`; without `half_life` if the mixer has no decay."""
+    """Computes the diagnostics of `Recurrent`; there is no `half_life` if the mixer has no
+    decay.
+    """
 
     def mean_over_tokens(x):
         x_BTH = x if x.ndim == 3 else jnp.mean(x, axis=-1)
@@ -509,6 +532,6 @@ def _diagnostics(
 
 
 def _widths(config: ModelConfig) -> tuple[int, int]:
-    """The width of a key head's query or key, and the width of all values of a key head."""
+    """Returns (the width of a key head's query or key, the width of all values of a key head)."""
     r = config.linear_num_value_heads // config.linear_num_key_heads
     return config.linear_key_head_dim, r * config.linear_value_head_dim

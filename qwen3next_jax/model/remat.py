@@ -1,14 +1,16 @@
-"""The policies of `train.remat`: what the forward pass saves for the backward pass, which computes
-the rest again.
+"""The policies of the setting `train.remat`. A policy says which results the forward pass saves for
+the backward pass. The backward pass computes the other results again.
 
-none      saves everything that the backward pass needs
-kept      saves the results of products and operators (`ops.blocks.save_for_backward`); in bfloat16
-          "none" becomes "kept" if all mixers and MLPs of the model name their results
-block     saves each block's input, and the results that cost most to compute for their size: those
-          of attention, and the router's choices
+none      saves every result that the backward pass needs. In bfloat16 it is replaced by "kept" if
+          all mixers and MLPs of the model mark their results with `ops.blocks.save_for_backward`
+kept      saves the results that `ops.blocks.save_for_backward` marks: the results of matrix
+          products and operators
+block     saves each block's input, the outputs of attention and the router's choices, which are
+          small for the time that it takes to compute them
 dots      saves what "block" saves, the results of projections and dense MLPs, the router's logits,
-          and the rows that experts gathered in a single chunk
-offload   saves each block's input in the host's memory (on CPU only the memory's address differs)
+          and the tokens that expert parallelism gathered, if they are gathered in one chunk
+offload   moves each block's input to the host's memory and saves nothing else (on a CPU this frees
+          no memory, because the device's memory is the host's)
 """
 
 import functools
@@ -23,19 +25,21 @@ _INPUT = "block_input"
 
 
 def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callable:
-    """`block` as a function (params, x, …) with the named policy.
+    """Wraps `block` so that its backward pass follows a policy.
 
     Args:
       block: function (params, x, …).
       policy: name of the policy.
-      looped: whether `block` is in the body of a scan, where recomputation needs no barrier.
+      looped: whether `block` is called in the body of a scan. There XLA cannot merge the
+        recomputation with the forward pass, so `jax.checkpoint` needs no barrier against that
+        (`prevent_cse`).
 
     Raises:
       KeyError: there is no such policy.
     """
 
-    # `named` runs inside of `jax.checkpoint`, so that recomputation starts from the copy in the
-    # host's memory, and the input on the device is freed.
+    # The input gets its name inside of `jax.checkpoint`. Then the recomputation starts from the
+    # copy in the host's memory, and the copy on the device is freed.
     def named(params, x, *rest):
         return block(params, checkpoint_name(x, _INPUT), *rest)
 

@@ -1,6 +1,7 @@
-"""Row groups: a device's rows go through a layer in groups that meet only in the routed experts, so
-that communication overlaps with computation. While the tokens of one group travel over the mesh
-axis `expert`, the mixer, the norms and the shared expert of another group are computed
+"""Splits the rows of a batch into groups, so that communication overlaps with computation. Each
+group passes through the mixer, the norms and the shared expert on its own. Only the routed experts
+process all groups together. While the tokens of one group travel along the mesh axis `expert`, the
+devices compute the mixer, the norms and the shared expert of another group
 (docs/notes/2026-11-23-pod-step.md).
 
 Every group has rows of every device.
@@ -21,8 +22,14 @@ from qwen3next_jax.sharding.rules import CONTEXT, EXPERT, ROWS, constrain, num_s
 
 
 def row_groups(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
-    """The number of groups: the number of overlapping chunks into which the gathered exchange
-    divides the tokens, if that divides the number of a device's rows; else 1.
+    """Returns the number of groups. It is the number of chunks into which expert parallelism splits
+    the tokens to overlap them (`overlap_chunks_of_all`), if this number divides a device's rows.
+    Otherwise, and if the experts are not exchanged by gathering all tokens, it is 1.
+
+    Args:
+      x_BTD: all rows.
+      config: the settings of the model.
+      mesh: the devices; None: one device.
     """
     split = num_shards(mesh, EXPERT)
     rows, time = (
@@ -40,8 +47,15 @@ def row_groups(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
 
 
 def split_rows(x_BTD: jax.Array, context: Any, groups: int) -> list[tuple[jax.Array, Any]]:
-    """[(rows of x, context of these rows)], one pair for each group. `context`: the
-    `model.layers.Context` of all rows.
+    """Splits rows into groups.
+
+    Args:
+      x_BTD: all rows.
+      context: the `model.layers.Context` of all rows.
+      groups: the number of groups.
+
+    Returns:
+      For each group (x [B / groups, T, D], context), with the group's rows.
     """
     if groups == 1:
         return [(x_BTD, context)]
@@ -64,7 +78,7 @@ def split_rows(x_BTD: jax.Array, context: Any, groups: int) -> list[tuple[jax.Ar
 
 
 def merge_rows(xs: Sequence[jax.Array], context: Any) -> jax.Array:
-    """The inverse of `split_rows`: arrays [B / groups, T, …] of all groups → [B, T, …]."""
+    """Undoes `split_rows`: joins the arrays [B / groups, T, …] of all groups to [B, T, …]."""
     if len(xs) == 1:
         return xs[0]
     parts = [x.reshape(num_shards(context.mesh, *ROWS), 1, -1, *x.shape[1:]) for x in xs]

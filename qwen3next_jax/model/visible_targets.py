@@ -1,6 +1,7 @@
-"""Models whose attention masks show tokens before they are predicted (those of a prefix, or of the
-whole document): what such masks require of training, evaluation and decoding. The method
-`Mixer.tokens_seen_ahead` tells how many tokens a mixer shows.
+"""Checks for models whose attention masks are not causal. Such a mask shows the tokens at the start
+of a document (a prefix), or the whole document, to tokens before them. A token that was seen before
+it is predicted cannot be a target of training, evaluation or decoding. The method
+`Mixer.tokens_seen_ahead` says how many tokens at the start of a document a mixer shows in this way.
 """
 
 import math
@@ -16,14 +17,18 @@ from qwen3next_jax.model.layers import document_positions
 
 
 def tokens_seen_ahead(config: ModelConfig) -> float:
-    """The largest `Mixer.tokens_seen_ahead` of the model's mixers; 0 for a causal model."""
+    """Returns the largest `Mixer.tokens_seen_ahead` of the model's mixers; 0 for a causal model."""
     names = dict.fromkeys(name for name, _ in config.layer_kinds)
     return max(mixer_class(name).tokens_seen_ahead(config) for name in names)
 
 
 def mask_seen_targets(config: ModelConfig, batch: dict[str, Any]) -> dict[str, Any]:
-    """Returns `batch` with a `target_mask` that leaves out the tokens that the model sees before it
-    predicts them.
+    """Returns `batch` with a `target_mask` [B, T] that excludes the tokens that the model sees
+    before it predicts them; `batch` itself if the model is causal.
+
+    Args:
+      config: the settings of the model.
+      batch: segment_ids [B, T], and target_mask [B, T] if the batch has one.
 
     Raises:
       UserError: the model sees every token before it predicts it.
@@ -45,7 +50,9 @@ def mask_seen_targets(config: ModelConfig, batch: dict[str, Any]) -> dict[str, A
 
 
 def check_scoring(config: ModelConfig) -> None:
-    """Raises UserError if the model may see a token before it scores it."""
+    """Raises UserError if the model sees some tokens before it predicts them, so that their scores
+    would mean nothing.
+    """
     require(
         tokens_seen_ahead(config) == 0,
         f"{_mask(config)}: a token that is scored may have been seen: expected a causal mask, or "
@@ -54,7 +61,9 @@ def check_scoring(config: ModelConfig) -> None:
 
 
 def check_prefix(config: ModelConfig, length: int) -> None:
-    """Raises UserError if a row of `length` tokens has no token to predict."""
+    """Raises UserError if a row of `length` tokens is not longer than the prefix, so that no token
+    is left to predict.
+    """
     ahead = tokens_seen_ahead(config)
     require(
         ahead in (0, math.inf) or ahead < length,
@@ -64,7 +73,9 @@ def check_prefix(config: ModelConfig, length: int) -> None:
 
 
 def why_no_targets(config: ModelConfig) -> str:
-    """Text for the user: why no token of a batch is a target, and what to do."""
+    """Returns the part of a message that says why no token of a batch is a target, and what to
+    do.
+    """
     ahead = tokens_seen_ahead(config)
     if ahead:
         return (
@@ -75,8 +86,14 @@ def why_no_targets(config: ModelConfig) -> str:
 
 
 def check_prompts(config: ModelConfig, prompts: Sequence, chunk: int) -> None:
-    """Raises UserError if the prefix of a prompt does not go through the model in one call. All
-    tokens of a prompt but the last go through the model, `chunk` tokens in a call.
+    """Raises UserError if decoding cannot process a prompt's prefix in one call of the model, which
+    the mask needs.
+
+    Args:
+      config: the settings of the model.
+      prompts: the tokens of each prompt. All of them but the last go through the model before
+        decoding begins.
+      chunk: the number of a prompt's tokens that go through the model in one call.
     """
     ahead = tokens_seen_ahead(config)
     if ahead in (0, math.inf):
@@ -95,7 +112,9 @@ def check_prompts(config: ModelConfig, prompts: Sequence, chunk: int) -> None:
 
 
 def _mask(config: ModelConfig) -> str:
-    """The settings of the model's mixers, as a user writes them; "the mask" if there are none."""
+    """Returns the settings of the group model.mixer as a user writes them; "the mask" if there are
+    none.
+    """
     return (
         ", ".join(f"model.mixer.{name} = {value!r}" for name, value in config.mixer.items())
         or "the mask"

@@ -1,5 +1,5 @@
-"""Operators: functions from arrays to arrays. They import JAX, NumPy and, through the plugin of
-kernels, a kernel library.
+"""Operators: functions that take and return arrays. They import only JAX and NumPy. Some of them
+also have kernels, which a plugin package provides (`implementations.KERNELS`).
 """
 
 import importlib
@@ -20,9 +20,9 @@ __all__ = [
     "linear_cross_entropy",
 ]
 
-# A plugin package that may add operators to this module: its `OPERATORS` maps the name of an
-# operator to the import string of the module that defines it. The plugin is imported when a name
-# that this module lacks is first used.
+# A plugin package that may add operators to this module. Its dict `OPERATORS` maps the name of an
+# operator to the import string of the module that defines it. The plugin is imported when somebody
+# asks for a name that this module lacks.
 _PLUGIN = "qwen3next_jax.zoo"
 
 

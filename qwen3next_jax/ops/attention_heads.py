@@ -1,9 +1,9 @@
-"""Two operators that lie between the projections of gated attention and the attention itself.
-`norm_and_rotate` norms and rotates queries or keys and splits them into heads. `gate_heads` gates
-the outputs of the heads and concatenates them.
+"""Two operators between the projections of gated attention and the attention itself.
+`norm_and_rotate` normalises queries or keys (RMS norm), rotates them (rotary position embedding)
+and splits them into heads. `gate_heads` gates the outputs of the heads and concatenates them.
 
-With kernels, each of the two operators reads and writes its arrays once in the forward pass and
-once in the backward pass.
+The kernels of both operators read or write each array once in the forward pass and once in the
+backward pass.
 
 B batch, T time, N heads of K channels, C = N · K channels of all heads, L = LANES.
 """
@@ -20,7 +20,8 @@ LANES = 128  # only the first LANES channels of a head may rotate
 
 
 def has_kernels(time: int, width: int, rotary: int, dtype) -> bool:
-    """Whether the two operators run kernels. If they do, a layer passes them arrays [B, T, C].
+    """Whether the two operators run kernels for these sizes. A layer calls the operators only if
+    this is true.
 
     Args:
       time: number of tokens in a row (T).
@@ -63,8 +64,9 @@ def gate_heads(o, gate):
 def rotation_by_lane(cos, sin):
     """Returns two arrays [B, T, L], the cosine and the sine for each of the first L channels of a
     head, from the cosines and sines of the angles, [B, T, half] each. Channels that do not rotate
-    have cosine 1 and sine 0. The sine of a channel has the sign with which its partner, the channel
-    it is rotated with, is added to it: minus for the first half.
+    have cosine 1 and sine 0. The rotation of a channel is cos · channel + sin · partner, where the
+    partner is the channel with which it is rotated. So the result has −sin(angle) for the first
+    half of the channels that rotate, and sin(angle) for the second half.
     """
     rest = (*cos.shape[:2], LANES - 2 * cos.shape[2])
     return (

@@ -1,12 +1,13 @@
 """Helpers for operators that process a long axis in chunks, so that intermediate arrays exist for
-one chunk at a time. `save_for_backward` names the arrays that the backward pass needs.
+one chunk at a time. `save_for_backward` marks arrays that a remat policy can save for the backward
+pass.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-SAVED = "kept"  # the value of `train.remat` whose policy saves the arrays of this name
+SAVED = "kept"  # the remat policy of this name (model/remat.py) saves arrays of this name
 
 
 def wide(x):
@@ -17,9 +18,9 @@ def wide(x):
 
 
 def save_for_backward(tree, name: str = SAVED):
-    """Returns the same arrays with a name, by which a policy of `jax.checkpoint` can save them for
-    the backward pass. Name the arrays that are expensive to compute; the backward pass recomputes
-    the others.
+    """Returns the same arrays with a name (`checkpoint_name`), so that a policy of `jax.checkpoint`
+    can save them for the backward pass by that name. Name the arrays that are expensive to compute.
+    Under such a policy, the backward pass recomputes all other arrays.
     """
     return jax.tree.map(lambda x: checkpoint_name(x, name), tree)
 
@@ -41,7 +42,7 @@ def to_chunks(tree, axis: int, size: int, mode: str = "constant"):
 
 
 def from_chunks(tree, axis: int, length: int):
-    """The inverse of `to_chunks` for an axis that had `length` entries."""
+    """The inverse of `to_chunks` for an axis that had `length` entries. It drops the padding."""
 
     def merge(x):
         x = jnp.moveaxis(x, 0, axis)
@@ -53,8 +54,8 @@ def from_chunks(tree, axis: int, length: int):
 
 
 def scan(step, carry, blocks):
-    """Runs `jax.lax.scan` over chunks. If there is only one chunk, it calls `step` without a
-    loop.
+    """Returns jax.lax.scan(step, carry, blocks). If there is only one chunk, it calls `step` once,
+    without a loop.
     """
     if jax.tree.leaves(blocks)[0].shape[0] > 1:
         return jax.lax.scan(step, carry, blocks)

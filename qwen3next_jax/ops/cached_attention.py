@@ -1,19 +1,19 @@
-"""Attention to a key-value cache. One array holds the caches of several layers of the same shape. A
-cache has one slot for each token of a row.
+"""Attention to a key-value cache. One array holds the caches of several layers. The cache of a
+layer has one slot for each token of a row.
 
 R layers, B batch, T queries, S slots, C slots per block, N query heads, M key/value heads, D head
-width, X = M · D, L queries (of all tokens and heads) per key/value head.
+width, X = M · D, L = T · N / M queries (of all tokens and heads) per key/value head.
 """
 
 import jax
 import jax.numpy as jnp
 
 _FEW_QUERIES = 8
-# The number of slots read at once: for a chunk of a prompt, and for at most _FEW_QUERIES queries,
-# whose scores take little memory.
+# The number of slots read at once. The first number is for a chunk of a prompt. The second one is
+# for at most _FEW_QUERIES queries, whose scores take little memory.
 _BLOCK, _BLOCK_OF_FEW = 256, 2048
 # The score of a slot that a query may not attend to. It is finite, so that the output of a query at
-# a negative position stays finite.
+# a negative position (padding), which attends to no slot, stays finite.
 _HIDDEN = -1e30
 
 
@@ -66,10 +66,11 @@ def cached_attention(
     (b, t, n, d), (r, _, s, m, _) = q.shape, k.shape
     if t > _FEW_QUERIES:
         return _blockwise(q, k, v, layer, positions, min(s, _BLOCK), d**-0.5)
-    # A product with heads as a batch axis would copy the keys and values into an order with heads
-    # first. Instead each query is widened to the width of all key heads, with zeros outside its
-    # own head, so that the cache is read in the order in which it is stored. If there is a single
-    # layer in the softmax's dtype, all slots are read at once, because nothing has to be copied.
+    # If a product had the heads as a batch axis, XLA would copy the keys and values into an order
+    # with heads first. Instead each query gets the width of all key heads, with zeros outside its
+    # own head, so that the product reads the cache in the order in which it is stored. If the cache
+    # holds a single layer in float32 or float64, the dtype of the softmax, all slots are read at
+    # once, because no part of the cache has to be cut out or cast.
     own_M1M1 = jnp.eye(m, dtype=q.dtype)[:, None, :, None]
     q_BTNX = (q.reshape(b, t, m, n // m, 1, d) * own_M1M1).reshape(b, t, n, m * d)
     k, v = (x.reshape(r, b, s, 1, m * d) for x in (k, v))
@@ -81,8 +82,8 @@ def cached_attention(
 
 
 def _all_slots(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
-    """Computes attention to all slots at once. `_blockwise` has an axis of key heads, which has
-    size 1 here; this function has no such axis, because it would take two thirds more time.
+    """Computes attention to all slots at once. The arrays have no axis of key heads; such an axis
+    of size 1, as in `_blockwise`, would make the function take two thirds more time.
     """
     q_BLX = q_BTNX.reshape(len(q_BTNX), -1, q_BTNX.shape[-1])
     position_BL1 = jnp.repeat(positions_BT, q_BTNX.shape[2], axis=1)[..., None]
@@ -94,8 +95,8 @@ def _all_slots(q_BTNX, k_BSX, v_BSX, positions_BT, scale):
 
 
 def _blockwise(q, k, v, layer, positions_BT, size, scale):
-    """Computes attention with online softmax to `size` slots at a time, and reads only the blocks
-    up to the largest position.
+    """Computes attention with online softmax, `size` slots at a time. It reads only the blocks of
+    slots up to the largest position.
     """
     (b, t, n, d), (r, _, s, m, _) = q.shape, k.shape
     wide = jnp.promote_types(jnp.float32, q.dtype)

@@ -1,5 +1,5 @@
-"""Causal depthwise convolution over time. It does not read across documents, and it takes and
-returns a state, the last W - 1 inputs.
+"""Causal depthwise convolution over time. A token reads no inputs of other documents. The operator
+takes and returns a state: the last W - 1 inputs.
 
 B batch, T time, W kernel width, D channels (the size of all trailing axes, flattened).
 """
@@ -37,8 +37,8 @@ def causal_conv1d(
         outputs of padding are zeros.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
         `shard_map`. x and `segment_ids` are then this shard's parts, and a document has the same id
-        on every shard. Only the first shard reads its `initial_state`; those of other shards are
-        ignored and get no gradient. Every shard returns the final state of the whole row.
+        on every shard. Only the first shard reads its `initial_state`; other shards ignore theirs,
+        which gets no gradient. Every shard returns the final state of the whole row.
 
     Returns:
       y: [B, T, *channels] in x's dtype. Products and sums are in float32 (float64 for float64).
@@ -78,8 +78,8 @@ def causal_conv1d(
 
 
 def _final_state(before, x_BTD, ids, segment_ids, axis_name):
-    """[B, W - 1, D]: the last W - 1 inputs of each row before its padding; zeros for those outside
-    the row's last document.
+    """Returns [B, W - 1, D]: the last W - 1 inputs of each row before its padding. Inputs that do
+    not belong to the row's last document are replaced by zeros.
 
     Args:
       before: [B, W - 1, D], the inputs before the first token.
@@ -100,7 +100,8 @@ def _final_state(before, x_BTD, ids, segment_ids, axis_name):
         same = window(ids, length_B) == jnp.max(segment_ids, axis=1, keepdims=True)
         final = jnp.where(same[..., None], window(extended, length_B), 0)
     if axis_name is not None:
-        # The row ends on the last shard that has a token. A row without tokens ends on the first.
+        # The row ends on the last shard that has a token. A row without tokens ends on the first
+        # shard.
         shard = jax.lax.axis_index(axis_name)
         last_B = jax.lax.pmax(jnp.where(length_B > 0, shard, 0), axis_name)
         final = jax.lax.psum(jnp.where((shard == last_B)[:, None, None], final, 0), axis_name)
@@ -164,6 +165,9 @@ def _shifted(padded, width: int):
 
 
 def _before_activation(extended, kernel, same):
+    """Returns the outputs [B, T, D] before the activation, for inputs `extended` [B, W - 1 + T,
+    D].
+    """
     return sum(_terms(_shifted(extended, kernel.shape[0]), kernel, same))
 
 
@@ -210,21 +214,21 @@ def _gradients(activation, row_by_row, extended, kernel, ids, dy):
         dz *= gate * (1 + z * (1 - gate))
     time = dz.shape[1]
     # The barrier stops XLA from fusing the computation of these arrays into the operations that
-    # read them. There the padding would turn every read into a branch, and the activation's
-    # gradient would be computed W times. x gets no barrier here, because a barrier would write a
-    # float32 copy of x to memory.
+    # read them. If they were fused, the padding would turn every read into a branch, and the
+    # activation's gradient would be computed W times. x gets no barrier here, because a barrier
+    # would make XLA write a float32 copy of x to memory.
     padded = jnp.pad(dz, ((0, 0), (width - 1, width - 1), (0, 0)))
     padded, same = jax.lax.optimization_barrier((padded, same))
     dz = padded[:, width - 1 : width - 1 + time]
     terms_of = lambda x, dz, same: _terms(_shifted(x, width), [dz] * width, same)
     terms = terms_of(x, dz, same)
-    if row_by_row:  # one row of the batch at a time, so that the W sums stay in a CPU's caches
+    if row_by_row:  # one row of the batch at a time: the W sums stay in a CPU's caches
         x = jax.lax.optimization_barrier(x)
         rows = x[:, None], dz[:, None], None if same is None else same.swapaxes(0, 1)[:, :, None]
         add = lambda sums, row: ([*map(jnp.add, sums, terms_of(*row))], None)
         terms, _ = blocks.scan(add, [jnp.zeros_like(dz[:1])] * width, rows)
     dkernel = jnp.stack([jnp.sum(term, axis=range(term.ndim - 1)) for term in terms])
-    # The input at index s of `extended` is multiplied by kernel[w] for the output at index s - w.
+    # kernel[w] multiplies the input at index s of `extended` for the output at index s - w.
     if same is not None:
         same = jnp.stack([jnp.pad(same[w], ((0, 0), (w, width - 1 - w))) for w in range(width)])
     dx = sum(_terms(_shifted(padded, width)[::-1], weights, same))

@@ -11,11 +11,12 @@ def shapes(**arrays) -> dict:
     `axes` lists the array's axes by letter or size, such as "BTD" or ("B", "T", 3).
 
     Returns:
-      A dict from every letter to the size of its axes.
+      {letter: the size of its axes}.
 
     Raises:
-      ValueError: an array has another number of axes, an axis is empty, axes of one letter have
-        different sizes, or an axis given as a number has another size.
+      ValueError: an array has another number of axes than `axes`, an axis with a letter has size 0,
+        axes with the same letter have different sizes, or an axis given as a number has another
+        size.
     """
     sizes = {}
     for name, (x, axes) in arrays.items():
@@ -38,14 +39,14 @@ def shapes(**arrays) -> dict:
 
 
 def integers(**arrays):
-    """Checks that every array that is not None has an integer dtype."""
+    """Checks that every array has an integer dtype. Arguments that are None are ignored."""
     for name, x in arrays.items():
         if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} has dtype {x.dtype}: expected integers")
 
 
 def implementation(name: str | None, known):
-    """Checks that `name` is one of the `known` implementations, or None."""
+    """Checks that the argument `implementation` of an operator, `name`, is None or in `known`."""
     if name is not None and name not in known:
         raise ValueError(f"implementation={name!r}: expected one of {', '.join(known)}, or None")
 
@@ -55,7 +56,7 @@ def values(wrong: dict):
     message whose condition is true.
 
     Args:
-      wrong: dict from each message to its condition, a traced boolean scalar.
+      wrong: {message: its condition, a traced boolean scalar}.
     """
 
     def report(*found):

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import jax
 
-# The value of a user context is part of the key of JAX's caches, so JAX traces a function again for
-# another platform.
+# A "user context" of JAX. Its value is part of the key of JAX's caches, so JAX traces a function
+# again for another platform.
 _platform = jax.make_user_context(None)
 
 
@@ -20,9 +20,9 @@ class CompileTarget(NamedTuple):
 
     Attributes:
       platform: "cpu", "gpu" or "tpu".
-      described: True if `compiling_for` names the platform, or an abstract mesh names one other
-        than this process's default. The process may then have no such device on which to test
-        kernels.
+      described: True if `compiling_for` names the platform, or if an abstract mesh names another
+        platform than this process's default. The process may then have no such device, so kernels
+        cannot be tested.
     """
 
     platform: str
@@ -30,8 +30,8 @@ class CompileTarget(NamedTuple):
 
     @property
     def tpu(self):
-        """JAX's `TpuInfo`, which describes one core of the chip. None on another platform, and
-        where the chip is not known.
+        """JAX's `TpuInfo`, which describes one core of the chip. None on another platform, or if
+        JAX does not know the chip.
         """
         if self.platform != "tpu":
             return None
@@ -45,13 +45,13 @@ class CompileTarget(NamedTuple):
 
     @property
     def memory_bytes(self) -> int | None:
-        """The bytes of HBM of all cores of a TPU chip; None where they are not known."""
+        """The bytes of HBM of all cores of a TPU chip; None if `tpu` is None."""
         chip = self.tpu
         return None if chip is None else chip.hbm_capacity_bytes * chip.num_cores
 
 
 def compile_target() -> CompileTarget:
-    """Returns the target of the current trace. It is read from the first of these that is set:
+    """Returns the target of the current trace. It comes from the first of these that is set:
 
     1. the context `compiling_for`;
     2. the device of the abstract mesh, which `jax.sharding.use_abstract_mesh` sets, and which
@@ -72,9 +72,9 @@ def compile_target() -> CompileTarget:
 
 @contextlib.contextmanager
 def compiling_for(platform: str):
-    """Returns a context in which functions are traced for `platform` ("cpu", "gpu" or "tpu"),
-    whatever devices this machine has. Put `lower(lowering_platforms=…)` and `jax.export` for
-    another platform inside this context.
+    """Returns a context in which operators choose their implementations for `platform` ("cpu",
+    "gpu" or "tpu"), whatever devices this machine has. Use it around `lower(lowering_platforms=…)`
+    and `jax.export` for another platform.
     """
     with _platform(_our_name(platform)):
         yield

@@ -1,4 +1,4 @@
-"""The cross-entropy of a linear head. It never stores an array of all logits [R, V].
+"""The cross-entropy loss of a linear head, computed without storing the logits of all rows, [R, V].
 
 R rows, C rows per chunk, D model width, V vocabulary size.
 """
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.ops.compile_target import compile_target
 
-# The number of logits in one chunk. On a CPU 2**22 float32 logits, 16 MB, stay in the last-level
-# cache: with 2048 rows and a vocabulary of 8192, chunks of 256 to 512 rows are 15 % faster than one
-# chunk of all rows. Accelerators are faster with larger chunks, because products of many rows are
-# faster and every chunk reads and writes dw. The float32 logits of a chunk take half a GiB on a
-# GPU, and 1 / _MEMORY_PART of the chip's memory on a TPU.
+# The largest number of logits in one chunk. On a CPU 2**22 float32 logits, 16 MB, stay in the
+# last-level cache: with 2048 rows and a vocabulary of 8192, chunks of 256 to 512 rows are 15 %
+# faster than one chunk of all rows. Accelerators are faster with larger chunks, because matrix
+# products of many rows are more efficient, and because every chunk reads and writes dw. The float32
+# logits of a chunk take half a GiB on a GPU, and 1 / _MEMORY_PART of the chip's memory on a TPU.
 _CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 2**22, 2**27
 _MIN_CHUNK_ROWS = 512
 _MEMORY_PART = 32
@@ -38,10 +38,11 @@ def linear_cross_entropy(
     of rows after another, and results for each row.
 
     If the call is differentiated, the forward pass also computes the gradients of each chunk from
-    the chunk's logits, and the backward pass multiplies them by the scalar cotangent. Each chunk
-    takes three matrix products. On a TPU it takes two more for a narrow model, because there
-    computing the logits again takes less time than writing and reading them. The arrays saved
-    between the passes are dx [R, D], dw [D, V] and vectors [R]; no array [R, V] is saved.
+    the chunk's logits. The backward pass only multiplies them by the gradient of the loss, a
+    scalar. Each chunk takes three matrix products. For a narrow model on a TPU it takes two more,
+    which compute the logits again, because that takes less time than writing them to HBM and
+    reading them. The arrays saved between the passes are dx [R, D], dw [D, V] and vectors [R]; no
+    array [R, V] is saved.
 
     Args:
       x: [R, D], the inputs of the head, in the dtype of computation.
@@ -109,8 +110,8 @@ _operator.defvjp(_forward, _backward)
 
 
 def _scan_chunks(chunk, x, w, targets, weights, *, gradients):
-    """Returns (loss, rows, (dx, dw)), with dw in the dtype of accumulation. If `gradients` is
-    False, dx and dw are None.
+    """Returns (loss, rows, (dx, dw)). dw has the dtype of accumulation, at least float32. If
+    `gradients` is False, dx and dw are None.
     """
     wide = jnp.promote_types(jnp.float32, x.dtype)
     w_DV = w.astype(x.dtype)
@@ -130,24 +131,28 @@ def _scan_chunks(chunk, x, w, targets, weights, *, gradients):
 
 
 def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
+    """Returns the `Rows` of a chunk and, if `gradients`, the gradients dx [C, D] and dw [D, V] that
+    the chunk contributes; else None for both.
+    """
+
     def product(*after):
-        """Computes the logits. XLA computes them again for each call with other arrays `after`, and
-        only after those arrays are known.
+        """Computes the logits. In a call with other arrays `after`, XLA computes the logits again,
+        and does so only after these arrays are known.
         """
         return jnp.dot(
             jax.lax.optimization_barrier((x_CD, *after))[0], w_DV, preferred_element_type=wide
         )
 
     logits_CV, chip = product(), compile_target().tpu
-    # XLA fuses the reductions over the logits with the product that computes the logits. So
-    # computing that product twice more may take less time than writing the logits once and reading
-    # them three times.
+    # XLA fuses the reductions over the logits with the product that computes the logits, so that
+    # the logits need not be written to HBM. Two more such products may take less time than writing
+    # the logits once and reading them three times.
     recompute = chip and x_CD.shape[1] * chip.mem_bw_bytes_per_second < 3 * chip.bf16_ops_per_second
     logits = product if recompute else lambda *_: logits_CV
     index_1V = jnp.arange(w_DV.shape[1], dtype=jnp.int32)[None]
     hit_CV = index_1V == target_C[:, None]
     largest_C = jnp.max(logits_CV, axis=1)
-    # The index is taken from the same product as the largest logit, because a repeated product may
+    # The index comes from the same product as the largest logit, because a repeated product may
     # round differently.
     best_C = (
         jnp.argmax(logits_CV, axis=1).astype(jnp.int32)
@@ -161,8 +166,8 @@ def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
     figures = Rows(logsumexp_C - target_logit_C, logsumexp_C, best_C, best_C == target_C)
     if not gradients:
         return figures, None, None
-    # The gradient is exp · (weight / total), minus the weight at the target. Written like this, it
-    # takes one division per row.
+    # The gradient of a logit is weight · softmax, minus the weight at the target. As exp · (weight
+    # / total) it takes one division per row, not one per logit.
     exp_CV = jnp.exp(logits(total_C) - largest_C[:, None])
     dlogits_CV = exp_CV * (weight_C / total_C)[:, None] - jnp.where(hit_CV, weight_C[:, None], 0)
     dlogits_CV = dlogits_CV.astype(x_CD.dtype)

@@ -1,5 +1,5 @@
 """Routed experts for a small batch on a CPU, as in decoding. If the tokens chose few of the
-experts, only those experts are computed.
+experts, only the chosen experts are computed.
 
 R tokens, A choices per token, E experts, D model width, I expert width, C tokens that an expert
 processes at a time.
@@ -8,13 +8,14 @@ processes at a time.
 import jax
 import jax.numpy as jnp
 
-# A product of fewer rows takes as long as one of this many, because reading the weights takes most
-# of the time.
+# The least number of rows of an expert's product. A product of fewer rows takes as long, because
+# reading the weights takes most of the time.
 _MIN_ROWS = 4
 
 
 def is_decode_batch(tokens: int, choices: int, experts: int, stacked: bool = False) -> bool:
-    """Whether `decode_moe` is faster than sorting the choices by expert.
+    """Whether `decode_moe` is faster than sorting the choices by expert and computing a grouped
+    product.
 
     Args:
       tokens: number of tokens (R).
@@ -66,17 +67,18 @@ def decode_moe(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
 
 
 def _reads_all(tokens, choices, experts, layer) -> bool:
-    """Whether `decode_moe` computes all experts in one product. It does so if the tokens are likely
-    to use most of them, because slicing one expert's weights out takes as long as its products. It
-    does not if the weights are stacked over layers, because then all weights of the layer would
-    have to be sliced out.
+    """Whether `decode_moe` computes all experts in one product. This is faster if the tokens are
+    likely to choose most of the experts, because slicing one expert's weights out of the array
+    takes as long as the expert's products. It is not faster if the array holds the weights of
+    several layers, because the weights of all experts of the layer would first have to be sliced
+    out.
     """
     return tokens > 2 and 2 * tokens * choices > experts and not layer
 
 
 def _all_at_once(x_RD, weight_RA, expert_RA, gate_up, down):
-    """Computes all experts at once. Each pass takes up to C tokens of every expert, and there are
-    as many passes as the expert with the most tokens needs, which is one in most cases.
+    """Computes all experts at once. Each pass computes up to C tokens of every expert. Passes are
+    run until the expert with the most tokens is done; in most cases one pass is enough.
     """
     (r, a), e = expert_RA.shape, len(gate_up)
     used_RE, weight_RE = _by_expert(weight_RA, expert_RA, e)

@@ -1,4 +1,4 @@
-"""RMS norm of each head times a SiLU gate, or a sigmoid one.
+"""The RMS norm of each head, multiplied by a SiLU or sigmoid gate.
 
 B batch, T time, H heads of V channels.
 """
@@ -15,17 +15,19 @@ GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
 def gated_norm(o, gate, weight, eps: float, gate_type: str = "silu"):
-    """y = o / rms(o) · weight · silu(gate), with the root mean square over the channels of a head.
+    """Returns y = o / rms(o) · weight · silu(gate), with the root mean square over the channels of
+    each head.
 
-    The output norm of Gated DeltaNet (https://arxiv.org/abs/2412.06464), fla's
-    `FusedRMSNormGated`. With kernels, on a TPU or a Hopper GPU, it is one pass over memory forward
-    and one backward; with another gate it is XLA's form.
+    This is the output norm of Gated DeltaNet (https://arxiv.org/abs/2412.06464), called
+    `FusedRMSNormGated` in the library fla. For the gate "silu" there are kernels for TPUs and
+    Hopper GPUs, which read and write each array once in the forward pass and once in the backward
+    pass. Other gates run in XLA alone.
 
     Args:
       o, gate: [B, T, H · V].
       weight: [V].
-      eps: is added to the mean square.
-      gate_type: the function of the gate, one of `GATES`.
+      eps: number added to the mean square.
+      gate_type: name of the function that is applied to the gate, "silu" or "sigmoid".
 
     Returns:
       y: [B, T, H · V] in o's dtype, computed in float32.
@@ -51,7 +53,7 @@ _operator.defvjp(
 
 
 def in_xla(eps, o, gate, weight, gate_type: str = "silu"):
-    """`gated_norm` in XLA alone."""
+    """Computes `gated_norm` in XLA alone."""
     wide = jnp.promote_types(jnp.float32, o.dtype)
     heads = o.astype(wide).reshape(*o.shape[:2], -1, weight.shape[0])
     normed = (

@@ -1,9 +1,10 @@
 """Grouped matrix products: the rows are sorted by group, and each row is multiplied by the matrix
 of its group, as in a mixture of experts.
 
-The form "blocked" copies the rows into blocks that hold rows of one group each, padded with zeros.
-It multiplies batches of these blocks, so each row is multiplied by one matrix only. XLA's own
-`ragged_dot` multiplies each row by all matrices on CPUs and GPUs.
+The implementation "blocked" copies the rows into blocks. Each block holds rows of one group, padded
+with zeros. It then computes batched products of blocks and matrices, so each row is multiplied by
+one matrix only. `jax.lax.ragged_dot`, which XLA compiles well for TPUs, multiplies each row by all
+matrices on CPUs and GPUs.
 
 R rows, C rows per block, D input width, F output width, E groups (experts), G = min(E, R) the
 largest number of groups that can have rows, I expert width, n batches of K blocks each, W groups
@@ -25,13 +26,14 @@ IMPLEMENTATIONS = ("blocked", "ragged_dot")
 
 
 class BlockSizes(NamedTuple):
-    """How the form "blocked" splits rows into blocks.
+    """How the implementation "blocked" splits rows into blocks.
 
     Attributes:
       largest: the largest number of rows in a block.
-      per_group: the least number of blocks that a group of mean size fills, if a block may be that
-        short. The padding of a group takes less than one block.
-      batch: the number of elements of the weights that are copied for one batch of blocks.
+      per_group: the number of blocks into which a group of mean size is split, if the blocks are
+        not too short then. More blocks mean less padding, because each group has less than one
+        block of padding.
+      batch: the largest number of elements of the weights that are copied for one batch of blocks.
     """
 
     largest: int
@@ -40,12 +42,12 @@ class BlockSizes(NamedTuple):
 
 
 # The fastest of several sizes for 8 to 64 groups and 8192 to 16384 rows, by
-# benchmarks/grouped_matmul.py. The copied weights stay in the cache.
+# benchmarks/grouped_matmul.py. With these sizes the copied weights stay in the cache.
 _CPU = BlockSizes(largest=128, per_group=1, batch=2**20)
-# These sizes have not been timed. Long blocks need few copies of the weights. The blocks of a batch
-# are one batched product, which should occupy the whole chip.
+# These sizes have not been timed. With long blocks, the weights are copied less often. A batch of
+# blocks is one batched product, which should be large enough to occupy the whole chip.
 _GPU = BlockSizes(largest=512, per_group=8, batch=2**26)
-_FULL_TILE = 64  # rows of a tile of the matrix unit: shorter blocks take no less time
+_FULL_TILE = 64  # a product of fewer rows takes no less time
 
 
 def grouped_matmul(
@@ -193,7 +195,7 @@ def _ragged_gradients(x, w, group_sizes, dy):
 
 
 class _Plan(NamedTuple):
-    """Which rows lie in which blocks. The rank of a group is its index among the groups that have
+    """Which rows lie in which blocks. The "rank" of a group is its index among the groups that have
     rows.
     """
 
@@ -201,7 +203,7 @@ class _Plan(NamedTuple):
     first: jax.Array  # [n] the smallest rank among the W groups of each batch
     member: jax.Array  # [n, W, K] whether the block belongs to the group of rank first + w
     row: jax.Array  # [n, K, C] the index of the row at each position of each block
-    filled: jax.Array  # [n, K, C] whether the position holds that row; if not, it holds zeros
+    filled: jax.Array  # [n, K, C] whether the position holds that row, not padding
     place: jax.Array  # [R] the position of each row in the flattened [n, K, C]
     used: jax.Array  # [R] whether the row belongs to a group
     rank: jax.Array  # [E] the rank of each group
@@ -210,7 +212,7 @@ class _Plan(NamedTuple):
 
 def _block_size(sizes: BlockSizes, rows: int, groups: int) -> int:
     """Returns C, the rows of a block: a power of two that is at most the mean number of rows of a
-    group. A larger block would waste more, because up to one block of each group is padding.
+    group. Larger blocks would have more padding, because the last block of each group is padded.
     """
     mean = rows // groups
     return min(
@@ -219,7 +221,7 @@ def _block_size(sizes: BlockSizes, rows: int, groups: int) -> int:
 
 
 def _plan(sizes: BlockSizes, group_sizes, rows: int, weights: int) -> _Plan:
-    """Returns the plan for groups of the sizes `group_sizes` [E].
+    """Returns the plan for groups of the given sizes.
 
     Args:
       sizes: the limits for blocks and batches.
@@ -229,7 +231,7 @@ def _plan(sizes: BlockSizes, group_sizes, rows: int, weights: int) -> _Plan:
     """
     groups = min(group_sizes.shape[0], rows)
     size = _block_size(sizes, rows, groups)
-    blocks = min(rows // size + groups, rows)  # enough blocks for any sizes of the groups
+    blocks = min(rows // size + groups, rows)  # enough for any group sizes
     batches = -(-blocks // min(blocks, max(sizes.batch // weights, 1)))
     batch = -(-blocks // batches)
 
@@ -242,7 +244,7 @@ def _plan(sizes: BlockSizes, group_sizes, rows: int, weights: int) -> _Plan:
 
     ends_by = lambda end_G, index: jnp.sum(end_G <= index[..., None], axis=-1)
     block = jnp.arange(batches * batch).reshape(batches, batch)
-    # Blocks after those that the groups need get the last rank and hold no row.
+    # The blocks that no group needs get the last rank and hold no row.
     rank = jnp.minimum(ends_by(block_end_G, block), groups - 1)
     row = ((end_G - size_G)[rank] + (block - block_start_G[rank]) * size)[..., None] + jnp.arange(
         size
@@ -267,14 +269,14 @@ def _plan(sizes: BlockSizes, group_sizes, rows: int, weights: int) -> _Plan:
 
 
 def _scan_batches(plan: _Plan, rows, weights, step):
-    """Runs `step` on one batch of blocks after another. Below, the widths D and F differ from array
-    to array.
+    """Runs `step` on one batch of blocks after another. In the shapes below, D and F stand for any
+    widths, which differ from array to array.
 
     Args:
       plan: which rows lie in which blocks.
       rows: tuple of arrays [R, F], which `step` takes in blocks.
-      weights: tuple of arrays [E, D, F]. Their shapes are those of the sums of terms, and the sums
-        are cast to their dtypes.
+      weights: tuple of arrays [E, D, F], one for each array of terms. The sum of the terms gets its
+        shape and dtype.
       step: function that takes the group of each block, [K], and for each array of `rows` its
         blocks, [K, C, F]. It returns a tuple of outputs [K, C, F] and a tuple of terms [K, D, F].
 
@@ -286,8 +288,8 @@ def _scan_batches(plan: _Plan, rows, weights, step):
     def batch(totals, inputs):
         group, first, member, *blocks = inputs
         outputs, terms = step(group, *blocks)
-        # The sums of terms are rounded to bfloat16 where the rows are bfloat16, so their terms may
-        # be rounded to the 11 significant bits of a GPU's tf32.
+        # If the rows are bfloat16, the sums of terms are rounded to bfloat16 at the end. So the
+        # terms may be rounded to the 11 significant bits of tf32 on a GPU.
         precision = (
             jax.lax.Precision.DEFAULT
             if rows[0].dtype == jnp.bfloat16
@@ -316,8 +318,8 @@ def _scan_batches(plan: _Plan, rows, weights, step):
 
 
 def _add(total, first, member_WK, term, precision):
-    """Returns `total` where, for every g < W, total[first + g] is increased by the sum of `term`
-    over the blocks k with member_WK[g, k].
+    """Returns `total` [G, D, F], after adding to total[first + g], for every g < W, the sum of
+    term[k] over the blocks k for which member_WK[g, k] is true.
     """
     sums = jnp.einsum("wk,kdf->wdf", member_WK.astype(term.dtype), term, precision=precision)
     old = jax.lax.dynamic_slice_in_dim(total, first, member_WK.shape[0])
@@ -340,8 +342,8 @@ def _transposed_product(x_KCD, y_KCF):
     """Returns xᵀ y of each block, [K, D, F], in the dtype of accumulation."""
     x_KDC = x_KCD.swapaxes(1, 2)
     if compile_target().platform == "cpu":
-        # Without the barrier XLA folds the transpose into the product, which then takes 1.5 times
-        # as long.
+        # Without the barrier, XLA folds the transpose into the product, and the product takes 1.5
+        # times as long.
         x_KDC = jax.lax.optimization_barrier(x_KDC)
     return jnp.einsum("kdc,kcf->kdf", x_KDC, y_KCF, preferred_element_type=wide(x_KCD))
 

@@ -1,10 +1,11 @@
-"""Chooses which implementation of an operator runs a call.
+"""Chooses the implementation of an operator that runs a call.
 
-An operator has one or more forms, which use XLA alone and which a table beside the operator's API
-lists. An operator may also have kernels, which the plugin package `qwen3next_jax.kernels` lists by
-operator. If a call names an implementation, `choose` returns it, or raises an error that says why
-it cannot run. If a call names none, `choose` returns the best one for the platform that the program
-is compiled for (`compile_target`). Without the plugin every operator runs one of its forms.
+There are two kinds of implementations. A "form" uses XLA alone; the operator's own module lists its
+forms in a tuple `FORMS`. An operator may also have kernels, which the plugin package
+`qwen3next_jax.kernels` lists by operator. If a call names an implementation, `choose` returns it,
+or raises an error that says why it cannot run. If a call names none, `choose` returns the best one
+for the platform that the program is compiled for (`compile_target`). If the plugin is not
+installed, every operator runs one of its forms.
 """
 
 import dataclasses
@@ -35,8 +36,8 @@ class Form:
       name: name of the form, which the operator's argument `implementation` takes. Several forms of
         an operator may have one name.
       platforms: platforms on which the form is the default if no kernel runs. A call that names the
-        form can run it on every platform: it gets the form of that name that lists the platform, or
-        the last form of that name if none does.
+        form can run on every platform: it runs the form of that name that lists the platform, or,
+        if there is none, the last form of that name.
       functions: the form's functions by name, such as "forward" and "backward".
     """
 
@@ -67,8 +68,8 @@ class Kernel:
     module: str
 
     def load(self) -> ModuleType:
-        """Imports the module and returns it. If the import fails, it raises an ImportError that
-        quotes the plugin's entry.
+        """Imports the module and returns it. Raises an ImportError that quotes the plugin's entry
+        if the import fails.
         """
         try:
             return importlib.import_module(self.module)
@@ -93,8 +94,8 @@ class Kernel:
 
 
 class Chosen(NamedTuple):
-    """The implementation that runs one call, forward and backward. It is hashable, so that a
-    function with a custom gradient can take it as a static argument.
+    """The implementation that runs the forward and the backward pass of one call. It is hashable,
+    so that a function with a custom gradient can take it as a static argument.
 
     Attributes:
       implementation: the form or the kernels.
@@ -121,7 +122,7 @@ class Chosen(NamedTuple):
 
     def constant(self, name: str, default):
         """Returns the constant called `name` of the kernels' module. Returns `default` if the
-        module has no such constant, and for a form.
+        module has no such constant, or if the implementation is a form.
         """
         return getattr(self.implementation.load(), name, default) if self.is_kernel else default
 
@@ -132,7 +133,7 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
     Args:
       operator: name of the operator in the plugin's table.
       named: name of the implementation that the caller asks for; None asks for the best one.
-      forms: the operator's forms in XLA. The error message recommends the first.
+      forms: the operator's forms. The message of `Unsupported` recommends the first one.
       call: the arrays and settings of the call, which the function `supports` of the operator's
         kernels takes.
 

@@ -1,5 +1,5 @@
-"""How a layer should arrange its arrays for the platform that the program is compiled for. Layers
-call these functions, so that no layer names a platform.
+"""Decisions of layers that depend on the platform that the program is compiled for. Layers call
+these functions, so that their own code names no platform.
 """
 
 import jax
@@ -12,8 +12,8 @@ _LANES = 128
 
 
 def heads_side_by_side(*widths: int) -> bool:
-    """Whether the operators of a recurrent layer pass arrays [B, T, heads · width] to each other
-    instead of [B, T, heads, width]. They do so on a GPU, and on a TPU if every one of `widths`
+    """Whether a recurrent layer passes arrays [B, T, heads · width] from operator to operator,
+    instead of [B, T, heads, width]. It does so on a GPU, and on a TPU if every one of `widths`
     (channels per head) is a multiple of the 128 lanes.
     """
     platform = compile_target().platform
@@ -21,30 +21,32 @@ def heads_side_by_side(*widths: int) -> bool:
 
 
 def experts_in_tiles() -> bool:
-    """Whether the operator `routed_experts`, which lays out the tokens of each expert in tiles of
-    rows, computes the experts for every dtype and number of tokens.
+    """Whether a layer computes its experts with the operator `routed_experts` (which lays out the
+    rows of each expert in tiles) for every dtype and number of tokens. This is so on a TPU. On
+    other platforms, a layer uses other implementations for float32 and for few tokens.
     """
     return compile_target().platform == "tpu"
 
 
 def experts_in_caches() -> bool:
-    """Whether the experts are computed in the way that suits a CPU's caches: the rows are sorted by
-    expert, and for few tokens only the experts that a token chose are computed.
+    """Whether a layer computes its experts in the way that suits a CPU's caches: it sorts the rows
+    by expert, and for few tokens it computes only the experts that a token chose.
     """
     return compile_target().platform == "cpu"
 
 
 def unroll_short_loops() -> bool:
-    """Whether a loop over few layers is unrolled. It is unrolled on a TPU, where a loop copies
-    every slice that it reads from or writes to the stacked arrays of the layers.
+    """Whether a model unrolls a loop over few layers. It does so on a TPU, because a loop there
+    copies every slice that it reads from or writes to the arrays of all layers.
     """
     return compile_target().platform == "tpu"
 
 
 def float32_precision(dtype) -> jax.lax.Precision:
-    """Returns the precision for float32 matrix products whose operands were cast from `dtype`. On a
-    TPU, operands cast from bfloat16 get HIGH, which takes three bfloat16 passes; its results differ
-    by 2e-6 from those of the six passes of HIGHEST.
+    """Returns the precision for float32 matrix products whose operands were cast from `dtype`. The
+    precision is HIGHEST, except for operands cast from bfloat16 on a TPU: there it is HIGH, which
+    takes three bfloat16 passes instead of six. The results of HIGH and HIGHEST differ by 2e-6
+    (relative).
     """
     if compile_target().platform == "tpu" and dtype == jnp.bfloat16:
         return jax.lax.Precision.HIGH
@@ -52,12 +54,12 @@ def float32_precision(dtype) -> jax.lax.Precision:
 
 
 def row_major(x):
-    """Returns x; on a TPU with the constraint that its layout in memory is row-major, which is the
-    layout that kernels read and write.
+    """Returns x. On a TPU, it adds the constraint that the layout of x in memory is row-major,
+    which is the layout that kernels read and write.
 
-    Use it on arrays of rows that devices exchange. Without it the TPU's compiler may give the
-    exchanged array the layout of a neighbouring operation, and then copies that whole array, which
-    is many times as large as the rows of one device.
+    Use it on arrays of rows that devices exchange. Without the constraint, the TPU's compiler may
+    give the exchanged array the layout that a neighbouring operation has. It then has to copy the
+    whole array, which is many times as large as the rows of one device.
     """
     if compile_target().platform != "tpu":
         return x

@@ -1,5 +1,5 @@
-"""Exchange of rows between the shards of a mesh axis. Each pair of shards may exchange another
-number of rows.
+"""Exchange of rows between the shards of a mesh axis. The number of rows may differ for each pair
+of shards.
 
 Q rows of a shard's input, P rows of its output, S shards.
 """
@@ -20,9 +20,11 @@ def exchange(rows, output, read_SS, rows_SS, land_SS, axis: str):
     Args:
       rows: [Q, …], the array from which this shard sends rows.
       output: [P, …], the array into which the received rows are written.
-      read_SS: [S, S] integers, the first row to send; the same on all shards.
-      rows_SS: [S, S] integers, the number of rows to send; the same on all shards.
-      land_SS: [S, S] integers, the first row to write; the same on all shards.
+      read_SS: [S, S] integers, the index in `rows` of the first row to send; the same array on all
+        shards.
+      rows_SS: [S, S] integers, the number of rows to send; the same array on all shards.
+      land_SS: [S, S] integers, the index in `output` of the first row to write; the same array on
+        all shards.
       axis: name of the mesh axis.
     """
     read_SS, rows_SS, land_SS = (a.astype(jnp.int32) for a in (read_SS, rows_SS, land_SS))

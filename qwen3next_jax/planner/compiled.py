@@ -1,8 +1,8 @@
 """Reads the costs of a compiled program: memory by purpose, collectives by mesh axis, FLOPs and HBM
 traffic.
 
-All numbers are for one device and one run of the program. An instruction in a loop counts once per
-trip.
+All numbers are for one device and one run of the program. An instruction in a loop counts once for
+each trip of the loop.
 """
 
 import math
@@ -26,24 +26,24 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-# XLA's name of a precision → the number of passes that the matrix unit needs for a product of
-# float32 operands
+# {XLA's name of a precision: the number of bfloat16 passes in which the matrix unit computes a
+# product of float32 operands}
 _PASSES = {"high": 3, "highest": 6}
 
 
 class Collective(NamedTuple):
-    """One collective of the program.
+    """One collective instruction of the program.
 
     Attributes:
       kind: one of COLLECTIVES.
       axes: the mesh axes over which the devices exchange data, in the mesh's order. For a
-        permutation, these are the axes along which the two devices of any pair differ.
+        permutation, these are the axes along which source and target differ in at least one pair.
       group: number of devices that exchange data with each other.
       sent: bytes that leave each device when the collective runs once, with the best algorithm on a
-        ring of n devices. For an array of S bytes per device: (n - 1) S for all-gather, (n - 1)/n S
-        for reduce-scatter and all-to-all, 2 (n - 1)/n S for all-reduce. For a ragged all-to-all, S
-        is the size of the smaller of its two buffers, because the larger one has capacity for an
-        uneven load.
+        ring of n devices. For an operand of S bytes on each device: (n - 1) S for all-gather, (n -
+        1)/n S for reduce-scatter and all-to-all, 2 (n - 1)/n S for all-reduce. For a ragged
+        all-to-all, S is the size of the smaller of its two buffers (input and output), because the
+        larger one has additional room for an uneven load.
       times: how often the collective runs in one run of the program.
     """
 
@@ -64,11 +64,14 @@ class Memory(NamedTuple):
 
     Attributes:
       parameters, optimizer: the device's shards of the parameters and of the optimizer's state.
-      gradients: arrays that the backward layer scans stack up for the optimizer.
-      activations: arrays that the forward layer scans stack up for the backward pass.
+      gradients: arrays that the scans over layers in the backward pass fill with gradients, one
+        layer per trip.
+      activations: arrays that the scans over layers in the forward pass fill for the backward pass,
+        one layer per trip.
       temporaries: everything else that the program needs while it runs.
-      other: the batch, the outputs, padding in the layout of the state, and the program's code.
-      peak: the sum of all of these, as the compiler reports it.
+      other: the batch, the outputs, padding in the layouts of parameters and optimizer state, and
+        the program's code.
+      peak: the sum of all fields above, which the compiler reports.
     """
 
     parameters: float
@@ -84,7 +87,9 @@ class Memory(NamedTuple):
 
 
 def collective_kind(instruction: Instruction) -> str:
-    """The entry of COLLECTIVES that an instruction is or starts; "" if it is no collective."""
+    """Returns the entry of COLLECTIVES that an instruction is or starts; "" if it is no
+    collective.
+    """
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in COLLECTIVES else ""
 
@@ -102,9 +107,9 @@ def fused_collective(
 
 
 def _scatters(computation: Computation, reduction: Instruction) -> bool:
-    """Whether a computation does nothing but slice the result of the all-reduce `reduction`. In
-    this form the TPU compiler writes a reduce-scatter, and it runs such a fusion as a
-    reduce-scatter (its emitter is the "AllReduceScatterFusion").
+    """Whether the only thing that a computation does with the result of the all-reduce `reduction`
+    is to take slices of it. The TPU compiler expresses a reduce-scatter as a fusion of this form
+    and runs it as a reduce-scatter ("AllReduceScatterFusion").
     """
     root = computation.root
     for name in root.operands if root.opcode == "tuple" else (root.name,):
@@ -149,8 +154,8 @@ def read_collective(
 
 
 def permuted_pairs(instruction: Instruction) -> np.ndarray:
-    """Returns the (source, target) pairs [n, 2] of a collective-permute, without the pairs in which
-    both are the same device.
+    """Returns the (source, target) pairs [n, 2] of a collective-permute, without the pairs whose
+    source and target are the same device.
     """
     text = instruction.attribute("source_target_pairs")
     pairs = np.array(
@@ -160,7 +165,7 @@ def permuted_pairs(instruction: Instruction) -> np.ndarray:
 
 
 def program_collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
-    """Returns every collective that moves data, in the order of the program."""
+    """Returns the collectives that send data, in the order of the program."""
     found = []
     for step in program.walk():
         if collective_kind(step.instruction):
@@ -174,7 +179,7 @@ def replica_groups(text: str) -> np.ndarray | None:
     Returns:
       [groups, devices], the devices of each group; None if one group has all devices.
 
-    XLA writes the attribute in one of these forms:
+    The attribute has one of these forms:
 
         {{0,1},{2,3}}                       lists of devices
         [2,2]<=[4], [2,2]<=[2,2]T(1,0)      an iota, reshaped and transposed
@@ -203,8 +208,9 @@ def _named_groups(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
     Args:
       mesh: names and sizes of the mesh's axes, such as "'x'=2,'y'=4".
       device_ids: the ids of the mesh's devices; None: 0, 1, ….
-      axes: the axes along which the groups lie, such as "'y':(2)2". 'y':(before)size is the factor
-        `size` of y after factors whose product is `before`.
+      axes: the axes along which the groups lie, such as "'y':(2)2". 'y':(before)size means that the
+        axis y is split into three factors, before · size · rest, and that the groups lie along the
+        second factor.
     """
     dims = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     total = math.prod(dims.values())
@@ -253,11 +259,12 @@ def _differing(mesh: jax.sharding.Mesh, pairs: np.ndarray) -> tuple[str, ...]:
 def instruction_flops(
     program: Program, computation: Computation, instruction: Instruction
 ) -> float:
-    """Returns the FLOPs of the matrix products in one run of an instruction, times the passes
-    (`_PASSES`) that their precision needs. Elementwise work counts 0.
+    """Returns the FLOPs of the matrix products in one run of an instruction, each multiplied by the
+    number of passes (`_PASSES`) that its precision needs. Elementwise operations count 0.
 
-    The FLOPs of a fusion are those of the instructions inside it. Loops and branches have none of
-    their own. For kernels see `_kernel_flops`; a kernel whose FLOPs are unknown counts 0.
+    The FLOPs of a fusion are the sum over the instructions inside it. Loops and conditionals count
+    0; the instructions that they run are counted in their own computations. `_kernel_flops` gives
+    the FLOPs of kernels; a kernel whose FLOPs are unknown counts 0.
     """
     if instruction.opcode == "fusion":
         return sum(
@@ -274,14 +281,16 @@ def instruction_flops(
 
 
 def _kernel_flops(computation: Computation, instruction: Instruction) -> float | None:
-    """Returns the FLOPs of one run of a kernel, as the kernel states them or by a formula for
-    kernels whose names are known; None if they are unknown.
+    """Returns the FLOPs of one run of a kernel; None if they are unknown. They are the number that
+    the kernel states, or come from a formula for splash attention and for the kernels of the gated
+    delta rule.
     """
     stated = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.attributes)
     if stated:
         return float(stated.group(1))
     splash = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
-    # kernels/tpu/splash_attention.py names the mask in a scope around the call.
+    # kernels/tpu/splash_attention.py puts the kind of mask into the name of a scope around the
+    # call.
     mask = re.search(r"\bsplash_(causal|full)\b", instruction.op_name)
     if splash and mask:
         queries, keys = _attention_operands(computation, instruction)[:2]
@@ -290,21 +299,22 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
         return products * 2.0 * math.prod(queries.dims) * keys.dims[-2] * visited
     if rule := delta_rule_call(computation, instruction):
         return _delta_rule_flops(rule)
-    # Kernels that compute integers, such as the offsets of ragged_dot, have no products.
+    # Kernels whose results are all integers, such as the offsets of ragged_dot, have no products.
     return 0.0 if all(s.dtype[0] in "su" for s in instruction.shapes) else None
 
 
 def _attention_operands(computation: Computation, instruction: Instruction) -> list[Shape]:
-    """Returns those operands of an attention kernel that have a head dimension: the queries, the
-    keys, and so on.
+    """Returns the shapes of those operands of an attention kernel that have an axis of channels:
+    the queries, the keys, and so on.
     """
     arrays = [s for name in instruction.operands for s in computation[name].shapes]
     return [s for s in arrays if s.dtype in ("bf16", "f32") and len(s.dims) >= 3 and s.dims[-1] > 1]
 
 
 def _delta_rule_flops(rule: "DeltaRuleCall") -> float:
-    """Returns the FLOPs of a delta rule kernel (docs/delta_rule.md). The FLOPs of the inverses do
-    not count, so a kernel with known inverses has as many as one without.
+    """Returns the FLOPs of a kernel of the gated delta rule (docs/delta_rule.md). The FLOPs for
+    computing the inverses do not count, so a kernel that gets the inverses as an input counts as
+    many FLOPs as a kernel that computes them.
     """
     key, value, chunk = rule.key, rule.value, rule.chunk
     if rule.kernel == "map":
@@ -318,8 +328,8 @@ def _delta_rule_flops(rule: "DeltaRuleCall") -> float:
 
 def gpu_flops(program: Program) -> float:
     """Returns the FLOPs (2 × multiply-adds) of all matrix products of a program for a GPU: products
-    by XLA and by cuBLAS, and tokamax's products of grouped rows, without the padding of tiles. A
-    loop whose number of trips the program does not state counts once.
+    of XLA and cuBLAS, and tokamax's grouped products without the padding of tiles. A loop whose
+    number of trips the program does not state counts as one trip.
     """
     return sum(
         times * _gpu_product_flops(computation, instruction)
@@ -328,6 +338,9 @@ def gpu_flops(program: Program) -> float:
 
 
 def _gpu_product_flops(computation: Computation, instruction: Instruction) -> float:
+    """Returns the FLOPs of one run of an instruction of a GPU program; 0 if it is no matrix
+    product.
+    """
     if instruction.opcode != "custom-call":
         return product_flops(computation, instruction)
     operands = [computation[name] for name in instruction.operands]
@@ -335,23 +348,23 @@ def _gpu_product_flops(computation: Computation, instruction: Instruction) -> fl
     contracted = re.search(r'"lhs_contracting_dimensions":\["(\d+)"\]', instruction.attributes)
     if "matmul" in instruction.attribute("custom_call_target") and contracted:
         return 2.0 * instruction.shapes[0].elements * dims[0][int(contracted[1])]
-    if "ragged_dot_sm90" in instruction.op_name:  # [R, D] by [E, D, F]
+    if "ragged_dot_sm90" in instruction.op_name:  # operands [R, D], [E, D, F]
         return 2.0 * instruction.shapes[0].elements * dims[0][1]
-    if "ragged_contracting_dim_dot_sm90" in instruction.op_name:  # …, …, [D, R] by [R, F]
+    if "ragged_contracting_dim_dot_sm90" in instruction.op_name:  # …, …, [D, R], [R, F]
         return 2.0 * math.prod(dims[2]) * dims[3][1]
     return 0.0
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether an instruction is a TPU kernel, that is, a call of a Mosaic program. Pallas compiles
-    to Mosaic on TPU.
+    """Whether an instruction calls a TPU kernel, that is, a Mosaic program. Pallas compiles kernels
+    for TPUs to Mosaic.
     """
     return instruction.attribute("custom_call_target") == '"tpu_custom_call"'
 
 
 def visited_grid_share(computation: Computation, instruction: Instruction) -> float:
-    """Returns the share of a kernel's grid steps whose bodies run. It is 1 for all kernels but
-    causal attention, which runs only the blocks on the diagonal and below it.
+    """Returns the share of a kernel's grid steps that do any work. It is 1 for all kernels except
+    causal splash attention, which computes only the blocks on the diagonal and below it.
     """
     if "splash_m" not in instruction.name or "splash_causal" not in instruction.op_name:
         return 1.0
@@ -368,11 +381,12 @@ def stated_bytes(instruction: Instruction) -> float:
 
 
 def unknown_kernels(program: Program, schedules: Mapping[str, Schedule] | None = None) -> list[str]:
-    """Returns the traced names, without repetition, of the kernels whose cost is unknown. Such a
-    kernel has neither known FLOPs nor a schedule that is `whole`.
+    """Returns the names, without repetition, of the kernels whose cost is unknown: `_kernel_flops`
+    knows no FLOPs, and there is no schedule whose `whole` is true. The names come from the traced
+    program (`op_name`) if the compiled program records them.
 
     Args:
-      schedules: name of an instruction → its schedule; None: there are no schedules.
+      schedules: {name of an instruction: its schedule}; None if there are no schedules.
     """
     names = {}
     for computation, instruction, _ in program.walk():
@@ -386,10 +400,11 @@ def unknown_kernels(program: Program, schedules: Mapping[str, Schedule] | None =
 
 
 class DeltaRuleCall(NamedTuple):
-    """A call of one of our delta rule kernels.
+    """A call of one of the kernels of the gated delta rule (`kernels/tpu/delta_rule.py`).
 
     Attributes:
-      kernel: "forward", "forward with known inverses", "map" or "backward".
+      kernel: "forward", "forward with known inverses" (which gets the inverses as an input), "map"
+        or "backward".
       tokens: number of tokens in all rows together.
       heads: number of value heads.
       key, value: widths of a head's keys and values.
@@ -405,11 +420,13 @@ class DeltaRuleCall(NamedTuple):
 
 
 def delta_rule_call(computation: Computation, instruction: Instruction) -> DeltaRuleCall | None:
-    """Returns the delta rule kernel that an instruction calls; None for every other instruction."""
+    """Returns the call of a delta rule kernel that an instruction is; None for any other
+    instruction.
+    """
     kernel = re.search(r"gated_delta_rule_(forward|map|backward)", instruction.name)
     if instruction.opcode != "custom-call" or not kernel:
         return None
-    # The first operands are q, k, v [B, T, heads · width] and the summed decay
+    # The first operands are q, k and v [B, T, heads · width] and the running sum of the log decay
     # [B, chunks, blocks, …].
     arrays = [computation[name].shapes[0] for name in instruction.operands]
     (batch, time, _), chunks = arrays[2].dims, arrays[3].dims[1]
@@ -431,18 +448,19 @@ def delta_rule_call(computation: Computation, instruction: Instruction) -> Delta
 
 
 def hbm_bytes(program: Program, computation: Computation, instruction: Instruction) -> float:
-    """Returns the bytes that one run of an instruction outside fusions reads from and writes to
-    HBM.
+    """Returns the bytes that one run of an instruction reads from HBM and writes to HBM. The
+    instruction must not be inside a fusion, because values inside a fusion are not stored in HBM.
 
-    For a slice or an update in place, only the part that it touches counts; for a gather, its
-    result counts, once as read and once as written. Arrays in other memories (VMEM) do not count.
+    For a slice, a gather, or an update in place, only the part that is read or updated counts, once
+    as read and once as written. Arrays in other memories, such as VMEM, do not count.
     """
     op = instruction.opcode
     if op in FREE or op in ("while", "conditional", "call") or op.endswith(("-done", "-update")):
         return 0.0
     if op.endswith("-start") and op.removesuffix("-start") in ("copy", "slice", "dynamic-slice"):
         source = computation[instruction.operands[0]].shapes[0]
-        # The result of a copy is (target, source, …); that of a slice is ((source), target, …).
+        # The shapes of the result are target, source, … for a copy and source, target, … for a
+        # slice.
         target = instruction.shapes[op != "copy-start"]
         moved = min(source.bytes, target.bytes)
         return moved * (source.in_hbm + target.in_hbm)
@@ -478,7 +496,7 @@ def _read(inner: Computation, parameter: Instruction) -> float:
             ):
                 touched += user.bytes
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
-                continue  # in place: only the update is written
+                continue  # in place: the rest is not read
             else:
                 return parameter.bytes
     return min(touched, parameter.bytes)
@@ -489,7 +507,7 @@ def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) ->
 
     Args:
       inner: the computation of the fusion.
-      root: the instruction in it that computes the results.
+      root: the instruction in `inner` that computes the results.
       results: the shapes of the results.
     """
     while root.opcode == "bitcast":
@@ -507,8 +525,8 @@ def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) ->
 
 
 def shard_bytes(tree: Any) -> float:
-    """Returns the bytes of one device's shards of all leaves of a tree. The leaves are arrays, or
-    shapes with shardings.
+    """Returns the bytes of one device's shards of all leaves of a tree. The leaves are arrays or
+    `jax.ShapeDtypeStruct`s with shardings.
     """
     return float(
         sum(
@@ -547,12 +565,13 @@ def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> 
 
 
 def _stacked(program: Program) -> tuple[float, float]:
-    """Returns the bytes in HBM of the arrays that loops fill one trip at a time: first those of
-    forward loops, then those of backward loops.
+    """Returns two sums of bytes in HBM, over the arrays of which each trip of a loop fills one
+    slice: first for the loops of the forward pass, then for the loops of the backward pass.
 
-    A forward scan stacks what its backward scan needs; a backward scan stacks the gradients of the
-    stacked parameters. JAX writes "transpose(" into the name of a backward scan. The stacks of an
-    inner loop live only during one trip of the outer loop, so they count once.
+    In the forward pass, a scan over layers fills the arrays that its backward scan reads. In the
+    backward pass, it fills the gradients of the parameters. The name of a backward scan contains
+    "transpose(". The arrays of an inner loop exist only during one trip of the outer loop, so they
+    count once.
     """
     forward = backward = 0.0
     for step in program.walk():

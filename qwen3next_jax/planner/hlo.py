@@ -1,9 +1,9 @@
 """Parses the text of a compiled XLA program (`compiled.as_text()`): its computations, instructions
 and loops.
 
-The text is the program of one device after partitioning, optimization and, on TPU, scheduling: the
-instructions of a computation are listed in the order in which they start. This file only parses;
-`compiled.py` and `roofline.py` compute memory, traffic and time from the result.
+The text is the program of one device after partitioning and optimization. For a TPU it is also
+scheduled: the instructions of a computation are listed in the order in which they start. This file
+only parses; `compiled.py` and `roofline.py` compute memory, traffic and time from the result.
 """
 
 import dataclasses
@@ -55,7 +55,9 @@ CALLERS = frozenset(("fusion", "call", "conditional", "custom-call", "async-star
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One array of an instruction's type."""
+    """The dtype, dimensions and layout of one array. `layout` is the text in braces after the
+    dimensions, such as "{1,0:T(8,128)}".
+    """
 
     dtype: str
     dims: tuple[int, ...]
@@ -71,8 +73,8 @@ class Shape:
 
     @property
     def in_hbm(self) -> bool:
-        """Whether the array is in the device's main memory. If it is in another memory, the layout
-        contains S(n).
+        """Whether the array is in HBM. The layout of an array in another memory, such as VMEM,
+        contains "S(n)" with the number n of that memory.
         """
         return "S(" not in self.layout
 
@@ -127,7 +129,9 @@ class Instruction:
 
 
 class Computation(dict[str, Instruction]):
-    """A computation: name → instruction, in the order in which the instructions start."""
+    """A computation: a dict from the names of its instructions to the instructions, in the order of
+    the text.
+    """
 
     @property
     def root(self) -> Instruction:
@@ -149,7 +153,9 @@ class Computation(dict[str, Instruction]):
 
 
 class Step(NamedTuple):
-    """One instruction that `Program.walk` visits, its computation, and how often it runs."""
+    """One instruction that `Program.walk` yields, its computation, and how often it runs in one run
+    of the program.
+    """
 
     computation: Computation
     instruction: Instruction
@@ -161,10 +167,10 @@ class Program:
     """A parsed program.
 
     Attributes:
-      computations: name → computation.
+      computations: {name: computation}.
       entry: name of the computation that runs first.
-      functions: id of a stack frame → the innermost function of this package on the stack, as
-        "file function".
+      functions: {id of a stack frame: the innermost function of this package on that stack, as
+        "file function"}.
     """
 
     computations: dict[str, Computation]
@@ -175,10 +181,11 @@ class Program:
         """Returns the function of this package from whose code an instruction was compiled, as
         "file function"; "?" if it is unknown.
 
-        If the function of a fusion is not recorded, that of a product inside counts, or else that
-        of the first instruction inside that has one. For a custom call or a started call without
-        a recorded function, the instruction's own name is returned. Any other instruction without
-        a recorded function has the function of its first operand.
+        The program records a stack frame for most instructions. For a fusion without one, the
+        method returns the function of a matrix product inside the fusion, or else of the first
+        instruction inside that has a frame. For a custom call or an asynchronous call without a
+        frame, it returns the instruction's own name. For any other instruction without a frame, it
+        returns the function of the first operand.
         """
         candidates = [instruction]
         if instruction.opcode == "fusion":
@@ -202,10 +209,11 @@ class Program:
         }
 
     def trips(self, computation: Computation, loop: Instruction) -> int | None:
-        """Returns how often the body of a `while` runs; None if the program does not tell.
+        """Returns how often the body of the `while` instruction `loop` runs; None if the program
+        does not tell.
 
-        Either the compiler states the number, or it follows from the loop's counter: from its
-        start, its step, and the bound with which the condition compares it.
+        Either the compiler states the number, or the method computes it from the loop's counter:
+        from its first value, its step, and the bound with which the loop's condition compares it.
         """
         stated = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if stated:
@@ -218,8 +226,8 @@ class Program:
             return None
 
         def constant(inside: Computation, name: str) -> int | None:
-            """Returns the value of a constant, or of an element of the loop's tuple that no trip
-            changes.
+            """Returns the value of an integer constant, or of an element of the loop's tuple that
+            no trip changes; None for any other value.
             """
             instruction = _source(inside, name)
             if instruction.opcode == "get-tuple-element":
@@ -259,7 +267,9 @@ class Program:
         return max(-(-(bound - start + includes_bound * (step // abs(step))) // step), 0)
 
     def changes(self, body: Computation, index: int) -> bool:
-        """Whether a trip of a loop with this body changes element `index` of the loop's tuple."""
+        """Whether a trip of a loop with this body changes element `index` of the tuple that the
+        loop carries.
+        """
         after = _elements(body, body.root.name)
         return (
             after is None
@@ -268,9 +278,10 @@ class Program:
         )
 
     def walk(self, name: str | None = None, times: float = 1) -> Iterator["Step"]:
-        """Yields every instruction that the computation `name` (default: the entry) runs, with how
-        often it runs. The body of a loop with an unknown number of trips counts once (see
-        `unstated_loops`). All branches of a conditional count.
+        """Yields every instruction that runs in the computation `name` (by default the entry) and
+        in the computations that it calls, with the number of times that the instruction runs. A
+        loop with an unknown number of trips counts as one trip (see `unstated_loops`). All branches
+        of a conditional count.
 
         Args:
           times: how often the computation itself runs.
@@ -284,7 +295,7 @@ class Program:
                 called = (instruction.attribute("body").lstrip("%"),)
                 inner = times * (self.trips(computation, instruction) or 1)
             elif instruction.opcode not in CALLERS:
-                continue  # the function that a reduce or a sort applies to its elements
+                continue  # skip, e.g., the function that a reduce applies to elements
             for callee in called:
                 yield from self.walk(callee, inner)
 
@@ -303,8 +314,8 @@ class Program:
 
 
 def _source(computation: Computation, name: str) -> Instruction:
-    """Returns the instruction that computes the value `name`. If `name` is a copy, this is the
-    instruction whose result is copied.
+    """Returns the instruction that computes the value `name`. If `name` is a copy or a bitcast,
+    this is the instruction whose result is copied.
     """
     instruction = computation[name]
     while instruction.opcode in ("copy", "bitcast", "opt-barrier", "copy-done", "copy-start"):
@@ -313,8 +324,8 @@ def _source(computation: Computation, name: str) -> Instruction:
 
 
 def _elements(computation: Computation, name: str) -> list[Instruction] | None:
-    """Returns the instructions that compute the elements of the tuple `name`; None if the value is
-    not a tuple.
+    """Returns the instructions that compute the elements of the tuple `name`; None if no `tuple`
+    instruction computes `name`.
     """
     instruction = _source(computation, name)
     return (
@@ -347,7 +358,7 @@ def parse(text: str) -> Program:
         elif re.match(r"\s+(?:ROOT )?%", line):
             finish()
             pending = line
-        else:  # an instruction whose attributes contain line ends
+        else:  # a further line of the pending instruction
             pending += " " + line
     return Program(computations, entry, _functions(text))
 
@@ -388,7 +399,7 @@ def _functions(text: str) -> dict[int, str]:
 
 
 def _instruction(line: str) -> Instruction | None:
-    """Parses the instruction in a line; returns None if there is none."""
+    """Parses the text of one instruction. Returns None if `line` is no instruction."""
     m = re.match(r"\s+(ROOT )?%([\w.\-]+) = ", line)
     if not m:
         return None
@@ -413,7 +424,9 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:
-    """Returns the shapes of the arrays in the text of a type."""
+    """Returns the shapes of the arrays in the text of a type, such as "(f32[8,128]{1,0},
+    s32[])".
+    """
     return tuple(
         Shape(dtype, tuple(int(d) for d in dims.split(",") if d), layout)
         for dtype, dims, layout in _SHAPE.findall(text)
@@ -486,11 +499,11 @@ def _pairs(
     base_dilation: int,
     kernel_dilation: int,
 ) -> int:
-    """Returns the number of pairs (output position, kernel position) along one dimension of a
-    convolution that read an element of the input rather than padding.
+    """Returns how many pairs (output position, kernel position) along one dimension of a
+    convolution read an element of the input, not padding.
 
-    XLA may write a batch dimension as a window with strides and dilation. Then there is one pair
-    per element.
+    XLA may express a batch dimension as a spatial dimension with strides and dilation. Then there
+    is one pair per element.
     """
     place = np.arange(out)[:, None] * stride - low + np.arange(kernel) * kernel_dilation
     return int(

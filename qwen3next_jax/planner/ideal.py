@@ -1,27 +1,28 @@
-"""Computes a lower bound of the time of a step on a mesh. It assumes that products, HBM traffic and
-network traffic all run at their peak rates, and at the same time.
+"""Computes a lower bound of the time of a step on a mesh. It assumes that matrix products, HBM
+traffic and network traffic all run at their peak rates, and all at the same time.
 
     ideal = max(products / peak, HBM bytes / bandwidth, bytes over each group of mesh axes /
     bandwidth of its links)
 
-- Products: the model's FLOPs (`model/flops.py`); nothing is computed twice.
-- HBM, weights: six passes over the gathered weights, in the model's dtype. The forward and the
-  backward pass each write a weight (when it is gathered) and read it, and its gradient is written
-  and read.
-- HBM, state: seven passes over a device's shard of the state, in float32. The parameter and its two
-  moments are read and written, and the gradient is read.
-- HBM, activations: four passes over the intermediate values of each token in a layer
-  (`layer_bytes`). The values and their gradients are written and read.
-- Network, weights: every weight is gathered twice and its gradient is reduce-scattered once, in the
-  model's dtype.
-- Network, experts: the tokens' hidden vectors travel to the experts and back, in the forward and
-  the backward pass. With up to `GATHERED_SHARDS` shards, a hidden vector goes to all shards; with
-  more, only to those that hold one of its token's experts.
+- Products: the FLOPs of the model's forward and backward pass (`model/flops.py`), without
+  recomputation.
+- HBM, weights: every gathered weight is read or written six times, in bfloat16. The forward and the
+  backward pass each write it (when it is gathered) and read it, and its gradient is written and
+  read.
+- HBM, state: for every parameter in the device's shards, seven float32 numbers are read or written.
+  The parameter and the optimizer's two moments are read and written, and the gradient is read.
+- HBM, activations: the intermediate values of each token in a layer (`layer_bytes`) and their
+  gradients are all written once and read once.
+- Network, weights: every weight is gathered twice and its gradient is reduce-scattered once, in
+  bfloat16.
+- Network, experts: each token's hidden vector is sent to the experts and back, in the forward and
+  in the backward pass. With up to `GATHERED_SHARDS` shards of the axis `expert`, the vector is sent
+  to all shards; with more, only to the shards that hold one of the token's experts.
 - Network, `tensor`: four all-reduces of the hidden vectors in each layer.
 - The traffic over the mesh axis `context` is not counted.
 
-Real products do not reach the peak: `realistic` takes 75 % of it for dense and 60 % for grouped
-products.
+Real products do not reach the peak rate. `IdealTime.realistic` assumes 75 % of the peak for dense
+products and 60 % for grouped products.
 """
 
 import math
@@ -48,8 +49,9 @@ class IdealTime(NamedTuple):
 
     Attributes:
       seconds: the largest value of `bound`.
-      realistic: the same with products at DENSE_EFFICIENCY and GROUPED_EFFICIENCY, in seconds.
-      bound: resource → seconds, longest first. A resource is "compute", "hbm", or "network" with a
+      realistic: the same in seconds, but with products that reach only DENSE_EFFICIENCY and
+        GROUPED_EFFICIENCY of the peak.
+      bound: {resource: seconds}, longest first. A resource is "compute", "hbm", or "network" with a
         mesh axis.
     """
 
@@ -61,8 +63,8 @@ class IdealTime(NamedTuple):
 def ideal_time(
     m: ModelConfig, train: TrainConfig, topology: Topology, mesh: jax.sharding.Mesh
 ) -> IdealTime:
-    """Returns the lower bounds for a train step of the model `m`, with the batches of `train`, on
-    `mesh`.
+    """Returns the lower bounds for a train step of the model `m` on `mesh`, with the batch size and
+    the micro-batches of `train`.
     """
     chip = topology.chip
     tokens = train.batch_size * train.sequence_length / mesh.size * mesh.shape[TENSOR]
@@ -79,8 +81,8 @@ def ideal_time(
         collective = Collective(kind, (axis,), mesh.shape[axis], size, 1)
         bound[name] = bound.get(name, 0.0) + network.seconds(collective, None)
 
-    # `stored` counts the parameters in one device's shards, `used` those that it has when they are
-    # gathered.
+    # `stored` is the number of parameters in one device's shards; `used` is the number that the
+    # device has after gathering them.
     used = stored = 0.0
     for parameter in declared(m).values():
         shape = parameter.stack + parameter.shape
@@ -122,11 +124,11 @@ def _expert_exchange(m: ModelConfig, shards: int, size: float) -> tuple[str, flo
 
 
 def layer_bytes(m: ModelConfig, experts: bool = True) -> float:
-    """Returns the bytes, in bfloat16, of one token's intermediate values in a recurrent layer, that
-    is, of the operands of all products.
+    """Returns the bytes, in bfloat16, of one token's intermediate values in a recurrent layer: of
+    the operands of all matrix products.
 
     Args:
-      experts: whether the operands in the MLP count.
+      experts: whether the operands of the MLP or of the experts count.
     """
     mixer = 3 * (
         m.linear_num_key_heads * m.linear_key_head_dim

@@ -1,8 +1,9 @@
-"""Compiles the real train step for a described TPU slice, or for GPUs, and predicts the memory,
-traffic and time of each chip.
+"""Compiles the real train step for a TPU slice or GPUs that need not be there, and predicts the
+memory, the network traffic and the time of each device.
 
-It uses no device: the model is a tree of shapes, and the slice is a description; only the compiler
-is real. The compiler for GPUs gives no schedule, so there is no prediction of time for GPUs.
+It uses no device. The parameters are shapes without values, and the devices are descriptions
+(`topology.py`); only the compiler is real. The compiler for GPUs gives no schedule, so there is no
+prediction of time for GPUs.
 """
 
 import dataclasses
@@ -41,8 +42,8 @@ from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import ResolvedStage
 
-# Makes the GPU compiler skip the optimization of machine code. Memory and collectives, which the
-# planner reads, are decided before that.
+# Options that make the GPU compiler skip the optimization of machine code. The compiler decides on
+# memory and collectives, which the planner reads, before that optimization.
 FAST_GPU_COMPILE = {
     "xla_gpu_disable_gpuasm_optimizations": True,
     "xla_llvm_disable_expensive_passes": True,
@@ -56,28 +57,33 @@ class Plan:
     """The prediction for one configuration on one slice. Bytes, FLOPs and seconds are for one
     device and one step.
 
-    If the program does not fit, of the predictions only `needs`, `usable_hbm` and `reason` are set.
-    If the compiler gave another error or ended its process, `failed` is true and only `reason` is
-    set.
+    If the compiler refuses the program because it does not fit in memory, the only predictions are
+    `needs`, `usable_hbm` and `reason`. If the compiler gives another error or ends its process,
+    `failed` is true and there is only `reason`.
 
     Attributes:
       name: name of the configuration.
+      model: the model.
       train: the training settings of the configuration's only stage.
+      topology: the described devices.
       mesh: mesh axis → size.
       optimization_level: the compiler's optimization level, "O1" or "default".
       lower_seconds, compile_seconds: wall time that the planner took to lower and to compile the
         program.
       compile_cpu_seconds: CPU time of the compilation, summed over all threads.
       fits: whether the program fits in the memory of a device.
-      reason: the reason why there is no prediction, in one line.
+      reason: why the program does not fit or the compilation failed, in one line.
       compile_bytes: peak memory of the process that compiled the program.
-      needs: bytes of HBM that the program needs.
+      needs: bytes of HBM that the program needs on one device.
+      usable_hbm: bytes of HBM of one device that a program can use.
+      memory: `needs`, divided by purpose.
       estimates: name of a cost model (`roofline.COST_MODELS`) → its estimate; {} for GPUs.
-      gpu_flops: executed FLOPs, only for GPUs.
+      gpu_flops: FLOPs that the program executes, including recomputation; only for GPUs.
       cost_model: the key of `estimates` that the properties below use.
-      unstated_loops: names of loops that count once, because the program does not state how often
-        they run.
-      unknown_kernels: names of kernels whose cost is unknown. If there are any, there is no MFU.
+      unstated_loops: names of loops that count as if they ran once, because the program does not
+        state how often they run.
+      unknown_kernels: names of kernels whose FLOPs or cycles are unknown. If there are any, `mfu`
+        is None.
     """
 
     name: str
@@ -107,6 +113,7 @@ class Plan:
 
     @property
     def estimate(self) -> Estimate:
+        """The estimate of the chosen cost model."""
         return self.estimates[self.cost_model]
 
     @property
@@ -116,16 +123,20 @@ class Plan:
 
     @property
     def model_flops(self) -> float:
-        """The model's FLOPs (without recomputation) in one step on one device."""
+        """The FLOPs of the model's forward and backward pass (without recomputation) in one step on
+        one device.
+        """
         per_token = flops_per_token(self.model, self.train.sequence_length)
         return per_token * self.tokens / len(self.topology.devices)
 
     @property
     def tokens_per_second(self) -> float:
+        """The predicted number of tokens per second on all devices."""
         return self.tokens / self.estimate.seconds
 
     @property
     def mfu(self) -> float | None:
+        """The predicted model FLOPs utilization (MFU); None if the cost of a kernel is unknown."""
         return self.mfu_in(self.estimate.seconds)
 
     def mfu_in(self, seconds: float) -> float | None:
@@ -138,8 +149,8 @@ class Plan:
 
     @property
     def binding(self) -> str:
-        """The resource that the step waits for longest: "compute", "hbm", or "network" and its mesh
-        axes.
+        """The resource that takes most of the predicted time: "compute", "hbm", or "network" and
+        its mesh axes, such as "network data+expert".
         """
         return next(iter(self.estimate.bound))
 
@@ -243,14 +254,15 @@ def traffic(
 
 
 def check_expert_exchange(sizes: dict[str, int], topology: Topology) -> None:
-    """Checks that the compiler for this slice has the collective that exchanges tokens between
-    experts.
+    """Checks that the compiler for this slice supports the collective that sends tokens to the
+    devices of their experts.
 
     Args:
       sizes: mesh axis → size.
 
     Raises:
-      UserError: the compiler lacks this collective.
+      UserError: the mesh needs `ragged_all_to_all`, which the compiler does not support on this
+        slice.
     """
     if topology.chip.name == "v5e" and topology.chips > 16 and sizes[EXPERT] > GATHERED_SHARDS:
         raise UserError(
@@ -261,7 +273,7 @@ def check_expert_exchange(sizes: dict[str, int], topology: Topology) -> None:
 
 
 def abstract_batch(run: ResolvedRun, stage: ResolvedStage) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the arrays of one batch [B, T] as shapes with shardings."""
+    """Returns the arrays of one batch by name, as shapes [B, T] with shardings."""
     shape = (stage.batch_size, stage.sequence_length)
     return {
         name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=run.batch_sharding)
@@ -278,11 +290,11 @@ def make_plan(
       config: the configuration of the run.
       topology: the devices.
       optimization_level: the compiler's optimization level. "" is the default, which training uses.
-        "O1" compiles faster. Its partitioning and memory planning are the same, so the predictions
-        of memory and network are, too. The times differ, because "O1" keeps no arrays in VMEM
-        between fusions and optimizes the code of each fusion less.
-      dump_folder: the folder into which the compiler dumps its schedules
-        (`schedule.enable_schedule_dump`); None: no schedules are read.
+        "O1" compiles faster. Both levels partition the program and plan its memory in the same way,
+        so the predictions of memory and network are the same. The predicted times differ, because
+        "O1" keeps no arrays in VMEM between fusions and optimizes the code of each fusion less.
+      dump_folder: the folder into which the compiler writes its schedules
+        (`schedule.enable_schedule_dump`). None means that no schedules are read.
 
     Raises:
       UserError: the mesh does not fit the devices or the model.
@@ -346,7 +358,7 @@ def make_plan(
 def _lower(run: ResolvedRun, topology: Topology) -> jax.stages.Lowered:
     """Returns the train step of the run's only stage, lowered for `topology`."""
     (stage,) = run.stages
-    # Kernels ask the abstract mesh which chip they are for.
+    # When kernels are traced, they read from the abstract mesh for which chip they are compiled.
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
         step = make_train_step(run, stage)
         traced = step.trace(run.abstract_state, abstract_batch(run, stage))

@@ -1,30 +1,32 @@
-"""Predicts the time of a compiled TPU program. The time of an instruction follows from a roofline,
-and that of a collective from the links of the torus.
+"""Predicts the time of a compiled TPU program. It computes the time of an instruction by a
+roofline, and the time of a collective from the links of the torus.
 
 A computation lists its instructions in the order in which the compiler starts them. The prediction
 goes through them one after another:
 
 - An instruction takes max(FLOPs / peak, HBM bytes / bandwidth).
-- A kernel also takes at least as many cycles as the schedule that the compiler made of it
-  (`schedule.py`). For our delta rule kernels without a dumped schedule, the cycles come from a
-  table (`_CYCLES`). A kernel's HBM bytes are those that it states, or else the bytes of its windows
-  times the number of trips.
-- In the cost model "schedule", every instruction takes at least the cycles of its schedule, which
-  also includes the vector unit, products that do not fill the matrix unit, sorts and scatters. In
-  the cost model "roofline", this holds only for kernels.
-- A collective takes the time that its bytes need on the links of its mesh axes, at their peak, with
-  all links in use (`Network`). A permutation takes the time of the busiest link.
+- A kernel also takes at least the cycles of the schedule that the compiler made of it
+  (`schedule.py`). If there is no schedule of a gated delta rule kernel, its cycles come from a
+  table (`_CYCLES`). A kernel's HBM bytes are the number that the kernel states, or else the bytes
+  of its blocks times the number of grid steps.
+- In the cost model "schedule", every instruction takes at least the cycles of its schedule. These
+  cycles include work that FLOPs do not show: the vector unit, products that do not fill the matrix
+  unit, sorts and scatters. In the cost model "roofline", only kernels take at least the cycles of
+  their schedules.
+- A collective takes the time in which the links along its mesh axes carry its bytes, at their peak
+  rate and with all links in use (`Network`). A permutation takes the time of its busiest link.
 - The compiler may split a collective into a start and an end. Such a collective overlaps with the
-  instructions in between, and at its end the device waits until it has finished. During any other
-  collective the device does nothing else. Collectives over the same axes run one after another.
+  instructions between its start and its end; at its end the device waits until the collective has
+  finished. During any other collective the device does nothing else. Collectives over the same axes
+  run one after another.
 - A fusion that contains a collective takes as long as the collective or as the rest of the fusion,
   whichever is longer.
 - Copies between HBM and VMEM that the compiler starts early overlap in the same way.
 - A loop takes the time of its body times the number of its trips.
 
-The model leaves out the latency of collectives, launches and small transfers; stalls inside a
-schedule; contention on links that collectives over different axes share; and hosts, input and
-checkpoints. So a real step is slower.
+The prediction leaves out the latency of collectives, launches and small transfers; stalls inside a
+schedule; contention on links that collectives over different axes share; and the time for hosts,
+input data and checkpoints. So a real step is slower.
 """
 
 import dataclasses
@@ -61,14 +63,14 @@ class Estimate(NamedTuple):
 
     Attributes:
       seconds: the whole time.
-      bound: resource → seconds that instructions waited for it, longest first. A resource is
-        "compute", "hbm", or "network" with mesh axes, such as "network data+expert".
+      bound: {resource: seconds that the device spent on it or waited for it}, longest first. A
+        resource is "compute", "hbm", or "network" with mesh axes, such as "network data+expert".
       flops: executed FLOPs, including recomputation.
       hbm_bytes: bytes read from and written to HBM.
-      by_source: function of this package → cost of the instructions compiled from its code, longest
-        first. Each instruction belongs to the innermost function of its stack. For a copy or
-        collective that starts early, the bytes count when it starts, and the seconds are those that
-        the device waits at its end.
+      by_source: {function of this package: cost of the instructions compiled from its code},
+        longest first. Each instruction belongs to the innermost function of its stack. For a copy
+        or collective that overlaps with other instructions, the seconds are the time that the
+        device waits at its end.
     """
 
     seconds: float
@@ -79,8 +81,8 @@ class Estimate(NamedTuple):
 
 
 class SourceCost(NamedTuple):
-    """The cost of the instructions compiled from the code of one function. (The planner's JSON
-    contains the fields under these names.)
+    """The cost of the instructions compiled from the code of one function, in one run of the
+    program on one device. (The planner's JSON contains the fields under these names.)
     """
 
     seconds: float
@@ -107,7 +109,7 @@ def estimate_time(
       schedules: name of an instruction → its schedule; None: there are no schedules.
       cost_model: one of COST_MODELS; see the top of this file.
       source: function that returns the key of `Estimate.by_source` to which an instruction belongs;
-        None: `program.source_function`.
+        None means `program.source_function`.
     """
     simulation = _Simulation(
         program,
@@ -137,17 +139,18 @@ def estimate_time(
 
 @dataclasses.dataclass
 class _Costs:
-    """The cost of a computation.
+    """The cost of a computation: one of the program's functions, such as the body of a loop.
 
     Attributes:
-      waits: resource → seconds that instructions waited for it.
-      work: (field of `SourceCost`, source) → the value of this field for this source.
+      waits: {resource: seconds that the device spent on it or waited for it}.
+      work: {(field of `SourceCost`, source): the value of this field for this source}.
     """
 
     waits: Counter = dataclasses.field(default_factory=Counter)
     work: Counter = dataclasses.field(default_factory=Counter)
 
     def add(self, other: "_Costs", times: float = 1) -> None:
+        """Adds `times` times the costs `other`."""
         for resource, seconds in other.waits.items():
             self.waits[resource] += times * seconds
         for key, amount in other.work.items():
@@ -155,8 +158,8 @@ class _Costs:
 
 
 class _Timeline:
-    """One run of a computation: its time and costs so far, and the transfers that were started and
-    have not been waited for.
+    """The simulation of one run of a computation: its time and costs so far, and the transfers that
+    have started and whose end has not been reached.
 
     Attributes:
       now: seconds since the computation began.
@@ -165,8 +168,9 @@ class _Timeline:
 
     def __init__(self):
         self.now, self.costs = 0.0, _Costs()
-        self._free: Counter = Counter()  # resource → time at which it finishes its last transfer
-        # name of the starting instruction → (time at which its transfer finishes, resource, source)
+        self._free: Counter = Counter()  # {resource: end of its last transfer}
+        # {name of the starting instruction: (time at which its transfer finishes, resource,
+        # source)}
         self._pending: dict[str, tuple[float, str, str]] = {}
 
     def add(self, seconds: float, costs: _Costs, times: float = 1) -> None:
@@ -175,11 +179,13 @@ class _Timeline:
         self.costs.add(costs, times)
 
     def add_work(self, source: str, **work: float) -> None:
-        """Adds work that takes no time now."""
+        """Adds work to the costs without advancing the time."""
         self.costs.add(_Costs(work=Counter({(field, source): n for field, n in work.items()})))
 
     def wait(self, seconds: float, resource: str, source: str, **work: float) -> None:
-        """Lets the device wait `seconds` for a resource, and adds the work."""
+        """Advances the time by `seconds`, which the device spends on `resource`, and adds the
+        work.
+        """
         self.now += seconds
         self.costs.add(_Costs(waits=Counter({resource: seconds})))
         self.add_work(source, seconds=seconds, **work)
@@ -206,6 +212,8 @@ class _Timeline:
 
 
 class _Simulation:
+    """Goes through the instructions of a program and adds up their times and costs."""
+
     def __init__(
         self,
         program: Program,
@@ -296,11 +304,11 @@ class _Simulation:
         return "network " + "+".join(collective.axes), self.network.seconds(collective, instruction)
 
 
-# The cycles that our kernels, in the order of _KERNELS, take per token and value head if keys and
-# values are 128 wide. They come from the static schedules that
+# The cycles that the kernels of the gated delta rule, in the order of _KERNELS, take per token and
+# value head if keys and values are 128 wide. They come from the static schedules that
 # benchmarks/delta_rule_tpu_schedule.py --chip=… prints for 4096 tokens of 32 heads (with
 # --context=4 for the last two kernels, which only context parallelism needs). The numbers for v4
-# are half of those of one core, because its two cores share the work.
+# are half of the cycles of one core, because its two cores share the work.
 _KERNELS = ("forward", "backward", "map", "forward with known inverses")
 _CYCLES = {
     "v4": (3.82, 6.19, 4.69, 2.69),
@@ -312,7 +320,9 @@ _CYCLES = {
 
 
 def _delta_rule_seconds(computation: Computation, instruction: Instruction, chip: Chip) -> float:
-    """Returns the seconds of a delta rule kernel by `_CYCLES`; 0 for any other kernel or chip."""
+    """Returns the seconds of a gated delta rule kernel by `_CYCLES`; 0 for any other kernel and for
+    a chip that is not in the table.
+    """
     call = delta_rule_call(computation, instruction)
     if call is None or chip.name not in _CYCLES:
         return 0.0
@@ -323,12 +333,13 @@ def _delta_rule_seconds(computation: Computation, instruction: Instruction, chip
 class Network:
     """Computes the time of collectives on the links of a TPU slice, at the links' peak rates.
 
-    A group whose chips form a ring along one dimension of the torus sends in both directions, at
-    twice a link's rate. Its chips form only a line, which sends at a link's rate, if the dimension
-    does not close to a ring or the group has only a part of it. A group that spans several
-    dimensions uses the links of all of them. If the neighbours in a group are s chips apart, s
-    groups share the links, and each gets 1/s of the rate. The two devices of a TPU7x chip share the
-    chip's links, and exchange data with each other over a faster link.
+    A "group" is a set of devices that take part in one collective. If its chips form a ring along
+    one dimension of the torus, it sends in both directions, at twice a link's rate. If the
+    dimension does not close to a ring, or the group has only a part of the dimension, its chips
+    form a line, which sends at a link's rate. A group that spans several dimensions uses the links
+    of all of them. If the neighbours in a group are s chips apart, s groups share the links, and
+    each gets 1/s of the rate. The two devices of a TPU7x chip share the chip's links, and exchange
+    data with each other over a faster link.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh, chip: Chip, shape: tuple[int, ...]):
@@ -336,8 +347,9 @@ class Network:
         dimension.
         """
         self.mesh, self.chip, self.shape = mesh, chip, shape
-        # On v5e and v6e, a dimension closes to a ring if it is a pod's whole side of 16 chips. On
-        # the other chips, all dimensions do if the slice consists of whole cubes of 4 × 4 × 4.
+        # On v5e and v6e, a dimension closes to a ring if it has 16 chips, the whole side of a pod.
+        # On the other chips, all dimensions close to rings if the slice consists of whole cubes of
+        # 4 × 4 × 4 chips.
         cubes = all(n % 4 == 0 for n in shape)
         self.closes = tuple(n == 16 if chip.torus == 2 else cubes for n in shape)
         devices = mesh.devices.flatten()
@@ -350,7 +362,8 @@ class Network:
         """Returns the seconds of one run of a collective.
 
         Args:
-          instruction: the instruction of the collective; only read for a permutation.
+          instruction: the instruction of the collective, which is read only for a permutation; else
+            it may be None.
         """
         if not collective.sent:
             return 0.0
@@ -364,7 +377,10 @@ class Network:
             return collective.sent / self.chip.die_bandwidth
         sent = collective.sent * sharing
         if collective.kind in ("all-to-all", "ragged-all-to-all"):
-            # In a ring of m chips a byte travels over m/4 links on average, in a line over m/3.
+            # The busiest link sets the time. In a ring of m chips, a byte travels over m/4 links on
+            # average, and a chip sends in two directions, so each link carries m/8 times the bytes
+            # of a chip. In a line, half of the bytes of m/2 chips cross the middle link in each
+            # direction: m/4 times the bytes of a chip.
             return max(
                 sent
                 * s.stride
@@ -377,7 +393,8 @@ class Network:
 
     def _spans(self, axes: tuple[str, ...]) -> tuple[list["_Span"], float]:
         """Returns the dimensions of the torus that a group along these mesh axes spans, and the
-        number of devices that share each link.
+        factor by which sharing the chip's links multiplies the bytes of a device: 2 if the two
+        devices of a chip belong to different groups, else 1.
         """
         index = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
         coordinates = self.coordinates[index].reshape(-1, len(self.shape))
@@ -393,11 +410,11 @@ class Network:
         return spans, self.chip.devices_per_chip / (2 if both_cores else 1)
 
     def _busiest_link(self, pairs: np.ndarray) -> float:
-        """Returns how many transfers of a permutation the busiest link carries in one direction; 0
-        if no transfer leaves its chip.
+        """Returns the number of transfers of a permutation that the busiest link carries in one
+        direction (half a transfer counts 0.5); 0 if no transfer leaves its chip.
 
-        A transfer goes along one dimension of the torus after the other, each time the shorter way
-        round. If both ways are equally long, half of the data goes each way.
+        A transfer goes along one dimension of the torus after another, in a ring always the shorter
+        way round. If both ways are equally long, half of the data goes each way.
 
         Args:
           pairs: [n, 2] positions of sources and targets in the mesh.

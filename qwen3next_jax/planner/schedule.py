@@ -1,9 +1,9 @@
-"""Reads the TPU compiler's static schedules of a program's kernels and fusions: the cycles that
-they take, and the bytes that they copy.
+"""Reads the static schedules that the TPU compiler makes of a program's kernels and fusions: the
+cycles that they take, and the bytes that they copy.
 
-The compiler dumps the final instruction bundles of each kernel and fusion. The chip issues at most
-one bundle per cycle, so the number of bundles in a loop times the number of its trips is a lower
-bound of the loop's cycles.
+The compiler can write the final instruction bundles (VLIW instructions) of each kernel and fusion
+to text files. The chip issues at most one bundle per cycle, so the number of bundles in a loop
+times the number of its trips is a lower bound of the loop's cycles.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, parse_shapes
 
-# The dump of a program contains this text if two cores share the program's work.
+# The compiler's text of a kernel contains these words if two cores share the kernel's work.
 _CORE = "megacore core id"
 
 
@@ -23,8 +23,8 @@ class Schedule(NamedTuple):
 
     Attributes:
       cycles: number of bundles, each counted as often as it runs.
-      copied: bytes that a kernel copies between HBM and VMEM if every trip copies every window of
-        its operands. (In fact, a window that does not change is copied only once.)
+      copied: bytes that a kernel would copy between HBM and VMEM if every grid step copied the
+        blocks of all operands. (A real kernel does not copy a block again that stays the same.)
       whole: whether the compiler states the number of trips of every loop with matrix work. If not,
         `cycles` is too small.
     """
@@ -66,11 +66,11 @@ def enable_schedule_dump(folder: str | pathlib.Path) -> None:
 
 
 def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Schedule]:
-    """Reads the schedules that the compiler dumped to `folder`.
+    """Reads the schedules that the compiler wrote to `folder`.
 
     Returns:
-      name of an instruction → its schedule. The compiler dumps only one of several equal
-      instructions; here the others have the same schedule.
+      {name of an instruction: its schedule}. The compiler writes the schedule of only one of
+      several equal instructions; the result gives the others the same schedule.
     """
     schedules: dict[str, Schedule] = {}
     for path in pathlib.Path(folder).glob("*final_bundles.txt"):
@@ -100,8 +100,8 @@ def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Sc
 
 
 def _signature(program: Program, computation: Computation, instruction: Instruction) -> tuple:
-    """Returns the signature of an instruction. Instructions with equal signatures share one
-    schedule.
+    """Returns the opcode, the shapes and the inner instructions of an instruction. Instructions for
+    which these are equal share one schedule.
     """
     inner, kernel = [], ""
     if instruction.opcode == "fusion":
@@ -118,8 +118,8 @@ def _signature(program: Program, computation: Computation, instruction: Instruct
 
 
 def _copied_bytes(text: str, loops: list[Loop]) -> float:
-    """Returns `Schedule.copied` of a kernel, computed from the window sizes in the header of its
-    dump.
+    """Returns `Schedule.copied` of a kernel, computed from the block sizes ("window shapes") in the
+    header of the compiler's text.
     """
     header = text[: text.find("entry bundle")]
     windows = sum(
@@ -132,14 +132,14 @@ def _copied_bytes(text: str, loops: list[Loop]) -> float:
 
 
 def read_loops(text: str) -> tuple[list[Loop], int]:
-    """Reads a dump of final bundles. Returns its loops, each before the loops inside it, and the
-    number of bundles.
+    """Reads the compiler's text of final bundles. Returns the loops, each before the loops inside
+    it, and the number of bundles.
     """
     addresses: list[int] = []
-    matrix: dict[int, int] = {}  # address → matrix-unit instructions of the bundle
+    matrix: dict[int, int] = {}  # {address: the bundle's matrix-unit instructions}
     jumps: list[tuple[int, str]] = []  # (address, region that it jumps to)
-    regions: dict[str, int] = {}  # region → address of its first bundle
-    exit_tests: dict[int, int] = {}  # address of a loop's exit test → trips
+    regions: dict[str, int] = {}  # {region: address of its first bundle}
+    exit_tests: dict[int, int] = {}  # {address of a loop's exit test: trips}
     for line in text.splitlines():
         bundle = re.match(r"\s*(0x[0-9a-f]+|0)\s.*\{", line)
         if not bundle:
@@ -156,8 +156,8 @@ def read_loops(text: str) -> tuple[list[Loop], int]:
             regions[region] = address
         for region in re.findall(r"sbr\.rel .*?target = \$region(\d+)", line):
             jumps.append((address, region))
-    # A backward jump ends a loop. Inner loops are processed first, so that each loop takes its own
-    # exit test and not that of a loop inside it.
+    # A backward jump ends a loop. Inner loops come first here, so that each loop gets its own exit
+    # test, and not the exit test of a loop inside it.
     back = [(regions[r], a) for a, r in jumps if r in regions and regions[r] <= a]
     loops = []
     for start, end in sorted(back, key=lambda span: span[1] - span[0]):
@@ -169,8 +169,8 @@ def read_loops(text: str) -> tuple[list[Loop], int]:
 
 
 def cycles(loops: list[Loop], total: int) -> int:
-    """Returns the number of bundles that one run issues. A bundle counts as often as the loops
-    around it run. A loop whose number of trips is not stated counts once.
+    """Returns the number of bundles that one run issues. A bundle in a loop counts once for each
+    trip of the loop. A loop whose number of trips is not stated counts as one trip.
 
     Args:
       loops: all loops of the schedule.

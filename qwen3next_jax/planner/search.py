@@ -1,8 +1,8 @@
-"""Ranks meshes, batch sizes, remat policies and micro-batches for a slice by arithmetic, before
-anything is compiled.
+"""Ranks combinations of mesh, batch size, remat policy and number of micro-batches for a slice by
+formulas, before anything is compiled.
 
-The arithmetic is rough: it leaves out what the compiler adds or saves. It only decides what is
-worth compiling.
+The formulas are rough: they leave out what the compiler adds or saves. The ranking only decides
+which combinations are worth compiling.
 """
 
 import dataclasses
@@ -26,18 +26,18 @@ from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.sharding.mesh import check_divides, mesh_text
 
 MICRO_BATCHES = (1, 2, 4, 8)
-# A mesh may split rows over `context` if they have more tokens than this, or if there are fewer
-# rows than devices.
+# The search considers meshes that split rows over the axis `context` if rows have more tokens than
+# this, or if there are fewer rows than devices.
 LONG_ROWS = 32_768
-# `train.remat` → the share of the forward pass (without experts and heads) that the backward pass
-# computes again
+# {value of `train.remat`: the share of the forward pass that the backward pass computes again}. The
+# FLOPs of the experts and of the heads do not count in this share.
 RECOMPUTED = {"none": 0.0, "dots": 0.2, "block": 1.0, "offload": 1.0}
 # The share of the network's time that overlaps with compute (docs/notes/2026-11-23-pod-step.md).
 OVERLAPPED = 0.5
-# How often a saved activation is read from or written to HBM: a layer scan reads and writes it once
-# when it adds it to the stack, and once when it takes it from the stack.
+# How often a saved activation is read from or written to HBM. The scan over layers reads and writes
+# it once when it stores it in the array of all layers, and once when it takes it out.
 STACK_MOVES = 4
-# These functions are cached because one model has hundreds of candidates.
+# The results are cached, because hundreds of candidates have the same model.
 _counts, _flops = functools.cache(parameter_counts), functools.cache(forward_flops_per_token)
 
 
@@ -48,8 +48,9 @@ class Candidate(NamedTuple):
     Attributes:
       train: the training settings with the chosen batch size, remat policy and micro-batches.
       mesh: the chosen mesh.
-      bytes: bytes of HBM that one device needs.
-      seconds: time of a step, in seconds.
+      bytes: estimated bytes of HBM that one device needs; infinite if the mesh does not fit the
+        model.
+      seconds: estimated seconds of a step; infinite if the mesh does not fit the model.
       reason: why the candidate cannot be used; "" if it can.
     """
 
@@ -61,14 +62,17 @@ class Candidate(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, int]:
+        """{mesh axis: size}."""
         return dataclasses.asdict(self.mesh)
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of one step on all devices."""
         return self.train.batch_size * self.train.sequence_length
 
     @property
     def label(self) -> str:
+        """A line of text that describes the candidate."""
         t = self.train
         k = t.gradient_accumulation
         return (
@@ -86,9 +90,9 @@ def rank_candidates(
 ) -> list[Candidate]:
     """Ranks every combination of mesh, batch size, remat policy and number of micro-batches.
 
-    Candidates that should fit come first, sorted by seconds per token. Because a compilation takes
-    minutes, only the fastest of them is listed for each mesh and batch size. The candidates that
-    should not fit follow, sorted by bytes.
+    The list begins with the candidates that should fit in memory, sorted by seconds per token. It
+    has only the fastest one for each mesh and batch size, because each compilation takes minutes.
+    All candidates that should not fit follow, sorted by bytes.
 
     Args:
       train: the training settings; each candidate replaces the remat policy and the number of
@@ -166,17 +170,18 @@ def _estimate(
 
 
 def estimated_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
-    """Returns the estimated bytes of HBM that one device needs. They are the sum of the state, the
-    gradients, the saved activations, the gathered embedding and head with their gradients, and the
-    largest working set: the gathered weights of one period of layers and the activations of one
-    layer.
+    """Returns the estimated bytes of HBM that one device needs. They are the sum of five parts: the
+    parameters with the optimizer's state; their gradients; the saved activations; the gathered
+    embedding and head with their gradients; and the arrays that are needed while one period of
+    layers is computed, which are its gathered weights and the activations of one layer.
     """
     devices = _devices(mesh)
     tokens = _micro_batch_tokens(train, mesh)
-    # In float32: the parameter, its two moments, its gradient, and, with micro-batches, the sum of
-    # their gradients.
+    # In float32: the parameter, the optimizer's two moments, the gradient, and, with several
+    # micro-batches, the sum of the gradients.
     state = (16 + 4 * (train.gradient_accumulation > 1)) * _counts(m).total / devices
-    # Two copies in float32, split over `tensor`, and two copies in bfloat16, not split.
+    # Two copies in float32 that are split over the axis `tensor`, and two copies in bfloat16 that
+    # are not split.
     embedding_and_head = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)
     saved = 0.0 if train.remat == "offload" else _saved_bytes(m, train, mesh)
     weights = 2 * _gathered(m, mesh) / m.num_hidden_layers * len(m.stacks)
@@ -189,7 +194,7 @@ def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
     """
     remat = train.remat
     operands = layer_bytes(m, experts=False)
-    # Experts that do not gather all rows at once save only their own input.
+    # The gathered rows are saved only if the experts gather all rows at once.
     rows = 2 * m.hidden_size * mesh.expert * _gathers_at_once(m, train, mesh)
     attention_layers = sum("attention" in name for name in m.mixers)
     attention = 2 * m.num_attention_heads * m.head_dim * attention_layers / m.num_hidden_layers
@@ -204,7 +209,9 @@ def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
 
 
 def _gathers_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bool:
-    """Whether the experts gather all rows of a micro-batch at once, so that remat may save them."""
+    """Whether each device gathers the rows of all shards of the axis `expert` at once, not in
+    chunks. A remat policy can then save the gathered rows.
+    """
     n = mesh.expert
     tokens = int(_micro_batch_tokens(train, mesh))
     return (
@@ -217,9 +224,10 @@ def _gathers_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bo
 def estimated_seconds(
     m: ModelConfig, train: TrainConfig, mesh: MeshConfig, topology: Topology
 ) -> float:
-    """Returns the estimated seconds of a step. They are the sum of the products at realistic rates,
-    the traffic of saved activations, and the part of the network's time that does not overlap. The
-    estimate assumes that each mesh axis lies along one dimension of the torus.
+    """Returns the estimated seconds of a step. They are the sum of three times: of the matrix
+    products at realistic rates, of writing and reading the saved activations, and of the part of
+    the network traffic that does not overlap with compute. The estimate assumes that each mesh axis
+    lies along one dimension of the torus.
     """
     chip = topology.chip
     tokens = _micro_batch_tokens(train, mesh)
@@ -227,7 +235,8 @@ def estimated_seconds(
     flops = _flops(m, train.sequence_length)
     grouped, heads = flops.get("experts", 0.0), flops["head"]
     dense = sum(flops.values()) - grouped
-    # With micro-batches, the step begins with an extra forward pass that counts the experts' load.
+    # With several micro-batches, the step begins with one more forward pass, which counts the
+    # tokens of each expert.
     passes = 3 + (micro_batches > 1)
     recomputed = RECOMPUTED[train.remat] * (dense - heads)
     products = (dense * passes + recomputed) / DENSE_EFFICIENCY
@@ -237,7 +246,8 @@ def estimated_seconds(
     hbm = saved / (chip.hbm_bandwidth / chip.devices_per_chip)
     if _devices(mesh) == 1:
         return compute + hbm
-    # In bfloat16, weights are gathered for each pass, and gradients are reduce-scattered once.
+    # In each micro-batch, the weights are gathered in bfloat16 once (twice if the backward pass
+    # gathers them again), and the gradients are reduce-scattered once.
     weights = micro_batches * 2 * _gathered(m, mesh) * (2 if train.remat == "none" else 3)
     layers, hidden = m.num_hidden_layers, 2 * m.hidden_size * tokens * micro_batches
     saves_rows = train.remat in ("none", "dots") and _gathers_at_once(m, train, mesh)
@@ -264,8 +274,8 @@ def _micro_batch_tokens(train: TrainConfig, mesh: MeshConfig) -> float:
 
 
 def _gathered(m: ModelConfig, mesh: MeshConfig) -> float:
-    """Returns the number of parameters that one device has gathered in a pass. The experts stay
-    split over `expert`, and all parameters over `tensor`.
+    """Returns the number of parameters that one device gathers in a pass. The experts stay split
+    over the axis `expert`, and all parameters stay split over the axis `tensor`.
     """
     experts = _expert_weights(m)
     return (_counts(m).total - experts + experts / mesh.expert) / mesh.tensor

@@ -1,6 +1,6 @@
-"""Makes a plan in a process of its own, because libtpu ends its process when one of its checks
-fails. The planner then reports the failure in one line, and a search continues with its other
-candidates.
+"""Makes a plan in a process of its own, because libtpu ends its process when one of its internal
+checks fails. The planner can then report the failure in one line, and a search can continue with
+its other candidates.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ from qwen3next_jax.planner.topology import Topology, describe_topology
 def make_plan_in_subprocess(
     config: Config, topology: Topology, optimization_level: str = ""
 ) -> Plan:
-    """Calls `make_plan` in a new process, which ends when this one ends. If the compiler ends the
-    new process, the plan's `failed` is true.
+    """Calls `make_plan` in a new process and returns its plan. If the compiler ends the new
+    process, the plan's `failed` is true. The new process is ended when this process ends.
 
     Raises:
       UserError: `make_plan` raised it.
     """
     start, cpu_then = time.perf_counter(), used_cpu_seconds(resource.RUSAGE_CHILDREN)
-    # The new process writes its answer to a file without a name, so no file is left behind, however
-    # the processes end.
+    # The new process writes its answer to a temporary file without a name, so no file is left
+    # behind, however the processes end.
     with (
         tempfile.TemporaryFile() as answer,
         tempfile.TemporaryDirectory(prefix="schedules-") as dump_folder,
@@ -57,7 +57,7 @@ def make_plan_in_subprocess(
         answer.seek(0)
         try:
             found = pickle.load(answer)
-        except (EOFError, pickle.UnpicklingError):  # the process ended before the answer was whole
+        except (EOFError, pickle.UnpicklingError):  # the process ended before it wrote everything
             found = None
     if isinstance(found, UserError):
         raise found
@@ -80,11 +80,12 @@ def make_plan_in_subprocess(
 
 
 def _failure(code: int, text: str) -> str:
-    """Returns the reason why a process ended without an answer. If Python raised an exception, it
-    also prints `text`, because then the mistake is in the planner and not in the compiler.
+    """Returns the reason why a process ended without an answer. If the process ended with an exit
+    code, it also prints `text`, because then Python raised an exception and the mistake is in the
+    planner, not in the compiler.
 
     Args:
-      code: the exit code of the process.
+      code: the exit code of the process, or -n if signal n ended it.
       text: the standard error of the process.
     """
     if code < 0:
@@ -99,14 +100,15 @@ def _failure(code: int, text: str) -> str:
 
 
 def _main(planner: int, fd: int, dump_folder: str) -> None:
-    """Runs in the new process: reads what to compile from standard input and writes the plan, or a
-    UserError, to the open file `fd`.
+    """Runs in the new process: reads the configuration, the name of the topology and the
+    optimization level from standard input, and writes the plan, or a UserError, to the open file
+    `fd`.
 
     The process ends when the process with the id `planner` ends, for whatever reason.
     """
     die_with_parent(planner, signal.SIGKILL)
     jax.config.update("jax_platforms", "cpu")
-    # JAX can write programs for described devices to its cache, but not read them.
+    # JAX can write programs for described devices to its compilation cache, but cannot read them.
     jax.config.update("jax_enable_compilation_cache", False)
     config, name, optimization_level = pickle.load(sys.stdin.buffer)
     enable_schedule_dump(dump_folder)

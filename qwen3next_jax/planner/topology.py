@@ -1,5 +1,5 @@
 """Describes TPU slices and GPU hosts to their real compilers (libtpu, XLA's CUDA plugin), on a
-machine that has neither.
+machine that has no TPU and no GPU.
 """
 
 import importlib.util
@@ -17,7 +17,8 @@ from qwen3next_jax.sharding.chips import CHIPS, Chip
 
 _CUBES = "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, 8x8x8, 8x8x16, 8x16x16, 16x16x16"
 _PLANES = "1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"
-# Slice shapes that Google Cloud documents. The compiler accepts others too, such as 4x4x12.
+# {chip: the slice shapes that Google Cloud documents}. The compiler also accepts other shapes, such
+# as 4x4x12.
 KNOWN = {"v4": _CUBES, "v5e": _PLANES, "v5p": _CUBES, "v6e": _PLANES, "tpu7x": _CUBES}
 _ACCELERATOR_TYPES = {
     "v4": "v4-8",
@@ -26,7 +27,7 @@ _ACCELERATOR_TYPES = {
     "v6e": "v6e-16",
     "tpu7x": "tpu7x-8",
 }
-# The description of a GPU that XLA's compiler reads.
+# The description of an H100 or H200 that XLA's compiler for GPUs reads.
 _HOPPER = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
   threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
@@ -49,7 +50,8 @@ class Topology(NamedTuple):
     Attributes:
       name: the name that the user gave, such as "v5p:8x8x8".
       chip: the kind of chip.
-      shape: number of chips along each dimension of the torus, or (number of hosts, GPUs per host).
+      shape: number of chips along each dimension of a TPU slice's torus, or (number of hosts, GPUs
+        per host).
       devices: descriptions of the devices; nothing can run on them.
     """
 
@@ -60,12 +62,13 @@ class Topology(NamedTuple):
 
     @property
     def chips(self) -> int:
+        """The number of chips."""
         return math.prod(self.shape)
 
 
 def describe_topology(name: str) -> Topology:
-    """Returns the topology with a name. It must be called before anything else loads libtpu in this
-    process.
+    """Returns the topology with the given name. For a TPU, call it before anything else loads
+    libtpu in this process, because libtpu reads environment variables that this function sets.
 
     Args:
       name: CHIP:GRID for a TPU slice, such as "v5p:8x8x8", or CHIP:HOSTSxGPUS for GPUs, such as
@@ -99,8 +102,8 @@ def describe_topology(name: str) -> Topology:
             "libtpu, the TPU compiler, is not installed: use `uv run --extra plan …`, or run `pip "
             "install libtpu matplotlib`"
         )
-    # libtpu reads these variables once, when it is loaded. Without them it asks the cloud's
-    # metadata server which TPU this machine has.
+    # libtpu reads these variables once, when it is loaded. Without them it asks the metadata server
+    # of Google Cloud which TPU this machine has.
     os.environ |= {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -108,7 +111,8 @@ def describe_topology(name: str) -> Topology:
         "TPU_ACCELERATOR_TYPE": _ACCELERATOR_TYPES[chip],
     }
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    # Makes v4's two cores one device, as on real hosts. Other chips need no option.
+    # This option makes the two cores of a v4 chip one device, as on real hosts. Other chips need no
+    # option.
     options = {"chip_config_name": "megacore"} if chip == "v4" else {}
     try:
         devices = topologies.get_topology_desc(
@@ -121,7 +125,7 @@ def describe_topology(name: str) -> Topology:
 
 
 def _gpus(name: str, chip: Chip, shape: tuple[int, int]) -> Topology:
-    # `ptxas` is part of CUDA, where it is on the PATH, and of jax[cuda13].
+    # `ptxas` comes with an installed CUDA, which has it on the PATH, or with jax[cuda13].
     assembler = shutil.which("ptxas") or importlib.util.find_spec("nvidia")
     if importlib.util.find_spec("jax_cuda13_plugin") is None or assembler is None:
         raise UserError(

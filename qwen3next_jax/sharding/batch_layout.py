@@ -9,8 +9,8 @@ import numpy as np
 class BatchLayout:
     """The layout of a batch [B, …] over the devices of all processes.
 
-    The sharding alone decides which rows a process reads. Processes that hold different tokens of
-    the same rows (`context`), or copies of the same rows (`tensor`), read the same rows.
+    The sharding decides which rows a process reads. Several processes read the same rows if the
+    mesh axis `context` gives them different tokens of these rows, or `tensor` gives them copies.
 
     Attributes:
       rows: indices, within the batch, of the rows that this process reads, in ascending order.
@@ -20,8 +20,8 @@ class BatchLayout:
         """Makes the layout of arrays [batch_size, …] that are split by `sharding`."""
         self._sharding = sharding
         self._batch_size = batch_size
-        # Only the first dimension matters here. The sizes of the others only need to be divisible
-        # by the mesh.
+        # Only the indices of the first dimension are used. The other sizes may be any that the mesh
+        # divides.
         other_sizes = (1 << 20,) * (len(sharding.spec) - 1)
         shards = sharding.addressable_devices_indices_map((batch_size, *other_sizes))
         self.rows = sorted(
@@ -29,8 +29,11 @@ class BatchLayout:
         )
 
     def to_global(self, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Makes the arrays of the global batch [B, …] from `local`, the arrays [len(rows), …] that
-        this process has read. Every process must call this method with its own rows.
+        """Makes the arrays [B, …] of the global batch. Every process must call this method with its
+        own rows.
+
+        Args:
+          local: the arrays [len(rows), …] that this process has read, by name.
         """
         position = {row: i for i, row in enumerate(self.rows)}
 

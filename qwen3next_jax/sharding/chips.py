@@ -1,11 +1,11 @@
-"""Published figures of accelerators for MFU and the planner: peak FLOP/s, memory and network.
+"""Published peak figures of accelerators: FLOP/s, memory and network. MFU and the planner use them.
 
 Sources. TPU: Google Cloud's documentation of each version
-(docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}): peak compute, HBM bandwidth, and the
-bidirectional interconnect bandwidth per chip. That bandwidth divided by twice the number of links
-is the bandwidth of one direction of one link. NVIDIA: data sheets of A100 SXM (80 GB), H100 SXM,
-H200 SXM and DGX B200, dense bf16. A clock rate is the peak divided by the FLOPs of the matrix units
-per cycle. All figures are peaks; programs reach less.
+(docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}) gives the peak compute, the HBM bandwidth,
+and the bidirectional interconnect bandwidth per chip. The interconnect bandwidth divided by twice
+the number of links is the bandwidth of one direction of one link. NVIDIA: data sheets of A100 SXM
+(80 GB), H100 SXM, H200 SXM and DGX B200, dense bf16. A clock rate is the peak FLOP/s divided by the
+FLOPs that the matrix units do in a cycle. Programs reach less than these peaks.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ GB, GIB, TERA = 1e9, 2**30, 1e12
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One kind of accelerator chip. 0 means that a figure is not known or not needed, except for
-    `torus`.
+    """One kind of accelerator chip. In all figures but `torus`, 0 means that the figure is not
+    known or not needed.
 
     Attributes:
       name: the short name, such as "v5p", which `--topology` takes.
@@ -26,9 +26,9 @@ class Chip:
       torus: number of dimensions of the torus that links TPU chips; 0 if a switch links the chips.
       link_bandwidth: bandwidth of one direction of one link, in bytes/s. A chip has two links per
         dimension of a torus, and one link to a switch.
-      devices_per_chip: number of JAX devices per chip: two for TPU7x. The two cores of a v4 or v5p
-        chip are one device.
-      clock: clock rate of the matrix unit in Hz, which converts cycles of a static schedule into
+      devices_per_chip: number of JAX devices per chip: two for TPU7x, one for all others. (JAX
+        shows the two cores of a v4 or v5p chip as one device.)
+      clock: clock rate of the matrix unit in Hz. The planner divides by it to convert cycles to
         seconds.
       die_bandwidth: bandwidth between the two devices of a chip, in bytes/s.
       usable_hbm: number of bytes that a program may use on one device, as the TPU compiler (libtpu

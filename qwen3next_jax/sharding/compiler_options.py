@@ -1,9 +1,9 @@
 """XLA compiler options that make a train step on several chips overlap collectives with compute.
 
-By default a program compiled for TPU waits for every all-gather of weights, exchange of rows and
-reduce-scatter of gradients. On a chip with sparse cores, these cores can run the collectives, which
-the compiler then schedules early. docs/notes/2026-11-23-pod-step.md reports the effect of each
-option.
+With the compiler's defaults, a program for TPU waits for every all-gather of weights, every
+exchange of tokens between experts, and every reduce-scatter of gradients. Some TPUs have sparse
+cores, which can run collectives while the tensor cores compute. These options let the compiler use
+them. docs/notes/2026-11-23-pod-step.md reports the effect of each option.
 """
 
 import jax
@@ -31,8 +31,9 @@ CHIP_OPTIONS = {"v5p": _SPARSE_CORES, "v6e": _SPARSE_CORES, "tpu7x": _SPARSE_COR
 
 
 def compiler_options(config: ParallelConfig, mesh: Mesh) -> dict[str, str]:
-    """Returns the options of a step on `mesh`, as a dict from names to values: those of the chip if
-    the mesh has several devices, overridden by `config.compiler_options`.
+    """Returns the options of a step on `mesh`, as a dict from names to values. They are the chip's
+    options of `CHIP_OPTIONS` if the mesh has several devices, else none; the options that
+    `config.compiler_options` gives replace or extend them.
 
     Raises:
       UserError: an option of the configuration is not of the form NAME=VALUE, or the compiler does
@@ -63,7 +64,7 @@ def compiler_options(config: ParallelConfig, mesh: Mesh) -> dict[str, str]:
 
 
 def options_text(options: dict[str, str]) -> str:
-    """ "compiler options: NAME=VALUE, …", for the terminal and logs."""
+    """Returns the options as one line of text: "compiler options: NAME=VALUE, …"."""
     return "compiler options: " + (
         ", ".join(f"{name}={value}" for name, value in options.items()) or "none"
     )

@@ -1,4 +1,6 @@
-"""An all-gather inside `shard_map` whose gradient the TPU compiler keeps as a reduce-scatter."""
+"""An all-gather for `shard_map`. Its gradient is a reduce-scatter that the TPU compiler does not
+replace by a sum of whole arrays.
+"""
 
 import functools
 
@@ -8,29 +10,36 @@ import jax.numpy as jnp
 from qwen3next_jax.ops.compile_target import compile_target
 
 LANES = 128  # values in a row of a TPU tile
-# In our experiments the compiler split dimensions whose number of tiles divides this product, and
-# did not split dimensions whose number of tiles is a multiple of 37 or 1187.
+# A product of primes below 37. In experiments, the compiler split dimensions whose number of tiles
+# divides this product, and did not split dimensions whose number of tiles is a multiple of 37 or
+# 1187.
 _SMOOTH = 2**30 * 3**5 * 5**3 * 7 * 11 * 13 * 17 * 19
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """Concatenates the parts `x` of all devices along the mesh axis `axis`.
+    """Concatenates the parts `x` of all devices along the mesh axis `axis`; it is called inside
+    `shard_map`.
 
     Args:
       x: this device's part of the array, with at least two dimensions.
       axis: name of the mesh axis.
       dim: the dimension along which the parts are concatenated.
+
+    Returns:
+      The whole array, on every device.
     """
     return jax.lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
 def _backward(axis, dim, _, dy):
-    """Computes the gradient of `x` with a reduce-scatter of `dy`. The TPU compiler also splits a
-    second dimension of `dy`. If that dimension's number of tiles has a prime factor of 37 or more
-    (151,936 = 128 · 1187), the compiler sums the whole array on every device instead, which sends
-    twice the bytes. So the second dimension is padded with zeros to a number of tiles that the
-    compiler splits.
+    """Computes the gradient of `x` with a reduce-scatter of `dy`.
+
+    To run a reduce-scatter along `dim`, the TPU compiler also splits a second dimension of `dy`. If
+    that dimension's number of tiles has a prime factor of 37 or more (a vocabulary of 151,936 = 128
+    · 1187 does), the compiler sums the whole array on every device instead, which sends twice the
+    bytes. Therefore the second dimension is padded with zeros to a number of tiles that the
+    compiler can split.
     """
     other = dy.ndim - 1 - (dim == dy.ndim - 1)
     size = padded = dy.shape[other]

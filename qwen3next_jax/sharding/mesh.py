@@ -1,7 +1,7 @@
-"""Makes the mesh of devices, and checks that a run's dimensions divide over it.
+"""Makes the mesh of devices, and checks that the mesh divides the sizes of a run.
 
 The mesh axes `data` and `expert` split the rows of a batch, `context` splits the tokens of a row,
-and `tensor` splits heads and widths; `expert` also splits the experts. Parameters and optimizer
+and `tensor` splits heads and widths. `expert` also splits the experts. Parameters and optimizer
 state are split over all axes (`sharding.rules`).
 """
 
@@ -21,9 +21,10 @@ from qwen3next_jax.sharding.torus import place_experts_in_blocks
 def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Makes the mesh with the axis sizes of `config.mesh`.
 
-    On TPU a mesh axis lies along whole dimensions of the chips' network, or contiguous parts of
-    them, if possible. Groups along `expert` form blocks of the network rather than lines. If the
-    devices belong to several TPU slices, only `data` crosses the slower network between slices.
+    On TPU a mesh axis is laid along whole dimensions of the chips' network, or contiguous parts of
+    them, if possible. The devices of a group along `expert`, which together hold all experts, form
+    a block of the network where a block is better than a line (`sharding.torus`). If the devices
+    belong to several TPU slices, only `data` crosses the slower network between slices.
 
     Args:
       devices: the devices to use; None means all devices of the run. Virtual devices and the
@@ -67,8 +68,8 @@ def mesh_text(sizes: dict[str, int]) -> str:
 
 
 def compute_mesh(mesh: Mesh) -> Mesh | None:
-    """Returns the argument `mesh` of the model's functions: `mesh`, or None for one device, so that
-    a program for one device contains no sharding.
+    """Returns the mesh as the model's functions take it: `mesh`, or None for one device, so that a
+    program for one device contains no sharding.
     """
     return mesh if mesh.size > 1 else None
 
@@ -97,12 +98,14 @@ def check_divides(
     """Checks that every axis of `mesh` divides the dimensions that it splits.
 
     Args:
-      rows: number of rows of a micro-batch.
+      model: the settings of the model.
+      rows: number of rows of a micro-batch, over all devices.
       length: number of tokens of a row.
+      mesh: the devices.
       split_by_mixers: dict from a setting to the size of a dimension that the model's mixers split
         over `tensor` (`Mixer.splits`).
-      halo: number of tokens before its own that a device reads from its neighbour, if `context`
-        splits rows.
+      halo: number of tokens that a device reads from the end of its neighbour's part of a row, if
+        `context` splits rows.
       whole_rows: names of the parts of the model that need whole rows on one device.
 
     Raises:
@@ -140,7 +143,7 @@ def _context_constraints(
             f" splits rows, and {' and '.join(whole_rows)} needs whole ones",
             lambda n: n == 1 or not whole_rows,
         ),
-        # Attention exchanges half blocks to balance the causal mask.
+        # Ring attention gives each device two blocks of a row (`ops.attention.ring`).
         _Constraint(
             f": twice that does not divide train.sequence_length = {length}",
             lambda n: n == 1 or length % (2 * n) == 0,

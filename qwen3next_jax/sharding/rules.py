@@ -1,11 +1,11 @@
-"""The rules by which arrays are split over the mesh: a table from the logical axes of parameters to
-mesh axes, and one for activations.
+"""The rules by which arrays are split over the mesh. `LOGICAL_AXES` maps the logical axes of
+parameters to mesh axes, and `ACTIVATIONS` maps the logical axes of activations.
 
-Each parameter declares a logical axis for each of its dimensions (`model.parameters`). Some mesh
-axes split a dimension while the model computes with it. Others split it only between uses, to save
-memory (FSDP, ZeRO-3: 1910.02054): the parameter is gathered over these axes just before its use.
-The dimension of stacked layers is never split, because a scan over the layers would gather all of
-them.
+Each parameter declares a logical axis for each of its dimensions (`model.parameters`). A mesh axis
+can split a dimension in two ways. With a compute axis, each device computes with its own part of
+the dimension. A storage axis splits the dimension only between uses, to save memory (FSDP, ZeRO-3:
+1910.02054): the parameter is gathered over this axis just before its use. The dimension of stacked
+layers is never split, because a scan over the layers would gather all layers at once.
 """
 
 import functools
@@ -35,20 +35,20 @@ class MeshAxes(NamedTuple):
 
     Attributes:
       compute: mesh axes that split the dimension while the model computes with it.
-      storage: mesh axes that also split the dimension between uses. The longest of these axes is
-        outermost, so it is gathered last, when the array is largest.
+      storage: mesh axes that also split the dimension between uses. The axis with the most devices
+        is put outermost, so that it is gathered last.
     """
 
     compute: tuple[str, ...] = ()
     storage: tuple[str, ...] = ()
 
 
-# A dimension of a parameter is split by those of its mesh axes that divide it and that split no
-# earlier dimension of the parameter.
+# {logical axis: the mesh axes that may split it}. A mesh axis splits a dimension only if its size
+# divides the dimension, and if it splits no earlier dimension of the same parameter.
 LOGICAL_AXES: dict[str | None, MeshAxes] = {
-    # the model's width, in parameters whose other dimensions are split while computing
+    # the model's width in most parameters; compute axes split other dimensions of these parameters
     "embed": MeshAxes(storage=FSDP),
-    # the model's width, as the output of a projection
+    # the model's width as the output of a projection, or in vectors of this width
     "embed_out": MeshAxes(storage=(TENSOR,)),
     "vocab": MeshAxes(compute=(TENSOR,)),
     "query_heads": MeshAxes(compute=(TENSOR,)),
@@ -63,8 +63,8 @@ LOGICAL_AXES: dict[str | None, MeshAxes] = {
     "experts": MeshAxes(compute=(EXPERT,)),
     "router": MeshAxes(storage=(TENSOR,)),
     "mlp": MeshAxes(compute=(TENSOR,)),
-    # width of the experts' input matrices; if their last dimension were split for storage, a TPU
-    # would copy the gathered array to another layout
+    # width of an expert, in its output matrix. The storage axes split this dimension, because a TPU
+    # would copy the gathered matrix to another layout if they split the last one
     "mlp_in": MeshAxes(compute=(TENSOR,), storage=FSDP),
     None: MeshAxes(),
 }
@@ -100,12 +100,13 @@ def check_logical_axes(axes: tuple[str | None, ...]) -> None:
 
 
 def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """Returns the PartitionSpec of a parameter, and of its optimizer state, between uses.
+    """Returns the PartitionSpec of a parameter between uses. Its optimizer state has the same spec.
 
     Args:
       declared: the parameter's declaration, whose axes belong to the last dimensions of `shape`.
       shape: the global shape of the parameter, with the dimension of stacked layers first, if it
         has one.
+      mesh: the devices.
     """
     dims = []
     for axis in declared.axes:
@@ -116,15 +117,15 @@ def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> 
 
 def compute_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
     """Returns the PartitionSpec of a parameter while the model computes with it, when it is
-    gathered over its storage axes. The arguments are those of `storage_spec`.
+    gathered over its storage axes. It takes the arguments of `storage_spec`.
     """
     return _spec([LOGICAL_AXES[axis].compute for axis in declared.axes], shape, mesh)
 
 
 def _spec(dims: list[tuple[str, ...]], shape: tuple[int, ...], mesh: Mesh) -> P:
     """Returns the PartitionSpec of an array of this shape. `dims` lists the candidate mesh axes of
-    each of the array's last dimensions. An axis splits the dimension if it divides it and splits no
-    earlier dimension.
+    each of the array's last dimensions. A candidate splits its dimension if its size divides the
+    dimension and if it splits no earlier dimension.
     """
     entries: list[tuple[str, ...]] = []
     for axes, size in zip([()] * (len(shape) - len(dims)) + dims, shape):
@@ -152,8 +153,8 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
-    """Constrains the sharding of activation `x` to that of its logical axes `names`. Returns `x`
-    itself without a mesh.
+    """Constrains the sharding of an activation `x`, whose dimensions have the logical axes `names`.
+    Dimensions after the named ones are not split. Returns `x` itself if there is no mesh.
     """
     if mesh is None:
         return x
@@ -168,8 +169,14 @@ def num_shards(mesh: Mesh | None, *axes: str) -> int:
 
 
 def per_shard(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
-    """Wraps `f` in `jax.shard_map`, so that each device calls `f` on its own shard. Functions that
-    the partitioner cannot split, such as kernels, need this. Returns `f` itself without a mesh.
+    """Wraps `f` in `jax.shard_map`, so that each device calls `f` on its own shards. Functions that
+    XLA's partitioner cannot split, such as kernels, need this. Returns `f` itself if there is no
+    mesh.
+
+    Args:
+      f: the function of the shards.
+      mesh: the devices, or None.
+      in_specs, out_specs: the PartitionSpecs of the arguments and results.
     """
     if mesh is None:
         return f
@@ -177,14 +184,17 @@ def per_shard(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> 
 
 
 def gather_params(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
-    """Gathers parameters over their storage axes before their use outside `shard_map`.
+    """Gathers parameters over their storage axes before their use outside of `shard_map`.
 
-    Parameters that are operands of products are cast to `dtype` first. Gradients are
-    reduce-scattered back to the storage sharding. A parameter whose operator gathers it
-    (`gather_in_shard`) is only cast.
+    Parameters that are operands of matrix products are cast to `dtype` before they are gathered.
+    Their gradients are reduce-scattered back to the storage sharding. A parameter that is declared
+    with gathered="operator" is cast but not gathered: the code that uses it gathers it
+    (`gather_in_shard`).
 
     Args:
       params: a tree of `nnx.Param` with declarations. It is returned unchanged without a mesh.
+      mesh: the devices, or None.
+      dtype: the dtype of the model's products.
     """
     if mesh is None:
         return params
@@ -206,12 +216,13 @@ def gather_params(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
 def gather_in_shard(
     x: jax.Array, declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh, whole: bool = False
 ) -> jax.Array:
-    """Gathers one parameter before its use inside `per_shard`. The gradient is a reduce-scatter by
-    construction.
+    """Gathers one parameter before its use inside `per_shard`. The gradient is a reduce-scatter.
 
     Args:
       x: this device's shard of the parameter, which is split by `storage_spec`.
+      declared: the parameter's declaration.
       shape: the global shape of the parameter.
+      mesh: the devices.
       whole: whether to gather over the compute axes too, so that every device has the whole
         parameter.
     """
@@ -233,9 +244,10 @@ def _gather_steps(storage: P, use: P) -> list[P]:
     """Returns the sequence of specs from `storage` to `use`. Each spec has one mesh axis less than
     the one before; inner axes are removed first.
 
-    If one gather went over several axes that together span all dimensions of a torus, the TPU
-    compiler would replace it by a sum of zero-padded parts, and the reduce-scatter of the gradient
-    by a sum; both would send twice the bytes.
+    The axes are gathered one by one because the TPU compiler handles some larger gathers badly. If
+    one gather went over several axes that together span all dimensions of a torus, the compiler
+    would replace it by a sum of zero-padded parts, and the reduce-scatter of the gradient by a sum;
+    both would send twice the bytes.
     """
     specs = [storage]
     for dim, axes in enumerate(axes_to_gather(storage, use)):

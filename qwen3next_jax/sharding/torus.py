@@ -5,14 +5,18 @@ import numpy as np
 
 def place_experts_in_blocks(grid: np.ndarray) -> np.ndarray:
     """Rearranges devices so that each group along `expert` is a block of the network and not a
-    line. In a 2D torus a chip at the corner of a block has two links to its group, but a chip at
-    the end of a line has only one.
+    line. Communication in a block is faster, because a chip at the corner of a block has two links
+    to chips of its group, and a chip at the end of a line has one.
 
-    This function changes only meshes of `data` and `expert` on a 2D network whose expert groups are
-    lines of 3 to 15 chips (a line of 16 chips is closed to a ring).
+    Only some meshes are changed: they have no axes but `data` and `expert`, their network is 2D,
+    and their expert groups are lines of 3 to 15 chips. (A line of 16 chips is closed to a ring, so
+    its chips have two links.)
 
     Args:
       grid: array [data, expert, context, tensor] of devices, each with its `coords` on the network.
+
+    Returns:
+      The same devices in an array of the same shape.
     """
     num_experts = grid.shape[1]
     coords = np.array([device.coords for device in grid.flat])

@@ -30,7 +30,7 @@ from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, did_you_mean
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict, to_dict
-from qwen3next_jax.config.files import call_file, load_config_file
+from qwen3next_jax.config.files import call_file, find_file, load_config_file
 from qwen3next_jax.config.mixer import is_mixer_setting, without_earlier_defaults
 from qwen3next_jax.config.registry import trust_user_settings
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
@@ -92,8 +92,8 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
       UserError: the file, an axis, or the configuration of a point is wrong. In the last case the
         message names the point.
     """
-    record, changes = _read(pathlib.Path(path)), changes or {}
-    base = load_config_file(pathlib.Path(record["base"]), f"{path}: base = ")
+    record, changes = _read(find_file(path)), changes or {}
+    base = load_config_file(find_file(record["base"]), f"{path}: base = ")
     axes = {
         axis: _axis_values(axis, values, path) for axis, values in record.get("axes", {}).items()
     }

@@ -1,9 +1,10 @@
-"""Measurements per layer: a separate forward pass every `telemetry.diagnostics_every` steps.
+"""Measures properties of each layer in a forward pass of its own, every
+`telemetry.diagnostics_every` steps.
 
-Each module of the model defines what it measures; its class documents the names of the quantities.
-The functions here turn the measurements of all layers into lists with one entry per layer; the
-entry is None if the layer does not measure the quantity. docs/report.md explains the quantities and
-lists published values of them.
+Each module of the model decides what it measures, and its class documents the names of the
+quantities. The functions here turn the measurements of all layers into lists with one entry per
+layer. The entry is None if the layer does not measure the quantity. docs/report.md explains the
+quantities and lists published values of them.
 
 Letters: L layers (the layer of the MTP module, if there is one, is last), N heads, E experts, S
 layers with experts.
@@ -26,11 +27,12 @@ from qwen3next_jax.model.layers import SINK_HEAD
 
 
 def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
-    """Computes L2 norms of a tree with the structure of the parameters.
+    """Computes the L2 norm of each group of a tree that has the structure of the parameters. A
+    group is what lies under one key of the tree's top level.
 
     Returns:
-      Name of a group (a top-level key of the tree) → its norm. The norm of "layers" is an array
-      with one norm per layer of the trunk; every other norm is a scalar.
+      Name of the group → its norm. The norm of "layers" is an array with one norm for each of the
+      model's layers without the MTP module's; every other norm is a scalar.
     """
 
     def sum_of_squares(leaf, num_kept_axes):
@@ -39,7 +41,7 @@ def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
 
     norms = {}
     for name, group in tree.items():
-        if name == "layers":  # maps each traced block to its parameters, stacked over its layers
+        if name == "layers":  # the parameters for each entry of `model.stacks`
             squares = [
                 sum(sum_of_squares(leaf, 1) for leaf in jax.tree.leaves(group[j]))
                 for j in sorted(group)
@@ -51,8 +53,8 @@ def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
 
 
 def norm_weights_by_layer(model: ModelConfig, params: dict) -> jax.Array:
-    """Returns the largest |w| among the weights w of the norms in each layer, [L]. (Most norms
-    scale by 1 + w, and w is 0 at the start.)
+    """Returns the largest |w| among the norm weights w of each layer, [L]. (Most norms scale by 1 +
+    w, and their w starts at 0.)
     """
 
     def largest(group, prefix, num_kept_axes):
@@ -76,8 +78,9 @@ def norm_weights_by_layer(model: ModelConfig, params: dict) -> jax.Array:
 
 
 def _in_layer_order(model: ModelConfig, values_of_blocks: list[jax.Array]) -> jax.Array:
-    """Returns the values of the trunk's layers in order. `values_of_blocks` holds one array per
-    traced block, with the values of the block's layers.
+    """Returns one value for each layer, without the MTP module's, in the order of the layers.
+    `values_of_blocks` holds one array for each entry of `ModelConfig.stacks`, with the values of
+    the layers whose parameters are stacked there.
     """
     order = np.argsort([layer for layers in model.stacks for layer in layers])
     return jnp.concatenate(values_of_blocks)[order]
@@ -91,7 +94,8 @@ def make_diagnostics_step(
     Args:
       model: the model's settings.
       graphdef: the model without its parameters.
-      micro_batches: the step uses every `micro_batches`-th row of the batch.
+      micro_batches: the number of micro-batches of a training step. The function measures every
+        `micro_batches`-th row of the batch, which are as many rows as a micro-batch has.
       mesh: the devices that share the batch; None: one device.
 
     Returns:
@@ -109,7 +113,7 @@ def make_diagnostics_step(
             "norm_weights": norm_weights_by_layer(model, params),
         }
 
-    # The results are replicated, because every process of the run reads all values.
+    # The results are replicated, because every process of the run reads all of them.
     return jax.jit(
         step, out_shardings=NamedSharding(mesh, PartitionSpec()) if mesh is not None else None
     )
@@ -118,7 +122,7 @@ def make_diagnostics_step(
 def summarise(
     measured: dict[str, Any], grad_norms: dict[str, Any], expert_load: Any
 ) -> dict[str, Any]:
-    """Returns the fields of a "diagnostics" event.
+    """Returns the fields of a "diagnostics" event in metrics.jsonl.
 
     Args:
       measured: the result of the function that `make_diagnostics_step` makes, on the host.
@@ -128,8 +132,8 @@ def summarise(
 
     Returns:
       Name of a quantity → a list with one number or None per layer. There are two more entries:
-      "groups", the norms of the parameters that belong to no layer; and "expert_load" [S][E], if
-      `expert_load` is given.
+      "groups" holds the norms of the parameters that belong to no layer, and "expert_load" [S][E]
+      is a copy of `expert_load`, if that is given.
     """
     rows = [_summarise_layer(layer) for layer in measured["layers"]]
     for name, norms in (("grad_norm", grad_norms), ("param_norm", measured["param_norms"])):
@@ -164,8 +168,9 @@ def summarise(
 
 
 def _summarise_layer(layer: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Reduces each measurement of a layer to one number, over its heads: to the maximum if the
-    measurement's name ends in "_max", otherwise to the mean (of half-lives the geometric mean).
+    """Reduces each measurement of a layer to one number. Measurements whose name ends in "_max"
+    become the maximum over the layer's heads. Half-lives become their geometric mean, and also give
+    `half_life_min` and `half_life_max`. All others become the mean.
     """
     row = {
         name: np.max(value) if name.endswith("_max") else np.mean(value)
@@ -187,5 +192,5 @@ def _summarise_layer(layer: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _round(value: Any) -> float:
-    """Rounds to four significant digits, because every event records many of these numbers."""
+    """Rounds to four significant digits, because an event holds many of these numbers."""
     return float(f"{float(value):.4g}")

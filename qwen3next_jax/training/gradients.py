@@ -1,4 +1,4 @@
-"""The gradients of a batch, computed at once or as a sum over micro-batches."""
+"""Computes the gradients of a batch, all at once or as a sum over micro-batches."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,8 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage
 
 Batch = dict[str, jax.Array]
-# A function (params, batch) → (gradients, parts of the loss, counts); all are of the whole batch.
+# A function (params, batch) → (gradients, parts of the loss, counts). All three describe the whole
+# batch.
 Gradients = Callable[[dict, Batch], tuple[dict, dict[str, jax.Array], Counts]]
 
 
@@ -24,15 +25,19 @@ def make_gradients(
     """Makes the function `gradients(params, batch)` for the batches of `stage`; it is not jitted.
 
     Each of k micro-batches holds 1/k of the rows, and the sum of the micro-batches' gradients
-    equals the gradient of the whole batch. Only the balance loss is not a sum over rows: it
-    multiplies each token's router probabilities by the expert load of the whole batch. With several
-    micro-batches, a forward pass without gradients therefore computes the load first. This pass
-    takes up to a third of a step; it is left out if `balance_loss_weight` is 0.
+    equals the gradient of the whole batch. The balance loss needs an extra pass for this, because
+    it is not a sum over rows: it multiplies each token's router probabilities by the expert load of
+    the whole batch. With several micro-batches, a forward pass without gradients therefore computes
+    the load first. This pass adds up to a third to the time of a step. It is left out if
+    `balance_loss_weight` is 0.
 
     Args:
       run: the model, its structure, and the mesh.
       stage: the weights of the loss, and the number of micro-batches.
       loss: a function with the arguments and results of `loss.total_loss`.
+
+      Returns:
+        The function. `batch` is {name: [B, T]}; see `loop.make_train_step`.
     """
     config, train, mesh = run.model, stage.train, run.compute_mesh
 
@@ -81,8 +86,8 @@ def make_gradients(
 
 
 def _sum_over(micro_batches: Batch, f: Callable):
-    """Returns the sum of `f(micro_batch)` over all micro-batches, which are computed one after
-    another.
+    """Returns the sum of the trees `f(micro_batch)`, computed one after another. The arrays of
+    `micro_batches` have the micro-batches as their first dimension.
     """
     shapes = jax.eval_shape(f, jax.tree.map(lambda x: x[0], micro_batches))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

@@ -1,13 +1,12 @@
-"""Numerical guards, which are part of the compiled step. They decide whether an update is applied
-when the loss or the gradient looks wrong.
+"""Numerical guards: a part of the compiled step that decides whether the step's update is applied.
 
-An update whose loss or gradient norm is not finite is never applied. A spike is a loss or gradient
-norm whose robust z-score, relative to a window of past steps, exceeds a threshold. The setting
-`guards.on_spike` says whether the update of a spike is applied, is skipped, or halts the run. Once
-the run is halted, parameters and optimizer state no longer change, so the host may notice the halt
-one step later and still finds them as they were before the bad batch.
+The update is never applied if the loss or the gradient norm is not finite. A spike is a loss or a
+gradient norm whose robust z-score, relative to a window of past steps, exceeds a threshold. The
+setting `guards.on_spike` says what a spike does: its update is applied, or is skipped, or the run
+halts. Once a run has halted, its parameters and its optimizer state no longer change. The host may
+therefore notice the halt one step late, and still finds them as they were before the bad batch.
 
-The guards' memory is part of the train state, so a resumed run makes the same decisions as a run
+The guards keep their state in the train state, so a resumed run makes the same decisions as a run
 that was not interrupted.
 
 Letter: W steps in the window.
@@ -21,14 +20,13 @@ from qwen3next_jax.config import GuardConfig
 NON_FINITE, SPIKE, SKIPPED, HALTED = 1, 2, 4, 8  # bits of a step's flags
 NO_TARGETS = 16  # another bit, which the train step sets: the batch had no token to predict
 
-# Lower bounds of the spread of a window: the spread is at least _MIN_RELATIVE_SPREAD × the median,
-# and for this bound the median is at least _MIN_LOSS (of losses) or _MIN_NORM (of gradient norms).
-# Without the first bound, every change after a window of equal values would be a spike. Without the
-# other two, a change of a hundredth of a nat would be a spike in a solved task, whose losses and
-# gradients are near 0.
+# A z-score divides by the spread of the window. The spread counts as at least _MIN_RELATIVE_SPREAD
+# × max(|median|, m), where m is _MIN_LOSS for losses and _MIN_NORM for gradient norms. Without this
+# bound, every increase after a window of equal values would be a spike. Without m, tiny changes
+# would be spikes once a task is solved and its losses and gradients are close to 0.
 _MIN_RELATIVE_SPREAD = 1e-3
 _MIN_LOSS, _MIN_NORM = 1.0, 1e-3
-# The ratio of the standard deviation to the median absolute deviation in a normal distribution.
+# In a normal distribution, the standard deviation divided by the median absolute deviation.
 _MAD_TO_SIGMA = 1.4826
 
 
@@ -39,13 +37,15 @@ def init_guards(config: GuardConfig) -> dict[str, jax.Array]:
       A dict with these entries:
         losses: float32 [W], ring buffer of the last finite losses.
         grad_norms: float32 [W], ring buffer of the last finite gradient norms.
-        entries: int32, the number of values that were ever written to each ring buffer.
+        entries: int32, the number of values that were written to each ring buffer so far.
         skipped: int32, the number of steps whose update was skipped.
-        skipped_in_a_row: int32, the number of the last such steps without another step between.
+        skipped_in_a_row: int32, the number of consecutive steps, up to the last one, whose own loss
+          or gradient norm was the reason to skip them.
         spikes: int32, the number of steps with a spike.
-        halted: int32, 1 from the step on that halted the run; 0 before.
-        data_offset: int32, the number of batches that rewinds skipped. After `step` steps, the next
-          step takes batch number step + data_offset.
+        halted: int32, 1 after the step that halted the run; 0 before.
+        data_offset: int32, the number of batches (of the current stage's size) that rewinds have
+          skipped. In a run with a single stage, the step after `step` steps reads the batch number
+          step + data_offset, counted from 0.
     """
     counts = ("entries", "skipped", "skipped_in_a_row", "spikes", "halted", "data_offset")
     rings = {name: jnp.zeros(config.window, jnp.float32) for name in ("losses", "grad_norms")}
@@ -55,19 +55,21 @@ def init_guards(config: GuardConfig) -> dict[str, jax.Array]:
 def reset(
     config: GuardConfig, guards: dict[str, jax.Array], data_offset: int, same_stream: bool
 ) -> dict[str, jax.Array]:
-    """Returns the guards with which a new stage, or a branch of a run, begins.
+    """Returns the guards' part of the train state with which a new stage, or a branch of a run,
+    begins.
 
     Args:
       config: the settings of the guards.
-      guards: the guards at the end of the stage, or of the run, before it.
-      data_offset: the new data offset.
-      same_stream: whether the new batches come from the same data as before. If not, the window
-        starts empty, because losses on other data say nothing about spikes.
+      guards: the guards' part of the train state at the end of the stage, or run, before it.
+      data_offset: the new `data_offset`.
+      same_stream: whether the new stage reads batches of the same size from the same data as
+        before. If not, the window starts empty, because losses on other data do not tell what a
+        spike is.
     """
     sharding = guards["data_offset"].sharding
     if not same_stream:
-        # The number of skipped steps stays: the optimizer's own count of updates is the number of
-        # steps minus this number.
+        # The number of skipped steps is kept: the number of updates, which the learning-rate
+        # schedule counts, is the number of steps minus this number.
         counts = {name: guards[name] for name in ("skipped", "spikes")}
         guards = init_guards(config) | counts
     return jax.device_put(guards | {"data_offset": jnp.int32(data_offset)}, sharding)
@@ -134,15 +136,13 @@ def check(
 
 
 def keep_if(skip: jax.Array, old: dict, new: dict) -> dict:
-    """Returns the tree `old` if `skip` is true, else the tree `new`. The compiler fuses this
-    selection into the update.
-    """
+    """Returns the tree `old` if `skip` is true, else the tree `new`. `skip` is a traced bool."""
     return jax.tree.map(lambda a, b: jnp.where(skip, a, b), old, new)
 
 
 def _robust_z(value: jax.Array, window_W: jax.Array, min_median: float) -> jax.Array:
-    """Returns how many robustly estimated standard deviations `value` lies above the median of the
-    window.
+    """Returns (value - median) / spread for the median of the window [W] and its robust standard
+    deviation, the spread. `min_median`: the number m of the bound of the spread (see above).
     """
     median = jnp.median(window_W)
     spread = _MAD_TO_SIGMA * jnp.median(jnp.abs(window_W - median))

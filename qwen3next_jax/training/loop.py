@@ -2,9 +2,9 @@
 file to loss.
 
     mesh     `sharding.mesh.make_mesh` arranges the devices as a grid with named axes.
-    data     `data.preparation` packs documents into rows of tokens; `data.pipeline.Data` defines
-             row i of the endless training stream. The stage's batch n is the B rows from row n·B
-             on.
+    data     `data.preparation` packs documents into rows of tokens; `data.pipeline.Data` gives
+             row i of the endless training stream. Batch n of a stage holds B consecutive rows, from
+             the stage's row n·B on. `stages.DataCursor` says with which row the stage begins.
     model    `model.Qwen3Next` is the model. Its parameters are the entry "params" of the train
              state (see `state`).
     step     `make_train_step`, below, makes the function (state, batch) → (state, metrics). It is
@@ -73,9 +73,10 @@ def make_train_step(
           `run.abstract_state`.
         batch: "tokens" and "segment_ids", int32 [B, T], with `run.batch_sharding`; from some
           sources of data also "target_mask", bool [B, T].
-        metrics: the parts of the loss (`loss.total_loss`), what the guards saw (`guards.check`),
-          learning_rate, tokens and grad_norm: scalars; expert_load [sparse layers, experts];
-          grad_norms (before clipping; see `norms_by_layer`).
+        metrics: the parts of the loss (`loss.total_loss`), the metrics of the guards
+          (`guards.check`), learning_rate, tokens and grad_norm (before clipping), all scalars;
+          expert_load [layers with experts, experts]; grad_norms (`norms_by_layer` of the gradients
+          before clipping).
     """
     gradients = make_gradients(run, stage, loss)
     schedule = learning_rate_schedule(stage.optimizer, stage.train.steps, stage.schedule_start)
@@ -87,7 +88,7 @@ def make_train_step(
         grads, loss_parts, counts = gradients(state["params"], batch)
         grad_norm = optax.tree.norm(grads)
 
-        # The guards decide whether to skip the update because the loss or the gradient looks wrong.
+        # The guards decide whether the update is skipped, from the loss and the gradient norm.
         skip, guard_state, guard_metrics = guards.check(
             guard_config, state["guards"], loss_parts["total_loss"], grad_norm
         )
@@ -107,7 +108,7 @@ def make_train_step(
             "grad_norms": norms_by_layer(run.model, grads),
             "tokens": counts.tokens,
             "flags": metrics["flags"] | guards.NO_TARGETS * ~counts.has_targets,
-            # The optimizer, and so the schedule, counts only the steps that were not skipped.
+            # The optimizer counts only the steps that were not skipped, and so does the schedule.
             "learning_rate": schedule(state["step"] - state["guards"]["skipped"]),
         }
         if "indexer_loss" in loss_parts:
@@ -135,7 +136,7 @@ def make_train_step(
 
 @dataclasses.dataclass(frozen=True)
 class StepInfo:
-    """The argument of a hook. A hook is called when a step has ended.
+    """What a hook is told about a step. Hooks are called with it when the step has ended.
 
     Attributes:
       step: the number of steps of the run so far, including this one.
@@ -158,8 +159,8 @@ class StepInfo:
 
 
 class Hook:
-    """Something that a run does besides its steps. A subclass overrides the methods for the moments
-    at which it acts. A plain function of a `StepInfo` is a hook as well.
+    """Base class for what a run does besides its steps. A subclass overrides the methods for the
+    moments at which it acts. A plain function of a `StepInfo` is a hook as well.
     """
 
     def __call__(self, info: StepInfo) -> None:
@@ -169,7 +170,8 @@ class Hook:
 
     def stage_begins(self, step: int, stage: ResolvedStage, cursor: DataCursor) -> None:
         """Called before `step`, which is the first step of a stage, or the first step after a start
-        or a rewind. The step function will be compiled.
+        or a rewind. `step` may take longer than others, because its function may have to be
+        compiled.
         """
 
     def before_batch(self, step: int) -> None:
@@ -177,17 +179,18 @@ class Hook:
 
     def before_step(self, step: int, pending: Metrics) -> None:
         """Called before `step`, after its batch was read. `pending` holds the metrics of the step
-        before it, which the devices may still be computing; {} if there is no such step.
+        before it, whose arrays the devices may still be computing; {} before the first step.
         """
 
     def after_dispatch(self, step: int, pending: Metrics) -> None:
-        """Called after `step` was dispatched. `pending` holds its metrics, which the devices are
-        computing now.
+        """Called when `step` was sent to the devices. `pending` holds its metrics, whose arrays the
+        devices are still computing.
         """
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
-        """Called once for every step, when it has ended; usually the devices are already computing
-        the next step then. `state` is the newest state, which may be the state after the next step.
+        """Called once for every step, when it has ended. Usually the devices are then already
+        computing the next step. `metrics` are the metrics of `step`. `state` is the newest train
+        state, which may be the one after the next step.
         """
 
 
@@ -212,7 +215,9 @@ class _Registered:
 
 
 def stop_at_hook_error(name: str, step: int, error: Exception) -> None:
-    """Raises a UserError, whose message says in one line which hook failed, where and why."""
+    """Raises a UserError whose message says in one line which hook failed, after which step, and
+    why. This is the default of `Trainer`'s argument `on_hook_error`.
+    """
     raise UserError(
         f"{describe_hook_error(name, step, error)}: correct it, or set train.on_hook_error = "
         "'continue' to train on without it",
@@ -221,8 +226,8 @@ def stop_at_hook_error(name: str, step: int, error: Exception) -> None:
 
 
 def describe_hook_error(name: str, step: int, error: Exception) -> str:
-    """Returns a phrase for messages: which hook failed after which step, the error, and the line of
-    code that raised it.
+    """Returns a part of a message: which hook failed after which step, the error, and the file and
+    line that raised it.
     """
     frame = traceback.extract_tb(error.__traceback__)[-1]
     kind = type(error).__name__
@@ -236,8 +241,8 @@ def describe_hook_error(name: str, step: int, error: Exception) -> str:
 
 
 class Clock:
-    """Measures the time of steps, without the time of hooks. A lap is the time over which steps are
-    measured together.
+    """Measures how long steps take, without the time that hooks take. Steps are measured in laps: a
+    lap is one measurement over several steps.
 
     Attributes:
       data_wait: the seconds of the current lap during which the loop waited for batches.
@@ -250,13 +255,13 @@ class Clock:
         self.data_wait = 0.0
 
     def restart(self, step: int) -> None:
-        """Begins a lap now, when `step` has ended."""
+        """Begins a new lap now. `step` is the last step that has ended."""
         self._since = time.perf_counter()
         self._last_step = step
         self.data_wait = 0.0
 
     def lap(self, step: int) -> tuple[int, float, float]:
-        """Ends the lap now, when `step` has ended, and begins the next lap.
+        """Ends the lap now, and begins the next one. `step` is the last step that has ended.
 
         Returns:
           (steps, seconds, seconds of waiting for data) of the lap that ended.
@@ -284,8 +289,8 @@ class Trainer:
     Attributes:
       run: the resolved run.
       stage: the stage of the current step; None before the first step.
-      cursor: the cursor of that stage.
-      data: the rows of that stage.
+      cursor: where that stage reads the training data; None before the first step.
+      data: the rows of that stage; None before the first step.
       clock: measures the time of steps.
     """
 
@@ -304,8 +309,8 @@ class Trainer:
           data: the rows of every stage.
           cursors: where every stage reads its rows.
           make_step: makes the update step of a stage.
-          on_hook_error: called with (name of the hook, step, error) when a hook fails that was not
-            registered as required. If the call returns, training continues.
+          on_hook_error: called with (name of the hook, step, error) when a hook fails, unless the
+            hook was registered as required. If the call returns, training continues.
         """
         self.run = run
         self.clock = Clock()
@@ -333,7 +338,8 @@ class Trainer:
         Hooks that are due after the same step are called in the order of registration.
 
         If a hook is due after a step, the loop waits until the devices have finished the step. With
-        `every=1`, the dispatch of a step therefore no longer overlaps with the step before it.
+        `every=1`, the host therefore never prepares a step while the devices compute the step
+        before it.
 
         Args:
           hook: a function of a `StepInfo`, or a `Hook`.
@@ -381,8 +387,9 @@ class Trainer:
             batch = self._layout.to_global(next(batches))
             self.clock.data_wait += time.perf_counter() - wait_start
 
-            # Step: dispatch it while the devices still compute the step before it. At most one step
-            # waits in the queue; with more, the display and the reaction to a signal would be late.
+            # Step: dispatch it while the devices still compute the step before it. Then wait for
+            # the step before it: with more than one step in the queue, the display and the reaction
+            # to a signal would be late.
             self._call_all("before_step", step, metrics)
             previous = metrics
             state, metrics = self._train_step(state, batch)
@@ -409,8 +416,8 @@ class Trainer:
         return step, state, metrics
 
     def _begin_stage(self, step: int, state: State) -> Iterator[dict]:
-        """Switches to the stage of `step`, and resets the guards in `state` if the step before
-        belongs to another stage.
+        """Switches to the stage of `step`. If the step before belongs to another stage, this
+        changes the guards in `state`, in place (see `guards.reset`).
 
         Returns:
           The batches from `step` on, with the rows of this process only.
@@ -453,7 +460,9 @@ class Trainer:
     def _call(
         self, registered: _Registered, function: Callable, step: int, *arguments: Any
     ) -> None:
-        """Calls a function of a hook, and handles its errors."""
+        """Calls a method of a hook, or the hook itself. An error in a required hook is raised;
+        other errors go to `on_hook_error`.
+        """
         try:
             function(*arguments)
         except jax.errors.JaxRuntimeError:

@@ -1,14 +1,18 @@
-"""The training objective, as sums that add up exactly over micro-batches and devices.
+"""The training loss, as sums over tokens that can be added over micro-batches and devices.
 
     total = CE + w_mtp · mean_d MTP_d + w_balance · mean_l balance_l + w_z · mean_l z_l
             + w_indexer · mean_a indexer_a
 
-CE and MTP_d are means over the targets of the whole batch, balance_l and z_l over its tokens (l
-runs over the sparse layers, the MTP module's included). indexer_a is the loss with which a layer
-of sparse attention trains its indexer, a mean over the tokens of the batch that have something to
-select (`Mixer.loss_tokens`; only where `TrainConfig.indexer_training` asks for it). Every piece is
-divided by the batch's own counts, which follow from the segment ids alone, so a micro-batch
-contributes a share and the shares sum to the batch's value.
+CE is the cross-entropy of the next token, and MTP_d the cross-entropy of multi-token prediction at
+depth d; both are means over the targets of the whole batch. balance_l and z_l are the balance loss
+and the z-loss of a router, means over the batch's tokens; l runs over the layers with experts, and
+the layer of the MTP module is one of them. indexer_a is the loss with which a layer of sparse
+attention trains its indexer (`config.TrainConfig.indexer_training`); it is a mean over the tokens
+that `Mixer.loss_tokens` marks.
+
+Each sum over a micro-batch is divided by a count over the whole batch (`Counts`). The counts are
+known before the forward pass, from the segment ids and the target mask. Therefore the results of
+the micro-batches sum to the result of the batch.
 
 Letters: B batch, T time, D model, E experts, L layers with experts.
 """
@@ -28,12 +32,19 @@ from qwen3next_jax.model.multi_token_prediction import target_positions, targets
 
 
 class Counts(NamedTuple):
-    """Counts over the whole batch. Sums are divided by all of them but `has_targets`, which are
-    float32 scalars.
+    """Counts of the whole batch, by which the sums of the loss are divided. All but `has_targets`
+    are float32 scalars of at least 1, so that a batch of padding alone has a loss of 0.
 
-    has_targets: bool, whether the next-token loss has any target.
-    mixer_tokens, mtp_mixer_tokens: those of the indexers' loss, of a layer of the trunk and over
-    all MTP depths; None where there is no such loss.
+    Attributes:
+      targets: the number of targets of the next-token loss.
+      mtp_targets: for each MTP depth its number of targets.
+      tokens: the number of tokens without padding.
+      mtp_tokens: the number of tokens of the MTP module's router statistics, summed over the
+        depths; 0 without an MTP module.
+      has_targets: bool, whether the next-token loss has any target.
+      mixer_tokens: the number of tokens of the indexer loss in one layer; None if no mixer of the
+        model has such a loss.
+      mtp_mixer_tokens: the same for the layer of the MTP module, summed over the depths.
     """
 
     targets: jax.Array
@@ -48,8 +59,12 @@ class Counts(NamedTuple):
 def count_targets(
     batch: dict[str, jax.Array], mtp_depth: int, model: ModelConfig | None = None
 ) -> Counts:
-    """What the sums over this batch are divided by (at least 1, so that padding alone gives 0),
-    and whether it has anything to predict. `model`: whose indexers' loss is counted, too.
+    """Computes the counts of a batch.
+
+    Args:
+      batch: segment_ids [B, T] int32, and target_mask [B, T] bool if the batch has one.
+      mtp_depth: the number of MTP depths.
+      model: the model whose indexer loss is counted as well; None: that loss is not counted.
     """
 
     def total(mask):
@@ -80,9 +95,9 @@ def count_targets(
 
 
 def expert_load(features: Features, config: ModelConfig, counts: Counts) -> jax.Array:
-    """Returns each expert's share of all choices of experts in the whole batch, times E: [L, E]. If
-    the load is perfectly balanced, all entries are 1. The results for the micro-batches of a batch
-    sum to the result for the whole batch.
+    """Returns each expert's share of all choices of experts in the whole batch, times E: [L, E].
+    All entries are 1 if the load is perfectly balanced. The results of a batch's micro-batches sum
+    to the result of the batch. No gradient passes through the result.
     """
     stacked = _per_layer(features, counts, "load")
     return jax.lax.stop_gradient(stacked * (config.num_experts / config.num_experts_per_tok))
@@ -96,21 +111,27 @@ def total_loss(
     load: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Computes what this batch or micro-batch contributes to the loss and to its parts.
+    """Computes what a batch, or one of its micro-batches, contributes to the batch's loss.
 
     Args:
       model: the model.
-      batch: tokens and segment_ids, [B, T] int32. Targets are the tokens that follow in the same
-        document; if the batch has target_mask, [B, T] bool, only the targets that it marks count.
-      train: the weights of the parts of the loss, and `remat`.
+      batch: tokens and segment_ids, [B, T] int32. The target of a token is the token that follows
+        it in the same document. If the batch has target_mask, [B, T] bool, only the tokens that it
+        marks are targets.
+      train: the weights of the terms of the loss, and `remat`.
       counts: the counts of the whole batch.
-      load: [L, E] `expert_load` of the whole batch; None if this batch is the whole batch.
+      load: [L, E] `expert_load` of the whole batch; None if `batch` is the whole batch.
       mesh: the devices that share the batch; None: one device.
 
     Returns:
-      (total, parts): parts are sums over the batch's shares: `loss`, `mtp_loss/d`, `mtp_top1/d`
-      (share of targets hit by the depth's best guess), `top1`, `balance_loss`, `router_z`,
-      `indexer_loss` (where an indexer is trained), and `expert_load` [L, E].
+      (total, parts). `total` [] is the loss. `parts` has these entries, which sum over
+      micro-batches:
+        loss: the next-token cross-entropy, in nats.
+        top1: the share of targets to which the model gives the highest probability.
+        mtp_loss/d, mtp_top1/d: the same for each MTP depth d.
+        balance_loss, router_z, expert_load [L, E]: only if a layer has experts.
+        indexer_loss: only if an indexer is trained.
+        total_loss: `total`.
     """
     features = model.features(
         batch["tokens"],
@@ -121,8 +142,9 @@ def total_loss(
     )
 
     def cross_entropy(hidden_BTD, offset, targets):
-        """Returns what this batch contributes to (mean cross-entropy, top-1 accuracy). The target
-        of a token is the token `offset` positions later in the same document.
+        """Returns (cross-entropy, top-1 accuracy), each this batch's share of the whole batch's
+        mean. The target of a token is the token `offset` positions later in the same document.
+        `targets`: the number of targets in the whole batch.
         """
         weight_BT = target_positions(batch, offset).astype(jnp.float32) / targets
         total, correct_BT, *_ = model.cross_entropy(
@@ -155,8 +177,9 @@ def total_loss(
 
 
 def _per_layer(features: Features, counts: Counts, name: str) -> jax.Array:
-    """Returns a router statistic of every layer with experts, divided by the number of tokens of
-    the whole batch: [L, …]. The layer of the MTP module is last.
+    """Returns a router statistic of every layer with experts, [L, …], divided by the number of
+    tokens of the whole batch. The layer of the MTP module is last. `name`: a key of
+    `Features.router`.
     """
     layers = []
     if features.router:

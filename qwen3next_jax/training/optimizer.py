@@ -14,17 +14,18 @@ from qwen3next_jax.model.parameters import Declared
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0) -> optax.Schedule:
-    """Makes the learning-rate schedule of `steps` steps: a linear warm-up to the peak, and then one
-    of these:
+    """Makes a learning-rate schedule of `steps` steps. The rate rises linearly to the peak during
+    the warm-up, the first `warmup_steps` steps (all steps, if there are fewer). Then it follows
+    `config.schedule`:
 
-      cosine               The rate falls along a cosine over all steps after the warm-up.
-      linear               The rate falls linearly over all steps after the warm-up.
+      cosine               The rate falls along a cosine until the last step.
+      linear               The rate falls linearly until the last step.
       warmup_stable_decay  The rate stays at the peak, and falls linearly over the last
-                           `decay_fraction` of the steps.
+                           `decay_fraction` of all steps.
       constant             The rate stays at the peak.
 
-    The first step of a warm-up has the rate peak / warm-up steps. The last step has the rate
-    final_fraction × peak, even if it is the only step; with "constant" it has the peak.
+    The first step of a warm-up of n steps has the rate peak / n. The last step of the schedule has
+    the rate final_fraction × peak, even if it is the only step; with "constant" it has the peak.
 
     Args:
       config: the settings of the optimizer.
@@ -54,9 +55,9 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
         schedules[2] = optax.constant_schedule(peak * config.final_fraction)
         boundaries = [min(warmup, steps - 1), steps - 1]
     schedule = optax.join_schedules(schedules, boundaries)
-    # Skipped updates do not count, so a stage may evaluate its schedule at a number of updates
-    # before `begins`; the schedule then gives its first value. The outer maximum is needed because
-    # rounding may let a decay to 0 end slightly below 0.
+    # The argument counts updates, and skipped steps make no update. Therefore the count may still
+    # be below `begins` when the stage begins; the schedule then gives its first value. The outer
+    # maximum is needed because a decay to 0 may end slightly below 0 by rounding.
     return lambda step: jnp.maximum(schedule(jnp.maximum(step - begins, 0)), 0.0)
 
 
@@ -69,11 +70,12 @@ def make_optimizer(
     """Chains clipping, the direction of the optimizer that `config.name` names, decoupled weight
     decay, and the learning rate.
 
-    An optimizer is a function `direction(config, parameters, mesh)`. It returns the gradient
-    transformation between clipping and weight decay. The state of this transformation
-    holds scalars, such as a count of updates, which every device has, and arrays that each belong
-    to a parameter. The path of such an array ends in the path of its parameter, and it has the
-    parameter's shape, so it is sharded as the parameter is (`sharding.rules.tree_shardings`).
+    An optimizer is a function `direction(config, parameters, mesh)`. It returns the optax
+    transformation that is put between clipping and weight decay. The transformation's state may
+    hold two sorts of arrays: scalars, such as a count of updates, which every device has; and
+    arrays that belong to one parameter each. An array that belongs to a parameter must have the
+    parameter's shape, and its path in the state must end in the parameter's path.
+    `sharding.rules.tree_shardings` then shards it as it shards the parameter.
 
     Args:
       config: the settings of the optimizer.
@@ -92,8 +94,8 @@ def make_optimizer(
 
     clip = _clip(config.clip_norm, parameters) if config.clip_norm else optax.identity()
     direction = resolve(OPTIMIZERS, config.name, "optimizer.name")(config, parameters, mesh)
-    # Checkpoints hold the state of the chain, so the inner chain keeps the structure of
-    # optax.adamw.
+    # The nesting of these chains is part of the optimizer's state, which checkpoints hold, so it
+    # must not change. The inner chain is nested like optax.adamw.
     return optax.chain(
         clip,
         optax.chain(
@@ -105,8 +107,9 @@ def make_optimizer(
 
 
 def _clip(norm: float, parameters: Mapping[str, Declared]) -> optax.GradientTransformation:
-    """Clipping by the global norm. Indexers of sparse attention are clipped by themselves: their
-    loss would otherwise slow all other parameters down.
+    """Returns the clipping of gradients by their global norm. The indexers of sparse attention and
+    all other parameters are clipped separately, each group by its own norm. With one norm for both,
+    large gradients of the indexers' loss would scale the gradients of all other parameters down.
     """
     clip = optax.clip_by_global_norm(norm)
     indexers = {path for path, parameter in parameters.items() if parameter.kind == "indexer"}

@@ -1,5 +1,6 @@
-"""Resolves a configuration for a mesh: its stages, the model's structure, and the train state as
-shapes with shardings. Training, planning, restoring and replaying a run all use the result.
+"""Resolves a configuration for a mesh: computes the run's stages, the model's structure, and the
+shapes and shardings of the train state. Training, planning, restoring and replaying a run all use
+the result.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ class ResolvedRun:
 
     @property
     def compute_mesh(self) -> Mesh | None:
-        """The argument `mesh` of the model's functions: None if there is only one device."""
+        """The mesh as the model's functions take it: None if there is only one device."""
         return compute_mesh(self.mesh)
 
     @property
@@ -62,8 +63,8 @@ class ResolvedRun:
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
 
     def init_state(self, params: dict | None = None) -> State:
-        """Returns the train state before the first step. Its parameters are `params`; if `params`
-        is None, they are random, from the seed `train.seed`.
+        """Returns the train state before the first step. Its parameters are `params`, or random
+        ones from the seed `train.seed` if `params` is None.
         """
         config = self.config
         return state.init_state(

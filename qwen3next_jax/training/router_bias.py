@@ -1,5 +1,5 @@
-"""Updates the biases of routers, which balance the experts without a balance loss (2408.15664). The
-load of the experts changes these parameters; gradients do not.
+"""Updates the router biases, which balance the load of the experts without a balance loss
+(2408.15664). The update depends on how often each expert was chosen, and on no gradient.
 
 Letters: L layers with experts (the layer of the multi-token prediction module is last), E experts.
 """
@@ -15,14 +15,14 @@ from qwen3next_jax.model import declared
 def update_router_bias(
     model: ModelConfig, params: dict, load_LE: jax.Array | None, rate: float
 ) -> dict:
-    """Adds `rate` to the bias of each expert with less than the mean load in the whole batch, and
-    subtracts `rate` from the bias of each expert with more.
+    """Adds `rate` to the bias of each expert whose load in the batch is below the mean, and
+    subtracts `rate` from the bias of each expert whose load is above it.
 
     Args:
       model: the model's settings.
       params: the model's parameters.
       load_LE: `loss.expert_load` of the whole batch; None if the model has no experts.
-      rate: the size of the change.
+      rate: the size of the change (`train.router_bias_rate`).
 
     Returns:
       The parameters with new biases; `params` itself if the model's routers have no bias.
@@ -30,8 +30,8 @@ def update_router_bias(
     if not model.moe.router_bias:
         return params
     sparse = [layer for layer, (_, experts) in enumerate(model.layer_kinds) if experts]
-    # Loads are sums of quotients in float32, so experts that were chosen equally often may have
-    # loads that differ in the seventh digit.
+    # Differences below 5e-7 count as 0. Loads are sums of float32 quotients, so experts that were
+    # chosen equally often may have loads that differ by rounding.
     direction_LE = jnp.sign(jnp.round((jnp.mean(load_LE, axis=-1, keepdims=True) - load_LE) * 1e6))
 
     def update(path, leaf):

@@ -1,11 +1,17 @@
-"""The stages of a run, and where each of them reads the training data. Nothing here needs JAX.
+"""The stages of a run, and where each stage reads the training data. Nothing here needs JAX.
 
-A run without `train.stages` has one stage. A stage reads no row that an earlier stage has read, and
-a branch no row that its parent has read before the branch. If two consecutive stages read the same
-training stream (their data have the same fingerprint), the second stage continues with the next row
-of this stream. If they mix the same streams with different weights, the second stage continues each
-stream with the stream's own next row. A rewind skips rows of the mix, whichever streams they come
-from. Rows of another length form other streams, which begin with their first row.
+A run without `train.stages` has one stage. No stage reads a row that an earlier stage has read. A
+branch (a run that continues from a checkpoint of another run) reads no row that its parent had read
+by then. The rules for consecutive stages:
+
+- If both read the same training stream (their data have the same fingerprint), the second stage
+  continues with the stream's next row.
+- If they mix the same streams with different weights, the second stage continues each of the
+  streams with that stream's next row.
+- If their rows have different lengths, they read different streams, and the second stage reads each
+  of its streams from the first row.
+
+A rewind skips rows of the mix, from whichever streams these rows come.
 """
 
 import dataclasses
@@ -34,7 +40,7 @@ STAGE_SETTINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedStage:
-    """A stage with the values of all settings.
+    """A stage with the values of all of its settings.
 
     Attributes:
       name: the stage's name in records; "" if the run has no `train.stages`.
@@ -42,8 +48,9 @@ class ResolvedStage:
       last_step: the last step of the stage, counted from the start of the run.
       schedule_start: the number of steps of the run before the stage's learning-rate schedule
         begins.
-      train: the stage's settings of the group "train"; but `train.steps` is the length of the
-        learning-rate schedule, and `train.stages` is empty.
+      train: the stage's settings of the group "train". Two of them differ from the run's:
+        `train.steps` is the length of the stage's learning-rate schedule, and `train.stages` is
+        empty.
       data: the stage's settings of the group "data".
       optimizer: the stage's settings of the group "optimizer".
     """
@@ -82,7 +89,9 @@ class ResolvedStage:
         return self.batch_size * self.sequence_length
 
     def as_single_stage(self, config: Config) -> Config:
-        """The configuration of a run with this stage only, whose schedule begins at step 0."""
+        """Returns the configuration of a run that consists of this stage, with a learning-rate
+        schedule that begins at step 0.
+        """
         return dataclasses.replace(
             config, train=self.train, data=self.data, optimizer=self.optimizer
         )
@@ -105,8 +114,8 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
         f"train.steps = {config.train.steps}, but the steps of train.stages, {terms}, sum to "
         f"{boundaries[-1]}: change one of them so that both are equal",
     )
-    # Indices of the stages at which a learning-rate schedule begins. A schedule lasts until the
-    # next of these stages.
+    # Indices of the stages at which a learning-rate schedule begins: the first stage, and each
+    # stage that sets a setting of the optimizer. A schedule lasts until the next one begins.
     schedule_starts = [
         i for i, stage in enumerate(stages) if not i or _overrides(stage, "optimizer")
     ]
@@ -134,7 +143,9 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
                     config.optimizer, **_overrides(stages[begin], "optimizer"), **no_warmup
                 ),
             )
-            resolved_stage.as_single_stage(config)  # checks the groups against each other
+            resolved_stage.as_single_stage(
+                config
+            )  # raises UserError if groups contradict each other
         except UserError as error:
             raise UserError(f"train.stages[{i}]: {error}") from error
         resolved.append(resolved_stage)
@@ -142,18 +153,20 @@ def resolve_stages(config: Config) -> tuple[ResolvedStage, ...]:
 
 
 def _overrides(stage: Stage, group: str) -> dict[str, Any]:
-    """Returns name → value, for the settings of a group that the stage sets."""
+    """Returns name → value of the settings of a group that the stage itself gives."""
     values = {name: getattr(stage, name) for name in STAGE_SETTINGS[group]}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def stage_at(stages: Sequence[ResolvedStage], step: int) -> ResolvedStage:
-    """The stage that contains `step` (from 1); after the last step, the last stage."""
+    """Returns the stage that contains `step` (counted from 1), or the last stage if the run has
+    fewer steps.
+    """
     return next((stage for stage in stages if step <= stage.last_step), stages[-1])
 
 
 def tokens_seen(stages: Sequence[ResolvedStage], step: int) -> int:
-    """The number of tokens in the first `step` steps of a run, including padding."""
+    """Returns the number of tokens in the first `step` steps of a run, including padding."""
     return sum(
         max(min(step, stage.last_step) - stage.steps_before, 0) * stage.tokens_per_step
         for stage in stages
@@ -163,7 +176,14 @@ def tokens_seen(stages: Sequence[ResolvedStage], step: int) -> int:
 def open_stages(
     stages: Sequence[ResolvedStage], vocab_size: int, progress: Progress | None = None
 ) -> list[Data]:
-    """Opens the rows of every stage. Prepares rows that are not prepared yet."""
+    """Opens the data of every stage, in order. Tokenises and packs data that no earlier run has
+    prepared.
+
+    Args:
+      stages: the stages of the run.
+      vocab_size: the size of the model's vocabulary.
+      progress: called now and then while data are prepared; None: nothing is called.
+    """
     return [
         open_data(stage.data, stage.sequence_length, stage.batch_size, vocab_size, progress)
         for stage in stages
@@ -171,17 +191,18 @@ def open_stages(
 
 
 class DataCursor(NamedTuple):
-    """Where a stage reads the training data. A run.json holds these attributes under their names.
+    """Where a stage reads the training data. The file run.json holds the cursors of a run's stages,
+    with these attributes as keys.
 
     Attributes:
       fingerprint: the fingerprint of the training stream.
       batch_size: rows per step.
       step: the number of steps of the run before the stage begins to read.
       row: the row of the training stream with which the stage begins.
-      starts: name of a stream that the run has read → the stream's row with which the stage
+      starts: name of a stream that the run has read → the row of this stream with which the stage
         begins.
-      streams: name of a stream in the mix → its weight; {} if the training stream is not a mix
-        (a synthetic task).
+      streams: name of a stream in the mix → its weight; {} if the training stream is not a mix (a
+        synthetic task).
     """
 
     fingerprint: str
@@ -192,8 +213,11 @@ class DataCursor(NamedTuple):
     streams: Mapping[str, float] = {}
 
     def batch(self, step: int, data_offset: int) -> int:
-        """Returns the number, in the stage's data, of the batch that `step` of the run (counted
-        from 1) reads if rewinds have skipped `data_offset` batches.
+        """Returns which of the stage's batches, counted from 0, a step reads.
+
+        Args:
+          step: the step of the run, counted from 1.
+          data_offset: the number of batches that rewinds have skipped.
         """
         return step - 1 - self.step + data_offset
 
@@ -202,8 +226,8 @@ class DataCursor(NamedTuple):
         contains `step`.
 
         Args:
-          step: number of steps of the run before the next stage.
-          data: the rows of the next stage.
+          step: the number of steps of the run before the next stage.
+          data: the data of the next stage.
           data_offset: the number of batches that rewinds have skipped in the stage of this cursor.
         """
         rows = self.row + (step - self.step + data_offset) * self.batch_size
@@ -221,18 +245,20 @@ class DataCursor(NamedTuple):
 
     def same_stream(self, other: "DataCursor") -> bool:
         """Whether the stages of both cursors read batches of the same size from the same training
-        stream. Then their losses and gradient norms are comparable.
+        stream, so that their losses and gradient norms are comparable.
         """
         return (self.fingerprint, self.batch_size) == (other.fingerprint, other.batch_size)
 
 
-# The cursor of every stage; None for a stage of a branch that ended before the branch began.
+# The cursor of every stage. It is None for a stage that ended before the run began to read, which
+# happens in a branch: the parent run has read that stage.
 DataCursors = Sequence[DataCursor | None]
 
 
 def rows_taken(streams: Mapping[str, float], rows: int) -> dict[str, int]:
     """Returns name of a stream → how many of the first `rows` rows of a mix come from this stream.
-    If the mix began with the stream's row 0, this is also the index of the stream's next row.
+    `streams`: name of a stream → its weight. If the mix began with the stream's row 0, the result
+    is also the index of the stream's next row.
     """
     return dict(zip(streams, rows_of_streams(tuple(streams.values()), rows), strict=True))
 
@@ -240,12 +266,11 @@ def rows_taken(streams: Mapping[str, float], rows: int) -> dict[str, int]:
 def place_cursors(
     stages: Sequence[ResolvedStage], data: Sequence[Data], first: DataCursor
 ) -> DataCursors:
-    """Computes the cursor of every stage of a run that begins at `first`, and makes the data of
-    each stage begin at the stage's cursor.
+    """Computes the cursor of every stage, and sets the data of each stage to begin there.
 
     Args:
       stages: the stages of the run.
-      data: the rows of every stage; this function calls their `begin`.
+      data: the data of every stage; this function calls their method `begin`.
       first: the cursor with which the run begins.
     """
     cursors: list[DataCursor | None] = []
@@ -277,15 +302,16 @@ def recorded_cursors(run: Mapping[str, Any], batch_size: int) -> DataCursors:
 
 
 def first_cursor(cursors: DataCursors) -> DataCursor:
-    """The cursor of the stage that contains the first step of the run."""
+    """Returns the cursor of the stage that contains the first step of the run."""
     return next(cursor for cursor in cursors if cursor)
 
 
 def stage_number(cursors: DataCursors, step: int) -> int:
-    """Returns the index of the stage that contains `step` of the run (counted from 1).
+    """Returns the index of the stage that contains `step` of the run (counted from 1). For steps
+    before the run's first step, returns the index of the run's first stage.
 
-    The `data_offset` in the train state after a step counts batches of the stage of this step. In
-    the state before the first step, it counts batches of the first stage.
+    The train state after a step holds a `data_offset`, which counts batches of the stage that this
+    function returns for the step.
     """
     return max(
         (i for i, cursor in enumerate(cursors) if cursor and cursor.step < step),
@@ -294,30 +320,31 @@ def stage_number(cursors: DataCursors, step: int) -> int:
 
 
 def after_rewind(cursors: DataCursors, step: int, data_offset: int, to_step: int) -> int:
-    """Computes the `data_offset` after a rewind.
+    """Computes the `data_offset` after a rewind: the run returns to an earlier step and continues
+    with data that it has not read yet.
 
     Args:
       cursors: the cursors of the run's stages.
-      step: the step whose batch the run skips.
+      step: the step at which the run was rewound. The run also skips the batch of this step.
       data_offset: the data offset at that step.
-      to_step: the step to which the run returns.
+      to_step: the step to whose train state the run returns.
 
     Returns:
-      The new `data_offset` of the state after `to_step`; with it, the run continues with the data
-      after the batch of `step`.
+      The `data_offset` to put into the state after `to_step`. With it, the next batch begins after
+      the batch of `step`.
     """
     sizes = [cursors[stage_number(cursors, s)].batch_size for s in range(to_step, step + 1)]
     return -(-(data_offset * sizes[-1] + sum(sizes[1:])) // sizes[0])
 
 
 def offset_in_next_stage(data_offset: int, before: DataCursor, now: DataCursor) -> int:
-    """Computes the `data_offset` with which a stage begins, so that it does not read rows that a
-    rewind has skipped.
+    """Computes the `data_offset` with which a stage begins, so that it reads no row that a rewind
+    has skipped.
 
     Args:
-      data_offset: the data offset at the end of the stage before it.
-      before: the cursor of the stage before it.
-      now: the cursor of the stage.
+      data_offset: the data offset at the end of the previous stage, in batches of that stage.
+      before: the cursor of the previous stage.
+      now: the cursor of the stage that begins.
     """
     batches = -(-data_offset * before.batch_size // now.batch_size)
     return batches if before.fingerprint == now.fingerprint else max(batches, 0)

@@ -1,9 +1,10 @@
-"""The train state, a plain dict of arrays. A run that resumes from it has bit-identical results.
+"""The train state: a plain dict of arrays that holds all that a run needs to continue. A run that
+resumes from it computes bit-identically what a run without an interruption computes.
 
 params      the parameters: a nested dict of float32 arrays, as `nnx.to_pure_dict` names them
 opt_state   the state of the optimizer (optax)
 step        int32, the number of steps taken so far
-guards      the memory of the guards (see `guards`)
+guards      the state of the numerical guards (see `guards.init_guards`)
 """
 
 import jax
@@ -84,8 +85,8 @@ def init_state(
 
 
 def _optimizer(model: ModelConfig, optimizer: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns an optimizer whose only use is to initialise its state. Its learning rate is 0,
-    because the initial state does not depend on it.
+    """Returns an optimizer that is only used to make its initial state. Its learning rate is 0,
+    because the initial state does not depend on the learning rate.
     """
     return make_optimizer(optimizer, declared(model), optax.constant_schedule(0.0))
 

@@ -287,3 +287,11 @@ def test_a_bfloat16_backward_pass_keeps_no_float32_activations():
     # of a stack, and of a layer
     weights = {shape for leaf in jax.tree.leaves(params) for shape in (leaf.shape, leaf.shape[1:])}
     assert large - weights == {(t // chunk, b, 2, chunk, 2 * chunk)}
+
+
+def test_text_of_a_model_is_short():
+    """A line for each part, whether the parameters are arrays or shapes."""
+    model = nnx.eval_shape(lambda: Qwen3Next(TINY, rngs=nnx.Rngs(0)))
+    for text in (repr(model), str(model)):
+        assert len(text.splitlines()) == 3 + len(TINY.stacks)
+        assert TINY.linear_mixer in text and TINY.full_mixer in text

@@ -1,4 +1,4 @@
-"""The families of checkpoints that this project reads and writes, one file each."""
+"""The families of Hugging Face checkpoints that this project reads and writes, one file each."""
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, short_repr
 from qwen3next_jax.interop.families import kimi_linear, qwen3_5, qwen3_next, qwen4_exp
@@ -19,7 +19,8 @@ FORMS: dict[str, Form] = {
 
 
 def form_of(fields: Fields, where: str) -> Form:
-    """The form of a config.json with these fields, by its `model_type`.
+    """Returns the form (`form.Form`) of a config.json with these fields, which follows from its
+    `model_type`.
 
     Raises:
       UserError: the `model_type` is unknown; the message begins with `where`, the file's name.

@@ -1,6 +1,7 @@
-"""Functions that the families share for reading and writing the fields of a config.json.
+"""Functions for reading and writing the fields of a config.json, which several families use.
 
-In all functions, `where` is the name of the file, for messages.
+In all functions, `where` is the name of the file, for messages. The source of an export is the
+checkpoint with which its model was initialised.
 """
 
 import functools
@@ -11,7 +12,7 @@ from qwen3next_jax.common.errors import UserError, short_repr, warn
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop.families.form import Fields
 
-# Fields that do not affect what the model computes, whatever their value.
+# Fields that do not affect what this project computes, or that it reads elsewhere (`hf_config`).
 IGNORED = frozenset(
     (
         "architectures",
@@ -30,8 +31,8 @@ IGNORED = frozenset(
         "_name_or_path",
     )
 )
-# Fields that an export never copies from the checkpoint from which its model was initialised: it
-# writes them itself, or leaves them out.
+# Fields that an export never copies from its source, because it writes them itself or leaves them
+# out.
 _NOT_COPIED = frozenset(
     (
         "architectures",
@@ -49,19 +50,21 @@ _NOT_COPIED = frozenset(
 
 
 def first_present(fields: Fields, *names: str) -> Any:
-    """The first value of the fields `names` that is neither null nor 0; None: there is none."""
+    """Returns the first value of the fields `names` that is neither null nor 0; None if there is
+    none.
+    """
     values = (fields.get(name) for name in names)
     return next((value for value in values if value is not None and value != 0), None)
 
 
 def present_fields(fields: Fields, names: Collection[str]) -> Fields:
-    """The fields `names`, without those that are missing or null."""
+    """Returns the fields `names`, without the fields that are missing or null."""
     return {name: fields[name] for name in names if fields.get(name) is not None}
 
 
 def refuse_other_values(fields: Fields, supported: Mapping[str, tuple], where: str) -> None:
-    """Raises UserError if a field has a value that is not among its `supported` ones. A field that
-    is missing or null is accepted.
+    """Raises UserError if a field has a value that is not among its supported ones. `supported`:
+    name of a field → its supported values. A field that is missing or null is accepted.
     """
     for name, values in supported.items():
         value = fields.get(name)
@@ -76,7 +79,7 @@ def refuse_other_values(fields: Fields, supported: Mapping[str, tuple], where: s
 
 
 def note_unknown(fields: Fields, known: Collection[str], where: str) -> None:
-    """Prints a note that names the fields that are not among the `known` ones."""
+    """Prints a note that names the fields that are not among the `known` ones, if there are any."""
     unknown = sorted(
         name
         for name, value in fields.items()
@@ -91,20 +94,20 @@ def note_unknown(fields: Fields, known: Collection[str], where: str) -> None:
 
 @functools.cache
 def note_once(message: str) -> None:
-    """Prints a note on standard error, but the same note only once in a process: a command may read
-    a config.json several times.
+    """Prints a note on standard error. The same note is printed only once in a process, because a
+    command may read a config.json several times.
     """
     warn(message, "note")
 
 
 def fields_from_source(source: Fields) -> Fields:
-    """The fields of a checkpoint that an export copies, unless it writes them itself."""
+    """Returns the fields that an export copies from its source, unless it writes them itself."""
     return {name: value for name, value in source.items() if name not in _NOT_COPIED}
 
 
 def token_fields(config: ModelConfig, source: Fields) -> Fields:
-    """The fields `bos_token_id` and `eos_token_id` of an export. If the source has a list that
-    contains the model's token, the list is copied.
+    """Returns the fields `bos_token_id` and `eos_token_id` of an export. If the source has a list
+    of tokens that contains the model's token, the list is copied.
     """
     tokens = {}
     for name in ("bos_token_id", "eos_token_id"):

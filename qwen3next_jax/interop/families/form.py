@@ -1,9 +1,9 @@
-"""A form: one way to store a model in a Hugging Face directory.
+"""Defines a form: one way to store a model in a Hugging Face directory.
 
-Each other file of this folder, but `fields.py` and `rope.py`, is a family of models with one or
-more forms; the setting `model.hf_form` names a form. A form converts config.json to settings and
-back, says which tensors hold which parameters, and refuses models that it cannot store. It consists
-of data and plain functions; nothing here imports JAX or the model.
+The other files of this folder, except `fields.py` and `rope.py`, are families of models. A family
+has one or more forms, and the setting `model.hf_form` names a form. A form converts config.json to
+settings and back, says which tensors hold which parameters, and refuses models that it cannot
+store. It consists of data and plain functions; nothing here imports JAX or the model.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ Fields = dict[str, Any]  # the fields of a config.json, or of a group in it
 
 
 def layer_norms(config: ModelConfig) -> Iterator[Entry]:
-    """The norms of a layer."""
+    """Yields the entries of the two norms of a layer."""
     yield vector("mixer_norm", "input_layernorm.weight", config.hidden_size)
     yield vector("mlp_norm", "post_attention_layernorm.weight", config.hidden_size)
 
 
 def final_norm(config: ModelConfig) -> Iterator[Entry]:
-    """The norm after the last layer."""
+    """Yields the entry of the norm after the last layer."""
     yield vector("final_norm", "norm.weight", config.hidden_size)
 
 
@@ -35,39 +35,42 @@ class Form:
 
     Attributes:
       name: the value of `model.hf_form`.
-      title: the name of such models in messages.
-      model_types: the values of `model_type` in config.json → the `model_type` of the text model,
-        which differs from it only in a wrapper (a model with a vision tower).
-      read: (fields of the text model, where) → settings of `ModelConfig`, except those that every
-        form stores alike (`hf_config.parse_hf_config` adds these). `where` names the file in
-        messages. Raises UserError for a model that this project does not compute.
-      write: (config, dtype, text, wrapper) → the fields of config.json. `dtype` is the dtype of
-        the stored weights. `text` and `wrapper` are the fields of the text model and of the
-        wrapper in the checkpoint that the model was initialised from, {} if there is none.
-      check: raises UserError for a model that this form cannot store, for reasons that `mixers`
-        and `settings` do not express.
-      settings: the settings of `ModelConfig` that config.json holds or that `check` looks at. All
-        others must have their defaults, except those in `NOT_IN_FILES`.
-      mixers: name of a mixer (`config.registry.MIXERS`) → its entries.
-      experts: the entries of a layer's mixture of experts.
-      multi_token_prediction: the entries of the multi-token prediction module without its layer;
-        None: the form has no such module.
-      width_fields: groups of fields whose product is a width of some tensor. `check_sizes`
-        compares these before anything is built.
-      trunk_prefix: the prefix of the names of embedding, layers and last norm.
+      title: the name of the form's models in messages.
+      model_types: each value of `model_type` in config.json → the `model_type` of its text model.
+        The two differ only in a wrapper (a text model with a vision tower).
+      read: function (fields of the text model, where) → settings of `ModelConfig`.
+        `hf_config.parse_hf_config` adds the settings that all forms store in the same way. `where`
+        names the file in messages. Raises UserError for a model that this project does not compute.
+      write: function (config, dtype, text, wrapper) → the fields of config.json. `dtype` is the
+        dtype of the stored weights. `text` and `wrapper` are the fields of the text model and of
+        the wrapper in the checkpoint with which the model was initialised; {} if there is none.
+      check: function (config) that raises UserError for a model that this form cannot store. It is
+        called only if the form has all of the model's mixers and settings.
+      settings: the names of the settings of `ModelConfig` that config.json holds or that `check`
+        checks. All settings that are neither here nor in `NOT_IN_FILES` must have their defaults.
+      mixers: name of a mixer (`config.registry.MIXERS`) → the function that yields its entries.
+      experts: function that yields the entries of a layer's mixture of experts.
+      multi_token_prediction: function that yields the entries of the multi-token prediction module
+        without its decoder layer; None: the form has no such module.
+      width_fields: groups of fields; the product of a group's values is a width of some tensor.
+        `hf_config.check_sizes` compares these widths with the tensors before anything is built.
+      trunk_prefix: the prefix of the tensors' names in the model without its head and its
+        multi-token prediction module.
       vision_prefix: the prefix of the names of a vision tower's tensors; "": the form has no
         tower.
       text_group: the name of the group in config.json that holds the fields of the text model;
         "": they are not in a group.
-      text_fields: (fields of config.json, where) → the fields of the text model, under the names
-        that `read` and `width_fields` use.
-      tensor_name: name of a tensor in the file → its name in the entries.
-      layer_norms: entries of a layer's norms, or what the placement has in their place.
-      final_norm: the same of what follows the last layer.
-      layer_embedding: (config, number) → entries of a layer's own embedding (`ModelConfig.ple`),
-        the numbered one of the model's; None: the form has none.
-      layer_constants: (config, number) → tensors of the same layer that hold no parameters: name →
-        the integers that the settings ask for.
+      text_fields: function (fields of config.json, where) → the fields of the text model, under the
+        names that `read` and `width_fields` use.
+      tensor_name: function from the name of a tensor in the file to its name in the entries.
+      layer_norms: function that yields the entries of a layer's norms (`Block.make_norm`).
+      final_norm: function that yields the entries of the norm after the last layer
+        (`Block.make_last`).
+      layer_embedding: function (config, number) that yields the entries of a layer's own embedding
+        (`model.ple`). `number` counts the layers that have one. None: the form has no such
+        embeddings.
+      layer_constants: function (config, number) → {name of a tensor: its integers}, for the tensors
+        of the same layer that hold no parameters. The integers follow from the settings.
     """
 
     name: str
@@ -92,8 +95,8 @@ class Form:
     layer_constants: Callable[[ModelConfig, int], Mapping[str, np.ndarray]] | None = None
 
 
-# Settings that need no field in config.json: they say how the model is computed, how its weights
-# were initialised or how it is stored, or (the last four) are another spelling of `layer_types`.
+# Settings that need no field in config.json. They say how the model is computed, how its weights
+# were initialised or how it is stored. The last four are another way to write `layer_types`.
 NOT_IN_FILES = frozenset(
     (
         "delta_rule",

@@ -1,11 +1,11 @@
-"""Kimi Linear: layers of KDA and of latent attention (MLA), DeepSeek-V3's router, no positions, no
-multi-token prediction.
+"""Kimi Linear: a model with layers of KDA (Kimi Delta Attention) and of MLA (multi-head latent
+attention), DeepSeek-V3's router, no positions, and no multi-token prediction.
 
-This file reads config.json in two notations: that of the released model (`linear_attn_config`,
-`first_k_dense_replace`) and that of transformers (`layer_types`, `mlp_layer_types`). Where a field
-has two names, this file uses transformers'. An export has the fields of both notations, so that the
-released model's code and transformers can both read it. This file knows the mixers `kda` and `mla`
-only by their names in `config.registry.MIXERS`.
+A config.json has one of two notations. The released model uses `linear_attn_config` and
+`first_k_dense_replace`; transformers uses `layer_types` and `mlp_layer_types`. This file reads
+both. Where a field has two names, this file uses the name that transformers has. An export has the
+fields of both notations, so that the released model's code and transformers can both read it. This
+file knows the mixers `kda` and `mla` only by their names in `config.registry.MIXERS`.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ from qwen3next_jax.interop.families.form import Fields, Form
 _MIXER_OF_LAYER_TYPE = {LINEAR: "kda", FULL: "mla"}
 _LAYER_TYPES = {mixer: kind for kind, mixer in _MIXER_OF_LAYER_TYPE.items()}
 _MLP_TYPES = ("dense", "sparse")
-_LATENT_NORM_EPS = 1e-6  # eps of the norms of latents, whatever rms_norm_eps is
+_LATENT_NORM_EPS = 1e-6  # eps of the norms of MLA's latents; rms_norm_eps does not change it
 
-# Field in released files → transformers' name of it.
+# Name of a field in released files → its name in transformers.
 _TRANSFORMERS_NAMES = {
     "num_experts_per_token": "num_experts_per_tok",
     "moe_renormalize": "norm_topk_prob",
@@ -42,16 +42,16 @@ _TRANSFORMERS_NAMES = {
     "model_max_length": "max_position_embeddings",
     "num_local_experts": "num_experts",
 }
-# Field of the group `linear_attn_config` → transformers' name of it, at the top level.
+# Name of a field in the group `linear_attn_config` → its name in transformers, at the top level.
 _TRANSFORMERS_NAMES_OF_LINEAR = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-# Field of the group `linear_attn_config` that lists layers → their layer type. The first layer has
-# the number 1.
+# Name of a field in the group `linear_attn_config` that lists layers → the type of these layers.
+# The first layer has the number 1.
 _LAYER_LISTS = {"full_attn_layers": FULL, "kda_layers": LINEAR}
-# transformers' values of missing fields.
+# The values that transformers gives to missing fields.
 _DEFAULTS = {
     "vocab_size": 163_840,
     "hidden_size": 2304,
@@ -93,7 +93,8 @@ _SUPPORTED = {
     "use_grouped_topk": (True,),
     "topk_method": ("noaux_tc",),
 }
-# Fields that do not affect this family, besides those of all families: it rotates no positions.
+# Fields that have no effect in this family, which has no rotary positions. `IGNORED` and
+# `rope.FIELDS` are others.
 _IGNORED = frozenset(("auto_map", "head_dim", "qk_head_dim", "pretraining_tp"))
 _READ = {
     *_DEFAULTS,
@@ -101,7 +102,8 @@ _READ = {
     *_IGNORED,
     *("num_key_value_heads", "layer_types", "mlp_layer_types"),
 }
-# Fields that an export never copies from its source: it writes them itself, or leaves them out.
+# Fields that an export never copies from its source, because it writes them itself or leaves them
+# out.
 _WRITTEN = {*_READ, *_TRANSFORMERS_NAMES, "linear_attn_config"}
 # Fields that have the name and the meaning of a setting of `ModelConfig`.
 _SAME_NAME = (
@@ -113,7 +115,7 @@ _SAME_NAME = (
     "initializer_range",
     "rms_norm_eps",
 )
-# The same, in a model with experts.
+# Fields that have the name and the meaning of a setting of `ModelConfig` in a model with experts.
 _SAME_NAME_IF_MIXTURE = (
     "num_experts",
     "num_experts_per_tok",
@@ -167,7 +169,8 @@ _WIDTH_FIELDS = (
 
 
 def _text_fields(fields: Fields, where: str) -> Fields:
-    """`fields` under transformers' names, and with `layer_types` and `mlp_layer_types`.
+    """Returns `fields` under the names of transformers, with `layer_types` and `mlp_layer_types`
+    added if the file lacks them.
 
     Raises:
       UserError: two fields of the file contradict each other.
@@ -212,8 +215,8 @@ def _text_fields(fields: Fields, where: str) -> Fields:
 
 
 def _layer_types(linear_attn_config: Fields, count: int, where: str) -> list[str]:
-    """`layer_types` of a file without that field: from the lists in `linear_attn_config`, or, if it
-    has none, transformers' default.
+    """Returns `layer_types` for a file without that field: from the lists of layers in
+    `linear_attn_config`, or the default of transformers if that group has no lists.
     """
     if not linear_attn_config.keys() & _LAYER_LISTS.keys():
         return [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
@@ -421,7 +424,9 @@ def _check(config: ModelConfig) -> None:
 
 
 def _mla_settings(config: ModelConfig) -> Any:
-    """The settings of `mla`: latent_rank, query_rank, shared_key_width, latent_norm_eps."""
+    """Returns the settings of the mixer `mla`: latent_rank, query_rank, shared_key_width,
+    latent_norm_eps.
+    """
     return config.settings_of("mla")
 
 
@@ -429,8 +434,8 @@ def _mla_settings(config: ModelConfig) -> Any:
 
 
 def _kda(config: ModelConfig) -> Iterator[Entry]:
-    """Entries of `kda`: q, k and v have a tensor each, and so do the two low-rank factors of the
-    decay's and of the gate's projection.
+    """Yields the entries of `kda`. q, k and v have a tensor each. The projections of the decay and
+    of the gate have two tensors each, because each is a product of two low-rank factors.
     """
     d, heads = config.hidden_size, config.linear_num_value_heads
     k = config.linear_key_head_dim  # the width of a head's keys, and of its values
@@ -463,12 +468,12 @@ def _kda(config: ModelConfig) -> Iterator[Entry]:
 
 
 def _mla(config: ModelConfig) -> Iterator[Entry]:
-    """Entries of `mla`: keys and values are projections of a latent; so are queries if
+    """Yields the entries of `mla`. Keys and values are projections of a latent. So are queries if
     `query_rank` > 0.
     """
     d, heads, latent = config.hidden_size, config.num_attention_heads, _mla_settings(config)
     rank, query_rank, shared = latent.latent_rank, latent.query_rank, latent.shared_key_width
-    own = config.head_dim - shared  # the part of a key that heads do not share; a value
+    own = config.head_dim - shared  # width of a value, and of the unshared part of a key
     query = (heads * config.head_dim, query_rank or d)
     if query_rank:
         yield one_tensor("q_down", "self_attn.q_a_proj.weight", (1, 0), (query_rank, d))
@@ -483,7 +488,9 @@ def _mla(config: ModelConfig) -> Iterator[Entry]:
 
 
 def _experts(config: ModelConfig) -> Iterator[Entry]:
-    """Entries of a mixture of experts with a router bias and an ungated shared expert."""
+    """Yields the entries of a mixture of experts with a router bias and an ungated shared
+    expert.
+    """
     d, width = config.hidden_size, config.moe_intermediate_size
     count, mlp = config.num_experts, "block_sparse_moe"
     gate_and_up = tuple(
@@ -506,8 +513,8 @@ _DENSE_MLP_AS_EXPERTS = re.compile(r"(layers\.\d+)\.block_sparse_moe\.(?=(?:gate
 
 
 def _tensor_name(name: str) -> str:
-    """Renames the tensors of dense MLPs: transformers saves them under the name of the experts'
-    module (`block_sparse_moe`), but also reads the name in released files, `mlp`.
+    """Renames the tensors of dense MLPs to the name of released files, `mlp`. transformers saves
+    them under the name of the experts' module, `block_sparse_moe`, but reads both names.
     """
     return _DENSE_MLP_AS_EXPERTS.sub(r"\1.mlp.", name)
 

@@ -1,10 +1,10 @@
 """Qwen3.5 and later models of the same architecture: Qwen3-Next with experts in all layers, or in
-none.
+no layer.
 
-A directory holds the text model only (`qwen3_5_text`), or a wrapper around a text model and a
-vision tower (`qwen3_5`); a wrapper's config.json has the text model's fields in the group
-`text_config`. A recurrent layer has four tensors for its input projections: one for q, k and v (q
-of all heads, then k of all heads, then v of all heads), and one each for z, b and a.
+A directory holds either the text model alone (`qwen3_5_text`), or a wrapper around a text model and
+a vision tower (`qwen3_5`). The config.json of a wrapper has the fields of its text model in the
+group `text_config`. A recurrent layer has four tensors for its input projections. One holds q of
+all heads, then k of all heads, then v of all heads; z, b and a have one each.
 """
 
 import dataclasses
@@ -31,7 +31,8 @@ _SAME_NAME = {
     _DENSE: qwen3_next.SAME_NAME + qwen3_next.SAME_NAME_IF_DENSE,
     _MIXTURE: qwen3_next.SAME_NAME + qwen3_next.SAME_NAME_IF_MIXTURE,
 }
-# transformers' values of missing fields, where they differ from the defaults of `ModelConfig`.
+# The values that transformers gives to missing fields, where they differ from the defaults of
+# `ModelConfig`.
 _DEFAULTS = {
     _DENSE: qwen3_next.DEFAULTS
     | {
@@ -70,7 +71,7 @@ _WRAPPER_FIELDS = frozenset(
         "vision_end_token_id",
     )
 )
-# Fields of a wrapper that are about its text model.
+# Fields of a wrapper that describe its text model.
 _TEXT_FIELDS_OF_WRAPPER = (
     "dtype",
     "torch_dtype",
@@ -92,8 +93,8 @@ def _read(fields: Fields, where: str) -> Fields:
 
 
 def text_fields_in_wrapper(fields: Fields, where: str) -> Fields:
-    """The fields of `text_config` together with the wrapper's fields about the text model.
-    `model_type` is the wrapper's.
+    """Returns the fields of `text_config`, together with the fields of the wrapper that describe
+    its text model. The result's `model_type` is the wrapper's.
 
     Raises:
       UserError: the wrapper and its text model contradict each other.
@@ -148,7 +149,10 @@ def _write_wrapper(config: ModelConfig, dtype: str, source: Fields, wrapper: Fie
 def around_text(
     text: Fields, architecture: str, config: ModelConfig, dtype: str, wrapper: Fields
 ) -> Fields:
-    """The fields of a wrapper around those of its text model; see `Form.write`."""
+    """Returns the fields of a wrapper around a text model. `text`: the fields of the text model.
+    `architecture`: the beginning of the name of transformers' class. `Form.write` explains the
+    other arguments.
+    """
     kind = text["model_type"]
     text = {name: value for name, value in text.items() if name != "architectures"}
     return fields_from_source(wrapper) | {
@@ -161,8 +165,8 @@ def around_text(
 
 
 def _check(config: ModelConfig) -> None:
-    """Raises UserError if only some layers have experts, or if the weights of a token's experts are
-    not normalised.
+    """Raises UserError if only some layers have experts, or if the weights of a token's experts do
+    not sum to 1.
     """
     qwen3_next.check(config)
     default = ModelConfig()
@@ -179,7 +183,9 @@ def _check(config: ModelConfig) -> None:
 
 
 def gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
-    """Entries of Gated DeltaNet, with one tensor for q, k and v, and one each for z, b and a."""
+    """Yields the entries of Gated DeltaNet, with one tensor for q, k and v, and one each for z, b
+    and a.
+    """
     d, heads = config.hidden_size, config.linear_num_value_heads
     value_heads_per_key_head = heads // config.linear_num_key_heads
     order = qwen3_next.all_q_all_k_all_v(config)

@@ -1,7 +1,8 @@
 """Qwen3-Next: the config.json and the tensors of the released model.
 
-The input projection of a recurrent layer is stored as this project holds it: one block
-[q | k | v | z] per key head. Families that share parts of this one import them from here.
+The files store the input projection of a recurrent layer in the layout of this project's parameter:
+one block [q | k | v | z] per key head. Other families import from here what they share with this
+one.
 """
 
 import dataclasses
@@ -52,8 +53,8 @@ SAME_NAME_IF_MIXTURE = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
-# Fields about experts that Qwen3.5 does not have: which layers have experts, and whether the
-# weights of a token's experts sum to 1.
+# Fields about experts that Qwen3.5 does not have. They say which layers have experts, and whether
+# the weights of a token's experts are divided by their sum.
 MIXTURE_FIELDS_OF_QWEN3_NEXT = ("norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
 _SAME_NAME = SAME_NAME + SAME_NAME_IF_DENSE + SAME_NAME_IF_MIXTURE + MIXTURE_FIELDS_OF_QWEN3_NEXT
 
@@ -68,7 +69,8 @@ SETTINGS = frozenset(
         "eos_token_id",
     )
 )
-# transformers' values of missing fields, where they differ from the defaults of `ModelConfig`.
+# The values that transformers gives to missing fields, where they differ from the defaults of
+# `ModelConfig`.
 DEFAULTS = {"max_position_embeddings": 32_768}
 _DEFAULTS = DEFAULTS | {"intermediate_size": 5632}
 # Field → the values that this project supports.
@@ -113,13 +115,13 @@ def _write(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> 
 def text_model_fields(
     config: ModelConfig, dtype: str, source: Fields, same_name: Collection[str]
 ) -> Fields:
-    """The fields of the text model that all forms of this model have in common, and the fields
-    that are copied from the source.
+    """Returns the fields of the text model that Qwen3-Next and Qwen3.5 have in common, and the
+    fields that are copied from the source.
 
     Args:
       config: the model's settings.
       dtype: the dtype of the stored weights.
-      source: the fields of the text model in the checkpoint from which the model was initialised.
+      source: the fields of the text model in the checkpoint with which the model was initialised.
       same_name: the fields of the form that have the name of a setting.
     """
     fields = {"pad_token_id": None, "use_cache": True}
@@ -142,8 +144,8 @@ def text_model_fields(
 
 
 def _layers_follow_the_interval(config: ModelConfig) -> bool:
-    """Whether transformers derives the same layers from `full_attention_interval` alone. It does
-    not know an interval of 0 (no full attention).
+    """Whether transformers derives the same layers from `full_attention_interval` alone. An
+    interval of 0 (no full attention) exists only in this project.
     """
     by_interval = dataclasses.replace(
         config,
@@ -157,8 +159,8 @@ def _layers_follow_the_interval(config: ModelConfig) -> bool:
 
 
 def check(config: ModelConfig) -> None:
-    """Raises UserError if the multi-token prediction module has another mixer than the released
-    model's.
+    """Raises UserError if the mixer of the multi-token prediction module is not gated attention, as
+    in the released model.
     """
     require(
         not config.mtp_depth or config.full_mixer == "gated_attention",
@@ -171,7 +173,9 @@ def check(config: ModelConfig) -> None:
 
 
 def gated_attention(config: ModelConfig) -> Iterator[Entry]:
-    """Entries of gated attention; q_proj holds, for each head, the query and then its gate."""
+    """Yields the entries of gated attention. q_proj holds, for each head, the query and then its
+    gate.
+    """
     d, k = config.hidden_size, config.head_dim
     heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
     yield one_tensor("q_proj", "self_attn.q_proj.weight", (1, 2, 0), (heads * 2 * k, d))
@@ -183,8 +187,8 @@ def gated_attention(config: ModelConfig) -> Iterator[Entry]:
 
 
 def _gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
-    """Entries of Gated DeltaNet; its input projections are grouped by key head, as the parameters
-    are.
+    """Yields the entries of Gated DeltaNet. Its input projections are grouped by key head, as the
+    parameters are.
     """
     d = config.hidden_size
     key_width = config.linear_num_key_heads * config.linear_key_head_dim
@@ -205,7 +209,7 @@ def _gated_deltanet(config: ModelConfig) -> Iterator[Entry]:
 
 
 def recurrence(config: ModelConfig) -> Iterator[Entry]:
-    """Entries of Gated DeltaNet without its input projections."""
+    """Yields the entries of Gated DeltaNet without its input projections."""
     heads, value_dim = config.linear_num_value_heads, config.linear_value_head_dim
     order = all_q_all_k_all_v(config)
     yield one_tensor(
@@ -227,9 +231,9 @@ def recurrence(config: ModelConfig) -> Iterator[Entry]:
 
 
 def all_q_all_k_all_v(config: ModelConfig) -> np.ndarray:
-    """[channels] The order of the convolution's channels in files: q of all heads, k of all heads,
-    v of all heads. Element i is the position of the file's channel i in the parameter, where the
-    channels are grouped by key head, [q | k | v] each.
+    """Returns the order of the convolution's channels in files, [channels]: q of all heads, k of
+    all heads, v of all heads. Element i is the position of the file's channel i in the parameter.
+    The parameter's channels are grouped by key head, [q | k | v] each.
     """
     groups, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
     value_width = config.linear_num_value_heads // groups * config.linear_value_head_dim
@@ -240,7 +244,9 @@ def all_q_all_k_all_v(config: ModelConfig) -> np.ndarray:
 
 
 def experts(config: ModelConfig) -> Iterator[Entry]:
-    """Entries of a mixture of experts; the experts have a tensor each, or one for all of them."""
+    """Yields the entries of a mixture of experts. Each expert has tensors of its own, or all
+    experts share a fused tensor (`Entry.fused`).
+    """
     d, width = config.hidden_size, config.moe_intermediate_size
     count, shared = config.num_experts, config.shared_expert_intermediate_size
     gate_and_up = tuple(
@@ -271,7 +277,7 @@ def experts(config: ModelConfig) -> Iterator[Entry]:
 
 
 def multi_token_prediction(config: ModelConfig) -> Iterator[Entry]:
-    """Entries of the multi-token prediction module without its layer."""
+    """Yields the entries of the multi-token prediction module without its decoder layer."""
     d = config.hidden_size
     yield vector("embedding_norm", "pre_fc_norm_embedding.weight", d)
     yield vector("hidden_norm", "pre_fc_norm_hidden.weight", d)

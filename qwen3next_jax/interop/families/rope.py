@@ -1,7 +1,7 @@
-"""Reads and writes the rotary settings in the config.json of Qwen3-Next and Qwen3.5.
+"""Reads and writes the settings of rotary positions in the config.json of Qwen3-Next and Qwen3.5.
 
-Two notations are in use: the fields `rope_theta`, `partial_rotary_factor` and `rope_scaling` at the
-top level, or the group `rope_parameters`.
+Such a file has one of two notations: the fields `rope_theta`, `partial_rotary_factor` and
+`rope_scaling` at the top level, or the group `rope_parameters`.
 """
 
 import math
@@ -18,10 +18,11 @@ from qwen3next_jax.interop.families.fields import (
 from qwen3next_jax.interop.families.form import Fields
 
 FIELDS = frozenset(("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor"))
-# Fields about positions in images. A token of a text has one position, so they have no effect here.
+# Fields about the positions of image tokens. They have no effect here, because this project
+# computes the text model only.
 IMAGE_POSITIONS = frozenset(("mrope_section", "mrope_interleaved"))
 
-# transformers' values of missing fields.
+# The values that transformers gives to missing fields.
 _DEFAULTS = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25}
 _KNOWN = frozenset(("rope_type", "type", "rope_theta", "partial_rotary_factor"))
 _YARN_SUPPORTED = {
@@ -45,7 +46,7 @@ def read_rope(
       fields: the fields of the text model.
       context: the text model's `max_position_embeddings`.
       where: the name of the file, for messages.
-      ignored: the names of fields in the groups that have no effect.
+      ignored: names of rotary fields that have no effect.
 
     Raises:
       UserError: the file asks for a scaling that this project does not compute.
@@ -75,8 +76,8 @@ def read_rope(
 
 
 def _group(fields: Fields, name: str, where: str) -> Fields:
-    """The group `name` without null fields, with "type" renamed to "rope_type"; {} if there is no
-    such group.
+    """Returns the group `name` without null fields, and with "type" renamed to "rope_type"; {} if
+    there is no such group.
     """
     group = {} if fields.get(name) is None else fields[name]
     require(
@@ -91,7 +92,7 @@ def _group(fields: Fields, name: str, where: str) -> Fields:
 
 
 def _read_yarn(rope: Fields, context: Any, where: str) -> Fields:
-    """The settings of `ModelConfig` for YaRN: yarn_factor and max_position_embeddings."""
+    """Returns the settings of `ModelConfig` for YaRN: yarn_factor and max_position_embeddings."""
     refuse_other_values(rope, _YARN_SUPPORTED, where)
     factor = rope.get("factor")
     trained = rope.get("original_max_position_embeddings", context)
@@ -118,8 +119,8 @@ def _read_yarn(rope: Fields, context: Any, where: str) -> Fields:
 
 
 def rope_fields(config: ModelConfig, source: Fields) -> Fields:
-    """The fields `max_position_embeddings` and `rope_parameters` of an export. Fields about
-    positions in images are copied from `source`.
+    """Returns the fields `max_position_embeddings` and `rope_parameters` of an export. Fields about
+    the positions of image tokens are copied from `source`.
     """
     scaling = _scaling(config, source)
     return {
@@ -129,9 +130,8 @@ def rope_fields(config: ModelConfig, source: Fields) -> Fields:
 
 
 def top_level_rope_fields(config: ModelConfig, source: Fields) -> Fields:
-    """The settings in `rope_parameters` (see `rope_fields`) in the older notation, as fields at
-    the top level: `rope_theta`, `partial_rotary_factor`, and `rope_scaling`, which is None without
-    YaRN.
+    """Returns the settings of `rope_fields` in the older notation, as fields at the top level:
+    `rope_theta`, `partial_rotary_factor`, and `rope_scaling`, which is None without YaRN.
     """
     scaling = _scaling(config, source) if config.yarn_factor > 1 else None
     return _rotation(config) | {"rope_scaling": scaling}

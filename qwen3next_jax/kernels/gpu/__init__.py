@@ -1,3 +1,3 @@
-"""Kernels for Hopper GPUs (sm_90a): this project's Mosaic kernels, and calls of tokamax's
-kernels.
+"""Kernels for Hopper GPUs (sm_90a): Pallas (Mosaic GPU) kernels, and calls of the kernels of the
+library tokamax.
 """

@@ -1,7 +1,8 @@
 """Attention over packed documents with tokamax's kernels for Hopper GPUs (docs/gpu.md).
 
-Segment ids do not decrease along a row, so a query attends to the keys from the start of its
-document to the end of it, or, in causal attention, to its own key.
+Segment ids do not decrease along a row, so the keys of a query's document are consecutive. A query
+attends to the keys from the first key of its document to the last one, or, in causal attention, to
+its own key.
 
 B batch, T queries, S keys, N query heads, M key/value heads, D head width.
 """
@@ -18,14 +19,14 @@ from qwen3next_jax.ops.attention import xla
 
 WIDTHS = (64, 128, 256)
 ROWS = 128  # the numbers of queries and of keys must be multiples of this
-# The largest allowed relative L2 difference between two implementations that round the softmax
-# weights to bfloat16.
+# The largest allowed relative L2 difference between the kernels and the XLA implementation, which
+# both round the softmax weights to bfloat16.
 TOLERANCE = 0.03
 
 
 def is_default(q, k, v, split: bool) -> bool:
-    """Returns False: a training step with these kernels stopped on the GPU, so only a call that
-    names them runs them.
+    """Returns False, so that only a call that names these kernels runs them: a training step with
+    them did not end on the GPU (docs/gpu.md).
     """
     return False
 
@@ -49,8 +50,8 @@ def supports(q, k, v, split: bool) -> str:
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """Computes the same as `ops.attention.xla.forward`. On a CPU it calls that function, because
-    the interpreter does not support all that the kernels use.
+    """Takes and returns what `ops.attention.xla.forward` does. On a CPU it calls that function,
+    because Pallas' interpreter does not support everything that the kernels use.
     """
     if interpret:
         return xla.forward(
@@ -81,7 +82,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=Fa
 def backward(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
-    """Computes the same as `ops.attention.xla.backward`; on a CPU it calls that function."""
+    """Takes and returns what `ops.attention.xla.backward` does. On a CPU it calls that function."""
     if interpret:
         return xla.backward(
             *(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do),
@@ -90,8 +91,8 @@ def backward(
             block=xla.CPU_BLOCK,
         )
     sm90 = tokamax.module("attention.pallas_mosaic_gpu_vjp_kernel_sm90")
-    # With two computing warpgroups each thread has 168 registers, with one it has 255. So heads of
-    # 256 channels use one, which spills fewer registers.
+    # A thread has 168 registers if two warpgroups compute, and 255 if one does. Heads of 256
+    # channels spill fewer registers with one.
     config = sm90.Config(
         block_q_dkv=64,
         block_kv_dkv=64,
@@ -112,8 +113,9 @@ def backward(
     )
 
     def row_backward(q, k, v, o, logsumexp, do, start, end):
-        # The kernel takes the largest score and the sum of exponentials. Given the logsumexp and 1
-        # instead, it computes the weights as exp(score − logsumexp) / 1.
+        # The kernel takes the largest score and the sum of exponentials and computes the weights as
+        # exp(score − largest) / sum. With the logsumexp and 1 in their place it computes the same
+        # weights: exp(score − logsumexp) / 1.
         return kernel(
             q, k, v, (logsumexp, jnp.ones_like(logsumexp)), o, do, k_start=start, k_end=end
         )[:3]
@@ -134,8 +136,9 @@ def _key_limits(segment_ids, kv_segment_ids):
     """Returns two arrays [B, 1, T]: the index of the first key of each query's document, and one
     more than the index of its last key. Both are None if a row is one document.
 
-    The limits have one entry for all heads, because tokamax 0.0.17 uses the limits of a wrong head
-    for the gradients of keys that several query heads share.
+    The axis of heads has one entry, which holds for all heads. With an entry for each head, tokamax
+    0.0.17 would use the limits of a wrong head for the gradients of keys that several query heads
+    share.
     """
     if segment_ids is None:
         return None, None
@@ -150,13 +153,14 @@ def _key_limits(segment_ids, kv_segment_ids):
 
 
 def max_error(width: int, kernels=None) -> tuple[str, float]:
-    """Runs the kernels and the form in XLA on three documents and padding, with two query heads per
-    key head. Returns the name of the result in which they differ most, and the relative L2
-    difference.
+    """Runs the kernels and the XLA implementation on three documents and padding, with two query
+    heads per key head. Returns the name of the result in which they differ most, and the relative
+    L2 difference.
 
     Args:
       width: D.
-      kernels: two functions to test instead of `forward` and `backward`; None tests those.
+      kernels: two functions to test instead of `forward` and `backward`; None means `forward` and
+        `backward`.
     """
     rng = np.random.default_rng(0)
     array = lambda heads: jnp.asarray(rng.normal(size=(2, 2 * ROWS, heads, width)), jnp.bfloat16)

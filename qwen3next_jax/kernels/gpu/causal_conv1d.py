@@ -1,10 +1,10 @@
 """Mosaic GPU kernels of the causal depthwise convolution with its activation (sm_90a): one kernel
 for the forward pass and one for the backward pass.
 
-A block of one warpgroup takes 32 tokens of 128 or 256 channels, and each thread one or two of these
-channels. The block computes one token after another and holds the inputs that they share in
-registers, in float32. With its tokens it copies the W - 1 tokens before them, and backward also the
-W - 1 tokens after them.
+A block of the grid has one warpgroup and computes 32 tokens of 128 or 256 channels; each thread
+computes one or two of these channels. The block computes one token after another. The inputs that a
+token shares with the next one stay in registers, in float32. The block copies its tokens and the W
+- 1 tokens before them to shared memory, in the backward pass also the W - 1 tokens after them.
 
 B batch, T time, W kernel width, D channels.
 """
@@ -20,10 +20,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from qwen3next_jax.kernels import causal_conv1d_edges, self_test
 from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_before
 
-TOLERANCE = 0.02  # largest allowed relative L2 difference of results rounded to bfloat16
+TOLERANCE = 0.02  # largest allowed relative L2 difference between the kernels and XLA
 INTERPRETER = plgpu.InterpretGPUParams()
-# The tokens of a block. With more tokens fewer blocks fit on a multiprocessor, which is slower
-# (docs/gpu.md).
+# The tokens of a block. With more tokens, fewer blocks fit on a multiprocessor at a time, and the
+# kernels are slower (docs/gpu.md).
 TOKENS = 32
 
 
@@ -44,9 +44,9 @@ def supports(x, kernel, activation) -> str:
 
 
 def is_default(x, kernel, activation) -> bool:
-    """Whether a call that names no implementation runs the kernels. It does if they passed their
-    test on this GPU and the rows are not as short as in decoding. The function prints the decision
-    once.
+    """Returns whether a call that names no implementation runs the kernels. It does if rows have at
+    least 32 tokens (decoding has fewer), if the kernels support the call and if they passed their
+    test on this GPU. For rows of 32 tokens or more the function prints the decision once.
     """
     if x.shape[1] < TOKENS:
         return False
@@ -54,7 +54,7 @@ def is_default(x, kernel, activation) -> bool:
 
 
 def test(x, kernel, activation) -> self_test.SelfTest:
-    """Returns the test for calls of this kind."""
+    """Returns the test for calls with the same activation, dtype of x and kernel width."""
     kind = activation, str(x.dtype), kernel.shape[0]
     return self_test.SelfTest(
         "convolution",
@@ -67,9 +67,9 @@ def test(x, kernel, activation) -> self_test.SelfTest:
 
 
 def max_error(activation, dtype: str, width: int, interpret: bool = False) -> tuple[str, float]:
-    """Runs the kernels and a plain sum with JAX's gradients on two rows of two blocks of tokens,
-    once with documents and padding and once as one document per row. Returns the name of the result
-    in which they differ most, and the relative L2 difference.
+    """Runs the kernels and a plain sum in JAX, with JAX's gradients, on two rows of two blocks of
+    tokens: once with documents and padding, and once with one document per row. Returns the name of
+    the result in which they differ most, and the relative L2 difference.
     """
     rng, size = np.random.default_rng(0), TOKENS
     before, x, kernel, dy = (
@@ -114,7 +114,7 @@ def max_error(activation, dtype: str, width: int, interpret: bool = False) -> tu
 
 
 def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
-    """Returns y [B, T, D]. The arguments are those of `kernels.tpu.causal_conv1d.forward`."""
+    """Returns y [B, T, D]. `kernels.tpu.causal_conv1d.forward` describes the arguments."""
     call = _Call(activation, before, x, kernel, document_ages(ids, kernel.shape[0]))
     return call(_forward, "forward", [], [jax.ShapeDtypeStruct(x.shape, x.dtype)], 0, interpret)[0]
 
@@ -160,11 +160,16 @@ class _Call:
         )
 
     def __call__(self, body, name, inputs, outputs, after: int, interpret: bool):
-        """The results of the kernel `body`.
+        """Runs the kernel `body` and returns its outputs.
 
         Args:
-          inputs: beside those of the forward kernel. outputs: shapes.
-          after: how many tokens after a block the kernel reads; 0 forward.
+          body: the kernel, a function of this object and of the references.
+          name: name of the kernel in a compiled program, after "causal_conv1d_".
+          inputs: the inputs that the kernel takes besides x, before, kernel and age.
+          outputs: the shape and dtype of each output.
+          after: number of tokens after a block that the kernel reads: W - 1 in the backward pass,
+            0 in the forward pass.
+          interpret: whether a CPU interprets the kernel.
         """
         rows, dtype, backward = TOKENS + after, self.inputs[0].dtype, after > 0
         scratch = [
@@ -200,8 +205,9 @@ class _Call:
         )
 
     def start_copies(self, gmem, before_gmem, age_gmem, xs, ages_ref, arrived):
-        """Starts to copy the inputs of a block, the inputs before it and the ages of its tokens to
-        shared memory. Returns a function that starts one more copy.
+        """Starts the copies of a block's inputs, of the W - 1 inputs before it and of the ages of
+        its tokens to shared memory. Returns a function (source, target) that starts one more copy,
+        which `arrived` counts, too.
         """
         b, t, first, channels = self.block_position()
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, arrived)
@@ -222,7 +228,9 @@ class _Call:
         return x if age is None else x * (age >= back).astype(jnp.float32)
 
     def before_activation(self, weights, taps, age):
-        """Returns the weighted sum of `taps`, the inputs that a token reads, newest first."""
+        """Returns the output of a token before the activation: the weighted sum of `taps`, the
+        inputs that the token reads, newest first.
+        """
         return functools.reduce(
             jnp.add,
             (
@@ -233,8 +241,10 @@ class _Call:
 
 
 def _refs(call, refs, outputs: int, gradient: bool):
-    """Sorts the references that `_Call` passes to a kernel by their meaning. Returns None for those
-    that this call does not have.
+    """Splits the references that `_Call` passes to a kernel. Returns x, before, age, dy, the list
+    of outputs, the shared memory for inputs, for results (in the backward pass first for dy) and
+    for ages, the barrier, and the weights in registers. age, dy and the memory for ages are None if
+    the call has none.
     """
     x, before, kernel, *refs = refs
     age = refs.pop(0) if call.has_age else None
@@ -273,9 +283,11 @@ def _forward(call, *refs):
 
 
 def _backward(call, *refs):
-    """Goes from the last token to the first. It begins with the W - 1 tokens after the block, of
-    which only the gradients of what enters the activation are needed. After the last block there
-    are none: it copies its own last tokens in their place and takes their gradients as zero.
+    """Computes dx of a block and a sum for the gradient of the kernel, from the last token to the
+    first. It begins with the W - 1 tokens after the block, because their gradients reach the last
+    tokens of the block; for these tokens it computes only the gradient of the activation's input.
+    The last block of a row has no tokens after it. It copies its own last tokens instead and
+    multiplies their gradients by zero.
     """
     x_gmem, before, age_gmem, dy_gmem, (dx_gmem, sums_gmem), xs, dys, ages_ref, arrived, weights = (
         _refs(call, refs, 2, True)
@@ -296,7 +308,7 @@ def _backward(call, *refs):
     has_tokens_after = (first + rows < call.shape[1]).astype(jnp.float32)
 
     def gradient(r, taps):
-        """Returns the gradient of token r before the activation."""
+        """Returns the gradient of the activation's input for token r of the block."""
         dz = _row(dys, r)
         if call.activation == "silu":
             z = call.before_activation(weights, taps, ages_ref[r] if call.has_age else None)
@@ -304,7 +316,7 @@ def _backward(call, *refs):
             dz = dz * (gate * (1 + z * (1 - gate)))
         return dz
 
-    taps_of_kernel = range(edge, -1, -1)  # the index into the kernel for 0, 1, … tokens back
+    taps_of_kernel = range(edge, -1, -1)  # index into the kernel, 0, 1, … tokens back
     taps_of = lambda r, later: (*later, _row(xs, r))  # xs[r] is the oldest input of token r
     inputs = tuple(_row(xs, 2 * edge + rows - 1 - i) for i in range(edge))
     following = ()

@@ -1,5 +1,6 @@
 """The gated delta rule with Mosaic GPU kernels for Hopper (sm_90a). `kernels.KERNELS` lists this
-module. docs/gpu.md says what the kernels do and how fast they are. `delta_rule_passes` runs them.
+module as the implementation "pallas_gpu"; `delta_rule_passes` runs the kernels. docs/gpu.md says
+what the kernels do and how fast they are.
 """
 
 import jax.numpy as jnp
@@ -36,10 +37,11 @@ def supports(x: Inputs, settings: Settings, split: bool) -> str:
 
 
 def is_default(x: Inputs, settings: Settings, split: bool) -> bool:
-    """Whether a call that names no implementation runs the kernels. It does if they passed their
-    test on this GPU. The function prints the decision once.
+    """Returns whether a call that names no implementation runs the kernels. It does if rows have
+    more than 32 tokens, if the kernels support the call and if they passed their test on this GPU.
+    For rows of more than 32 tokens the function prints the decision once.
     """
-    if x.q.shape[1] <= C // 2:  # the form in XLA takes shorter chunks for shorter rows
+    if x.q.shape[1] <= C // 2:  # XLA takes shorter chunks for such short rows
         return False
     pieces = Problem.of(x, settings).pieces
     test = delta_rule_self_test.test(

@@ -1,8 +1,8 @@
-"""The Mosaic GPU kernel that computes those arrays of a chunk that do not depend on the state
+"""The Mosaic GPU kernel that computes the arrays of a chunk that do not depend on the state
 (sm_90a): norms, decays, P beta and the inverse of I + M beta.
 
-One block of one warpgroup computes one chunk of a key head and all its value heads. The formulas
-are those of docs/delta_rule.md, "In terms of E".
+A block of the grid has one warpgroup and computes one chunk of a key head and of all its value
+heads. The formulas are those of docs/delta_rule.md, "In terms of E".
 
 C = 64 tokens per chunk; a matrix [C, C] has rows i and columns j.
 """
@@ -48,7 +48,7 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
 from qwen3next_jax.ops.delta_rule import chunk_math
 
 LOG2_E = 1.4426950408889634
-NARROW = 16  # the columns of the narrowest operand of a product, which swizzles 32 bytes
+NARROW = 16  # the columns of a product's narrowest operand, swizzled in rows of 32 bytes
 
 
 def scratch(p) -> list:
@@ -74,10 +74,12 @@ def scratch(p) -> list:
 
 
 def product_of_parts(p, a, b_refs, meanwhile=lambda: None):
-    """Returns a @ b [C, columns] in float32. Both are given as high and low parts, those of a in
-    registers and those of b in shared memory.
+    """Returns a @ b [C, columns] in float32.
 
     Args:
+      p: the `Problem`.
+      a: the high and the low part of a, in registers.
+      b_refs: [2, …, columns] in shared memory, the high and the low part of b.
       meanwhile: function that is called while the products run.
     """
 
@@ -96,8 +98,8 @@ def column_block(n: int):
 
 
 def block_indices():
-    """Returns three arrays [C, 16] for four blocks of 16 rows that lie below each other: the index
-    of the block, of the row inside the block, and of the column.
+    """Returns three arrays [C, 16] for four 16 x 16 blocks that lie below each other: the index of
+    the block, the index of the row inside the block, and the index of the column.
     """
     i, j = (
         plgpu.broadcasted_iota(jnp.int32, (C, NARROW), axis, layout=plgpu.Layout.WGMMA)
@@ -107,8 +109,8 @@ def block_indices():
 
 
 def select_rows(*arrays):
-    """Returns [C, 16], whose n-th block of 16 rows comes from the n-th array [C, 16]. If the first
-    arrays are None, their blocks are zero; a later None repeats the array before it.
+    """Returns [C, 16], whose n-th block of 16 rows comes from the n-th array [C, 16]. A block is
+    zero if its array is None or missing.
     """
     block, result = block_indices()[0], 0.0
     for n, x in enumerate(arrays):
@@ -122,7 +124,7 @@ def diagonal_blocks(x):
 
 
 def inverse_norms(squares):
-    """Returns [C], rsqrt(sum x^2 + 1e-6) of every row of x, from `squares` = x @ x.T."""
+    """Returns [C], rsqrt(sum x^2 + 1e-6) of every row of x, given `squares` = x @ x.T, [C, C]."""
     _, i, j = block_indices()
     return jax.lax.rsqrt(
         jnp.sum(jnp.where(i == j, diagonal_blocks(squares), 0.0), axis=1) + chunk_math.NORM_EPSILON
@@ -130,21 +132,32 @@ def inverse_norms(squares):
 
 
 def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
-    """Writes (I + L)^{-1} to x_refs, high and low part, by the doubling of
-    `ops/delta_rule/inverse.py`: X <- X + X (-L) X in the lower left quarter of each 2m diagonal
-    block.
+    """Writes X = (I + L)^{-1} to `x_refs`, as a high and a low part.
 
-    X stays in registers. Up to blocks of 16 rows it has the four diagonal blocks below each other,
-    [C, 16]; as a left operand they lie on the diagonal of [C, C], as a right operand below each
-    other. l_refs has -L: the diagonal blocks in its first 16 columns, then the blocks left of the
-    second and the fourth, then the whole lower left quarter.
+    Like `ladder` in `ops/delta_rule/inverse.py`, it doubles the size m of the inverted diagonal
+    blocks step by step: X <- X + X (-L) X in the lower left quarter of each diagonal block of 2m
+    rows.
+
+    X stays in registers. Until its diagonal blocks have 16 rows, it is an array [C, 16] that holds
+    the four diagonal blocks of 16 rows below each other. A right operand of a product has this
+    layout, too. For a left operand, `to_diagonal` moves the blocks to the diagonal of a matrix
+    [C, C].
+
+    Args:
+      p: the `Problem`.
+      l: [C, C] float32, L, which is zero on and above the diagonal.
+      l_refs: [2, C, C] in shared memory, for the high and the low part of -L. The columns 0 to 15
+        get the diagonal blocks, the columns 16 to 31 the blocks to the left of the second and the
+        fourth diagonal block, and the columns 32 to 63 the left half of -L.
+      x_refs: [2, C, C] in shared memory, for the result.
+      diagonal_refs: [2, C, 16] in shared memory, for the diagonal blocks of X as a right operand.
     """
     block, i, j = block_indices()
     ones = [jnp.where(block == n, 1.0, 0.0).astype(jnp.bfloat16) for n in range(C // NARROW)]
 
     def to_diagonal(parts, first: int = 0):
-        """Moves blocks that lie below each other to the diagonal of [C, C], without the first
-        `first` blocks of columns.
+        """Moves the four blocks of each array [C, 16] in `parts` to the diagonal of a matrix [C,
+        C]. Leaves out the first `first` blocks of columns of that matrix.
         """
         return [jnp.concatenate([x * one for one in ones[first:]], axis=1) for x in parts]
 
@@ -164,7 +177,7 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
         t = product_of_parts(
             p, to_diagonal(parts), first, lambda: store_tiles(diagonal_refs, *parts)
         )
-        # Keeps only the lower left quarter of each block.
+        # Keeps only the lower left quarter of each diagonal block of 2m rows.
         t = jnp.where((i ^ j) // m == 1, t, 0.0)
         x = x + product_of_parts(p, to_diagonal(high_and_low(t)), diagonal_refs)
     parts = high_and_low(x)
@@ -181,7 +194,7 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
     left_refs, right_refs = (x_refs.at[:, :, n] for n in (slice(C // 2), half))
 
     def store_halves():
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # x_refs held P beta until here
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # a copy of P beta may still read x_refs
         store_tiles(left_refs, *high_and_low(left))
         store_tiles(right_refs, *right)
 
@@ -193,9 +206,9 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
 
 
 def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, factors_gmem, p_gmem, *refs):
-    """Computes for every value head of a key head the factors (rows of one number a token: norms,
-    and decays times norms; `delta_rule_tiles` lists them), P beta, and, if there is an output for
-    it, the inverse.
+    """Computes one chunk of a key head: for each of its value heads the factors (rows with one
+    number for each token, which `delta_rule_tiles` lists), P beta and, if there is an output for
+    it, the inverse of I + M beta.
     """
     (
         *inverses_gmem,
@@ -238,13 +251,14 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, factors_gmem, p_gmem, *refs):
     factors[K_NORM], factors[K_NORM_J], factors[Q_NORM] = k_norm, k_norm, q_norm
     plgpu.commit_smem()
 
-    # All value heads share the products of normalized queries and keys with keys, zero between
-    # documents and for later keys.
+    # All value heads share the products of normalised queries with keys and of keys with keys. The
+    # products are zero between documents and for keys after the query.
     i, j = indices()
     mask, norm = same_document(rows_refs.at[0]) & (i >= j), along_j(factors, K_NORM_J)
     qk = jnp.where(mask, qk * (along_i(factors, Q_NORM) * norm), 0.0)
     kk = jnp.where(mask & (i > j), kk * (along_i(factors, K_NORM) * norm), 0.0)
-    # In shared memory, because a block has 168 registers a thread: three share a processor.
+    # These products go to shared memory, because three blocks share a multiprocessor, which leaves
+    # only 168 registers for each thread.
     qk_ref[...], kk_ref[...] = qk, kk
 
     @pl.loop(0, p.heads_per_key)
@@ -256,13 +270,13 @@ def chunk_kernel(p, q_gmem, k_gmem, rows_gmem, factors_gmem, p_gmem, *refs):
         def _():
             plgpu.barrier_wait(rows_arrived.at[slot])
 
-        # The products of masked pairs are zero, so their exponent only has to be finite.
+        # Where qk and kk are masked they are zero, so the exponential there only has to be finite.
         column = jnp.exp2(
             jnp.minimum(
                 along_i(head_rows, TOTAL) * LOG2_E - along_j(head_rows, TOTAL_J) * LOG2_E, 126.0
             )
         ) * along_j(head_rows, BETA_J)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head's results are copied
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # until the previous head is copied
         factors[K_GAMMA], factors[Q_GAMMA] = row(slot, GAMMA) * k_norm, row(slot, GAMMA) * q_norm
         factors[K_RHO] = row(slot, RHO) * row(slot, BETA) * k_norm
         store_tiles(x_refs, plgpu.load(qk_ref, layout=plgpu.Layout.WGMMA, optimized=False) * column)

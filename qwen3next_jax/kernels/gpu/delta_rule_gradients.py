@@ -1,17 +1,19 @@
 """The Mosaic GPU kernel that computes the gradients of a chunk from the state before the chunk and
-the gradient of the state after it (sm_90a). A block computes one chunk of a value head.
+the gradient of the state after it (sm_90a). A block of the grid computes one chunk of a value head.
 
 The formulas are those of docs/delta_rule.md, "In terms of E"; `delta_rule_tiles` defines the tiles
 and the rows.
 
-With keys of 64 or 128 channels, two blocks of one warpgroup share a processor, so that one computes
-while the other waits. Each has at most 115,712 bytes of shared memory, which hold only what
-products read while nothing else is pending. The [C, C] matrices are transposed, j by i: then E is a
-left operand, which wgmma takes from registers.
+With keys of 64 or 128 channels, a block has one warpgroup, and two blocks share a multiprocessor,
+so that one computes while the other waits. Then each block has at most 115,712 bytes of shared
+memory, which is less than all its inputs take. So inputs are copied to the same places one after
+another, each as soon as no product reads the earlier one. The [C, C] matrices are transposed, with
+rows j and columns i. This makes E a left operand, which wgmma takes from registers.
 
-Keys of 256 channels fill a processor and need more registers than a warpgroup has, so there a block
-has two warpgroups. Both compute E. Each takes two of the keys' four tiles; the first one computes
-the gradient of K K^T, the second one that of Q K^T. Their sums are added at the end.
+With keys of 256 channels, one block fills a multiprocessor and needs more registers than one
+warpgroup has, so a block has two warpgroups. Both compute E. Each computes two of the four tiles of
+key channels of dQ and dK. The first warpgroup computes the gradient of K K^T, the second one the
+gradient of Q K^T. At the end the sums of both warpgroups are added.
 
 C = 64 tokens of a chunk.
 """
@@ -52,11 +54,12 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     with_accumulators,
 )
 
-Q_NORM_ROW = 6  # a second copy of the row Q_NORM, which is needed along i and along j
-# The indices of rows of sums. DG and DBETA are results. ENTER holds the terms of dg that decay from
-# the chunk's start, and LEAVE those that decay to its end, both by token. The numbers of CARRIED
-# add up to <S, dS'>. INNER_Q and INNER_K are the inner products of rows of q and k with their
-# gradients.
+Q_NORM_ROW = 6  # a second copy of the row Q_NORM, read in the other layout
+# The indices of rows [C] of sums. DG and DBETA are results. ENTER holds for each token the sum of
+# the terms of dg that contain gamma, the decay from the chunk's start. LEAVE holds for each token
+# the sum of the terms that contain rho, the decay to the chunk's end. The C numbers of CARRIED add
+# up to the inner product <S, dS'>. INNER_Q and INNER_K hold the inner products of the rows of q and
+# k with their gradients.
 DG, DBETA, ENTER, LEAVE, CARRIED, INNER_Q, INNER_K = range(7)
 
 
@@ -66,13 +69,14 @@ def warpgroups(p) -> int:
 
 
 def threads(p) -> dict:
-    """The arguments of `plgpu.kernel` for several warpgroups."""
+    """Returns the arguments of `plgpu.kernel` for several warpgroups; none for one warpgroup."""
     return dict(num_threads=2, thread_name="warpgroups") if warpgroups(p) > 1 else {}
 
 
 def scratch(p) -> list:
-    """Shared memory for k, dO, dV, the inverse's parts (later the gradients of K K^T and Q K^T),
-    the slots; the factors, the rows, the sums; and barriers.
+    """Returns the shared memory of a block, in this order: the tiles of k, dO and dV; the parts of
+    the inverse, which the gradients of K K^T and Q K^T overwrite; the slots (see `_Block`); the
+    factors, the rows and the sums. The barriers follow.
     """
     n = warpgroups(p)
     slots, own_tiles = 2 * p.key_tiles + (1 if n == 1 else 2 + n), p.key_tiles // n
@@ -99,15 +103,16 @@ def scratch(p) -> list:
 
 
 def rebased(*refs):
-    """Returns references to the same memory, whose addresses the compiler cannot know to be equal
-    to the earlier ones. Otherwise it would keep all addresses in registers, of which there are too
-    few.
+    """Returns references to the same memory in a form that hides from the compiler that the
+    addresses are the same. Otherwise the compiler would keep all addresses in registers, and there
+    are too few registers.
     """
     zero = jax.lax.optimization_barrier(jnp.int32(0))
     return [ref.at[pl.ds(zero, ref.shape[0])] for ref in refs]
 
 
 def row_sums(x, y):
+    """Returns [C], the inner product of each row of x with the same row of y."""
     return jnp.sum(x * y, axis=1)
 
 
@@ -121,6 +126,7 @@ def zero_row():
 
 
 def zero_pairs():
+    """Returns zeros [C] and zeros [C, C], the results of a call without the delta term."""
     return zero_row(), plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), plgpu.Layout.WGMMA)
 
 
@@ -129,18 +135,20 @@ def store_tile(ref, x):
 
 
 def load_tile(ref):
+    """Returns a tile [C, C] of shared memory in float32."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
 def decay_of_pairs(rows_ref, row, column):
-    """Returns the transposed matrix of decays from token to token. The mask is applied to the
-    exponent, not to the exponential.
+    """Returns [C, C], the decay from token j (the row) to token i (the column); zero for i < j and
+    between documents. The mask is applied to the exponent, not to the exponential.
     """
     mask = (column >= row) & same_document(rows_ref)
     return jnp.exp(jnp.where(mask, along_j(rows_ref, TOTAL_J) - along_i(rows_ref, TOTAL), -jnp.inf))
 
 
 def load_row(ref, i: int):
+    """Returns row i [C] of `ref`."""
     return plgpu.load(ref.at[i], layout=ROW)
 
 
@@ -155,15 +163,17 @@ def gradient_kernel(p, *refs):
 
 
 class _Block:
-    """One block of the grid: its references, where its copies go, and what it computes, one method
-    after another. Copies and products run while later statements execute, so the order of
-    statements matters.
+    """One block of the grid. Its methods `start_copies`, `errors`, `gradients_of_pairs`,
+    `queries_and_keys` and `write_gradients` run in this order. Copies and products run while later
+    statements execute, so the order of statements matters.
 
     Attributes:
-      own_tiles: the tiles of 64 key channels that this warpgroup takes.
-      slots: tiles of shared memory; first the state's tiles, then those of its gradient (and later
-        of q), then one spare tile, or one each for v, the low part of dV and each warpgroup.
-      `…_arrived`: barriers at which the copy of that input is awaited.
+      own_tiles: the indices of the tiles of 64 key channels that this warpgroup computes.
+      slots: tiles of shared memory for inputs. The first slots hold the tiles of the state. The
+        next slots hold the tiles of the state's gradient, and later the tiles of q. With one
+        warpgroup there is one spare slot after them. With two warpgroups there is one slot for v,
+        one for the low part of dV and a spare slot for each warpgroup.
+      …_arrived: barriers that are passed when the copy of the input in the name has arrived.
     """
 
     def __init__(
@@ -218,22 +228,28 @@ class _Block:
         self.sums = self.all_sums.at[self.w]
         self.dstates_arrived = lambda: dstates_arrived.at[self.w]
 
-    # ---- what every step uses
+    # ---- places in memory, copies and sums
 
     def dstate_slot(self, t: int) -> int:
-        """The slot of tile t of the state's gradient, later of q."""
+        """Returns the slot of tile t of the state's gradient. Tile t of q overwrites it later."""
         return self.p.key_tiles + t
 
     def q(self, t: int):
+        """Returns a reference to tile t of q, valid after its copy has arrived."""
         return self.slots.at[self.dstate_slot(t)]
 
     def value_tile(self, gmem, c: int):
+        """Returns the tile [C, C] of value channels c of an array [B, T, H, V]."""
         return gmem.at[self.b, tokens(self.n), self.h, channels(c)]
 
     def state_tile(self, gmem, t: int, c: int):
+        """Returns the tile [C, C] of key channels t and value channels c of an array [N, B, H, K,
+        V].
+        """
         return gmem.at[self.n, self.b, self.h, channels(t), channels(c)]
 
     def key_tile(self, gmem, t: int):
+        """Returns the tile [C, C] of key channels t of an array [B, T, G, K]."""
         return gmem.at[self.b, tokens(self.n), self.g, channels(t)]
 
     def copy_to_slot(self, slot: int, source, barrier):
@@ -248,10 +264,11 @@ class _Block:
         )
 
     def rebase(self):
+        """Replaces the references to shared memory by those that `rebased` returns."""
         self.k, self.do, self.dv, self.a, self.slots = rebased(*self.tiles)
 
     def on_first_warpgroup(self, do):
-        """Runs `do` in the first warpgroup only."""
+        """Runs the function `do` in the first warpgroup only."""
         do() if self.one_warpgroup else pl.when(self.w == 0)(do)
 
     def sync_warpgroups(self):
@@ -262,12 +279,19 @@ class _Block:
             plgpu.barrier_wait(self.all_warpgroups)
 
     def add_to_sum(self, row: int, x):
-        """Adds x to a row of sums. They are in shared memory, as there are too few registers."""
+        """Adds x [C] to a row of sums. The sums are in shared memory, because there are too few
+        registers.
+        """
         self.sums[row] = plgpu.load(self.sums.at[row], layout=ROW) + x
 
     # ---- copies
 
     def start_copies(self):
+        """Starts the copies of k, the factors, the rows, the inverse, all tiles of dO and dV, and,
+        for the first tile of value channels, v, the state and its gradient. Sets rows of sums to
+        zero and waits for k, the factors, the rows and the inverse.
+        """
+
         @self.on_first_warpgroup
         def _():
             at = self.b, self.h, self.n
@@ -301,12 +325,14 @@ class _Block:
     # ---- errors E
 
     def errors(self):
-        """Computes E by tile of value channels, and its products.
+        """Computes the errors E, one tile of value channels after another, and the products of E
+        with dV, dO and the state's gradient dS.
 
         Returns:
-          error_highs: the high part of E of each tile; empty with two warpgroups.
-          error_dstate: E dS^T [C, 64] for each of this warpgroup's key tiles.
-          pairs: E dV^T [C, C]; with two warpgroups the second one has E dO^T.
+          error_highs: for each tile of value channels the high part of E, [C, 64]; empty with two
+            warpgroups.
+          error_dstate: a list of E dS^T [C, 64] for each of this warpgroup's tiles of key channels.
+          pairs: [C, C], E dV^T; in the second of two warpgroups E dO^T.
         """
         error_highs, error_dstate, pairs = [], None, None
         for c in range(self.p.value_tiles):
@@ -319,7 +345,7 @@ class _Block:
             ):
                 plgpu.barrier_wait(barrier)
             ks, errors = self.errors_of(c)
-            self.sync_warpgroups()  # all reads of the slots are done before copies write there
+            self.sync_warpgroups()  # all reads of the slots end before copies write there
             self.copy_next_state(c)
             high, low = high_and_low(errors)
             dv_low_term, pairs, error_dstate = self.add_products_of_errors(
@@ -334,7 +360,9 @@ class _Block:
         return error_highs, error_dstate, pairs
 
     def errors_of(self, c: int):
-        """Returns gamma K S (None without the delta term) and E of a tile of value channels."""
+        """Returns gamma K S in bfloat16 (None without the delta term) and E in float32, [C, 64]
+        each, for tile c of the value channels.
+        """
         k, dv, a, slots, spare_slot = self.k, self.dv, self.a, self.slots, self.spare_slot
         carried = sum(
             row_sums(load_tile(slots.at[t]), load_tile(slots.at[self.dstate_slot(t)]))
@@ -363,6 +391,9 @@ class _Block:
         return ks, errors
 
     def copy_next_state(self, c: int):
+        """Starts copies to the slots that `errors_of` has read: the state for tile c + 1 of the
+        value channels, the low part of dV for tile c and, with two warpgroups, v for tile c + 1.
+        """
         for t in self.own_tiles if c < self.last else ():
             self.copy_state(t, t, c + 1, self.states_arrived)
 
@@ -376,6 +407,11 @@ class _Block:
                 self.copy_to_slot(self.v_slot, self.value_tile(self.v_gmem, c + 1), self.v_arrived)
 
     def copy_next_dstate(self, c: int):
+        """Starts copies to the slots that the products of tile c have read: the gradient of the
+        state for tile c + 1 or, after the last tile, q; with one warpgroup also v. After the last
+        tile it also starts the copy of the first tile of the state that `tile_gradients` needs
+        besides the tiles that are there already.
+        """
         for t in self.own_tiles:
             if c < self.last:
                 self.copy_dstate(t, c + 1)
@@ -390,17 +426,19 @@ class _Block:
 
     def add_products_of_errors(self, c: int, ks, high, low, pairs, error_dstate):
         """Multiplies tile `c` of the value channels of E = `high` + `low` by dV^T (in the second
-        warpgroup by dO^T) and by dS^T, and adds the products to `pairs` and `error_dstate`, the
-        sums over the tiles before.
+        warpgroup by dO^T) and by dS^T. Adds the products to `pairs` and `error_dstate`, which hold
+        the sums over the tiles before `c`.
 
         Returns:
-          <ks, the low part of dV> of this tile by token, and the new `pairs` and `error_dstate`
-          (see `errors`).
+          Three results: [C], the inner product of each token's row of `ks` (gamma K S) with its row
+          of the low part of dV; the new `pairs`; the new `error_dstate` (see `errors`).
         """
         p, do, dv, a, slots = self.p, self.do, self.dv, self.a, self.slots
 
         def to_errors(products, meanwhile=lambda: None):
-            """(<ks, the low part of dV>, E dV^T). Calls `meanwhile` while that part is copied."""
+            """Returns the first two results. Calls `meanwhile` during the copy of the low part of
+            dV.
+            """
             if c:
                 products.start(pairs)
             products.add(low, transposed(dv.at[c]))
@@ -448,10 +486,12 @@ class _Block:
             dv_low_term, pairs = jax.lax.cond(self.w == 0, errors, outputs)
         return dv_low_term, pairs, error_dstate
 
-    # ---- the gradients of K K^T and Q K^T, j by i
+    # ---- the gradients of K K^T and Q K^T, with rows j and columns i
 
     def gradients_of_pairs(self, error_highs, pairs):
-        """Computes the gradients of Q K^T and K K^T into `a`, and their part of dg and dbeta."""
+        """Stores the gradients of Q K^T and K K^T in `a`, and their parts of dg and dbeta in the
+        rows of sums.
+        """
         p, a, k, factors, sums = self.p, self.a, self.k, self.factors, self.sums
 
         def against_outputs(products):  # E dO^T
@@ -495,7 +535,7 @@ class _Block:
                     - jnp.where(column > row, along_j(factors, K_NORM_J) * errors, 0.0)
                 )
             )
-            self.sync_warpgroups()  # the inverse is read
+            self.sync_warpgroups()  # all reads of the inverse in `a` are done
             a[1 - self.w] = (pairs * along_i(self.rows, BETA)).astype(jnp.bfloat16)
             products = pairs * jax.lax.cond(self.w == 0, of_keys, of_queries)
             self.on_first_warpgroup(store_triangle)
@@ -503,7 +543,7 @@ class _Block:
         leave = load_row(sums, LEAVE) * load_row(self.rows, RHO) * load_row(factors, K_NORM)
         sums[DBETA] = jnp.sum(products, axis=1) + leave
 
-        def from_column_on(after):  # column t: the sum over columns from t on
+        def from_column_on(after):  # column t becomes the sum of the columns from t on
             for part in high_and_low(products * along_i(self.rows, BETA)):
                 after.add(part, a.at[warpgroups(p)])
             return after.read()
@@ -520,8 +560,9 @@ class _Block:
     # ---- queries and keys
 
     def queries_and_keys(self, error_dstate):
-        """Returns dQ and dK, one tile for each key tile of this warpgroup, before the gradient of
-        the norms. Adds a part to dg.
+        """Returns dQ and dK with the norms held constant, each as a list of [C, 64] for this
+        warpgroup's tiles of key channels. Adds the parts of dg that come from the states to the row
+        DG.
         """
         sums = self.sums
         gradients = [
@@ -539,9 +580,9 @@ class _Block:
         return dq, dk
 
     def tile_gradients(self, i: int, error_dstate, of_q, of_k):
-        """Returns three results for this warpgroup's i-th key tile, before the gradient of the
-        norms: the inner products of the rows of q with their gradients through the state, dQ, and
-        dK.
+        """Returns three results for this warpgroup's i-th tile of key channels: [C], the inner
+        products of the rows of q with the part of their gradients that comes through the state; dQ;
+        and dK. In dQ and dK the norms are held constant.
         """
         p, last, factors = self.p, self.last, self.factors
         k, do, dv, a, slots = rebased(*self.tiles)
@@ -576,8 +617,8 @@ class _Block:
     # ---- results
 
     def write_gradients(self, dq, dk):
-        """Applies the gradient of the norms to dQ and dK and writes them. Sums dg and dbeta over
-        the warpgroups and writes them.
+        """Applies the backward pass of the L2 norms to dQ and dK and writes the results. Sums dg
+        and dbeta over the warpgroups and writes them.
         """
         p, sums, factors, own_tiles = self.p, self.sums, self.factors, self.own_tiles
         gradients = [(dq, [self.q(t) for t in own_tiles]), (dk, [self.k.at[t] for t in own_tiles])]

@@ -1,11 +1,15 @@
-"""The forward and the backward pass of the gated delta rule with Mosaic GPU kernels (sm_90a).
+"""The forward and the backward pass of the gated delta rule, computed by Mosaic GPU kernels
+(sm_90a).
 
-A pass runs two or three kernels. `delta_rule_chunks` computes the matrices of a chunk that do not
-depend on the state. `delta_rule_states` passes the state, or its gradient, from chunk to chunk. In
-the backward pass, `delta_rule_gradients` then computes the gradients of each chunk's inputs. If a
-call has too few heads to fill the chip, each row is split into pieces that run at the same time.
-Then an additional pass of the state computes the affine map of each piece, and composing these maps
-gives the state before each piece.
+The kernel of `delta_rule_chunks` computes the matrices of each chunk that do not depend on the
+state. A kernel of `delta_rule_states` then carries the state, or in the backward pass its gradient,
+from chunk to chunk. In the backward pass, the kernel of `delta_rule_gradients` finally computes the
+gradients of each chunk's inputs.
+
+If a call has too few heads to fill the chip, each row is split into pieces that run at the same
+time. An additional call of a kernel of `delta_rule_states` then computes the affine map of each
+piece: the state after the piece is U + M S if the state before it is S. Composing these maps gives
+the state before each piece.
 
 B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key width, V value width.
 """
@@ -36,8 +40,8 @@ def forward(
 ):
     """Computes `Implementation.forward`, always in chunks of 64 tokens.
 
-    The inverses are those of I + M beta (docs/delta_rule.md), in the form that `to_residual`
-    returns.
+    The argument and the result `inverses` hold the inverses of I + M beta (docs/delta_rule.md) in
+    the layout that `to_residual` returns.
 
     Args:
       pieces: number of pieces into which each row is split; None chooses it.
@@ -122,7 +126,7 @@ def _state_gradients(p: Problem, q, k, v, do, dfinal, chunk_inputs: list) -> dic
     """Runs the backward pass of the state.
 
     Args:
-      chunk_inputs: the arrays factors, rows, P and, with the delta term, the inverses.
+      chunk_inputs: the arrays factors, rows, P beta and, with the delta term, the inverses.
 
     Returns:
       dinitial: [pieces · B, H, V, K] float32, the gradient of the state before each piece.
@@ -132,7 +136,8 @@ def _state_gradients(p: Problem, q, k, v, do, dfinal, chunk_inputs: list) -> dic
     outputs = dict(dinitial=_transposed_states(p))
     if p.pieces > 1:
         _, m = _maps_of_pieces(p, 0, [q, k, v, *chunk_inputs])
-        # The part of the gradient of the state before each piece that comes from its own outputs.
+        # The part of the gradient of the state before each piece that comes from the outputs of
+        # that piece.
         own = dataclasses.replace(p, map_tiles=(p.value_tiles, 0)).run_states(
             delta_rule_states.backward_kernel,
             "map_backward",
@@ -188,8 +193,10 @@ def transpose(x):
 
 
 def to_residual(inverses):
-    """Converts the inverses [N, B, H, 2, C, C], which are high and low parts in bfloat16, to the
-    shape [N, B, ⌈H / 2⌉, C, 2C] that every implementation saves, in float32. It keeps the bits.
+    """Converts the inverses [N, B, H, 2, C, C], the high and low parts in bfloat16, to the shape
+    [N, B, ⌈H / 2⌉, C, 2C] and the dtype float32 that every implementation saves. It only
+    reinterprets the bits of two bfloat16 numbers as one float32 number, so the values of the result
+    have no meaning.
     """
     chunks, batch, heads = inverses.shape[:3]
     x = jax.lax.bitcast_convert_type(inverses.reshape(chunks, batch, heads, C * C, 2), jnp.float32)

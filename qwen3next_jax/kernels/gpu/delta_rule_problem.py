@@ -1,5 +1,10 @@
-"""The sizes of one call of the gated delta rule's Mosaic GPU kernels, what follows from them, and
-the calls of the kernels over their grids.
+"""The sizes of one call of the gated delta rule's Mosaic GPU kernels, the numbers that follow from
+the sizes, and the calls of the kernels over their grids.
+
+"A pass of the state" is a call of a kernel of `delta_rule_states`, which carries the state, or its
+gradient, from chunk to chunk. It may split each row into pieces that run at the same time
+(`delta_rule_passes`). "Maps" are the affine maps U + M S of these pieces, where S is the state
+before a piece and U + M S is the state after it.
 
 B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key width, V value width.
 """
@@ -17,11 +22,11 @@ from qwen3next_jax.ops.delta_rule import chunk_math
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 WIDTHS = (64, 128, 256)  # the head widths that the kernels take
-# The number of streaming multiprocessors of an H100 or H200. Each block of a pass of the state
-# occupies one, because of its shared memory.
+# The number of streaming multiprocessors of an H100 or H200. A block of a pass of the state uses so
+# much shared memory that it occupies one multiprocessor alone.
 PROCESSORS = 132
-# The number of chunks that a pass of the state computes in the time in which XLA composes the maps
-# of the pieces. This is a guess; it has not been timed.
+# The time in which XLA composes the maps of the pieces, as the number of chunks that a pass of the
+# state computes in that time. This is a guess; it has not been timed.
 COMPOSING = 64
 INTERPRETER = plgpu.InterpretGPUParams()
 
@@ -33,9 +38,10 @@ class Problem:
     Attributes:
       save: whether the forward pass writes the state before each chunk.
       interpret: whether a CPU interprets the kernels.
-      pieces: number of pieces into which every row is split in the passes of the state.
-      map_tiles: for a pass that computes maps, the numbers of blocks of 64 channels of U and of M;
-        None for other passes.
+      pieces: number of pieces of equal length into which every row is split in the passes of the
+        state.
+      map_tiles: for a pass that computes maps, the number of blocks of 64 columns of U and the
+        number of blocks of 64 columns of M; None for other passes.
     """
 
     batch: int
@@ -53,7 +59,9 @@ class Problem:
 
     @classmethod
     def of(cls, x: Inputs, settings: Settings, pieces: int | None = None, **others) -> "Problem":
-        """Returns the problem of a call. If `pieces` is None, the number of pieces is chosen."""
+        """Returns the problem of a call. If `pieces` is None, `best_pieces` chooses the number of
+        pieces. `others` are further fields of `Problem`.
+        """
         batch, time, key_heads, key = x.q.shape
         value_heads, value = x.v.shape[2:]
         normalize, erase = settings.normalize_qk, settings.erase
@@ -61,7 +69,7 @@ class Problem:
         p = cls(*sizes, normalize, erase, **others)
         return dataclasses.replace(p, pieces=pieces or p.best_pieces())
 
-    # ---- what follows from the sizes
+    # ---- numbers that follow from the sizes
 
     @property
     def heads_per_key(self) -> int:
@@ -70,18 +78,22 @@ class Problem:
 
     @property
     def key_tiles(self) -> int:
+        """The number of tiles of 64 channels of a key head."""
         return self.key // C
 
     @property
     def value_tiles(self) -> int:
+        """The number of tiles of 64 channels of a value head."""
         return self.value // C
 
     @property
     def state_shape(self):
+        """The shape [B, H, K, V] of the states."""
         return self.batch, self.value_heads, self.key, self.value
 
     @property
     def computes_maps(self) -> bool:
+        """Whether this is the problem of a pass that computes maps."""
         return self.map_tiles is not None
 
     @property
@@ -100,9 +112,10 @@ class Problem:
 
     @property
     def warpgroups(self) -> int:
-        """The number of warpgroups that compute in a block of a pass of the state. Each computes 64
-        value channels. Two warpgroups share the tiles of q and k that they read. There is one if
-        `columns` is odd, or if every block then gets a multiprocessor of its own.
+        """The number of warpgroups that compute in a block of a pass of the state. It is 1 or 2,
+        and each warpgroup computes 64 value channels. Two warpgroups share the tiles of q and k
+        that they read. One warpgroup is used if `columns` is odd, or if there are enough
+        multiprocessors for all blocks of one warpgroup.
         """
         blocks = self.pieces * self.batch * self.value_heads * self.columns
         return 1 if self.columns % 2 or blocks <= PROCESSORS else 2
@@ -112,7 +125,8 @@ class Problem:
         if several pieces would save less than a fifth of the time.
 
         The time is estimated as the number of chunks that a multiprocessor computes one after
-        another. Several pieces need an additional pass for the maps, and time to compose the maps.
+        another. With several pieces there is an additional pass for the maps, and XLA needs time to
+        compose them (COMPOSING).
         """
 
         def chunks_in_turn(pieces: int) -> int:
@@ -128,18 +142,19 @@ class Problem:
     # ---- layouts
 
     def shaped(self, *shape, dtype=jnp.bfloat16):
+        """Returns the shape and dtype of an array."""
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def pad_time(self, x_BT, mode: str = "constant"):
-        """Returns x [B, T, …] with T padded to a multiple of C."""
+        """Returns x [B, T, …] with T padded to a multiple of C. `mode` is the mode of `jnp.pad`."""
         missing = self.chunks * C - x_BT.shape[1]
         if not missing:
             return x_BT
         return jnp.pad(x_BT, [(0, 0), (0, missing)] + [(0, 0)] * (x_BT.ndim - 2), mode=mode)
 
     def rows(self, x: Inputs):
-        """Returns [B, H, N, 8, C] in float32, the 8 rows that `delta_rule_tiles` names TOTAL,
-        DOCUMENT, ….
+        """Returns [B, H, N, 8, C] in float32: for each chunk of each value head the 8 rows whose
+        indices `delta_rule_tiles` names TOTAL, DOCUMENT, ….
         """
         by_chunk = lambda x_BTH: jnp.moveaxis(
             self.pad_time(x_BTH).reshape(self.batch, self.chunks, C, -1), 3, 1
@@ -183,8 +198,8 @@ class Problem:
         """Runs `kernel` over the grid and returns its outputs by name.
 
         Args:
-          kernel: function of this problem and of the references of inputs, outputs and scratch
-            memory.
+          kernel: function of this problem and of the Pallas references of inputs, outputs and
+            scratch memory.
           name: name of the kernel in a compiled program.
           grid: size of each grid axis by name.
           outputs: shape and dtype of each output by name.
@@ -206,12 +221,13 @@ class Problem:
         return dict(zip(outputs, results))
 
     def run_chunks(self, q, k, rows_BHN8C, inverses: bool) -> dict:
-        """Runs the kernel of `delta_rule_chunks`. Returns a dict with these arrays:
+        """Runs the kernel of `delta_rule_chunks`, which computes the arrays of a chunk that do not
+        depend on the state. Returns a dict with these arrays:
 
-        factors: [B, H, N, 6, C] float32, the rows that `delta_rule_tiles` names K_GAMMA, ….
+        factors: [B, H, N, 6, C] float32, the rows that `delta_rule_tiles` lists as K_GAMMA, ….
         p: [B, H, N, C, C] bfloat16, P beta.
-        inverses: [N, B, H, 2, C, C] bfloat16, high and low parts; only if the argument `inverses`
-          is True.
+        inverses: [N, B, H, 2, C, C] bfloat16, the high and the low part of A; only if the argument
+          `inverses` is True.
         """
         heads = (self.batch, self.value_heads, self.chunks)
         outputs = dict(
@@ -237,7 +253,8 @@ class Problem:
           kernel: `delta_rule_states.forward_kernel` or `backward_kernel`.
           name: name of the kernel in a compiled program.
           outputs: shape and dtype of each output by name.
-          scratch: shared memory through which the kernel writes O, or dV in the backward pass.
+          scratch: shared memory from which the kernel's results (O, or in the backward pass dV) are
+            copied to global memory.
           inputs: the input arrays.
         """
         maps_forward = self.computes_maps and kernel is delta_rule_states.forward_kernel
@@ -264,8 +281,8 @@ class Problem:
 
     def _state_scratch(self) -> list:
         """Returns the shared memory of a pass of the state, in this order. For each stage: q; k; v,
-        or dO in the backward pass; P; both parts of the inverse; the 6 rows of `factors`; the 8
-        rows that the method `rows` returns. For each warpgroup: its state.
+        or dO in the backward pass; P beta; both parts of the inverse; the 6 rows of `factors`; the
+        8 rows that the method `rows` returns. For each warpgroup: the tiles of its state.
         """
         n, keys = self.stages, tiles(self.stages, width=self.key)
         return [

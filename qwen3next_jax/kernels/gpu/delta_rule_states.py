@@ -1,13 +1,13 @@
 """The Mosaic GPU kernels that pass the state, or its gradient, from chunk to chunk (sm_90a).
 
-A block computes one or two tiles of 64 value channels of a value head. One warpgroup computes each
-tile, and one more warpgroup copies inputs. The formulas are those of docs/delta_rule.md, "In terms
-of E".
+A block of the grid computes one or two tiles of 64 value channels of a value head. One warpgroup
+computes each tile, and one more warpgroup copies inputs to shared memory. The formulas are those of
+docs/delta_rule.md, "In terms of E".
 
 States, errors and outputs are transposed here: their rows are value channels, and their columns are
-tokens or key channels. So they can be left operands of products, which wgmma takes from registers,
-and for keys of at most 128 channels nothing that the next chunk waits for passes through shared
-memory.
+tokens or key channels. So they can be left operands of products, which wgmma takes from registers.
+For keys of at most 128 channels, everything that the next chunk waits for therefore stays in
+registers.
 
 C = 64 tokens of a chunk.
 """
@@ -35,35 +35,38 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
 
 
 def forward_kernel(p, *refs):
-    """Computes the state of a value head over all chunks of a piece, and o. A pass that computes
-    maps computes only the state. Its first channels are U, which starts from zero; the others are
-    M, which starts from the identity and has no values.
+    """Computes the state of a value head from the first chunk of a piece to the last, and O. A pass
+    that computes maps computes no O. In such a pass the first value channels of the state are U,
+    which starts from zero; the others are M, which starts from the identity and gets zeros as
+    values.
     """
     _Forward(p, *refs).run()
 
 
 def backward_kernel(p, *refs):
     """Computes the gradient of a value head's state from the last chunk of a piece to the first,
-    and dV in two parts. A pass that computes maps computes only the gradient, which starts from
-    zero.
+    and dV as a high and a low part. A pass that computes maps computes only the gradient of the
+    state, which starts from zero.
     """
     _Backward(p, *refs).run()
 
 
 def state_in_shared_memory(p) -> bool:
-    """Whether products read the state from shared memory. They do if the state takes half of the
-    registers; then fewer products run at a time.
+    """Whether products read the state from shared memory. They do for keys of more than 128
+    channels, where the state takes half of the registers. Fewer products run at a time then.
     """
     return p.key > 128
 
 
 def load_transposed(tile):
+    """Returns the transpose of a tile [C, C] of shared memory, in registers."""
     return plgpu.load(transposed(tile), layout=plgpu.Layout.WGMMA)
 
 
 def store_transposed(x, tile, target, in_flight: int):
-    """Waits until all copies except the last `in_flight` have read their tiles, then copies the
-    transpose of x through `tile` to `target` in global memory.
+    """Waits until all copies except the last `in_flight` ones have read shared memory. Then it
+    writes the transpose of x to `tile` in shared memory and starts a copy of `tile` to `target` in
+    global memory.
     """
     plgpu.wait_smem_to_gmem(in_flight, wait_read_only=True)
     transposed(tile)[...] = x.astype(jnp.bfloat16)
@@ -72,17 +75,22 @@ def store_transposed(x, tile, target, in_flight: int):
 
 
 class _StatePass:
-    """A pass of the state in one block of the grid. Subclasses say what happens in a chunk.
+    """One block of the grid of a pass of the state. Subclasses compute a chunk.
 
     Attributes:
-      first_to_last: whether the chunks are taken in that order, or from the last one.
-      b, h: the row of the batch and the value head.
-      w, c: the warpgroup, and the tile of value channels that it computes.
-      inputs: (source in memory or None, target in shared memory with a slot for each stage) of k or
-        q and k, values or dO, P, the factors, the rows, the inverse.
-      first_gmem: the state that enters each piece; None in a pass that computes maps.
-      last_gmem: where the state that leaves each piece goes.
-      arrived, read: barriers for each slot: its inputs are there; all warpgroups have read them.
+      first_to_last: whether the block goes from the first chunk of its piece to the last, or from
+        the last to the first.
+      b, h: the index of the row of the batch and of the value head.
+      w, c: the index of the warpgroup in the block, and of the tile of value channels that it
+        computes.
+      inputs: seven pairs (array in global memory or None, its copy in shared memory with one slot
+        for each stage): q, k, v (in the backward pass dO), P beta, the factors, the rows and the
+        inverse. A pair whose array is None is not copied.
+      first_gmem: the state (or gradient) with which each piece starts; None in a pass that computes
+        maps.
+      last_gmem: the output for the state (or gradient) with which each piece ends.
+      arrived, read: two barriers for each slot. `arrived` is passed when the slot's inputs have
+        been copied, `read` when all computing warpgroups have read them.
     """
 
     first_to_last: bool
@@ -94,8 +102,9 @@ class _StatePass:
         self.p, self.b, self.c = p, jax.lax.rem(b, p.batch), c * p.warpgroups + self.w
 
     def run(self):
-        """The last warpgroup copies the inputs of every chunk, some chunks ahead, once all other
-        warpgroups have read what was in the same slot. The others take the chunks one by one.
+        """Runs the block. The last warpgroup copies the inputs of every chunk to a slot as soon as
+        all other warpgroups have read the slot's earlier inputs. The other warpgroups compute the
+        chunks one after another.
         """
         p = self.p
         length, w = p.chunks // p.pieces, jax.lax.axis_index("warpgroups")
@@ -122,12 +131,13 @@ class _StatePass:
 
             def step(i, state):
                 slot = jax.lax.rem(i, p.stages)
-                # Otherwise the compiler holds the addresses of all that lies there for all chunks.
+                # Without this barrier, the compiler keeps the addresses of all arrays in the slot
+                # in registers during the whole loop.
                 if p.stages == 1:
                     slot = jax.lax.optimization_barrier(slot)
                 plgpu.barrier_wait(self.arrived.at[slot])
                 state = self.chunk(number(i), slot, state)
-                plgpu.commit_smem()  # the slot's reads are done before a copy writes there
+                plgpu.commit_smem()  # all reads of the slot end before a copy writes to it
                 plgpu.barrier_arrive(self.read.at[slot])
                 return state
 
@@ -136,12 +146,15 @@ class _StatePass:
             plgpu.wait_smem_to_gmem(0)
 
     def chunk(self, n, slot, state):
-        """Returns the state (or its gradient) after chunk n has been computed from `slot`."""
+        """Computes chunk n from the inputs in `slot`. Takes and returns the state, or in the
+        backward pass its gradient, [C, K] float32.
+        """
         raise NotImplementedError
 
     def first_state(self):
-        """The transposed state that enters the piece: this block's value channels by all key
-        channels, float32. For a map zeros, or, after the value's tiles, rows of the identity.
+        """Returns the transposed state with which the piece starts: the 64 value channels of this
+        warpgroup by all key channels, float32. In a pass that computes maps it is zeros for the
+        tiles of U and 64 rows of the identity for the tiles of M.
         """
         p, c = self.p, self.c
         if not p.computes_maps:
@@ -157,11 +170,13 @@ class _StatePass:
         return jnp.where(i + (c - p.map_tiles[0]) * C == j, 1.0, 0.0)
 
     def store_last_state(self, state):
+        """Stores the state (or gradient) with which the piece ends."""
         self.last_gmem[jax.lax.axis_index("batch"), self.h, channels(self.c)] = state
 
     def start_copies(self, n, slot, barrier):
-        """Starts the copies of chunk n's inputs into a slot: rows of the key head, the tiles of all
-        warpgroups, and the chunk's matrices and numbers. Inputs that are None are left out.
+        """Starts the copies of chunk n's inputs to a slot: q and k, the tiles of v or dO of all
+        warpgroups, P beta, the factors, the rows and the inverse. It skips an input whose array is
+        None.
         """
         p, h, b = self.p, self.h, self.b
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, barrier)
@@ -179,8 +194,9 @@ class _StatePass:
             copy(inverses[0].at[n, b, h], inverses[1].at[slot])
 
     def state_operand(self, state, tile, target, in_flight: int):
-        """The state, or backward its gradient, as a left operand of products, and a function that
-        copies it to `target` in memory, if that is not None.
+        """Returns two things: the state, or in the backward pass its gradient, as a left operand of
+        products, and a function that copies it to `target` in global memory. The function does
+        nothing if `target` is None.
         """
         if not state_in_shared_memory(self.p):
             x = state.astype(jnp.bfloat16)
@@ -199,6 +215,8 @@ class _StatePass:
 
 
 class _Forward(_StatePass):
+    """The block of a forward pass."""
+
     first_to_last = True
 
     def __init__(self, p, q_gmem, k_gmem, v_gmem, factors_gmem, rows_gmem, p_gmem, *refs):
@@ -228,7 +246,9 @@ class _Forward(_StatePass):
         return with_accumulators(self.p, (C, C, C, self.p.key), body)
 
     def products(self, n, slot, state, k_state, outputs, errors, after):
-        """Returns S'. The last four arguments are accumulators for K S, O, E and S'."""
+        """Computes a chunk and returns S', the state after it. The last four arguments are
+        accumulators for K S, O, E and S'.
+        """
         p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
         maps, from_shared = p.computes_maps, state_in_shared_memory(p)
         factors = self.factors.at[slot]
@@ -269,7 +289,7 @@ class _Forward(_StatePass):
                 outputs.add(part, transposed(self.p_ref.at[slot]))
         if from_shared:
             self.copy_outputs(n, outputs, in_flight=0)
-            # E is computed again from its parts, so that the compiler keeps only the parts.
+            # E is added up again from its parts, so that only the parts stay in registers.
             values = sum(part.astype(jnp.float32) for part in parts)
         for part in high_and_low(along_j(factors, K_RHO) * values):
             after.add(part, self.k.at[slot])
@@ -278,7 +298,7 @@ class _Forward(_StatePass):
         return after.read()
 
     def copy_outputs(self, n, outputs, in_flight: int):
-        """Copies O to global memory, while the last `in_flight` products run."""
+        """Starts the copy of O to global memory while the last `in_flight` products run."""
         if self.p.computes_maps:
             return
         store_transposed(
@@ -290,6 +310,8 @@ class _Forward(_StatePass):
 
 
 class _Backward(_StatePass):
+    """The block of a backward pass."""
+
     first_to_last = False
 
     def __init__(self, p, q_gmem, k_gmem, do_gmem, factors_gmem, rows_gmem, p_gmem, *refs):
@@ -317,7 +339,9 @@ class _Backward(_StatePass):
         return with_accumulators(self.p, (C, C, C, self.p.key), body)
 
     def products(self, n, slot, dstate, k_dstate, p_do, values, before):
-        """Returns dS. The last four arguments are accumulators for K dS', P^T dO, dV and dS."""
+        """Computes a chunk and returns dS, the gradient of the state before it. The last four
+        arguments are accumulators for K dS', (P beta)^T dO, dV and dS.
+        """
         p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
         maps, from_shared = p.computes_maps, state_in_shared_memory(p)
         factors = self.factors.at[slot]

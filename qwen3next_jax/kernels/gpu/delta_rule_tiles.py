@@ -1,10 +1,10 @@
 """Building blocks of the gated delta rule's Mosaic GPU kernels (sm_90a): tiles, accumulators, and
 rows that hold one number for each token.
 
-Every matrix is split into tiles of 64 x 64, because a wgmma instruction computes 64 rows. bfloat16
-tiles lie in shared memory, swizzled in the order in which wgmma reads them. float32 sums, decays
-and inverses are in registers. Where sums cancel, a float32 operand is split into two bfloat16 parts
-(`high_and_low`).
+Every matrix is split into tiles of 64 x 64, because a wgmma instruction (the matrix product of a
+warpgroup) computes 64 rows. bfloat16 tiles lie in shared memory, swizzled in the order in which
+wgmma reads them. float32 sums, decays and inverses are in registers. Where the terms of a sum may
+cancel, a float32 operand is split into two bfloat16 parts (`high_and_low`).
 
 The formulas are those of docs/delta_rule.md, "In terms of E". A matrix [C, C] has rows i and
 columns j.
@@ -19,17 +19,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 C = 64  # tokens of a chunk, and the side of every tile
 # The indices of rows [C] that hold one number for each token. `Problem.rows` computes the 8 rows of
-# the first line from the inputs: the running sum of g, the document's index, beta, and the decays
-# gamma and rho. `delta_rule_chunks` computes the 6 rows of the second line, called factors: norms,
-# and decays times norms. A row that is needed both along i and along j is stored twice, because
-# each place in shared memory is read in one layout only.
+# the first line from the inputs: the running sum of g, the document's index in the chunk (-1 -
+# index for padding), beta, and the decays gamma and rho. `delta_rule_chunks` computes the 6 rows of
+# the second line, called factors: the inverse L2 norms of k and q, and decays times these norms. If
+# a matrix is scaled both along its rows i and along its columns j by the same numbers, they are
+# stored twice (the name of the second copy ends in _J), because each place in shared memory is read
+# in one layout only.
 TOTAL, DOCUMENT, BETA, GAMMA, RHO, TOTAL_J, DOCUMENT_J, BETA_J = range(8)
 K_GAMMA, Q_GAMMA, K_RHO, K_NORM, Q_NORM, K_NORM_J = range(6)
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
 def tiles(*count, height: int = C, width: int = C, columns: int = C):
-    """Returns shared memory for `count` bfloat16 tiles.
+    """Returns shared memory for bfloat16 tiles, [*count, height, width].
 
     Args:
       columns: the number of columns that are swizzled together.
@@ -44,32 +46,34 @@ def rows(*count):
 
 
 class Accumulator:
-    """A sum of products [C, columns] in float32, in registers. The left operand of a product may
-    lie in registers, too.
+    """A sum of matrix products, [C, columns] float32 in registers. The left operand of a product
+    may be in registers, too. The products run asynchronously until `read` waits for them.
     """
 
     def __init__(self, ref):
         self.ref = ref
 
     def start(self, x):
+        """Sets the sum to x [C, columns]."""
         self.ref[...] = x
 
     def add(self, a, b):
+        """Starts to add the product a @ b to the sum."""
         plgpu.wgmma(self.ref, a, b)
 
     def read(self, in_flight: int = 0):
-        """Waits for all products except the last `in_flight`, then returns the sum.
+        """Waits for all products except the last `in_flight` ones, then returns the sum.
 
-        The barrier keeps the compiler from moving an operation on the sum (a change of sign) to
-        before that wait (docs/gpu.md).
+        Without the barrier, the compiler moves an operation on the sum (a change of sign) to a
+        place before the wait (docs/gpu.md).
         """
         x = jax.lax.optimization_barrier(plgpu.wgmma_accumulator_load(self.ref, wait_n=in_flight))
         return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
 
 
 class InterpretedAccumulator:
-    """An `Accumulator` for the interpreter on a CPU, whose wgmma takes no registers and whose sums
-    start from zero.
+    """An `Accumulator` for the interpreter on a CPU. The interpreter's wgmma takes no operand from
+    registers, and its sums always start from zero.
     """
 
     def __init__(self):
@@ -87,7 +91,9 @@ class InterpretedAccumulator:
 
 
 def with_accumulators(p, widths, body):
-    """Calls `body` with one accumulator [C, width] for every width and returns its result."""
+    """Calls `body` with one accumulator [C, width] for every width in `widths` and returns the
+    result of `body`. `p` is the `Problem`.
+    """
     if p.interpret:
         return body(*(InterpretedAccumulator() for _ in widths))
     return pl.run_scoped(
@@ -96,7 +102,9 @@ def with_accumulators(p, widths, body):
 
 
 def products(*sums):
-    """Returns for every list of pairs (a, b) the sum of a @ b, [C, columns] in float32."""
+    """Returns a list: for every argument, a list of pairs (a, b), the sum of a @ b, [C, columns] in
+    float32.
+    """
 
     def accumulate(*sum_refs):
         for sum_ref, pairs in zip(sum_refs, sums):
@@ -113,14 +121,14 @@ def product(*pairs):
 
 
 def transposed(tile):
-    """Returns a reference to the tile's transpose."""
+    """Returns a reference to the transpose of a tile in shared memory."""
     return tile.transpose((1, 0))
 
 
 def high_and_low(x):
     """Splits a float32 array into two bfloat16 arrays: the rounded array and the rounded remainder.
-    The rounding works on the bits, because the compiler's conversion takes one number at a time,
-    which is slow.
+    The code rounds by integer operations on the bits, because the compiler's conversion to bfloat16
+    converts one number at a time, which is slow.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) + 0x8000 & -65536
     high = jax.lax.bitcast_convert_type(bits, jnp.float32)
@@ -128,13 +136,14 @@ def high_and_low(x):
 
 
 def store_tiles(tile_refs, *arrays):
-    """Stores arrays in tiles of shared memory, for wgmma and copies to read."""
+    """Stores arrays in tiles of shared memory; wgmma and asynchronous copies can then read them."""
     for i, x in enumerate(arrays):
         tile_refs[i] = x.astype(jnp.bfloat16)
     plgpu.commit_smem()
 
 
-# The pairs of parts (0 high, 1 low) of two operands that are multiplied: all but low with low.
+# The pairs of parts (0 high, 1 low) of two operands that are multiplied: all pairs except (low,
+# low).
 PART_PAIRS = (0, 0), (1, 0), (0, 1)
 
 

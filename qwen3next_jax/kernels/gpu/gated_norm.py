@@ -1,7 +1,8 @@
-"""Mosaic GPU kernels that multiply the RMS norm of each head by a SiLU gate (sm_90a): one kernel
-for the forward pass and one for the backward pass.
+"""Mosaic GPU kernels that apply an RMS norm to each head and multiply the result by silu(gate)
+(sm_90a): one kernel for the forward pass and one for the backward pass.
 
-A block of one warpgroup computes one head of C = 64 tokens, in tiles of 64 channels.
+A block of the grid has one warpgroup and computes one head of C = 64 tokens, in tiles of 64
+channels.
 
 B batch, T time, H heads of V channels.
 """
@@ -17,7 +18,7 @@ from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import COLUMN, C, channels, tiles, tokens
 from qwen3next_jax.ops.gated_norm import in_xla
 
-TOLERANCE = 0.02  # largest allowed relative L2 difference of results rounded to bfloat16
+TOLERANCE = 0.02  # largest allowed relative L2 difference between the kernels and XLA
 INTERPRETER = plgpu.InterpretGPUParams()
 
 
@@ -33,8 +34,8 @@ def supports(o, weight, eps: float) -> str:
 
 
 def is_default(o, weight, eps: float) -> bool:
-    """Whether a call that names no implementation runs the kernels. It does if they passed their
-    test on this GPU. The function prints the decision once.
+    """Returns whether a call that names no implementation runs the kernels. It does if the kernels
+    support it and passed their test on this GPU. The function prints the decision once.
     """
     return self_test.is_enabled(test(eps, weight.shape[0]), supports(o, weight, eps))
 
@@ -52,8 +53,8 @@ def test(eps: float, width: int) -> self_test.SelfTest:
 
 
 def max_error(eps: float, width: int, interpret: bool = False) -> tuple[str, float]:
-    """Runs the kernels and the form in XLA on two blocks of tokens of two heads. Returns the name
-    of the result in which they differ most, and the relative L2 difference.
+    """Runs the kernels and the XLA implementation on two blocks of tokens of two heads. Returns the
+    name of the result in which they differ most, and the relative L2 difference.
     """
     rng = np.random.default_rng(0)
     o, gate, dy = (
@@ -76,7 +77,7 @@ def max_error(eps: float, width: int, interpret: bool = False) -> tuple[str, flo
 
 
 def forward(eps, o, gate, weight, *, interpret: bool = False):
-    """Returns y [B, T, H · V], which `ops.gated_norm` defines."""
+    """Returns y [B, T, H · V], the result of `ops.gated_norm`, in o's dtype."""
     return _call(_forward, eps, weight, (o, gate), [o], (), interpret)[0]
 
 
@@ -89,8 +90,8 @@ def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
 
 
 def _call(body, eps, weight, inputs, like, sums, interpret):
-    """Runs the kernel `body`. Returns its outputs: first those that have the shapes and dtypes of
-    the arrays `like`, then those that have the shapes and dtypes `sums`.
+    """Runs the kernel `body`. Returns its outputs: first one output for each array in `like`, with
+    its shape and dtype, then one for each shape and dtype in `sums`.
     """
     batch, time, d = inputs[0].shape
     width = weight.shape[0]
@@ -113,7 +114,8 @@ class _Block:
     """The inputs of one block of the grid, in shared memory.
 
     Attributes:
-      at: function from the number of a tile of channels to the tile's index in global memory.
+      at: function that takes the number of a tile of the head's channels and returns the tile's
+        index in arrays [B, T, H · V].
       scale: [C, C], 1 / rms of the rows of o, repeated in all columns.
     """
 
@@ -175,8 +177,9 @@ def _backward(
     weight,
     arrived,
 ):
-    """Computes the gradients of o and of the gate, and sums for that of the weight. In shared
-    memory the gradient of o overwrites dy, and the gradient of the gate overwrites the gate.
+    """Computes the gradients of o and of the gate, and for the gradient of the weight a sum over
+    the tokens of the block. In shared memory the gradient of o overwrites dy, and the gradient of
+    the gate overwrites the gate.
     """
     block = _Block(
         eps, width, weight_gmem, (o_gmem, gate_gmem, dy_gmem), (o, gate, dy), weight, arrived

@@ -1,5 +1,6 @@
-"""Grouped matrix products, for rows sorted by group, with tokamax's kernels for Hopper GPUs
-(docs/gpu.md).
+"""Grouped matrix products with tokamax's kernels for Hopper GPUs (docs/gpu.md). Rows are sorted by
+group, and the rows of a group are multiplied by the matrix of that group. Rows after the last group
+belong to no group.
 
 R rows, D input width, F output width, E groups.
 """
@@ -11,8 +12,8 @@ import numpy as np
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import tokamax
 
-# The largest allowed relative L2 difference between two products of the same bfloat16 operands,
-# which are summed in float32 and rounded to bfloat16.
+# The largest allowed relative L2 difference between the kernels' and XLA's products of the same
+# bfloat16 operands. Both sum in float32 and round the result to bfloat16.
 TOLERANCE = 0.02
 MIN_ROWS = 128  # calls of fewer rows than a tile do not run the kernels by default
 
@@ -35,8 +36,9 @@ def supports(x, weights) -> str:
 
 
 def is_default(x, weights) -> bool:
-    """Whether a call that names no implementation runs the kernels. It does if it has at least
-    MIN_ROWS rows and they passed their test on this GPU. The function prints the decision once.
+    """Returns whether a call that names no implementation runs the kernels. It does if it has at
+    least MIN_ROWS rows, if the kernels support it and if they passed their test on this GPU. For
+    MIN_ROWS rows or more the function prints the decision once.
     """
     if x.shape[0] < MIN_ROWS:
         return False
@@ -44,7 +46,9 @@ def is_default(x, weights) -> bool:
 
 
 def matmul(x_RD, w_EDF, sizes_E):
-    """Returns y [R, F], which `ops.grouped_matmul` defines, with zeros in rows of no group."""
+    """Returns y [R, F], the result of `ops.grouped_matmul`, with zeros in rows of no group.
+    `sizes_E` [E] has the number of rows of each group.
+    """
     kernel = tokamax.module("ragged_dot.pallas_mosaic_gpu_kernel_sm90").ragged_dot_kernel
     y_RF = kernel(x_RD, w_EDF, sizes_E, x_RD.dtype, _config(block_m=128, num_stages=4))
     # The kernel does not write the rows of no group.
@@ -52,7 +56,7 @@ def matmul(x_RD, w_EDF, sizes_E):
 
 
 def gradients(x_RD, w_EDF, sizes_E, dy_RF):
-    """Returns the gradients of x and w, given dy_RF [R, F]."""
+    """Returns the gradients of x_RD and w_EDF, given dy_RF [R, F], the gradient of y."""
     kernel = tokamax.module(
         "ragged_dot.pallas_mosaic_gpu_kernel_sm90"
     ).ragged_contracting_dim_dot_kernel
@@ -89,12 +93,13 @@ def test() -> self_test.SelfTest:
 
 
 def max_error(functions=None) -> tuple[str, float]:
-    """Runs the kernels and products in XLA with groups that end within tiles, an empty group and
+    """Runs the kernels and the XLA products on groups that end inside a tile, an empty group and
     rows of no group. Returns the name of the result in which they differ most, and the relative L2
     difference.
 
     Args:
-      functions: two functions to test instead of `matmul` and `gradients`; None tests those.
+      functions: two functions to test instead of `matmul` and `gradients`; None means `matmul` and
+        `gradients`.
     """
     rng = np.random.default_rng(0)
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)

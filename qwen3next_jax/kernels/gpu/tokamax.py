@@ -1,4 +1,6 @@
-"""Access to tokamax's kernels for Hopper GPUs, and whether they can run here (docs/gpu.md)."""
+"""Imports the kernels for Hopper GPUs of the library tokamax, and says whether they can run here
+(docs/gpu.md).
+"""
 
 import importlib
 import importlib.metadata
@@ -8,13 +10,15 @@ import jax
 
 from qwen3next_jax.kernels import self_test
 
-# tokamax has no public names for the kernels of one kind of device, so only this release is
-# accepted.
+# The kernels have no public names in tokamax, so another release may not have them. Only this
+# release is accepted.
 RELEASE = "0.0.17"
 
 
 def module(name: str):
-    """Imports and returns the module `name` of tokamax's operators."""
+    """Imports and returns a module of tokamax's operators, such as
+    "ragged_dot.pallas_mosaic_gpu_common".
+    """
     return importlib.import_module(f"tokamax._src.ops.{name}")
 
 

@@ -1,1 +1,1 @@
-"""Mosaic kernels for TPUs, and splash attention, which comes with JAX."""
+"""Pallas (Mosaic) kernels for TPUs, and calls of splash attention, whose kernels come with JAX."""

@@ -1,8 +1,10 @@
-"""TPU kernels of the two operators of `ops.attention_heads`, which lie between the projections of
-attention and the attention itself. Each kernel reads and writes its arrays once.
+"""TPU kernels of the two operators of `ops.attention_heads`: one normalises and rotates queries or
+keys, the other gates the outputs of the heads. Each kernel reads each of its inputs from HBM once
+and writes each of its outputs once.
 
 B batch, T time in blocks of R tokens, N heads of K channels, C = N · K channels of all heads, in
-blocks of whole heads, L = LANES.
+blocks of whole heads, L = LANES. `half` is half the number of channels of a head that rotate, and
+`eps` is added to the mean square of the norm.
 """
 
 import functools
@@ -38,7 +40,9 @@ def supports(time: int, width: int, rotary: int, dtype) -> str:
 
 
 def norm_and_rotate(eps, half, x, weight, cos, sin, *, interpret: bool = False):
-    """Returns [B, N, T, K], the result that `ops.attention_heads.norm_and_rotate` defines."""
+    """Returns [B, N, T, K], the result of `ops.attention_heads.norm_and_rotate`, from x [B, T, C],
+    weight [K] and cos and sin [B, T, L].
+    """
     return _call(
         functools.partial(_norm_and_rotate_kernel, eps, half),
         weight.shape[0],
@@ -57,7 +61,9 @@ def norm_and_rotate_gradients(eps, half, x, weight, cos, sin, dy, *, interpret: 
 
 
 def gate(o, gate, *, interpret: bool = False):
-    """Returns [B, T, C], the result that `ops.attention_heads.gate_heads` defines."""
+    """Returns [B, T, C], the result of `ops.attention_heads.gate_heads`, from o [B, N, T, K] and
+    gate [B, T, C].
+    """
     return _call(_gate_kernel, o.shape[3], (o, gate), "c", interpret=interpret)[0]
 
 
@@ -78,8 +84,8 @@ def _call(body, width, inputs, outputs, norm_inputs=(), sums=False, interpret=Fa
       outputs: one letter for each output, "h" for [B, N, T, K] and "c" for [B, T, C]. The outputs
         have the dtype of the first input of shape [B, T, C].
       norm_inputs: the norm's weight [K], the cosines [B, T, L] and the sines [B, T, L], or nothing.
-      sums: whether the kernel has one more output, which has 8 rows [K] of partial sums for each
-        block of heads.
+      sums: whether the kernel has one more output: for each block of heads 8 rows [K] of partial
+        sums, which the caller adds up.
       interpret: whether a CPU interprets the kernel.
     """
     like = next(x for x in inputs if x.ndim == 3)
@@ -141,7 +147,7 @@ def _normed(eps, x):
 def _rotated(x, cos, sin, half):
     """Returns x [R, K] with the rotation applied to its first LANES channels."""
     first = x[:, :LANES]
-    # Lane i of `below` has channel i - half, and lane i of `above` has channel i + half.
+    # Lane i of `below` holds channel i - half, and lane i of `above` holds channel i + half.
     below, above = pltpu.roll(first, half, 1), pltpu.roll(first, LANES - half, 1)
     lane = jax.lax.broadcasted_iota(jnp.int32, first.shape, 1)
     rotated = first * cos + jnp.where(lane < half, above, below) * sin

@@ -1,10 +1,11 @@
-"""TPU kernels of the causal depthwise convolution with its activation. Each array is read or
-written once in the forward pass and once in the backward pass.
+"""TPU kernels of the causal depthwise convolution with its activation. In the forward pass, and
+again in the backward pass, each array is read from HBM or written to it once.
 
-Products and sums are float32 in registers, one column of lanes after another. A block also reads
-the W - 1 tokens before it, which come as a second block of the same input. Backward it needs
-gradients of the W - 1 tokens after it; the grid goes from the last block to the first, so they
-stay in VMEM from the previous step.
+A kernel computes a block in groups of 128 channels, one after another, with products and sums in
+float32 registers. A block also reads the W - 1 tokens before it, which the kernel gets as a second,
+small block of the same input. In the backward pass a block also needs the gradients of the W - 1
+tokens after it. The grid then goes from the last block of tokens to the first, so these gradients
+are still in VMEM from the previous grid step.
 
 B batch, T time in blocks of R tokens, W kernel width, D channels in blocks of C.
 """
@@ -20,8 +21,8 @@ from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_be
 from qwen3next_jax.kernels.tpu import grids
 from qwen3next_jax.kernels.tpu.grids import LANES
 
-# The largest numbers of rows and of channels in a block. Of the sizes tried, the compiler spills
-# the fewest registers with these.
+# The largest numbers of rows and of channels in a block. Among the sizes tried, the compiler spills
+# the fewest registers with these sizes.
 FORWARD_BLOCK = 256, 1024
 BACKWARD_BLOCK = 128, 2048
 EDGE = grids.TILE_ROWS  # the number of rows that a grid step reads from the block before its own
@@ -118,8 +119,8 @@ class _Call:
 
     def rows_before(self, before, x):
         """Returns three inputs of the kernel: `before`, padded to EDGE rows, and x twice. From the
-        first x a grid step reads the last EDGE rows of the previous block, from the second its own
-        block.
+        first copy of x a grid step reads the last EDGE rows of the previous block; from the second
+        copy it reads its own block.
         """
         return jnp.pad(before.astype(x.dtype), ((0, 0), (EDGE - before.shape[1], 0), (0, 0))), x, x
 
@@ -148,8 +149,8 @@ class _Call:
 
 
 def _taps(first, before, tail, x, width: int, lanes):
-    """Returns W arrays [R, lanes] in float32. Array number `back` holds for each token of the block
-    the input `back` tokens before it.
+    """Returns W arrays [R, lanes] in float32. The array with the index `back` holds, for each token
+    of the block, the input `back` tokens before it.
 
     Args:
       first: whether this is the first block of the row.
@@ -166,15 +167,15 @@ def _taps(first, before, tail, x, width: int, lanes):
 
 
 def _over_lanes(age):
-    """Broadcasts ages [R, 1] to [R, LANES]. This is done once for all groups of channels; otherwise
-    every comparison with an age would be broadcast.
+    """Broadcasts ages [R, 1] to [R, LANES]. A kernel calls it once for all groups of channels.
+    Otherwise the compiler would broadcast the ages again in every comparison.
     """
     return jnp.broadcast_to(age, (age.shape[0], LANES))
 
 
 def _if_same_document(age, x, back: int):
-    """Returns x, with zeros for tokens whose input `back` tokens earlier belongs to another
-    document.
+    """Returns x [R, lanes], with zeros in the rows of tokens whose input `back` tokens earlier
+    belongs to another document.
     """
     return x if age is None else jnp.where(age >= back, x, 0.0)
 
@@ -227,7 +228,7 @@ def _backward(activation, has_age, kernel, *refs):
             dkernel[8 * w : 8 * w + 8, lanes] += jnp.sum(
                 (tap_dz * tap).reshape(rows // 8, 8, LANES), axis=0
             )
-            if back:  # the output `back` tokens later reads this input, so the gradient moves back
+            if back:  # the output `back` tokens later read this input, so shift its gradient
                 following = jnp.concatenate([tap_dz, later[back - 1, :, lanes]])
                 later[back - 1, :, lanes] = tap_dz[:8]
                 tap_dz = following[back : back + rows]

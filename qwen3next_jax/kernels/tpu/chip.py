@@ -12,7 +12,7 @@ def vmem_bytes() -> int:
 
 
 def vmem_budget() -> float:
-    """The bytes of VMEM that a kernel may use. The compiler needs the others."""
+    """The bytes of VMEM that a kernel may use: 95 % of them. The compiler needs the rest."""
     return 0.95 * vmem_bytes()
 
 

@@ -1,21 +1,23 @@
 """Mosaic TPU kernels of the gated delta rule, forward and backward.
 
-One grid step computes one chunk of a block of heads. The chunk axis is innermost and sequential.
-The state (in the backward pass its gradient) stays in VMEM from chunk to chunk, in the output block
-that becomes the final state (in the backward pass the gradient of the initial state). The value
-heads of a key head share K K^T and Q K^T, and the kernel sums dQ and dK over them.
+One grid step computes one chunk of a block of heads. The chunk axis of the grid is innermost and
+sequential. In the forward pass the state stays in VMEM from chunk to chunk, in the output block of
+the final state. In the backward pass the gradient of the state stays in the output block of the
+gradient of the initial state. The value heads that share a key head share the products K K^T and Q
+K^T, and the kernel sums dQ and dK over these value heads.
 
-The formulas are those of docs/delta_rule.md, "In terms of E", where E is the matrix of errors. The
-TPU scales the rows and columns of matrices faster for two heads at once. So beta, the decays and
-the norms of q and k are kept as rows [pairs, 2C], multiplied with each other as rows, and broadcast
-over the lanes where they are used.
+docs/delta_rule.md, "In terms of E", derives the formulas; E is the matrix of prediction errors. A
+TPU scales the rows and columns of matrices faster for two heads at once. So the kernels keep beta,
+the decays and the norms of q and k as rows [pairs, 2C], which hold one number for each token of two
+heads. They multiply these rows with each other first, and broadcast the product over the lanes
+where a matrix is scaled.
 
-Matrix products take operands in the inputs' dtype and accumulate in float32. Where sums cancel,
-bfloat16 operands are split into two parts (`head_pairs.PairProducts`).
+Matrix products take operands in the inputs' dtype and accumulate in float32. Where the terms of a
+sum may cancel, an operand is split into two bfloat16 parts (`head_pairs.PairProducts`).
 
 B batch, T time, N chunks, C chunk length, G key heads, H value heads, K key width, V value width.
-One grid step has J key heads, I value heads and E = I / 2 pairs of value heads (`head_pairs.py`).
-R any number of rows, X any width.
+One grid step has J key heads, I value heads and E = I / 2 pairs of value heads (`head_pairs.py`);
+in the shape of an array, E always means this number. R any number of rows, X any width.
 """
 
 import jax
@@ -32,9 +34,9 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 def supports(x: Inputs, settings: Settings, split: bool) -> str:
     """Returns why the kernels cannot run a call on the chip; "" if they can.
 
-    The answer depends only on shapes, dtypes and the chip. So all passes of a call run the same
-    implementation, which they must, because the kernels arrange the saved inverses in another way
-    than the forms in XLA.
+    The answer depends only on shapes, dtypes and the chip, so the forward and the backward pass of
+    a call get the same answer. They must run the same implementation, because the kernels arrange
+    the saved inverses differently from the XLA implementations.
     """
     if any(array is not None and array.dtype == jnp.float64 for array in x):
         return "has float64 inputs: expected float32 or bfloat16"
@@ -121,25 +123,33 @@ def backward(
 
 # ---- kernels
 #
-# Each operation is applied to all heads of a grid step, which are a leading axis. The compiler
-# mostly keeps the order of operations, so the latency of one head is hidden by the work of others.
+# Each operation is applied to all heads of a grid step, which are a leading axis of every array.
+# The compiler mostly keeps the order of operations, so the operations of other heads hide the
+# latency of one head's operation.
 
 
 class _Block:
     """The inputs of the heads of one grid step, and the arrays that both passes compute from them.
-    "Norm" means the factor that normalises a row: the inverse of its L2 norm.
+    "The norm" of a row of q or k means here the factor that normalises the row: the inverse of its
+    L2 norm (1 if q and k are not normalised).
 
     Attributes:
+      p, refs: the problem, and the Pallas references of inputs and outputs by name.
+      dots: products with operands in the inputs' dtype.
+      lower, strict: booleans [C, 2C] for the two matrices of a pair: row >= column, row > column.
+      shared: whether the two value heads of every pair have the same key head.
+      k, q, kq: [J, C, K], [J, C, K] and [J, 2C, K], the unnormalised rows; `kq` has k above q.
       beta: [E, 1, 2C].
       carry: [I, 1, 1], the decay over the whole chunk.
       pair_decay: [E, C, 2C], the decay from row j to row i.
       kk, qk: [E, C, 2C], K K^T and Q K^T without the norms of q and k.
-      kk_scale, qk_scale: [E, C, 2C], the factors that `kk` and `qk` lack: the norms, and in
-        `qk_scale` also the scale K^{-1/2} of q.
+      kk_scale, qk_scale: [E, C, 2C], the factors by which `kk` and `qk` have to be multiplied: the
+        norms of both rows, and in `qk_scale` also the scale K^{-1/2} of q.
       k_gamma, q_gamma: [E, 2C], the decay from the chunk's start times the norm of k or q.
       rho_row: [E, 2C], the decay to the chunk's end times the norm of k.
       k_rho: [E, 2C], `rho_row` times beta.
-      k_norm, q_norm: [J, C, LANES], the norms of the key heads' rows; `q_norm` has the scale, too.
+      k_norm, q_norm: [J, C, LANES], the norms of the key heads' rows, repeated in all lanes;
+        `q_norm` also contains the scale K^{-1/2}.
     """
 
     def __init__(self, p: Problem, refs, normalize: bool):
@@ -160,7 +170,8 @@ class _Block:
 
     def _decays(self, total, beta):
         """Sets beta, carry and pair_decay. Returns the logarithms of gamma and rho, [E, 2C] each,
-        and booleans [1, 2C] that say which rows are tokens, or None if all rows are.
+        and booleans [1, 2C] that are False for padding (None if each row of the batch is one
+        document).
         """
         size = self.p.chunk_size
         last = jnp.where(
@@ -185,9 +196,10 @@ class _Block:
         return gamma, rho, is_token
 
     def _products_with_keys(self):
-        """Returns [J or E, 2C, 4C], one product of the unnormalised rows of k and q with
-        themselves. It holds K K^T, Q K^T and, on the diagonals of K K^T and Q Q^T, the squared
-        norms.
+        """Returns [J, 2C, 4C], or [E, 2C, 4C] if the heads of a pair may have different key heads:
+        the products of the unnormalised rows of k and q (2C) with the rows of k and q of two heads
+        (4C). They contain K K^T, Q K^T and Q Q^T. The diagonals of K K^T and Q Q^T are the squared
+        L2 norms of the rows.
         """
         if self.shared:
             right = jnp.concatenate([self.k, self.k, self.q, self.q], axis=1)
@@ -240,8 +252,8 @@ class _Block:
         for i in range(x.shape[0]):
             ref[0, :, i * width : (i + 1) * width] = x[i].astype(ref.dtype)
 
-    # Key heads and their value heads. To multiply an array of a key head with an array of each of
-    # its value heads, the arrays of the value heads are concatenated, and there is one product.
+    # Key heads and their value heads. To multiply an array of a key head by an array of each of its
+    # value heads, the arrays of the value heads are concatenated, so that one product suffices.
 
     def for_value_heads(self, x_J):
         """Returns [I, ...], the arrays of the key heads repeated for each of their value heads."""
@@ -256,7 +268,7 @@ class _Block:
         return jnp.repeat(x, count // 2, axis=0) if self.shared and count > 2 else x
 
     def concat_value_heads(self, x_IRX):
-        """Returns [J, R, heads_per_key X], with the value heads of a key head side by side."""
+        """Returns [J, R, heads_per_key · X], with the value heads of a key head side by side."""
         x = x_IRX.reshape(-1, self.p.heads_per_key, *x_IRX.shape[1:])
         return jnp.concatenate([x[:, i] for i in range(self.p.heads_per_key)], axis=-1)
 
@@ -272,23 +284,25 @@ class _Block:
         return jnp.sum(x_I.reshape(-1, self.p.heads_per_key, *x_I.shape[1:]), axis=1)
 
     def read(self, rows_JRK, state_IKV):
-        """Returns [I, R, V], the rows of each key head times the states of its value heads."""
+        """Returns [I, R, V]: for each value head, the rows of its key head times its state."""
         return self.split_value_heads(
             self.dots.plain.nn(rows_JRK, self.concat_value_heads(state_IKV.astype(self.p.operand)))
         )
 
     def write(self, rows_JRK, *parts_IRV):
-        """Returns [I, K, V], rows^T times the sum of the parts."""
+        """Returns [I, K, V]: for each value head, rows^T of its key head times the sum of its
+        parts.
+        """
         rows = jnp.concatenate([rows_JRK] * len(parts_IRV), axis=1)
         parts = [self.concat_value_heads(x) for x in parts_IRV]
         return self.split_value_heads(self.dots.plain.tn(rows, jnp.concatenate(parts, axis=1)))
 
     def times_states(self, xs_IRV, y_IRV, state_IKV, other_IKV):
-        """Returns the pair ([x state^T for every x], y other^T). Each array is [J, R, K], summed
-        over the value heads of each key head.
+        """Returns two things: the list of the products x state^T, one for each x, and the product y
+        other^T. Each product is [J, R, K], summed over the value heads of each key head.
 
-        All of them come from one matrix product with both states side by side, so that it fills the
-        columns of the matrix unit. Half of each row of that product is not used.
+        One matrix product computes them all. Its right operand has both states side by side, so
+        that it fills the columns of the matrix unit. Half of each row of the result is not used.
         """
         stack = lambda *xs: jnp.concatenate(
             [self.concat_value_heads(x.astype(self.p.operand)) for x in xs], axis=1
@@ -299,8 +313,8 @@ class _Block:
         return [x[..., :key] for x in products], last[..., key:]
 
     def times_keys(self, x_ERC):
-        """Returns [J, R, K], the matrices x [R, C] of each value head times the keys, summed over
-        the value heads of each key head.
+        """Returns [J, R, K]: the matrix x [R, C] of each value head times the keys, summed over the
+        value heads of each key head.
         """
         if not self.shared:
             return self.sum_value_heads(self.dots.nn((x_ERC,), (self.for_value_heads(self.k),)))
@@ -308,8 +322,8 @@ class _Block:
         return self.dots.plain.nn(x_JRC, jnp.concatenate([self.k] * self.p.heads_per_key, axis=1))
 
     def transposed_times(self, x_ERC, rows_JRK):
-        """Returns [J, C, K], the transposed matrices x [R, C] of each value head times the rows of
-        its key head, summed over the value heads of each key head.
+        """Returns [J, C, K]: the transpose of the matrix x [R, C] of each value head times the rows
+        of its key head, summed over the value heads of each key head.
         """
         if not self.shared:
             return self.sum_value_heads(self.dots.tn((x_ERC,), (self.for_value_heads(rows_JRK),)))
@@ -317,22 +331,23 @@ class _Block:
         return sum(jnp.split(product, self.p.heads_per_key, axis=1))
 
     def _concat_pairs(self, x_ERC):
-        """Returns [J, R, heads_per_key C], with the pairs of a key head side by side."""
+        """Returns [J, R, heads_per_key · C], with the pairs of a key head side by side."""
         count = self.p.heads_per_key // 2
         x = x_ERC.reshape(-1, count, *x_ERC.shape[1:])
         return jnp.concatenate([x[:, i] for i in range(count)], axis=-1)
 
 
 def _over_lanes(rows_EC, width: int):
-    """Returns [I, C, width], the numbers of rows_EC [E, 2C] broadcast over `width` lanes. Call it
-    right before the result is used, because a result that is kept for later is spilled.
+    """Returns [I, C, width]: each number of rows_EC [E, 2C] repeated in `width` lanes. Call it
+    right before the result is used, because the compiler spills a result that is kept for later.
     """
     return head_pairs.tile_lanes(head_pairs.pairs_over_lanes(rows_EC), width)
 
 
 def _copy_initial_state(p: Problem, ref, initial_ref):
-    """At the first chunk, copies the initial state from HBM into `ref`, the block that holds the
-    state from chunk to chunk.
+    """At the first chunk, copies this block's heads of `initial_ref` (the initial state, or in the
+    backward pass the gradient of the final state) from HBM into `ref`, the block that holds the
+    state or its gradient from chunk to chunk.
     """
     of_block = initial_ref.at[
         pl.ds(pl.program_id(0), 1), pl.ds(pl.program_id(1) * p.block_heads, p.block_heads)
@@ -344,7 +359,7 @@ def _copy_initial_state(p: Problem, ref, initial_ref):
 
 
 def _inverse(c: _Block):
-    """Returns the matrices A of all pairs of heads, [E, C, 2C]."""
+    """Returns A = (I + M beta)^{-1} of all heads as pairs [E, C, 2C]."""
     return head_pairs.pair_inverse(c.kk * c.kk_scale * c.pair_decay * c.beta, c.dots)
 
 
@@ -354,7 +369,7 @@ def _errors(c: _Block, values, kq_state, inverse):
     Args:
       c: the heads of the grid step.
       values: [I, C, V].
-      kq_state: [I, 2C, V], the rows of K S, followed by those of Q S.
+      kq_state: [I, 2C, V], the rows of K S, followed by the rows of Q S.
       inverse: [E, C, 2C], the matrices A; None without the delta term.
     """
     if inverse is None:
@@ -379,13 +394,17 @@ def _output(c: _Block, q_state, errors):
 
 
 def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
+    """Computes one chunk of the forward pass: o, the state after the chunk and, if they are
+    outputs, the state before the chunk and the inverses.
+    """
     refs = dict(zip(inputs + outputs, refs))
     _copy_initial_state(p, refs["final"], refs["initial_state"])
     c = _Block(p, refs, settings.normalize_qk)
     values, state = c.load("v", p.value).astype(jnp.float32), refs["final"][0]
     if "states" in refs:
         refs["states"][0, 0] = state.astype(refs["states"].dtype)
-    # This product comes before the inverse, which does not use the matrix unit at first.
+    # This product stands before the inverse, because the inverse starts with work for the vector
+    # unit, which can overlap with the product.
     kq_state = c.read(c.kq, state)
     inverse = None
     if settings.erase:
@@ -398,8 +417,9 @@ def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 
 
 def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
-    """Runs the forward pass for U and M, which lie side by side along the lanes. M is the final
-    state of a call whose values are zero and whose initial state is the identity.
+    """Computes U, M, the reads r and the inverses of `Implementation.affine_map`. It runs the
+    forward pass on a state that has U and M side by side along the lanes. M is the final state of a
+    call whose values are zero and whose initial state is the identity, and r are its outputs.
     """
     refs = dict(zip(inputs + outputs, refs))
     _copy_initial_state(p, refs["final"], refs["initial_state"])
@@ -424,6 +444,9 @@ def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 
 
 def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
+    """Computes one chunk of the backward pass: the gradients of its inputs and of the state before
+    it.
+    """
     refs = dict(zip(inputs + outputs, refs))
     erase = settings.erase
     _copy_initial_state(p, refs["dinitial"], refs["dfinal"])
@@ -446,8 +469,9 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
         dv = dots.tn(dots.split(inverse), dots.split(dv))
     c.store("dv", dv)
 
-    # The gradients that the rows of q and k get through the states. dg needs the terms that contain
-    # the decay since the chunk's start (`enter`) and those with the decay to its end (`leave`).
+    # The gradients of q and k through the states. dg needs two sums over channels: `enter` over the
+    # terms that contain gamma, the decay from the chunk's start, and `leave` over the terms that
+    # contain rho, the decay to the chunk's end.
     dq_read, dk_write = q_gamma * do.astype(jnp.float32), k_rho * errors
     enter, leave = q_state * dq_read, k_dstate * errors
     reads = [dq_read]
@@ -501,7 +525,9 @@ def _backward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 
 
 def _through_norms(c: _Block, dk, dq):
-    """Returns the gradients of k and q from dk and dq, which lack the gradient of the norm."""
+    """Applies the backward pass of the L2 normalisation. dk and dq, [J, C, K], are the gradients
+    with the norms held constant.
+    """
     scales = c.k_norm, c.q_norm * c.p.unpadded_key**0.5
     through_norm = lambda dx, x, scale: (
         dx - (scale * scale) * jnp.sum(dx * x, axis=-1, keepdims=True) * x

@@ -25,8 +25,8 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 class Tiling:
     """The sizes of one grid step, which computes one chunk of `block_heads` value heads.
 
-    The heads of a step are independent, and the work of some hides the latency of others. So the
-    largest block up to 32 heads is best, as long as each core of the chip has a block. VMEM limits
+    The heads of a step are independent, so the work of one head hides the latency of another. Up to
+    32 heads, larger blocks are faster, as long as each core of the chip has a block. VMEM limits
     the size, because the compiler keeps intermediate arrays of all heads of a block.
 
     Raises:
@@ -97,7 +97,7 @@ class Tiling:
 
 
 def _pad(x, sizes: dict[int, int]):
-    """Returns x padded with zeros at the end of every axis in `sizes`, up to the given size."""
+    """Returns x padded with zeros at the end of every axis in `sizes` (axis: size) to that size."""
     pads = [(0, 0)] * x.ndim
     for axis, size in sizes.items():
         pads[axis] = (0, size - x.shape[axis])
@@ -107,8 +107,9 @@ def _pad(x, sizes: dict[int, int]):
 class Problem:
     """The sizes of one call, its arrays in the kernels' layouts, and the blocks of the grid.
 
-    The attributes for heads and widths describe the padded arrays; those called `unpadded_…`
-    describe the arrays of the call.
+    The attributes for heads and widths (`key_heads`, `value_heads`, `key`, `value`) describe the
+    padded arrays. The attributes named `unpadded_…` describe the arrays of the call. `operand` is
+    the dtype of the operands of matrix products.
 
     Raises:
       NotImplementedError: no block of heads fits in the chip's VMEM.
@@ -120,7 +121,7 @@ class Problem:
         self.operand = v.dtype
         self.unpadded_value_heads = self.value_heads
         self.heads_per_key = self.value_heads // self.key_heads
-        if self.value_heads % 2 == 1:  # the kernels take pairs: a key head of zeros is added
+        if self.value_heads % 2 == 1:  # the kernels compute pairs, so add a key head of zeros
             self.key_heads += 1
             self.value_heads += self.heads_per_key
         self.key, self.value = (
@@ -128,9 +129,9 @@ class Problem:
         )
         self.chunk_size, self.chunks = chunk_size, -(-self.time // chunk_size)
         cores = chip.cores()
-        cores = (
-            1 if self.batch % cores == 0 else cores
-        )  # the cores share the rows of the batch first
+        # If the cores can share the batch evenly, one block of heads is enough to keep all cores
+        # busy.
+        cores = 1 if self.batch % cores == 0 else cores
         tiling = Tiling.choose(
             self.value_heads,
             vmem=int(chip.vmem_budget()),
@@ -166,11 +167,11 @@ class Problem:
         backward: bool,
         interpret: bool,
     ) -> dict:
-        """Runs `kernel` over the grid.
+        """Runs `kernel` over the grid (rows of the batch, blocks of heads, chunks).
 
         Args:
           kernel: function of this problem, the names of inputs, the names of outputs, the settings,
-            and the references of inputs and outputs.
+            and the Pallas references of inputs and outputs.
           inputs: the input arrays by name. `specs` lists the possible names.
           outputs: the shapes and dtypes of outputs by name, also from `specs`.
           settings: the static settings of the call.
@@ -203,8 +204,8 @@ class Problem:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def flatten(self, x, heads: int):
-        """Rearranges [B, T, heads, width] into [B, N C, heads * padded width], in which the
-        channels of a head are a slice of a multiple of LANES.
+        """Rearranges [B, T, heads, width] into [B, N C, heads * padded width], in which each head
+        has a multiple of LANES channels. Pads T, the heads and the channels with zeros.
         """
         width = -(-x.shape[-1] // LANES) * LANES
         x = _pad(x, {1: self.chunks * self.chunk_size, 2: heads, 3: width})
@@ -246,7 +247,11 @@ class Problem:
         return x[:, : self.time, : self.unpadded_value_heads]
 
     def inputs(self, x: Inputs) -> dict:
-        """Returns the arrays that every kernel takes, by name, in the kernels' layouts."""
+        """Returns the arrays that every kernel takes, by name, in the kernels' layouts: q, k, v,
+        beta, `total` (the running sum of g inside each chunk) and, if x has segments, `documents`
+        [B, N, 1, 2C] (the index of each row's document in its chunk, twice, once for each head of a
+        pair).
+        """
         q, k, v, g, beta, segments = x
         arrays = dict(
             q=self.flatten(q, self.key_heads),
@@ -263,7 +268,7 @@ class Problem:
             index = jnp.swapaxes(
                 chunk_math.document_index(jnp.swapaxes(signed, 0, 1)), 0, 1
             ).astype(jnp.float32)
-            # A row of padding gets -1 - i instead of the index i of its document.
+            # A padding row whose document has the index i gets -1 - i instead.
             index = jnp.where(signed > 0, index, -1 - index)
             arrays["documents"] = jnp.concatenate([index, index], axis=-1)[:, :, None]
         return arrays

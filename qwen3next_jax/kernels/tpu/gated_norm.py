@@ -1,5 +1,5 @@
-"""TPU kernels that multiply the RMS norm of each head by a SiLU gate. Each array is read or written
-once in the forward pass and once in the backward pass.
+"""TPU kernels that apply an RMS norm to each head and multiply the result by silu(gate). In the
+forward pass, and again in the backward pass, each array is read from HBM or written to it once.
 
 B batch, T time in blocks of R tokens, H heads of V = LANES channels in blocks of whole heads.
 """
@@ -28,7 +28,7 @@ def supports(o, weight, eps: float) -> str:
 
 
 def forward(eps, o, gate, weight, *, interpret: bool = False):
-    """Returns y [B, T, H · V], which `ops.gated_norm` defines."""
+    """Returns y [B, T, H · V], the result of `ops.gated_norm`, in o's dtype."""
     return _call(
         functools.partial(_forward_kernel, eps), o, (o, gate), weight, (o.dtype,), interpret
     )[0]
@@ -45,8 +45,8 @@ def backward(eps, o, gate, weight, dy, *, interpret: bool = False):
 
 def _call(body, like, inputs, weight, dtypes, interpret, sums=False):
     """Runs the kernel `body` and returns its outputs: one array in the shape of `like` for each of
-    `dtypes`, and with `sums` one more array, which has 8 rows [V] of partial sums for each block of
-    channels.
+    `dtypes`. With `sums` there is one more output: for each block of channels 8 rows [V] of partial
+    sums, which the caller adds up.
     """
     batch, time, d = like.shape
     rows, channels = grids.block_sizes(time, d, BLOCK)

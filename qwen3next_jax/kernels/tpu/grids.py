@@ -1,5 +1,5 @@
-"""Functions for kernels whose grid steps take blocks of tokens and channels: the block sizes, the
-call of the kernel, and the loop over a block's groups of 128 channels.
+"""Functions for kernels in which each grid step computes a block of tokens and channels. They
+choose the block sizes, call the kernel, and loop over a block's groups of 128 channels.
 """
 
 import jax
@@ -40,11 +40,11 @@ def call(
     scratch=(),
 ):
     """Runs the kernel `body` over a grid with the axes (blocks of channels, rows of the batch,
-    blocks of tokens) and returns its outputs. Each core of a chip takes some of the blocks of
-    channels.
+    blocks of tokens) and returns its outputs. On a chip with two cores, the blocks of channels are
+    divided between the cores.
 
     Args:
-      body: the kernel, which takes the references of inputs, outputs and scratch memory.
+      body: the kernel, a function of the Pallas references of inputs, outputs and scratch memory.
       inputs: the input arrays.
       in_specs: the block specification of each input.
       outputs: the shape and dtype of each output.

@@ -2,8 +2,8 @@
 
 A matrix [C, C] with C = 64 fills half of a TPU register's 128 lanes and a sixteenth of the
 256 x 256 matrix unit. So the matrices of heads 2e and 2e + 1 lie side by side in the lanes, as a
-pair [C, 2C]. The right operands of two heads are put on the diagonal of one matrix. One product
-then computes both heads in the time of one.
+pair [C, 2C]. In a product of pairs, the right operand is a block-diagonal matrix of the two heads'
+right operands. One product then computes both heads in the time of one.
 
 E pairs, I = 2E heads, C chunk length, R any number of rows, X any width.
 """
@@ -31,7 +31,9 @@ def is_first_head(shape):
 
 
 def split_heads(x_I):
-    """Returns the first heads [E, ...] and the second heads [E, ...] of the pairs."""
+    """Returns two arrays [E, ...]: the heads 0, 2, 4, … of x_I [I, ...], which come first in their
+    pairs, and the heads 1, 3, 5, ….
+    """
     x = x_I.reshape(-1, 2, *x_I.shape[1:])
     return x[:, 0], x[:, 1]
 
@@ -65,27 +67,28 @@ def block_diagonal(x_IRX):
 
 
 def diagonal_blocks(x_ERX):
-    """The reverse of `block_diagonal`; it drops the other two blocks."""
+    """The reverse of `block_diagonal`. It ignores the two blocks off the diagonal."""
     rows, width = x_ERX.shape[-2] // 2, x_ERX.shape[-1] // 2
     return interleave_heads(x_ERX[:, :rows, :width], x_ERX[:, rows:, width:])
 
 
 def over_lanes(rows_RC):
-    """Returns [R, C, LANES], every number of rows_RC broadcast over the lanes."""
+    """Returns [R, C, LANES], with each number of rows_RC repeated in all lanes."""
     x, shape = rows_RC.T, (rows_RC.shape[1], LANES)
     return jnp.stack([jnp.broadcast_to(x[:, i : i + 1], shape) for i in range(rows_RC.shape[0])])
 
 
 def pairs_over_lanes(rows_EC):
-    """Returns [I, C, LANES], every number of rows_EC [E, 2C] broadcast over the lanes, by head."""
+    """Returns [I, C, LANES], with each number of rows_EC [E, 2C] repeated in all lanes."""
     x = over_lanes(rows_EC)
     return x.reshape(-1, x.shape[1] // 2, LANES)
 
 
 def pairs_over_lanes_by_product(rows_EC):
-    """Computes `pairs_over_lanes` with a matrix product with ones and zeros. It is exact, because
-    three bfloat16 parts represent a float32 number exactly. Use it where the cross-lane unit is the
-    bottleneck: it moves work to the matrix unit.
+    """Returns the same as `pairs_over_lanes`, computed by a product with a matrix of ones and
+    zeros. The result is exact, because each float32 number is split into three bfloat16 parts,
+    whose sum is the number. Use this function where the cross-lane unit of the TPU is the
+    bottleneck, because it moves the work to the matrix unit.
     """
     count, size = rows_EC.shape[0], rows_EC.shape[1] // 2
     parts, rest = [], rows_EC
@@ -100,8 +103,8 @@ def pairs_over_lanes_by_product(rows_EC):
 
 
 def pair_columns(rows_EC):
-    """Returns [E, C, 2C], the rows [E, 2C] turned into columns; the column of each head is
-    broadcast over the head's half of the lanes.
+    """Returns [E, C, 2C]: the C numbers of each head of rows_EC [E, 2C] as a column, repeated in
+    all lanes of the head's half.
     """
     count, lanes = rows_EC.shape
     size, width = lanes // 2, max(lanes, 2 * count)
@@ -116,14 +119,14 @@ def pair_columns(rows_EC):
 
 
 def tile_lanes(x_ICX, width: int):
-    """Returns [I, C, width], x [I, C, LANES] repeated along the lanes. `width` is a multiple of
-    LANES.
+    """Returns [I, C, width], x [I, C, LANES] repeated along the last axis. `width` must be a
+    multiple of LANES.
     """
     return jnp.concatenate([x_ICX] * (width // LANES), axis=-1)
 
 
 def row_sums(*xs_ICX):
-    """Returns for every x [I, C, X] the sums over the last axis, as rows [E, 2C]."""
+    """Returns a list: for every x [I, C, X] the sums over the last axis, as rows [E, 2C]."""
     size = xs_ICX[0].shape[1]
     # [2C, 1]
     sums = [
@@ -143,10 +146,12 @@ def row_sums(*xs_ICX):
 class PairProducts:
     """Products with operands of the dtype `operand` and float32 accumulation.
 
-    Each operand is a tuple of parts, whose sum is its value (`split`). If `operand` is bfloat16, an
-    operand that must keep more precision has two parts, the rounded value and the rounded
-    remainder; in float32 it has one part. A product is the sum of the products of all pairs of
-    parts, without the pair of two remainders. The matrix unit computes most of these sums.
+    Each operand is a tuple of parts, whose sum is the operand's value (`split`). If `operand` is
+    bfloat16, an operand that must keep more precision has two parts: the rounded value and the
+    rounded remainder. Otherwise it has one part. The product of two operands is the sum of the
+    products of their parts, except the product of the two remainders, which is too small to matter.
+    `nn` and `tn` concatenate the parts along the contracted axis, so that the matrix unit computes
+    this sum.
 
     Attributes:
       operand: the dtype of the parts.
@@ -164,26 +169,27 @@ class PairProducts:
         return Products(self.operand)
 
     def nn(self, x_parts, y_parts):
-        """Returns [I, R, X], for each head its matrix in the pairs x [E, R, 2C] times y [I, C,
-        X].
+        """Returns [I, R, X]: for each head, the head's half [R, C] of the pairs x [E, R, 2C] times
+        the head's y [I, C, X].
         """
         x, y = stack_for_product(x_parts, [block_diagonal(y) for y in y_parts], -1, -2)
         return split_pair(self.plain.nn(x, y))
 
     def tn(self, x_parts, y_parts):
-        """Returns [I, C, X], for each head its transposed matrix in the pairs x [E, R, 2C] times
-        y [I, R, X].
+        """Returns [I, C, X]: for each head, the transpose of the head's half [R, C] of the pairs x
+        [E, R, 2C] times the head's y [I, R, X].
         """
         x, y = stack_for_product(x_parts, [concat_pair(y) for y in y_parts], -2, -2)
         return diagonal_blocks(self.plain.tn(x, y))
 
     def nn_pairs(self, x_parts, y_parts):
-        """Returns pairs [E, R, 2C], for each head its matrix in x [E, R, 2C] times that in
-        y [E, C, 2C].
+        """Returns pairs [E, R, 2C]: for each head, the head's half [R, C] of x [E, R, 2C] times the
+        head's half [C, C] of y [E, C, 2C].
 
-        The parts of y lie side by side and those of x below each other. This takes a quarter of the
-        loads of stationary operands that it would take if the parts were concatenated along the
-        contracted axis. Such loads are most of the cost of small products.
+        One product of the parts of x, stacked along the rows, with the parts of y, stacked along
+        the columns, computes the products of all parts. It loads a quarter as many weights into the
+        matrix unit as a product whose operands are concatenated along the contracted axis. These
+        loads are most of the cost of small products.
         """
         y = []
         for part in y_parts:
@@ -200,8 +206,8 @@ class PairProducts:
         )
 
     def nt(self, xs, y_parts):
-        """Returns for every x [I, R, X] of `xs` the products x y^T with y [I, C, X], as pairs
-        [E, R, 2C].
+        """Returns a list: for every x [I, R, X] of `xs` the products x y^T of all heads, with y [I,
+        C, X], as pairs [E, R, 2C].
         """
         x = jnp.concatenate([concat_pair(part) for x_parts in xs for part in x_parts], axis=-2)
         product = self.plain.nt(
@@ -215,8 +221,8 @@ class PairProducts:
         return products
 
     def sums_before(self, x_ECC):
-        """Returns [E, C, 2C], whose column t is the sum of those columns of x before t that belong
-        to the same head.
+        """Returns [E, C, 2C]. Its column t is the sum of all columns of x [E, C, 2C] before t that
+        belong to the same head as column t.
         """
         lanes = x_ECC.shape[-1]
         row, column = indices(lanes, lanes)
@@ -234,8 +240,8 @@ class PairProducts:
 
 
 def sum_columns_where(rows_EC, condition):
-    """Returns [..., 2C], whose column t is the sum of those columns i of rows_EC that belong to the
-    same head and for which condition(i, t) is true.
+    """Returns [..., 2C]. Its column t is the sum of all columns i of rows_EC [..., 2C] that belong
+    to the same head as column t and for which condition(i, t) is true.
     """
     lanes = rows_EC.shape[-1]
     row, column = indices(lanes, lanes)
@@ -244,8 +250,8 @@ def sum_columns_where(rows_EC, condition):
 
 
 def _sum_part_products(product, x_parts, y_parts):
-    """Returns the sum of the blocks of `product`, without the block of the two remainders. There is
-    one block for each pair of parts: the parts of x are below each other, those of y side by side.
+    """Returns the sum of the blocks of `product`, without the block of the two remainders. Block
+    (i, j) is the product of part i of x and part j of y.
     """
     rows, columns = product.shape[-2] // len(x_parts), product.shape[-1] // len(y_parts)
     at = lambda i, j: product[:, i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
@@ -253,18 +259,19 @@ def _sum_part_products(product, x_parts, y_parts):
     return at(0, 0) if not small else at(0, 0) + sum(small[1:], small[0])
 
 
-# ---- the inverse of I + L; `ops/delta_rule/inverse.py` says why it is computed by blocks
+# ---- the inverse of I + L, by blocks; `ops/delta_rule/inverse.py` gives the reason for blocks
 
 DIAGONAL = 16  # rows of a diagonal block
-PAIRS_AT_ONCE = 8  # the number of pairs whose eliminations are interleaved, to hide latency
+PAIRS_AT_ONCE = 8  # the number of pairs that are inverted together, to hide latency
 
 
 def pair_inverse(m_ECC, products):
     """Returns (I + L)^{-1} of each head as pairs [E, C, 2C], where L is the strictly lower part of
     m.
 
-    The vector unit inverts diagonal blocks of 16 rows by substitution. Then pairs of neighbouring
-    blocks are merged until one block is left. Only rows that change pass through the matrix unit.
+    The vector unit inverts diagonal blocks of 16 rows by substitution. Then neighbouring blocks are
+    merged two by two until one block is left. The matrix unit computes only the rows that change,
+    which are those of every second block.
     """
     size = m_ECC.shape[-2]
     x = _diagonal_inverse(m_ECC)
@@ -273,8 +280,9 @@ def pair_inverse(m_ECC, products):
     while m < size:
         blocks = jnp.split(x, size // m, axis=1)
         lower = jnp.concatenate(blocks[1::2], axis=1)
-        # The rows of every second block of X L X, computed with m in place of L. Only the quarter
-        # left of each diagonal block is used, and it does not depend on m above the diagonal.
+        # Every second block of rows of X L X. It is computed with m_ECC in place of L. That is
+        # enough, because the entries that are used, left of the diagonal blocks, do not depend on
+        # the entries of m_ECC above the diagonal.
         change = products.nn_pairs(
             products.split(products.nn_pairs(products.split(lower), m_parts)), products.split(x)
         )
@@ -288,7 +296,8 @@ def pair_inverse(m_ECC, products):
 
 def _diagonal_inverse(m_ECC):
     """Returns [E, C, 2C] with the inverses of the diagonal blocks of 16 rows, and zeros elsewhere.
-    To compute them, the blocks of a pair are packed side by side in two registers.
+    For the computation, the diagonal blocks of a pair are packed side by side in two registers,
+    [16, 2C].
     """
     size = m_ECC.shape[1]
     blocks = jnp.split(m_ECC, size // DIAGONAL, axis=1)
@@ -308,7 +317,7 @@ def _diagonal_inverse(m_ECC):
 
 
 def _forward_substitution(l):
-    """Returns (I + L)^{-1} of blocks of 16 rows that lie side by side, [n, 16, lanes].
+    """Returns the inverses (I + L)^{-1} of blocks of 16 x 16 that lie side by side, [n, 16, lanes].
 
     Step j eliminates row j from the rows below it, in all blocks at once. Each half of a block has
     8 rows, the rows of a register.
@@ -320,7 +329,7 @@ def _forward_substitution(l):
     for j in range(DIAGONAL - 1):
         for n, rows in enumerate(x):
             pivot = rows[j // half][j % half : j % half + 1]
-            for i in range(j // half, 2):  # column j of every block, broadcast along its lanes
+            for i in range(j // half, 2):  # column j of every block, repeated along its lanes
                 rows[i] = (
                     rows[i]
                     - jnp.take_along_axis(l[n, i * half : (i + 1) * half], start + j, axis=1)

@@ -1,13 +1,14 @@
-"""TPU kernels of the routed experts: the SwiGLU experts forward and backward, and sums of rows by
-token.
+"""TPU kernels of the routed experts: the SwiGLU experts, forward and backward, and the sum of the
+rows of each token.
 
-The rows lie in tiles, and all rows of a tile belong to one expert. The rows that fill up an
-expert's last tile are finite and have weight 0. Products accumulate in float32, and the arrays
-between two products of a kernel stay in VMEM. Kernels write rows in the dtype of their inputs.
+The rows, one for each choice of an expert by a token, lie in tiles. All rows of a tile belong to
+one expert. An expert's last tile is filled up with rows that hold finite numbers and have the
+weight 0. Products accumulate in float32. In the forward pass the hidden layer of an expert never
+leaves VMEM. Results [P, width] are written in the dtype of the inputs.
 
 T tiles, M rows per tile, P = T·M, D model width, I expert width, F = 2I (gate before up),
-E experts, N tokens. For sums by token: V steps, each of which adds the rows of one tile to the sums
-of one block of tokens.
+E experts, N tokens. In `sum_rows`, V is the number of grid steps; each step adds the rows of one
+tile to the sums of one block of tokens.
 """
 
 import jax
@@ -26,7 +27,7 @@ _SUM_TOKENS, _SUM_ROWS = 128, 256  # in `sum_rows`: the tokens of a block and th
 def supports(x, gate_up, tile: int, added: bool) -> str:
     """Returns why the kernels of the experts cannot run these shapes on the chip; "" if they can.
 
-    The widths must be multiples of the lanes, and VMEM must hold the weights of an expert, or their
+    The widths must be multiples of LANES, and VMEM must hold the weights of one expert, or their
     gradients.
 
     Args:
@@ -44,8 +45,8 @@ def supports(x, gate_up, tile: int, added: bool) -> str:
             f"has widths {d} and {f} and tiles of {tile} rows: expected multiples of "
             f"{LANES * chip.cores()}, {2 * LANES} and {32 // size}"
         )
-    # VMEM holds the inputs and outputs of two grid steps, and for one grid step also the sums and
-    # the values between products in float32.
+    # VMEM holds the inputs and outputs of two grid steps, because the compiler double-buffers them.
+    # For one grid step it also holds the float32 sums and the float32 values between products.
     weights, rows = d * f * 3 // 2, 2 * tile * size * (3 * d + f * 3 // 2) + 4 * tile * 5 * f
     weight_bytes = max(2 * size * weights, (4 + (2 + 2 * added) * size) * weights // chip.cores())
     if weight_bytes + rows >= chip.vmem_budget():
@@ -86,7 +87,7 @@ def _call(
       semantics: "parallel" or "arbitrary" for each grid axis.
       scratch: the shapes of scratch memory.
       flops: number of operations, for the compiler's scheduler.
-      shared: those inputs of which every core reads the whole array.
+      shared: the inputs that every core reads as a whole.
       aliases: pairs (index of an input, index of the output that takes over its memory).
       interpret: whether a CPU interprets the kernel.
     """
@@ -119,7 +120,8 @@ def _call(
 
 def mlp(x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, *, interpret: bool = False):
     """Returns y [P, D] with y_p = (weight_p · silu(x_p gate) · (x_p up)) down, where gate, up and
-    down belong to the expert of row p's tile. The tiles from index `used` on get zeros.
+    down are the matrices of the expert of row p's tile. In the tiles with an index of `used` or
+    more, y is zero.
 
     Args:
       x_PD: [P, D], the rows.
@@ -215,15 +217,15 @@ def mlp_gradients(
 
 class _Specs:
     """The sizes of a call, and the block specifications of a tile's rows and of its expert's
-    weights. A grid step for a tile without rows reads the blocks of the last tile with rows; these
-    are in VMEM already, so nothing is copied.
+    weights. A grid step for an unused tile (index `used` or more) reads the blocks of the last used
+    tile. These blocks are in VMEM already, so nothing is copied.
     """
 
     def __init__(self, x_PD, gate_up_EDF, down_EID, expert_T):
         _, self.d, self.f = gate_up_EDF.shape
         self.tiles = expert_T.shape[0]
         self.tile = x_PD.shape[0] // self.tiles
-        self.flops = 2.0 * x_PD.shape[0] * self.d * self.f / 2  # of a product with `down`
+        self.flops = 2.0 * x_PD.shape[0] * self.d * self.f / 2  # of one product with `down`
         self.gate_up = pl.BlockSpec(
             (1, self.d, self.f), lambda t, e, used: (e[jnp.minimum(t, used[0] - 1)], 0, 0)
         )
@@ -241,6 +243,8 @@ class _Specs:
 
 
 def _expert_forward(expert_T, used, x, weight, gate_up, down, y):
+    """Computes y of one tile."""
+
     @pl.when(pl.program_id(0) < used[0])
     def _():
         gate, up = _gate_and_up(_dot(x[...], gate_up[0]))
@@ -256,6 +260,10 @@ def _expert_forward(expert_T, used, x, weight, gate_up, down, y):
 def _expert_backward_rows(
     expert_T, used, x, weight, dy, gate_up, down, dx, dweight, dhidden, activation
 ):
+    """Computes for one tile the gradients of x, of the router's weights and of the hidden layer
+    (gate and up), and the activation times the router's weight.
+    """
+
     @pl.when(pl.program_id(0) < used[0])
     def _():
         gate, up = _gate_and_up(_dot(x[...], gate_up[0]))
@@ -276,13 +284,15 @@ def _expert_backward_rows(
 
 
 def _expert_backward_weights(expert_T, used, x, dhidden, activation, dy, *refs):
+    """Adds the tile's part of the gradients of its expert's matrices."""
     *dw_before, dgate_up, ddown, dgate_up_sum, ddown_sum = refs
     t = pl.program_id(1)
     first = (t == 0) | (expert_T[t] != expert_T[jnp.maximum(t - 1, 0)])
 
     @pl.when(t < used[0])
-    # The sums are stored after every tile, because these stores overlap with the products. Storing
-    # zeros first, or storing only after an expert's last tile, would not overlap.
+    # The sums are stored after every tile, because these stores overlap with the products. A store
+    # of zeros before an expert's first tile, or a store after its last tile only, would not
+    # overlap.
     def _():
         gradients = (dgate_up_sum, dgate_up, x, dhidden), (ddown_sum, ddown, activation, dy)
         for (sums, result, left, right), begin in zip(
@@ -294,6 +304,7 @@ def _expert_backward_weights(expert_T, used, x, dhidden, activation, dy, *refs):
 
 
 def _gate_and_up(hidden):
+    """Splits the hidden layer [rows, F] into gate and up, [rows, I] each."""
     return hidden[:, : hidden.shape[1] // 2], hidden[:, hidden.shape[1] // 2 :]
 
 
@@ -303,12 +314,13 @@ def _gate_and_up(hidden):
 def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
     """Returns the sum of each token's rows, [N, D].
 
-    For each block of tokens, each tile with rows of these tokens is multiplied by a matrix [tokens,
-    rows] of ones and zeros, which has a one where the row belongs to the token.
+    The kernel multiplies each tile by a matrix [tokens, rows] of ones and zeros, which has a one
+    where the row belongs to the token. It does so for each block of tokens that has rows in the
+    tile.
 
     Args:
       rows_PD: [P, D], finite numbers.
-      token_P: [P] integers, ascending, the token of each row. Rows whose number is N or more are
+      token_P: [P] integers, ascending, the token of each row. Rows whose token is N or more are
         left out.
       tokens: N.
       interpret: whether a CPU interprets the kernel.
@@ -323,7 +335,7 @@ def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
     edges = jnp.arange(blocks + 1) * _SUM_TOKENS
     starts = jnp.sum(token_P < edges[:, None], axis=1, dtype=jnp.int32)
     first = jnp.minimum(starts[:-1] // _SUM_ROWS, tiles - 1)  # the first tile of each block
-    # Each block gets at least one step, even a block without rows, which must be set to zero.
+    # Each block gets at least one step. In a block without rows, this step sets the sums to zero.
     visits = jnp.maximum(-(-starts[1:] // _SUM_ROWS) - first, 1)
     ends = jnp.cumsum(visits)
     v = jnp.minimum(jnp.arange(tiles + blocks), ends[-1] - 1)
@@ -348,6 +360,7 @@ def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
 
 
 def _sum_by_token(block_V, tile_V, used, token, rows, y, total):
+    """Adds the rows of one tile to the sums of one block of tokens."""
     v = pl.program_id(1)
     block = block_V[v]
     first = (v == 0) | (block != block_V[jnp.maximum(v - 1, 0)])

@@ -1,4 +1,4 @@
-"""Runs splash attention, the TPU kernels of attention that come with JAX.
+"""Calls splash attention, the TPU attention kernels that come with JAX.
 
 B batch, T queries or keys, N query heads, M key/value heads, D head width.
 """
@@ -13,7 +13,7 @@ from qwen3next_jax.ops.blocks import wide
 from qwen3next_jax.ops.compile_target import compile_target
 
 LANES = 128
-SAVED_AXES = (0, 2, 1, 3)  # the kernels write their output with heads before tokens
+SAVED_AXES = (0, 2, 1, 3)  # to [B, N, T, D], the order in which the kernels write
 BLOCK, LONG_BLOCK = 512, 1024  # the number of queries, and of keys, in a block
 # The long block fits in VMEM if the D channels of one token and head take at most this many bytes.
 LONG_BLOCK_BYTES = 512
@@ -25,8 +25,9 @@ def supports(q, k, v, split: bool) -> str:
 
 
 def is_default(q, k, v, split: bool) -> bool:
-    """Whether a call that names no implementation runs the kernels. It does if they get at least
-    LANES tokens; fewer would be mostly padding.
+    """Returns whether a call that names no implementation runs the kernels. It does if the kernels
+    get at least LANES tokens. Shorter rows are padded to LANES tokens, so most of the work would be
+    on padding.
 
     Args:
       q, k, v: the arrays of the call.
@@ -37,11 +38,11 @@ def is_default(q, k, v, split: bool) -> bool:
 
 
 def block_size(length: int, width: int, itemsize: int) -> int:
-    """Returns the number of queries, and of keys, in a block.
+    """Returns the number of queries in a block, which is also the number of keys in a block.
 
-    With the long block, each key takes a tenth to a quarter fewer cycles and half the copies. But
-    with longer blocks a causal mask excludes fewer whole blocks of keys, and in a short row that
-    costs more than the long block saves.
+    With the long block, the work per key takes a tenth to a quarter fewer cycles, and there are
+    half as many copies. But a causal mask excludes fewer whole blocks of keys if blocks are longer.
+    In a short row this costs more than the long block saves.
 
     Args:
       length: number of tokens of the padded row.
@@ -57,6 +58,9 @@ def block_size(length: int, width: int, itemsize: int) -> int:
 
 
 def _kernel(x, heads: int, length: int, causal: bool, interpret: bool, save_residuals: bool):
+    """Returns JAX's attention function for one row of the batch: heads [N, T, D] of a padded row of
+    `length` tokens. With `save_residuals` it also returns the logsumexp.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel,
         splash_attention_mask,
@@ -99,8 +103,8 @@ def _from_splash(x_BNTD, like):
 
 
 def _segments(q, segment_ids, kv_segment_ids, causal):
-    """Returns the padded ids of queries and keys, with which no query attends to an added key.
-    Returns None if no ids are needed.
+    """Returns the document ids of the padded queries and keys. Padded keys get the id -1, to which
+    no query attends. Returns None if the kernels need no ids.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -123,7 +127,9 @@ def _mask_scope(causal: bool):
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """Computes the same as `ops.attention.xla.forward`."""
+    """Takes and returns what `ops.attention.xla.forward` does; that function's docstring gives the
+    shapes.
+    """
     t, n = q.shape[1:3]
     kernel = _kernel(q, n, _length(t), causal, interpret, save_residuals=True)
     inputs = _to_splash(q * jnp.asarray(scale, q.dtype)), _to_splash(k), _to_splash(v)
@@ -174,10 +180,13 @@ def _row_backward(kernel):
 def backward(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
-    """Computes the same as `ops.attention.xla.backward`."""
+    """Takes and returns what `ops.attention.xla.backward` does; that function's docstring gives the
+    shapes.
+    """
     (t, n), chip = q.shape[1:3], compile_target().tpu
-    # The cores of a chip divide among them only those grid axes of the backward kernels that vmap
-    # adds. So the heads are split into one part for each core, and vmap maps over the parts.
+    # On a chip with several cores, the cores share only those grid axes of the backward kernels
+    # that vmap adds. So the heads are split into one part for each core, and vmap maps over the
+    # parts.
     parts = math.gcd(chip.num_cores if chip else 1, k.shape[2])
     length = _length(t)
     row = _row_backward(_kernel(q, n // parts, length, causal, interpret, save_residuals=False))

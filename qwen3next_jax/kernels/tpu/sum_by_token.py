@@ -1,5 +1,5 @@
-"""Sums rows by token on TPUs. The rows are sorted by token, then `routed_experts.sum_rows` sums
-them.
+"""Sums the rows of each token on TPUs: it sorts the rows by token, then calls
+`routed_experts.sum_rows`.
 
 N tokens, A choices per token, P rows, D model width.
 """
@@ -16,7 +16,7 @@ def supports(rows, shape: tuple[int, int]) -> str:
 
 
 def sum_by_token(rows, choice, shape: tuple[int, int], *, interpret: bool = False):
-    """Returns [N, D], the result that `ops.routed_experts.sum_by_token` defines."""
+    """Returns [N, D], the result of `ops.routed_experts.sum_by_token` for `shape` = (N, A)."""
     choice = choice.astype(jnp.int32)
     choice, order = jax.lax.sort(
         (choice, jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1, is_stable=False

@@ -1,5 +1,5 @@
 """Causal grouped-query attention over packed documents. Its memory is linear in the length of the
-sequence.
+sequence, because no array holds the scores of all pairs of tokens.
 
 B batch, T time, N query heads, M key/value heads (query head n reads head n // (N // M)), D head
 width.
@@ -39,7 +39,7 @@ def attention(
         "xla": computes attention block by block.
         "splash": runs JAX's kernels on a TPU; a CPU interprets them.
         "tokamax": runs tokamax's kernels on an H100 or H200, and the same code as "xla" on a CPU. A
-          training step with these kernels stopped (docs/gpu.md).
+        training step with these kernels did not end when it was tried (docs/gpu.md).
         None: means "splash" on a TPU for rows of at least 128 tokens, "xla" otherwise.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
         `shard_map`. Every array is then this shard's part, a document has the same id on every
@@ -94,7 +94,7 @@ def _operator(options, *inputs):
 
 def _operator_forward(options, *inputs):
     o, logsumexp_BNT = dispatch.forward(options, *inputs)
-    axes = options.saved_axes  # this permutation swaps two axes or none, so it is its own inverse
+    axes = options.saved_axes  # swaps two axes or none, so it is its own inverse
     o, logsumexp_BNT = blocks.save_for_backward((o.transpose(axes), logsumexp_BNT), "attention")
     o = o.transpose(axes)
     return o, (inputs, o, logsumexp_BNT)

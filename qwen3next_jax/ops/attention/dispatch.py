@@ -31,8 +31,8 @@ class Options(NamedTuple):
     Attributes:
       chosen: the implementation that runs the call.
       scale: factor of the scores.
-      causal: whether a query attends only to its own token and those before it. If not, it attends
-        to all keys of its segment.
+      causal: whether a query attends only to its own token and the tokens before it. If not, it
+        attends to all keys of its segment.
     """
 
     chosen: Chosen
@@ -42,7 +42,7 @@ class Options(NamedTuple):
     @property
     def saved_axes(self) -> tuple[int, ...]:
         """The order of axes in which the output [B, T, N, D] is saved for the backward pass. It is
-        the order in which the kernels write the output, so that saving it copies nothing.
+        the order in which the chosen kernels write the output, so that saving it needs no copy.
         """
         return self.chosen.constant("SAVED_AXES", (0, 1, 2, 3))
 
@@ -65,8 +65,8 @@ def backward(options: Options, inputs, o, logsumexp_BNT, do):
     Args:
       inputs: the arrays that `forward` takes.
       o, logsumexp_BNT: the results of `forward`. They may also be the results of a softmax over
-        more keys than k; this function then returns the part of that softmax's gradients that k and
-        v contribute.
+        these keys and others. Then dk and dv are still right, and dq is the part that comes from
+        these keys.
       do: [B, T, N, D], the gradient of o.
     """
     run = options.chosen.function("backward")

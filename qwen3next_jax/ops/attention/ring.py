@@ -1,11 +1,11 @@
 """Causal attention over a sequence that is split over a mesh axis: ring attention
 (https://arxiv.org/abs/2310.01889) with equal work on every shard.
 
-The tokens of a row are split into 2n blocks for n shards, and shard i holds blocks 2i and 2i+1. The
-causal mask gives later queries more keys, so if each shard computed its own two blocks, the last
-shard would have almost twice the average work. Therefore shard i computes the queries of blocks i
-(its low block) and 2n-1-i (its high block). Two calls of `ppermute` for each array move the blocks
-to these shards, and two more move the outputs back.
+The tokens of a row are split into 2n blocks for n shards, and shard i holds blocks 2i and 2i+1.
+Under a causal mask, later queries attend to more keys. If each shard computed the queries of its
+own two blocks, the last shard would have almost twice the average work. Therefore shard i computes
+the queries of block i (its low block) and of block 2n-1-i (its high block). Two calls of `ppermute`
+for each array move the blocks to these shards, and two more move the outputs back.
 
 The shards then send their keys and values around a ring. When shard i has received the keys of
 another shard j, which are blocks j (low) and 2n-1-j (high), it computes two pairs of a query block
@@ -15,11 +15,13 @@ and a key block, both without a mask:
     2. if j < i: queries of its low block, keys of j's low block;
        if j > i: queries of its high block, keys of j's high block.
 
-With its own keys a shard computes causal attention over the concatenation of its two blocks.
-`dispatch` runs each of these computations. A query's results for several blocks of keys are
-combined by their logsumexp. A pair of blocks that share no document is skipped.
+For its own keys, a shard computes causal attention over the concatenation of its two blocks.
+`dispatch` runs each of these computations. The results of a query for several blocks of keys are
+combined by means of their logsumexp. A query block and a key block that share no document are
+skipped.
 
-B batch, T tokens of a shard, N query heads, M key/value heads, D head width; n shards, i this one.
+B batch, T tokens of a shard, N query heads, M key/value heads, D head width; n shards, i the index
+of this shard.
 """
 
 import functools
@@ -48,20 +50,20 @@ def attention(options: dispatch.Options, axis_name: str, q, k, v, segment_ids):
     return _from_balanced(_ring(options, axis_name, q, k, v, segment_ids), axis_name, n)
 
 
-# ---- which shard works on which block
+# ---- which shard computes which block
 
 
 def _owners(n: int):
     """Returns two lists, the first for the even blocks and the second for the odd ones. Each entry
-    is (the shard that holds a block, the shard that works on it).
+    is (the shard that holds a block, the shard that computes it).
     """
     worker = lambda block: min(block, 2 * n - 1 - block)
     return tuple([(i, worker(2 * i + odd)) for i in range(n)] for odd in (0, 1))
 
 
 def _to_balanced(x, axis_name, n):
-    """Exchanges blocks [B, T, ...] between the shards: shard i passes blocks 2i and 2i+1 and gets
-    blocks i and 2n-1-i.
+    """Exchanges blocks between the shards. x [B, T, ...] of shard i holds blocks 2i and 2i+1; the
+    result, of the same shape, holds blocks i and 2n-1-i.
     """
     even, odd = (
         jax.lax.ppermute(block, axis_name, pairs)
@@ -165,16 +167,17 @@ _ring.defvjp(_ring_forward, _ring_backward)
 
 def _around_ring(axis_name, visiting, gradients, result, step):
     """Sends every shard's `visiting` arrays around the ring, so that every other shard gets them
-    once. Their gradients follow them and arrive back at the shard that owns the arrays.
+    once. The gradients of these arrays follow them around the ring and return to the shard that
+    owns the arrays.
 
     A shard starts to send the arrays of the next step before it computes the current step, so that
     the transfer and the computation overlap.
 
     Args:
       axis_name: name of the mesh axis.
-      visiting: this shard's arrays that the others need.
+      visiting: the arrays of this shard that the other shards need.
       gradients: the gradients of this shard's `visiting` arrays before the first step.
-      result: the result of this shard before the first step.
+      result: the result of this shard before the first step, such as its output so far.
       step: function (earlier, visiting, result) → (gradients of the visiting arrays, new result).
         `earlier` is a boolean: whether the visiting arrays belong to a shard before this one.
 
@@ -190,23 +193,24 @@ def _around_ring(axis_name, visiting, gradients, result, step):
         new, result = step(distance <= shard, visiting, result)
         return coming, jax.tree.map(jnp.add, arrived, new), result
 
-    # The last turn sends the visiting arrays once more than needed. A last turn outside the loop
-    # would avoid that, but would compile the body of the loop twice.
+    # The last turn sends the visiting arrays although no shard needs them any more. A last turn
+    # outside the loop would avoid that, but XLA would compile the body of the loop twice.
     _, gradients, result = jax.lax.fori_loop(1, n, turn, (send(visiting), gradients, result))
     return send(gradients), result
 
 
 def _pairs(earlier):
-    """Returns the two pairs (query block, key block) of a step; 0 is the low block and 1 the high
-    one.
+    """Returns the two pairs (query block, key block) of a step. 0 is the low block and 1 is the
+    high block. `earlier` says whether the keys come from an earlier shard.
     """
     same = jnp.where(earlier, 0, 1)
     return (1, 0), (same, same)
 
 
 def _if_document_shared(ids, kv_ids, pair, skip, *arguments):
-    """Returns pair(*arguments) if any row of the batch has a document with both queries and keys,
-    else skip(*arguments). The block of keys lies before the block of queries.
+    """Returns pair(*arguments) if in any row of the batch the block of queries and the block of
+    keys have a document in common, else skip(*arguments). The block of keys lies before the block
+    of queries.
 
     Args:
       ids: [B, T], segment ids of the block of queries; None if a row is one document.
@@ -221,11 +225,12 @@ def _if_document_shared(ids, kv_ids, pair, skip, *arguments):
 
 
 def _combine(done, new):
-    """Returns (o, logsumexp) of the softmax over the keys of both `done` and `new`, which are such
-    pairs (o, logsumexp) for separate sets of keys.
+    """Combines the results of attention to two disjoint sets of keys. `done` and `new` are pairs
+    (o, logsumexp), one for each set. Returns the pair (o, logsumexp) for both sets together.
     """
     (o1, l1), (o2, l2) = done, new
-    # A query may attend to none of the new keys. It has already attended to its own key in `done`.
+    # A query may attend to none of the new keys. Its `l1` is always finite, because `done` includes
+    # the query's own key.
     l2 = jnp.where(l2 == xla.UNSEEN, -jnp.inf, l2)
     top = jnp.maximum(l1, l2)
     weights = jnp.exp(l1 - top), jnp.exp(l2 - top)

@@ -11,15 +11,15 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
 
-# The number of queries, and of keys, in a block. On a CPU the scores of a block stay in the cache.
-# benchmarks/attention.py measures these sizes.
+# The number of queries in a block, which is also the number of keys in a block. On a CPU the scores
+# of a block stay in the cache. benchmarks/attention.py measures these sizes.
 CPU_BLOCK = 64
 GPU_BLOCK = 512
-# The score of a query and a key that the mask hides from it. It is finite, so that the output of a
+# The score of a pair of a query and a key that is masked. It is finite, so that the output of a
 # query that may attend to no key stays finite.
 _HIDDEN = -1e30
-# The logsumexp of a query that may attend to no key. With it all weights of the query,
-# exp(score - logsumexp), are 0 in the backward pass.
+# The logsumexp that stands for a query that may attend to no key. It is so large that the query's
+# softmax weights in the backward pass, exp(score - logsumexp), are all 0.
 UNSEEN = -_HIDDEN
 
 
@@ -28,7 +28,7 @@ def _plan(block, causal, q, k, segment_ids, kv_segment_ids):
 
     1. the number of queries in a block (C of the queries);
     2. the number of keys in a block (C of the keys);
-    3. [n, B, C], the index of the last key that each query may attend to;
+    3. [n, B, C], the index of the last key that each query may attend to, whatever the segment ids;
     4. [n, B, C], the segment ids of the queries, or None;
     5. [blocks of keys, B, C], the segment ids of the keys, or None.
     """
@@ -53,7 +53,7 @@ def _query_blocks(q_BTND, groups, size):
 
 
 def _from_query_blocks(x, t, n):
-    """[n, B, M, L, D] → [B, T, N, D]."""
+    """The reverse of `_query_blocks`: rearranges [n, B, M, L, D] into [B, T, N, D]."""
     count, b, m, _, d = x.shape
     x_BMHTD = blocks.from_chunks(x.reshape(count, b, m, n // m, -1, d), 3, t)
     return x_BMHTD.transpose(0, 3, 1, 2, 4).reshape(b, t, n, d)
@@ -71,6 +71,9 @@ def _visible(position_BC, segment_BC, kv_segment_BC, first_key, size_k):
 
 
 def _masked_scores(scale, q_BMLD, k_BMCD, mask):
+    """Returns the scores [B, M, L, C] of a block of queries and a block of keys, with _HIDDEN where
+    `mask` is False.
+    """
     s_BMLC = (
         jnp.einsum("bmld,bmcd->bmlc", q_BMLD, k_BMCD, preferred_element_type=blocks.wide(q_BMLD))
         * scale
@@ -94,7 +97,7 @@ def _key_range(position_BC, segment_BC, kv_segments, size_k, keys):
 
 
 def _add(x, j, term):
-    """Returns x with `term` added to x[j]. XLA does this in place, while `.at[j].add` would be a
+    """Returns x with `term` added to x[j]. XLA updates x in place; for `.at[j].add` it would run a
     scatter.
     """
     return jax.lax.dynamic_update_index_in_dim(x, x[j] + term, j, 0)
@@ -124,7 +127,7 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
       kv_segment_ids: [B, S] or None.
       scale: factor of the scores.
       block: largest number of queries, and of keys, in a block.
-      causal: whether a query attends only to its own token and those before it.
+      causal: whether a query attends only to its own token and the tokens before it.
 
     Returns:
       o [B, T, N, D] in q's dtype, and logsumexp [B, N, T] in float32 (float64 for float64).
@@ -178,8 +181,8 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
 
 
 def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, block, causal):
-    """Computes `dispatch.backward` in the same blocks: dq [B, T, N, D], dk and dv [B, S, M, D] from
-    do [B, T, N, D].
+    """Computes `dispatch.backward` in the same blocks as `forward`. Returns dq [B, T, N, D], dk and
+    dv [B, S, M, D], given do [B, T, N, D].
     """
     size_q, size_k, position, segment, kv_segment = _plan(
         block, causal, q, k, segment_ids, kv_segment_ids

@@ -1,4 +1,4 @@
-"""The gated delta rule: one public function, for which several implementations compute the same
+"""The gated delta rule: one public function and several implementations, which compute the same
 results.
 """
 

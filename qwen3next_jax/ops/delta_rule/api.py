@@ -46,31 +46,33 @@ def gated_delta_rule(
       q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a
         multiple of G.
       v: [B, T, H, V] values.
-      g: [B, T, H] log decay, finite and <= 0. The decay over a span of tokens is a difference of
-        running sums within a chunk of 64, so strong decay costs accuracy: with G the sum of g over
-        a chunk, a relative error of up to |G| * 3e-7 in float32. To forget everything, -100 is
-        enough (exp(-100) is zero in float32); -inf gives NaN.
+      g: [B, T, H] log decay, finite and <= 0. The decay over a span of tokens is computed from a
+        difference of running sums within a chunk of 64 tokens, so strong decay costs accuracy: if G
+        is the sum of g over a chunk, the relative error is up to |G| * 3e-7 in float32. To forget
+        everything, -100 is enough (exp(-100) is zero in float32); -inf gives NaN.
       beta: [B, T, H] write strength, in (0, 1); up to 2 works.
-      initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first
-        segment.
+      initial_state: [B, H, K, V], the state before the first token; None means zeros. With
+        `segment_ids` it belongs to the first segment.
       segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id per
         document; 0 marks padding, at the end only. The state is reset where the id changes. Padding
         rows give zeros and get zero gradients.
-      normalize_qk: L2-normalise q and k over K in float32 first: x * rsqrt(sum x^2 + 1e-6).
-      erase: False drops the delta term -S^T k_t, which leaves gated linear attention.
+      normalize_qk: whether q and k are first L2-normalised over K in float32: x * rsqrt(sum x^2 +
+        1e-6).
+      erase: whether the write has the delta term -S^T k_t. Without it the function computes gated
+        linear attention.
       implementation: one of "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu", or
-        None for the platform's best: "pallas_tpu" on a TPU where its blocks fit in VMEM,
-        "pallas_gpu" on an H100 or H200 that it supports and where it passed its test
-        (docs/gpu.md), "chunked" elsewhere. Both kernels also run interpreted on a CPU.
-        "pallas_gpu" takes bfloat16 heads of 64, 128 or 256 channels and no `axis_name`. On a TPU
-        "pallas_tpu" does not run under `jax.vmap`, because JAX's batching of Pallas calls gives the
-        DMA that copies the initial state a source and a target of different shapes; fold the mapped
-        axis into B.
-      axis_name: inside `shard_map`, the mesh axis over which T is split in order. The arrays are
-        then this shard's part, and the segment ids are those of the whole row. `initial_state`
-        enters the first shard (other shards ignore theirs, which gets no gradient); `final_state`
-        is the row's, the same on every shard.
-      return_all_states: for "recurrent" alone: `final_state` is [B, T, H, K, V], the state
+        None for the platform's best. None means "pallas_tpu" on a TPU if its blocks fit in VMEM,
+        "pallas_gpu" on an H100 or H200 if it supports the call and passed its test (docs/gpu.md),
+        and "chunked" otherwise. If a call names one of the two kernels on a CPU, the CPU interprets
+        it. "pallas_gpu" takes bfloat16 heads of 64, 128 or 256 channels and no `axis_name`. On a
+        TPU "pallas_tpu" does not run under `jax.vmap`, because JAX then gives the copy of the
+        initial state a source and a target of different shapes; make the mapped axis part of B
+        instead.
+      axis_name: name of the mesh axis over which T is split in order, for a call inside
+        `shard_map`. The arrays are then this shard's parts, and a document has the same id on every
+        shard. Only the first shard reads its `initial_state`; other shards ignore theirs, which
+        gets no gradient. Every shard returns the final state of the whole row.
+      return_all_states: only for "recurrent": whether `final_state` is [B, T, H, K, V], the state
         after each token.
       each: the earlier name of `return_all_states`.
 
@@ -88,7 +90,7 @@ def gated_delta_rule(
     ValueError if g is positive, infinite or NaN, or if ids are out of order or follow padding.
     """
     return_all_states = return_all_states or each
-    # NumPy's float64 becomes float32 where x64 is off
+    # NumPy's float64 arrays become float32 if x64 is off
     q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))
     _check(q, k, v, g, beta, initial_state, segment_ids, implementation)
     if jax.config.jax_debug_nans:
@@ -102,7 +104,7 @@ def gated_delta_rule(
         before = context.last_id_before(segment_ids, axis_name)
     if segment_ids is not None:
         segments = chunk_math.encode_segments(segment_ids, before)
-        live = segments[:, :, None] > 0  # padding neither decays the state nor writes into it
+        live = segments[:, :, None] > 0  # padding does not decay or write the state
         g, beta = jnp.where(live, g, 0), jnp.where(live, beta, 0)
     x = Inputs(q, k, v, g, beta, segments)
     operator = dispatch.choose_operator(implementation, x, normalize_qk, erase, axis_name)

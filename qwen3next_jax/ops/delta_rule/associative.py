@@ -5,9 +5,10 @@ affine map, S' = M S + U, and the composition of affine maps is associative. In 
   M = carry I - K^T rho A beta gamma K     U = K^T rho A beta V
   (M2, U2) after (M1, U1) = (M2 M1, M2 U1 + U2)
 
-`context` composes the maps of the shards of a sequence in the same way. M stays in float32, because
-it is a product of many matrices and their rounding errors compound. If a document starts inside a
-chunk, M of that chunk is zero: carry is 0, and in every row rho or gamma is 0.
+`context` composes the maps of the shards of a sequence in the same way. M stays in float32 (float64
+for float64 inputs), because it is a product of many matrices, whose rounding errors compound. If a
+document starts inside a chunk, M of that chunk is zero, because carry is 0, and rho or gamma is 0
+in every row.
 
 N chunks, B batch, H value heads, C chunk length, K key width, V value width.
 """
@@ -27,6 +28,7 @@ def compose(first, second, exact: Products):
 
 
 def _normalised(k):
+    """Returns k with its scale applied."""
     return k.column * k.raw if isinstance(k, Scaled) else k
 
 
@@ -48,7 +50,7 @@ def states(maps, first, exact: Products, reverse: bool):
     Args:
       maps: the pair (M [N, ..., K, K], U [N, ..., K, V]).
       first: [..., K, V], the state before the map that is applied first.
-      exact: the products for composing the maps.
+      exact: matrix products in float32 or float64, with which the maps are composed.
       reverse: whether the maps are applied from the last one to the first one.
     """
     m, u = jax.lax.associative_scan(lambda a, b: compose(a, b, exact), maps, reverse=reverse)
@@ -67,7 +69,8 @@ def backward_pass(c: Chunk, po, qo, dfinal, dots: Products, exact: Products):
     """Returns the gradient of the state after each chunk, [N, B, H, K, V], and the gradient of the
     initial state, [B, H, K, V].
 
-    A chunk maps dS', the gradient of the state after it, to dS, that of the state before it:
+    A chunk maps dS', the gradient of the state after it, to dS, the gradient of the state before
+    it:
 
     dS = M^T dS' + (gamma Q)^T dO - (beta gamma K)^T A^T P^T dO.
 
@@ -76,7 +79,7 @@ def backward_pass(c: Chunk, po, qo, dfinal, dots: Products, exact: Products):
       po: P^T dO, [N, B, H, C, V].
       qo: (gamma Q)^T dO, [N, B, H, K, V].
       dfinal: [B, H, K, V], the gradient of the final state.
-      dots: not used here.
+      dots: not used. (The argument is there because `forward_pass` has it, too.)
       exact: the products for the maps.
     """
     m, _ = affine_maps(c, exact)

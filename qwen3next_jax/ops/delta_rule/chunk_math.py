@@ -1,10 +1,10 @@
 """The forward and backward computation of one chunk of the gated delta rule, as pure functions of
 arrays.
 
-The implementations in XLA call all of these functions, with any leading batch dimensions. The TPU
-kernels use the functions for products, norms and documents, and compute the rest for two heads at
-once (`kernels/tpu/head_pairs.py`). docs/delta_rule.md derives the formulas. The names are the same
-there and here, where row i is the chunk's token i:
+The XLA implementations call all of these functions, with any leading batch dimensions. The TPU
+kernels call only the functions for products, norms and documents, and compute the rest for two
+heads at once (`kernels/tpu/head_pairs.py`). docs/delta_rule.md derives the formulas and uses the
+same names. Row i of a matrix belongs to token i of the chunk:
 
   gamma    [C, 1]  decay from the chunk's start to row i
   rho      [C, 1]  decay from row i to the chunk's end
@@ -17,7 +17,7 @@ there and here, where row i is the chunk's token i:
   R        [C, V]  beta (V - gamma K S)
   V'       [C, V]  A R, what the chunk writes into the state; `written` in the code
 
-Q has been multiplied by K^{-1/2} (and is zero for padding), so the formulas below have no scale.
+Q is already multiplied by K^{-1/2} and is zero for padding, so the formulas have no such factor.
 
 C chunk length, K key width, V value width, 1 an axis that is kept for broadcasting, `...` leading
 batch dimensions.
@@ -41,16 +41,17 @@ def indices(rows: int, columns: int):
 
 def split_precision(x, operand):
     """Returns a tuple of arrays of dtype `operand` whose sum is x. If `operand` is x's dtype, the
-    tuple is (x,). If `operand` is narrower, the tuple has x rounded to `operand` and the remainder
-    rounded to `operand`; their sum is then x up to the rounding of the remainder.
+    tuple is (x,). If `operand` is narrower, the tuple holds x rounded to `operand` and the
+    remainder rounded to `operand`. Their sum is then x, except for the error of the second
+    rounding.
     """
     high = x.astype(operand)
     return (high,) if operand == x.dtype else (high, (x - high.astype(x.dtype)).astype(operand))
 
 
 def stack_for_product(x_parts, y_parts, x_axis: int, y_axis: int):
-    """Returns two operands whose product is the sum of the products of all pairs of a part of x and
-    a part of y, without the pair of the two remainders.
+    """Returns two operands whose product is the sum of the products of the parts of x with the
+    parts of y, except the product of the two remainders.
 
     Args:
       x_parts, y_parts: the parts of x and y, which `split_precision` returns.
@@ -77,9 +78,9 @@ class Scaled(typing.NamedTuple):
     """A matrix in two factors: the unscaled rows, and one number for each row by which it has to be
     multiplied.
 
-    bfloat16 q and k are represented like this, so that products take the unscaled rows, which are
-    exact. A normalised key that is rounded to bfloat16 no longer has length one, and with repeated
-    keys that error compounds.
+    q and k in bfloat16 are represented like this. Products then take the unscaled rows, which need
+    no rounding. If instead a normalised key were rounded to bfloat16, it would no longer have
+    length one, and with repeated keys that error compounds.
     """
 
     raw: jax.Array  # [..., C, K], the unscaled rows
@@ -93,16 +94,16 @@ class Scaled(typing.NamedTuple):
 
 class Products(typing.NamedTuple):
     """Matrix products that cast their operands to one dtype and accumulate in float32 or float64.
-    The operands may be `Scaled`; in `nt` both operands are `Scaled` or neither is.
+    An operand may be `Scaled`; in `nt` either both operands are `Scaled` or neither is.
 
-    With the argument `fine`, and if `operand` is bfloat16, a product splits its right operand (`nt`
-    splits both) into two bfloat16 parts (`split_precision`). Use it if terms may cancel in the sums
-    that follow.
+    If `operand` is bfloat16 and the argument `fine` is True, a product splits its right operand
+    into two bfloat16 parts (`split_precision`); `nt` splits both operands. Use `fine` if terms may
+    cancel in later sums.
 
     Attributes:
       operand: the dtype to which operands are cast.
-      copies: whether `tn` may write x^T to memory. On CPU, XLA passes only products that contract
-        the left operand's last axis to its fast library, which halves their time.
+      copies: whether `tn` may write x^T to memory. On a CPU, XLA calls its fast library only for
+        products that contract the last axis of the left operand; the library takes half the time.
     """
 
     operand: typing.Any
@@ -148,7 +149,7 @@ class Products(typing.NamedTuple):
         if not self.copies:
             return _dot(x, y, 0, 0, self.precision)
         x = jnp.swapaxes(x, -1, -2)
-        if compile_target().platform == "cpu":  # the barrier keeps the transpose out of the product
+        if compile_target().platform == "cpu":  # keeps XLA from fusing x^T into the product
             x = jax.lax.optimization_barrier(x)
         return _dot(x, y, 1, 0, self.precision)
 
@@ -158,6 +159,9 @@ class Products(typing.NamedTuple):
 
     @property
     def precision(self):
+        """The precision of the products: HIGHEST for float32 and float64 operands, None (JAX's
+        default) for bfloat16 operands.
+        """
         return None if self._narrow else HIGHEST
 
 
@@ -183,13 +187,13 @@ def encode_segments(segment_ids, before=None):
     """Returns signed ids [B, T] for `segment_ids` [B, T], which has 0 for padding at the end. A
     token keeps the id of its document, and padding gets minus the id of the last document.
 
-    The absolute value says to which document's state the position belongs, and the sign says
+    The absolute value names the document whose state is carried through the position. The sign says
     whether the position holds a token.
 
     Args:
       segment_ids: [B, T] integers.
-      before: [B], the id of the last document that started before these T positions; None if
-        nothing precedes them.
+      before: [B], the id of the last document before these T positions; None if nothing precedes
+        them.
     """
     ids = segment_ids.astype(jnp.int32)
     last = jnp.maximum(
@@ -227,9 +231,9 @@ def inverse_norm_backward(dy, x, scale):
 
 
 def scales(q, k, normalize: bool):
-    """Returns two arrays [..., 1], the numbers by which the rows of q and of k have to be
-    multiplied: the inverse of their L2 norm if `normalize`, else 1; that of q also has the factor
-    K^{-1/2}.
+    """Returns two arrays [..., 1], the numbers by which the rows of q and the rows of k have to be
+    multiplied. They are the inverse L2 norms of the rows if `normalize`, else 1. The numbers for q
+    also contain the factor K^{-1/2}.
     """
     if not normalize:
         one = jnp.ones((), q.dtype)
@@ -243,7 +247,7 @@ def scales(q, k, normalize: bool):
 
 
 class Decay(typing.NamedTuple):
-    """The decays inside a chunk, which the docstring of this module defines."""
+    """The four decays inside a chunk. The docstring of this module defines them."""
 
     pair: jax.Array  # [..., C, C], zero above the diagonal and across documents
     gamma: jax.Array  # [..., C, 1]
@@ -262,9 +266,9 @@ class Documents(typing.NamedTuple):
 def decay(total_C1, total_1C, total_11, documents: Documents | None) -> Decay:
     """Returns the four decays of a chunk.
 
-    The mask is applied to the exponent. If it were applied to the exponential, the gradient would
-    be NaN. A decay is never computed as a product of two exponentials, because the absolute value
-    of an exponent can be greater than 1000.
+    The mask is applied to the exponent, because the exponential of a masked entry may overflow, and
+    its gradient would then be NaN. A decay is never computed as a product of two exponentials,
+    because the absolute values of exponents can exceed 1000, where exponentials overflow or vanish.
 
     Args:
       total_C1: [..., C, 1], the inclusive running sum of g, as a column.
@@ -301,15 +305,15 @@ class Chunk(typing.NamedTuple):
 
 
 def interaction(kk_CC, beta_C1, d: Decay):
-    """Returns L, whose entry (i, j) says how much of the write of row j the write of row i
-    subtracts.
+    """Returns L. Its entry (i, j) is the factor with which the write of row j is subtracted from
+    the write of row i.
     """
     return jnp.where(lower_mask(kk_CC.shape[-1], strict=True), beta_C1 * kk_CC * d.pair, 0)
 
 
 def prediction_error(v_CV, ks_CV, d: Decay):
-    """Returns V - gamma K S, the difference between the values and what the state before the chunk
-    returns for their keys. `ks_CV` is K S.
+    """Returns V - gamma K S: the values minus the values that the state before the chunk, decayed
+    to each row, returns for the keys. `ks_CV` is K S.
     """
     return v_CV - d.gamma * ks_CV
 
@@ -403,8 +407,8 @@ def decay_gradient(pairs_CC, enter_C1, leave_C1):
     """Returns dg_t = sum_{i>=t>j} pairs_ij + sum_{i>=t} enter_i + sum_{i<t} leave_i, as a row
     [..., 1, C].
 
-    The first sum adds up the entries themselves. Differences of running sums over rows and columns
-    would take less work, but would cancel catastrophically.
+    The first sum is computed by adding the entries themselves. Differences of running sums over
+    rows and columns would take less work, but would suffer from catastrophic cancellation.
     """
     size = pairs_CC.shape[-1]
     lower, strict = lower_mask(size), lower_mask(size, strict=True)

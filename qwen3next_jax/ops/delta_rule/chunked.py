@@ -1,17 +1,18 @@
-"""The chunked form of the gated delta rule in XLA. The matrices inside the chunks are computed for
-all chunks at once; then the state passes from chunk to chunk.
+"""The chunked algorithm of the gated delta rule in XLA. It computes the matrices that do not depend
+on the state for all chunks at once. Then it carries the state from chunk to chunk ("state pass").
 
-The forward and the backward pass are written out (docs/delta_rule.md), and `api` combines them in
-one `jax.custom_vjp`. The arrays saved for the backward pass are the inputs, the state before every
-chunk (in the inputs' dtype) and the chunks' inverses: per head O(T (K + V + C)) numbers and one
-state per chunk. The backward pass recomputes everything else.
+This module has explicit formulas for the forward and the backward pass (docs/delta_rule.md); `api`
+combines the two passes in one `jax.custom_vjp`. The arrays saved for the backward pass are the
+inputs, the state before every chunk (in the inputs' dtype) and the chunks' inverses: per head, O(T
+(K + V + C)) numbers and one state per chunk. The backward pass recomputes everything else.
 
 The state pass is a `lax.scan` over the chunks in the implementation "chunked", and a
 `lax.associative_scan` over the chunks' affine maps in the implementation "associative".
 `forward_in_blocks` and `backward_in_blocks` compute a long sequence a few chunks at a time, so that
 the intermediate arrays stay in a CPU's caches, or take a small part of an accelerator's memory.
 
-The functions that `dispatch` lists have the arguments and results of `interface.Implementation`.
+The functions that `dispatch` lists have the same arguments and results as the methods of
+`interface.Implementation`.
 
 N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width.
 """
@@ -28,25 +29,26 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 
 class BlockLimits(typing.NamedTuple):
-    """How many chunks are computed at once, as one block. Here `width` is the larger of K and V.
+    """Limits for the number of chunks that are computed at once, as one block. Here `width` is the
+    larger of K and V.
 
     Attributes:
-      single_chunk: the number of multiply-adds of a product of arrays [B, H, C, C] and
-        [B, H, C, width] from which every block has a single chunk. The state pass of such a block
+      single_chunk: every block has a single chunk if a product of arrays [B, H, C, C] and
+        [B, H, C, width] takes at least this many multiply-adds. The state pass of such a block
         needs no loop.
-      elements: the largest number of elements of the array [B, H, C, width] of all chunks in a
-        block together, for blocks of several chunks.
+      elements: otherwise, the largest number of elements that the arrays [B, H, C, width] of all
+        chunks in a block may have together.
     """
 
     single_chunk: int
     elements: int
 
 
-# Arrays take up to 0.5 MB in float32, and a core's caches hold a few of them. Smaller blocks would
-# cost more time, because every block has a fixed cost.
+# The arrays of a block take up to 0.5 MB each in float32, so a core's caches hold a few of them.
+# Smaller blocks would take more time in total, because every block has a fixed cost.
 CPU_LIMITS = BlockLimits(1 << 21, 1 << 17)
-# Arrays take up to 64 MB in float32. A batched product then covers thousands of chunks, and about
-# thirty such arrays are in memory at the same time.
+# The arrays of a block take up to 64 MB each in float32. A batched product then covers thousands of
+# chunks, and about thirty such arrays are in memory at the same time.
 LIMITS = BlockLimits(1 << 30, 1 << 24)
 
 
@@ -76,7 +78,7 @@ def affine_map(x: Inputs, initial_state, settings: Settings, *, parallel: bool):
     key, value = x.q.shape[-1], x.v.shape[-1]
     identity = jnp.broadcast_to(jnp.eye(key, dtype=exact.operand), (*initial_state.shape[:-1], key))
     # M is the final state of a call whose values are zero and whose initial state is the identity.
-    # It is computed in K more columns of the same state pass.
+    # So the state gets K more columns, and one state pass computes both U and M.
     c = c._replace(v=jnp.pad(c.v, [(0, 0)] * 4 + [(0, key)]))
     state = jnp.concatenate([initial_state.astype(exact.operand), identity], axis=-1)
     states, written, final = _state_pass(c, state, dots, exact, parallel)
@@ -87,8 +89,8 @@ def affine_map(x: Inputs, initial_state, settings: Settings, *, parallel: bool):
 
 
 def map_gradient(r, do):
-    """Returns the gradient of S for o = o0 + r S, which is r^T dO summed over all tokens,
-    [B, H, K, V].
+    """Returns [B, H, K, V], the gradient of a state S that enters the outputs as o = o0 + r S. It
+    is r^T dO, summed over all tokens.
 
     Args:
       r: [N, B, H, C, K], the r that `affine_map` returns.
@@ -172,7 +174,7 @@ def backward_in_blocks(
 
 
 def _chunks_of_a_block(limits: BlockLimits, x: Inputs, size: int) -> int:
-    """Returns the number of chunks in a block, which is the same for all blocks; the last block may
+    """Returns the number of chunks in a block. All blocks have the same number; the last block may
     be padded.
 
     Args:
@@ -195,7 +197,8 @@ def _split_inputs(x: Inputs, length: int):
     …] and booleans [blocks, B]: whether the first token of the block belongs to the same document
     as the token before it (None if there are no documents).
 
-    The padding of the last block is zero, so it does not change the state.
+    The padding of the last block is zero (a decay of 1 and no write), so it does not change the
+    state.
     """
     block_inputs = blocks.to_chunks(x._replace(segments=None), 1, length)
     if x.segments is None:
@@ -209,12 +212,12 @@ def _split_inputs(x: Inputs, length: int):
 
 
 def zero_unless_continued(continues_B, state_BHKV):
-    """Returns the state [B, H, K, V], set to zero in those rows of the batch where the next token
+    """Returns the state [B, H, K, V], but with zeros in the rows of the batch whose next token
     starts another document.
 
     Args:
-      continues_B: [B] booleans, whether the next token continues the document; None if it does so
-        in all rows.
+      continues_B: [B] booleans, whether the next token belongs to the same document as the state;
+        None means that it does in all rows.
       state_BHKV: [B, H, K, V], the state before the next token.
     """
     if continues_B is None:
@@ -228,8 +231,8 @@ def zero_unless_continued(continues_B, state_BHKV):
 def _prepare_chunks(
     x: Inputs, known_inverses, settings: Settings
 ) -> tuple[Chunk, Products, Products]:
-    """Returns all chunks [N, B, H, …], the products whose operands are cast to v's dtype, and the
-    products whose operands are float32 (float64 for float64 inputs).
+    """Returns three things: the arrays of all chunks, [N, B, H, …]; `Products` whose operands are
+    cast to v's dtype; and `Products` whose operands are float32 (float64 for float64 inputs).
     """
     q, k, v, g, beta, segments = x
     size, operand, heads = settings.chunk_size, v.dtype, v.shape[2]
@@ -315,8 +318,8 @@ def _from_head_pairs(a, heads: int):
 
 
 def _written(c: Chunk, state, dots: Products, exact: Products):
-    """Returns V' and the error V - gamma K S from which it is computed. Without the delta term it
-    returns beta V and V.
+    """Returns V' and the error V - gamma K S, from which V' is computed. Without the delta term
+    they are beta V and V.
     """
     if c.inverse is None:
         return c.beta * c.v, c.v
@@ -325,8 +328,8 @@ def _written(c: Chunk, state, dots: Products, exact: Products):
 
 
 def _without_pairs(c: Chunk) -> Chunk:
-    """Returns the chunk without the arrays that a step of the state pass does not read, so that the
-    scan does not slice them.
+    """Returns the chunks without the arrays that a step of the state pass does not read, so that
+    the scan over the chunks does not slice them.
     """
     return c._replace(q=None, kk=None, qk=None, p=None, decay=c.decay._replace(pair=None))
 
@@ -370,9 +373,7 @@ def _state_pass_backward(c: Chunk, do, dfinal, dots: Products, exact: Products, 
 
 
 def _residual_backward(c: Chunk, dwritten, exact: Products):
-    """Returns dR = A^T dV' and X = beta gamma dR. Without the delta term it returns dV' and
-    None.
-    """
+    """Returns dR = A^T dV' and X = beta gamma dR. Without the delta term they are dV' and None."""
     if c.inverse is None:
         return dwritten, None
     dr = exact.tn(c.inverse, dwritten)
@@ -381,8 +382,8 @@ def _residual_backward(c: Chunk, dwritten, exact: Products):
 
 def _prepare_backward(dq_BTHK, dk_BTHK, q_BTGK, k_BTGK, normalize: bool):
     """Returns the gradients of q and k [B, T, G, K] from the gradients of the normalised and scaled
-    q and k of each value head. It sums over the value heads of each key head, then multiplies by
-    the scale of q and, if `normalize`, applies the gradient of the norm.
+    q and k of each value head. It sums over the value heads of each key head, multiplies dq by the
+    scale K^{-1/2} and, if `normalize`, applies the backward pass of the L2 normalisation.
     """
     batch, time, groups, width = q_BTGK.shape
     dq, dk = (x.reshape(batch, time, groups, -1, width).sum(axis=3) for x in (dq_BTHK, dk_BTHK))

@@ -4,15 +4,15 @@ Let S be the state before a shard's first token. The state after its last token 
 its outputs are o = o0 + r S, where U, M, o0 and r do not depend on S. The steps are:
 
     1. Every shard computes U, M, r and the inverses of its chunks in one pass (`affine_map`).
-    2. The maps of the shards are composed, which gives S of each shard.
-    3. Every shard runs the forward pass of the implementation from S, with the known inverses.
-    4. In the backward pass the maps dS = M^T dS' + r^T dO are composed from the last shard to the
+    2. The shards exchange and compose their maps, which gives S of each shard. 3. Every shard runs
+    the forward pass of the implementation from S, with the inverses of step 1. 4. In the backward
+    pass the maps dS = M^T dS' + r^T dO are composed from the last shard to the
        first, which gives dS', the gradient of S', of each shard.
     5. Every shard runs the backward pass of the implementation from dS'.
 
-docs/context_parallel.md lists the costs. If a document starts inside a shard, the decays that reset
-the state make M zero. If a document starts at the first token of a shard,
-`chunked.zero_unless_continued` sets M and S to zero.
+docs/context_parallel.md lists the costs. If a document starts inside a shard, M is zero, because
+the decay across the start of a document is zero. If a document starts at the first token of a
+shard, `chunked.zero_unless_continued` sets M and S to zero.
 
 B batch, H value heads, K key width, V value width.
 """
@@ -30,7 +30,7 @@ from qwen3next_jax.ops.delta_rule.interface import Inputs
 
 
 def last_id_before(segment_ids, axis_name: str):
-    """Returns [B], the largest id in the shards before this one, but at least 1.
+    """Returns [B], the largest document id in the shards before this one, but at least 1.
 
     Args:
       segment_ids: [B, T], the ids of this shard.
@@ -50,8 +50,9 @@ def gated_delta_rule_over_axis(
     Args:
       operator: the implementation and the settings.
       axis_name: name of the mesh axis over which T is split.
-      x: this shard's inputs; `before` was used to encode its segments.
-      initial_state: [B, H, K, V]. Only that of the first shard is used.
+      x: this shard's inputs. Their segments were encoded with `before`
+        (`chunk_math.encode_segments`).
+      initial_state: [B, H, K, V]. Only the first shard's is used.
       before: [B], the result of `last_id_before`; None if a row is one document.
     """
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
@@ -63,7 +64,9 @@ def gated_delta_rule_over_axis(
 
 
 def _run_recurrent(operator: Operator, axis_name, x: Inputs, initial_state, continues):
-    """Computes the same as `_run` with the recurrence of `reference`, which JAX differentiates."""
+    """Computes the same as `_run`, but with the recurrence of `reference`, which JAX
+    differentiates.
+    """
     settings = operator.settings
     pass_over = functools.partial(
         reference.recurrent, normalize_qk=settings.normalize_qk, erase=settings.erase
@@ -81,8 +84,8 @@ def _run_recurrent(operator: Operator, axis_name, x: Inputs, initial_state, cont
 
 
 def _entering_state(axis_name, continues, m_BHKK, u_BHKV):
-    """Returns the state [B, H, K, V] before this shard's first token, for a row that starts from
-    zero. It is zero if a document starts at that token.
+    """Returns the state [B, H, K, V] before this shard's first token, if the state before the first
+    shard is zero. It is zero if a document starts at that token.
     """
     m_BHKK = chunked.zero_unless_continued(continues, m_BHKK)
     state_BHKV = compose_over_shards(axis_name, m_BHKK, u_BHKV, reverse=False)
@@ -90,18 +93,18 @@ def _entering_state(axis_name, continues, m_BHKK, u_BHKV):
 
 
 def compose_over_shards(axis_name, m_BHKK, u_BHKV, reverse: bool):
-    """Composes the maps of all n shards and returns the state [B, H, K, V] before this shard, for a
-    row that starts from zero. With `reverse` the state passes from the last shard to the first.
+    """Composes the maps of all n shards. Returns the state [B, H, K, V] that enters this shard if
+    zeros enter the first shard (with `reverse`, the last shard).
 
     Each shard composes the maps of all shards for its share of the heads, so no product is computed
-    twice. In two exchanges a shard receives K (K + 2 V) numbers per head; gathering all maps on
-    every shard would take (n - 1) K (K + V).
+    twice. Two all-to-all exchanges bring each shard K (K + 2 V) numbers per head. If every shard
+    gathered all maps instead, it would receive (n - 1) K (K + V) numbers per head.
 
     Args:
       axis_name: name of the mesh axis.
       m_BHKK: [B, H, K, K], M of this shard.
       u_BHKV: [B, H, K, V], U of this shard.
-      reverse: whether the state passes from the last shard to the first.
+      reverse: whether the state is carried from the last shard to the first.
     """
     shards = jax.lax.axis_size(axis_name)
     batch, heads, key, value = u_BHKV.shape
@@ -110,7 +113,7 @@ def compose_over_shards(axis_name, m_BHKK, u_BHKV, reverse: bool):
     maps = jnp.pad(maps, ((0, -count % shards), (0, 0), (0, 0))).reshape(
         shards, -1, *maps.shape[1:]
     )
-    maps = jax.lax.all_to_all(maps, axis_name, 0, 0)  # [shards, this one's heads, K, K + V]
+    maps = jax.lax.all_to_all(maps, axis_name, 0, 0)  # [shards, heads of this one, K, K + V]
     m, u = jnp.split(maps, [key], axis=-1)
     entering, _ = associative.states((m, u), jnp.zeros_like(u[0]), Products(u.dtype), reverse)
     entering = jax.lax.all_to_all(entering, axis_name, 0, 0)

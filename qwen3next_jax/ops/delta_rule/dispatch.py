@@ -1,4 +1,4 @@
-"""Lists the implementations of the gated delta rule in XLA and chooses the implementation of a
+"""Lists the XLA implementations of the gated delta rule and chooses the implementation that runs a
 call.
 
 The functions with custom gradients in `api` and `context` call the passes of the chosen
@@ -14,8 +14,8 @@ from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 
 def chunked_form(platforms: tuple[str, ...], limits: chunked.BlockLimits) -> Form:
-    """Returns the form that passes the state from chunk to chunk and computes one block of chunks
-    after another.
+    """Returns the implementation "chunked" for these platforms. It carries the state from chunk to
+    chunk, and computes as many chunks at a time as `limits` allows.
     """
     functions = dict(
         forward=functools.partial(chunked.forward_in_blocks, limits=limits),
@@ -36,7 +36,8 @@ FORMS = (
             for name in ("forward", "backward", "affine_map")
         },
     ),
-    # `api` and `context` call `reference.recurrent`, and JAX differentiates it.
+    # This form has no passes: `api` and `context` call `reference.recurrent`, and JAX
+    # differentiates it.
     Form("recurrent", (), {}),
 )
 
@@ -45,8 +46,8 @@ class Operator(NamedTuple):
     """The implementation that runs all passes of one call, and the call's settings.
 
     It is hashable, so that a function with a custom gradient can take it as a static argument. Its
-    methods have the arguments and results of those of `interface.Implementation`, without the
-    settings.
+    methods have the same arguments and results as the methods of `interface.Implementation`, except
+    the argument `settings`.
     """
 
     chosen: Chosen

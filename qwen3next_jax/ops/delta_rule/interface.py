@@ -1,8 +1,9 @@
-"""What every implementation of the gated delta rule takes and returns.
+"""The arguments and results of every implementation of the gated delta rule.
 
-An implementation is a module or a table with the three functions `forward`, `affine_map` and
-`backward`, whose signatures the protocol `Implementation` defines. `dispatch` lists the
-implementations in XLA; the plugin of kernels lists those in Pallas.
+An implementation is a module, or a `Form`, with the functions `forward`, `backward` and
+`affine_map`, whose signatures the protocol `Implementation` defines. Only a sequence that is split
+over a mesh axis needs `affine_map`. `dispatch` lists the XLA implementations; the plugin package of
+kernels (`ops.implementations`) lists the Pallas kernels.
 
 B batch, T time, G key heads, H value heads, K key width, V value width, C chunk length, N = ⌈T / C⌉
 chunks.
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 
 class Inputs(NamedTuple):
-    """The arrays of one call that have a time axis."""
+    """The arrays of one call that have an axis of tokens."""
 
     q: jax.Array  # [B, T, G, K]
     k: jax.Array  # [B, T, G, K]
@@ -25,23 +26,23 @@ class Inputs(NamedTuple):
     segments: jax.Array | None = None  # [B, T], signed ids, see `chunk_math.encode_segments`
 
     def cast(self, gradients) -> "Inputs":
-        """Returns the gradients of q, k, v, g and beta, each cast to the dtype of its array.
-        `segments` has no gradient.
+        """Returns `gradients`, the gradients of q, k, v, g and beta, each cast to the dtype of its
+        array. The gradient of `segments` is None.
         """
         return Inputs(*(dx.astype(x.dtype) for dx, x in zip(gradients, self)))
 
 
 class Settings(NamedTuple):
-    """The static settings of one call, the same in all its passes."""
+    """The static settings of one call. All passes of the call get the same settings."""
 
     chunk_size: int  # C, the tokens of a chunk; the kernels for GPUs ignore it and use 64
     normalize_qk: bool  # whether q and k are L2-normalised
-    erase: bool  # whether a write first subtracts the value that the state returns for its key
+    erase: bool  # whether a write has the delta term -S^T k
 
 
 class Implementation(Protocol):
-    """The three passes of an implementation. Those of kernels take a further argument,
-    `interpret`.
+    """The three passes of an implementation. The passes of kernels take one more argument,
+    `interpret`: whether a CPU interprets the kernel.
     """
 
     def forward(
@@ -51,7 +52,7 @@ class Implementation(Protocol):
         needs from this pass.
 
         Args:
-          x: the arrays with a time axis.
+          x: the arrays with an axis of tokens.
           initial_state: [B, H, K, V] in float32 or float64.
           inverses: the inverses that `affine_map` returned for the same k, g and beta, or None.
           settings: the static settings.
@@ -61,15 +62,15 @@ class Implementation(Protocol):
           o: [B, T, H, V] in v's dtype.
           final state: [B, H, K, V] in float32 or float64.
           states: [N, B, H, K, V] in v's dtype, the state before each chunk; None without `save`.
-          inverses: [N, B, ⌈H / 2⌉, C, 2C], the matrix A of each chunk (docs/delta_rule.md), whose
-            numbers each implementation arranges in its own way; None without `save` or without
-            `erase`.
+          inverses: [N, B, ⌈H / 2⌉, C, 2C], the matrix A of each chunk (docs/delta_rule.md). Only
+            the shape is fixed; each implementation arranges the numbers in its own way. None
+            without `save` or without `erase`.
         """
 
     def affine_map(self, x: Inputs, initial_state, settings: Settings) -> tuple:
-        """Returns how the final state and the outputs change if a state S is added to
-        `initial_state`: the final state becomes U + M S and the outputs become o + r S, where U and
-        o are the final state and the outputs for `initial_state`.
+        """Returns how the final state and the outputs depend on the initial state. If a state S is
+        added to `initial_state`, the final state becomes U + M S and the outputs become o + r S,
+        where U and o are the final state and the outputs for `initial_state` alone.
 
         Returns:
           U: [B, H, K, V] in float32 or float64.
@@ -100,10 +101,11 @@ def chunk_size(x: Inputs) -> int:
     for all others. For a sequence that is shorter than 64 tokens it is the smallest power of two
     that is at least the sequence's length, but at least 16.
 
-    For heads of few channels d, the work inside a chunk (about 8 C d operations per token) is more
-    than the work on the state (about 6 d²). On 2 CPU cores a training step of configs/tiny.py took
-    0.57 s with chunks of 16 and 0.66 s with chunks of 64. bfloat16 heads keep chunks of 64, because
-    every chunk rounds the state to bfloat16 for its products.
+    For heads of few channels d, the work inside a chunk (about 8 C d operations per token) exceeds
+    the work on the state (about 6 d² per token), so short chunks are faster: on 2 CPU cores a
+    training step of configs/tiny.py took 0.57 s with chunks of 16 and 0.66 s with chunks of 64.
+    bfloat16 heads keep chunks of 64, because every chunk rounds the state to bfloat16 for its
+    products, so shorter chunks would round more often.
     """
     narrow = max(x.q.shape[-1], x.v.shape[-1]) <= 32
     longest = 16 if narrow and x.v.dtype == jnp.float32 else 64

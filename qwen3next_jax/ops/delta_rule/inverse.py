@@ -1,10 +1,11 @@
 """The inverse of I + L for a strictly lower triangular matrix L, computed with matrix products
 alone.
 
-A power series of L is not accurate enough for matrices of this size: if the keys have a correlation
-of 0.9, its terms grow until their sum in float32 has no correct digit. Block elimination forms no
-powers of L. It computes the inverse X of a block of 2m rows from the inverses X11 and X22 of its
-two diagonal blocks of m rows: the lower left block is X21 = -X22 (L21 X11).
+The power series of the inverse, I - L + L^2 - …, is not accurate enough for chunks of 64 rows: if
+the keys have a correlation of 0.9, its terms grow until their sum in float32 has no correct digit.
+Block elimination, which is used here, forms no powers of L. It computes the inverse X of a block of
+2m rows from the inverses X11 and X22 of its two diagonal blocks of m rows: the lower left block is
+X21 = -X22 (L21 X11).
 
 C rows of the matrix.
 """
@@ -17,8 +18,8 @@ BASE = 16
 
 
 def ladder(l_CC, exact: Products, size: int):
-    """Returns [..., C, C], which holds the inverses of the diagonal blocks of `size` rows of I + L,
-    and zeros outside those blocks.
+    """Returns [..., C, C]: the inverses of the diagonal blocks of `size` rows of I + L, with zeros
+    outside these blocks.
 
     It doubles the size m of the inverted diagonal blocks step by step: X <- X - X L_m X for
     m = 2, 4, …, where L_m is L with zeros outside the lower left m x m quarter of each diagonal

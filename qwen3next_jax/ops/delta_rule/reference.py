@@ -1,5 +1,5 @@
 """The gated delta rule computed token by token with the recurrence of the paper. Tests compare
-every implementation with it, and decoding runs it.
+every other implementation with it, and decoding of single tokens runs it.
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
 equation 10.
@@ -18,7 +18,7 @@ def recurrent(
     x: Inputs, initial_state, *, normalize_qk: bool, erase: bool, return_all_states: bool = False
 ):
     """Runs the recurrence in the wider of the dtypes of q and `initial_state`, but at least in
-    float32. It has no custom gradient; JAX differentiates it.
+    float32. It has no custom gradient; JAX differentiates the code.
 
     Args:
       x: the arrays with a time axis.
@@ -63,8 +63,8 @@ def recurrent(
         )
 
     tokens = (q_BTHK, k_BTHK, v.astype(dtype), g.astype(dtype), beta.astype(dtype), new_BT, live_BT)
-    # Without the barrier XLA on CPU fuses the scaling of q and k into the loop and repeats it for
-    # every element of the state.
+    # Without the barrier, XLA on a CPU fuses the scaling of q and k into the loop, and repeats it
+    # there for every element of the state.
     tokens = jax.lax.optimization_barrier(jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens))
     state, (o_TBHV, states) = jax.lax.scan(step, initial_state.astype(dtype), tokens)
     o = jnp.moveaxis(o_TBHV, 0, 1).astype(v.dtype)

@@ -1,17 +1,18 @@
 """The routed experts of one device. Each token passes through the experts that it chose, and the
-weighted results are summed by token.
+results of a token's experts are added with the router's weights.
 
-The choices are sorted by expert, and the rows of each expert are laid out in whole tiles. The
-router's weight multiplies the hidden layer of the expert, so that neither the results nor their
-gradients need an extra pass over memory for it. No array of width D has a row for each of the Q
-choices.
+A "choice" is a pair of a token and one of its experts. The choices are sorted by expert, and each
+expert gets whole tiles of rows, one row for each of its choices; this arrangement is called the
+layout. The router's weight multiplies the hidden layer of the expert. To multiply the results
+instead, or their gradients, would take an extra pass over memory.
 
-The layout has room for a fixed number of choices, its capacity. If an unbalanced router sends more
-choices to this device, a loop computes the further ones, one expert after another. The loop runs no
-step if all choices fit in the layout. No choice is dropped.
+The layout has room for a fixed number of choices, the capacity. If an unbalanced router sends more
+choices to this device, a loop computes the choices that do not fit, one expert after another. If
+all choices fit, the loop runs no step. No choice is dropped.
 
 N tokens, A choices per token, Q = N·A choices in all, D model width, E experts, I expert width,
-F = 2I (gate before up), T tiles of M rows, P = T·M rows of the layout, O rows per step of the loop.
+F = 2I (gate before up), T tiles of M rows, P = T·M rows of the layout, O rows per step of the loop
+for choices that do not fit.
 """
 
 from typing import NamedTuple
@@ -29,8 +30,8 @@ _LARGEST_NUMBER = 2**31
 
 
 def routed_experts(x, weight, expert, gate_up, down, *, capacity: int):
-    """Returns for each token the sum of weight · SwiGLU_expert(x) over those of its choices whose
-    experts are on this device.
+    """Returns for each token the sum of weight · SwiGLU_expert(x) over its choices. Choices of
+    experts on other devices are left out.
 
     Args:
       x: [N, D], the tokens.
@@ -74,12 +75,12 @@ def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *dw_before, c
     Args:
       x, weight, expert, gate_up, down, capacity: the arguments of `routed_experts`.
       dy: [N, D], the gradient of its result.
-      dw_before: nothing, or two arrays in the shapes and dtypes of gate_up and down: the gradients
-        that other tokens gave these weights. The gradients of this call are added to them.
+      dw_before: nothing, or two arrays in the shapes and dtypes of gate_up and down: gradients of
+        these weights from other tokens. The gradients of this call are added to them.
 
     Returns:
-      dx [N, D], dweight [N, A], dgate_up and ddown. dweight is in float32; the others have the
-      shapes and dtypes of x, gate_up and down.
+      dx [N, D], dweight [N, A], dgate_up and ddown. dweight is in float32. dx, dgate_up and ddown
+      have the shapes and dtypes of x, gate_up and down.
     """
     plan = _arrange(weight, expert, gate_up.shape[0], capacity)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
@@ -114,8 +115,8 @@ def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *dw_before, c
         sums, dx_ND, dweight_Q = _for_choices_beyond(
             plan, e, weight, step, ([jnp.zeros_like(m) for m in w], dx_ND, dweight_Q)
         )
-        # If the expert has no tile and there are no earlier gradients, its gradient is undefined so
-        # far, so it counts as zero here.
+        # If the expert has no tile and there are no earlier gradients, the kernels have not written
+        # its gradient, so `d[e]` is undefined and is replaced by zero.
         written = plan.has_tile_E[e] | bool(dw_before)
         dw = [
             d.at[e].set((jnp.where(written, d[e].astype(s.dtype), 0) + s).astype(d.dtype))
@@ -132,8 +133,9 @@ def sum_by_token(rows, choice, shape: tuple[int, int]):
 
     Args:
       rows: [P, D], finite numbers.
-      choice: [P] integers in any order, the number n · A + a of the choice that each row belongs
-        to. Numbers below Q must differ. Rows with a number of Q or more are left out.
+      choice: [P] integers in any order. The number of a row is n · A + a if the row belongs to
+        choice a of token n. Numbers below Q must differ. Rows with a number of Q or more are left
+        out.
       shape: the tuple (N, A).
     """
     chosen = choose("sum_by_token", None, SUM_FORMS, rows=rows, shape=shape)
@@ -141,8 +143,8 @@ def sum_by_token(rows, choice, shape: tuple[int, int]):
 
 
 def _sum_by_token(rows, choice, shape: tuple[int, int]):
-    """Computes the sums with a gather, because a GPU would add the terms of a scatter in an order
-    that changes from run to run.
+    """Computes `sum_by_token` in XLA with a gather. With a scatter, a GPU would add the terms in an
+    order that changes from run to run.
     """
     place_Q = (
         jnp.full(shape[0] * shape[1], rows.shape[0])
@@ -157,34 +159,35 @@ def _sum_by_token(rows, choice, shape: tuple[int, int]):
 
 
 class _Plan(NamedTuple):
-    """The layout of the choices, and the choices for which it has no room. Choice a of token n has
-    the number n · A + a.
+    """The layout of the choices, and the choices that do not fit in it ("beyond the layout").
+    Choice a of token n has the number n · A + a.
     """
 
-    # [T], the expert of each tile, ascending
+    # [T], the expert of each tile, in ascending order
     expert_T: jax.Array
-    # [1], the number of tiles that belong to an expert; the other tiles hold nothing
+    # [1], the number of tiles that belong to an expert; the tiles after them hold nothing
     used: jax.Array
     # [E], the number of rows in the tiles of each expert
     sizes_E: jax.Array
     # [P], whether the row holds a choice; a row without one has weight 0 and an arbitrary token
     is_choice_P: jax.Array
-    # [P], the number of the choice in each row
+    # [P], the number of the choice that each row holds
     choice_P: jax.Array
     # [P], the token of that choice
     token_P: jax.Array
     # [P], the router's weight of that choice, float32
     weight_P: jax.Array
-    # the numbers and the weights of all choices and padding, sorted by expert, and O more entries
+    # the numbers and the weights of all choices and of the padding, sorted by expert, followed by O
+    # unused entries
     ordered: tuple[jax.Array, jax.Array]
-    # [E], the index in `ordered` of the expert's first choice beyond the layout
+    # [E], the index in `ordered` of the expert's first choice that does not fit in the layout
     beyond_E: jax.Array
     # [E], one more than the index in `ordered` of the expert's last choice
     ends_E: jax.Array
     # [E], whether the layout has a tile for the expert
     has_tile_E: jax.Array
-    # scalar, the first expert with choices beyond the layout, or E if no expert has any; None if
-    # the layout has room for any choices
+    # scalar, the first expert with choices that do not fit, or E if all choices fit; None if the
+    # layout is so large that all choices always fit
     first_beyond: jax.Array | None
 
 
@@ -201,8 +204,8 @@ def _arrange(weight_NA, expert_NA, experts: int, capacity: int) -> _Plan:
     tiles_E = jnp.maximum(-(-count_E // size), 1)
     tile_ends_E = jnp.cumsum(tiles_E)
     tile_starts_E = tile_ends_E - tiles_E
-    # The padding of an expert's last tile is sorted after its choices, so that the sort makes the
-    # layout. Padding has numbers from Q on, and weight 0.
+    # The sort puts the padding of an expert's last tile right after the expert's choices, so the
+    # sorted entries already are the layout. Padding has numbers from Q on, and weight 0.
     padding_EM = jnp.where(
         jnp.arange(size) < (tiles_E * size - count_E)[:, None],
         jnp.arange(experts)[:, None],
@@ -238,12 +241,12 @@ def _arrange(weight_NA, expert_NA, experts: int, capacity: int) -> _Plan:
 
 
 def _tile_sizes(choices: int, experts: int, capacity: int) -> tuple[int, int, int]:
-    """Returns three numbers: the rows of a tile, the tiles of the layout, and the tiles with which
-    a layout would have room for any choices.
+    """Returns three numbers: the rows of a tile, the tiles of the layout, and the tiles that would
+    be enough for any choices.
     """
     capacity = min(capacity, choices)
-    # Half a tile of each expert is padding on average. So a tile has at most a quarter of the mean
-    # number of rows of an expert, but at least 16 rows.
+    # On average, half a tile of each expert is padding. To keep that small, a tile has at most a
+    # quarter of the mean number of rows of an expert, but at least 16 rows.
     size = min(1 << max((capacity // experts // 4).bit_length() - 1, 4), _LARGEST_TILE)
     most = choices // size + experts  # every expert has at least one tile
     tiles = most if capacity == choices else min(-(-capacity // size) + experts // 2, most)
@@ -263,7 +266,7 @@ def _sort_by_expert(keys, weights, experts: int):
     """
     count = keys.shape[0]
     numbers, bits = jnp.arange(count, dtype=jnp.int32), (count - 1).bit_length()
-    # If key and number fit in one integer, there is one array fewer to sort.
+    # If the key and the number fit in one integer, one array fewer has to be sorted.
     if (experts + 1) << bits <= _LARGEST_NUMBER:
         numbers, weights = jax.lax.sort(
             (keys << bits | numbers, weights), num_keys=1, is_stable=False
@@ -297,6 +300,7 @@ def _products(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E):
 
 
 def _weighted_swiglu(hidden, weight):
+    """Returns silu(gate) · up · weight [rows, I], given the hidden layer [rows, F]."""
     gate, up = jnp.split(hidden, 2, axis=-1)
     return jax.nn.silu(gate) * up * weight[:, None]
 
@@ -325,7 +329,8 @@ def _run(plan: _Plan, name: str, x_PD, gate_up_EDF, down_EID, *gradients):
         tile=x_PD.shape[0] // plan.expert_T.shape[0],
         added=len(gradients) > 1,
     )
-    # Kernels take the expert of each tile. The form in XLA takes the number of rows of each expert.
+    # Kernels take the expert of each tile. The XLA implementation takes the number of rows of each
+    # expert.
     groups = (plan.expert_T, plan.used) if chosen.is_kernel else (plan.sizes_E,)
     return chosen.function(name)(x_PD, plan.weight_P, gate_up_EDF, down_EID, *groups, *gradients)
 
@@ -334,12 +339,12 @@ FORMS = (Form("xla", ("cpu", "gpu", "tpu"), dict(mlp=_products, mlp_gradients=_p
 SUM_FORMS = (Form("xla", ("cpu", "gpu", "tpu"), dict(sum_by_token=_sum_by_token)),)
 
 
-# ---- the choices beyond the layout
+# ---- the choices beyond the layout, which do not fit in it
 
 
 def _for_experts_beyond(plan: _Plan, body, carry):
-    """Runs carry = body(e, carry) for the first expert e with choices beyond the layout and for all
-    experts after it. Returns the last `carry`.
+    """Runs carry = body(e, carry) for the first expert e that has choices beyond the layout and for
+    all experts after it. Returns the last `carry`.
     """
     if plan.first_beyond is None:
         return carry
@@ -347,8 +352,8 @@ def _for_experts_beyond(plan: _Plan, body, carry):
 
 
 class _ChoicesBeyond(NamedTuple):
-    """The choices of a step of the loop. Entries after the expert's last choice have weight 0 and
-    any token, and scatters drop them.
+    """The O choices of a step of the loop. Entries after the expert's last choice have weight 0 and
+    an arbitrary token, and scatters drop them.
     """
 
     token_O: jax.Array
@@ -383,8 +388,10 @@ def _for_choices_beyond(plan: _Plan, e, weight_NA, step, carry):
 
 
 def _matrices(e, gate_up_EDF, down_EID):
+    """Returns the matrices of expert e in the dtype of accumulation."""
     return tuple(w[e].astype(wide(w)) for w in (gate_up_EDF, down_EID))
 
 
 def _dense(x_OD, weight_O, gate_up_DF, down_ID):
+    """Returns the weighted SwiGLU of one expert for all rows, [O, D]."""
     return _weighted_swiglu(x_OD @ gate_up_DF, weight_O) @ down_ID

@@ -1,3 +1,3 @@
-"""One file for each optimizer of `config.registry.OPTIMIZERS`: the direction of an update, before
-weight decay and learning rate.
+"""The optimizers that `config.registry.OPTIMIZERS` lists, one file for each. An optimizer computes
+the direction of an update; `training.optimizer` adds weight decay and the learning rate.
 """

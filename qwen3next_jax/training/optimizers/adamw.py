@@ -1,5 +1,5 @@
-"""AdamW (1711.05101): the mean of the gradients, divided by the root of the mean of their squares,
-element by element.
+"""AdamW (1711.05101). Its direction is, element by element, the running mean of the gradients
+divided by the square root of the running mean of the squared gradients.
 """
 
 from collections.abc import Mapping
@@ -14,5 +14,7 @@ from qwen3next_jax.model.parameters import Declared
 def direction(
     config: OptimizerConfig, declared: Mapping[str, Declared], mesh: Mesh | None
 ) -> optax.GradientTransformation:
-    """AdamW's direction (see `training.optimizer.make_optimizer`)."""
+    """Returns the transformation of gradients to AdamW's direction. The arguments are explained in
+    `training.optimizer.make_optimizer`.
+    """
     return optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)

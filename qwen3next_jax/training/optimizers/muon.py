@@ -1,15 +1,17 @@
-"""Muon (Jordan 2024; 2502.16982): the direction of a matrix is its momentum, orthogonalised: by
-Newton–Schulz iterations, all singular values become about 1.
+"""Muon (Jordan 2024; 2502.16982). Its direction for a matrix is the matrix's momentum after
+Newton–Schulz iterations. The iterations orthogonalise the momentum: they bring all of its singular
+values to about 1.
 
-A parameter's declaration says which matrices it holds. Each part of a fused projection, each layer
-and each expert is orthogonalised separately; with `muon.per_head`, each head as well. Parameters
-that are no matrices (embeddings, head, router, convolutions, norms, vectors, rates) get AdamW's
-direction.
+A parameter may hold several matrices, and its declaration says which. Muon orthogonalises each
+layer, each expert and each part of a fused projection separately; with `muon.per_head`, each head
+as well. Only parameters of the kind "matrix" get this direction. All others (embeddings, output
+head, router, convolutions, norms, biases, …) get AdamW's direction.
 
-On a mesh, each device orthogonalises a share of the matrices, and each of these entirely. All
-matrices of one shape (of all parameters, layers and experts) are stacked, and the mesh splits the
-stack's axis instead of rows and columns. That costs an all-to-all per mesh axis before the
-iterations, and one after them.
+On a mesh, every matrix is orthogonalised on a single device, and the devices share the matrices.
+All matrices of equal shape (up to transposition) whose parameters are split in the same way are
+stacked. Then the mesh is made to split the stack's axis instead of the rows and columns. This costs
+one all-to-all for each mesh axis that splits rows or columns before the iterations, and one after
+them.
 """
 
 import itertools
@@ -29,10 +31,10 @@ from qwen3next_jax.model.parameters import Declared, Part
 from qwen3next_jax.sharding.rules import storage_spec
 from qwen3next_jax.training.optimizers import adamw
 
-# Jordan's coefficients of x, (x xᵀ) x and (x xᵀ)² x in an iteration.
+# Jordan's coefficients: an iteration replaces x by a x + b (x xᵀ) x + c (x xᵀ)² x.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-# The root mean square of the elements of a direction. It is about that of AdamW's, so that both
-# optimizers can have the same learning rate (2502.16982).
+# The root mean square of the elements of Muon's direction. The elements of AdamW's direction have
+# about the same root mean square, so both optimizers can use the same learning rate (2502.16982).
 UPDATE_RMS = 0.2
 
 
@@ -41,7 +43,7 @@ class MuonState(NamedTuple):
 
     Attributes:
       count: the number of updates so far.
-      momentum: the running mean of the gradients, shaped like the parameters.
+      momentum: the running mean of the gradients, a tree with the structure of the parameters.
     """
 
     count: jax.Array
@@ -51,8 +53,9 @@ class MuonState(NamedTuple):
 def direction(
     config: OptimizerConfig, declared: Mapping[str, Declared], mesh: Mesh | None
 ) -> optax.GradientTransformation:
-    """Muon's direction for matrices, AdamW's for all other parameters (see
-    `training.optimizer.make_optimizer`).
+    """Returns the transformation of gradients to Muon's direction for parameters of the kind
+    "matrix", and to AdamW's direction for all others. The arguments are explained in
+    `training.optimizer.make_optimizer`.
     """
 
     def label(path, _):
@@ -67,13 +70,15 @@ def direction(
 def _muon(
     config: OptimizerConfig, declared: Mapping[str, Declared], mesh: Mesh | None
 ) -> optax.GradientTransformation:
-    """Muon's direction, for parameters that are matrices."""
+    """Returns the transformation of gradients to Muon's direction. All parameters have to be
+    matrices.
+    """
     beta = config.muon.momentum
 
     def update(grads, state, params=None):
         momentum, count = optax.tree.update_moment(grads, state.momentum, beta, 1), state.count + 1
-        # Nesterov's momentum: the mean after one more step with the same gradient. Both terms are
-        # corrected for the mean's start at 0.
+        # Nesterov's momentum: the running mean after one more step, if that step had the same
+        # gradient. As in Adam, both terms are divided by 1 - beta^n, because the mean starts at 0.
         nesterov = jax.tree.map(
             lambda m, g: beta * m + (1 - beta) * g,
             optax.tree.bias_correction(momentum, beta, count + 1),
@@ -89,14 +94,17 @@ def _muon(
 def orthogonalised(
     tree: Any, declared: Mapping[str, Declared], config: OptimizerConfig, mesh: Mesh | None
 ) -> Any:
-    """Orthogonalises every matrix in the arrays of `tree`. Where a matrix has full rank, the root
-    mean square of its result is about UPDATE_RMS.
+    """Orthogonalises every matrix in the arrays of `tree`, and scales the results. The elements of
+    the result for a matrix of full rank have a root mean square of about UPDATE_RMS.
 
     Args:
-      tree: gradients or momenta of parameters that are matrices.
+      tree: gradients or momenta, with the structure of the parameters; all of them are matrices.
       declared: path of a parameter → its declaration.
       config: the settings of the optimizer.
       mesh: the devices that share the work; None: one device.
+
+    Returns:
+      A tree with the structure, shapes and dtypes of `tree`.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     declarations = [declared[path_string(path)] for path, _ in leaves]
@@ -135,9 +143,9 @@ def orthogonalised(
 
 
 def _part_widths(declared: Declared, per_head: bool) -> list[int]:
-    """The widths of the parts into which a parameter is split along its last dimension, so that
-    each part holds whole matrices. With `per_head`, heads that are side by side in a part become
-    parts of their own.
+    """Returns the widths of the parts into which `orthogonalised` splits a parameter's last
+    dimension: one part for each of the matrices that lie side by side in it. With `per_head`, each
+    of the heads that lie side by side in such a matrix becomes a part.
     """
     widths = []
     for part in declared.parts or (Part("", declared.shape[-1]),):
@@ -147,16 +155,16 @@ def _part_widths(declared: Declared, per_head: bool) -> list[int]:
 
 
 class Layout(NamedTuple):
-    """How the array of a part is reshaped to a stack [*S, M, m, n] of its matrices, with m ≤ n. S
-    are the dimensions of layers, experts, heads, … that the mesh splits; M is the product of those
-    that it does not split.
+    """How the array of a part is reshaped to a stack [*S, M, m, n] of its matrices [m, n], m ≤ n.
+    The other dimensions (layers, experts, heads, …) number the matrices. S are the dimensions among
+    them that the mesh splits; M is the product of the dimensions that it does not split.
 
     Attributes:
-      order: the array's dimensions in the order of the stack.
-      sizes: the sizes of these dimensions.
-      shape: the stack's shape before the last two dimensions are transposed.
+      order: the numbers of the array's dimensions, in the order in which the stack has them.
+      sizes: the sizes of the array's dimensions, in this order.
+      shape: the shape of the stack before the last two dimensions are transposed (if they are).
       transposed: whether the last two dimensions are transposed, so that m ≤ n.
-      spec: the partition spec of the stack that follows from the parameter's.
+      spec: the partition spec of the stack, which follows from the parameter's.
     """
 
     order: tuple[int, ...]
@@ -166,24 +174,25 @@ class Layout(NamedTuple):
     spec: P
 
     def stack(self, x: jax.Array) -> jax.Array:
-        """The array of a part as a stack."""
+        """Reshapes the array of a part to the stack."""
         x = x.transpose(self.order).reshape(self.shape)
         return x.mT if self.transposed else x
 
     def unstack(self, x: jax.Array) -> jax.Array:
-        """The inverse of `stack`."""
+        """Reshapes the stack back to the array of the part."""
         x = (x.mT if self.transposed else x).reshape(self.sizes)
         return x.transpose(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     @property
     def stack_key(self) -> tuple:
-        """A key that is equal for all parts whose matrices go into one stack."""
+        """A key that two layouts share if their matrices can go into one stack."""
         return self.shape[:-3], tuple(sorted(self.shape[-2:])), tuple(self.spec)
 
 
 def _layout(declared: Declared, width: int, per_head: bool, mesh: Mesh | None) -> Layout:
-    """The layout of a part of a parameter that is `width` wide along the last dimension. Dimensions
-    that a product sums over are the rows of the matrices, dimensions of its result the columns.
+    """Returns the layout of a part that is `width` wide along the parameter's last dimension. In
+    the product that uses the parameter, the dimensions that the product sums over become the rows
+    of a matrix, and the dimensions of the product's result become its columns.
     """
     shape, num_stack_dims = declared.stack + declared.shape, len(declared.stack)
     spec = (None,) * len(shape) if mesh is None else storage_spec(declared, shape, mesh)
@@ -202,8 +211,9 @@ def _layout(declared: Declared, width: int, per_head: bool, mesh: Mesh | None) -
     split, unsplit = [dim for dim in batch if spec[dim]], [dim for dim in batch if not spec[dim]]
     order = (*split, *unsplit, *rows, *columns)
     m, n = (math.prod(shape[dim] for dim in dims) for dims in (rows, columns))
-    # Of several dimensions that become one, only the first can stay split; others (sometimes the
-    # widths of heads) are gathered.
+    # Where several dimensions are merged into one, a partition spec can describe a split of the
+    # first of them only. If the mesh splits another one (such as the width of heads), it is
+    # gathered.
     matrix_spec = [spec[dims[0]] if dims else None for dims in (rows, columns)]
     return Layout(
         order,
@@ -217,10 +227,11 @@ def _layout(declared: Declared, width: int, per_head: bool, mesh: Mesh | None) -
 def _orthogonalise_on_mesh(
     stack: jax.Array, spec: P, config: OptimizerConfig, mesh: Mesh | None
 ) -> jax.Array:
-    """`_orthogonalise` of a stack [*S, M, m, n], with M shared by the devices.
+    """Applies `_orthogonalise` to a stack [*S, M, m, n] whose M matrices are shared by the devices.
 
-    The mesh axes that split rows and columns move to M one at a time, which costs an all-to-all
-    each. Mesh axes along which the devices hold the same values split M as well.
+    The mesh axes that split rows and columns are moved to M one at a time; each move is an
+    all-to-all. Mesh axes along which the devices hold copies of the stack are made to split M as
+    well, which costs an all-gather after the iterations.
     """
     if mesh is None:
         return _orthogonalise(stack, config)
@@ -234,7 +245,8 @@ def _orthogonalise_on_mesh(
         *rows[::-1],
         *(axis for axis in replicated if axis not in used_axes),
     ]
-    # The spec after each move, from `spec` to one with whole matrices on every device.
+    # The partition spec after each move: the first is `spec` itself, and with the last every device
+    # holds whole matrices.
     specs = [
         P(
             *split,
@@ -261,11 +273,12 @@ def _orthogonalise(stack: jax.Array, config: OptimizerConfig) -> jax.Array:
     """Applies Newton–Schulz iterations to each matrix [m, n] of the stack, and multiplies the
     result by UPDATE_RMS √max(m, n).
 
-    The iterations are those of optax's Muon, with a momentum of 0: the mean of its gradients is
-    then the given matrix.
+    optax's Muon performs the iterations. Its momentum is set to 0, so that it orthogonalises the
+    given matrices themselves and not a running mean of them.
     """
-    # With a list of coefficients for every iteration, optax makes a loop, which compiles in a
-    # fraction of the time.
+    # The coefficients are repeated for every iteration because optax then runs the iterations as a
+    # `lax.scan`, which compiles in a fraction of the time that its loop over one set of
+    # coefficients takes.
     newton_schulz = optax.contrib.scale_by_muon(
         (COEFFICIENTS,) * config.muon.steps, config.muon.steps, 0.0, config.eps, nesterov=False
     )
@@ -281,5 +294,5 @@ def _orthogonalise(stack: jax.Array, config: OptimizerConfig) -> jax.Array:
 
 
 def _split_points(widths: Iterable[int]) -> list[int]:
-    """The indices at which `jnp.split` splits an axis into pieces of these widths."""
+    """Returns the indices at which `jnp.split` splits an axis into pieces of these widths."""
     return list(itertools.accumulate(widths))[:-1]

@@ -1,5 +1,5 @@
-"""Operators that several families of the zoo share: functions of arrays that return arrays. They
-import only jax, numpy and `qwen3next_jax.ops`.
+"""Operators that several mixers of the zoo share: functions that take and return arrays. They
+import only JAX, NumPy and `qwen3next_jax.ops`.
 """
 
 from qwen3next_jax.zoo.ops.channel_delta_rule import channel_delta_rule

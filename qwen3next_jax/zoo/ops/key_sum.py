@@ -1,4 +1,6 @@
-"""The sum of the weights by which normalised linear attention divides its output."""
+"""The normaliser of linear attention: the sum of the attention weights, by which some models divide
+the output.
+"""
 
 import jax.numpy as jnp
 
@@ -6,9 +8,10 @@ from qwen3next_jax.zoo.ops.scans import linear_scan
 
 
 def key_sum(q, k, *, g, beta, initial_state=None, segment_ids=None, axis_name: str | None = None):
-    """o_t = z_t · q_t, z_t = e^{g_t} z_{t-1} + β_t k_t. This is the sum of the weights with which
-    `gated_delta_rule(erase=False)` sums the values for positive q and k. (A value channel that is
-    always 1 would yield the same sum there, with a state of K × (V + 1) numbers.)
+    """Computes o_t = z_t · q_t with z_t = e^{g_t} z_{t-1} + β_t k_t. For each token this is the sum
+    of the weights with which `gated_delta_rule(erase=False, normalize_qk=False)` sums the values,
+    without that function's factor K^{-1/2}. (In that function, the output for an additional value
+    channel that is always 1 would be the same sum times K^{-1/2}.)
 
     Args:
       q, k: [B, T, G, K] queries and keys; head h reads key head h // (H // G).

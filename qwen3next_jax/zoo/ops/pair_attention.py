@@ -1,6 +1,7 @@
-"""Attention whose scores and mask are any functions of a pair of tokens, for variants that the fast
-kernels do not support. It computes one chunk of queries after the other, against all keys of the
-row. Memory is proportional to chunk × T, and work to T × T for every mask.
+"""Attention whose scores and mask may be any functions of a query and a key, for variants of
+attention that the kernels do not support. It computes one chunk of queries after another, each
+against all keys of the row. The memory is proportional to C × S, and the work to T × S, whatever
+the mask is.
 
 Letters: B batch, T queries, S keys, C queries of a chunk, N query heads, M key/value heads
 (query head n reads head n // (N // M)), H = N // M, K head width.
@@ -15,11 +16,11 @@ import jax.numpy as jnp
 from qwen3next_jax.ops import blocks, checks
 
 CHUNK = 64  # number of queries computed at once
-_HIDDEN = -1e30  # score of a key that is not seen; finite, so that rows that see no key have no NaN
+_HIDDEN = -1e30  # score of a masked key; finite, so that a query without any key gives no NaN
 
 
 def dot(q_BCNK: jax.Array, k_BSMK: jax.Array) -> jax.Array:
-    """K^-1/2 q·k for every query and key, [B, N, C, S] float32."""
+    """Returns K^-1/2 q·k for every query and key, [B, N, C, S] float32."""
     b, c, n, width = q_BCNK.shape
     q_BCMHK = q_BCNK.reshape(b, c, k_BSMK.shape[2], -1, width)
     s_BMHCS = jnp.einsum("bcmhk,bsmk->bmhcs", q_BCMHK, k_BSMK, preferred_element_type=jnp.float32)
@@ -42,24 +43,28 @@ def pair_attention(
     axis_name: str | None = None,
     chunk: int = CHUNK,
 ) -> jax.Array:
-    """softmax(score) v over the keys that each query sees, with a float32 softmax.
+    """Returns softmax(score) v. The softmax is in float32 and runs over the keys that the query
+    "sees", that is, attends to.
 
     Args:
       q, k: the first arguments of `score`: arrays [B, T, …] and [B, S, …], or trees of such arrays.
       v: values, [B, S, M, K].
-      score: (q, k, positions [B, C, 1], kv_positions [B, 1, S]) → [B, N, C, S] float32, the scores
-        of a chunk of queries and all keys.
-      seen: (positions, kv_positions) → bool [B, C, S], whether the query sees the key. With `best`
-        it returns two such arrays; the second marks the keys that may be selected in addition.
+      score: function (q, k, positions [B, C, 1], kv_positions [B, 1, S]) → [B, N, C, S] float32,
+        the scores of a chunk of queries and all keys.
+      seen: function (positions, kv_positions) → bool [B, C, S], whether the query sees the key.
+        With `best` it returns two such arrays: the keys that the query always sees, and the keys
+        from which the best ones are selected.
       positions, kv_positions: [B, T], [B, S] integers, the position of each query and key in its
         document.
       segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each query and
         key. A query sees only keys of its document.
-      best: the number of selected keys, those with the highest scores, that each query and head
-        also sees. Keys whose score equals the lowest selected one are selected, too.
-      sink: [N] or None, a logit of each head that joins the softmax's denominator but has no value.
-      axis_name: inside `shard_map`, the mesh axis over which T and S are split in order; the keys
-        of the whole row are gathered.
+      best: the number of keys that each query and head selects, those with the highest scores, and
+        sees in addition; 0 selects none. Keys with the same score as the lowest selected key are
+        selected, too.
+      sink: [N] or None, one logit for each head, which enters the denominator of the softmax but
+        has no value.
+      axis_name: name of the mesh axis over which T and S are split in order, for a call inside
+        `shard_map`. Every shard gathers the keys and values of the whole row.
       chunk: the number of queries computed at once.
 
     Returns:
@@ -78,7 +83,7 @@ def pair_attention(
             (k, v, kv_positions, kv_segment_ids),
         )
 
-    @jax.checkpoint  # so that the backward pass, too, holds the scores of one chunk at a time
+    @jax.checkpoint  # the backward pass recomputes the scores, one chunk at a time
     def attend(carry, inputs):
         q, t_BC, ids_BC = inputs
         t_BC1, s_B1S = t_BC[..., None], kv_positions[:, None]

@@ -1,8 +1,8 @@
-"""Scans over time: h ← e^a h + b and m ← max(a + m, b), both elementwise, and other recurrences
-token by token.
+"""Scans over time: h ← e^a h + b and m ← max(a + m, b), both elementwise and parallel within a
+chunk, and `token_scan` for any other recurrence, token by token.
 
-At the first token of a document a is set to −∞, which resets the state exactly, because all
-exponents are sums of a and never differences.
+At the first token of a document, a is set to −∞. This resets the state exactly, because all
+exponents are sums of a, never differences of sums.
 
 Letters: B batch, T time, C tokens of a chunk, `…` any further axes.
 """
@@ -17,12 +17,12 @@ CHUNK = 64
 
 
 def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | None = None):
-    """h_t = exp(a_t) h_{t-1} + b_t, computed in parallel within a chunk and one chunk after the
-    other.
+    """Computes h_t = exp(a_t) h_{t-1} + b_t, in parallel within a chunk of 64 tokens, and one chunk
+    after another.
 
     Args:
-      a: [B, T, …] log decay with real part <= 0; -inf forgets. Axes of size 1 are broadcast to the
-        axes of b.
+      a: [B, T, …] log decay with real part <= 0; -inf resets h to b. Axes of size 1 are broadcast
+        to the axes of b.
       b: [B, T, …], real or complex.
       initial_state: [B, …] or None for zeros. With `segment_ids` it belongs to the first segment.
       segment_ids: [B, T] integers or None, as in `gated_delta_rule`. In padding h is the state
@@ -72,13 +72,14 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
 def expanded_scan(
     expand, read, inputs, initial_state, *, segment_ids=None, axis_name: str | None = None
 ):
-    """`linear_scan` for a and b that are larger than the inputs from which they are computed, and
-    for an h that is larger than the outputs computed from it. The arrays a, b and h exist for one
-    chunk at a time. If T is split over a mesh axis, every shard processes its tokens twice.
+    """Computes the same recurrence as `linear_scan` without storing a, b and h for all tokens. For
+    each chunk, it computes a and b from the inputs, then h, then the outputs from h. Use it if a, b
+    and h are larger than the inputs and outputs. If T is split over a mesh axis, every shard
+    computes its chunks twice.
 
     Args:
-      expand: (inputs of a chunk) → (a, b), each [B, C, …].
-      read: (h [B, C, …], inputs of the chunk) → outputs [B, C, …].
+      expand: function (inputs of a chunk) → (a, b), each [B, C, …].
+      read: function (h [B, C, …], inputs of the chunk) → outputs [B, C, …].
       inputs: a tree of arrays [B, T, …].
       initial_state: [B, …], in the dtype of b.
       segment_ids, axis_name: as in `linear_scan`.
@@ -123,11 +124,11 @@ def expanded_scan(
 
 
 def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str | None = None):
-    """A recurrence that can only be computed token by token. The state is zero at the start of a
-    document, and padding does not change it.
+    """Runs a recurrence that can only be computed token by token. The state is set to zero where a
+    document starts, and padding does not change it.
 
     Args:
-      step: (state, inputs of a token [B, …]) → (state, outputs [B, …]).
+      step: function (state, inputs of a token [B, …]) → (state, outputs [B, …]).
       inputs: a tree of arrays [B, T, …].
       initial_state: a tree of arrays [B, …]. With `segment_ids` it belongs to the first segment.
       segment_ids: as in `linear_scan`.
@@ -179,15 +180,18 @@ def token_scan(step, inputs, initial_state, *, segment_ids=None, axis_name: str 
 
 
 def _compose(first, second):
+    """Returns the pair (a, b) of h ← e^a h + b that applies the pair `first` and then the pair
+    `second`.
+    """
     return second[0] + first[0], jnp.exp(second[0]) * first[1] + second[1]
 
 
 def _entering(carry, leaving, axis_name):
-    """The state that enters this shard.
+    """Returns the state that enters this shard if zeros enter the first shard.
 
     Args:
-      carry: the factor by which this shard's tokens multiply the state that enters.
-      leaving: the state after this shard if the state that enters is zero.
+      carry: the factor by which the decays of this shard multiply the state that enters it.
+      leaving: the state after this shard if zeros enter it.
     """
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     carries, left = jax.lax.all_gather((carry, leaving), axis_name)
@@ -198,8 +202,9 @@ def _entering(carry, leaving, axis_name):
 
 
 def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | None = None):
-    """m_t = max(a_t + m_{t-1}, b_t). No gradient passes through m: it is meant for results that are
-    stabilised by m but do not depend on it.
+    """Computes m_t = max(a_t + m_{t-1}, b_t). No gradient passes through m. It is meant for a
+    running maximum that is subtracted from exponents to avoid overflow, and that does not change
+    the result.
 
     Args:
       a, b: real arrays [B, T, …] of the same shape.
@@ -249,8 +254,8 @@ def _check(a, b, initial_state, segment_ids, start):
 
 
 def _documents(a, b, segment_ids, axis_name, nothing):
-    """(a, b) with a = −∞ where a document starts, and in padding a = 0 and b = `nothing`, which
-    keep the state.
+    """Returns (a, b) with a = −∞ where a document starts, and in padding a = 0 and b = `nothing`,
+    so that padding does not change the state.
     """
     if segment_ids is None:
         return a, b
@@ -262,7 +267,9 @@ def _documents(a, b, segment_ids, axis_name, nothing):
 
 
 def starts(segment_ids, axis_name):
-    """(whether a token starts a document, whether it is not padding), each [B, T] bool."""
+    """Returns two boolean arrays [B, T]: whether each token is the first one of a document, and
+    whether it is a token (not padding).
+    """
     earlier = segment_ids[:, :1]
     if axis_name is not None:
         before = last_id_before(segment_ids, axis_name)[:, None].astype(earlier.dtype)

@@ -1,6 +1,6 @@
-"""The public function `channel_delta_rule`. It checks the arguments, expresses the starts of
-documents as decays of -inf and chooses an implementation. This file also defines the custom
-gradient of the chunked implementation.
+"""The public function `channel_delta_rule`. It checks the arguments, sets the log decay to -inf
+where a document starts and chooses an implementation. This file also defines the custom gradient of
+the chunked implementation.
 
 Letters: B batch, T time, G key heads, H heads (head h reads key head h // (H // G)), K key width, V
 value width.
@@ -52,8 +52,8 @@ def channel_delta_rule(
     implementation: str | None = None,
     axis_name: str | None = None,
 ):
-    """The delta rule with a decay for each key channel (Kimi Delta Attention,
-    https://arxiv.org/abs/2510.26692) over whole sequences.
+    """Applies the delta rule with a decay for each key channel (Kimi Delta Attention,
+    https://arxiv.org/abs/2510.26692) to whole sequences.
 
     Each token first decays the state S [K, V] of a head, then writes to it, then reads from it:
 
@@ -65,31 +65,31 @@ def channel_delta_rule(
       q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a
         multiple of G.
       v: [B, T, H, V] values.
-      g: [B, T, H, K] log decay, <= 0; -inf forgets the channel exactly. Even a very strong decay
-        costs no accuracy.
+      g: [B, T, H, K] log decay, <= 0. With -inf the channel is forgotten exactly. Even a very
+        strong decay costs no accuracy.
       beta: [B, T, H] write strength; None for 1.
       erase: whether the write has the delta term -S^T k_t. Without it the function is gated linear
         attention (GLA, https://arxiv.org/abs/2312.06635).
-      erase_key: [B, T, H, K], the key e_t in S + beta_t k_t (v_t - S^T e_t)^T, if the key that is
-        erased differs from the key that is written (Gated DeltaNet-2,
-        https://arxiv.org/abs/2605.22791); None: e_t = k_t.
-      read: "after": a token reads the state after its decay and write; "before": it reads the state
-        before both (RWKV).
-      bonus: [H, K] or None, only with read="before": the term (sum_c q_c bonus_c k_c) v_t of the
-        token itself is added to o_t.
+      erase_key: [B, T, H, K], the key e_t in S <- S + beta_t k_t (v_t - S^T e_t)^T, for models that
+        erase with another key than they write with (Gated DeltaNet-2,
+        https://arxiv.org/abs/2605.22791). None means e_t = k_t.
+      read: "after": each token reads the state after its own decay and write. "before": each token
+        reads the state before its own decay and write (RWKV).
+      bonus: [H, K] or None, only with read="before": the token's own term (sum_c q_c bonus_c k_c)
+        v_t is added to o_t.
       value_decay: [B, T, H, V] or None, log decay <= 0 of the value channels, only with
-        erase=False: S <- Diag(exp(g_t)) S Diag(exp(value_decay_t)).
+        erase=False. The decay is then S <- Diag(exp(g_t)) S Diag(exp(value_decay_t)).
       initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first
         segment.
       segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id per
         document; 0 marks padding, at the end only. The state is reset where the id changes. In
         padding o is 0 and all gradients are 0.
-      implementation: "recurrent" or "chunked"; None: "chunked", which is the fastest on every
-        platform.
-      axis_name: inside `shard_map`, the mesh axis over which T is split in order; the arrays are
-        then this shard's part, with the segment ids of the whole row's documents. `initial_state`
-        is used on the first shard (elsewhere it is ignored and has no gradient); `final_state` is
-        that of the whole row, the same on every shard.
+      implementation: "recurrent" or "chunked". None means "chunked", which is the faster one on
+        every platform.
+      axis_name: name of the mesh axis over which T is split in order, for a call inside
+        `shard_map`. The arrays are then this shard's parts, and a document has the same id on every
+        shard. Only the first shard reads its `initial_state`; other shards ignore theirs, which
+        gets no gradient. Every shard returns the final state of the whole row.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
@@ -139,14 +139,14 @@ def channel_delta_rule(
             )
         live, new = ids > 0, (ids > 0) & (ids != jnp.concatenate([earlier, ids[:, :-1]], axis=1))
         over = lambda mask, x: mask.reshape(*mask.shape, *(1,) * (x.ndim - 2))
-        # padding neither decays the state nor writes to it nor reads it
+        # padding does not decay, write or read the state
         q, beta, g = (jnp.where(over(live, x), x, 0) for x in (q, beta, g))
         value_decay = (
             None if value_decay is None else jnp.where(over(live, value_decay), value_decay, 0)
         )
         g = jnp.where(over(new, g), -jnp.inf, g)
         own = q
-        # a document's first token would read the state of the document before
+        # otherwise a document's first token would read the state of the document before
         q = jnp.where(over(new, q), 0, q) if before else q
     run = functools.partial(_run, Options(implementation, erase, before))
     x = Inputs(q, k, v, g, beta, value_decay, erase_key)
@@ -223,7 +223,7 @@ def _check(
 
 
 def _run(options: Options, x: Inputs, initial_state):
-    """o [B, T, H, V] in the state's dtype, and the final state."""
+    """Returns o [B, T, H, V] in the state's dtype, and the final state [B, H, K, V]."""
     if options.implementation == "recurrent":
         return reference.recurrent(x, initial_state, erase=options.erase, before=options.before)
     if x.value_decay is not None:
@@ -236,17 +236,19 @@ def _run(options: Options, x: Inputs, initial_state):
 
 
 def chunk_size(x: Inputs) -> int:
-    """The number of tokens of a chunk, as in `delta_rule.dispatch.chunk_size`: 64, or 16 for
-    float32 heads of at most 32 channels; not much more than the number of tokens.
+    """Returns the number of tokens of a chunk, by the rule of
+    `ops.delta_rule.interface.chunk_size`: 64, or 16 for float32 heads of at most 32 channels; for
+    shorter sequences the smallest power of two that is at least the number of tokens, but at least
+    16.
     """
     narrow = max(x.q.shape[-1], x.v.shape[-1]) <= 32 and x.v.dtype == jnp.float32
     return min(16 if narrow else 64, max(16, 1 << (x.q.shape[1] - 1).bit_length()))
 
 
 def _on_platform(options: Options, pass_over, x: Inputs, *arguments):
-    """Calls `pass_over` (`chunked.forward` or `chunked.backward`) with the number of chunks to
-    compute at once: as many as fit into a CPU's caches, or into a small part of an accelerator's
-    memory.
+    """Calls `pass_over` (`chunked.forward` or `chunked.backward`) with the sizes of a chunk and of
+    a piece. A piece has as many chunks as fit in a CPU's caches, or in a small part of an
+    accelerator's memory.
     """
     size, chunks = chunk_size(x), -(-x.v.shape[1] // chunk_size(x))
     numbers = size * x.v.shape[0] * x.v.shape[2] * max(x.q.shape[3], x.v.shape[3])

@@ -1,10 +1,11 @@
-"""The chunked form of the operator, in plain XLA. The chunks are processed in groups, called
-pieces. For a piece, everything inside the chunks is computed for all its chunks at once; then one
-scan carries the state over the chunks.
+"""The chunked implementation of `channel_delta_rule`, in XLA alone. The chunks are processed in
+groups, called pieces. All arrays that do not depend on the state are computed for all chunks of a
+piece at once; then a scan carries the state from chunk to chunk.
 
-In a chunk of C rows (tokens), γ is the decay from the chunk's start to each row and ρ is the decay
-from each row to the chunk's end (both [C, K], see `ladder`). S is the state before the chunk and S'
-the state after it. E holds the keys that are erased: K, unless other keys are given.
+In a chunk of C rows (tokens), γ is the decay from the chunk's start to each row, and ρ is the decay
+from each row to the chunk's end (both [C, K], see `ladder`). S is the state before the chunk, S' is
+the state after it, and e^{total} is the decay over the whole chunk. E holds the keys of the delta
+term: the argument `erase_key`, or K if it is None.
 
     EK_ij = Σ_c e_ic k_jc e^{Σ_{j<t≤i} g_tc}
     P_ij  = Σ_c q_ic k_jc e^{Σ_{j<t≤i} g_tc}
@@ -32,20 +33,21 @@ The backward pass computes the gradients explicitly from dO and dS':
     dE   = seen + …
 
 The terms … come from D and N; they are computed for each level of `ladder`. The gradient of an
-exponent is a decayed number (such as an entry of K ρ) times the gradient of that number; the
-transposed sums of `ladder.exponents` turn these gradients into dg. The residuals are the inputs,
-the state before each chunk and the inverse A of each chunk. Documents need no special case here:
-`api` has set g = −∞ where one starts.
+exponent x is the gradient of a decayed number, such as an entry of K ρ, times the number itself.
+The transpose of the linear function `ladder.exponents` turns the gradients of all exponents into
+dg. The arrays saved for the backward pass are the inputs, the state before each chunk and the
+inverse A of each chunk. Documents need no special treatment here, because `api` has set g = −∞
+where a document starts.
 
-The rounding errors of products with A are not corrected by later rows of the chunk, whereas in the
-recurrence each token corrects the errors of the tokens before it. With repeated keys the errors add
-up. Therefore, if the operands have the dtype of the sums, W and dR are corrected once, by A (or Aᵀ)
-times the residual of their equations, (I + L) W = β (V − (E γ) S) and its transpose.
+In the recurrence, each token corrects the rounding errors of the tokens before it. In a product
+with A, later rows do not correct the errors of earlier rows, and with repeated keys the errors add
+up. Therefore W and dR get one step of iterative refinement if the operands of products have the
+dtype of the sums (float32 or float64): A (or Aᵀ) times the residual of the equation (I + L) W = β
+(V − (E γ) S) (or of its transpose) is added.
 
-In bfloat16 the operands of the products include the decay of each channel, so that keeping the
-norms of q and k outside of the products would not avoid rounding. The products in which terms
-cancel if keys repeat (EK, E S, (K ρ)ᵀ W, and W in P W) have their operands split into two bfloat16
-parts.
+With bfloat16 inputs, the operands of products contain the decays, so they are rounded in any case.
+In the products whose terms cancel if keys repeat, operands are split into two bfloat16 parts: both
+operands in EK, (E γ) S and (K ρ)ᵀ W, and W in P W.
 
 Letters: N chunks, B batch, G key heads, H heads, C chunk length, K key width, V value width.
 """
@@ -68,7 +70,7 @@ from qwen3next_jax.zoo.ops.channel_delta_rule import ladder
 
 
 class Inputs(typing.NamedTuple):
-    """The arrays of one call, with one entry for each token."""
+    """The arrays of one call that have an axis of tokens."""
 
     q: jax.Array  # [B, T, G, K]
     k: jax.Array  # [B, T, G, K]
@@ -79,7 +81,9 @@ class Inputs(typing.NamedTuple):
     erase_key: jax.Array | None = None  # [B, T, H, K]; None: k
 
     def wide(self) -> "Inputs":
-        """q and k repeated for the heads that read them."""
+        """Returns the inputs with q and k repeated to [B, T, H, K], once for each head that reads a
+        key head.
+        """
         heads = self.v.shape[2]
         return self._replace(
             q=jnp.repeat(self.q, heads // self.q.shape[2], axis=2),
@@ -88,7 +92,7 @@ class Inputs(typing.NamedTuple):
 
 
 class Chunks(typing.NamedTuple):
-    """The arrays of the chunks of a piece that the forward and the backward pass need."""
+    """The arrays of the chunks of a piece that both the forward and the backward pass need."""
 
     q: jax.Array  # [N, B, H, C, K]
     k: jax.Array  # [N, B, H, C, K]
@@ -96,9 +100,9 @@ class Chunks(typing.NamedTuple):
     beta: jax.Array  # [N, B, H, C, 1]
     reads: tuple  # for each level q times its decays, [N, B, H, C, K]
     keys: tuple  # for each level k times its decays, [N, B, H, C, K]
-    erased: tuple  # for each level E times its decays, [N, B, H, C, K]; `keys` where E is k
-    decays: ladder.Exponents  # e^x of the exponents x
-    e: jax.Array  # E, the keys that are erased, [N, B, H, C, K]
+    erased: tuple  # for each level E times its decays, [N, B, H, C, K]; `keys` if E is k
+    decays: ladder.Exponents  # the decays: e^x for each exponent x
+    e: jax.Array  # E, the keys of the delta term, [N, B, H, C, K]
     e_enter: jax.Array  # E γ
     q_enter: jax.Array  # Q γ
     k_leave: jax.Array  # K ρ
@@ -109,7 +113,9 @@ class Chunks(typing.NamedTuple):
 
 
 def both(product, x, y, dots: Products, x_axis: int, y_axis: int):
-    """`product` of x and y, which are both split into two parts if the operands are bfloat16."""
+    """Returns product(x, y). If `dots.operand` is bfloat16, x and y are both split into two
+    bfloat16 parts, which are concatenated along the contracted axes `x_axis` and `y_axis`.
+    """
     return product(
         *stack_for_product(
             split_precision(x, dots.operand), split_precision(y, dots.operand), x_axis, y_axis
@@ -118,13 +124,16 @@ def both(product, x, y, dots: Products, x_axis: int, y_axis: int):
 
 
 def _cut(x, size: int):
-    """[B, T, H, …] to [N, B, H, C, …]."""
+    """Rearranges [B, T, H, …] into [N, B, H, C, …]; pads T."""
     return jnp.swapaxes(blocks.to_chunks(x, 1, size), 2, 3)
 
 
 def _chunks(
     x: Inputs, known_inverse, size: int, erase: bool, before: bool, dtype
 ) -> tuple[Chunks, Products, Products]:
+    """Returns the arrays of the chunks of a piece; `Products` whose operands are cast to v's dtype;
+    and `Products` whose operands have the dtype `dtype`, the dtype of the state.
+    """
     dots, exact = Products(x.v.dtype, copies=True), Products(dtype, copies=True)
     q, k, v, g, beta = (_cut(array.astype(dtype), size) for array in x.wide()[:5])
     e = k if x.erase_key is None else _cut(x.erase_key.astype(dtype), size)
@@ -164,7 +173,7 @@ def _chunks(
 
 
 def _written(c: Chunks, state, dots: Products, exact: Products):
-    """(W, V − (E γ) S); without erasing (β V, V)."""
+    """Returns W and V − (E γ) S. Without the delta term they are β V and V."""
     if c.inverse is None:
         return c.beta * c.v, c.v
     unseen = c.v - both(dots.nn, c.e_enter, state, dots, -1, -2)
@@ -176,14 +185,14 @@ def _written(c: Chunks, state, dots: Products, exact: Products):
 
 
 def _needed(c: Chunks) -> Chunks:
-    """`c` without the arrays that the scan over the state does not read."""
+    """Returns `c` without the arrays that the scan over the chunks does not read."""
     return c._replace(
         q=None, k=None, reads=None, keys=None, erased=None, decays=None, e=None, p=None
     )
 
 
 def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, before: bool):
-    """The forward pass.
+    """Computes the forward pass.
 
     Args:
       size: the number of tokens of a chunk.
@@ -192,8 +201,9 @@ def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, bef
       before: whether a token reads the state before its own decay and write.
 
     Returns:
-      o [B, T, H, V] in the state's dtype; the final state; and for the backward pass the state
-      before each chunk [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without erasing).
+      o [B, T, H, V] in the state's dtype; the final state [B, H, K, V]; and for the backward pass
+      the state before each chunk [N, B, H, K, V] and the inverses A [N, B, H, C, C] (None without
+      the delta term).
     """
 
     def one(state, x):
@@ -216,14 +226,16 @@ def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, bef
 
 
 def _joined(x, time: int):
+    """Rearranges [N, B, H, C, …] into [B, T, H, …] for T = `time`."""
     return blocks.from_chunks(jnp.swapaxes(x, 2, 3), 1, time)
 
 
 def backward(
     x: Inputs, states, inverses, do, dfinal, *, size: int, piece: int, erase: bool, before: bool
 ):
-    """The gradients of the fields of `Inputs` (None for value_decay, and for E if it is k) and of
-    the initial state, from the gradients of o and of the final state.
+    """Returns the gradients of the fields of `Inputs`, in their order, and the gradient of the
+    initial state. The gradient of value_decay is None, and the gradient of erase_key is None if
+    erase_key is.
     """
 
     def one(dstate, inputs):
@@ -261,6 +273,9 @@ def backward(
 
 
 def _reverse_scan(step, carry, xs):
+    """Runs `jax.lax.scan` from the last entry to the first. If there is only one entry, it calls
+    `step` without a loop.
+    """
     if jax.tree.leaves(xs)[0].shape[0] > 1:
         return jax.lax.scan(step, carry, xs, reverse=True)
     return blocks.scan(step, carry, xs)
@@ -269,7 +284,8 @@ def _reverse_scan(step, carry, xs):
 def _gradients(
     c: Chunks, states, dstates, written, unseen, dr, do, before: bool, dots: Products, by_key: bool
 ):
-    """The gradients of the fields of `Inputs`, for each chunk: dq, dk, dv, dg, dβ, None and dE.
+    """Returns the gradients of the fields of `Inputs` for each chunk, [N, B, H, C, …]: dq, dk, dv,
+    dg, dβ, None and dE.
 
     Args:
       states: the states before the chunks.

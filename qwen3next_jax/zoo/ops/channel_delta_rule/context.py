@@ -1,11 +1,12 @@
-"""`channel_delta_rule` over a sequence that is split over a mesh axis. The tokens of a shard act on
-the state S that enters the shard by an affine map.
+"""`channel_delta_rule` over a sequence that is split over a mesh axis. The state after a shard is
+an affine function of the state S that enters the shard.
 
 The state after the shard is S' = U + M S, and the outputs are o = o₀ + r S. One pass over the shard
-computes U, M, o₀ and r: the state gets K additional columns, which start as the identity matrix and
-whose values are 0. Their final state is M, and their outputs are r. The maps of the shards are then
-composed (`delta_rule.context.compose_over_shards`). The gradient is computed by autodiff of these
-steps. If a document starts in the shard, M is 0.
+computes U, M, o₀ and r. For this pass the state gets K more columns, which are the identity matrix
+at the start of the shard, and v gets K more channels, which are 0. The final state of the added
+columns is M, and their outputs are r. The maps of the shards are then composed
+(`ops.delta_rule.context.compose_over_shards`). JAX differentiates these steps. If a document starts
+in the shard, M is 0.
 """
 
 import jax
@@ -17,10 +18,13 @@ from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs
 
 
 def across(run, axis_name: str, x: Inputs, initial_state):
-    """o [B, T, H, V] of this shard, and the final state [B, H, K, V] of the row.
+    """Returns o [B, T, H, V] of this shard, and the final state [B, H, K, V] of the whole row.
 
     Args:
-      run: (inputs, initial state) → (o, final state) of one shard.
+      run: function (inputs, initial state) → (o, final state) for the tokens of one shard.
+      axis_name: name of the mesh axis over which T is split.
+      x: the arrays of this shard.
+      initial_state: [B, H, K, V]. Only the first shard's is used.
     """
     shard, last = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name) - 1
     (*_, key, value), dtype = initial_state.shape, initial_state.dtype

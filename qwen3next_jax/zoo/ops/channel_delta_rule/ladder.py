@@ -1,21 +1,23 @@
-"""The decay between every two rows (tokens) of a chunk, for each channel, computed from exponents
-that are sums of g and never differences of sums.
+"""The decay between every two rows (tokens) of a chunk, for each channel. The exponents of the
+decays are computed as sums of g, never as differences of sums.
 
-Between the rows i > j the state decays by e^{Σ_{j<t≤i} g_t} in each channel. With G_i = Σ_{t≤i} g_t
-the factors e^{G_i} and e^{−G_j} would give this decay by a matrix product, but e^{−G_j} can
-overflow, and the difference G_i − G_j would lose precision. Instead the pairs of rows are divided
-into levels m = 1, 2, 4, …, C/2. A pair belongs to level m if i is in an odd block of m rows (the
-first block has the number 0) and j is in the even block just before it. Its exponent is then
+From row j to row i > j, each channel of the state decays by the factor e^{Σ_{j<t≤i} g_t}. Let G_i =
+Σ_{t≤i} g_t. This factor is e^{G_i} e^{−G_j}, so one matrix product could apply the decays of all
+pairs. But e^{−G_j} can overflow, and the difference G_i − G_j would lose precision. Therefore the
+pairs of rows are divided into levels m = 1, 2, 4, …, C/2. For level m, the rows are divided into
+blocks of m rows, numbered from 0. A pair (i, j) belongs to level m if i is in a block with an odd
+number and j is in the block just before it. The exponent of the pair is then
 
     (Σ of g from the start of i's block to row i)
     + (Σ of g from the row after j to the end of j's block).
 
 Every pair belongs to exactly one level. Both sums are ≤ 0, so nothing overflows, and g = −∞ is
-exact. At each level the product of a function of i and a function of j gives the decay.
+exact. At each level, the decay is the product of a factor that depends on i and a factor that
+depends on j.
 
-A level with m < BASE is computed as a masked product of blocks of BASE rows, as a matrix unit
-multiplies no smaller blocks. A level with m ≥ BASE is the product of each odd block with the even
-block before it.
+For m < BASE, the matrix of a level is computed as products of blocks of BASE rows with a mask,
+because a matrix unit is not faster for smaller blocks. For m ≥ BASE, it is the product of each odd
+block with the even block before it.
 
 Letters: C chunk length, K key width, `…` leading dimensions.
 """
@@ -30,16 +32,18 @@ BASE = 16
 
 
 class Exponents(typing.NamedTuple):
-    """Sums of g. All are ≤ 0 and linear in g, so that `jax.vjp` of `exponents` computes dg by sums,
-    too.
+    """Sums of g over spans of rows. All are ≤ 0. They are linear in g, so `jax.vjp` of the function
+    `exponents` computes dg from sums only.
 
     Attributes:
-      levels: for each level [..., C, K]: for a row in an odd block the sum from the block's start
-        to the row; for a row in an even block the sum from the next row to the block's end.
-      reads: the sums of `levels` for the rows of queries. If a token reads the state before its own
-        decay and write, the sums in odd blocks end one row earlier.
+      levels: for each level an array [..., C, K]. For a row in an odd block it holds the sum from
+        the block's start to the row, and for a row in an even block the sum from the next row to
+        the block's end.
+      reads: the same sums for queries. If a token reads the state before its own decay and write,
+        the sums in odd blocks end one row earlier; otherwise they are `levels`.
       enter: [..., C, K], the sum from the chunk's start to each row.
-      reads_enter: [..., C, K], the same for the rows of queries; it may end one row earlier, too.
+      reads_enter: [..., C, K], the same for queries. If a token reads the state before its own
+        decay and write, the sums end one row earlier.
       leave: [..., C, K], the sum from the next row to the chunk's end.
       total: [..., 1, K], the sum over the chunk.
     """
@@ -53,7 +57,9 @@ class Exponents(typing.NamedTuple):
 
 
 def exponents(g_CK, before: bool) -> Exponents:
-    """The sums of g. `before`: whether a token reads the state before its own decay and write."""
+    """Returns the sums of g_CK [..., C, K]. `before` says whether a token reads the state before
+    its own decay and write.
+    """
 
     def halves(x, m):  # the even and the odd blocks of m rows, [..., C / 2m, m, K] each
         x = x.reshape(*x.shape[:-2], -1, 2, m, x.shape[-1])
@@ -91,15 +97,16 @@ def exponents(g_CK, before: bool) -> Exponents:
 
 
 def _diagonal(x_CC, size: int):
-    """The blocks on the diagonal, [..., C / size, size, size]."""
+    """Returns the blocks on the diagonal, [..., C / size, size, size]."""
     return jnp.stack(
         [x_CC[..., i : i + size, i : i + size] for i in range(0, x_CC.shape[-1], size)], axis=-3
     )
 
 
 def _rows(x_CK, m: int):
-    """The rows in odd blocks and the rows in even blocks of level m. For m < BASE both are whole
-    blocks of BASE rows; `_mask` then leaves out the other rows.
+    """Returns two arrays [..., blocks, rows, K]: the rows in odd blocks and the rows in even blocks
+    of level m. For m < BASE both arrays hold all rows, in blocks of BASE rows, and `_mask` selects
+    the pairs of the level afterwards.
     """
     size = min(max(2 * m, BASE), x_CK.shape[-2])
     x = x_CK.reshape(*x_CK.shape[:-2], -1, size, x_CK.shape[-1])
@@ -107,18 +114,20 @@ def _rows(x_CK, m: int):
 
 
 def _mask(size: int, m: int):
-    """Whether a pair of rows belongs to level m, [size, size], for a block of `size` rows."""
+    """Returns booleans [size, size]: whether each pair of rows of a block of `size` rows belongs to
+    level m.
+    """
     row, column = indices(size, size)
     return (row // (2 * m) == column // (2 * m)) & (row // m > column // m)
 
 
 def pairs(x_levels, y_levels, product):
-    """The strictly lower matrix [..., C, C] whose entry (i, j) is the product of row i of x and row
-    j of y, both taken from the level of the pair (i, j).
+    """Returns the strictly lower matrix [..., C, C]. Its entry (i, j) is the inner product of row i
+    of x and row j of y, both taken from the arrays of the level to which the pair (i, j) belongs.
 
     Args:
       x_levels, y_levels: for each level an array [..., C, K].
-      product: (x, y) → x yᵀ.
+      product: function (x, y) → x yᵀ.
     """
     whole = None
     for level, (x, y) in enumerate(zip(x_levels, y_levels)):
@@ -138,12 +147,14 @@ def pairs(x_levels, y_levels, product):
 
 
 def pairs_backward(d_CC, x_CK, y_CK, level: int, nn, tn):
-    """The gradients (dx, dy), each [..., C, K], of one level of `pairs`.
+    """Returns the gradients (dx, dy), each [..., C, K], of the arrays of one level of `pairs`.
 
     Args:
       d_CC: the gradient of the matrix that `pairs` returns.
-      nn: (x, y) → x y.
-      tn: (x, y) → xᵀ y.
+      x_CK, y_CK: the arrays of the level that `pairs` took.
+      level: the index of the level; m = 2^level.
+      nn: function (x, y) → x y.
+      tn: function (x, y) → xᵀ y.
     """
     m = 1 << level
     (odd, _), (_, even) = _rows(x_CK, m), _rows(y_CK, m)
@@ -160,8 +171,8 @@ def pairs_backward(d_CC, x_CK, y_CK, level: int, nn, tn):
 
 
 def applied(x_CK, y_CK, v_CV, level: int, dots):
-    """The product [..., C, V] of v and the matrix of one level of `pairs`. The rows of v, like
-    those of x and y, are multiplied by the decays of the level.
+    """Returns [..., C, V], the matrix of one level of `pairs` times v. The rows of x, y and v are
+    already multiplied by the decays of the level. `level` is the index of the level; m = 2^level.
     """
     m = 1 << level
     (odd, _), (_, even), (_, values) = _rows(x_CK, m), _rows(y_CK, m), _rows(v_CV, m)

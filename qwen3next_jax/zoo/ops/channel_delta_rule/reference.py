@@ -1,5 +1,5 @@
-"""The delta rule with a decay for each channel, computed token by token: the reference of the
-tests, and the implementation of one-token decoding.
+"""The delta rule with a decay for each key channel, computed token by token. Tests compare the
+chunked implementation with it, and decoding of single tokens runs it.
 
 Letters: B batch, T time, H heads, K key width, V value width.
 """
@@ -11,10 +11,16 @@ from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs
 
 
 def recurrent(x: Inputs, initial_state, *, erase: bool, before: bool):
-    """The recurrence, computed in the dtype of the state and differentiated by autodiff.
+    """Runs the recurrence in the dtype of the state. JAX differentiates the code.
+
+    Args:
+      x: the arrays of the call.
+      initial_state: [B, H, K, V].
+      erase: whether the write has the delta term.
+      before: whether a token reads the state before its own decay and write.
 
     Returns:
-      o [B, T, H, V]; the final state [B, H, K, V].
+      o [B, T, H, V] and the final state [B, H, K, V], both in the dtype of the state.
     """
 
     def step(state_BHKV, token):

@@ -1,11 +1,12 @@
-"""Decay on both axes of the state, without erasing: S ← Diag(e^{g}) S Diag(e^{g'}) + β k vᵀ. It is
-computed chunk by chunk and differentiated by autodiff.
+"""`channel_delta_rule` with a decay on both axes of the state and without the delta term: S ←
+Diag(e^{g}) S Diag(e^{g'}) + β k vᵀ. The state is computed chunk by chunk, and JAX differentiates
+the code.
 
-The decay of values is computed with the same levels of row pairs as the decay of keys (see
-`ladder`). At each level the value of row j first decays from row j to the end of its block. The
-products q·k of the pairs then weigh these values, and their sum decays from the start of the other
-block to the reading row i. The matrix of each level is therefore applied on its own, and a matrix
-of all pairs never exists.
+The decay of the values uses the same levels of pairs of rows as the decay of the keys (see
+`ladder`). At each level, the value of row j first decays from row j to the end of its block. Then
+the values are summed with the weights q·k of the pairs. The sum decays from the start of the next
+block to row i, which reads it. Therefore the matrix of weights of each level is multiplied by the
+values that were decayed for this level, and no matrix of all pairs is computed.
 
 Letters: B batch, H heads, C chunk length, K key width, V value width.
 """
@@ -20,10 +21,17 @@ from qwen3next_jax.zoo.ops.channel_delta_rule.chunked import Inputs, both
 
 
 def forward(x: Inputs, initial_state, *, size: int, before: bool):
-    """o [B, T, H, V] in the state's dtype, and the final state [B, H, K, V]."""
+    """Returns o [B, T, H, V] in the state's dtype, and the final state [B, H, K, V].
+
+    Args:
+      x: the arrays of the call.
+      initial_state: [B, H, K, V].
+      size: number of tokens of a chunk.
+      before: whether a token reads the state before its own decay and write.
+    """
     dtype, dots = initial_state.dtype, Products(x.v.dtype, copies=True)
 
-    @jax.checkpoint  # saves only a chunk's inputs and its initial state for the backward pass
+    @jax.checkpoint  # the backward pass recomputes all but `state_BHKV` and `chunk`
     def step(state_BHKV, chunk: Inputs):
         q, k, v, g, beta, value_decay = (
             jnp.moveaxis(array.astype(dtype), 1, 2) for array in chunk.wide()[:6]
@@ -53,8 +61,9 @@ def forward(x: Inputs, initial_state, *, size: int, before: bool):
 
 
 def across(run, axis_name: str, x: Inputs, initial_state, before: bool):
-    """`context.across` for states that decay on both axes. A loop over the earlier shards computes
-    the state that enters a shard.
+    """Does what `context.across` does, for states that decay on both axes. A loop over the earlier
+    shards computes the state that enters this shard. `before` says whether a token reads the state
+    before its own decay and write.
     """
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     dtype = initial_state.dtype

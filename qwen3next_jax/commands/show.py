@@ -1,0 +1,292 @@
+"""Describes the model of a config file: its layers, their parameters, the FLOPs of a token, the
+memory that decoding and training need. With two config files it also lists the settings in which
+they differ. Nothing is trained or written, but for the figure of `--svg`.
+
+    qwen3next show configs/small.py [--config.model.num_hidden_layers=24] [--devices=1,8,64]
+        [--context=4096,262144] [--svg=small.svg]
+    qwen3next show tiny small
+"""
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from absl import flags
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from qwen3next_jax.commands import cli
+from qwen3next_jax.common.errors import ExitCode, UserError, short_repr
+from qwen3next_jax.config import Config, ModelConfig
+
+ARGUMENTS = "CONFIG.py"  # the positional arguments, for --help
+
+
+def main(paths: list[str]) -> int:
+    if len(paths) not in (1, 2):
+        raise UserError(
+            f"expected one or two config files, not {len(paths)}: qwen3next show configs/tiny.py"
+        )
+    devices = cli.positive_integers("devices", _devices.value)
+    lengths = cli.positive_integers("context", _context.value)
+    cli.check_writable("svg", _svg.value)
+    if _svg.value and pathlib.Path(_svg.value).exists():
+        raise UserError(f"--svg={_svg.value}: the file exists: choose another name, or remove it")
+    console = Console(highlight=False)
+    if not console.is_terminal:  # a program may read the lines, so they must not be wrapped
+        console.width = 10_000
+    configs = [_load(path, console) for path in paths]
+    for config in configs:
+        print_model(config, devices, lengths, console)
+    if len(configs) == 2:
+        _print_differences(paths, configs, console)
+    if _svg.value:
+        _draw(configs[0], pathlib.Path(_svg.value))
+    return ExitCode.DONE
+
+
+def _load(path: str, console: Console) -> Config:
+    """Reads a config file. If its settings are not valid, prints those that differ from the
+    defaults before it raises the UserError.
+    """
+    values = cli.load_settings(path)
+    try:
+        return cli.validate_settings(values)
+    except UserError:
+        from qwen3next_jax.config import default_config
+
+        table = Table("setting", "default", "in the file", box=SIMPLE)
+        default = dict(_leaves(default_config()))
+        for name, value in _leaves(values):
+            if name not in default or default[name] != value:
+                table.add_row(name, short_repr(default.get(name)), short_repr(value))
+        console.print(f"{path} is not valid. It sets:", table)
+        raise
+
+
+def print_model(
+    config: Config, devices: Sequence[int], lengths: Sequence[int], console: Console
+) -> None:
+    """Prints the tables of one configuration.
+
+    Args:
+      devices: numbers of devices for the memory of training.
+      lengths: lengths of contexts, in tokens, for the memory of decoding.
+    """
+    from qwen3next_jax.model.description import layer_kinds
+    from qwen3next_jax.model.flops import parameter_counts
+
+    model = config.model
+    counts, kinds = parameter_counts(model), layer_kinds(model)
+    console.print(f"[bold]{config.name}[/]: {_millions(counts.total)} parameters")
+    console.print(
+        f"  {_millions(counts.active)} that a token uses in the layers, "
+        f"{_millions(counts.embeddings)} in embedding and head"
+        + f", {_millions(counts.mtp)} in multi-token prediction"
+        * (counts.mtp > 0)
+    )
+    console.print(
+        f"  {model.num_hidden_layers} layers of width {model.hidden_size:,}, vocabulary "
+        f"{model.vocab_size:,}"
+    )
+    table = Table("layers", "mixer", "MLP", box=SIMPLE)
+    for name in ("parameters of a layer", "that a token uses"):
+        table.add_column(name, justify="right")
+    for kind in kinds:
+        mixer = kind.mixer + " + n-gram embedding" * kind.embedding
+        table.add_row(
+            layers_text(kind.layers),
+            mixer,
+            _mlp(model, kind.mlp),
+            f"{kind.size:,}",
+            f"{kind.used:,}",
+        )
+    console.print(table)
+    shown: list[Any] = []
+    for kind in kinds:
+        same = [other for other in shown if other.parameters == kind.parameters]
+        if not same:
+            console.print(f"One layer of {layers_text(kind.layers)}:", _parameters_table(kind))
+            shown.append(kind)
+        else:
+            console.print(
+                f"One layer of {layers_text(kind.layers)}: as of {layers_text(same[0].layers)}"
+            )
+    console.print(_flops_table(config))
+    console.print(_decoding_table(model, lengths))
+    console.print(_training_table(config, devices))
+    console.print(
+        "The memory of training is split evenly here, and leaves out activations and buffers: "
+        "qwen3next plan compiles the real step."
+    )
+
+
+def layers_text(layers: Sequence[int]) -> str:
+    """Writes indices of layers briefly: "0–2, 4–6" or, in steps, "3, 7, … 47". No index: the layer
+    of the multi-token prediction module.
+    """
+    if not layers:
+        return "multi-token prediction"
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    texts = [f"{first}" if first == last else f"{first}–{last}" for first, last in runs]
+    return ", ".join(texts if len(texts) <= 4 else [*texts[:3], f"… {texts[-1]}"])
+
+
+def _mlp(model: ModelConfig, kind: str) -> str:
+    if kind == "dense":
+        return f"dense, width {model.intermediate_size:,}"
+    shared = f", shared {model.shared_expert_intermediate_size:,}"
+    return (
+        f"{model.num_experts_per_tok} of {model.num_experts} experts, width "
+        f"{model.moe_intermediate_size:,}" + shared * (model.shared_expert_intermediate_size > 0)
+    )
+
+
+def _parameters_table(kind: Any) -> Table:
+    table = Table("parameter", "shape", "matrices side by side", "kind", box=SIMPLE)
+    table.add_column("numbers", justify="right")
+    for path, parameter in kind.parameters.items():
+        shape = " × ".join(
+            f"{size:,}" + (f" {axis}" if axis else "")
+            for size, axis in zip(parameter.shape, parameter.axes, strict=True)
+        )
+        parts = ", ".join(f"{part.name} {part.width:,}" for part in parameter.parts)
+        table.add_row(path, shape, parts, parameter.kind, f"{math.prod(parameter.shape):,}")
+    return table
+
+
+def _flops_table(config: Config) -> Table:
+    from qwen3next_jax.model.flops import BACKWARD_OVER_FORWARD, forward_flops_per_token
+
+    length = config.train.sequence_length
+    table = Table(f"training one token, rows of {length:,}", box=SIMPLE)
+    table.add_column("MFLOP", justify="right")
+    table.add_column("share", justify="right")
+    parts = forward_flops_per_token(config.model, length)
+    total = sum(parts.values())
+    for name, flops in sorted(parts.items(), key=lambda part: -part[1]):
+        if flops:
+            flops_of_step = (1 + BACKWARD_OVER_FORWARD) * flops
+            table.add_row(name, f"{flops_of_step / 1e6:,.2f}", f"{flops / total:.1%}")
+    table.add_row("all", f"{(1 + BACKWARD_OVER_FORWARD) * total / 1e6:,.2f}", "100 %")
+    return table
+
+
+def _decoding_table(model: ModelConfig, lengths: Sequence[int]) -> Table:
+    from qwen3next_jax.model.description import context_memory
+
+    memory = context_memory(model)
+    table = Table("decoding one sequence of", box=SIMPLE)
+    for name in ("recurrent state", "cache of the context", "together"):
+        table.add_column(name, justify="right")
+    for length in lengths:
+        slots = length * memory.per_token
+        table.add_row(
+            f"{length:,} tokens", _bytes(memory.state), _bytes(slots), _bytes(memory.state + slots)
+        )
+    return table
+
+
+def _training_table(config: Config, devices: Sequence[int]) -> Table:
+    """The memory of the train state, split evenly over devices."""
+    from qwen3next_jax.sharding.mesh import single_device_mesh
+    from qwen3next_jax.training.state import abstract_train_state
+
+    state = abstract_train_state(
+        config.model, config.optimizer, config.guards, single_device_mesh()
+    )
+    parameters, optimizer = _size(state["params"]), _size(state["opt_state"])
+    table = Table("training on", box=SIMPLE)
+    for name in ("parameters", "gradients", f"{config.optimizer.name}'s state", "together"):
+        table.add_column(name, justify="right")
+    for number in devices:
+        sizes = [parameters / number, parameters / number, optimizer / number]
+        table.add_row(
+            f"{number:,} device" + "s, each" * (number > 1), *map(_bytes, sizes), _bytes(sum(sizes))
+        )
+    return table
+
+
+def _size(tree: Any) -> int:
+    import jax
+
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _millions(number: int) -> str:
+    return f"{number / 1e9:,.2f} billion" if number >= 1e9 else f"{number / 1e6:,.2f} million"
+
+
+def _bytes(size: float) -> str:
+    for unit, name in ((1e9, "GB"), (1e6, "MB")):
+        if size >= unit:
+            return f"{size / unit:,.2f} {name}"
+    return f"{size / 1e3:,.2f} kB"
+
+
+def _print_differences(paths: Sequence[str], configs: Sequence[Config], console: Console) -> None:
+    """Prints the settings whose values differ."""
+    first, second = (dict(_leaves(dataclasses.asdict(config))) for config in configs)
+    table = Table("setting", *paths, box=SIMPLE)
+    for name in sorted(first.keys() | second.keys(), key=[*first, *second].index):
+        if first.get(name) != second.get(name):
+            table.add_row(name, short_repr(first.get(name)), short_repr(second.get(name)))
+    console.print("Settings that differ:" if table.row_count else "No setting differs.")
+    if table.row_count:
+        console.print(table)
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted name, value) of every setting in a nested dict."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _draw(config: Config, path: pathlib.Path) -> None:
+    """Writes the figure of the model to `path`."""
+    from qwen3next_jax.model.description import layer_kinds
+    from qwen3next_jax.model.flops import parameter_counts
+    from qwen3next_jax.reporting.architecture import LayerBox, draw_model
+
+    model = config.model
+    boxes = [
+        LayerBox(
+            kind.mixer,
+            kind.layers,
+            _mlp(model, kind.mlp),
+            [
+                (name, " × ".join(f"{size:,}" for size in parameter.shape))
+                for name, parameter in kind.parameters.items()
+            ],
+            f"{_millions(kind.size)} parameters, {_millions(kind.used)} for a token",
+        )
+        for kind in layer_kinds(model)
+    ]
+    counts = parameter_counts(model)
+    subtitle = (
+        f"{_millions(counts.total)} parameters, {_millions(counts.active)} for a token; width "
+        f"{model.hidden_size:,}, vocabulary {model.vocab_size:,}"
+    )
+    path.write_text(draw_model(config.name, subtitle, boxes))
+    print(f"wrote {path}")
+
+
+cli.accept_settings()
+_devices = flags.DEFINE_list(
+    "devices", ["1", "8", "64"], "numbers of devices for the memory of training"
+)
+_context = flags.DEFINE_list(
+    "context", ["4096", "32768", "262144"], "lengths of contexts for the memory of decoding"
+)
+_svg = flags.DEFINE_string("svg", "", "file for a figure of the model (of the first config)")

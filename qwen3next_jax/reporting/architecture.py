@@ -1,0 +1,142 @@
+"""Draws a model as a standalone SVG: the stack of its layers, and beside it one layer of each kind
+with its parameters. The colours fit light and dark pages.
+"""
+
+import html
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Sizes in SVG units.
+STACK_WIDTH, LAYER_HEIGHT, LAYER_GAP = 190, 15, 3
+KIND_LEFT, KIND_WIDTH, LINE = 250, 440, 17
+TOP = 74
+MOST_LAYERS = 24  # a deeper stack is drawn with a gap in its middle
+
+STYLE = """
+  svg { --text: #1b1f24; --soft: #59636e; --paper: #ffffff; --line: #d0d7de }
+  @media (prefers-color-scheme: dark) {
+    svg { --text: #e6edf3; --soft: #9198a1; --paper: #0d1117; --line: #3d444d }
+  }
+  text { font: 12px system-ui, sans-serif; fill: var(--text) }
+  .title { font-size: 18px; font-weight: 600 }
+  .soft { fill: var(--soft) }
+  .mono { font-family: ui-monospace, monospace; font-size: 11px }
+  .paper { fill: var(--paper) }
+  .panel { fill: none; stroke: var(--line) }
+"""
+# One colour for each kind of layer; white text is readable on all of them.
+COLOURS = ("#2f6fb3", "#b4530f", "#2b7a4b", "#8a3d86", "#7a6410", "#116f7d")
+
+
+class LayerBox(NamedTuple):
+    """What is drawn of one kind of layer.
+
+    Attributes:
+      name: the name of the mixer.
+      layers: the indices of the layers; () for the layer of multi-token prediction.
+      mlp: a description of the MLP.
+      parameters: (path, shape as text).
+      note: a line below the name.
+    """
+
+    name: str
+    layers: Sequence[int]
+    mlp: str
+    parameters: Sequence[tuple[str, str]]
+    note: str
+
+
+def draw_model(title: str, subtitle: str, kinds: Sequence[LayerBox]) -> str:
+    """Returns the SVG, as text, of a model with layers of these kinds. `subtitle`: a line below the
+    title.
+    """
+    stack, stack_height = _draw_stack(kinds)
+    panels, bottom = [], TOP
+    for colour, kind in enumerate(kinds):
+        if any(kind.parameters == earlier.parameters for earlier in kinds[:colour]):
+            continue
+        panel, bottom = _draw_kind(kind, COLOURS[colour % len(COLOURS)], bottom)
+        panels.append(panel)
+    width = KIND_LEFT + KIND_WIDTH + 20
+    height = max(TOP + stack_height, bottom) + 10
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" '
+        f'aria-label="{html.escape(f"{title}: {subtitle}", quote=True)}">\n'
+        f"<style>{STYLE}</style>\n"
+        f'<rect class="paper" width="{width}" height="{height}"/>\n'
+        + _text(20, 30, title, "title")
+        + _text(20, 52, subtitle, "soft")
+        + stack
+        + "".join(panels)
+        + "</svg>\n"
+    )
+
+
+def _draw_stack(kinds: Sequence[LayerBox]) -> tuple[str, int]:
+    """Returns the column of layers, the first at the bottom, and its height."""
+    colour_of = {
+        layer: (COLOURS[number % len(COLOURS)], kind.name)
+        for number, kind in enumerate(kinds)
+        for layer in kind.layers
+    }
+    layers = sorted(colour_of)
+    if len(layers) > MOST_LAYERS:
+        half = MOST_LAYERS // 2
+        shown = [*layers[:half], None, *layers[-half:]]
+    else:
+        shown = list(layers)
+    rows: list[tuple[str, str, str]] = [("embedding", "", "#59636e")]
+    for layer in shown:
+        if layer is None:
+            left_out = len(layers) - MOST_LAYERS
+            rows.append((f"… {left_out} more layers in the same order …", "", ""))
+        else:
+            colour, name = colour_of[layer]
+            rows.append((name, str(layer), colour))
+    rows.append(("head", "", "#59636e"))
+    for number, kind in enumerate(kinds):
+        if not kind.layers:
+            rows.append(("multi-token prediction", "", COLOURS[number % len(COLOURS)]))
+    drawn = []
+    for place, (name, index, colour) in enumerate(reversed(rows)):
+        y = TOP + place * (LAYER_HEIGHT + LAYER_GAP)
+        middle = y + LAYER_HEIGHT - 4
+        if not colour:
+            drawn.append(_text(20, middle, name, "soft", 11))
+            continue
+        drawn.append(
+            f'<rect x="20" y="{y}" width="{STACK_WIDTH}" height="{LAYER_HEIGHT}" rx="3" '
+            f'fill="{colour}"/>\n'
+            + _text(28, middle, name, "", 10, "#ffffff")
+            + _text(20 + STACK_WIDTH - 22, middle, index, "", 10, "#ffffff")
+        )
+    return "".join(drawn), len(rows) * (LAYER_HEIGHT + LAYER_GAP)
+
+
+def _draw_kind(kind: LayerBox, colour: str, top: int) -> tuple[str, int]:
+    """Returns the panel of one kind of layer, and the y below it."""
+    height = LINE * (len(kind.parameters) + 4) + 10
+    title = kind.name if kind.layers else f"{kind.name} (multi-token prediction)"
+    lines = [
+        f'<rect class="panel" x="{KIND_LEFT}" y="{top}" width="{KIND_WIDTH}" height="{height}" '
+        'rx="6"/>\n'
+        f'<rect x="{KIND_LEFT}" y="{top}" width="6" height="{height}" rx="3" fill="{colour}"/>\n',
+        _text(KIND_LEFT + 18, top + LINE + 2, title, "title", 14),
+        _text(KIND_LEFT + 18, top + 2 * LINE + 4, kind.note, "soft"),
+        _text(KIND_LEFT + 18, top + 3 * LINE + 4, kind.mlp, "soft"),
+    ]
+    for number, (path, shape) in enumerate(kind.parameters):
+        y = top + (number + 4) * LINE + 8
+        lines.append(_text(KIND_LEFT + 18, y, path, "mono"))
+        lines.append(_text(KIND_LEFT + KIND_WIDTH - 190, y, shape, "mono soft"))
+    return "".join(lines), top + height + 12
+
+
+def _text(x: int, y: int, text: str, css: str, size: int = 0, fill: str = "") -> str:
+    style = (f"font-size:{size}px;" if size else "") + (f"fill:{fill}" if fill else "")
+    return (
+        f'<text x="{x}" y="{y}" class="{css}"'
+        + (f' style="{style}"' if style else "")
+        + f">{html.escape(text)}</text>\n"
+    )
