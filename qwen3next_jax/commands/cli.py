@@ -211,7 +211,7 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
     return rest
 
 
-_reads_settings = False  # whether the command takes `--config.group.name=value`
+_reads_settings = False  # whether the command accepts `--config.group.name=value`
 _overrides: list[tuple[str, str]] = []
 _file_values: dict[str, Any] = {}  # the settings of the file --config, without the overrides
 
@@ -309,14 +309,19 @@ def define_config_flag() -> Callable[..., Config | None]:
 
 
 def accept_settings() -> None:
-    """Lets the command take `--config.group.name=value`, and `--help` list the settings."""
+    """Makes the command accept flags of the form `--config.group.name=value`, and makes its
+    `--help` list the settings.
+    """
     global _reads_settings
     _reads_settings = True
 
 
 def load_settings(path: str) -> dict[str, Any]:
-    """Returns the settings of the config file `path`, or of a config that comes with this project,
-    with the overrides of the command line, as a nested dict that is not validated yet.
+    """Reads a config file, and applies the overrides of the command line. Returns the settings as a
+    nested dict, which is not validated yet.
+
+    Args:
+      path: the path of the file, or the name of a config that comes with this project.
 
     Raises:
       UserError: the file cannot be read, or the text of an override is not a value of its type.

@@ -34,7 +34,8 @@ class UserInput(NamedTuple):
     file_config: Config | None
 
 
-# The folder that has configs/: in a wheel inside this package, in a checkout beside it.
+# The folder that contains the folder configs/. In an installed wheel it is inside this package; in
+# a checkout it is the folder that contains this package.
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _SHIPPED = next(
     (folder for folder in (_PACKAGE / "shipped", _PACKAGE.parent) if (folder / "configs").is_dir()),
@@ -43,8 +44,12 @@ _SHIPPED = next(
 
 
 def find_file(text: str) -> pathlib.Path:
-    """Returns the file that a user names: a path, or, where there is no such file, one of the
-    configs that come with this project, as "configs/tiny.py" or "tiny".
+    """Returns the path of the file that a user names. If the path `text` does not exist, it may
+    name a config that comes with this project, such as "configs/tiny.py" or "tiny". If it names
+    none, the path `text` is returned.
+
+    Raises:
+      UserError: no file can have the path `text`.
     """
     path = pathlib.Path(text)
     require_path(text, text)
@@ -54,7 +59,7 @@ def find_file(text: str) -> pathlib.Path:
     shipped = _SHIPPED / (f"configs/{text}.py" if bare else path)
     if not shipped.is_file():
         return path
-    if str(_SHIPPED) not in sys.path:  # a config imports others, as `configs.tiny`
+    if str(_SHIPPED) not in sys.path:  # a config may import others, such as `configs.tiny`
         sys.path.append(str(_SHIPPED))
     return shipped
 
