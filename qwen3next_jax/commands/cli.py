@@ -1,4 +1,6 @@
-"""Parts that the commands share: flags, errors in one line, Ctrl-C, the compilation cache."""
+"""Functions that the commands share: they define flags, turn errors into one line, handle Ctrl-C,
+and set up the compilation cache.
+"""
 
 import collections
 import contextlib
@@ -120,7 +122,7 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
 
 
 def _reader_has_gone() -> bool:
-    """Whether the reader of standard output has closed it, as `| head` does."""
+    """Whether standard output is a pipe whose reader has closed it, as in `| head`."""
     poll = select.poll()
     poll.register(_STDOUT, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -181,12 +183,11 @@ def _parse(doc: str, argv: Sequence[str]) -> list[str]:
 
 
 def _take_overrides(argv: Sequence[str]) -> list[str]:
-    """Moves arguments of the form `--config.a.b=value` or `--config.a.b value` to `_overrides`, if
-    the command reads config files. Returns the other arguments.
+    """Appends arguments of the form `--config.a.b=value` or `--config.a.b value` to `_overrides`,
+    if the command reads config files. Returns the other arguments.
 
     Raises:
-      UserError: a setting does not exist, or its value is missing. This error is raised before any
-        file is read.
+      UserError: a setting does not exist, or its value is missing.
     """
     rest, arguments = [argv[0]], collections.deque(argv[1:])
     while arguments:
@@ -210,13 +211,13 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
     return rest
 
 
-_reads_settings = False  # whether the command takes `--config.group.name=value`
+_reads_settings = False  # whether the command accepts `--config.group.name=value`
 _overrides: list[tuple[str, str]] = []
 _file_values: dict[str, Any] = {}  # the settings of the file --config, without the overrides
 
 
 def _own_flags() -> list[str]:
-    """Returns the names of the flags that this project defines, without those of its libraries."""
+    """Returns the names of the flags that this package defines. Other flags are from libraries."""
     modules = {name: flags.FLAGS.find_module_defining_flag(name) for name in flags.FLAGS}
     return sorted(name for name, module in modules.items() if module.startswith("qwen3next_jax."))
 
@@ -264,7 +265,9 @@ def _help_of_settings(width: int) -> list[str]:
 
 
 def _entry(name: str, text: str, width: int) -> list[str]:
-    """Returns the lines of `--help` for one name, with the text after or below the name."""
+    """Returns the lines of `--help` for one name. The text begins on the line of the name, or below
+    it if the name is long.
+    """
     if len(name) > 22:
         return [
             f"  {name}",
@@ -278,8 +281,8 @@ def define_config_flag() -> Callable[..., Config | None]:
 
     Returns:
       A function (required, may_resume) that returns the validated Config. With `required=False` it
-      returns None if the flag is not given. With `may_resume=True` the Config keeps the vocabulary
-      of a run that has begun in `--workdir`.
+      returns None if the flag is not given. With `may_resume=True`, if `--workdir` has a run that
+      has taken steps and `model.vocab_size` is 0, the Config gets the vocabulary size of that run.
     """
     accept_settings()
     holder = flags.DEFINE_string(
@@ -306,14 +309,19 @@ def define_config_flag() -> Callable[..., Config | None]:
 
 
 def accept_settings() -> None:
-    """Lets the command take `--config.group.name=value`, and `--help` list the settings."""
+    """Makes the command accept flags of the form `--config.group.name=value`, and makes its
+    `--help` list the settings.
+    """
     global _reads_settings
     _reads_settings = True
 
 
 def load_settings(path: str) -> dict[str, Any]:
-    """Returns the settings of the config file `path`, or of a config that comes with this project,
-    with the overrides of the command line, as a nested dict that is not validated yet.
+    """Reads a config file, and applies the overrides of the command line. Returns the settings as a
+    nested dict, which is not validated yet.
+
+    Args:
+      path: the path of the file, or the name of a config that comes with this project.
 
     Raises:
       UserError: the file cannot be read, or the text of an override is not a value of its type.
@@ -334,7 +342,7 @@ def validate_settings(values: dict[str, Any]) -> Config:
 
 def given_settings(may_resume: bool = False) -> UserInput | None:
     """Returns the settings that the user gave by `--config` and its overrides; None without
-    `--config`. `may_resume` has the meaning that `define_config_flag` explains.
+    `--config`. `define_config_flag` explains `may_resume`.
     """
     file = flags.FLAGS["config"].value
     if file is None:
@@ -347,7 +355,9 @@ def given_settings(may_resume: bool = False) -> UserInput | None:
 
 
 def _read(values: dict[str, Any], may_resume: bool) -> Config:
-    """Returns the configuration that the nested dict `values`, which the user wrote, describes."""
+    """Makes the Config of the settings in the nested dict `values`, which the user wrote. It fills
+    in the vocabulary size and trusts the packages that the settings name.
+    """
     name = str(values.get("name", Config().name))
     fill_from_tokenizer(values, _workdir_of(name) if may_resume else None)
     registry.trust_user_settings(values)
@@ -399,8 +409,8 @@ def define_launch_flags() -> Callable[[], Launch | None]:
     """Defines `--coordinator`, `--processes` and `--process`.
 
     Returns:
-      A function that returns the place of this process among the processes of the run, from the
-      flags or from the launcher's environment variables.
+      A function that returns this process's `Launch`, from the flags or from the environment
+      variables of SLURM, Open MPI or a TPU slice; it returns None if the run has one process.
     """
     coordinator = flags.DEFINE_string(
         "coordinator",
@@ -423,7 +433,9 @@ def define_launch_flags() -> Callable[[], Launch | None]:
 
 
 class Loading(NamedTuple):
-    """The arguments of `load.load_model` that flags give; None for a flag that is not given."""
+    """The values of the flags of `define_loading_flags`, for `runs.load`; a field is None if its
+    flag is not given.
+    """
 
     step: int | None
     mesh: MeshConfig | None
@@ -473,7 +485,7 @@ def define_mesh_flag() -> flags.FlagHolder:
 
 
 def read_mesh(text: str | None) -> dict[str, int]:
-    """Reads axes and sizes from a text such as "data=64,expert=8".
+    """Returns axis → size, from a text such as "data=64,expert=8"; {} for None.
 
     Raises:
       UserError: an axis does not exist or is given twice, or a size is not a number.

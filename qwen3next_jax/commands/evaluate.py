@@ -38,21 +38,22 @@ def evaluate(
     mesh: MeshConfig | None = None,
     dtype: str = "float32",
 ) -> int:
-    """Runs evaluations, and prints the results of each as a table when it ends. Returns the exit
+    """Runs evaluations, and prints the results of each evaluation as a table. Returns the exit
     code.
 
     If there are several processes, all must call this function; process 0 prints and writes.
 
     Args:
-      config: the configuration, which names the data. None means the run's own configuration, or
-        for a Hugging Face directory the default corpus. A configuration must have the model of the
-        run; it may have other data, another row length, and settings with which the same parameters
-        are read in another way (`config.compatibility`).
+      config: the configuration of the evaluation, which names the data. None: the configuration of
+        the run, or for a Hugging Face directory the default data. For a run, the weights of the
+        run's model must fit the model of `config`: `config` may change the data, the row length,
+        and settings of the model that do not change the meaning of its weights
+        (`config.compatibility`).
       path: the folder of a run, or a Hugging Face directory.
       names: names of evaluations.
+      options: the options of all evaluations.
       json_path: path of a file to which the results are written; "" for none. The results of a run
-        are also written to RUN/eval/NAME.json, unless the configuration reads its parameters in
-        another way.
+        are also written to RUN/eval/NAME.json, unless `config` changes settings of the model.
       step: as for `load_model`.
       mesh: as for `load_model`.
       dtype: as for `load_model`.
@@ -85,7 +86,7 @@ def evaluate(
         config = stage_at(resolve_stages(config), step).as_single_stage(config)
     graphdef, params = nnx.split(model, nnx.Param)
     described = config.model if is_run else model.config
-    # If `other` is not empty, the configuration reads the run's parameters in another way.
+    # `other` names the settings of the model that --config changes.
     if other := described.differs(model.config):
         graphdef, _ = abstract_model(described)
     if config is not None:
@@ -129,11 +130,11 @@ def evaluate(
 
 
 def _check_same_weights(model: ModelConfig, trained: ModelConfig, workdir: pathlib.Path) -> None:
-    """Checks that `model`, the model of --config, can read the parameters of `trained`, the model
-    of the run in `workdir`.
+    """Checks that `model`, the model of --config, can use the weights of `trained`, the model of
+    the run in `workdir`.
 
     Raises:
-      UserError: a setting of `model` gives the parameters another shape or meaning.
+      UserError: a setting of `model` requires weights of another shape or meaning.
     """
     for name in sorted(weights_differ(model, trained))[:1]:
         theirs, ours = (
@@ -153,7 +154,8 @@ def _open(
     tokenizer: Tokenizer,
     vocab_size: int,
 ) -> Data:
-    """Opens the data, and checks that they were made with `tokenizer`, that of the model in `path`.
+    """Opens the data, and checks that they were tokenized with `tokenizer`, the tokenizer of the
+    model in `path`.
 
     Raises:
       UserError: the data were made with another tokenizer.
@@ -170,9 +172,9 @@ def _open(
 
 
 def _print(title: str, values: list[MetricValue]) -> None:
-    """Prints the values as a table. If several metrics were measured under the same conditions
-    (loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition and a
-    column per metric; otherwise it has a row per value.
+    """Prints the values as a table. If there are several metrics, all measured under the same
+    conditions (loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition
+    and a column per metric; otherwise it has a row per value.
     """
     cells = {(value.kind, value.condition): str(value) for value in values}
     titles = {value.kind: value.metric.title for value in values}

@@ -69,9 +69,12 @@ def main() -> int:
 
 
 def _origin_of(workdir: str) -> tuple[pathlib.Path | None, str]:
-    """Returns the Hugging Face directory with which the run began, and the form of that directory,
-    or "" if no record has the form. The directory is None if the run began with random weights, or
-    if the directory is unknown and --form says what to write.
+    """Returns the Hugging Face directory with which the run began, and the format of that
+    directory, a value of `model.hf_form`. The directory is None if the run began with random
+    weights, or if it is unknown but --form is given. The format is "" if it is not recorded.
+
+    Raises:
+      UserError: the directory is unknown, and neither --source nor --form is given.
     """
     from qwen3next_jax.runs.origin import find_origin
 

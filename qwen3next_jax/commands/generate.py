@@ -95,8 +95,9 @@ def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
 
 
 def _cache_capacity(needed: int, context_length: int) -> int:
-    """Returns the number of tokens for which the cache of a chat has room, at least `needed`. A
-    chat grows, and each capacity is compiled anew, so capacities are powers of 4.
+    """Returns the number of tokens for which the cache of a chat must have room: the smallest of a
+    few capacities that is at least `needed`. The decoder is compiled anew for each capacity, so the
+    capacities are powers of 4 and the model's context length.
     """
     capacities = [4**i for i in range(6, 12) if 4**i < context_length] + [context_length]
     return next((capacity for capacity in capacities if capacity >= needed), needed)
@@ -171,7 +172,7 @@ def _check_flags() -> None:
 
 
 class _Timer:
-    """Measures the times of decoding, and prints them with other figures."""
+    """Measures the times of compiling and decoding, and prints them with other figures."""
 
     def __init__(self):
         self._began = time.perf_counter()
@@ -185,7 +186,7 @@ class _Timer:
         self._compiles = True
 
     def start(self) -> None:
-        """Ends the time of compiling and begins the time of decoding."""
+        """Records that compilation has ended and decoding begins."""
         now = time.perf_counter()
         self._compile_seconds, self._began = now - self._began, now
 
@@ -193,7 +194,14 @@ class _Timer:
         self._pieces.append((time.perf_counter(), tokens))
 
     def print_figures(self, model, prompts: list, stream, min_cache_length: int = 0) -> None:
-        """Prints the figures. `min_cache_length` is the least length of the cache, in tokens."""
+        """Prints times, tokens per second and the memory of the cache on standard error.
+
+        Args:
+          model: the model.
+          prompts: the token ids of each prompt.
+          stream: the stream of new tokens, which counts accepted drafts.
+          min_cache_length: the smallest length of the cache that the request allows, in tokens.
+        """
         from qwen3next_jax.inference import decode
         from qwen3next_jax.inference.cache import cache_bytes
 
@@ -227,7 +235,7 @@ class _Timer:
 
 
 def _begin(model, prompts: list, request: dict):
-    """Starts decoding. Returns a started timer and the stream of new tokens."""
+    """Starts to decode. Returns a running timer and the stream of new tokens."""
     from qwen3next_jax.inference import decode
 
     timer = _Timer()
@@ -237,8 +245,8 @@ def _begin(model, prompts: list, request: dict):
 
 
 def _answer(model, tokenizer, text: str, request: dict, echo: str = "") -> str:
-    """Writes `echo` and the continuation of `text` to standard output while tokens are generated.
-    Ctrl-C ends the continuation. Returns the continuation.
+    """Writes `echo` and then the continuation of `text` to standard output, as its tokens are
+    generated. Ctrl-C ends the continuation. Returns the continuation.
     """
     from qwen3next_jax.inference.streaming import DecodeStream
 
@@ -266,7 +274,7 @@ def _answer(model, tokenizer, text: str, request: dict, echo: str = "") -> str:
 
 
 def _print_samples(model, tokenizer, text: str, request: dict) -> None:
-    """Generates several samples, and prints them when all have ended."""
+    """Generates `--samples` continuations of `text`, and prints them when all have ended."""
     prompts = [tokenizer.encode(text)] * _samples.value
     timer, stream = _begin(model, prompts, request)
     new: list[list[int]] = [[] for _ in prompts]
@@ -286,8 +294,15 @@ def _chat_loop(
     template: Callable[[list[dict[str, str]]], str], answer: Callable[[str], str]
 ) -> None:
     """Reads lines from standard input and answers each line, until the input ends. If the model
-    cannot answer a message, a terminal shows an error line and the chat continues without the
-    message; elsewhere the error ends the chat.
+    cannot answer a message and the input is a terminal, prints an error line and continues the chat
+    without the message.
+
+    Args:
+      template: maps the messages so far to the prompt.
+      answer: maps a prompt to the answer, which it also prints.
+
+    Raises:
+      UserError: the model cannot answer a message, and the input is not a terminal.
     """
     messages: list[dict[str, str]] = []
     if sys.stdin.isatty():

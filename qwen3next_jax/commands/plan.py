@@ -81,8 +81,8 @@ def main() -> int:
 
 
 def _largest_stage(stages: Sequence[ResolvedStage]) -> ResolvedStage:
-    """Returns the stage with the longest rows; of several such stages, the one with the most
-    rows.
+    """Returns the stage with the longest rows. If several stages have rows of this length, returns
+    the stage with the largest batch.
     """
     stage = max(stages, key=lambda stage: (stage.sequence_length, stage.batch_size))
     if stage.name:
@@ -171,12 +171,17 @@ def search(
     rows: tuple[int, ...] = (),
     cost_model: str = "schedule",
 ) -> list:
-    """Compiles the candidates that rank highest, and shows them and the candidates that do not fit.
+    """Ranks candidate meshes, batch sizes, remat policies and micro-batches by estimated time, and
+    compiles the best. Prints a table of the compiled plans and one of candidates that do not fit.
 
     Args:
+      config: the configuration to plan for.
+      topology: the slice, as `planner.topology.describe_topology` returns it.
       level: the compiler's optimization level; "" for its default.
+      console: the console that shows the tables.
       fixed: sizes of mesh axes that all candidates have.
       rows: batch sizes to choose from; () means the batch size of `config`.
+      cost_model: "schedule" or "roofline", the value of --cost_model.
 
     Returns:
       The plans, with the fastest plan first.
@@ -249,6 +254,7 @@ def _show_search(plans: list, ranked: list, console: Console) -> None:
 
 
 def percent(mfu: float | None) -> str:
+    """Formats a share as a percentage; "unknown" for None."""
     return "unknown" if mfu is None else f"{mfu:.1%}"
 
 

@@ -1,5 +1,5 @@
-"""Runs again the step at which the guards ended a run. Prints the norm of every parameter and
-gradient, and how many of its values are not finite.
+"""Repeats the step at which the guards ended a run, from the dump that the run wrote. Prints the
+norm of every parameter and gradient, and the number of their values that are not finite.
 
     qwen3next replay WORKDIR/dumps/STEP
 """

@@ -3,11 +3,12 @@
     qwen3next sweep configs/sweeps/ratio.py [--workdir=runs/sweeps/ratio] [--workers=2]
         [--emit] [--set optimizer.learning_rate=1e-3]
 
-After an interruption the same command continues the sweep; finished points are not run again.
-Whenever a point ends, report.html and results.csv in the workdir are rewritten. With --emit, the
-command runs nothing and prints one shell command per point, which another machine can run; when all
-points have run, the command without --emit writes their report. A sweep file is Python code and is
-executed.
+A sweep runs one training run, called a point, for every combination of the values in the sweep
+file. After an interruption the same command continues the sweep; it does not repeat points that are
+done. Whenever a point ends, the command rewrites report.html and results.csv in the workdir. With
+--emit, the command runs nothing and prints one shell command per point, which another machine can
+run; when all points have run, the command without --emit writes their report. A sweep file is
+Python code and is executed.
 """
 
 import ast

@@ -21,7 +21,8 @@ from qwen3next_jax.common.errors import ExitCode, UserError, escape_control
 
 ARGUMENTS = "PATH"  # the positional arguments, for --help
 
-Finding = tuple[str, str | None]  # what was checked; what is wrong with it, None for nothing
+# (name of what was checked, description of its damage or None)
+Finding = tuple[str, str | None]
 
 
 def main(arguments: list[str]) -> int:
@@ -45,11 +46,12 @@ def main(arguments: list[str]) -> int:
 
 
 def verify(path: pathlib.Path) -> Iterator[Finding]:
-    """Checks everything under `path`, and yields each finding.
+    """Checks all files of the run, export or prepared data in `path`, and yields a finding for each
+    part.
 
     Raises:
-      UserError: `path` is not a folder that this project writes, or it is an export without
-        digests.
+      UserError: `path` is not a folder that this project writes, or it is a Hugging Face directory
+        without SHA256SUMS.
     """
     if (path / "run.json").exists() or (path / "checkpoints").is_dir():
         return _verify_run(path)

@@ -66,7 +66,7 @@ def require(condition: bool, message: str) -> None:
 @contextlib.contextmanager
 def as_user_error(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turns an error of one of `kinds` inside the `with` block into a UserError, whose message is
-    `what` followed by the error's message in brackets.
+    `what` followed by the error's message in parentheses.
     """
     try:
         yield
@@ -127,14 +127,16 @@ def escape_lines(text: str) -> str:
 
 
 def out_of_memory(error: RuntimeError) -> str:
-    """Returns XLA's message if it could not allocate memory; "" if `error` has another cause."""
+    """Returns XLA's message about the memory that it could not allocate; "" if `error` has another
+    cause.
+    """
     _, found, said = str(error).partition("RESOURCE_EXHAUSTED: ")
     return one_line(said) if found else ""
 
 
 def warn(message: str, word: str = "warning") -> None:
-    """Prints one line on standard error. Raises nothing if that fails, for example on a full
-    disk.
+    """Prints the line "`word`: `message`" on standard error. It ignores an OSError, such as that of
+    a full disk.
     """
     with contextlib.suppress(OSError):
         print(f"{word}: {escape_control(message)}", file=sys.stderr, flush=True)

@@ -81,8 +81,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_drawable(value: Any) -> bool:
-    """Whether a report can draw `value` or leave it out: a number, text, null, or a list or
-    object of these. Integers must be in range.
+    """Whether the report can handle `value`: a number, text, a truth value, null, or a list or
+    object of these. The magnitude of an integer must be less than _LARGEST.
     """
     if isinstance(value, dict):
         return all(map(_is_drawable, value.values()))
@@ -136,8 +136,8 @@ def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or check(value)
 
 
-# The fields that every event must have, and the checks of fields on whose types readers rely. Any
-# other field must fulfil `_is_drawable`.
+# `_REQUIRED` has the fields that every event must have. `_FIELD_CHECKS` has a check for each field
+# whose type readers rely on; the values of all other fields must pass `_is_drawable`.
 _REQUIRED = {"event", "step", "time"}
 _FIELD_CHECKS = {
     "event": _is_text,

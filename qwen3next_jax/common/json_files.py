@@ -61,7 +61,7 @@ def parse(text: str | bytes, kind: type = dict) -> Any:
 
 
 def read(path: str | os.PathLike, kind: type = dict) -> Any:
-    """Returns the JSON value, of type `kind`, in a file that is local or on gs://.
+    """Returns the JSON value in a local file or a file on gs://. `kind` is its type: dict or list.
 
     Raises:
       OSError: the file cannot be read or is not a regular file. The attribute `strerror` says why.

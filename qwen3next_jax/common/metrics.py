@@ -20,7 +20,7 @@ _FORMATS = {"share": ".1%", "count": ",.0f", "nats": ".4f", "bits": ".4f"}
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """The declaration of one kind of number that an evaluation returns.
+    """The declaration of one metric, such as accuracy, that an evaluation measures.
 
     An evaluation may measure the same metric under several conditions. It then returns one value
     for each of them, under "kind/condition": "accuracy/8 pairs" is the metric "accuracy" measured
@@ -49,7 +49,7 @@ class MetricValue(NamedTuple):
       kind: the part of the name that says which metric it is: "accuracy".
       condition: the rest of the name, such as "8 pairs"; "" for a value over all conditions.
       metric: the declaration of the metric.
-      value: the number itself.
+      value: the measured number.
     """
 
     name: str

@@ -13,8 +13,8 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 class FlagText(str):
-    """The text of a flag for a mixer's setting. The mixer declares the type of the setting, and it
-    is not imported yet, so the text is parsed later.
+    """The text of a flag for a mixer's setting. The mixer's class declares the type of the setting,
+    and the class is not imported while flags are read, so `config.mixer` parses the text later.
     """
 
 

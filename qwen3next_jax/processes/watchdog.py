@@ -34,7 +34,11 @@ class Signals:
     """
 
     def __init__(self, show: Callable[[str], None]):
-        """`show` must print a line without disturbing what else is on the screen."""
+        """Makes a handler of signals.
+
+        Args:
+          show: function that prints a line of text. It must work while a live display is shown.
+        """
         self.caught = False
         self._caught_at = 0.0
         self._parent = os.getppid()
@@ -86,8 +90,8 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 class Watchdog:
-    """Dumps the stacks of all threads and ends the process with `ExitCode.HANG`, if a step takes
-    longer than the limit set with `allow`. Use it as a context manager.
+    """Writes the stacks of all threads to a file and ends the process with `ExitCode.HANG`, if a
+    step takes longer than the limit set with `allow`. Use it as a context manager.
 
     Time during which the whole process is stopped (SIGSTOP, a suspended machine) does not count.
     """

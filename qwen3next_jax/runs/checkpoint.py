@@ -3,7 +3,7 @@
     WORKDIR/checkpoints/STEP/   train state after STEP steps, with a manifest (`runs.manifest`)
     WORKDIR/damaged/            checkpoints that a resume found damaged
 
-Orbax writes in the background. A checkpoint is complete once it has its manifest.
+Orbax writes the arrays in a background thread. A checkpoint is complete once it has its manifest.
 """
 
 import concurrent.futures
@@ -49,7 +49,7 @@ logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in r
 # The prefix of the name of a checkpoint that is being deleted. The folder is renamed before its
 # files are removed, so no reader finds a checkpoint without some of its files.
 _DELETED = ".deleted-"
-# the errors that Orbax and TensorStore raise if a disk is full or not mounted
+# The errors that Orbax and TensorStore raise if a disk is full or not mounted.
 _SAVE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
@@ -57,14 +57,15 @@ class Checkpoints:
     """The checkpoints of one run. `save` returns at once; leaving the `with` block waits for the
     last save.
 
-    A checkpoint is valid once it has a manifest. A resume skips damaged and incomplete checkpoints
-    and reports them. If a save fails, training continues, and `events` reports the failure; with
-    several processes the run ends instead. Nothing is written before `begin`.
+    A checkpoint is valid if it has a manifest and its files match the manifest. A resume skips all
+    other checkpoints and reports them. If a save fails, training continues, and `events` reports
+    the failure; in a run of several processes, the run ends. Nothing is written before `begin` is
+    called.
 
-    Retention keeps the newest `keep_last` valid checkpoints and, beside them, those at multiples of
-    `keep_every` and at the ends of stages. When a checkpoint is complete, the background thread
-    reads the one before it again. If that one is damaged, it does not count, and an older one is
-    kept in its place.
+    Old checkpoints are deleted. The run keeps the newest `keep_last` valid checkpoints, and the
+    checkpoints whose step is a multiple of `keep_every` or the end of a stage. When a checkpoint is
+    complete, the background thread verifies the previous checkpoint again. If that is damaged, it
+    is not one of the `keep_last`, and an older checkpoint is kept in its place.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class Checkpoints:
         """Opens the checkpoints of the run in `workdir`.
 
         Args:
-          retention: settings of which checkpoints to keep; None if checkpoints are only read.
+          retention: the settings that say which checkpoints to keep; None if the caller only reads
+            checkpoints.
           keep_steps: steps whose checkpoints are never deleted.
         """
         self.directory = pathlib.Path(workdir).absolute() / "checkpoints"
@@ -87,7 +89,7 @@ class Checkpoints:
         self._events: list[tuple[str, int, dict[str, Any]]] = []
         # the newest valid step, and the digest of its manifest
         self._verified: tuple[int, str | None] | None = None
-        # steps whose checkpoints were still valid when a later one was complete
+        # steps whose checkpoints were read again, and found valid, after a later one was complete
         self._reread: set[int] = set()
 
     def __enter__(self):
@@ -99,7 +101,7 @@ class Checkpoints:
         self._checkpointer.close()
 
     def steps(self) -> list[int]:
-        """Returns the steps that have a checkpoint folder, valid or not, in ascending order."""
+        """Returns, in ascending order, the steps with a checkpoint folder, whether valid or not."""
         return saved_steps(self.directory.parent)
 
     def newest_good_step(self) -> int | None:
@@ -115,7 +117,9 @@ class Checkpoints:
         return verified and verified[0]
 
     def _find_newest_good(self) -> tuple[int, str | None] | None:
-        """Returns the newest step whose checkpoint is valid, and the digest of its manifest."""
+        """Returns the newest step whose checkpoint is valid, and the digest of its manifest; None
+        if there is none. Warns of each newer checkpoint, which is damaged.
+        """
         for step in reversed(self.steps()):
             # The digest is read before the files, so it belongs to the files that are verified.
             digest = manifest.digest(self.directory / str(step))
@@ -151,8 +155,8 @@ class Checkpoints:
         broadcast_from_process_0(clear)
 
     def save(self, step: int, state: State) -> None:
-        """Starts to save `state` in the background, after the previous save is complete. `events`
-        reports the result later.
+        """Waits for the previous save, and then starts to save `state` in the background. `events`
+        reports the result later. If the step already has a checkpoint folder, nothing is saved.
 
         Raises:
           UserError: a save failed, and the run has several processes.
@@ -218,13 +222,14 @@ class Checkpoints:
             raise UserError(f"{where}: damaged: {damage}")
         try:
             state = read_arrays(where, abstract_state, partial)
-        finally:  # this error replaces whatever error the changed files caused in the reader
+        finally:  # this error replaces an error that the reader raised because files changed
             if manifest.file_stats(where) != before:
                 raise UserError(
                     f"{where}: removed or replaced while it was read: start again from a "
                     "checkpoint that is not deleted (the run that wrote it deletes old ones)"
                 )
-        # Older manifests have no step, so the state itself is compared.
+        # The manifests of older versions do not record the step, so the step in the state is
+        # compared with the folder's name.
         if "step" in state and (saved_step := int(state["step"])) != step:
             raise UserError(
                 f"{where}: it holds the state after step {saved_step}: the folder was renamed or "
@@ -235,7 +240,12 @@ class Checkpoints:
     # ---- in the background
 
     def _finish(self, step: int, start_time: float) -> list[tuple[str, int, dict[str, Any]]]:
-        """Waits for Orbax, writes the manifest, and deletes old checkpoints. Returns the events."""
+        """Waits for Orbax, writes the manifest, and deletes old checkpoints. Returns the events
+        (event, step, values) to record.
+
+        Args:
+          start_time: `time.perf_counter` at the start of the save.
+        """
         self._checkpointer.wait_until_finished()
         if not is_process_0():
             return []
@@ -249,7 +259,8 @@ class Checkpoints:
         )
         try:
             return [saved, *self._delete_old(step)]
-        # On NFS a file that is still open cannot be deleted. The new checkpoint is complete anyway.
+        # For example, NFS does not remove a folder with a file that is still open. The new
+        # checkpoint is complete all the same.
         except OSError as error:
             warn(
                 f"{self.directory}: an old checkpoint could not be deleted ({error}); the next "
@@ -258,8 +269,8 @@ class Checkpoints:
             return [saved]
 
     def _delete_old(self, newest: int) -> list[tuple[str, int, dict[str, Any]]]:
-        """Deletes the checkpoints that retention does not keep. Returns an event for each damaged
-        checkpoint. `newest` is the step whose checkpoint was just completed.
+        """Deletes the checkpoints that retention does not keep. Returns a "damaged" event for each
+        damaged checkpoint that it finds. `newest` is the step whose checkpoint was just completed.
         """
         events, good = [], 0
         for step in reversed(self.steps()):
@@ -333,7 +344,7 @@ class Checkpoints:
         target = self.directory.parent / "damaged" / f"{step}-{time.time_ns()}"
         target.parent.mkdir(exist_ok=True)
         os.rename(self.directory / str(step), target)
-        moved = [  # this method wrote no folders with other names
+        moved = [  # folders with other names are not from this method, and are left alone
             path
             for path in target.parent.iterdir()
             if re.fullmatch("[0-9]+-[0-9]+", path.name) and path.is_dir()
@@ -359,7 +370,7 @@ def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = Fal
 
     Args:
       abstract_state: the structure, dtypes and shardings of the result.
-      partial: whether `folder` may hold other arrays too, which are not read.
+      partial: whether `folder` may hold more arrays than `abstract_state` has; they are not read.
 
     Raises:
       UserError: the arrays have another structure, or cannot be read.
@@ -465,8 +476,8 @@ def load_trained(
         leaves, tree = jax.tree.flatten(
             checkpoints.restore(step, abstract, partial=True, digest=digest)["params"]
         )
-    # Restored arrays are committed to their device, and jit compiles committed and uncommitted
-    # inputs separately, so the arrays are replaced by uncommitted copies.
+    # Restored arrays are committed to their device. jit would compile a function for them even if
+    # it has compiled the function for uncommitted arrays, so uncommitted copies replace the arrays.
     if mesh is None:
         # one at a time, because the device may not have memory for two copies of all arrays
         for i, leaf in enumerate(leaves):

@@ -1,5 +1,6 @@
-"""Reads the guards' flags on the host after every step, writes an event for each flag, ends a
-diverging run, and dumps the inputs of the step at which it ended.
+"""Reacts to the flags that the guards in the train step set. It reads the flags on the host after
+every step, writes an event for each flag, ends a diverging run, and writes a dump: the inputs of
+the step at which the run ended.
 
     WORKDIR/dumps/STEP/
       dump.json        reason, documents, code, versions, configuration
@@ -63,7 +64,10 @@ class Incidents:
         """Makes a reader of flags.
 
         Args:
-          cursors: the first data cursor of every stage of the run.
+          guards: the settings of the guards.
+          model: the model of the run.
+          cursors: for every stage of the run, the place in the training data at which the stage
+            begins to read.
           metrics: the metrics.jsonl to which events are written.
         """
         self._config = guards
@@ -72,11 +76,12 @@ class Incidents:
         self._metrics = metrics
 
     def check(self, step: int, values: dict[str, Any], state: State) -> None:
-        """Reads the flags of a step.
+        """Reads the flags of a step, and writes events about them.
 
         Args:
-          values: the metrics of the step, which must have ended.
-          state: the train state.
+          step: the number of the step, which must have ended.
+          values: the metrics of the step.
+          state: the train state, which becomes an attribute of `Halted`.
 
         Raises:
           Halted: the guards ended the run at this step.
@@ -110,12 +115,12 @@ class Incidents:
             raise Halted(step, reason, spike, state)
 
     def _report_no_targets(self, step: int) -> None:
-        """Reports a batch without a token to predict.
+        """Reports that the batch of a step has no token to predict.
 
         Raises:
-          UserError: it is the first batch of a stage. Then the settings are the likely cause, and
-            the run would learn nothing at a loss of 0. In a later batch the documents may be the
-            cause.
+          UserError: it is the first batch of a stage. The settings are then the likely cause, and
+            the run would train on nothing, with a loss of 0. In a later batch, the documents may be
+            the cause, so this method only writes an event.
         """
         reason = f"its batch has no token to predict: {why_no_targets(self._model)}"
         require(step not in self._first_steps, f"step {step}: {reason}")
@@ -199,11 +204,11 @@ def write_dump(
 
 
 def read_dump(folder: pathlib.Path) -> Dump:
-    """Reads a dump of `write_dump`.
+    """Reads a dump that `write_dump` wrote.
 
     Raises:
-      UserError: `folder` is not a dump or is damaged, or its model was trained with other versions
-        of modules than those of this code.
+      UserError: `folder` is not a dump or is damaged, or this code has other versions of the
+        model's modules than the code that wrote the dump.
     """
     if not (folder / "dump.json").is_file():
         raise UserError(

@@ -35,8 +35,8 @@ class LoadedModel(NamedTuple):
       tokenizer: the model's tokenizer; None if a Hugging Face directory has none.
       step: number of steps for which the model was trained; None for a Hugging Face directory.
       mesh: the mesh over which the parameters are sharded; None for one device.
-      identity: text that identifies the weights: the digest of a checkpoint's manifest, or
-        `stamp_hf` of a Hugging Face directory.
+      identity: text that identifies the weights: the digest of a checkpoint's manifest, or the
+        result of `interop.huggingface.stamp_hf` for a Hugging Face directory.
     """
 
     model: Qwen3Next
@@ -101,8 +101,8 @@ def load_model(
         tokenizer_file = folder / "tokenizer.json"
         config = read_hf_config(folder)
         param_mesh = _make_mesh(str(path), config, mesh, MeshConfig(), devices)
-        # The stamp is read first. If a file changes before the weights are read, the stamp is that
-        # of the old file.
+        # The stamp is made before the weights are read. If a file changes in between, the stamp
+        # does not match the new file.
         identity = stamp_hf(folder)
         model = load_hf(folder, dtype or config.dtype, param_mesh)
         tokenizer = None
@@ -160,8 +160,8 @@ def _make_mesh(
     """
     try:
         mesh = make_mesh(ParallelConfig(mesh=user_mesh or default), devices)
-        # Rows and tokens are padded to multiples of the axes' sizes, so their numbers here always
-        # divide; heads and widths are not padded.
+        # Callers pad rows and tokens to multiples of the axes' sizes, so the numbers given here are
+        # such multiples. Heads and widths are not padded, so their numbers are checked.
         rows = mesh.shape["data"] * mesh.shape["expert"]
         check_divides(model, rows, 1024 * mesh.shape["context"], mesh, *split_sizes(model))
     except UserError as error:

@@ -5,9 +5,9 @@ file; a manifest does.
                              "files": {relative path: [bytes, [SHA-256 of each piece]]}}
 
 The manifest of a checkpoint names its run (the id in run.json) and its step, so a renamed or copied
-folder is not mistaken for another step or another run. It is written last and atomically, after all
-files are on the disk. Files are digested in pieces, so that several cores share a large file and
-memory holds only one piece per core.
+folder is not mistaken for another step or another run. The manifest is written atomically after all
+other files are on the disk. Digests are computed over pieces of files, so that several cores can
+share the work for a large file.
 """
 
 import concurrent.futures
@@ -19,7 +19,7 @@ from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
 
 NAME = "manifest.json"
-PIECE = 1 << 25  # bytes
+PIECE = 1 << 25  # size of a piece in bytes
 
 
 def write_manifest(directory: pathlib.Path, step: int | None = None, run: str | None = None) -> int:
@@ -34,7 +34,7 @@ def write_manifest(directory: pathlib.Path, step: int | None = None, run: str | 
     """
     files = {str(f.relative_to(directory)): f for f in _files(directory)}
     for file in files.values():
-        fsync(file)  # otherwise a power failure could leave the manifest without its files
+        fsync(file)  # without this, a power failure could leave a manifest without its files
     sizes = {name: file.stat().st_size for name, file in files.items()}
     pieces = {name: [] for name in files}
     for name, _, digest in _digests(directory, sizes, PIECE):
@@ -114,8 +114,8 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool, run: str | None) -> 
 
 
 def digest(directory: pathlib.Path) -> str | None:
-    """Returns the SHA-256 digest of the manifest, which identifies the content of all files; None
-    if there is no manifest.
+    """Returns the SHA-256 digest of the manifest file; None if there is no manifest. The manifest
+    has the digests of all other files, so its own digest identifies the content of the folder.
     """
     try:
         return digests.sha256_file(directory / NAME)
@@ -145,8 +145,8 @@ def _pieces(size: int, piece: int) -> range:
 
 
 def _digests(directory: pathlib.Path, sizes: dict[str, int], piece: int):
-    """Yields (name, offset of the first byte, SHA-256) of every piece in order. One thread per core
-    reads.
+    """Yields (name, offset of the first byte, SHA-256) of every piece of the files in `sizes`, in
+    order. One thread per core reads and digests pieces.
     """
     pieces = [(name, start) for name, size in sizes.items() for start in _pieces(size, piece)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

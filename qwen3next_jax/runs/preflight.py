@@ -1,8 +1,8 @@
-"""Checks the start of a run without JAX and without reading a large file, so that the user learns
-of a mistake within a second.
+"""Checks whether a run can start, without JAX and without reading a large file, so that the user
+learns of a mistake within a second.
 
-With one process, train.py makes these checks first; `runs.train.train` makes them again on all
-processes together.
+In a run of one process, train.py makes these checks before it loads JAX. `runs.train.train` makes
+them in every run, on all processes together.
 """
 
 import dataclasses
@@ -41,9 +41,11 @@ from qwen3next_jax.runs.folder import (
 )
 from qwen3next_jax.training.stages import resolve_stages
 
-# The record of a parent in run.json: its path, the step, the digest of the checkpoint's manifest
-# ("manifest"), and the parent's id ("run"), if it has one.
+# The record of a run's parent in run.json, a dict with these keys. "path": the parent's folder.
+# "step": the step of the checkpoint with which the run began. "manifest": the first digits of the
+# digest of the checkpoint's manifest. "run": the parent's id, if it has one.
 Parent = dict[str, Any]
+# Model settings that have no effect on a model without experts.
 EXPERT_SETTINGS = {
     "num_experts_per_tok",
     "moe_intermediate_size",
@@ -52,8 +54,8 @@ EXPERT_SETTINGS = {
     "decoder_sparse_step",
     "mlp_only_layers",
 }
-# Model settings that may differ from those of the model in `train.init_from`, because they change
-# neither shape nor meaning of a parameter.
+# Model settings that may differ between the run and the model in `train.init_from`, because they
+# change neither the shape nor the meaning of a parameter.
 NOT_STRUCTURE = {
     "dtype",
     "mtp_depth",
@@ -74,13 +76,16 @@ def check(
     `data.path`, and `train.init_from`.
 
     Args:
-      restart: whether the run starts anew, whatever `workdir` holds.
+      config: the configuration of the run.
+      workdir: the folder of the run.
+      restart: whether the run begins anew and does not resume the run in `workdir`.
       records: whether this process writes the telemetry of the run.
 
     Raises:
-      UserError: names the first mistake.
+      UserError: a check failed; the message names the first mistake.
     """
-    # This path is longer than any that a run writes, so no save fails because of its path.
+    # This path is longer than any path that a run writes, so no later save fails because its path
+    # is too long.
     require_path(f"--workdir={workdir}", workdir.absolute() / "checkpoints" / ("0" * 200))
     if records:
         _check_packages(config.telemetry)
@@ -104,14 +109,14 @@ def check(
 def with_tokenizer(
     data: DataConfig, init_from: str, workdir: pathlib.Path, restart: bool = False
 ) -> DataConfig:
-    """Returns `data` with a tokenizer in place of data.tokenizer = "". A resumed run keeps its own
-    tokenizer, a run that begins with a model takes the model's tokenizer, and any other run takes
-    bytes.
+    """Returns `data` with the name of a tokenizer in place of data.tokenizer = "". A resumed run
+    keeps its own tokenizer. A run that begins with the model in `train.init_from` takes that
+    model's tokenizer, and any other new run takes "bytes".
 
     Args:
       init_from: `train.init_from`.
       workdir: the folder of the run.
-      restart: whether the run starts anew, whatever `workdir` holds.
+      restart: whether the run begins anew and does not resume the run in `workdir`.
 
     Raises:
       UserError: the Hugging Face directory `init_from` has no tokenizer.json.
@@ -160,17 +165,18 @@ def tokenizer_of_model(init_from: str) -> str:
 
 
 def compare_tokens(data: DataConfig, vocab_size: int, init_from: str) -> str:
-    """Compares the token ids of the data with those of the model in `train.init_from`.
+    """Compares the tokenizer of the data with the tokenizer of the model in `train.init_from`.
 
     Args:
       data: the settings of the data, from `with_tokenizer`.
       vocab_size: `model.vocab_size`.
+      init_from: `train.init_from`.
 
     Returns:
       A description of the tokenizer, for the terminal.
 
     Raises:
-      UserError: both have tokenizers of text, and these differ.
+      UserError: the data and the model are both text, and their tokenizers differ.
     """
     path, _ = _split_step(init_from)
     ours = source_of(data).tokenizer_of(data, vocab_size)
@@ -234,8 +240,9 @@ def _check_is_there(init_from: str) -> None:
 
 
 def steps_of_parent(train: TrainConfig) -> int:
-    """Returns the step at which a run begins that takes over the whole state of its parent; 0 for
-    any other run, and if the parent has no checkpoint.
+    """Returns the number of steps of the parent that count as steps of this run: with
+    `train.init_state` = "all", the step of the checkpoint in `train.init_from`. Returns 0 for any
+    other run, or if the parent has no checkpoint.
     """
     if not train.init_from or train.init_state != "all":
         return 0
@@ -247,15 +254,16 @@ def steps_of_parent(train: TrainConfig) -> int:
 def find_parent(
     train: TrainConfig, optimizer: OptimizerConfig, workdir: pathlib.Path, restart: bool = False
 ) -> Parent | None:
-    """Finds the run in `train.init_from` and the checkpoint with which this run begins. A run that
-    was killed before its first checkpoint begins again with the recorded step of the parent, even
-    if the parent has newer checkpoints. Only the sizes of the checkpoint's files are compared here;
-    `Checkpoints.restore` verifies their digests.
+    """Finds the run in `train.init_from`, the parent, and the checkpoint of the parent with which
+    this run begins. If this run was killed before its first checkpoint, it begins again with the
+    same step of the parent, even if the parent has newer checkpoints. This function compares only
+    the sizes of the checkpoint's files; `Checkpoints.restore` verifies their digests.
 
     Args:
+      train: the settings `train` of this run.
       optimizer: the optimizer of this run.
       workdir: the folder of this run.
-      restart: whether this run starts anew, whatever `workdir` holds.
+      restart: whether this run begins anew and does not resume the run in `workdir`.
 
     Returns:
       The record of the parent; None if `train.init_from` names no run, or this run has a
@@ -338,8 +346,8 @@ def _newest_complete_step(workdir: pathlib.Path, steps: Sequence[int], run: str)
 
 
 def describe_damaged_checkpoints(init_from: str, parent: Parent) -> str:
-    """Describes the damaged checkpoints of the parent that are newer than the checkpoint in
-    `parent`. Returns "" if there are none, or if `train.init_from` names a step.
+    """Returns a description of the damaged checkpoints of the parent that are newer than the
+    checkpoint in `parent`; "" if there are none, or if `train.init_from` names a step.
     """
     path, step = _split_step(init_from)
     if step is not None:
@@ -368,8 +376,9 @@ def check_structure(model: ModelConfig, init_from: str, parent: Parent | None = 
     """Checks that `model` can take the parameters of the model in `train.init_from`.
 
     Args:
+      model: the model of the run that begins.
       init_from: `train.init_from`.
-      parent: the run in `init_from`; None if it is a Hugging Face directory.
+      parent: the record of the run in `init_from`; None if it is a Hugging Face directory.
 
     Raises:
       UserError: the parameters have other shapes or another meaning.

@@ -29,8 +29,8 @@ from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 Event = Mapping[str, Any]
 Listener = Callable[[Event], None]
 
-# Events about a process rather than a step. They stay in the file when a run repeats the steps
-# after a checkpoint.
+# Events about a process, not about a step. They stay in the file when a run resumes or rewinds and
+# repeats steps.
 HISTORY = ("start", "stop", "damaged", "rewind", "save_failed", "hook_failed", "changed")
 
 
@@ -45,9 +45,9 @@ class MetricsFile:
     def __init__(
         self, path: pathlib.Path | None, steps_before: int, listeners: Sequence[Listener] = ()
     ):
-        """Opens the file and removes the events after step `steps_before`, except those in HISTORY,
-        because this process repeats the steps of the removed events. `start` records the number of
-        repeated steps.
+        """Opens the file and removes events after step `steps_before`, because this process repeats
+        the steps of these events. Events of the kinds in HISTORY stay. `start` records how many
+        steps are repeated.
 
         Args:
           path: the path of metrics.jsonl. None on all processes except process 0: then nothing is
@@ -122,16 +122,16 @@ class MetricsFile:
             listener(record)
 
     def rewind(self, step: int) -> None:
-        """Removes the events after `step`, except those in HISTORY, because the run repeats these
-        steps.
+        """Removes the events after `step`, because the run repeats their steps. Events of the kinds
+        in HISTORY stay.
         """
         if self._path is not None:
             os.close(self._file)
             self._remove_events_after(step)
 
     def _remove_events_after(self, last_step: int) -> None:
-        """Replaces the file by one without the events after `last_step`, except those in HISTORY,
-        and opens it.
+        """Rewrites the file without the events after `last_step`, but with all events of the kinds
+        in HISTORY, and opens it.
 
         Raises:
           UserError: the file cannot be written.
@@ -145,7 +145,7 @@ class MetricsFile:
                     if event["step"] <= last_step or event["event"] in HISTORY
                 )
                 file.flush()
-                os.fsync(file.fileno())  # otherwise a power failure may leave an empty file
+                os.fsync(file.fileno())  # without this, a power failure may leave an empty file
         except OSError as error:
             raise UserError(
                 f"{self._path}: cannot be written ({error.strerror}): make room, or give another "
@@ -184,8 +184,9 @@ class Throughput:
     def measure(
         self, step: int, loss: float, steps: int, seconds: float, data_wait: float
     ) -> dict[str, Any]:
-        """Returns the fields of a "train" event that are not metrics of the step. The fields mfu
-        and memory_limit are None if the chip is unknown.
+        """Returns the fields of a "train" event that are not metrics of the step. "mfu" is None if
+        the peak FLOP/s of the chip are unknown. "memory_limit" is None if the platform does not
+        report the memory of its devices.
 
         Args:
           step: the number of the step.
@@ -217,9 +218,9 @@ class Throughput:
 
 
 def device_memory() -> tuple[int, int | None]:
-    """Returns the peak memory so far and the memory limit, in bytes, of this process's fullest
-    device. On a platform without memory statistics (CPU), returns the peak resident memory of the
-    process and None.
+    """Returns the peak memory use so far and the memory limit, in bytes, of one device of this
+    process: the device with the highest peak. On a platform without memory statistics (CPU),
+    returns the peak resident memory of the process, and None.
     """
     stats = [device.memory_stats() for device in jax.local_devices()]
     stats = [s for s in stats if s and "peak_bytes_in_use" in s]
@@ -240,8 +241,8 @@ class ReportWriter:
         self._thread: threading.Thread | None = None
 
     def __call__(self, event: Event) -> None:
-        # If the thread is still writing a report, this checkpoint gets none; `close` writes the
-        # last one.
+        # If the thread is still writing a report, there is no new report at this checkpoint.
+        # `close` writes a report at the end of the run in any case.
         if event["event"] == "checkpoint" and not (self._thread and self._thread.is_alive()):
             self._thread = threading.Thread(target=self._write, name="report", daemon=True)
             self._thread.start()
@@ -333,7 +334,8 @@ class WeightsAndBiases:
             dir=str(workdir),
             config=settings,
         )
-        # W&B's own step may not decrease, but the step of a resumed run does.
+        # W&B requires that its own step never decreases, but the step of a run decreases when the
+        # run resumes or rewinds. So charts use the value "step" of the events.
         self._run.define_metric("*", step_metric="step")
 
     def __call__(self, event: Event) -> None:
@@ -345,8 +347,8 @@ class WeightsAndBiases:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Returns the numbers of an event under names like train/loss. The entries of a list over
-    layers get names like diagnostics/beta/layer_03.
+    """Returns name → value for the numbers of an event, with names such as "train/loss". A list
+    over layers gives one name per layer, such as "diagnostics/beta/layer_03".
     """
     kind = f"suite/{event['suite']}" if event["event"] == "suite" else event["event"]
     result = {}

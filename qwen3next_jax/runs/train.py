@@ -1,7 +1,7 @@
 """A training run from start to end: checks, data, folder, state, hooks, loop, exit code.
 
-`training.loop` takes the steps. This file adds what lets a run resume: the folder, checkpoints,
-records, signals, the watchdog and rewinds.
+`training.loop` takes the training steps. This module adds the parts that let a run resume and that
+protect it from faults: the folder, checkpoints, records, signals, the watchdog and rewinds.
 """
 
 import math
@@ -86,6 +86,7 @@ def train(
     is one.
 
     Args:
+      config: the configuration of the run.
       workdir: the folder of the run.
       restart: whether the run starts anew; if so, the old files are moved to `workdir`/before-TIME.
       devices: the devices of the run; None: all that JAX finds.
@@ -209,8 +210,8 @@ class _OpenedFolder(NamedTuple):
 
     Attributes:
       parent: the record of the run with which a new run begins; None if there is none.
-      files: `stamp_hf`, on this process, of the Hugging Face directory with which a new run begins;
-        "" if there is none.
+      files: `stamp_hf` of the Hugging Face directory with which a new run begins, as this process
+        sees the directory; "" if there is none.
       record: the new content of run.json; {} if it does not change.
       changes: the changes of settings, code and devices since the last start.
     """
@@ -258,7 +259,7 @@ class _Start(NamedTuple):
     Attributes:
       state: the train state before the first step.
       step: number of steps of the run that are already taken.
-      cursors: the first data cursor of every stage.
+      cursors: for every stage, the place in the training data at which the stage begins to read.
       is_new: whether the run has no checkpoint yet.
     """
 
@@ -439,15 +440,17 @@ def _hook_error_policy(
 def _end_of_finished_run(
     run: ResolvedRun, workdir: pathlib.Path, step: int, tokenizer: Tokenizer
 ) -> ExitCode:
-    """Ends a process that finds the run at its last step or after it. Writes nothing."""
+    """Prints the end of a run that had taken its last step before this process began, and returns
+    the exit code. Writes no file.
+    """
     divergence = broadcast_from_process_0(lambda: _recorded_divergence(workdir, step))
     summary = f"{workdir}: already trained to step {step} of {run.steps}."
     return _end_at_last_step(run, workdir, step, divergence, summary, tokenizer)
 
 
 def _recorded_divergence(workdir: pathlib.Path, step: int) -> str:
-    """Returns the reason, from metrics.jsonl, why the run diverged by its last step `step`; "" if
-    it did not.
+    """Returns the reason in metrics.jsonl why the run ended as diverged after its last step,
+    `step`; "" if it did not diverge.
     """
     return divergence_reason(
         (event for _, event in iterate_events(workdir / "metrics.jsonl")), step
@@ -457,8 +460,13 @@ def _recorded_divergence(workdir: pathlib.Path, step: int) -> str:
 def _divergence_at_last_step(
     metrics: Metrics, state: State, evaluation: hooks.EvaluationHook | None
 ) -> str:
-    """Returns the reason why the run diverged in its last steps, which were too few for the guards
-    to end it; "" if it did not diverge. `metrics` and `state` are those of the last step.
+    """Returns the reason why the run diverged in its last steps, if these were too few for the
+    guards to end the run; "" if it did not diverge.
+
+    Args:
+      metrics: the metrics of the last step.
+      state: the train state after the last step.
+      evaluation: the hook that evaluated the last step; None if nothing is evaluated.
     """
     if int(metrics["flags"]) & NON_FINITE:
         return (
@@ -477,7 +485,9 @@ def _end_with_dump(
     workdir: pathlib.Path,
     metrics: MetricsFile,
 ) -> ExitCode:
-    """Ends a halted run with a dump of the inputs of its last step."""
+    """Writes a dump of the inputs of the step at which the guards halted the run, and a "stop"
+    event; prints the reason, and returns the exit code.
+    """
     stage_index = stage_number(cursors, halt.step)
     index = cursors[stage_index].batch(halt.step, int(halt.state["guards"]["data_offset"]))
     folder, documents = write_dump(workdir, trainer.run.config, trainer.data, index, halt)
@@ -501,7 +511,9 @@ def _end_with_dump(
 def _end_before_last_step(
     run: ResolvedRun, workdir: pathlib.Path, step: int, is_saved: bool
 ) -> ExitCode:
-    """Ends a run that a signal stopped after `step`, or whose last save failed."""
+    """Prints the end of a run that a signal stopped after `step`, or whose last save failed, and
+    returns the exit code.
+    """
     if not is_saved:
         return _end(
             ExitCode.NOT_SAVED,
@@ -523,7 +535,7 @@ def _end_at_last_step(
     summary: str,
     tokenizer: Tokenizer,
 ) -> ExitCode:
-    """Ends a run at its last step.
+    """Prints the end of a run that has taken its last step, and returns the exit code.
 
     Args:
       divergence: why the run diverged; "" if it did not.

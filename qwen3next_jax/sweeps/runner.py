@@ -4,11 +4,12 @@
     WORKDIR/points/NAME/        the folder of a point's run (see README), with its output in log.txt
     WORKDIR/report.html, results.csv, results.json      rewritten whenever a point ends
 
-A point is done when its metrics.jsonl has the evaluations of the last step, whoever trained it. If
-the runner is stopped, its points save the current step and end; the same command then continues the
-sweep. If the process of a point dies, the runner starts it again from its newest checkpoint, up to
-`retries` times. If a restart would end in the same way (a wrong setting, a diverged run, a full
-disk), the runner gives the point up: it has failed.
+A point is done when its metrics.jsonl has the evaluations of the last step, whether this runner or
+another process trained it. If the runner is stopped, its points save the current step and end; the
+same command then continues the sweep. If the process of a point dies, the runner starts it again
+from its newest checkpoint, up to `retries` times. If a restart would end in the same way (a wrong
+setting, a diverged run, a full disk), the runner does not start the point again: the point has
+failed.
 """
 
 import fcntl
@@ -32,7 +33,7 @@ from qwen3next_jax.sweeps.points import Point, Sweep, as_text, check_unchanged, 
 from qwen3next_jax.sweeps.results import is_done
 
 TRAIN = pathlib.Path(__file__).parents[2] / "train.py"
-_POLL = 0.5  # seconds
+_POLL = 0.5  # seconds between two checks of the points' processes
 
 
 def train_arguments(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[str]:
@@ -49,8 +50,8 @@ def train_arguments(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[s
 
 
 def shell_command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> str:
-    """Returns the command of a point for a shell or a cluster's scheduler. It must be run in the
-    current folder of this process.
+    """Returns the command that runs a point, for a shell or a cluster's scheduler. It contains
+    relative paths, so it must be run in the current folder of this process.
     """
     train = ["uv", "run", "train.py"]
     if pathlib.Path.cwd() != TRAIN.parent:
@@ -128,9 +129,9 @@ class Runner:
     Args:
       sweep: the sweep.
       workdir: the folder of the sweep.
-      workers: how many points run at the same time.
+      workers: the number of points that run at the same time.
       retries: how often a point whose process died is started again.
-      log: function that is called with a line about every start and end of a point.
+      log: function that is called with a line of text at every start and end of a point.
       on_point_end: function that is called with {name of a failed point: why} whenever a point has
         ended, and at the end of the sweep. The runner holds the folder's lock during the call.
     """
@@ -156,8 +157,8 @@ class Runner:
         """Runs the points that are not done.
 
         Returns:
-          the exit code: 0 if every point is done, 1 if a point failed, 130 if the runner was
-          stopped.
+          The exit code: 0 if every point is done, 1 if a point failed, 130 if a signal stopped the
+          runner.
 
         Raises:
           UserError: another runner holds the lock of the folder.
@@ -243,8 +244,11 @@ class Runner:
         return again
 
     def _must_restart(self, ended: _Running, code: int) -> bool:
-        """Logs how a point ended, and records the reason if it failed. Returns whether the point
-        must be started again.
+        """Logs how the process of a point ended, and records the reason if the point failed.
+        Returns whether the point must be started again.
+
+        Args:
+          code: the exit code of the process, or minus the number of the signal that killed it.
         """
         name = ended.point.name
         seconds = time.monotonic() - ended.started_at
@@ -265,15 +269,18 @@ class Runner:
         return True
 
     def _stop(self, number: int, frame: Any) -> None:
-        """Handles a signal. The first lets the points save and end; the second kills them."""
+        """Handles a signal. The first signal makes the points save and end; the second kills their
+        processes.
+        """
         for point in self.running.values():
             point.process.send_signal(signal.SIGKILL if self._stopping else signal.SIGTERM)
         self._stopping = True
 
 
 def _last_line(path: pathlib.Path, begin: int) -> str:
-    """Returns the error that the file contains from byte `begin` on, or else the last line. The
-    bytes before `begin` are the output of earlier processes of the point.
+    """Returns the last line that starts with "error:" in the log `path` from byte `begin` on, or
+    the last line of all if there is none. The bytes before `begin` are the output of earlier
+    processes of the point.
     """
     with path.open("rb") as file:
         file.seek(begin)
