@@ -43,20 +43,20 @@ _SHIPPED = next(
 )
 
 
-def find_file(text: str) -> pathlib.Path:
-    """Returns the path of the file that a user names. If the path `text` does not exist, it may
+def find_file(name: str | pathlib.Path) -> pathlib.Path:
+    """Returns the path of the file that a user names. If the path `name` does not exist, it may
     name a config that comes with this project, such as "configs/tiny.py" or "tiny". If it names
-    none, the path `text` is returned.
+    none, the path `name` is returned.
 
     Raises:
-      UserError: no file can have the path `text`.
+      UserError: no file can have the path `name`.
     """
-    path = pathlib.Path(text)
-    require_path(text, text)
+    path = pathlib.Path(name)
+    require_path(str(name), name)
     if path.exists() or _SHIPPED is None or path.is_absolute():
         return path
     bare = not path.suffix and len(path.parts) == 1
-    shipped = _SHIPPED / (f"configs/{text}.py" if bare else path)
+    shipped = _SHIPPED / (f"configs/{name}.py" if bare else path)
     if not shipped.is_file():
         return path
     if str(_SHIPPED) not in sys.path:  # a config may import others, such as `configs.tiny`

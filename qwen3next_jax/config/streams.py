@@ -13,7 +13,7 @@ class StreamsConfig:
 
     # residual streams, each as wide as the model
     hc_count: int = 4
-    # rank of the weights with which a block's input is mixed of them
+    # rank of the low-rank weights that mix the streams into a block's input
     hc_lowrank: int = 320
 
     def __post_init__(self):

@@ -195,7 +195,7 @@ class MLA(Mixer):
             config.rotary_dim <= _shared(config) < config.head_dim,
             f"model.mixer.shared_key_width = {_shared(config)}: expected less "
             f"than model.head_dim = {config.head_dim}, and at least the {config.rotary_dim} "
-            "numbers of it that are rotated",
+            "dimensions that RoPE rotates",
         )
 
 

@@ -101,7 +101,7 @@ class Masked(PairAttention):
             f"model.mixer.mask = {mask!r} with model.full_mixer = {config.full_mixer!r} and "
             f"model.mtp_depth = {config.mtp_depth}: the module would see the token that it "
             "predicts: expected mtp_depth = 0, or "
-            "another full_mixer, these layers named by layer_types",
+            "another full_mixer, with this mixer's layers named in model.layer_types",
         )
 
     @classmethod
