@@ -6,13 +6,15 @@ import dataclasses
 import functools
 import json
 import pathlib
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.metrics import MetricValue, to_metric_values
+from qwen3next_jax.common.metrics import Metric, MetricValue, to_metric_values
 from qwen3next_jax.config import Config, DataConfig, MeshConfig, ModelConfig
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
@@ -26,6 +28,27 @@ from qwen3next_jax.runs.load import load_model
 from qwen3next_jax.runs.preflight import tokenizer_of_model
 from qwen3next_jax.training.stages import resolve_stages, stage_at
 from qwen3next_jax.training.state import abstract_model
+
+
+class Result(NamedTuple):
+    """The results of one evaluation.
+
+    Attributes:
+      name: the name of the evaluation, such as "heldout".
+      title: the name, the model and the step, for people.
+      step: the step of the checkpoint; None for a Hugging Face directory.
+      values: {name of a value: number}.
+      metrics: the declarations of the metrics.
+      belongs_to_run: whether the model is that of the run, with all its settings, so that the
+        results belong into the run's folder.
+    """
+
+    name: str
+    title: str
+    step: int | None
+    values: dict[str, float]
+    metrics: Mapping[str, Metric]
+    belongs_to_run: bool
 
 
 def evaluate(
@@ -44,6 +67,41 @@ def evaluate(
     If there are several processes, all must call this function; process 0 prints and writes.
 
     Args:
+      config, path, names, options, step, mesh, dtype: as for `run_evaluations`.
+      json_path: path of a file to which the results are written; "" for none. The results of a run
+        are also written to RUN/eval/NAME.json, unless `config` changes settings of the model.
+
+    Raises:
+      UserError: as `run_evaluations` does, or a file cannot be written.
+    """
+    results, wrote = {}, False
+    for result in run_evaluations(config, path, names, options, step, mesh, dtype):
+        _print(result.title, to_metric_values(result.values, result.metrics))
+        results[result.name] = {"step": result.step} | result.values
+        if result.belongs_to_run:
+            _write(path / "eval" / f"{result.name}.json", results[result.name])
+            wrote = True
+    if wrote:
+        print(f"The same as JSON: {path / 'eval'}")
+    if json_path:
+        _write(pathlib.Path(json_path), results)
+    return 0
+
+
+def run_evaluations(
+    config: Config | None,
+    path: pathlib.Path,
+    names: tuple[str, ...] = ("heldout",),
+    options: evaluation.EvalOptions = evaluation.EvalOptions(),
+    step: int | None = None,
+    mesh: MeshConfig | None = None,
+    dtype: str = "float32",
+) -> Iterator[Result]:
+    """Yields the results of each evaluation when it ends.
+
+    If there are several processes, all must call this function.
+
+    Args:
       config: the configuration of the evaluation, which names the data. None: the configuration of
         the run, or for a Hugging Face directory the default data. For a run, the weights of the
         run's model must fit the model of `config`: `config` may change the data, the row length,
@@ -52,8 +110,6 @@ def evaluate(
       path: the folder of a run, or a Hugging Face directory.
       names: names of evaluations.
       options: the options of all evaluations.
-      json_path: path of a file to which the results are written; "" for none. The results of a run
-        are also written to RUN/eval/NAME.json, unless `config` changes settings of the model.
       step: as for `load_model`.
       mesh: as for `load_model`.
       dtype: as for `load_model`.
@@ -110,7 +166,6 @@ def evaluate(
     )
     evaluations = evaluation.make_evaluations(names, eval_context, "--suite")
 
-    results = {}
     title = str(path)
     if step is not None:
         title += f" after step {step}"
@@ -118,15 +173,7 @@ def evaluate(
         title += f" read with another {', '.join(other)}"
     for name, one in evaluations.items():
         values = one.run(nnx.to_pure_dict(params))
-        _print(f"{name} · {title}", to_metric_values(values, one.metrics))
-        results[name] = {"step": step} | values
-        if is_run and not other:
-            _write(path / "eval" / f"{name}.json", results[name])
-    if is_run and not other:
-        print(f"The same as JSON: {path / 'eval'}")
-    if json_path:
-        _write(pathlib.Path(json_path), results)
-    return 0
+        yield Result(name, f"{name} · {title}", step, values, one.metrics, is_run and not other)
 
 
 def _check_same_weights(model: ModelConfig, trained: ModelConfig, workdir: pathlib.Path) -> None:

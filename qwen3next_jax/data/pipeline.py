@@ -412,11 +412,11 @@ def rows_of_streams(weights: Sequence[float], rows: int) -> list[int]:
     # This is grain's rule: each stream in turn takes its share of the rows that the streams before
     # it left.
     shares = [int(weight * (100 / min(positive))) for weight in positive]
-    left, all_shares, counts = rows, sum(shares), []
+    rows_left, shares_left, counts = rows, sum(shares), []
     for share in shares:
-        rest = left * (all_shares - share) // all_shares
-        counts.append(left - rest)
-        left, all_shares = rest, all_shares - share
+        rest = rows_left * (shares_left - share) // shares_left
+        counts.append(rows_left - rest)
+        rows_left, shares_left = rest, shares_left - share
     found = iter(counts)
     in_all = [next(found) if weight else 0 for weight in weights]
     stream, row = mix_streams(weights)[rows]

@@ -302,7 +302,8 @@ class PartialExport:
           names of all other files.
 
         Raises:
-          UserError: the folder has a file that no export wrote.
+          UserError: the folder has no readable progress.json, or a file that progress.json does not
+            account for.
         """
         present = {path.name for path in self.folder.iterdir()}
         if present <= {f"{_PROGRESS}.tmp"}:  # killed before its first file

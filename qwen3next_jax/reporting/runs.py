@@ -200,7 +200,8 @@ def downsample(x: np.ndarray, y: np.ndarray, points: int) -> Series:
     """Reduces a curve to at most `points` points.
 
     The range of x is divided into intervals. Each point of the result has the mean, the smallest
-    and the largest of the values in one interval, so that no spike is lost.
+    and the largest of the finite values in one interval, so that no finite spike is lost, or NaN if
+    the interval has none.
 
     Args:
       x: [N], must not decrease.

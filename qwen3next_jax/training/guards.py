@@ -2,9 +2,11 @@
 
 The update is never applied if the loss or the gradient norm is not finite. A spike is a loss or a
 gradient norm whose robust z-score, relative to a window of past steps, exceeds a threshold. The
-setting `guards.on_spike` says what a spike does: its update is applied, or is skipped, or the run
-halts. Once a run has halted, its parameters and its optimizer state no longer change. The host may
-therefore notice the halt one step late, and still finds them as they were before the bad batch.
+setting `guards.on_spike` says what follows a spike: the step's update is applied ("continue") or
+skipped ("skip"), or the step halts the run ("rewind", "stop"). The compiled steps after a halt
+change neither the parameters nor the optimizer state. The host may therefore notice the halt one
+step late, and still finds them as they were before the bad batch. It then returns to a checkpoint
+("rewind") or ends the run ("stop").
 
 The guards keep their state in the train state, so a resumed run makes the same decisions as a run
 that was not interrupted.

@@ -307,8 +307,9 @@ def first_cursor(cursors: DataCursors) -> DataCursor:
 
 
 def stage_number(cursors: DataCursors, step: int) -> int:
-    """Returns the index of the stage that contains `step` of the run (counted from 1). For steps
-    before the run's first step, returns the index of the run's first stage.
+    """Returns the index, from 0, of the stage that contains the run's step number `step`; steps are
+    counted from 1. For steps before the run's first step, returns the index of the run's first
+    stage.
 
     The train state after a step holds a `data_offset`, which counts batches of the stage that this
     function returns for the step.

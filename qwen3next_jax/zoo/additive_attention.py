@@ -1,6 +1,7 @@
 """Attention of the first neural translation models. A small network scores every pair of a query
 and a key (Bahdanau, 1409.0473, A.1.2), or a bilinear form qᵀ W k does (Luong, 1508.04025, the score
-"general"). Neither depends on the positions of tokens, so other layers of the model must.
+"general"). Neither score depends on the positions of the tokens; only the causal mask does. A model
+with this mixer should get positions elsewhere: from recurrent layers or `model.block.positions`.
 
 Letters: B batch, T queries, S keys, C queries of a chunk, D model, N query heads, M key/value
 heads, R = N/M, K head width.

@@ -56,7 +56,8 @@ class PairAttention(GatedAttention):
 
     def seen(self, t_BC1, s_B1S):
         """Returns the mask of a chunk of queries, bool [B, C, S]: whether each query sees each key.
-        If `self.best` is not 0, returns two masks, as `pair_attention` explains.
+        `pair_attention` also hides the keys of other documents, so the mask need not. If
+        `self.best` is not 0, returns two masks, as `pair_attention` explains.
         """
         return s_B1S <= t_BC1
 

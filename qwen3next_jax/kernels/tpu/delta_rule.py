@@ -262,7 +262,12 @@ class _Block:
 
     def for_pairs(self, x):
         """Returns [E, ...], the arrays of the key heads repeated for each of their pairs of value
-        heads. If x has the arrays of pairs already, it returns x.
+        heads.
+
+        Args:
+          x: [J, ...], the arrays of the key heads. If the heads share no key (`shared` is false) or
+            a key head has one pair of value heads at most, x has one array for each pair already,
+            and is returned as it is.
         """
         count = self.p.heads_per_key
         return jnp.repeat(x, count // 2, axis=0) if self.shared and count > 2 else x

@@ -180,7 +180,7 @@ def _run_forward(operator: dispatch.Operator, x: Inputs, initial_state):
 def _run_backward(operator: dispatch.Operator, residuals, cotangents):
     x, initial_state, saved = residuals
     *gradients, dinitial = operator.backward(x, *saved, *cotangents)
-    return x.cast(gradients), dinitial.astype(initial_state.dtype)
+    return x.cast_gradients(gradients), dinitial.astype(initial_state.dtype)
 
 
 _run.defvjp(_run_forward, _run_backward)

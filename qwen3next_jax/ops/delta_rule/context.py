@@ -149,7 +149,7 @@ def _run_backward(operator: Operator, axis_name, residuals, cotangents):
     ) + Products(m.dtype).nn(transposed, dfinal)
     dleaving = dfinal + compose_over_shards(axis_name, transposed, du, reverse=True)
     *gradients, dinitial = operator.backward(x, states, inverses, do, dleaving)
-    return x.cast(gradients), dinitial.astype(initial_state.dtype), None
+    return x.cast_gradients(gradients), dinitial.astype(initial_state.dtype), None
 
 
 _run.defvjp(_run_forward, _run_backward)

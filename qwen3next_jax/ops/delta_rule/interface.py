@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     beta: jax.Array  # [B, T, H], the write strength; 0 for padding
     segments: jax.Array | None = None  # [B, T], signed ids, see `chunk_math.encode_segments`
 
-    def cast(self, gradients) -> "Inputs":
+    def cast_gradients(self, gradients) -> "Inputs":
         """Returns `gradients`, the gradients of q, k, v, g and beta, each cast to the dtype of its
         array. The gradient of `segments` is None.
         """
@@ -91,8 +91,8 @@ class Implementation(Protocol):
           settings: the static settings.
 
         Returns:
-          dq, dk, dv, dg and dbeta in the shapes of the inputs, in any dtype (`Inputs.cast` casts
-          them), and the gradient of the initial state [B, H, K, V].
+          dq, dk, dv, dg and dbeta in the shapes of the inputs, and the gradient of the initial state
+          [B, H, K, V]; all in any dtype, as `Inputs.cast_gradients` casts the former.
         """
 
 
