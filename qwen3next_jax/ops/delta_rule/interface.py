@@ -91,8 +91,8 @@ class Implementation(Protocol):
           settings: the static settings.
 
         Returns:
-          dq, dk, dv, dg and dbeta in the shapes of the inputs, and the gradient of the initial state
-          [B, H, K, V]; all in any dtype, as `Inputs.cast_gradients` casts the former.
+          (dq, dk, dv, dg and dbeta in the shapes of the inputs, the gradient of the initial state
+          [B, H, K, V]), in any dtype: the caller casts them (`Inputs.cast_gradients`).
         """
 
 
