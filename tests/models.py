@@ -1,5 +1,10 @@
-"""Models for tests which do not ask how a model's start values are drawn."""
+"""Models and layers for tests which do not ask how start values are drawn.
 
+XLA takes 6 seconds to compile `jax.random.normal` for all parameters of a small model.
+"""
+
+import contextlib
+from collections.abc import Iterator
 from unittest import mock
 
 import jax
@@ -10,15 +15,19 @@ from flax import nnx
 from qwen3next_jax import ModelConfig, Qwen3Next
 
 
-def new_model(config: ModelConfig) -> Qwen3Next:
-    """A model whose normal start values NumPy draws.
-
-    XLA takes 6 seconds to compile `jax.random.normal` for all parameters of a small model.
-    """
-    rng = np.random.default_rng(0)
+@contextlib.contextmanager
+def numpy_draws(seed: int = 0) -> Iterator[None]:
+    """Inside, NumPy draws what is asked of `jax.random.normal`, whose key is ignored."""
+    rng = np.random.default_rng(seed)
 
     def normal(key, shape=(), dtype=jnp.float32):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
     with mock.patch.object(jax.random, "normal", normal):
+        yield
+
+
+def drawn_model(config: ModelConfig) -> Qwen3Next:
+    """A model whose normal start values NumPy draws."""
+    with numpy_draws():
         return Qwen3Next(config, rngs=nnx.Rngs(0))

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from mixer_references import errors
+from models import drawn_model
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
@@ -23,7 +24,7 @@ from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.config.registry import EXPERTS, MLPS, NORMS, PLACEMENTS, WITH_STREAMS
 from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.interop.layout import check_hf_form
-from qwen3next_jax.model import Qwen3Next, declared
+from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context, rotate
 from qwen3next_jax.model.parameters import Make
@@ -169,7 +170,7 @@ def test_other_experts_decode_and_split(name):
     their width and of the rows give what one device gives, gradients included.
     """
     c, rng = mixture(name), np.random.default_rng(0)
-    graph, params = nnx.split(nnx.jit(lambda: Qwen3Next(c, rngs=nnx.Rngs(0)))())
+    graph, params = nnx.split(drawn_model(c))
     params = away_from_zero(params, rng)
     tokens = rng.integers(0, 32, (2, T)).astype(np.int32)
 
@@ -290,7 +291,7 @@ def test_a_prefix_in_one_row_packs_decodes_and_sees_no_target():
         mixer=PREFIX,
         block=BlockConfig("post", "layer", "relu", "learned"),
     )
-    graph, params = nnx.split(nnx.jit(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))())
+    graph, params = nnx.split(drawn_model(config))
     tokens = np.random.default_rng(0).integers(0, 32, (1, 20)).astype(np.int32)
     segments, places = (
         np.repeat([[1, 2]], [8, 12], axis=1).astype(np.int32),

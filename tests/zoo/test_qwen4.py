@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding
 from mixer_references import errors
-from models import new_model
+from models import drawn_model
 from safetensors.numpy import load_file, save_file
 
 from qwen3next_jax import ModelConfig, Qwen3Next, load_hf, save_hf
@@ -120,7 +120,7 @@ _models = {}
 def model_of(config):
     """A model all of whose parameters matter: norms and convolutions away from their start."""
     if config not in _models:
-        model = new_model(config)
+        model = drawn_model(config)
         rng = np.random.default_rng(0)
 
         def moved(p):
