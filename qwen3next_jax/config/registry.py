@@ -177,8 +177,8 @@ def check_name(table: Table, name: str, setting: str) -> None:
     Raises:
       UserError: the table does not have `name`, and `name` is not an import string.
     """
-    # Every layer resolves names when it is traced: the message, whose search for a similar name takes
-    # milliseconds, is for a mistake alone.
+    # The message is made for a mistake alone, because it takes milliseconds to find a similar name,
+    # and every layer resolves its names when it is traced.
     if name not in table and not is_import_string(name):
         raise UserError(
             f"{setting} = {name!r}: expected one of {', '.join(table)}, or "
