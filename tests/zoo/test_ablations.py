@@ -126,7 +126,8 @@ def test_both_mixers_follow_their_formulas(off):
             for name, value in vars(module).items()
             if isinstance(value, nnx.Param)
         }
-        y, _, _ = nnx.jit(lambda module, x, context: module(x, context))(module, x_BTD, context)
+        graph, state = nnx.split(module)
+        y = jax.jit(lambda state, x: nnx.merge(graph, state)(x, context)[0])(state, x_BTD)
         np.testing.assert_allclose(
             y[0], layer(config, params, x_BTD[0].astype(np.float64)), rtol=0, atol=2e-5
         )
