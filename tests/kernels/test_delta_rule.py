@@ -145,7 +145,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("implementation", FORMS)
+@every_form
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_hard_inputs(name, dtype, implementation):
@@ -233,6 +233,7 @@ def grid_and_block(inputs):
     return p.grid, p.block_heads
 
 
+@pytest.mark.slow
 def test_kernel_with_many_heads(monkeypatch):
     """Four head pairs in one step, of which the substitutions go in threes here; four value heads a
     key head.
@@ -362,7 +363,9 @@ def test_the_future_never_changes_the_past_and_runs_repeat_bitwise(implementatio
 
 
 # None is the chunked form here, of which the associative is a variant
-@pytest.mark.parametrize("implementation", ("pallas_tpu", None))
+@pytest.mark.parametrize(
+    "implementation", ("pallas_tpu", pytest.param(None, marks=pytest.mark.slow))
+)
 def test_x64_changes_nothing_for_float32(implementation):
     inputs, cotangents = problem(time=15)  # a length that other tests compile
     want = outputs_and_gradients(
