@@ -177,11 +177,13 @@ def check_name(table: Table, name: str, setting: str) -> None:
     Raises:
       UserError: the table does not have `name`, and `name` is not an import string.
     """
-    require(
-        name in table or is_import_string(name),
-        f"{setting} = {name!r}: expected one of {', '.join(table)}, or "
-        f"'my_package.module:Name' of your own{did_you_mean(str(name), table)}",
-    )
+    # The message is made for a mistake alone, because it takes milliseconds to find a similar name,
+    # and every layer resolves its names when it is traced.
+    if name not in table and not is_import_string(name):
+        raise UserError(
+            f"{setting} = {name!r}: expected one of {', '.join(table)}, or "
+            f"'my_package.module:Name' of your own{did_you_mean(str(name), table)}"
+        )
 
 
 def resolve(table: Table, name: str, setting: str) -> Any:
