@@ -1,7 +1,7 @@
 """Runs each point of a sweep in its own process, one after another or several at a time.
 
     WORKDIR/sweep.json          the points; the runner refuses a folder of another sweep
-    WORKDIR/points/NAME/        the folder of a point's run (docs/run_folder.md), with its output in log.txt
+    WORKDIR/points/NAME/        the folder of a point's run, with its output in log.txt
     WORKDIR/report.html, results.csv, results.json      rewritten whenever a point ends
 
 A point is done when its metrics.jsonl has the evaluations of the last step, whether this runner or
