@@ -18,6 +18,7 @@ from absl import flags
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.installation import shell_command
 
 
 def main() -> int:
@@ -62,7 +63,7 @@ def main() -> int:
         print(
             f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB"
             + ("" if step is None else f", the model after step {step}")
-            + f"; next: uv run qwen3next generate --model={_out.value} "
+            + f"; next: {shell_command('generate')} --model={_out.value} "
             "--prompt='def '"
         )
     return 0

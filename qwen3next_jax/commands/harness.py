@@ -14,6 +14,7 @@ from absl import flags
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.installation import how_to_install
 
 
 def main() -> int:
@@ -30,7 +31,7 @@ def main() -> int:
         from lm_eval.utils import make_table
     except ImportError as error:
         raise UserError(
-            f"lm-evaluation-harness is not installed ({error}): pip install 'qwen3next-jax[evals]'"
+            f"lm-evaluation-harness is not installed ({error}): {how_to_install('evals')}"
         ) from error
     cli.enable_compilation_cache()
     from qwen3next_jax.evals.harness import HarnessModel

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, require_path, as_user_error
+from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.common.rooms import require_room
 from qwen3next_jax.config import (
     Config,
@@ -210,7 +211,7 @@ def _check_packages(telemetry: TelemetryConfig) -> None:
         (telemetry.wandb, f"telemetry.wandb = {telemetry.wandb!r}", "wandb", "wandb"),
     ):
         if needed:
-            how = f"pip install 'qwen3next-jax[{extra}]', or leave the setting out"
+            how = f"{how_to_install(extra)}, or leave the setting out"
             with as_user_error(f"{setting} needs the package {package}: {how}", ImportError):
                 importlib.import_module(package)
 

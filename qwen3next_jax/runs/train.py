@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from qwen3next_jax.common.errors import ExitCode, warn
+from qwen3next_jax.common.installation import shell_command
 from qwen3next_jax.common.events import iterate_events, divergence_reason
 from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.config import Config
@@ -503,8 +504,8 @@ def _end_with_dump(
     return _end(
         ExitCode.DIVERGED,
         f"stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}"
-        f"{', …' * (len(names) > 8)}. To run the step again: uv run qwen3next replay "
-        f"{shlex.quote(str(folder))}. {_advice(trainer.run)}, or guards.on_spike",
+        f"{', …' * (len(names) > 8)}. To run the step again: "
+        f"{shell_command('replay')} {shlex.quote(str(folder))}. {_advice(trainer.run)}, or guards.on_spike",
     )
 
 
@@ -548,13 +549,13 @@ def _end_at_last_step(
         )
     folder = shlex.quote(str(workdir))
     generate = (
-        f", or uv run qwen3next generate --model={folder} "
+        f", or {shell_command('generate')} --model={folder} "
         f"--prompt={shlex.quote(run.config.eval.sample_prompt)}"
     )
     return _end(
         ExitCode.DONE,
-        f"{summary} Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py "
-        f"--workdir={folder}" + generate * tokenizer.reads_text,
+        f"{summary} Checkpoints and metrics.jsonl are in {workdir}; next: "
+        f"{shell_command('eval')} --workdir={folder}" + generate * tokenizer.reads_text,
     )
 
 
