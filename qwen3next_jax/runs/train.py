@@ -505,7 +505,8 @@ def _end_with_dump(
         ExitCode.DIVERGED,
         f"stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}"
         f"{', …' * (len(names) > 8)}. To run the step again: "
-        f"{shell_command('replay')} {shlex.quote(str(folder))}. {_advice(trainer.run)}, or guards.on_spike",
+        f"{shell_command('replay')} {shlex.quote(str(folder))}. {_advice(trainer.run)}, or "
+        "guards.on_spike",
     )
 
 
