@@ -129,7 +129,7 @@ def _verify_prepared(
 
 def _verify_rows(directory: pathlib.Path) -> Iterator[Finding]:
     from qwen3next_jax.data.row_groups import METADATA, read_metadata
-    from qwen3next_jax.data.rows import RowFolder, RowReader, Shard
+    from qwen3next_jax.data.rows import RowReader, RowTable
 
     try:
         content = read_metadata(directory)
@@ -137,13 +137,15 @@ def _verify_rows(directory: pathlib.Path) -> Iterator[Finding]:
     except UserError as error:
         yield f"{directory.name}/{METADATA}", str(error)
         return
-    for shard in (Shard(**shard) for shards in content["shards"].values() for shard in shards):
-        damage = None
-        try:
-            folder = RowFolder(directory, content["dtype"], (shard,))
-            rows = RowReader([folder], content["row_length"])
-            for i in range(len(rows)):
-                rows[i]
-        except UserError as error:
-            damage = str(error)
-        yield f"{directory.name}/{shard.file}", damage
+    for split in content["shards"]:
+        table = RowTable.of(split, [directory], [content], [0], [])
+        rows, first = RowReader(table, content["row_length"]), 0
+        for number, count in enumerate(table.rows.tolist()):
+            damage = None
+            try:
+                for i in range(first, first + count):
+                    rows[i]
+            except UserError as error:
+                damage = str(error)
+            first += count
+            yield f"{directory.name}/{table.shard(number)[1].file}", damage

@@ -23,7 +23,7 @@ import pathlib
 import resource
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,8 +54,8 @@ class PackedRow(NamedTuple):
 class RowWriter:
     """Writes the rows of one split into numbered shards."""
 
-    def __init__(self, directory: pathlib.Path, prefix: str, dtype: np.dtype, row_length: int):
-        self._directory, self._prefix = directory, prefix
+    def __init__(self, directory: pathlib.Path, split: str, dtype: np.dtype, row_length: int):
+        self._directory, self._split = directory, split
         self._dtype = dtype.newbyteorder("<")
         self._rows_per_shard = max(1, _SHARD_BYTES // (dtype.itemsize * row_length))
         self._writer = None
@@ -64,7 +64,7 @@ class RowWriter:
 
     def write(self, row: Row) -> None:
         if self._writer is None:
-            self._path = self._directory / f"{self._prefix}-{len(self._shards):05d}.array_record"
+            self._path = self._directory / _shard_name(self._split, len(self._shards))
             self._writer = _array_record().ArrayRecordWriter(str(self._path), "group_size:1,zstd:1")
             self._in_shard = 0
         header = [
@@ -96,22 +96,105 @@ class RowWriter:
         self._shards.append(shard)
 
 
-@dataclasses.dataclass(frozen=True)
-class RowFolder:
-    """The shards of one split in one folder of prepared rows.
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowTable:
+    """The shards of one split of a source, which may lie in several folders.
+
+    The table consists of arrays, because a source may have several hundred thousand shards: S
+    shards in F folders, packed from U units.
 
     Attributes:
-      directory: the folder.
+      root: the folder that holds the folders.
+      split: the split; the names of its shards begin with it.
       dtype: name of the tokens' dtype.
-      shards: the shards, in the order of the rows.
-      origins: (index of its file, number of the file's records before it) of each unit from which
-        the folder was packed; () in format 1, whose rows name files instead of units.
+      folders: bytes [F], names of the folders, in the order of the rows.
+      shard_ends: int64 [F], number of shards in the folders up to each folder, inclusive.
+      rows: int64 [S], number of rows of each shard.
+      sizes: int64 [S], number of bytes of each shard.
+      unit_ends: int64 [F], number of units in the folders up to each folder, inclusive.
+      origins: int64 [U, 2], for each unit: the index of its file, and the number of the file's
+        records before the unit. [0, 2] in format 1, whose rows name files instead of units.
     """
 
-    directory: pathlib.Path
+    root: pathlib.Path
+    split: str
     dtype: str
-    shards: tuple[Shard, ...]
-    origins: tuple[tuple[int, int], ...] = ()
+    folders: np.ndarray
+    shard_ends: np.ndarray
+    rows: np.ndarray
+    sizes: np.ndarray
+    unit_ends: np.ndarray
+    origins: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        split: str,
+        directories: Sequence[pathlib.Path],
+        metadata: Sequence[Mapping[str, Any]],
+        unit_ends: Sequence[int],
+        origins: Sequence[tuple[int, int]],
+    ) -> "RowTable":
+        """Returns the table of folders that have the same parent.
+
+        Args:
+          split: the split.
+          directories: the folders, at least one.
+          metadata: the content of each folder's metadata.json.
+          unit_ends: as the attribute.
+          origins: as the attribute.
+        """
+        shards = [[Shard(**shard) for shard in content["shards"][split]] for content in metadata]
+        flat = [shard for of_folder in shards for shard in of_folder]
+        assert all(
+            shard.file == _shard_name(split, i)
+            for of_folder in shards
+            for i, shard in enumerate(of_folder)
+        )
+        return cls(
+            directories[0].parent,
+            split,
+            metadata[0]["dtype"],
+            np.array([directory.name.encode() for directory in directories]),
+            np.cumsum([len(of_folder) for of_folder in shards], dtype=np.int64),
+            np.array([shard.rows for shard in flat], np.int64),
+            np.array([shard.size for shard in flat], np.int64),
+            np.array(unit_ends, np.int64),
+            np.array(origins, np.int64).reshape(-1, 2),
+        )
+
+    def directory(self, folder: int) -> pathlib.Path:
+        return self.root / self.folders[folder].decode()
+
+    def folder_of(self, shard: int) -> int:
+        """Returns the index of the folder that holds a shard."""
+        return int(np.searchsorted(self.shard_ends, shard, "right"))
+
+    def shard(self, number: int) -> tuple[pathlib.Path, Shard]:
+        """Returns the path and the facts of shard `number`, counted over all folders."""
+        folder = self.folder_of(number)
+        first = int(self.shard_ends[folder - 1]) if folder else 0
+        name = _shard_name(self.split, number - first)
+        shard = Shard(name, int(self.rows[number]), int(self.sizes[number]))
+        return self.directory(folder) / name, shard
+
+    def paths(self) -> Iterator[str]:
+        """Yields the paths of all shards, in their order."""
+        first = 0
+        for name, end in zip(self.folders.tolist(), self.shard_ends.tolist(), strict=True):
+            for i in range(end - first):
+                yield f"{self.root}/{name.decode()}/{_shard_name(self.split, i)}"
+            first = end
+
+    def check(self) -> None:
+        """Raises a UserError if a shard is missing or has the wrong size."""
+        for number in range(len(self.rows)):
+            _check_size(*self.shard(number))
+
+
+def _shard_name(split: str, number: int) -> str:
+    """Returns the name of shard `number`, counted within its folder."""
+    return f"{split}-{number:05d}.array_record"
 
 
 class RowReader:
@@ -120,21 +203,19 @@ class RowReader:
     A shard is opened when a row of it is read. All readers together keep at most `_MOST_OPEN`
     shards open: those that were read last.
 
+    Args:
+      table: the shards.
+      row_length: T, number of tokens of a row.
+
     Raises:
-      UserError: a shard is missing, or has the wrong size. When a row is read: its shard is
-        damaged, or the system lets this process open no more files.
+      UserError: when a row is read: its shard is missing or damaged, or the system lets this
+        process open no more files.
     """
 
-    def __init__(self, folders: Sequence[RowFolder], row_length: int):
-        self._folders = list(folders)
+    def __init__(self, table: RowTable, row_length: int):
+        self.table = table
         self._row_length = row_length
-        counts = [len(folder.shards) for folder in folders]
-        self._first_shard = np.cumsum([0, *counts])  # [folders + 1]
-        rows = [shard.rows for folder in folders for shard in folder.shards]
-        self._ends = np.cumsum(rows, dtype=np.int64)  # [shards]
-        for folder in folders:
-            for shard in folder.shards:
-                _check_size(folder.directory / shard.file, shard)
+        self._ends = np.cumsum(table.rows)  # [S]
         raise_file_limit()
         self._number = next(_reader_numbers)
         weakref.finalize(self, _close_shards, self._number)
@@ -145,10 +226,7 @@ class RowReader:
     def __getitem__(self, index: int) -> PackedRow:
         number = int(np.searchsorted(self._ends, index, "right"))
         position = int(index - (self._ends[number - 1] if number else 0))
-        at = int(np.searchsorted(self._first_shard, number, "right")) - 1
-        folder = self._folders[at]
-        shard = folder.shards[number - int(self._first_shard[at])]
-        path = folder.directory / shard.file
+        path, shard = self.table.shard(number)
         reader = _opened((self._number, number), lambda: _open_shard(path, shard))
         try:
             (record,) = reader.read([position])
@@ -156,18 +234,16 @@ class RowReader:
             raise _damaged(
                 path, f"row {position} cannot be read: {error_message(error)}"
             ) from error
-        return self._decode(record, folder, path, position)
+        return self._decode(record, number, path, position)
 
-    def _decode(
-        self, record: bytes, folder: RowFolder, path: pathlib.Path, position: int
-    ) -> PackedRow:
+    def _decode(self, record: bytes, number: int, path: pathlib.Path, position: int) -> PackedRow:
         pieces = int(np.frombuffer(record, _INTEGER, 1)[0])
-        lengths, files, numbers = (
+        lengths, units, records = (
             np.frombuffer(record, _INTEGER, 3 * pieces, offset=4)
             .reshape(3, pieces)
             .astype(np.int64)
         )
-        dtype = np.dtype(folder.dtype).newbyteorder("<")
+        dtype = np.dtype(self.table.dtype).newbyteorder("<")
         stored = np.frombuffer(record, dtype, offset=4 + 12 * pieces)
         if len(stored) != lengths.sum() or len(stored) > self._row_length:
             raise _damaged(
@@ -177,12 +253,13 @@ class RowReader:
         segment_ids_T = np.zeros(self._row_length, np.int32)
         tokens_T[: len(stored)] = stored
         segment_ids_T[: len(stored)] = np.repeat(np.arange(1, pieces + 1, dtype=np.int32), lengths)
-        origins = list(zip(files.tolist(), numbers.tolist(), strict=True))
-        if folder.origins:
-            origins = [
-                (folder.origins[unit][0], folder.origins[unit][1] + record)
-                for unit, record in origins
-            ]
+        files = units
+        if len(self.table.origins):
+            folder = self.table.folder_of(number)
+            first_unit = int(self.table.unit_ends[folder - 1]) if folder else 0
+            files, before = self.table.origins[first_unit + units].T
+            records = before + records
+        origins = list(zip(files.tolist(), records.tolist(), strict=True))
         return PackedRow(tokens_T, segment_ids_T, origins)
 
 
