@@ -234,6 +234,7 @@ def make_index(folder: pathlib.Path) -> None:
             split=side,
             dtype="uint32",
             folders=np.array([f"{group:020x}".encode() for group in groups]),
+            rows_per_record=np.ones(len(groups), np.int64),
             shard_ends=count * groups,
             rows=np.full(count * len(groups), (1 << 26) // 4096),
             sizes=np.zeros(count * len(groups), np.int64),

@@ -137,6 +137,7 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
             return
         arrays[f"{i}.metadata"] = found
         arrays[f"{i}.folders"] = table.folders
+        arrays[f"{i}.rows_per_record"] = table.rows_per_record
         arrays[f"{i}.unit_ends"], arrays[f"{i}.origins"] = table.unit_ends, table.origins
         headers.append(
             {
@@ -183,7 +184,9 @@ def _read_source(
     recipe: Recipe,
     header: Mapping,
 ) -> Prepared | None:
-    shared = {key: arrays[f"{i}.{key}"] for key in ("folders", "unit_ends", "origins")}
+    shared = {
+        key: arrays[f"{i}.{key}"] for key in ("folders", "rows_per_record", "unit_ends", "origins")
+    }
     rows = {}
     for side in (TRAIN, HELDOUT):
         files = arrays[f"{i}.{side}.files"]

@@ -1,13 +1,16 @@
-"""The format of shards, which hold one ArrayRecord record per packed row. `row_groups` writes the
+"""The format of shards, which hold packed rows in ArrayRecord files. `row_groups` writes the
 shards, and `pipeline` reads their rows in random order.
 
-A record holds, in little-endian order:
+A row consists of, in little-endian order:
 
     n                             uint32, number of pieces of documents in the row
     lengths of the pieces         uint32 [n], in tokens
     indices of the pieces' units  uint32 [n] (in format 1: indices of source files)
     numbers of their records      uint32 [n], see `readers.Record`
     tokens                        uint16 or uint32, as the metadata says; padding is not stored
+
+A record of a shard holds `rows_per_record` rows, one after the other, and the last record of a
+shard may hold fewer. Folders whose metadata have no `rows_per_record` hold one row in each record.
 
 ArrayRecord stores a hash of every chunk and verifies it at every read, so a damaged byte is an
 error and never a different token.
@@ -29,11 +32,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, error_message, as_user_error
-from qwen3next_jax.data.packing import Row
+from qwen3next_jax.data.packing import Rows
 
 _SHARD_BYTES = 1 << 28  # uncompressed
 _MOST_OPEN = 256  # shards; an open shard takes some 200 KB of memory
 _INTEGER = np.dtype("<u4")
+# A record holds as many short rows as have so many tokens: a record of its own for each row would
+# take twice the CPU time to write, and larger records take longer to read a row from.
+_RECORD_TOKENS = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,48 +58,98 @@ class PackedRow(NamedTuple):
 
 
 class RowWriter:
-    """Writes the rows of one split into numbered shards."""
+    """Writes the rows of one split into numbered shards.
+
+    Args:
+      directory: the folder of the shards.
+      split: the split.
+      dtype: the dtype of the tokens in the shards.
+      row_length: T, number of tokens of a row.
+
+    Attributes:
+      rows_per_record: number of rows of every record but the last of a shard.
+    """
 
     def __init__(self, directory: pathlib.Path, split: str, dtype: np.dtype, row_length: int):
         self._directory, self._split = directory, split
         self._dtype = dtype.newbyteorder("<")
-        self._rows_per_shard = max(1, _SHARD_BYTES // (dtype.itemsize * row_length))
+        most = max(1, _SHARD_BYTES // (dtype.itemsize * row_length))
+        self.rows_per_record = min(max(1, _RECORD_TOKENS // row_length), most)
+        self._rows_per_shard = most - most % self.rows_per_record
         self._writer = None
         self._shards: list[Shard] = []
         self._in_shard = 0
+        # Parts of the bytes of the record that is not complete yet, and the number of its rows.
+        self._waiting: list[memoryview] = []
+        self._in_record = 0
 
-    def write(self, row: Row) -> None:
+    def write(self, rows: Rows) -> None:
+        """Writes rows, in their order.
+
+        Raises:
+          UserError: the folder cannot be written to.
+        """
+        for row in _encoded(rows, self._dtype):
+            self._waiting += row
+            self._in_record += 1
+            self._in_shard += 1
+            if self._in_record == self.rows_per_record:
+                self._write_record()
+            if self._in_shard == self._rows_per_shard:
+                self._finish_shard()
+
+    def _write_record(self) -> None:
         if self._writer is None:
             self._path = self._directory / _shard_name(self._split, len(self._shards))
             self._writer = _array_record().ArrayRecordWriter(str(self._path), "group_size:1,zstd:1")
-            self._in_shard = 0
-        header = [
-            len(row),
-            *(len(p.tokens) for p in row),
-            *(p.file for p in row),
-            *(p.record for p in row),
-        ]
-        tokens = np.concatenate([piece.tokens for piece in row]).astype(self._dtype)
         with as_user_error(f"{self._path}: cannot be written", RuntimeError):
-            self._writer.write(np.array(header, _INTEGER).tobytes() + tokens.tobytes())
-        self._in_shard += 1
-        if self._in_shard == self._rows_per_shard:
-            self._finish_shard()
+            self._writer.write(b"".join(self._waiting))
+        self._waiting, self._in_record = [], 0
 
     def close(self) -> list[Shard]:
         """Finishes the last shard and returns all shards."""
-        if self._writer is not None:
+        if self._in_shard:
             self._finish_shard()
         return self._shards
 
     def _finish_shard(self) -> None:
+        if self._waiting:
+            self._write_record()
         with as_user_error(f"{self._path}: cannot be written", RuntimeError):
             self._writer.close()
         self._writer = None
         shard = Shard(self._path.name, self._in_shard, self._path.stat().st_size)
         # Opening the shard as a reader does checks that it holds all rows.
-        _open_shard(self._path, shard).close()
+        _open_shard(self._path, shard, self.rows_per_record).close()
         self._shards.append(shard)
+        self._in_shard = 0
+
+
+def _encoded(rows: Rows, dtype: np.dtype) -> Iterator[list[memoryview]]:
+    """Yields the bytes of each row as a shard stores them, in parts."""
+    counts = np.diff(rows.ends, prepend=0)  # pieces of each row
+    headers = np.empty(len(counts) + 3 * len(rows.lengths), _INTEGER)
+    header_ends = np.cumsum(1 + 3 * counts)
+    header_starts = header_ends - 1 - 3 * counts
+    headers[header_starts] = counts
+    # index in `headers` of each piece's length
+    at = 1 + np.arange(len(rows.lengths)) + np.repeat(header_starts - rows.ends + counts, counts)
+    for i, column in enumerate((rows.lengths, rows.units, rows.records)):
+        headers[at + i * np.repeat(counts, counts)] = column
+    tokens = np.ascontiguousarray(rows.tokens, dtype).view(np.uint8).data
+    starts = (rows.starts * dtype.itemsize).tolist()
+    stops = ((rows.starts + rows.lengths) * dtype.itemsize).tolist()
+    pieces = [tokens[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    header_bytes = headers.view(np.uint8).data
+    first = 0
+    for start, stop, end in zip(
+        (_INTEGER.itemsize * header_starts).tolist(),
+        (_INTEGER.itemsize * header_ends).tolist(),
+        rows.ends.tolist(),
+        strict=True,
+    ):
+        yield [header_bytes[start:stop], *pieces[first:end]]
+        first = end
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -108,6 +164,7 @@ class RowTable:
       split: the split; the names of its shards begin with it.
       dtype: name of the tokens' dtype.
       folders: bytes [F], names of the folders, in the order of the rows.
+      rows_per_record: int64 [F], number of rows of each record in the folder's shards.
       shard_ends: int64 [F], number of shards in the folders up to each folder, inclusive.
       rows: int64 [S], number of rows of each shard.
       sizes: int64 [S], number of bytes of each shard.
@@ -120,6 +177,7 @@ class RowTable:
     split: str
     dtype: str
     folders: np.ndarray
+    rows_per_record: np.ndarray
     shard_ends: np.ndarray
     rows: np.ndarray
     sizes: np.ndarray
@@ -156,6 +214,7 @@ class RowTable:
             split,
             metadata[0]["dtype"],
             np.array([directory.name.encode() for directory in directories]),
+            np.array([content.get("rows_per_record", 1) for content in metadata], np.int64),
             np.cumsum([len(of_folder) for of_folder in shards], dtype=np.int64),
             np.array([shard.rows for shard in flat], np.int64),
             np.array([shard.size for shard in flat], np.int64),
@@ -227,27 +286,35 @@ class RowReader:
         number = int(np.searchsorted(self._ends, index, "right"))
         position = int(index - (self._ends[number - 1] if number else 0))
         path, shard = self.table.shard(number)
-        reader = _opened((self._number, number), lambda: _open_shard(path, shard))
+        per_record = int(self.table.rows_per_record[self.table.folder_of(number)])
+        reader = _opened((self._number, number), lambda: _open_shard(path, shard, per_record))
         try:
-            (record,) = reader.read([position])
+            (record,) = reader.read([position // per_record])
+            return self._decode(record, number, path, position, position % per_record)
         except (RuntimeError, IndexError, ValueError) as error:
             raise _damaged(
                 path, f"row {position} cannot be read: {error_message(error)}"
             ) from error
-        return self._decode(record, number, path, position)
 
-    def _decode(self, record: bytes, number: int, path: pathlib.Path, position: int) -> PackedRow:
-        pieces = int(np.frombuffer(record, _INTEGER, 1)[0])
+    def _decode(
+        self, record: bytes, number: int, path: pathlib.Path, position: int, in_record: int
+    ) -> PackedRow:
+        dtype = np.dtype(self.table.dtype).newbyteorder("<")
+        offset = 0
+        for _ in range(in_record):  # goes over the rows before this one
+            pieces = int.from_bytes(record[offset : offset + 4], "little")
+            length = int(np.frombuffer(record, _INTEGER, pieces, offset + 4).sum())
+            offset += 4 + 12 * pieces + dtype.itemsize * length
+        pieces = int(np.frombuffer(record, _INTEGER, 1, offset)[0])
         lengths, units, records = (
-            np.frombuffer(record, _INTEGER, 3 * pieces, offset=4)
+            np.frombuffer(record, _INTEGER, 3 * pieces, offset + 4)
             .reshape(3, pieces)
             .astype(np.int64)
         )
-        dtype = np.dtype(self.table.dtype).newbyteorder("<")
-        stored = np.frombuffer(record, dtype, offset=4 + 12 * pieces)
-        if len(stored) != lengths.sum() or len(stored) > self._row_length:
+        stored = np.frombuffer(record, dtype, int(lengths.sum()), offset + 4 + 12 * pieces)
+        if len(stored) > self._row_length:
             raise _damaged(
-                path, f"row {position} holds {len(stored)} tokens instead of {lengths.sum()}"
+                path, f"row {position} holds {len(stored)} tokens, more than {self._row_length}"
             )
         tokens_T = np.zeros(self._row_length, np.int32)
         segment_ids_T = np.zeros(self._row_length, np.int32)
@@ -321,14 +388,14 @@ def _check_size(path: pathlib.Path, shard: Shard) -> None:
         raise _damaged(path, f"it has {size} bytes instead of {shard.size}")
 
 
-def _open_shard(path: pathlib.Path, shard: Shard) -> Any:
+def _open_shard(path: pathlib.Path, shard: Shard, rows_per_record: int) -> Any:
     _check_size(path, shard)
     reader = _array_record().ArrayRecordReader(
         str(path), "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15
     )
-    rows = reader.num_records()
-    if rows != shard.rows:
-        # ArrayRecord finds no rows in a file that it could not open.
+    records, expected = reader.num_records(), -(-shard.rows // rows_per_record)
+    if records != expected:
+        # ArrayRecord finds no records in a file that it could not open.
         try:
             path.open("rb").close()
         except OSError as error:
@@ -337,7 +404,7 @@ def _open_shard(path: pathlib.Path, shard: Shard) -> Any:
                 f"shard {path} cannot be opened ({error_message(error)}); this process may open "
                 f"{limit} files: raise the limit with ulimit -n"
             ) from error
-        raise _damaged(path, f"it has {rows} readable rows instead of {shard.rows}")
+        raise _damaged(path, f"it has {records} readable records instead of {expected}")
     return reader
 
 
