@@ -297,7 +297,8 @@ class HuggingFaceTokenizer:
         for text in texts:
             if normalizer is not None and not (keeps_ascii and text.isascii()):
                 text = normalizer.normalize_str(text)
-            yield np.array(self._fast.encode_ordinary(text), np.int32)
+            ids = self._fast.encode_ordinary(text)
+            yield np.fromiter(ids, np.int32, len(ids))  # faster than np.array
 
     def _encode_slowly(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         start = characters = 0
