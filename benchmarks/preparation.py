@@ -119,7 +119,7 @@ def make_corpus(folder: pathlib.Path, size: int) -> None:
     files = sorted(path for root in roots for path in pathlib.Path(root).rglob("*.py"))
     folder.mkdir(parents=True)
     writers = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")
-    per_file = min(size // 8, 150_000_000)
+    per_file = min(size // 40, 150_000_000)
     texts: list[str] = []
     written = number = count = 0
     while written < size:
@@ -206,22 +206,35 @@ def contents(folder: pathlib.Path) -> str:
     )
 
 
-def killed(arguments: list, kills: int, seconds: float) -> int:
-    """Starts a pass and kills it at a random moment, again and again; how often it was killed."""
-    rng, count = random.Random(0), 0
+def killed(arguments: list, kills: int, units: int, folder: pathlib.Path) -> tuple[int, int, int]:
+    """Starts a pass and kills it at a random moment, again and again. The moments are spread over
+    the pass: each kill has its own tenth (of ten) of the units and of the packing after them.
+
+    Returns:
+      (number of kills, number of kills while rows were packed, number of unfinished files and
+      folders that the kills left).
+    """
+    rng, count, packing = random.Random(0), 0, 0
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [".", *sys.path]))}
-    for _ in range(kills):
+    for i in range(kills):
+        wanted = int((i + rng.random()) / kills * 1.2 * units)
         process = subprocess.Popen(
             [sys.executable, "-c", _PASS, *map(str, arguments)],
             env=environment,
             stdout=subprocess.DEVNULL,
         )
-        try:
-            process.wait(2 + rng.random() * seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        count += process.wait() == -signal.SIGKILL
-    return count
+        before = len(list(folder.glob(".partial/*")))
+        while process.poll() is None and (
+            len(list(folder.glob("tokens/*/*.json"))) < min(wanted, units)
+            or len(list(folder.glob(".partial/*"))) == before
+        ):
+            time.sleep(0.02)
+        time.sleep(rng.random())
+        process.kill()
+        if process.wait() == -signal.SIGKILL:
+            count += 1
+            packing += len(list(folder.glob("tokens/*/*.json"))) == units
+    return count, packing, len(list(folder.glob(".partial/*")))
 
 
 def make_index(folder: pathlib.Path) -> None:
@@ -299,13 +312,14 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> None:
         f"{speed(again, 'pack_')}"
     )
     arguments = [glob, tokenizer, folder / "killed", 2, 4096, ""]
-    count = killed(arguments, args.kills, two["wall"] / 3)
+    count, packing, lost = killed(arguments, args.kills, first["units"], folder / "killed")
     last = one("killed", 2, 4096)
     shutil.rmtree(folder / "killed" / ".partial")
     shutil.rmtree(folder / "one" / "rows")
     one("one", 1, 4096)
     print(
-        f"killed {count} times, then {last['wall']:.1f} s more; the same bytes: "
+        f"killed {count} times, {packing} of them while it packed rows, with {lost} unfinished "
+        f"files left behind; then {last['wall']:.1f} s more; the same bytes: "
         f"{contents(folder / 'one') == contents(folder / 'killed')}, the same rows: "
         f"{first['rows'] == last['rows']}"
     )
