@@ -375,6 +375,7 @@ def _write_corpus(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> None:
     content = {
         "format": 2,
         "source": corpus.source.name,
+        "tokenizer": tokenizer.fingerprint,
         "files": [[file.label, file.size] for file in corpus.source.files],
         "parts": [
             [i, *part, unit.key] for (i, part), unit in zip(corpus.parts, corpus.units, strict=True)
