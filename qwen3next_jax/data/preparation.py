@@ -198,7 +198,7 @@ def _prepare_all(
         raise Unfinished(missing, in_all)
     divided = _divided(corpora, found, tokenizer, recipe, store)
     for i, corpus in corpora.items():
-        found[i] = pack(corpus, divided.get(i), recipe, store, progress, workers)
+        found[i] = pack(corpus, divided.get(i), recipe, store, progress, workers, share)
     return [found[i] for i in range(len(all_sources))]
 
 
@@ -422,19 +422,33 @@ def pack(
     store: Store,
     progress: Progress = lambda *_: None,
     workers: int | None = None,
+    share: Share = Share(),
 ) -> Prepared:
     """Packs the units of `corpus` into rows, where this has not been done before, and opens the
     rows.
+
+    Every process that calls this function packs all groups that are missing, the groups of its own
+    share first. So processes that call it at the same time hardly pack the same group, and a
+    process is not stopped by another that was killed.
 
     Raises:
       UserError: prepared data that are damaged.
     """
     found = row_groups.groups(corpus.filled, divided)
-    todo = [
-        group
-        for group in found
+    missing = [
+        i
+        for i, group in enumerate(found)
         if not store.exists(row_groups.folder_name(row_groups.group_key(group, recipe)))
     ]
+
+    def turn(i: int) -> tuple[int, int]:
+        """The own groups first; then the other shares, each from the end, where its process comes
+        last.
+        """
+        distance = (i - share.rank) % share.of
+        return distance, -i if distance else i
+
+    todo = [found[i] for i in sorted(missing, key=turn)]
     tokens = sum(group.tokens for group in todo)
     done = {i: 0 for i in range(len(todo))}
 

@@ -169,6 +169,37 @@ def test_ranks_share_the_work(texts, tmp_path):
     assert files(tmp_path / "p") == files(tmp_path / "q")
 
 
+def test_ranks_that_pack_at_once_begin_with_different_rows(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(row_groups, "_GROUP_TOKENS", 2000)
+    source = resolve(texts, "text")
+    tokenize(source, BYTES, Store(tmp_path / "p"))
+    packed, documents = [], row_groups._documents
+
+    def packs(group, *rest):
+        packed.append((rank, group.first))
+        if len(packed) == 1:  # meanwhile, the other rank packs everything that is missing
+            other_rank()
+        yield from documents(group, *rest)
+
+    def other_rank():
+        nonlocal rank
+        rank = 1
+        run(texts, tmp_path / "p", share=Share(1, 2))
+        rank = 0
+
+    monkeypatch.setattr(row_groups, "_documents", packs)
+    rank = 0
+    run(texts, tmp_path / "p", share=Share(0, 2))
+    groups = len(list((tmp_path / "p" / "rows").iterdir()))
+    of_1 = [first for rank, first in packed if rank == 1]
+    assert groups == len(of_1) == 4 and len(packed) == groups + 1
+    assert packed[0] == (0, 0) and of_1 == [1, 3, 2, 0]
+    monkeypatch.undo()
+    monkeypatch.setattr(row_groups, "_GROUP_TOKENS", 2000)
+    run(texts, tmp_path / "q")
+    assert files(tmp_path / "p") == files(tmp_path / "q")
+
+
 def test_tasks_of_datatrove_share_the_work(texts, tmp_path):
     config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
     step = PrepareShare(config, 64)
