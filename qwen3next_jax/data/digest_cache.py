@@ -6,6 +6,7 @@ recorded digest is valid as long as the corpus file has the same path, size and 
 
 import json
 import os
+import pathlib
 import time
 import uuid
 
@@ -91,10 +92,10 @@ def identity(source: Source) -> list | None:
 def _entry(file: SourceFile, part: Part) -> str:
     path = os.path.abspath(file.path)
     beside = ""
-    other = token_files.companion(file.path)
-    if other and not is_remote(os.fspath(file.path)) and other.exists():
-        stat = os.stat(other)
-        beside = f"\0{stat.st_size}\0{stat.st_mtime_ns}"
+    if not is_remote(os.fspath(file.path)):
+        for other in token_files.companion_files(pathlib.Path(file.path)):
+            stat = other.stat()
+            beside += f"\0{stat.st_size}\0{stat.st_mtime_ns}"
     return f"{path}\0{file.size}\0{file.version}\0{part.start}\0{part.stop}{beside}"
 
 

@@ -177,8 +177,7 @@ def part_digest(file: SourceFile, part: Part, text_field: str) -> str:
     """
     if is_whole(file, part) or is_remote(os.fspath(file.path)):
         whole = content_digest(file)
-        other = token_files.companion(pathlib.Path(file.path))
-        if other and other.exists():
+        for other in token_files.companion_files(pathlib.Path(file.path)):
             whole = digests.sha256(f"{whole} {digests.sha256_file(other)}")
         return whole if is_whole(file, part) else digests.sha256(f"{whole} {list(part)}")
     with as_user_error(f"{file.path}: cannot be read", OSError):
