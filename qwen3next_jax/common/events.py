@@ -109,6 +109,18 @@ def _is_changes(value: Any) -> bool:
     )
 
 
+def _is_bad_records(value: Any) -> bool:
+    """Whether `value` is a list of [glob, number of bad records, description]."""
+    return isinstance(value, list) and all(
+        isinstance(entry, list)
+        and len(entry) == 3
+        and _is_text(entry[0])
+        and _is_count(entry[1])
+        and _is_text(entry[2])
+        for entry in value
+    )
+
+
 def _is_parameter_groups(value: Any) -> bool:
     """Whether `value` maps names of parameter groups to {statistic: number}."""
     return isinstance(value, dict) and all(
@@ -151,6 +163,7 @@ _FIELD_CHECKS = {
     "commit": _or_none(_is_text),
     "suite": _is_text,
     "changes": _is_changes,
+    "bad_records": _is_bad_records,
     "groups": _is_parameter_groups,
     "figures": _is_metrics,
     "router_entropy": _or_none(_is_list),

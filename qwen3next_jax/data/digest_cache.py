@@ -6,10 +6,12 @@ recorded digest is valid as long as the corpus file has the same path, size and 
 
 import json
 import os
+import pathlib
 import time
 import uuid
 
 from qwen3next_jax.common import json_files
+from qwen3next_jax.data import readers, token_files
 from qwen3next_jax.data.readers import Part
 from qwen3next_jax.data.sources import Source, SourceFile, is_remote
 from qwen3next_jax.data.store import Store
@@ -68,9 +70,33 @@ class DigestCache:
         self._known = {}
 
 
+def identity(source: Source) -> list | None:
+    """Returns JSON values that change when the content of the source's files changes.
+
+    For a source of fewer than `_SMALLEST` bytes, these are digests of the content; for a larger one
+    the sizes and modification times of its files. None if a large source has a file that may change
+    and keep its size and modification time.
+    """
+    if source.size < _SMALLEST:
+        return [
+            [file.label, readers.part_digest(file, Part(0, file.size), source.text_field)]
+            for file in source.files
+        ]
+    if not all(is_remote(os.fspath(file.path)) or _is_settled(file) for file in source.files):
+        return None
+    if not all(file.version for file in source.files):
+        return None
+    return [_entry(file, Part(0, file.size)) for file in source.files]
+
+
 def _entry(file: SourceFile, part: Part) -> str:
     path = os.path.abspath(file.path)
-    return f"{path}\0{file.size}\0{file.version}\0{part.start}\0{part.stop}"
+    beside = ""
+    if not is_remote(os.fspath(file.path)):
+        for other in token_files.companion_files(pathlib.Path(file.path)):
+            stat = other.stat()
+            beside += f"\0{stat.st_size}\0{stat.st_mtime_ns}"
+    return f"{path}\0{file.size}\0{file.version}\0{part.start}\0{part.stop}{beside}"
 
 
 def _is_settled(file: SourceFile) -> bool:

@@ -325,6 +325,7 @@ class TextData(Data):
                 "directory": str(p.directory),
                 "weight": weight / sum(self._weights),
                 "bad_records": p.bad,
+                "bad_places": list(p.bad_places),
                 "empty_documents": p.empty,
                 **_totals([p]),
             }

@@ -203,7 +203,7 @@ def _make_unit(
                     count += len(tokens)
                     ends.append(count)
                     hashes.append(text_hash(text))
-                    sizes.append(len(text.encode()))
+                    sizes.append(sum(len(piece.encode()) for piece in _pieces(text)))
                     numbers.append(number)
                     for start in range(0, len(tokens), _WRITTEN_AT_ONCE):
                         some = tokens[start : start + _WRITTEN_AT_ONCE]
@@ -276,6 +276,11 @@ def text_hash(text: str) -> int:
             digest.update(words.encode() if is_first else b" " + words.encode())
             is_first = False
     return int.from_bytes(digest.digest(), "big")
+
+
+def _pieces(text: str) -> Iterator[str]:
+    for start in range(0, len(text), _BATCH_CHARACTERS):
+        yield text[start : start + _BATCH_CHARACTERS]
 
 
 _SPACE = re.compile(r"\s")

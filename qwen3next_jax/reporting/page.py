@@ -81,6 +81,7 @@ def render_report(runs: Sequence[Run]) -> str:
     }
     sections["Samples"] = _samples_html(runs)
     sections["Faults and restarts"] = _faults_html(runs)
+    sections["Bad records in the data"] = _bad_records_html(runs)
     sections["Configuration"] = _configuration_html(runs)
     sections = {name: content for name, content in sections.items() if content}
     body = "".join(_section(name, content) for name, content in sections.items())
@@ -752,6 +753,17 @@ def _faults_html(runs: Sequence[Run]) -> str:
     more = len(rows) - MAX_FAULTS
     note = f"<p>{more:,} more are in metrics.jsonl.</p>" if more > 0 else ""
     return table(head, rows[:MAX_FAULTS]) + note
+
+
+def _bad_records_html(runs: Sequence[Run]) -> str:
+    """Returns a table of the records that were left out of the data or mended; "" without any."""
+    rows = [
+        [*([run.name] if len(runs) > 1 else []), glob, f"{count:,}", text]
+        for run in runs
+        for glob, count, text in run.last("start", "bad_records") or ()
+    ]
+    head = [*(["run"] if len(runs) > 1 else []), "data.path", "records", ""]
+    return table(head, rows) if rows else ""
 
 
 def _configuration_html(runs: Sequence[Run]) -> str:

@@ -20,8 +20,9 @@ from qwen3next_jax.common.events import iterate_events, divergence_reason
 from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
-from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.data.pipeline import Data, TextData
 from qwen3next_jax.data.progress import PreparationProgress
+from qwen3next_jax.data.readers import bad_summary
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.processes.distributed import (
@@ -136,7 +137,12 @@ def train(
             Watchdog(workdir, jax.process_index()) as watchdog,
             Profiler(run.config.profile, workdir, metrics.write) as profiler,
         ):
-            metrics.start(start.step, start_time, **describe_environment(run.mesh))
+            metrics.start(
+                start.step,
+                start_time,
+                bad_records=_bad_records(data),
+                **describe_environment(run.mesh),
+            )
             _record_start(workdir, opened, start, tokenizer, checkpoints, metrics, display)
 
             # ---- Hooks
@@ -312,6 +318,19 @@ def _first_state(
 def _title(run: ResolvedRun, data: Sequence[Data], opened: _OpenedFolder, start: _Start) -> str:
     parent = opened.parent["path"] if start.continues_parent else ""
     return title(run, data[0].describe()["title"], start.step, parent)
+
+
+def _bad_records(data: Sequence[Data]) -> list[list]:
+    """Returns [glob, number of bad records, description] for each glob that has bad records, over
+    the data of all stages.
+    """
+    found = {}
+    for stage in data:
+        for source in stage.describe()["sources"] if isinstance(stage, TextData) else ():
+            if counts := source["bad_records"]:
+                summary = bad_summary(counts, source["bad_places"])
+                found[source["source"]] = [source["source"], sum(counts.values()), summary]
+    return list(found.values())
 
 
 def _record_start(
