@@ -207,6 +207,54 @@ def test_sparse_attention_is_its_formula(ratio, budget, length):
     assert {"index_qk_proj", "index_q_norm", "index_k_norm"} <= no_gradient
 
 
+@pytest.mark.parametrize("ratio, budget", [(4, 8), (3, 6), (1, 2)])
+def test_gathered_blocks_are_attention_under_a_mask(ratio, budget):
+    """Outputs and all gradients, and the indexer's loss, of packed rows of several lengths. The
+    gathered form sums the same products in another order.
+    """
+    settings = qsa.QSA.Settings(
+        indexer_n_heads=2,
+        indexer_head_dim=8,
+        indexer_budget=budget,
+        indexer_compress_ratio=ratio,
+    )
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    segments = np.stack(
+        [np.repeat([1, 2, 3, 4, 0], n) for n in ((1, 2, 40, 30, 4), (50, 3, 1, 23, 0))]
+    ).astype(np.int32)
+    context = Context(document_positions(jnp.asarray(segments)), jnp.asarray(segments))
+    config = config_of(mixer=BASE.mixer | vars(settings))
+    mixer = qsa.QSA(config, Make(config, nnx.Rngs(0)), (0,))
+    # relu and rounding make equal scores
+    index_q, index_k = jnp.round(draw(2, 77, 2, 8)), jnp.round(draw(2, 77, 8))
+    of_rows = mixer.blocks_of_rows(index_k, context)
+    tokens = qsa._tokens(context)
+    weight = draw(2, 77, 4, 16) * (segments > 0)[..., None, None]
+
+    def attention(attend, *qkv):
+        o = attend(*qkv, index_q, of_rows, tokens, settings)
+        return jnp.sum(jnp.sin(o) * weight), o * (segments > 0)[..., None, None]
+
+    def loss(diverge, index_q, block_k):
+        kl = diverge(q, k, index_q, of_rows._replace(k=block_k), tokens, settings)
+        return jnp.sum(kl * (segments > 0)), kl * (segments > 0)
+
+    q, k, v = draw(2, 77, 4, 16), draw(2, 77, 2, 16), draw(2, 77, 2, 16)
+    masked_loss = functools.partial(qsa.divergence, dense=False)
+    for f, forms, arguments in (
+        (attention, (qsa.masked_attention, qsa.selected_attention), (q, k, v)),
+        (loss, (masked_loss, qsa.selected_divergence), (index_q, of_rows.k)),
+    ):
+        run = jax.jit(
+            jax.value_and_grad(f, argnums=range(1, 1 + len(arguments)), has_aux=True),
+            static_argnums=0,
+        )
+        want, got = (run(form, *arguments) for form in forms)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+        assert all(np.any(leaf) for leaf in jax.tree.leaves(got))
+
+
 def test_ties_go_to_the_lowest_block():
     """All scores are 0: the first blocks of the document are selected."""
     config = config_of()
