@@ -329,7 +329,7 @@ class QSA(GatedAttention):
 
         heads = activation_spec("batch", None, "heads")
         return self._on_each_device(run, (q_BTNK, k_BSMK, v_BSMK), heads, context)(
-            index_q_BTHI, of_rows, _tokens(context, s_BS)
+            index_q_BTHI, of_rows, tokens_of(context, s_BS)
         )
 
     def _indexer_loss(self, q_BTNK, k_BTMK, index_q_BTHI, of_rows: Blocks, context: Context):
@@ -348,7 +348,7 @@ class QSA(GatedAttention):
 
         heads = (jax.lax.stop_gradient(q_BTNK), jax.lax.stop_gradient(k_BTMK))
         kl_BT = self._on_each_device(run, heads, activation_spec("batch"), context)(
-            index_q_BTHI, of_rows, _tokens(context)
+            index_q_BTHI, of_rows, tokens_of(context)
         )
         counted_BT = self.loss_tokens(
             self.config, context.positions, jnp.ones_like(context.positions, bool)
@@ -367,7 +367,7 @@ class QSA(GatedAttention):
 
         row = activation_spec("batch")
         share_BT = self._on_each_device(run, (q_BTNK, k_BTMK), row, context)(
-            index_q_BTHI, of_rows, _tokens(context)
+            index_q_BTHI, of_rows, tokens_of(context)
         )
         ratio = settings.indexer_compress_ratio
         has_choice_BT = context.positions + 1 >= settings.indexer_budget + ratio
@@ -448,7 +448,7 @@ def _documents(context: Context) -> jax.Array:
     return context.segment_ids
 
 
-def _tokens(context: Context, s_BS: jax.Array | None = None) -> Tokens:
+def tokens_of(context: Context, s_BS: jax.Array | None = None) -> Tokens:
     """Returns where the queries and the keys stand. `s_BS`: as in `QSA._selected_attention`."""
     t_BT, segment_BT = context.positions, _documents(context)
     if s_BS is None:
