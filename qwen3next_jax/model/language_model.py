@@ -161,6 +161,7 @@ class Qwen3Next(nnx.Module):
         diagnose: bool = False,
         mesh: Mesh | None = None,
         indexer: str = "frozen",
+        layer_rows: dict[int, jax.Array] | None = None,
     ) -> Features:
         """The forward pass without the output head.
 
@@ -172,6 +173,7 @@ class Qwen3Next(nnx.Module):
           mesh: the devices that share the pass, with parameters as `sharding.rules` places them;
             None for one device.
           indexer: how indexers train (see `Context`).
+          layer_rows: rows that layers with an embedding use (see `Context`).
         """
         b, t = tokens.shape
         if segment_ids is None:
@@ -184,7 +186,9 @@ class Qwen3Next(nnx.Module):
             context = Context(
                 document_positions(segment_ids), segment_ids, segment_ids > 0, diagnose, mesh
             )
-        context = self._with_tokens(context._replace(indexer=indexer), tokens)
+        context = self._with_tokens(
+            context._replace(indexer=indexer, layer_rows=layer_rows), tokens
+        )
         embedded = self.embed(tokens, mesh)
         # `ops.blocks.save_for_backward` names the results that the remat policy "kept" keeps.
         results_are_named = (

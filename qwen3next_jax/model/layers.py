@@ -38,6 +38,8 @@ class Context(NamedTuple):
       `Mixer.each_token`).
     layer: which of the stacked layers of a cache with slots is this layer's.
     tokens: [B, T] int32, for layers that embed them; None where no layer does.
+    layer_rows: {number of a layer's embedding: [B, T, P], the rows of its table that the tokens
+      use}; None: the layer looks its rows up.
     indexer: how mixers with an indexer train it: "frozen", "dense" or "sparse"
       (`TrainConfig.indexer_training`).
     """
@@ -52,6 +54,7 @@ class Context(NamedTuple):
     layer: jax.Array | int = 0
     tokens: jax.Array | None = None
     indexer: str = "frozen"
+    layer_rows: dict[int, jax.Array] | None = None
 
     @property
     def time_axis(self) -> str | None:

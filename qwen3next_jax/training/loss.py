@@ -102,6 +102,7 @@ def total_loss(
       model: the model.
       batch: tokens and segment_ids, [B, T] int32. Targets are the tokens that follow in the same
         document; if the batch has target_mask, [B, T] bool, only the targets that it marks count.
+        layer_rows, if the batch has them: see `Context`.
       train: the weights of the parts of the loss, and `remat`.
       counts: the counts of the whole batch.
       load: [L, E] `expert_load` of the whole batch; None if this batch is the whole batch.
@@ -118,6 +119,7 @@ def total_loss(
         remat=train.remat,
         mesh=mesh,
         indexer=train.indexer_training,
+        layer_rows=batch.get("layer_rows"),
     )
 
     def cross_entropy(hidden_BTD, offset, targets):

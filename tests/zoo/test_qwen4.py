@@ -36,6 +36,7 @@ from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.sharding import row_tables
 from qwen3next_jax.sharding.mesh import check_divides, make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
 from qwen3next_jax.training.loss import count_targets, total_loss
@@ -463,6 +464,47 @@ def test_a_mesh_gives_what_one_device_gives(axes):
         one,
         many,
     )
+
+
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 2, "expert": 2, "tensor": 2}])
+@pytest.mark.parametrize("spread", [1.0, 0.125])
+def test_rows_of_a_split_table_are_exchanged(axes, spread):
+    """Lookup, gradient and an update of single rows equal the ones on one device; with ids that
+    nearly all lie on one device (spread 0.125), too, which need several rounds of the exchange.
+    """
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)), jax.devices()[:8])
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=(2048, 4)), jnp.float32)
+    declared = Make(BASE, nnx.Rngs(0)).matrix((2048, 4), "table_rows table_width", kind="embedding")
+    ids = (rng.random((8, 80, 3)) * 2048 * spread).astype(np.int32)
+    ids[0, :, 0] = 2047
+    weight = jnp.asarray(rng.normal(size=(8, 80, 12)), jnp.float32)
+
+    def run(table, ids, mesh):
+        def total(table):
+            rows = row_tables.look_up(table, ids, declared.declared, mesh)
+            return jnp.sum(rows * weight), rows
+
+        def write(old, row, gradient):  # not additive: a row in two parts would show
+            now = old.at[row].get(mode="fill", fill_value=0) + jnp.square(gradient)
+            return old.at[row].set(now, mode="drop")
+
+        (_, rows), d_table = jax.value_and_grad(total, has_aux=True)(table)
+        updated = row_tables.update(table, ids, weight, declared.declared, mesh, write)
+        return rows, d_table, updated
+
+    one = run(table, ids, None)
+    np.testing.assert_array_equal(one[0], np.asarray(table)[ids].reshape(8, 80, 12))
+    d_table = np.zeros((2048, 4), np.float32)
+    np.add.at(d_table, ids.reshape(-1), np.asarray(weight).reshape(-1, 4))
+    np.testing.assert_allclose(one[1], d_table, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(one[2], table + np.square(d_table), rtol=1e-5, atol=1e-4)
+    spec = storage_spec(declared.declared, table.shape, mesh)
+    assert np.prod(NamedSharding(mesh, spec).shard_shape(table.shape)) == table.size / 8
+    placed = jax.device_put(table, NamedSharding(mesh, spec))
+    many = jax.jit(functools.partial(run, mesh=mesh))(placed, ids)
+    for got, want in zip(many, one):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
 
 
 def test_context_is_refused():
