@@ -1,6 +1,7 @@
 """One decoder layer, and the mixers that a model's layers name."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -156,8 +157,8 @@ class Block(nnx.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)). `layers`: numbers of the layers stacked in it.
 
     What goes from layer to layer is the residual stream, here as wide as the model. Another
-    placement overrides `before` and `after`; one with a wider stream also `enter`, `make_last`,
-    `leave` and `multi_token_prediction`.
+    placement overrides `before` and `after`, or `around`; one with a wider stream also `enter`,
+    `make_last`, `leave` and `multi_token_prediction`.
     """
 
     switches = ("zero_centered_norm",)
@@ -204,16 +205,17 @@ class Block(nnx.Module):
         for rows_BTD, own in split_rows(
             x_BTD, context, row_groups(x_BTD, self.config, context.mesh) if several else 1
         ):
-            mixed_BTD, diagnostics, cache = mix(whole(self.before(rows_BTD, "mixer")), own, cache)
-            xs_BTD.append(save_for_backward(whole(self.after(rows_BTD, mixed_BTD, "mixer"))))
+            input_BTD, add = self.around(rows_BTD, "mixer")
+            mixed_BTD, diagnostics, cache = mix(whole(input_BTD), own, cache)
+            xs_BTD.append(save_for_backward(whole(add(mixed_BTD))))
             contexts.append(own)
             if "mixer_loss" in diagnostics:
                 mixer_losses.append(diagnostics.pop("mixer_loss"))
-        inputs_BTD = [whole(self.before(rows_BTD, "mlp")) for rows_BTD in xs_BTD]
+        inputs_BTD, adds = zip(*(self.around(rows_BTD, "mlp") for rows_BTD in xs_BTD))
+        inputs_BTD = [whole(input_BTD) for input_BTD in inputs_BTD]
         y_BTD, aux = self.mlp(inputs_BTD, contexts) if sparse else self.mlp(inputs_BTD[0], context)
         x_BTD = merge_rows(
-            [whole(self.after(x, y, "mlp")) for x, y in zip(xs_BTD, y_BTD if sparse else [y_BTD])],
-            context,
+            [whole(add(y)) for add, y in zip(adds, y_BTD if sparse else [y_BTD])], context
         )
         if mixer_losses:
             aux["mixer_loss"] = sum(mixer_losses)
@@ -237,6 +239,13 @@ class Block(nnx.Module):
     def make_norm(self, make: Make) -> nnx.Module | nnx.Param:
         """The parameters with which `before` and `after` treat the mixer, or the MLP."""
         return make.norm(self.config.hidden_size)
+
+    def around(self, x_BTD: jax.Array, part: str) -> tuple[jax.Array, Callable]:
+        """The input of `part`, and a function: the part's output → the residual stream after it. A
+        placement whose two halves share a computation overrides this in place of `before` and
+        `after`.
+        """
+        return self.before(x_BTD, part), lambda y_BTD: self.after(x_BTD, y_BTD, part)
 
     def before(self, x_BTD: jax.Array, part: str) -> jax.Array:
         """The input of `part`, "mixer" or "mlp", computed from the residual stream x [B, T, D]."""

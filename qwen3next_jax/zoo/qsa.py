@@ -127,10 +127,10 @@ class QSA(GatedAttention):
     Besides keys and values, the cache holds the indexer's key of every token and the pooled key of
     every block, which is written when the block becomes complete.
 
-    The diagnostics are those of `GatedAttention`, computed for dense attention, and
-    indexer_overlap []. It compares the blocks that the indexer selects with the equally many blocks
-    to which dense attention gives the largest probabilities, and is the share of the latter that
-    are selected. It is a mean over the counted queries with more complete blocks than the budget
+    The diagnostics are those of `GatedAttention`, about the keys that each query sees, and
+    indexer_overlap []. The overlap compares the blocks that the indexer selects with the equally
+    many blocks to which dense attention gives the largest probabilities, and is the share of the
+    latter that are selected. It is a mean over the counted queries with more complete blocks than the budget
     allows.
     """
 
@@ -548,6 +548,26 @@ def seen_tokens(
     return tail_BCS | (chosen_BCS & inside_BS[:, None] & same_document_BCS)
 
 
+def blocks_to_read(
+    number_BCJ, is_selected_BCJ, of_rows: Blocks, t_BC, index_BC, settings: "QSA.Settings"
+) -> tuple[jax.Array, jax.Array]:
+    """Returns which keys each query reads: the index of the first key of each of its blocks, and
+    how many keys it reads of the block, both int32 [B, C, J + 1]. The last block is the incomplete
+    one at the end, of 0 to ratio - 1 tokens.
+
+    Args:
+      number_BCJ, is_selected_BCJ: as `list_blocks` returns them.
+      t_BC, index_BC: `t` and `index` of `Tokens`, for these queries.
+    """
+    ratio = settings.indexer_compress_ratio
+    start_BCJ = take_rows(of_rows.last, number_BCJ) - (ratio - 1)
+    tail_BC1 = ((t_BC + 1) % ratio)[..., None]
+    return (
+        jnp.concatenate((start_BCJ, index_BC[..., None] - tail_BC1 + 1), axis=-1),
+        jnp.concatenate((jnp.where(is_selected_BCJ, ratio, 0), tail_BC1), axis=-1),
+    )
+
+
 def masked_attention(
     q_BTNK: jax.Array,
     k_BSMK: jax.Array,
@@ -598,25 +618,19 @@ def selected_attention(
     for each query. Memory grows with T + S. The work of attention grows with T × budget; only the
     indexer's scores grow with T × S.
     """
-    ratio = settings.indexer_compress_ratio
 
     def list_chunk(index_q_BCHI, t_BC, segment_BC, index_BC):
-        number_BCJ, is_selected_BCJ = list_blocks(
+        listed = list_blocks(
             *score_blocks(index_q_BCHI, of_rows, t_BC, segment_BC, settings), settings
         )
-        last_BCJ = take_rows(of_rows.last, number_BCJ)
-        # the incomplete block at the end, of 0 to ratio - 1 tokens
-        tail_BC1 = ((t_BC + 1) % ratio)[..., None]
-        return (
-            jnp.concatenate((last_BCJ - (ratio - 1), index_BC[..., None] - tail_BC1 + 1), -1),
-            jnp.concatenate((jnp.where(is_selected_BCJ, ratio, 0), tail_BC1), -1),
-        )
+        return blocks_to_read(*listed, of_rows, t_BC, index_BC, settings)
 
     # the selection has no gradient, so the backward pass needs its result alone
     index_q_BTHI, of_rows = jax.lax.stop_gradient((index_q_BTHI, of_rows))
     start_BTJ, size_BTJ = save_for_backward(
         _by_chunks(list_chunk, index_q_BTHI, tokens.t, tokens.segment, tokens.index)
     )
+    ratio = settings.indexer_compress_ratio
     return gathered_attention(q_BTNK, k_BSMK, v_BSMK, start_BTJ, size_BTJ, ratio)
 
 
@@ -670,10 +684,7 @@ def selected_divergence(
     def of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC, index_BC):
         score_BCG, visible_BCG = score_blocks(index_q_BCHI, of_rows, t_BC, segment_BC, settings)
         number_BCJ, is_selected_BCJ = list_blocks(score_BCG, visible_BCG, settings)
-        start_BCJ = take_rows(of_rows.last, number_BCJ) - (ratio - 1)
-        tail_BC1 = ((t_BC + 1) % ratio)[..., None]
-        start = jnp.concatenate((start_BCJ, index_BC[..., None] - tail_BC1 + 1), -1)
-        size = jnp.concatenate((jnp.where(is_selected_BCJ, ratio, 0), tail_BC1), -1)
+        start, size = blocks_to_read(number_BCJ, is_selected_BCJ, of_rows, t_BC, index_BC, settings)
         token_BCX, seen_BCX = gather_tokens(start, size, ratio, keys)
         q_BCMHK = q_BCNK.reshape(*q_BCNK.shape[:2], k_BTMK.shape[2], -1, q_BCNK.shape[3])
         s_BCMHX = scores(q_BCMHK, take_rows(k_BTMK, token_BCX), seen_BCX)
@@ -808,12 +819,13 @@ def qsa_reference(config, params, x):
     return gated_attention(config, params, x, seen=seen, distance=i - j)
 
 
-def divergence_reference(config, params, x, dense: bool) -> jax.Array:
-    """Returns the indexer's loss, summed over the queries of one document one by one."""
+def teachers_reference(config, params, x, dense: bool) -> list[tuple[jax.Array, jax.Array]]:
+    """Returns for each query t ≥ ratio - 1 of one document the teacher [blocks] and, [blocks] bool,
+    which blocks it is about.
+    """
     ratio, width = config.settings_of("qsa").indexer_compress_ratio, config.head_dim
-    score, seen = scores_reference(config, params, x), selected_reference(config, params, x)
+    seen, place = selected_reference(config, params, x), np.arange(len(x))
     params, x = jax.lax.stop_gradient((params, x))
-    place = np.arange(len(x))
 
     def heads(name):
         y = jnp.einsum("td,dnk->tnk", x, params[f"{name}_proj"])[..., :width]
@@ -821,8 +833,7 @@ def divergence_reference(config, params, x, dense: bool) -> jax.Array:
 
     readers = config.num_attention_heads // config.num_key_value_heads
     q, k = heads("q"), jnp.repeat(heads("k"), readers, axis=1)
-    count = len(x) // ratio
-    total = 0.0
+    count, teachers = len(x) // ratio, []
     for t in range(ratio - 1, len(x)):
         keys = place <= t if dense else seen[t]
         logits = jnp.einsum("nk,snk->ns", q[t], k) / math.sqrt(width)
@@ -831,11 +842,35 @@ def divergence_reference(config, params, x, dense: bool) -> jax.Array:
         kept = jnp.where(keys, True, False)[: count * ratio : ratio]
         kept &= np.arange(count) < (t + 1) // ratio
         teacher = jnp.where(kept, jnp.max(p, axis=1), 0)
-        teacher = teacher / jnp.sum(teacher)
+        teachers.append((teacher / jnp.sum(teacher), kept))
+    return teachers
+
+
+def divergence_reference(config, params, x, dense: bool) -> jax.Array:
+    """Returns the indexer's loss, summed over the queries of one document one by one."""
+    ratio, total = config.settings_of("qsa").indexer_compress_ratio, 0.0
+    score = scores_reference(config, params, x)
+    for t, (teacher, kept) in enumerate(teachers_reference(config, params, x, dense), ratio - 1):
         student = jax.nn.softmax(jnp.where(kept, score[t], -jnp.inf))
         ratio_of_both = jnp.where(kept, teacher, 1) / jnp.where(kept, student, 1)
         total += jnp.sum(teacher * jnp.log(ratio_of_both))
     return total
+
+
+def overlap_reference(config, params, x) -> float:
+    """Returns indexer_overlap of one document."""
+    s = config.settings_of("qsa")
+    ratio, count = s.indexer_compress_ratio, s.indexer_budget // s.indexer_compress_ratio
+    score, shares = scores_reference(config, params, x), []
+    for t, (teacher, _) in enumerate(teachers_reference(config, params, x, True), ratio - 1):
+        complete = (t + 1) // ratio
+        if complete > count:
+            best, chosen = (
+                set(np.argsort(-np.asarray(a)[:complete], kind="stable")[:count].tolist())
+                for a in (teacher, score[t])
+            )
+            shares.append(len(best & chosen) / count)
+    return float(np.mean(shares))
 
 
 REFERENCES = {"qsa": qsa_reference}
