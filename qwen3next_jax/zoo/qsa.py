@@ -130,8 +130,8 @@ class QSA(GatedAttention):
     The diagnostics are those of `GatedAttention`, about the keys that each query sees, and
     indexer_overlap []. The overlap compares the blocks that the indexer selects with the equally
     many blocks to which dense attention gives the largest probabilities, and is the share of the
-    latter that are selected. It is a mean over the counted queries with more complete blocks than the budget
-    allows.
+    latter that are selected. It is a mean over the counted queries with more complete blocks than
+    the budget allows.
     """
 
     @dataclasses.dataclass(frozen=True)
