@@ -1,9 +1,9 @@
 """An embedding of n-grams that a layer adds to the residual streams before its mixer (the
 per-layer embedding, PLE, of Qwen3.8-Flash-Next; transformers' `qwen4_exp`).
 
-Every head hashes the n-gram that ends at a token, and reads the row with this hash from its own
-part of the table. Let e be the concatenated rows of all heads, and h one residual stream. Then, for
-each stream,
+For every token, every head hashes the n-gram that ends at this token. The hash is the number of a
+row in the head's own part of the table. Let e be the concatenated rows of all heads, and h one
+residual stream. Then, for each stream,
 
     key = norm(K e)     query = norm(h)     value = V e, the same for all streams
     s = <key, query> / √D,  s ← sign(s) √max(|s|, 1e-6),  v = sigmoid(s) · value
