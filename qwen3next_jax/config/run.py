@@ -323,6 +323,10 @@ class OptimizerConfig:
     # the largest global norm of the gradients; larger gradients are scaled down to this norm; 0: no
     # clipping
     clip_norm: float = 1.0
+    # how the tables of n-gram embeddings (model.ple) are updated. "adamw": AdamW updates all rows
+    # in every step. "lazy_adamw": only the rows that the batch uses change, and a row that it does
+    # not use keeps its means of gradients. It is for tables much larger than a batch
+    ngram_table: Literal["adamw", "lazy_adamw"] = "adamw"
 
     def __post_init__(self):
         check_name(OPTIMIZERS, self.name, "optimizer.name")
