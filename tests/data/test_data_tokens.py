@@ -115,9 +115,8 @@ def test_stream_never_shows_half_a_character(tokenizer, pieces):
 
 def test_stream_of_broken_bytes_ends_and_is_bounded():
     stream = DecodeStream(load_tokenizer("bytes"))
-    shown = [
-        stream.add(0xE2) for _ in range(50)
-    ]  # each begins a character of three bytes, and none is completed
+    # Each byte begins a character of three bytes, and no character is completed.
+    shown = [stream.add(0xE2) for _ in range(50)]
     assert sum(map(len, shown)) >= 40
     assert "".join(shown) + stream.end() == "\ufffd" * 50
 
