@@ -86,7 +86,7 @@ def find_contamination(
       UserError: the folder holds no tokens of this tokenizer, or damaged ones.
     """
     store = Store(prepared_dir)
-    units = _units(store, tokenizer)
+    units = find_units(store, tokenizer)
     try:
         documents = tokenizer.encode_documents(texts)
     except fast_bpe.Differs:
@@ -107,8 +107,12 @@ def find_contamination(
     return Contamination(index.shares(found), sum(unit.tokens for unit in units))
 
 
-def _units(store: Store, tokenizer: Tokenizer) -> list[Unit]:
-    """Returns the units of all sources that were prepared with this tokenizer, each once."""
+def find_units(store: Store, tokenizer: Tokenizer) -> list[Unit]:
+    """Returns the units of all sources that were prepared with this tokenizer, each once.
+
+    Raises:
+      UserError: there are none, or one is missing.
+    """
     keys: dict[str, None] = {}
     older = 0
     for name in store.names("corpora/*.json"):
