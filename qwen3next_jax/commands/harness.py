@@ -39,6 +39,8 @@ def main() -> int:
             f"lm-evaluation-harness is not installed ({error}): {how_to_install('evals')}"
         ) from error
     cli.enable_compilation_cache()
+    from qwen3next_jax.data.contamination import find_units
+    from qwen3next_jax.data.store import Store
     from qwen3next_jax.evals.harness import HarnessModel
     from qwen3next_jax.processes.distributed import is_process_0
     from qwen3next_jax.runs.load import join_processes, load_model
@@ -61,6 +63,9 @@ def main() -> int:
         subject = HarnessModel(
             model, tokenizer, _max_length.value, _batch_size.value, places, _speculative.value
         )
+        if _prepared_dir.value:
+            # A mistake in --prepared_dir is reported before the tasks run.
+            find_units(Store(_prepared_dir.value), tokenizer)
         results = lm_eval.simple_evaluate(
             subject,
             tasks=_tasks.value,

@@ -1,14 +1,14 @@
 """Finds the texts of an evaluation that occur in prepared data, by n-grams of tokens.
 
 An n-gram is a run of 13 consecutive tokens. Brown et al., "Language Models are Few-Shot Learners"
-(2020), appendix C, https://arxiv.org/abs/2005.14165, compare n-grams of at most 13 words. Here they
-consist of tokens, as in Touvron et al., "Llama 2" (2023), section A.6,
-https://arxiv.org/abs/2307.09288, so that prepared data need not be decoded. From there are also the
-measure (the share of a text's tokens that lie in an n-gram that the data contain) and its two
-limits: a text is contaminated from 80 % on, and clean below 20 %.
+(2020), appendix C, https://arxiv.org/abs/2005.14165, compare n-grams of at most 13 words. Touvron
+et al., "Llama 2" (2023), section A.6, https://arxiv.org/abs/2307.09288, compare n-grams of tokens,
+which needs no decoding of the data. This module takes 13 from the first paper, and from the second
+the tokens, the measure and its limits: the measure is the share of a text's tokens that lie in an
+n-gram that the data contain; a text is contaminated from 80 % on, and clean below 20 %.
 
-The tokens at the edges of a text may be split otherwise inside of a document, so the first and last
-tokens of a text that the data contain may count as not found.
+A tokenizer may split the edges of a text in another way when the text stands inside a document. So
+the first and last tokens of a text that the data contain may count as not found.
 
 Letters: N tokens, G different n-grams of all texts.
 """
@@ -28,7 +28,7 @@ from qwen3next_jax.data.workers import run_all, usable_cores
 
 NGRAM = 13  # tokens
 CONTAMINATED, CLEAN = 0.8, 0.2  # shares of a text's tokens
-_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, and its bits look random: 2^64 / golden ratio
+_MULTIPLIER = 0x9E3779B97F4A7C15  # an odd number whose bits look random: 2^64 / golden ratio
 _TOKENS_AT_ONCE = 1 << 15  # so that the arrays of hashes stay in the cache of a core
 _READ_AT_ONCE = 1 << 24  # tokens between two reports of progress
 _MOST_BITS = 26
@@ -86,7 +86,7 @@ def find_contamination(
       UserError: the folder holds no tokens of this tokenizer, or damaged ones.
     """
     store = Store(prepared_dir)
-    units = _units(store, tokenizer)
+    units = find_units(store, tokenizer)
     try:
         documents = tokenizer.encode_documents(texts)
     except fast_bpe.Differs:
@@ -107,8 +107,12 @@ def find_contamination(
     return Contamination(index.shares(found), sum(unit.tokens for unit in units))
 
 
-def _units(store: Store, tokenizer: Tokenizer) -> list[Unit]:
-    """Returns the units of all sources that were prepared with this tokenizer, each once."""
+def find_units(store: Store, tokenizer: Tokenizer) -> list[Unit]:
+    """Returns the units of all sources that were prepared with this tokenizer, each once.
+
+    Raises:
+      UserError: there are none, or one is missing.
+    """
     keys: dict[str, None] = {}
     older = 0
     for name in store.names("corpora/*.json"):
@@ -146,8 +150,8 @@ def _scan(
 
 class NgramIndex:
     """The n-grams of some texts, as hashes of 64 bits. Two different n-grams have the same hash
-    with a probability of 2^-64, so a pass of 15 T tokens over a million n-grams finds less than one
-    that the data do not contain.
+    with a probability of 2^-64, so a pass over 15 T tokens with a million n-grams finds on average
+    less than one n-gram that the data do not contain.
 
     Args:
       texts: the tokens of each text, int [n].
@@ -161,8 +165,8 @@ class NgramIndex:
         hashes = [ngram_hashes(ids) for ids in texts]
         self.ngrams = np.unique(np.concatenate([np.zeros(0, np.uint64), *hashes]))
         self._numbers = [np.searchsorted(self.ngrams, h) for h in hashes]
-        # Most n-grams of the data are in no text. A table that the first bits of a hash index
-        # tells so for nearly all of them.
+        # Most n-grams of the data are in no text. This table, whose index is the first bits of a
+        # hash, excludes nearly all of them without a search.
         self._shift = np.uint64(64 - min(_MOST_BITS, len(self.ngrams).bit_length() + 6))
         self._table = np.zeros(1 << (64 - int(self._shift)), bool)
         self._table[self.ngrams >> self._shift] = True

@@ -73,9 +73,10 @@ class DigestCache:
 def identity(source: Source) -> list | None:
     """Returns JSON values that change when the content of the source's files changes.
 
-    For a source of fewer than `_SMALLEST` bytes, these are digests of the content; for a larger one
-    the sizes and modification times of its files. None if a large source has a file that may change
-    and keep its size and modification time.
+    For a source of fewer than `_SMALLEST` bytes, the values are digests of the files' content. For
+    a larger source they are the sizes and modification times of the files. Returns None if a file
+    of a large source was modified in the last two seconds, because it may change again and keep its
+    size and modification time.
     """
     if source.size < _SMALLEST:
         return [

@@ -34,10 +34,8 @@ def find(
     Raises:
       UserError: the folder is damaged, or holds the rows of another source.
     """
-    if (
-        tokenizer.parse_tokens or source.bad_records != "stop"
-    ):  # format 1 does not have these settings
-        return None
+    if tokenizer.parse_tokens or source.bad_records != "stop":
+        return None  # format 1 does not have these settings
     wanted = {"tokenizer": tokenizer.fingerprint, "files": len(source.files)}
     wanted |= dataclasses.asdict(recipe)
     folders = folder_names(store)

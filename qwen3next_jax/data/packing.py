@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     have at most T tokens in total.
     """
 
-    tokens: np.ndarray  # unsigned [N], tokens of which the pieces are slices, in no useful order
+    tokens: np.ndarray  # unsigned [N]; each piece is a slice of this array
     ends: np.ndarray  # int64 [R], number of pieces up to the end of each row, inclusive
     starts: np.ndarray  # int64 [P], index in `tokens` of each piece's first token
     lengths: np.ndarray  # int64 [P], number of tokens of each piece, 1 … T
@@ -66,7 +66,8 @@ class Packer:
         self._random = np.random.default_rng(seed)
         self._capacity = max(buffered_tokens, 16 * row_length)
         self._tokens: list[np.ndarray] = []  # the buffered tokens, in several arrays
-        self._pieces: list[_Pieces] = []  # their pieces; `starts` counts over all these arrays
+        # The pieces of these tokens. Their `starts` count tokens over all arrays of `_tokens`.
+        self._pieces: list[_Pieces] = []
         self._buffered = 0
         self.cut_documents = 0
 
@@ -165,7 +166,8 @@ class Packer:
         starts, lengths, whole = (
             column.tolist() for column in (pieces.starts, pieces.lengths, pieces.whole)
         )
-        parents = list(range(len(lengths)))  # the piece of which each piece was a part
+        # A piece that is cut off another one is appended, and refers to the index in `pieces`.
+        parents = list(range(len(lengths)))
         pool = _Pool(lengths)
         order, ends = [], []
         while pool:

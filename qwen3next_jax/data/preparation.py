@@ -427,9 +427,9 @@ def pack(
     """Packs the units of `corpus` into rows, where this has not been done before, and opens the
     rows.
 
-    Every process that calls this function packs all groups that are missing, the groups of its own
-    share first. So processes that call it at the same time hardly pack the same group, and a
-    process is not stopped by another that was killed.
+    Every process that calls this function packs all groups that are missing, and begins with the
+    groups of its own share. So processes that call it at the same time seldom pack the same group,
+    and no process waits for another.
 
     Raises:
       UserError: prepared data that are damaged.
@@ -442,8 +442,8 @@ def pack(
     ]
 
     def turn(i: int) -> tuple[int, int]:
-        """The own groups first; then the other shares, each from the end, where its process comes
-        last.
+        """Returns a sort key: first come the groups of this process' share, then the groups of the
+        other shares, in the reverse of the order in which their own processes pack them.
         """
         distance = (i - share.rank) % share.of
         return distance, -i if distance else i

@@ -28,7 +28,7 @@ from qwen3next_jax.data.tokens import Tokenizer
 
 _FORMAT = 1  # of the index
 _AT_ONCE = 4096  # files whose size and time one thread asks for
-_THREADS = 16  # a network file system answers several questions at once
+_THREADS = 16  # a network file system answers several requests at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
         for side, table in tables.items():
             found = _stats(table.paths())
             if found is None:
-                return  # a file was removed since
+                return  # another process has removed a file
             arrays[f"{i}.{side}.shard_ends"] = table.shard_ends
             arrays[f"{i}.{side}.rows"] = table.rows
             arrays[f"{i}.{side}.files"] = found

@@ -47,9 +47,9 @@ class Part(NamedTuple):
 class Record(NamedTuple):
     """A record of a part."""
 
-    number: (
-        int  # 0-based line (JSON lines), element (JSON array) or row of the part; 0 in text files
-    )
+    # number, from 0, of the line (JSON lines), element (JSON array) or row in the part; 0 in text
+    # files
+    number: int
     text: str | None  # always encodable as UTF-8; None if the line is blank or the record left out
     position: int  # number of bytes of the part read so far
 
@@ -375,7 +375,7 @@ def _checked(text: object, bad: BadRecords, where: _Place) -> str | None:
     return text
 
 
-_HALF_PAIR = re.compile("[\ud800-\udfff]")  # Python combines whole pairs into one character
+_HALF_PAIR = re.compile("[\ud800-\udfff]")  # the JSON reader makes one character of a whole pair
 
 
 def _read_text(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:

@@ -37,8 +37,8 @@ from qwen3next_jax.data.packing import Rows
 _SHARD_BYTES = 1 << 28  # uncompressed
 _MOST_OPEN = 256  # shards; an open shard takes some 200 KB of memory
 _INTEGER = np.dtype("<u4")
-# A record holds as many short rows as have so many tokens: a record of its own for each row would
-# take twice the CPU time to write, and larger records take longer to read a row from.
+# Number of tokens in a record of short rows. With one row in each record, writing would take twice
+# the CPU time; with larger records, reading one row would take longer.
 _RECORD_TOKENS = 1 << 12
 
 
@@ -230,7 +230,7 @@ class RowTable:
         return int(np.searchsorted(self.shard_ends, shard, "right"))
 
     def shard(self, number: int) -> tuple[pathlib.Path, Shard]:
-        """Returns the path and the facts of shard `number`, counted over all folders."""
+        """Returns the path of shard `number`, counted over all folders, and its description."""
         folder = self.folder_of(number)
         first = int(self.shard_ends[folder - 1]) if folder else 0
         name = _shard_name(self.split, number - first)
@@ -301,7 +301,7 @@ class RowReader:
     ) -> PackedRow:
         dtype = np.dtype(self.table.dtype).newbyteorder("<")
         offset = 0
-        for _ in range(in_record):  # goes over the rows before this one
+        for _ in range(in_record):  # skips the rows that stand before this one
             pieces = int.from_bytes(record[offset : offset + 4], "little")
             length = int(np.frombuffer(record, _INTEGER, pieces, offset + 4).sum())
             offset += 4 + 12 * pieces + dtype.itemsize * length

@@ -18,7 +18,8 @@ from typing import Any
 from qwen3next_jax.common import digests, durable, json_files
 from qwen3next_jax.common.errors import UserError, error_message
 
-# If nothing was written to an entry of `.partial/` for so long, its process was killed.
+# If nothing was written to an entry of `.partial/` for so many seconds, its process is assumed to
+# have been killed.
 LEASE_SECONDS = 3600
 _PARTIAL = ".partial"
 
