@@ -61,32 +61,36 @@ class StreamMix(nnx.Module):
     def mix(self, h_BTE: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Returns x [B, T, D], the block's input made from the streams [B, T, S·D], and the factors
         a [B, T, S] float32 of the block's output; None if no block follows.
-
-        One product of the normed streams with V and A side by side reads the streams once, and
-        the gate and the mean read them a second time.
         """
-        streams = self.config.streams.hc_count
+        streams, is_zero_centered = self.config.streams.hc_count, self.config.zero_centered_norm
         inject_SDZ = self.inject[...] if self.injects else None
 
-        def mixed(h_BTE, norm, down_SDR, up_RSD, inject_SDZ):
-            n_BTSD = stream_norm(h_BTE, norm, self.config)
+        def mixed(h_BTE, norm_E, down_SDR, up_RSD, inject_SDZ):
+            # S slices of the streams instead of a dimension S: a TPU would copy every array of the
+            # streams to another layout. The norm's factors are multiplied into small arrays: its
+            # weight into V and A, and the size of each stream into the products.
+            dtype, eps = h_BTE.dtype, self.config.rms_norm_eps
+            scale_SD = norm_E.astype(jnp.float32).reshape(streams, -1) + is_zero_centered
             weights = (down_SDR,) if inject_SDZ is None else (down_SDR, inject_SDZ)
-            inner_BTX = jnp.einsum(
-                "btsd,sdx->btx",
-                n_BTSD,
-                jnp.concatenate(weights, axis=-1).astype(n_BTSD.dtype),
-                preferred_element_type=jnp.float32,
-            )
+            down_SDX = scale_SD[..., None] * jnp.concatenate(weights, axis=-1)
+            slices = jnp.split(h_BTE, streams, axis=-1)
+            sizes, inner_BTX = [], 0.0
+            for h_BTD, down_DX in zip(slices, down_SDX.astype(dtype)):
+                square_BT1 = jnp.mean(jnp.square(h_BTD.astype(jnp.float32)), -1, keepdims=True)
+                sizes.append(jax.lax.rsqrt(square_BT1 + eps))
+                inner_BTX += sizes[-1] * jnp.matmul(
+                    h_BTD, down_DX, preferred_element_type=jnp.float32
+                )
             rank = down_SDR.shape[-1]
-            inner_BTR = jax.nn.silu(inner_BTX[..., :rank] / streams).astype(n_BTSD.dtype)
-            gate_BTSD = jnp.einsum(
-                "btr,rsd->btsd",
-                inner_BTR,
-                up_RSD.astype(n_BTSD.dtype),
-                preferred_element_type=jnp.float32,
+            inner_BTR = jax.nn.silu(inner_BTX[..., :rank] / streams).astype(dtype)
+            up_RE = up_RSD.astype(dtype).reshape(rank, -1)
+            gate_BTE = jnp.matmul(inner_BTR, up_RE, preferred_element_type=jnp.float32)
+            gates = jnp.split(jax.nn.sigmoid(gate_BTE).astype(dtype), streams, axis=-1)
+            x_BTD = sum(
+                gate_BTD.astype(jnp.float32) * (h_BTD.astype(jnp.float32) * size_BT1 * scale_D)
+                for gate_BTD, h_BTD, size_BT1, scale_D in zip(gates, slices, sizes, scale_SD)
             )
-            x_BTD = jnp.mean(jax.nn.sigmoid(gate_BTSD) * n_BTSD.astype(jnp.float32), axis=2)
-            x_BTD = x_BTD.astype(h_BTE.dtype)
+            x_BTD = (x_BTD / streams).astype(dtype)
             if inject_SDZ is None:
                 return x_BTD, None
             return x_BTD, 2 * jax.nn.sigmoid(inner_BTX[..., rank:] / streams)
@@ -110,12 +114,6 @@ class StreamMix(nnx.Module):
             return jnp.concatenate(list(added), axis=-1)
 
         return keeping_inputs(written, h_BTE, y_BTD, a_BTS)
-
-
-def stream_norm(h_BTE: jax.Array, weight_E: jax.Array, config: ModelConfig) -> jax.Array:
-    """Returns the RMSNorm [B, T, S, D] of the streams, each normalized alone."""
-    shape = (-1, config.hidden_size)
-    return rms_norm(h_BTE.reshape(*h_BTE.shape[:-1], *shape), weight_E.reshape(shape), config)
 
 
 class GatedMultiTokenPrediction(MultiTokenPrediction):
