@@ -11,6 +11,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.metrics import MetricValue, to_metric_values
 from qwen3next_jax.config import Config, DataConfig, MeshConfig, ModelConfig
@@ -124,7 +125,7 @@ def evaluate(
     if is_run and not other:
         print(f"The same as JSON: {path / 'eval'}")
     if json_path:
-        _write(pathlib.Path(json_path), results)
+        _write(to_path(json_path), results)
     return 0
 
 

@@ -375,13 +375,20 @@ class CheckpointConfig:
     keep_last: int = 3
     # also keep all checkpoints whose step is a multiple of this number; 0: none
     keep_every: int = 0
+    # a workdir in a bucket: number of seconds for which the bucket may take nothing before the run
+    # ends; meanwhile the run trains on, and saves and metrics wait
+    patience: float = 600.0
 
     def __post_init__(self):
         # With keep_last = 1 the older checkpoint would be deleted before the newer one is complete.
         check_bounds(
             self,
             "checkpoint",
-            {"0 or more": "keep_every", "at least 1": "every", "at least 2": "keep_last"},
+            {
+                "0 or more": "keep_every",
+                "at least 1": "every patience",
+                "at least 2": "keep_last",
+            },
         )
 
 

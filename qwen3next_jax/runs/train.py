@@ -16,7 +16,9 @@ import jax
 
 from qwen3next_jax.common.errors import ExitCode, warn
 from qwen3next_jax.common.events import iterate_events, divergence_reason
+from qwen3next_jax.common.object_stores import set_fsspec_patience
 from qwen3next_jax.common.rooms import has_room
+from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.pipeline import Data
@@ -32,6 +34,7 @@ from qwen3next_jax.processes.distributed import (
 )
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
 from qwen3next_jax.runs import branching, hooks, origin, preflight
+from qwen3next_jax.runs.bucket_checkpoints import BucketCheckpoints
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.display import Display, title
 from qwen3next_jax.runs.folder import (
@@ -45,6 +48,7 @@ from qwen3next_jax.runs.folder import (
     write_run_record,
 )
 from qwen3next_jax.runs.incidents import Halted, Incidents, write_dump
+from qwen3next_jax.runs.lease import Lease, open_lock
 from qwen3next_jax.runs.memory import check_state_fits, reports_out_of_memory
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.rewind import Rewinder
@@ -112,10 +116,13 @@ def train(
     tokenizer = data[0].tokenizer
 
     # ---- Folder
-    lock = RunLock(workdir)
+    patience = run.config.checkpoint.patience
+    if isinstance(workdir, BucketPath):
+        workdir = workdir.with_patience(patience)
+        set_fsspec_patience(patience)
+    lock = open_lock(workdir, patience, is_process_0())
     opened = _open_folder(run, data, workdir, restart, lock)
-    stage_ends = [stage.last_step for stage in run.stages]
-    with lock, Checkpoints(workdir, run.config.checkpoint, stage_ends) as checkpoints:
+    with lock, _open_checkpoints(workdir, run, lock) as checkpoints:
         saved_step = checkpoints.newest_good_step() or 0
         if saved_step >= run.steps:
             return _end_of_finished_run(run, workdir, saved_step, tokenizer)
@@ -129,17 +136,19 @@ def train(
             Display(
                 _title(run, data, opened, start), run.stages, start.step, is_process_0()
             ) as display,
-            open_metrics(run, workdir, start.step, display) as metrics,
+            open_metrics(run, workdir, start.step, display, lock) as metrics,
             Signals(display.say) as signals,
             Watchdog(workdir, jax.process_index()) as watchdog,
             Profiler(run.config.profile, workdir, metrics.write) as profiler,
         ):
+            if isinstance(checkpoints, BucketCheckpoints):
+                checkpoints.before_manifest = metrics.flush
             metrics.start(start.step, start_time, **describe_environment(run.mesh))
             _record_start(workdir, opened, start, tokenizer, checkpoints, metrics, display)
 
             # ---- Hooks
             trainer = Trainer(run, data, start.cursors, make_step, _hook_error_policy(run, metrics))
-            saving = hooks.CheckpointHook(checkpoints, metrics)
+            saving = hooks.CheckpointHook(checkpoints, metrics, run.steps)
             incidents = Incidents(run.config.guards, run.model, start.cursors, metrics)
             evaluation = _add_hooks(
                 trainer,
@@ -222,7 +231,11 @@ class _OpenedFolder(NamedTuple):
 
 
 def _open_folder(
-    run: ResolvedRun, data: Sequence[Data], workdir: pathlib.Path, restart: bool, lock: RunLock
+    run: ResolvedRun,
+    data: Sequence[Data],
+    workdir: pathlib.Path | BucketPath,
+    restart: bool,
+    lock: RunLock | Lease,
 ) -> _OpenedFolder:
     """Locks the folder, moves an old run to before-TIME if `restart` is true, and compares the run
     with run.json. Process 0 does this for all processes.
@@ -247,6 +260,15 @@ def _open_folder(
     parent, record, changes = broadcast_from_process_0(lambda: lock.run_locked(open_folder))
     check_shared_folder(workdir, config.parallel.start_timeout)
     return _OpenedFolder(parent, files, record, changes)
+
+
+def _open_checkpoints(
+    workdir: pathlib.Path | BucketPath, run: ResolvedRun, lock: RunLock | Lease
+) -> Checkpoints:
+    stage_ends = [stage.last_step for stage in run.stages]
+    if isinstance(workdir, BucketPath):
+        return BucketCheckpoints(workdir, run.config.checkpoint, stage_ends, lock)
+    return Checkpoints(workdir, run.config.checkpoint, stage_ends)
 
 
 # ---- State
