@@ -12,6 +12,7 @@ Faults are attributes, which may be set at any time, or by `python -m tests.buck
     delay     seconds before each answer
     hang      whether no request is answered
     forbidden, read_only    whether all requests, or all that write, get 403
+    once_a_second    whether a second write to an object within a second gets 429
     only      a text: the faults are those of requests whose path or name holds it
 """
 
@@ -27,7 +28,7 @@ import threading
 import time
 import urllib.parse
 
-FAULTS = {"fail": 0.0, "delay": 0.0, "hang": 0.0, "forbidden": 0.0, "read_only": 0.0}
+FAULTS = dict.fromkeys(("fail", "delay", "hang", "forbidden", "read_only", "once_a_second"), 0.0)
 
 
 class Error(Exception):
@@ -40,18 +41,23 @@ class Error(Exception):
 class Bucket:
     """The bucket gs://bucket, served at `port` (0: any free one).
 
+    Args:
+      beside: another server of the same objects, with faults of its own; None: a new bucket.
+
     Attributes:
       objects: name → object, a dict of its metadata with "data".
       counts: kind of request → [requests, bytes up, bytes down].
     """
 
-    def __init__(self, port: int = 0, seed: int = 0):
-        self.objects: dict[str, dict] = {}
+    def __init__(self, port: int = 0, seed: int = 0, beside: "Bucket | None" = None):
+        self.objects: dict[str, dict] = beside.objects if beside else {}
         self.counts: dict[str, list[int]] = {}
         self.faults, self.only = dict(FAULTS), ""
         self._uploads: dict[str, dict] = {}
-        self._lock, self._random = threading.RLock(), random.Random(seed)
-        self._generations = itertools.count(time.time_ns() // 1000)
+        self._lock = beside._lock if beside else threading.RLock()
+        self._generations = beside._generations if beside else itertools.count(time.time_ns())
+        self._random = random.Random(seed)
+        self._written: dict[str, float] = {}  # name → the time of its last write
         handler = type("BoundHandler", (_Handler,), {"bucket": self})
         self._server = _Server(("127.0.0.1", port), handler)
         self.port = self._server.server_address[1]
@@ -97,6 +103,9 @@ class Bucket:
         with self._lock:
             self.check(name, query)
             now = time.time()
+            if self.faults["once_a_second"] and now - self._written.get(name, 0.0) < 1:
+                raise Error(429, "rateLimitExceeded")
+            self._written[name] = now
             stamp = (
                 time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{now % 1:.3f}"[2:] + "Z"
             )

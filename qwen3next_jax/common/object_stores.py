@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
-from qwen3next_jax.common.errors import UserError, error_message, one_line
+from qwen3next_jax.common.errors import ExitCode, UserError, error_message, one_line
 
 ABSENT = ""  # the version of an object that does not exist
 _TIMEOUT = 20.0  # seconds in which a request must be answered
@@ -50,15 +50,36 @@ class Conflict(OSError):
     """The object has another version than the write demanded: someone else has written it."""
 
 
-class Unavailable(OSError):
+class StoreError(OSError, UserError):
+    """An error of a store that says nothing about the content of an object. Commands print it as
+    one line, as they do with every UserError.
+    """
+
+    def __init__(self, number: int, reason: str, url: str):
+        OSError.__init__(self, number, reason, url)
+        self.exit_code = ExitCode.USER_ERROR
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+class Forbidden(StoreError, PermissionError):
+    """The account may not do this (401, 403), or there are no credentials."""
+
+
+class Unavailable(StoreError):
     """The store did not answer, or asked to try again later (408, 429, 5xx)."""
+
+    def __init__(self, number: int, reason: str, url: str):
+        super().__init__(number, reason, url)
+        self.exit_code = ExitCode.STORAGE
 
 
 class ObjectStore(Protocol):
     """One bucket.
 
-    All methods may raise PermissionError (401, 403, no credentials), Unavailable, and
-    FileNotFoundError, for a missing object or bucket.
+    All methods may raise Forbidden, Unavailable, and FileNotFoundError, for a missing object or
+    bucket.
     """
 
     def read(self, key: str, start: int, stop: int | None) -> bytes:
@@ -207,7 +228,7 @@ class _GoogleStorage:
         except api.PreconditionFailed as error:
             raise Conflict(errno.EEXIST, "written by another process", url) from error
         except (api.Forbidden, api.Unauthorized) as error:
-            raise PermissionError(errno.EACCES, _said(error), url) from error
+            raise Forbidden(errno.EACCES, _said(error), url) from error
         except (api.TooManyRequests, api.ServerError) as error:
             raise Unavailable(errno.EAGAIN, _said(error), url) from error
         except api.GoogleAPICallError as error:
@@ -216,7 +237,7 @@ class _GoogleStorage:
         except auth.TransportError as error:
             raise Unavailable(errno.EAGAIN, one_line(str(error)), url) from error
         except auth.GoogleAuthError as error:
-            kind = Unavailable if error.retryable else PermissionError
+            kind = Unavailable if error.retryable else Forbidden
             raise kind(errno.EACCES, one_line(str(error)), url) from error
         except (requests.ConnectionError, requests.Timeout) as error:
             raise Unavailable(errno.EAGAIN, type(error).__name__, url) from error
@@ -324,11 +345,11 @@ class _S3:
             if status in (409, 412) and code != "BucketAlreadyExists":
                 raise Conflict(errno.EEXIST, "written by another process", url) from error
             if status in (401, 403):
-                raise PermissionError(errno.EACCES, said, url) from error
+                raise Forbidden(errno.EACCES, said, url) from error
             kind = Unavailable if status in (408, 429) or status >= 500 else OSError
             raise kind(errno.EIO, said, url) from error
         except (boto.NoCredentialsError, boto.PartialCredentialsError) as error:
-            raise PermissionError(errno.EACCES, one_line(str(error)), url) from error
+            raise Forbidden(errno.EACCES, one_line(str(error)), url) from error
         except (boto.HTTPClientError, boto.ResponseStreamingError) as error:
             raise Unavailable(errno.EAGAIN, type(error).__name__, url) from error
 

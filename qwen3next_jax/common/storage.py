@@ -18,12 +18,14 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from qwen3next_jax.common.errors import UserError, require, require_path
+from qwen3next_jax.common.errors import ExitCode, UserError, require, require_path
 from qwen3next_jax.common.object_stores import (
     ABSENT,
     Conflict,
     Entry,
+    Forbidden,
     ObjectStore,
+    StoreError,
     Unavailable,
     md5,
     open_store,
@@ -32,6 +34,11 @@ from qwen3next_jax.common.object_stores import (
 
 SCHEMES = ("gs://", "s3://")
 PATIENCE = 60.0  # seconds for which a request is repeated, unless a run says otherwise
+
+
+def with_patience(path: "pathlib.Path | BucketPath", seconds: float) -> Any:
+    """Returns `path` with another patience, if it is in a bucket."""
+    return path.with_patience(seconds) if isinstance(path, BucketPath) else path
 
 
 def is_bucket(path: str | os.PathLike) -> bool:
@@ -289,14 +296,15 @@ def check_bucket(where: str, path: BucketPath) -> None:
         raise UserError(
             f"{where}: there is no bucket {name}: create it, or name another"
         ) from error
-    except PermissionError as error:
+    except Forbidden as error:
         raise UserError(
             f"{where}: this process may not read {name} ({error.strerror}): give its account the "
             "right to read and write objects there, or other credentials"
         ) from error
     except Unavailable as error:
         raise UserError(
-            f"{where}: {name} did not answer within {path.patience:g} s ({error.strerror})"
+            f"{where}: {name} did not answer within {path.patience:g} s ({error.strerror})",
+            ExitCode.STORAGE,
         ) from error
 
 
@@ -330,6 +338,7 @@ __all__ = [
     "Conflict",
     "Entry",
     "PATIENCE",
+    "StoreError",
     "Unavailable",
     "check_bucket",
     "is_bucket",
@@ -337,4 +346,5 @@ __all__ = [
     "md5",
     "stat_of",
     "to_path",
+    "with_patience",
 ]

@@ -107,7 +107,7 @@ class DataConfig:
             for value in values:
                 require_path(f"data.{name} = {value!r}", value)
         require(
-            "://" not in self.prepared_dir,
+            self.prepared_dir.startswith(("gs://", "s3://")) or "://" not in self.prepared_dir,
             f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, as rows are "
             "read from it at random; data.path may be remote",
         )

@@ -29,7 +29,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, error_message, as_user_error
+from qwen3next_jax.common.storage import BucketPath, StoreError
 from qwen3next_jax.data.packing import Row
+from qwen3next_jax.data.remote_shard import RemoteShard
 
 _SHARD_BYTES = 1 << 28  # uncompressed
 _MOST_OPEN = 256  # shards; an open shard takes some 200 KB of memory
@@ -133,6 +135,9 @@ class RowReader:
         rows = [shard.rows for folder in folders for shard in folder.shards]
         self._ends = np.cumsum(rows, dtype=np.int64)  # [shards]
         for folder in folders:
+            if isinstance(folder.directory, BucketPath):
+                _check_sizes_in_bucket(folder)
+                continue
             for shard in folder.shards:
                 _check_size(folder.directory / shard.file, shard)
         raise_file_limit()
@@ -152,6 +157,11 @@ class RowReader:
         reader = _opened((self._number, number), lambda: _open_shard(path, shard))
         try:
             (record,) = reader.read([position])
+        except StoreError as error:
+            raise UserError(
+                f"shard {path}: row {position} cannot be read: {error_message(error)}",
+                error.exit_code,
+            ) from error
         except (RuntimeError, IndexError, ValueError) as error:
             raise _damaged(
                 path, f"row {position} cannot be read: {error_message(error)}"
@@ -244,11 +254,28 @@ def _check_size(path: pathlib.Path, shard: Shard) -> None:
         raise _damaged(path, f"it has {size} bytes instead of {shard.size}")
 
 
-def _open_shard(path: pathlib.Path, shard: Shard) -> Any:
+def _check_sizes_in_bucket(folder: RowFolder) -> None:
+    """Checks the sizes of all shards of a folder by one listing."""
+    sizes = {path.name: entry.size for path, entry in folder.directory.entries().items()}
+    for shard in folder.shards:
+        path = folder.directory / shard.file
+        if shard.file not in sizes:
+            raise _damaged(path, "it is missing")
+        if sizes[shard.file] != shard.size:
+            raise _damaged(path, f"it has {sizes[shard.file]} bytes instead of {shard.size}")
+
+
+def _open_shard(path: pathlib.Path | BucketPath, shard: Shard) -> Any:
+    if isinstance(path, BucketPath):
+        try:
+            reader = RemoteShard(path, shard.size, open_array_record)
+        except ValueError as error:
+            raise _damaged(path, str(error)) from error
+        if reader.num_records() != shard.rows:
+            raise _damaged(path, f"it has {reader.num_records()} rows instead of {shard.rows}")
+        return reader
     _check_size(path, shard)
-    reader = _array_record().ArrayRecordReader(
-        str(path), "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15
-    )
+    reader = open_array_record(path)
     rows = reader.num_records()
     if rows != shard.rows:
         # ArrayRecord finds no rows in a file that it could not open.
@@ -262,6 +289,13 @@ def _open_shard(path: pathlib.Path, shard: Shard) -> Any:
             ) from error
         raise _damaged(path, f"it has {rows} readable rows instead of {shard.rows}")
     return reader
+
+
+def open_array_record(path: pathlib.Path) -> Any:
+    """Opens a local ArrayRecord file for random access."""
+    return _array_record().ArrayRecordReader(
+        str(path), "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15
+    )
 
 
 def _damaged(path: pathlib.Path, what: str) -> UserError:

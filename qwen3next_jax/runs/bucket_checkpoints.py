@@ -1,7 +1,7 @@
 """Checkpoints in a bucket.
 
     WORKDIR/checkpoints/STEP/manifest.json    written last, on the condition that there is none
-    WORKDIR/arrays/STEP-RUN-ATTEMPT/          what Orbax wrote; the manifest names this folder
+    WORKDIR/arrays/STEP-RUN-PROCESS-N/        what Orbax wrote; the manifest names this folder
     WORKDIR/damaged/STEP-TIME/manifest.json   the manifest of a checkpoint that was found damaged
 
 A bucket has no rename. So no save writes where another one wrote: each has a folder of its own, and
@@ -50,7 +50,7 @@ class BucketCheckpoints(Checkpoints):
         self._lease = lease
         self._known: set[int] | None = None  # the steps that have a checkpoint
         self._known_lock = threading.Lock()
-        self._run = ""
+        self._run, self._process = "", uuid.uuid4().hex[:8]
         lease.on_end(self._describe_unsaved)
 
     def steps(self) -> list[int]:
@@ -83,7 +83,7 @@ class BucketCheckpoints(Checkpoints):
         return self._saving is not None and not self._saving[1].done()
 
     def _new_attempt(self, step: int) -> str:
-        return f"{step}-{self._run[:8]}-{uuid.uuid4().hex[:8]}"
+        return f"{step}-{self._run[:8]}-{self._process}-{uuid.uuid4().hex[:4]}"
 
     def _save(self, step: int, attempt: str, state: State) -> Events:
         """Writes the arrays and the manifest, and deletes old checkpoints. Returns the events."""
@@ -134,6 +134,11 @@ class BucketCheckpoints(Checkpoints):
                 self.directory / str(step), arrays, step, self._run
             )
         except Conflict:
+            # Either the answer to an earlier attempt was lost, or another process has the lock.
+            self._lease.confirm(now=True)
+            folder = self.directory / str(step)
+            if f"-{self._process}-" in manifest.arrays_folder(folder).name:
+                return sum(entry.size for entry in arrays.entries().values())
             self._lease.end_process(
                 ExitCode.TAKEN_OVER,
                 f"another process has written the checkpoint of step {step}, so this one does not "

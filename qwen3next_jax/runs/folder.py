@@ -29,7 +29,7 @@ from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.common.events import has_events_file, iterate_events
-from qwen3next_jax.common.storage import BucketPath
+from qwen3next_jax.common.storage import BucketPath, StoreError
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, from_dict, to_dict
@@ -556,6 +556,8 @@ def read_run(workdir: pathlib.Path) -> dict[str, Any]:
         intact = record.pop("digest") == digests.sha256_json(record)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{workdir}: not the folder of a run (it has no run.json)") from error
+    except StoreError:
+        raise
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}): restore it, or give another --workdir"
@@ -575,6 +577,8 @@ def run_id(workdir: pathlib.Path) -> str | None:
     """
     try:
         return read_run(workdir).get("id", "")
+    except StoreError:
+        raise
     except UserError:
         return None
 

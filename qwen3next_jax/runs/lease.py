@@ -96,14 +96,17 @@ class Lease:
         """
         self._describe_unsaved.append(describe_unsaved)
 
-    def confirm(self) -> None:
+    def confirm(self, now: bool = False) -> None:
         """Must be called before something is deleted or replaced without a condition. Ends the
         process if another one has the lock.
+
+        Args:
+          now: whether to ask the bucket even if the lock was renewed a moment ago.
 
         Raises:
           OSError: the bucket does not answer.
         """
-        if self._is_owner and time.monotonic() - self._renewed > self.seconds / 2:
+        if self._is_owner and (now or time.monotonic() - self._renewed > self.seconds / 2):
             self._beat()
 
     def end_process(self, code: ExitCode, reason: str) -> None:
@@ -129,7 +132,8 @@ class Lease:
         except OSError as error:
             raise UserError(
                 f"--workdir={self._workdir}: cannot be written to ({error.strerror}): give this "
-                "account the right to write objects there, or another folder"
+                "account the right to write objects there, or another folder",
+                getattr(error, "exit_code", ExitCode.USER_ERROR),
             ) from error
 
     def _wait_for_end(self, version: str, record: dict[str, Any]) -> None:

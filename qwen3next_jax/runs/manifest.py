@@ -24,7 +24,7 @@ from typing import Any
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
-from qwen3next_jax.common.storage import ABSENT, BucketPath, stat_of
+from qwen3next_jax.common.storage import ABSENT, BucketPath, StoreError, stat_of
 
 NAME = "manifest.json"
 PIECE = 1 << 25  # bytes
@@ -92,6 +92,8 @@ def arrays_folder(directory: Folder) -> Folder:
     """
     try:
         place = json_files.read(directory / NAME).get("arrays", "")
+    except StoreError:
+        raise
     except (OSError, ValueError):
         place = ""
     return _resolved(directory, place)
@@ -130,6 +132,8 @@ def find_damage(directory: Folder, sizes_only: bool = False, run: str | None = N
     """
     try:
         return _find_damage(directory, sizes_only, run)
+    except StoreError:  # an outage is no damage
+        raise
     except OSError as error:  # a bad sector, or a run that deletes the folder meanwhile
         return f"it cannot be read: {error}"
 
@@ -237,6 +241,8 @@ def digest(directory: Folder) -> str | None:
         if isinstance(directory, BucketPath):
             return digests.sha256((directory / NAME).read_bytes())
         return digests.sha256_file(directory / NAME)
+    except StoreError:
+        raise
     except OSError:
         return None
 
@@ -251,6 +257,8 @@ def file_stats(directory: Folder) -> list[tuple] | None:
             stats = [(f, stat_of(e)) for f, e in sorted(directory.entries().items())]
         else:
             stats = [(f, f.stat()) for f in sorted(directory.rglob("*"))]
+    except StoreError:
+        raise
     except OSError:  # it is being removed
         return None
     return [(str(f), s.st_ino, s.st_size, s.st_mtime_ns) for f, s in stats] or None

@@ -72,7 +72,7 @@ class MetricsPieces:
                 # The newest piece is always written again: another process that still believes it
                 # has the lock then holds an old version of it.
                 if kept != content or path == paths[-1]:
-                    version = self._put(path, kept, version)
+                    version = path.write(kept, replaces=version)
                 if path == paths[-1] and path != self._path:
                     self._number, self._version = int(path.stem), version
                     self._content = kept
@@ -137,9 +137,17 @@ class MetricsPieces:
                 return not self._pending
 
     def _put(self, path: BucketPath, content: bytes, version: str) -> str:
+        """Writes the newest piece. If it has another version, either the answer to an earlier write
+        of this process was lost, or another process has the lock.
+        """
         try:
             return path.write(content, replaces=version)
         except Conflict:
+            entry, there = path.entry(), path.read_bytes()
+            # If another process took the lock after this, it also wrote the piece after it.
+            self._lease.confirm(now=True)
+            if entry is not None and content.startswith(there):
+                return path.write(content, replaces=entry.version)
             self._lease.end_process(
                 ExitCode.TAKEN_OVER,
                 f"another process has written {path.name}, so this one does not train here any "

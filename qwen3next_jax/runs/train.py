@@ -18,7 +18,7 @@ from qwen3next_jax.common.errors import ExitCode, warn
 from qwen3next_jax.common.events import iterate_events, divergence_reason
 from qwen3next_jax.common.object_stores import set_fsspec_patience
 from qwen3next_jax.common.rooms import has_room
-from qwen3next_jax.common.storage import BucketPath
+from qwen3next_jax.common.storage import BucketPath, with_patience
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.pipeline import Data
@@ -104,6 +104,7 @@ def train(
       UserError: a setting, a file or a folder is wrong.
     """
     start_time = time.time()
+    workdir = with_patience(workdir, config.checkpoint.patience)
     restart = restart or is_restart_unfinished(workdir)
 
     # ---- Mesh
@@ -116,9 +117,8 @@ def train(
     tokenizer = data[0].tokenizer
 
     # ---- Folder
-    patience = run.config.checkpoint.patience
+    patience = config.checkpoint.patience
     if isinstance(workdir, BucketPath):
-        workdir = workdir.with_patience(patience)
         set_fsspec_patience(patience)
     lock = open_lock(workdir, patience, is_process_0())
     opened = _open_folder(run, data, workdir, restart, lock)
