@@ -15,6 +15,7 @@ import functools
 import hashlib
 import logging
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -255,9 +256,10 @@ def _checksum_errors() -> tuple[type[Exception], ...]:
 
 def _said(error: Any) -> str:
     """Returns the code and the message of an answer of Google Cloud Storage in one line."""
-    message = (error.errors[0].get("message") if error.errors else "") or error.message
-    # A message without details repeats the whole request.
-    return one_line(f"HTTP {error.code}: {message.rpartition(': ')[2] or type(error).__name__}")
+    # The text of an error repeats the request before the answer.
+    found = re.search(r'"message": "([^"]*)"', error.message or "")
+    message = error.errors[0].get("message") if error.errors else found and found[1]
+    return one_line(f"HTTP {error.code.value}: {message or type(error).__name__}")
 
 
 def _entry_of_blob(blob: Any) -> Entry:

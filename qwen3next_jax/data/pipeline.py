@@ -153,7 +153,7 @@ class Data(Protocol):
         iterator = iter(
             numbers.map(
                 lambda number: self._stack(
-                    self._rows([self._first_row_of(number) + b for b in share]), len(share)
+                    self._read_rows([self._first_row_of(number) + b for b in share]), len(share)
                 )
             ).to_iter_dataset(options)
         )
@@ -179,7 +179,7 @@ class Data(Protocol):
                 [self.heldout_row(start + b) for b in share if start + b < count], len(share)
             )
 
-    def _rows(self, indices: Sequence[int]) -> list[Batch]:
+    def _read_rows(self, indices: Sequence[int]) -> list[Batch]:
         """Returns rows of the training stream. A source of slow rows may read them at once."""
         return [self.row(index) for index in indices]
 
@@ -312,8 +312,10 @@ class TextData(Data):
     def row(self, index: int) -> Batch:
         return _text_row(self._stream[index][1])
 
-    def _rows(self, indices: Sequence[int]) -> list[Batch]:
-        return list(self._pool.map(self.row, indices)) if self._pool else super()._rows(indices)
+    def _read_rows(self, indices: Sequence[int]) -> list[Batch]:
+        return (
+            list(self._pool.map(self.row, indices)) if self._pool else super()._read_rows(indices)
+        )
 
     def heldout_row(self, index: int) -> Batch:
         source, row = self._heldout_order[index].tolist()

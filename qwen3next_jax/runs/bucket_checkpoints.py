@@ -60,10 +60,12 @@ class BucketCheckpoints(Checkpoints):
             return sorted(self._known)
 
     def save(self, step: int, state: State, may_skip: bool = False) -> None:
-        if may_skip and broadcast_from_process_0(lambda: int(self._is_saving())):
-            reason = f"the checkpoint of step {self._saving[0]} is still being written"
-            warn(f"step {step} is not saved: {reason}")
+        # Process 0 decides for all: another one may be done with its part of the save.
+        is_saving = self._is_saving
+        if may_skip and broadcast_from_process_0(lambda: self._saving[0] if is_saving() else 0):
             if is_process_0():
+                reason = f"the checkpoint of step {self._saving[0]} is still being written"
+                warn(f"step {step} is not saved: {reason}")
                 self._events.append(("save_failed", step, {"reason": reason}))
             return
         self.wait()
