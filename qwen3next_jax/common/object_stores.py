@@ -103,6 +103,9 @@ class ObjectStore(Protocol):
           Conflict: the object has another version.
         """
 
+    def upload(self, key: str, file: str) -> None:
+        """Writes an object with the content of a local file, which need not fit into memory."""
+
     def delete(self, key: str) -> None:
         """Deletes an object."""
 
@@ -209,6 +212,10 @@ class _GoogleStorage:
                 data, if_generation_match=match, checksum="md5", **self._options
             )
             return str(blob.generation)
+
+    def upload(self, key: str, file: str) -> None:
+        with self._errors(key):
+            self._bucket.blob(key).upload_from_filename(file, checksum="md5", **self._options)
 
     def delete(self, key: str) -> None:
         with self._errors(key):
@@ -325,6 +332,10 @@ class _S3:
         with self._errors(key):
             answer = self._client.put_object(Bucket=self._bucket, Key=key, Body=data, **condition)
         return answer["ETag"]
+
+    def upload(self, key: str, file: str) -> None:
+        with self._errors(key), open(file, "rb") as body:
+            self._client.put_object(Bucket=self._bucket, Key=key, Body=body)
 
     def delete(self, key: str) -> None:
         with self._errors(key):

@@ -245,6 +245,15 @@ class BucketPath:
         store = open_store(self.scheme, self.bucket)
         return with_retries(lambda number: attempt(store, number), self.patience)
 
+    def upload(self, file: pathlib.Path) -> None:
+        """Writes the object with the content of a local file, whole or not at all."""
+        self._request(lambda store: store.upload(self.key, str(file)))
+
+    def blocks(self, size: int) -> Iterator[bytes]:
+        """Yields the content in blocks of `size` bytes."""
+        for start in range(0, self.stat().st_size, size):
+            yield self.read_bytes(start, start + size)
+
     def unlink(self, missing_ok: bool = False) -> None:
         try:
             self._request(lambda store: store.delete(self.key))

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import shutil
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -43,7 +42,7 @@ class Source(NamedTuple):
         """Copies the files for preparing images to `directory`, if the export copies the tower."""
         for name in _IMAGE_FILES if self.vision_tensors else ():
             if (self.directory / name).exists():
-                shutil.copyfile(self.directory / name, directory / name)
+                (directory / name).write_bytes((self.directory / name).read_bytes())
 
 
 def read_source(

@@ -53,6 +53,10 @@ class BucketCheckpoints(Checkpoints):
         self._run, self._process = "", uuid.uuid4().hex[:8]
         lease.on_end(self._describe_unsaved)
 
+    def set_run(self, run: str) -> None:
+        """Sets the id of the run, once run.json is written; before that it may be another run's."""
+        self._run = run
+
     def steps(self) -> list[int]:
         with self._known_lock:
             if self._known is None:
@@ -73,7 +77,6 @@ class BucketCheckpoints(Checkpoints):
         def name_attempt() -> str:
             if step in self.steps():
                 return ""
-            self._run = self._run or run_id(self.directory.parent) or ""
             return self._new_attempt(step)
 
         attempt = broadcast_from_process_0(name_attempt)
@@ -168,11 +171,11 @@ class BucketCheckpoints(Checkpoints):
         kill ended.
         """
         workdir = self.directory.parent
-        self._run = run_id(workdir) or ""
+        run = run_id(workdir) or ""
         attempts: dict[str, list[str]] = {}  # step → the names of the folders of its attempts
         for path in (workdir / "arrays").iterdir():
             step, _, rest = path.name.partition("-")
-            if self._run and rest.startswith(self._run[:8] + "-"):
+            if run and rest.startswith(run[:8] + "-"):
                 attempts.setdefault(step, []).append(path.name)
         if not attempts:
             return

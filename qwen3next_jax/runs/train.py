@@ -43,6 +43,7 @@ from qwen3next_jax.runs.folder import (
     move_aside,
     open_run,
     read_run,
+    run_id,
     is_restart_unfinished,
     complete_steps,
     write_run_record,
@@ -348,6 +349,8 @@ def _record_start(
     if record:
         record = record | {"data": [cursor and cursor._asdict() for cursor in start.cursors]}
     broadcast_from_process_0(lambda: write_run_record(workdir, record, tokenizer, start.is_new))
+    if isinstance(checkpoints, BucketCheckpoints):
+        checkpoints.set_run(broadcast_from_process_0(lambda: run_id(workdir)) or "")
     if start.continues_parent:  # with this checkpoint the branch no longer needs its parent
         checkpoints.save(start.step, start.state)
         checkpoints.wait()
