@@ -353,20 +353,6 @@ def _workdir_of(name: str | None = None) -> pathlib.Path | BucketPath:
     return pathlib.Path("runs") / name
 
 
-def local_folder(flag: str, value: str) -> pathlib.Path:
-    """Returns the value of the flag `flag` as a path.
-
-    Raises:
-      UserError: `value` is a URL such as gs://bucket, which pathlib would read as gs:/bucket.
-    """
-    if "://" in value:
-        raise UserError(
-            f"--{flag}={value}: expected a local folder, or one of a file system that is mounted"
-        )
-    require_path(f"--{flag}={value}", value)
-    return pathlib.Path(value)
-
-
 def define_launch_flags() -> Callable[[], Launch | None]:
     """Defines `--coordinator`, `--processes` and `--process`.
 
