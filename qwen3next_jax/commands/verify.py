@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qwen3next_jax.common.errors import ExitCode, UserError, escape_control
+from qwen3next_jax.common.storage import to_path
 
 ARGUMENTS = "PATH"  # the positional arguments, for --help
 
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> int:
     if not console.is_terminal:  # a program may read the lines, so they must not be wrapped
         console.width = 10_000
     table = Table("", "what", "state", box=SIMPLE)
-    for path in map(pathlib.Path, arguments):
+    for path in map(to_path, arguments):
         for name, damage in verify(path):
             table.add_row(
                 escape(str(path)),

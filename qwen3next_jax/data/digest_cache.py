@@ -12,6 +12,7 @@ import uuid
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.data import readers, token_files
+from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.data.readers import Part
 from qwen3next_jax.data.sources import Source, SourceFile, is_remote
 from qwen3next_jax.data.store import Store
@@ -32,6 +33,7 @@ class DigestCache:
         self.in_use = source.size >= _SMALLEST
         self._own = f"digests/{uuid.uuid4().hex}.jsonl"
         self._known: dict[str, str] = {}
+        self._recorded = ""  # what this process recorded in a bucket
         try:
             old = json_files.read(store.path(_FORMAT_1))
         except (OSError, ValueError):
@@ -57,11 +59,18 @@ class DigestCache:
         entry = _entry(file, part)
         is_new = self._known.get(entry) != digest
         if self.in_use and is_new and not is_remote(os.fspath(file.path)) and _is_settled(file):
-            path = self._store.path(self._own)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as lines:
-                lines.write(json.dumps([entry, digest]) + "\n")
+            self._record(json.dumps([entry, digest]) + "\n")
         self._known[entry] = digest
+
+    def _record(self, line: str) -> None:
+        path = self._store.path(self._own)
+        if isinstance(path, BucketPath):  # nothing can be appended there
+            self._recorded += line
+            path.write_text(self._recorded)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as lines:
+            lines.write(line)
 
     def forget_all(self) -> None:
         """Removes all recorded digests. The caller has found one of them to be wrong."""

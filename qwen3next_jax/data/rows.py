@@ -32,7 +32,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, error_message, as_user_error
+from qwen3next_jax.common.storage import BucketPath, StoreError
 from qwen3next_jax.data.packing import Rows
+from qwen3next_jax.data.remote_shard import RemoteShard
 
 _SHARD_BYTES = 1 << 28  # uncompressed
 _MOST_OPEN = 256  # shards; an open shard takes some 200 KB of memory
@@ -246,9 +248,21 @@ class RowTable:
             first = end
 
     def check(self) -> None:
-        """Raises a UserError if a shard is missing or has the wrong size."""
+        """Raises a UserError if a shard is missing or has the wrong size. In a bucket, one listing
+        of each folder tells the sizes.
+        """
+        sizes: dict[str, int] | None = None
+        if isinstance(self.root, BucketPath):
+            entries = [self.directory(i).entries() for i in range(len(self.folders))]
+            sizes = {str(path): entry.size for found in entries for path, entry in found.items()}
         for number in range(len(self.rows)):
-            _check_size(*self.shard(number))
+            path, shard = self.shard(number)
+            if sizes is None:
+                _check_size(path, shard)
+            elif str(path) not in sizes:
+                raise _damaged(path, "it is missing")
+            elif sizes[str(path)] != shard.size:
+                raise _damaged(path, f"it has {sizes[str(path)]} bytes instead of {shard.size}")
 
 
 def _shard_name(split: str, number: int) -> str:
@@ -291,6 +305,11 @@ class RowReader:
         try:
             (record,) = reader.read([position // per_record])
             return self._decode(record, number, path, position, position % per_record)
+        except StoreError as error:
+            raise UserError(
+                f"shard {path}: row {position} cannot be read: {error_message(error)}",
+                error.exit_code,
+            ) from error
         except (RuntimeError, IndexError, ValueError) as error:
             raise _damaged(
                 path, f"row {position} cannot be read: {error_message(error)}"
@@ -388,12 +407,19 @@ def _check_size(path: pathlib.Path, shard: Shard) -> None:
         raise _damaged(path, f"it has {size} bytes instead of {shard.size}")
 
 
-def _open_shard(path: pathlib.Path, shard: Shard, rows_per_record: int) -> Any:
+def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_record: int) -> Any:
+    expected = -(-shard.rows // rows_per_record)
+    if isinstance(path, BucketPath):
+        try:
+            reader = RemoteShard(path, shard.size, open_array_record)
+        except ValueError as error:
+            raise _damaged(path, str(error)) from error
+        if (records := reader.num_records()) != expected:
+            raise _damaged(path, f"it has {records} records instead of {expected}")
+        return reader
     _check_size(path, shard)
-    reader = _array_record().ArrayRecordReader(
-        str(path), "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15
-    )
-    records, expected = reader.num_records(), -(-shard.rows // rows_per_record)
+    reader = open_array_record(path)
+    records = reader.num_records()
     if records != expected:
         # ArrayRecord finds no records in a file that it could not open.
         try:
@@ -406,6 +432,13 @@ def _open_shard(path: pathlib.Path, shard: Shard, rows_per_record: int) -> Any:
             ) from error
         raise _damaged(path, f"it has {records} readable records instead of {expected}")
     return reader
+
+
+def open_array_record(path: pathlib.Path) -> Any:
+    """Opens a local ArrayRecord file for random access."""
+    return _array_record().ArrayRecordReader(
+        str(path), "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15
+    )
 
 
 def _damaged(path: pathlib.Path, what: str) -> UserError:

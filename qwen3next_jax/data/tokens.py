@@ -16,6 +16,7 @@ import tokenizers
 from etils import epath
 
 from qwen3next_jax.common import digests, json_files
+from qwen3next_jax.common.storage import is_bucket, to_path
 from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, require, short_repr
 from qwen3next_jax.data import fast_bpe
 
@@ -167,7 +168,7 @@ class HuggingFaceTokenizer:
     reads_text = True
 
     def __init__(self, spec: str, parse_tokens: Sequence[str] = ()):
-        path = epath.Path(spec)
+        path = to_path(spec) if is_bucket(spec) else epath.Path(spec)
         path = path / "tokenizer.json" if path.is_dir() else path
         if not path.exists():
             raise UserError(

@@ -4,7 +4,6 @@ axes. docs/report.md explains the numbers.
 
 import dataclasses
 import html
-import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
@@ -14,6 +13,7 @@ import numpy as np
 
 from qwen3next_jax.common.metrics import MetricValue, evaluation_of_event, metric_values_of_event
 from qwen3next_jax.common.trees import flatten
+from qwen3next_jax.common.storage import write_whole
 from qwen3next_jax.reporting.charts import (
     Line,
     heatmap,
@@ -54,10 +54,8 @@ def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> None:
       UserError: a folder contains no run, or a run that has recorded nothing.
     """
     text = render_report([load_run(workdir) for workdir in workdirs])
-    temporary = out.with_suffix(".tmp")
     # A sampled text may contain half a surrogate pair, which UTF-8 cannot encode.
-    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(temporary, out)
+    write_whole(out, text, errors="backslashreplace")
 
 
 def render_report(runs: Sequence[Run]) -> str:

@@ -17,7 +17,9 @@ import jax
 from qwen3next_jax.common.errors import ExitCode, warn
 from qwen3next_jax.common.installation import shell_command
 from qwen3next_jax.common.events import iterate_events, divergence_reason
+from qwen3next_jax.common.object_stores import set_fsspec_patience
 from qwen3next_jax.common.rooms import has_room
+from qwen3next_jax.common.storage import BucketPath, with_patience
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.pipeline import Data, TextData
@@ -34,6 +36,7 @@ from qwen3next_jax.processes.distributed import (
 )
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
 from qwen3next_jax.runs import branching, hooks, origin, preflight
+from qwen3next_jax.runs.bucket_checkpoints import BucketCheckpoints
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.display import Display, title
 from qwen3next_jax.runs.folder import (
@@ -42,11 +45,13 @@ from qwen3next_jax.runs.folder import (
     move_aside,
     open_run,
     read_run,
+    run_id,
     is_restart_unfinished,
     complete_steps,
     write_run_record,
 )
 from qwen3next_jax.runs.incidents import Halted, Incidents, write_dump
+from qwen3next_jax.runs.lease import Lease, open_lock
 from qwen3next_jax.runs.memory import check_state_fits, reports_out_of_memory
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.rewind import Rewinder
@@ -103,6 +108,7 @@ def train(
       UserError: a setting, a file or a folder is wrong.
     """
     start_time = time.time()
+    workdir = with_patience(workdir, config.checkpoint.patience)
     restart = restart or is_restart_unfinished(workdir)
 
     # ---- Mesh
@@ -115,10 +121,12 @@ def train(
     tokenizer = data[0].tokenizer
 
     # ---- Folder
-    lock = RunLock(workdir)
+    patience = config.checkpoint.patience
+    if isinstance(workdir, BucketPath):
+        set_fsspec_patience(patience)
+    lock = open_lock(workdir, patience, is_process_0())
     opened = _open_folder(run, data, workdir, restart, lock)
-    stage_ends = [stage.last_step for stage in run.stages]
-    with lock, Checkpoints(workdir, run.config.checkpoint, stage_ends) as checkpoints:
+    with lock, _open_checkpoints(workdir, run, lock) as checkpoints:
         saved_step = checkpoints.newest_good_step() or 0
         if saved_step >= run.steps:
             return _end_of_finished_run(run, workdir, saved_step, tokenizer)
@@ -132,11 +140,13 @@ def train(
             Display(
                 _title(run, data, opened, start), run.stages, start.step, is_process_0()
             ) as display,
-            open_metrics(run, workdir, start.step, display) as metrics,
+            open_metrics(run, workdir, start.step, display, lock) as metrics,
             Signals(display.say) as signals,
             Watchdog(workdir, jax.process_index()) as watchdog,
             Profiler(run.config.profile, workdir, metrics.write) as profiler,
         ):
+            if isinstance(checkpoints, BucketCheckpoints):
+                checkpoints.before_manifest = metrics.flush
             metrics.start(
                 start.step,
                 start_time,
@@ -147,7 +157,7 @@ def train(
 
             # ---- Hooks
             trainer = Trainer(run, data, start.cursors, make_step, _hook_error_policy(run, metrics))
-            saving = hooks.CheckpointHook(checkpoints, metrics)
+            saving = hooks.CheckpointHook(checkpoints, metrics, run.steps)
             incidents = Incidents(run.config.guards, run.model, start.cursors, metrics)
             evaluation = _add_hooks(
                 trainer,
@@ -230,7 +240,11 @@ class _OpenedFolder(NamedTuple):
 
 
 def _open_folder(
-    run: ResolvedRun, data: Sequence[Data], workdir: pathlib.Path, restart: bool, lock: RunLock
+    run: ResolvedRun,
+    data: Sequence[Data],
+    workdir: pathlib.Path | BucketPath,
+    restart: bool,
+    lock: RunLock | Lease,
 ) -> _OpenedFolder:
     """Locks the folder, moves an old run to before-TIME if `restart` is true, and compares the run
     with run.json. Process 0 does this for all processes.
@@ -255,6 +269,15 @@ def _open_folder(
     parent, record, changes = broadcast_from_process_0(lambda: lock.run_locked(open_folder))
     check_shared_folder(workdir, config.parallel.start_timeout)
     return _OpenedFolder(parent, files, record, changes)
+
+
+def _open_checkpoints(
+    workdir: pathlib.Path | BucketPath, run: ResolvedRun, lock: RunLock | Lease
+) -> Checkpoints:
+    stage_ends = [stage.last_step for stage in run.stages]
+    if isinstance(workdir, BucketPath):
+        return BucketCheckpoints(workdir, run.config.checkpoint, stage_ends, lock)
+    return Checkpoints(workdir, run.config.checkpoint, stage_ends)
 
 
 # ---- State
@@ -347,6 +370,8 @@ def _record_start(
     if record:
         record = record | {"data": [cursor and cursor._asdict() for cursor in start.cursors]}
     broadcast_from_process_0(lambda: write_run_record(workdir, record, tokenizer, start.is_new))
+    if isinstance(checkpoints, BucketCheckpoints):
+        checkpoints.set_run(broadcast_from_process_0(lambda: run_id(workdir)) or "")
     if start.continues_parent:  # with this checkpoint the branch no longer needs its parent
         checkpoints.save(start.step, start.state)
         checkpoints.wait()
