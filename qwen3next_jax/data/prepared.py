@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from qwen3next_jax.common import digests
+from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.data import digest_cache, format_1
 from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, Recipe, Statistics
 from qwen3next_jax.data.rows import RowReader, RowTable
@@ -29,6 +30,8 @@ from qwen3next_jax.data.tokens import Tokenizer
 _FORMAT = 1  # of the index
 _AT_ONCE = 4096  # files whose size and time one thread asks for
 _THREADS = 16  # a network file system answers several requests at once
+
+Root = pathlib.Path | BucketPath
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,13 +129,13 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
     for i, one in enumerate(prepared):
         tables = {side: one.rows[side].table for side in (TRAIN, HELDOUT)}
         for side, table in tables.items():
-            found = _stats(table.paths())
+            found = _stats(table.root, table.paths())
             if found is None:
                 return  # another process has removed a file
             arrays[f"{i}.{side}.shard_ends"] = table.shard_ends
             arrays[f"{i}.{side}.rows"] = table.rows
             arrays[f"{i}.{side}.files"] = found
-        found = _stats(_metadata_paths(table))
+        found = _stats(table.root, _metadata_paths(table))
         if found is None:
             return
         arrays[f"{i}.metadata"] = found
@@ -165,7 +168,7 @@ def read_index(
       rows is missing or was written to after the index.
     """
     try:
-        with np.load(store.path(name), allow_pickle=False) as arrays:
+        with store.local(name) as path, np.load(path, allow_pickle=False) as arrays:
             headers = json.loads(arrays["header"].tobytes())
             found = [
                 _read_source(store, arrays, i, source, recipe, header)
@@ -199,10 +202,10 @@ def _read_source(
             sizes=files[:, 0],
             **shared,
         )
-        if not _are_unchanged(table.paths(), files):
+        if not _are_unchanged(table.root, table.paths(), files):
             return None
         rows[side] = RowReader(table, recipe.row_length)
-    if not _are_unchanged(_metadata_paths(table), arrays[f"{i}.metadata"]):
+    if not _are_unchanged(table.root, _metadata_paths(table), arrays[f"{i}.metadata"]):
         return None
     return Prepared(
         source,
@@ -221,15 +224,23 @@ def _metadata_paths(table: RowTable) -> Iterator[str]:
     return (f"{table.root}/{name.decode()}/{METADATA}" for name in table.folders.tolist())
 
 
-def _are_unchanged(paths: Iterable[str], before: np.ndarray) -> bool:
-    now = _stats(paths)
+def _are_unchanged(root: Root, paths: Iterable[str], before: np.ndarray) -> bool:
+    now = _stats(root, paths)
     return now is not None and np.array_equal(now, before)
 
 
-def _stats(paths: Iterable[str]) -> np.ndarray | None:
+def _stats(root: Root, paths: Iterable[str]) -> np.ndarray | None:
     """Returns int64 [n, 2], the size in bytes and the modification time in nanoseconds of each
-    file; None if one does not exist.
+    file; None if one does not exist. In a bucket, one listing of `root` gives the sizes, and a
+    digest of an object's version takes the place of the time.
     """
+    if isinstance(root, BucketPath):
+        entries = {str(path): entry for path, entry in root.entries().items()}
+        listed = [entries.get(path) for path in paths]
+        if None in listed:
+            return None
+        numbers = [(e.size, int(digests.sha256(str(e.version))[:15], 16)) for e in listed]
+        return np.array(numbers, np.int64).reshape(-1, 2)
     batches = itertools.batched(paths, _AT_ONCE)
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         found = list(pool.map(_stats_of_some, batches))
