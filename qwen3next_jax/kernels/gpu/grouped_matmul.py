@@ -66,6 +66,7 @@ def gradients(x_RD, w_EDF, sizes_E, dy_RF):
 
 
 def _config(**sizes):
+    """Returns tokamax's settings of a kernel. `sizes` are `block_m` and `num_stages`."""
     common = tokamax.module("ragged_dot.pallas_mosaic_gpu_common")
     return common.Config(
         block_n=64,

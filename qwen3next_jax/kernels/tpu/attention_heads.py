@@ -145,7 +145,10 @@ def _normed(eps, x):
 
 
 def _rotated(x, cos, sin, half):
-    """Returns x [R, K] with the rotation applied to its first LANES channels."""
+    """Returns x [R, K] with its first LANES channels rotated: channel i becomes x_i cos_i + x_j
+    sin_i. Here j is i + half for i < half, and i - half for larger i. Channels from 2 · half on
+    have the cosine 1 and the sine 0.
+    """
     first = x[:, :LANES]
     # Lane i of `below` holds channel i - half, and lane i of `above` holds channel i + half.
     below, above = pltpu.roll(first, half, 1), pltpu.roll(first, LANES - half, 1)

@@ -47,7 +47,7 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
       activation: "silu" or None.
       before: [B, W - 1, D], the inputs before the first token.
       x: [B, T, D], the inputs.
-      kernel: [W, D].
+      kernel: [W, D], the weights of the convolution.
       ids: [B, W - 1 + T], the document ids of all inputs, 0 for padding at the end; None if a row
         is one document.
       interpret: whether a CPU interprets the kernel.
@@ -149,16 +149,16 @@ class _Call:
 
 
 def _taps(first, before, tail, x, width: int, lanes):
-    """Returns W arrays [R, lanes] in float32. The array with the index `back` holds, for each token
+    """Returns W arrays [R, LANES] in float32. The array with the index `back` holds, for each token
     of the block, the input `back` tokens before it.
 
     Args:
       first: whether this is the first block of the row.
-      before: the inputs before the row.
-      tail: the end of the previous block.
-      x: the block.
+      before: [1, EDGE, C], the inputs before the row; read only if `first`.
+      tail: [1, EDGE, C], the last inputs of the previous block.
+      x: [1, R, C], the inputs of the block.
       width: W.
-      lanes: slice of the channels.
+      lanes: slice of LANES channels.
     """
     edge = jnp.where(first, before[0, :, lanes], tail[0, :, lanes]).astype(jnp.float32)
     x = x[0, :, lanes].astype(jnp.float32)
@@ -174,13 +174,16 @@ def _over_lanes(age):
 
 
 def _if_same_document(age, x, back: int):
-    """Returns x [R, lanes], with zeros in the rows of tokens whose input `back` tokens earlier
-    belongs to another document.
+    """Returns x [R, LANES], with zeros in the rows of padding and in the rows of tokens whose input
+    `back` tokens earlier belongs to another document. If `age` is None, it returns x unchanged.
     """
     return x if age is None else jnp.where(age >= back, x, 0.0)
 
 
 def _before_activation(kernel, age, taps, lanes):
+    """Returns [R, LANES], the outputs before the activation: the sum of the arrays `taps` (the
+    result of `_taps`) times the rows of `kernel`, without inputs of other documents.
+    """
     width = kernel.shape[0]
     return sum(
         kernel[width - 1 - back, lanes][None] * _if_same_document(age, x, back)
