@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     nll: jax.Array  # [R] float32, the negative log-likelihood of the target in nats
     logsumexp: jax.Array  # [R] float32, the logsumexp of the logits
     argmax: jax.Array  # [R] int32, the index of the largest logit
-    correct: jax.Array  # [R] bool, whether that index is the target
+    correct: jax.Array  # [R] bool, whether `argmax` is the target
 
 
 def linear_cross_entropy(
@@ -51,7 +51,7 @@ def linear_cross_entropy(
       targets: [R] integers in [0, V). The target of a row of weight 0 may be any integer.
       weights: [R] float32, the weight of each row in the loss. The gradient of a weight is the
         row's nll.
-      chunk: number of rows in a chunk; None chooses it for the platform.
+      chunk: number of rows in a chunk, at least 1; None means a number that suits the platform.
 
     Returns:
       loss_sum: float32 scalar.
@@ -59,7 +59,7 @@ def linear_cross_entropy(
         their indices.
 
     Raises:
-      ValueError: shapes or dtypes do not fit.
+      ValueError: shapes or dtypes do not fit, or `chunk` is less than 1.
     """
     _check(x, w, targets, weights, chunk)
     rows, vocabulary = x.shape[0], w.shape[1]

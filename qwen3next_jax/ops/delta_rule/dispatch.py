@@ -68,8 +68,8 @@ class Operator(NamedTuple):
 def choose_operator(
     implementation: str | None, x: Inputs, normalize_qk: bool, erase: bool, axis_name: str | None
 ) -> Operator:
-    """Returns the named implementation, or, if `implementation` is None, the best one for `x` on
-    the platform that the program is compiled for.
+    """Returns the operator with the named implementation. If `implementation` is None, the operator
+    has the best implementation for `x` on the platform that the program is compiled for.
 
     Raises:
       NotImplementedError: the named implementation cannot run `x` on this platform.
