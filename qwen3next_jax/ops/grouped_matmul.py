@@ -212,9 +212,7 @@ class _Plan(NamedTuple):
     filled: jax.Array  # [n, K, C] whether the position holds that row, not padding
     place: jax.Array  # [R] the position of each row in the flattened [n, K, C]
     used: jax.Array  # [R] whether the row belongs to a group
-    rank: (
-        jax.Array
-    )  # [E] the rank of each group; if it has no rows, of the last group before with rows
+    rank: jax.Array  # [E] the number of groups with rows from group 0 to this group, minus 1
     groups: int  # G, the largest number of groups that can have rows
 
 

@@ -20,7 +20,9 @@ EXAMPLES = {
 
 
 class BiasedAttention(BiasedProjections):
-    """`GatedAttention` whose projections have biases. The fast attention kernels compute it."""
+    """`GatedAttention` whose projections have biases. The attention itself runs the same kernels as
+    in `GatedAttention`.
+    """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(BiasedProjections.Settings):

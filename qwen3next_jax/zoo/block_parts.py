@@ -50,6 +50,7 @@ class LayerNorm:
 
     @staticmethod
     def weight(make: Make, width: int) -> nnx.Param:
+        """Makes the weight [2, width], which starts as a scale of 1 and a bias of 0."""
         centre = 0.0 if make.config.zero_centered_norm else 1.0
         return make.parameter(
             lambda shape: jnp.broadcast_to(jnp.array([[centre], [0.0]]), shape),

@@ -50,7 +50,8 @@ def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer):
         [Q, D], computes the experts of rows that are sorted by expert. `experts` are the arrays of
         the experts' parameters.
       mesh, layer: see `model.expert_forms.expert_form`.
-      dtype, in_tiles, few_tokens: ignored; callers give them to every class of experts.
+      dtype, in_tiles, few_tokens: ignored. They are arguments because the same call is made for
+        every class of experts.
     """
     of_one_layer = functools.partial(
         sorted_moe, mlp=functools.partial(mlp, num_shards(mesh, TENSOR))

@@ -59,11 +59,11 @@ class Slots(Recurrent):
 
         Args:
           heads: queries, keys, values, and in the field `g` what `inputs` computed for the gates.
-          state: name → state before the row; None: the states before the first token.
+          state: {name: state before the row}; None if the row begins with empty states.
 
         Returns:
-          g, the log decay [B, T, H, M]; w, the write strength [B, T, H, M]; a dict from the names
-          of the states that only the gates need to these states after the row.
+          g, the log decay [B, T, H, M]; w, the write strength [B, T, H, M]; {name: state after the
+          row} for the states that only the gates need.
         """
         raise NotImplementedError
 
