@@ -1,5 +1,5 @@
-"""A test that kernels must pass on the user's own GPU before calls run them by default. The test is
-needed because the kernels have run on few chips so far.
+"""A test of kernels on the user's own GPU. Calls run the kernels by default only if they pass it.
+The test is needed because the kernels have run on few chips so far.
 
 Each kind of call has its own test. A kind is a combination of widths, dtypes and settings that the
 kernels are compiled for. The test runs the kernels and the XLA implementation on a tiny input and
@@ -70,7 +70,7 @@ def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
     this process does not have, it returns False and prints nothing.
 
     Args:
-      test: the test that the kernels must pass.
+      test: the test on which the decision depends.
       unsupported: the reason why the kernels cannot run the call; "" if they can.
     """
     if compile_target().described:  # compiled for a GPU that is not here: no test can run

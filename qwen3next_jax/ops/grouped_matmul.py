@@ -357,6 +357,7 @@ def _transposed_product(x_KCD, y_KCF):
 
 
 def _blocked(sizes, x, w, group_sizes):
+    """Returns y [R, F] of `grouped_matmul`, computed in blocks."""
     return _scan_batches(
         _plan(sizes, group_sizes, x.shape[0], w[0].size),
         (x,),
@@ -366,6 +367,8 @@ def _blocked(sizes, x, w, group_sizes):
 
 
 def _blocked_gradients(sizes, x, w, group_sizes, dy):
+    """Returns the gradients of x and w of `grouped_matmul`, given dy [R, F]."""
+
     def step(group, x_KCD, dy_KCF):
         return (_dot_transposed(dy_KCF, w[group]),), (_transposed_product(x_KCD, dy_KCF),)
 
@@ -376,6 +379,8 @@ def _blocked_gradients(sizes, x, w, group_sizes, dy):
 
 
 def _blocked_mlp(sizes, x, gate_up, down, group_sizes):
+    """Returns y [R, D] and the hidden layer [R, 2I] of `expert_mlp`, computed in blocks."""
+
     def step(group, x_KCD):
         hidden = _dot(x_KCD, gate_up[group])
         return (_dot(_swiglu(hidden), down[group]), hidden), ()
@@ -384,6 +389,10 @@ def _blocked_mlp(sizes, x, gate_up, down, group_sizes):
 
 
 def _blocked_mlp_gradients(sizes, x, gate_up, down, group_sizes, hidden, dy):
+    """Returns the gradients of x, gate_up and down of `expert_mlp`, given dy [R, D]. `hidden` is
+    the second result of `_blocked_mlp`.
+    """
+
     def step(group, x_KCD, hidden, dy_KCD):
         activation, pullback = jax.vjp(_swiglu, hidden)
         (dhidden,) = pullback(_dot_transposed(dy_KCD, down[group]))

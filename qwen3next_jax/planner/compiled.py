@@ -169,8 +169,8 @@ def permuted_pairs(instruction: Instruction) -> np.ndarray:
 
 
 def program_collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
-    """Returns the collectives that send data, including those inside fusions and loops, in the
-    order of the program. Collectives whose `sent` is 0 are left out.
+    """Returns the collectives whose `sent` is not 0, in the order of the program. Collectives
+    inside fusions and loops are included.
     """
     found = []
     for step in program.walk():

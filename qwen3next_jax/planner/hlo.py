@@ -212,6 +212,7 @@ class Program:
 
     @functools.cached_property
     def _by_name(self) -> dict[str, Instruction]:
+        """{name: instruction} of all computations."""
         return {
             name: i for computation in self.computations.values() for name, i in computation.items()
         }

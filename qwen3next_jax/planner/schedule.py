@@ -179,6 +179,7 @@ def cycles(loops: list[Loop], total: int) -> int:
     """
 
     def issued(loop: Loop) -> int:
+        """Returns the number of bundles that all trips of a loop issue."""
         inside = [x for x in loops if _within(x, loop)]
         children = [x for x in inside if not any(_within(x, y) for y in inside)]
         return max(loop.trips, 1) * (loop.bundles + sum(issued(x) - x.bundles for x in children))

@@ -339,6 +339,9 @@ def _transforms(time: int):
 
 @jax.custom_vjp
 def _convolve(x_BTC, kernel_TC, document_BT):
+    """Returns y [B, T, C], the convolution within each document. `document_BT` is the result of
+    `_number_documents`.
+    """
     there, back = _transforms(x_BTC.shape[1])
     transformed = there(kernel_TC)
     return _by_document(

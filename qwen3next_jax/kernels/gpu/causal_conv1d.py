@@ -131,7 +131,7 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
 
 def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
     """Returns the gradients of before, x and kernel, given dy [B, T, D], the gradient of y. The
-    other arguments are those of `forward`.
+    other arguments have the same meaning as in `forward`.
     """
     age = document_ages(ids, kernel.shape[0])
     call = _Call(activation, before, x, kernel, age)
@@ -278,6 +278,7 @@ def _row(ref, r):
 
 
 def _forward(call, *refs):
+    """Computes y of a block, from its first token to its last."""
     x_gmem, before, age_gmem, _, (y_gmem,), xs, ys, ages_ref, arrived, weights = _refs(
         call, refs, 1, False
     )

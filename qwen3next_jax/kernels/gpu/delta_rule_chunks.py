@@ -2,7 +2,7 @@
 (sm_90a): norms, decays, P beta and the inverse of I + M beta.
 
 A block of the grid has one warpgroup and computes one chunk of a key head and of all its value
-heads. The formulas are those of docs/delta_rule.md, "In terms of E".
+heads. The formulas are in docs/delta_rule.md, "In terms of E".
 
 C = 64 tokens per chunk; a matrix [C, C] has rows i and columns j.
 """

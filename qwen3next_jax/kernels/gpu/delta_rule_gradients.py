@@ -1,7 +1,7 @@
 """The Mosaic GPU kernel that computes the gradients of a chunk from the state before the chunk and
 the gradient of the state after it (sm_90a). A block of the grid computes one chunk of a value head.
 
-The formulas are those of docs/delta_rule.md, "In terms of E"; `delta_rule_tiles` defines the tiles
+The formulas are in docs/delta_rule.md, "In terms of E"; `delta_rule_tiles` defines the tiles
 and the rows.
 
 With keys of 64 or 128 channels, a block has one warpgroup, and two blocks share a multiprocessor,
@@ -284,7 +284,7 @@ class _Block:
         )
 
     def rebase(self):
-        """Replaces the references to shared memory by those that `rebased` returns."""
+        """Replaces the references to shared memory by the results of `rebased`."""
         self.k, self.do, self.dv, self.a, self.slots = rebased(*self.tiles)
 
     def on_first_warpgroup(self, do):

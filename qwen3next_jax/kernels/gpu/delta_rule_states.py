@@ -1,7 +1,7 @@
 """The Mosaic GPU kernels that pass the state, or its gradient, from chunk to chunk (sm_90a).
 
 A block of the grid computes one or two tiles of 64 value channels of a value head. One warpgroup
-computes each tile, and one more warpgroup copies inputs to shared memory. The formulas are those of
+computes each tile, and one more warpgroup copies inputs to shared memory. The formulas are in
 docs/delta_rule.md, "In terms of E".
 
 States, errors and outputs are transposed here: their rows are value channels, and their columns are
@@ -52,8 +52,8 @@ def backward_kernel(p, *refs):
 
 
 def state_in_shared_memory(p) -> bool:
-    """Whether products read the state from shared memory. They do for keys of more than 128
-    channels, where the state takes half of the registers. Fewer products run at a time then.
+    """Returns whether products read the state from shared memory. They do for keys of more than 128
+    channels, because such a state takes half of the registers. Fewer products run at a time then.
     """
     return p.key > 128
 

@@ -6,7 +6,7 @@ warpgroup) computes 64 rows. bfloat16 tiles lie in shared memory, swizzled in th
 wgmma reads them. float32 sums of products are in registers. Where the terms of a sum may cancel, a
 float32 operand is split into two bfloat16 parts (`high_and_low`).
 
-The formulas are those of docs/delta_rule.md, "In terms of E". A matrix [C, C] has rows i and
+The formulas are in docs/delta_rule.md, "In terms of E". A matrix [C, C] has rows i and
 columns j.
 
 C = 64 tokens of a chunk.

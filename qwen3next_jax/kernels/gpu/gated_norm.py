@@ -153,6 +153,7 @@ class _Block:
 
 
 def _forward(eps, width, weight_gmem, o_gmem, gate_gmem, y_gmem, o, gate, weight, arrived):
+    """Computes y. In shared memory y overwrites o."""
     block = _Block(eps, width, weight_gmem, (o_gmem, gate_gmem), (o, gate), weight, arrived)
     for c in range(block.tiles):
         x = block.load(1, c)

@@ -158,6 +158,8 @@ def _rotated(x, cos, sin, half):
 
 
 def _norm_and_rotate_kernel(eps, half, weight, cos, sin, x, y):
+    """Computes y [1, N, R, K] from x [1, R, C] for a block of heads."""
+
     def head(h, lanes):
         _, normed = _normed(eps, x[0, :, lanes].astype(jnp.float32))
         y[0, h] = _rotated(normed * weight[...], cos[0], sin[0], half).astype(y.dtype)
@@ -166,6 +168,10 @@ def _norm_and_rotate_kernel(eps, half, weight, cos, sin, x, y):
 
 
 def _norm_and_rotate_gradients_kernel(eps, half, weight, cos, sin, x, dy, dx, dweight):
+    """Computes dx of a block, and adds the block's part of the gradient of the weight to 8 rows of
+    partial sums, `dweight` [8, K].
+    """
+
     @pl.when(grids.first_step())
     def _():
         dweight[...] = jnp.zeros_like(dweight)
@@ -183,6 +189,8 @@ def _norm_and_rotate_gradients_kernel(eps, half, weight, cos, sin, x, dy, dx, dw
 
 
 def _gate_kernel(o, gate, y):
+    """Computes y [1, R, C] from o [1, N, R, K] and gate [1, R, C] for a block of heads."""
+
     def head(h, lanes):
         y[0, :, lanes] = (
             o[0, h].astype(jnp.float32) * jax.nn.sigmoid(gate[0, :, lanes].astype(jnp.float32))
@@ -192,6 +200,8 @@ def _gate_kernel(o, gate, y):
 
 
 def _gate_gradients_kernel(o, gate, dy, do, dgate):
+    """Computes do [1, N, R, K] and dgate [1, R, C] for a block of heads."""
+
     def head(h, lanes):
         sigmoid, d = (
             jax.nn.sigmoid(gate[0, :, lanes].astype(jnp.float32)),

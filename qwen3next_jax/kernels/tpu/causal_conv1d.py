@@ -65,7 +65,7 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
 
 def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
     """Returns the gradients of before, x and kernel, given dy [B, T, D], the gradient of y. The
-    other arguments are those of `forward`.
+    other arguments have the same meaning as in `forward`.
     """
     age, (width, d) = document_ages(ids, kernel.shape[0]), kernel.shape
     call = _Call(x, kernel, age, interpret, backwards=True)
@@ -192,6 +192,7 @@ def _before_activation(kernel, age, taps, lanes):
 
 
 def _forward(activation, has_age, kernel, *refs):
+    """Computes y of a block."""
     age = _over_lanes(refs[0][0]) if has_age else None
     before, tail, x, y = refs[has_age:]
     first = pl.program_id(2) == 0
@@ -206,6 +207,10 @@ def _forward(activation, has_age, kernel, *refs):
 
 
 def _backward(activation, has_age, kernel, *refs):
+    """Computes dx of a block and adds the block's part of the gradient of `kernel` to `dkernel`,
+    which holds 8 partial sums for each number of `kernel`. The scratch memory `later` passes the
+    gradients of the block's first tokens to the next grid step, which computes the block before.
+    """
     age = _over_lanes(refs[0][0]) if has_age else None
     before, tail, x, dy, dx, dkernel, later = refs[has_age:]
     width, t, blocks = kernel.shape[0], pl.program_id(2), pl.num_programs(2)

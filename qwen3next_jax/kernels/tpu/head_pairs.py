@@ -147,8 +147,8 @@ class PairProducts:
     """Products with operands of the dtype `operand` and float32 accumulation.
 
     Each operand is a tuple of parts, whose sum is the operand's value (`split`). If `operand` is
-    bfloat16, an operand that must keep more precision has two parts: the rounded value and the
-    rounded remainder. Otherwise it has one part. The product of two operands is the sum of the
+    bfloat16, an operand that needs more precision has two parts: the rounded value and the rounded
+    remainder. Every other operand has one part. The product of two operands is the sum of the
     products of their parts, except the product of the two remainders, which is too small to matter.
     `nn` and `tn` concatenate the parts along the contracted axis, so that the matrix unit computes
     this sum.

@@ -55,6 +55,7 @@ def supports(x, gate_up, tile: int, added: bool) -> str:
 
 
 def _dot(a, b, dims=(((1,), (0,)), ((), ()))):
+    """Returns a @ b, or the product with the dimension numbers `dims`, in float32."""
     exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
@@ -158,7 +159,8 @@ def mlp_gradients(
     *dw_before,
     interpret: bool = False,
 ):
-    """Returns the gradients of `mlp`, given dy_PD [P, D]. The other arguments are those of `mlp`.
+    """Returns the gradients of `mlp`, given dy_PD [P, D], the gradient of its result. The other
+    arguments have the same meaning as in `mlp`.
 
     Args:
       dw_before: nothing, or two arrays: earlier gradients of gate_up and down, to which the

@@ -43,7 +43,7 @@ def attention(
         `axis_name`), and "xla" otherwise.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
         `shard_map`. Every array is then this shard's part, a document has the same id on every
-        shard, and the shard's T must be even.
+        shard, and T is even if the axis has more than one shard.
 
     Returns:
       o: [B, T, N, D] in q's dtype. Rows of padding are finite and give no gradient to other rows.

@@ -43,7 +43,7 @@ def gated_delta_rule(
         S <- exp(g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = K^{-1/2} S^T q_t
 
     Args:
-      q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a
+      q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H is a
         multiple of G.
       v: [B, T, H, V] values.
       g: [B, T, H] log decay, finite and <= 0. The decay over a span of tokens is computed from a

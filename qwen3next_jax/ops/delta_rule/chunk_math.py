@@ -158,6 +158,7 @@ class Products(typing.NamedTuple):
 
     @property
     def _narrow(self):
+        """Whether operands are bfloat16."""
         return jnp.dtype(self.operand) == jnp.bfloat16
 
     @property

@@ -24,7 +24,7 @@ def recurrent(
       x: the arrays with a time axis.
       initial_state: [B, H, K, V].
       normalize_qk: whether q and k are L2-normalised.
-      erase: whether the write has the delta term.
+      erase: whether the write has the delta term -S^T k.
       return_all_states: whether to return the state after each token.
 
     Returns:

@@ -62,7 +62,7 @@ def channel_delta_rule(
     The function neither scales nor normalises q and k.
 
     Args:
-      q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a
+      q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H is a
         multiple of G.
       v: [B, T, H, V] values.
       g: [B, T, H, K] log decay, <= 0. With -inf the channel is forgotten exactly. Even a very

@@ -199,7 +199,7 @@ def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, bef
       initial_state: [B, H, K, V].
       size: the number of tokens of a chunk.
       piece: the number of chunks that are computed at once.
-      erase: whether the write has the delta term.
+      erase: whether the write has the delta term -S^T e (e is k if there is no erase_key).
       before: whether a token reads the state before its own decay and write.
 
     Returns:
