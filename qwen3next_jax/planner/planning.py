@@ -1,5 +1,5 @@
-"""Compiles the real train step for a TPU slice or GPUs that need not be there, and predicts the
-memory, the network traffic and the time of each device.
+"""Compiles the real train step for a TPU slice or for GPUs, which this machine need not have, and
+predicts the memory, the network traffic and the time of each device.
 
 It uses no device. The parameters are shapes without values, and the devices are descriptions
 (`topology.py`); only the compiler is real. The compiler for GPUs gives no schedule, so there is no

@@ -64,8 +64,8 @@ class ReRoPE(PairAttention):
 
     def far_place(self, positions, window):
         """Returns the positions by which queries or keys are rotated for the scores of far keys.
-        For queries, `window` is the setting `window`; for keys it is 0. The difference of the two
-        results is the distance that far keys have.
+        For queries, `window` is the setting `window`; for keys it is 0. A query's result minus a
+        key's result is the distance by which the two are rotated relative to each other.
         """
         return jnp.full_like(positions, window)
 

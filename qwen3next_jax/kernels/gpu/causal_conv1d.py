@@ -2,9 +2,9 @@
 for the forward pass and one for the backward pass.
 
 A block of the grid has one warpgroup and computes 32 tokens of 128 or 256 channels; each thread
-computes one or two of these channels. The block computes one token after another. The inputs that a
-token shares with the next one stay in registers, in float32. The block copies its tokens and the W
-- 1 tokens before them to shared memory, in the backward pass also the W - 1 tokens after them.
+computes one or two of these channels. The block computes one token after another. The inputs that the next
+token needs again stay in registers, in float32. The block copies its tokens and the W - 1 tokens
+before them to shared memory, in the backward pass also the W - 1 tokens after them.
 
 B batch, T time, W kernel width, D channels.
 """
@@ -44,9 +44,10 @@ def supports(x, kernel, activation) -> str:
 
 
 def is_default(x, kernel, activation) -> bool:
-    """Returns whether a call that names no implementation runs the kernels. It does if rows have at
-    least 32 tokens (decoding has fewer), if the kernels support the call and if they passed their
-    test on this GPU. For rows of 32 tokens or more the function prints the decision once.
+    """Returns whether a call that names no implementation runs the kernels. The call runs them if
+    rows have at least 32 tokens (decoding has fewer), if the kernels support the call and if they
+    passed their test on this GPU. For rows of 32 tokens or more the function prints the decision
+    once.
     """
     if x.shape[1] < TOKENS:
         return False
@@ -237,9 +238,8 @@ class _Call:
         return copy
 
     def if_same_document(self, x, age, back: int):
-        """Returns x. If the token is padding, or if the input `back` tokens earlier belongs to
-        another document, it returns zeros instead. `age` is the token's age, None if a row is one
-        document.
+        """Returns zeros if the token is padding, or if the input `back` tokens earlier belongs to
+        another document; otherwise x. `age` is the token's age, None if a row is one document.
         """
         return x if age is None else x * (age >= back).astype(jnp.float32)
 

@@ -159,8 +159,9 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
     ones = [jnp.where(block == n, 1.0, 0.0).astype(jnp.bfloat16) for n in range(C // NARROW)]
 
     def to_diagonal(parts, first: int = 0):
-        """Moves the four blocks of each array [C, 16] in `parts` to the diagonal of a matrix [C,
-        C]. Leaves out the first `first` blocks of columns of that matrix.
+        """Returns one matrix [C, C] for each array [C, 16] in `parts`. The four blocks of the array
+        are the diagonal blocks of the matrix. The first 16 · `first` columns of the matrix are left
+        out.
         """
         return [jnp.concatenate([x * one for one in ones[first:]], axis=1) for x in parts]
 

@@ -34,8 +34,8 @@ def supports(o, weight, eps: float) -> str:
 
 
 def is_default(o, weight, eps: float) -> bool:
-    """Returns whether a call that names no implementation runs the kernels. It does if the kernels
-    support it and passed their test on this GPU. The function prints the decision once.
+    """Returns whether a call that names no implementation runs the kernels. The call runs them if
+    they support it and passed their test on this GPU. The function prints the decision once.
     """
     return self_test.is_enabled(test(eps, weight.shape[0]), supports(o, weight, eps))
 

@@ -17,8 +17,6 @@ def vmem_budget() -> float:
 
 
 def cores() -> int:
-    """The number of cores of the chip, which JAX shows as one device; 1 if the chip is not
-    known.
-    """
+    """The number of cores of one JAX device of the chip; 1 if the chip is not known."""
     tpu = compile_target().tpu
     return tpu.num_cores if tpu else 1

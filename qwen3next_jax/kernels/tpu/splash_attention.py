@@ -25,9 +25,9 @@ def supports(q, k, v, split: bool) -> str:
 
 
 def is_default(q, k, v, split: bool) -> bool:
-    """Returns whether a call that names no implementation runs the kernels. It does if the kernels
-    get at least LANES tokens. Shorter rows are padded to LANES tokens, so most of the work would be
-    on padding.
+    """Returns whether a call that names no implementation runs the kernels. The call runs them if
+    they get at least LANES tokens of a row. Shorter rows are padded to LANES tokens, so much of the
+    work would be on padding.
 
     Args:
       q, k, v: the arrays of the call.

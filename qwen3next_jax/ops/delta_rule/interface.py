@@ -2,8 +2,8 @@
 
 An implementation is a module, or a `Form`, with the functions `forward`, `backward` and
 `affine_map`, whose signatures the protocol `Implementation` defines. Only a sequence that is split
-over a mesh axis needs `affine_map`. `dispatch` lists the XLA implementations; the plugin package of
-kernels (`ops.implementations`) lists the Pallas kernels.
+over a mesh axis needs `affine_map`. `dispatch.py` lists the XLA implementations; the plugin package
+of kernels (`ops.implementations`) lists the Pallas kernels.
 
 B batch, T time, G key heads, H value heads, K key width, V value width, C chunk length, N = ⌈T / C⌉
 chunks.
