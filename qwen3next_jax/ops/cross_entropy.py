@@ -39,10 +39,10 @@ def linear_cross_entropy(
 
     If the call is differentiated, the forward pass also computes the gradients of each chunk from
     the chunk's logits. The backward pass only multiplies them by the gradient of the loss, a
-    scalar. Each chunk takes three matrix products. For a narrow model on a TPU it takes two more,
-    which compute the logits again, because that takes less time than writing them to HBM and
-    reading them. The arrays saved between the passes are dx [R, D], dw [D, V] and vectors [R]; no
-    array [R, V] is saved.
+    scalar. Each chunk of a differentiated call takes three matrix products. For a narrow model on a
+    TPU it takes two more, which compute the logits again, because that takes less time than writing
+    them to HBM and reading them. The arrays saved between the passes are dx [R, D], dw [D, V] and
+    vectors [R]; no array [R, V] is saved.
 
     Args:
       x: [R, D], the inputs of the head, in the dtype of computation.

@@ -157,10 +157,11 @@ def alibi_slopes(heads: int) -> list[float]:
 
 class T5Bias(Masked):
     """T5's relative position bias (1910.10683, section 2.1). A bucket is a range of distances; each
-    head adds a learned number for the bucket of the distance to the score. The first half of the
-    buckets hold one distance each. The ranges of the second half grow geometrically up to
-    `max_distance`. If the mask is not causal, earlier and later keys have half of the buckets each.
-    In contrast to T5, each layer has its own numbers, and the scores are scaled by K^-1/2.
+    head adds a learned number for the bucket of the distance to the score. If the mask is causal,
+    all buckets are for earlier keys; otherwise half of them are for earlier keys and half for later
+    keys. The first half of the buckets of one direction hold one distance each. The ranges of the
+    second half grow geometrically up to `max_distance`. In contrast to T5, each layer has its own
+    numbers, and the scores are scaled by K^-1/2.
     """
 
     @dataclasses.dataclass(frozen=True)

@@ -2,9 +2,9 @@
 for the forward pass and one for the backward pass.
 
 A block of the grid has one warpgroup and computes 32 tokens of 128 or 256 channels; each thread
-computes one or two of these channels. The block computes one token after another. The inputs that the next
-token needs again stay in registers, in float32. The block copies its tokens and the W - 1 tokens
-before them to shared memory, in the backward pass also the W - 1 tokens after them.
+computes one or two of these channels. The block computes one token after another. The inputs that
+the next token needs again stay in registers, in float32. The block copies its tokens and the W - 1
+tokens before them to shared memory, in the backward pass also the W - 1 tokens after them.
 
 B batch, T time, W kernel width, D channels.
 """

@@ -78,7 +78,7 @@ def _call(body, width, inputs, outputs, norm_inputs=(), sums=False, interpret=Fa
     """Runs the kernel `body` over a grid of blocks and returns its outputs.
 
     Args:
-      body: the kernel.
+      body: the kernel, a function of the Pallas references of `norm_inputs`, inputs and outputs.
       width: K.
       inputs: arrays [B, N, T, K] or [B, T, C]; at least one has the shape [B, T, C].
       outputs: one letter for each output, "h" for [B, N, T, K] and "c" for [B, T, C]. The outputs

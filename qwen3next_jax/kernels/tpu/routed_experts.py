@@ -78,7 +78,8 @@ def _call(
     """Runs `kernel` over the grid and returns its outputs.
 
     Args:
-      kernel: the kernel.
+      kernel: the kernel, a function of the Pallas references of scalars, inputs, outputs and
+        scratch memory.
       scalars: arrays of integers, which the kernel and the index maps of the specifications take.
       inputs: the input arrays.
       in_specs: the block specification of each input.

@@ -1,7 +1,7 @@
 """Lists the XLA implementations of the gated delta rule and chooses the implementation that runs a
 call.
 
-The functions with custom gradients in `api` and `context` call the passes of the chosen
+The functions with custom gradients in `api.py` and `context.py` call the passes of the chosen
 implementation.
 """
 
@@ -36,7 +36,7 @@ FORMS = (
             for name in ("forward", "backward", "affine_map")
         },
     ),
-    # This form has no passes: `api` and `context` call `reference.recurrent`, and JAX
+    # This form has no passes: `api.py` and `context.py` call `reference.recurrent`, and JAX
     # differentiates it.
     Form("recurrent", (), {}),
 )

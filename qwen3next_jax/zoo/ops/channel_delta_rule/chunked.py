@@ -36,7 +36,7 @@ The terms … come from D and N; they are computed for each level of `ladder`. T
 exponent x is the gradient of a decayed number, such as an entry of K ρ, times the number itself.
 The transpose of the linear function `ladder.exponents` turns the gradients of all exponents into
 dg. The arrays saved for the backward pass are the inputs, the state before each chunk and the
-inverse A of each chunk. Documents need no special treatment here, because `api` has set g = −∞
+inverse A of each chunk. Documents need no special treatment here: `api.py` has set g = −∞
 where a document starts.
 
 In the recurrence, each token corrects the rounding errors of the tokens before it. In a product
