@@ -1,5 +1,5 @@
-"""The delta rule with a decay for each key channel, computed token by token. Tests compare the
-chunked implementation with it, and decoding of single tokens runs it.
+"""The delta rule with a decay for each key channel, computed token by token: the implementation
+"recurrent". Tests compare the chunked implementation with it.
 
 Letters: B batch, T time, H heads, K key width, V value width.
 """
