@@ -31,9 +31,10 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_exist(page):
-    """Verbs, configs and scripts that a page names."""
+    """Verbs, configs and scripts in commands of a page."""
     text = page.read_text()
     for verb in re.findall(r"(?:^|`|uv run |--extra \w+ )qwen3next ([a-z]+)", text, re.MULTILINE):
         assert verb in VERBS, verb
-    for file in re.findall(r"\b((?:configs|benchmarks|examples)/[\w/]+\.py)\b", text):
+    files = r"(?:--config=|sweep |python )((?:configs|benchmarks|examples)/[\w/]+\.py)\b"
+    for file in re.findall(files, text):
         assert (ROOT / file).exists(), file

@@ -32,6 +32,7 @@ from qwen3next_jax.common.errors import (
     out_of_memory,
     require_path,
 )
+from qwen3next_jax.common.storage import BucketPath, check_bucket, is_bucket, to_path
 from qwen3next_jax.config import (
     MESH_AXES,
     Config,
@@ -378,31 +379,17 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
     return _workdir_of
 
 
-def _workdir_of(name: str | None = None) -> pathlib.Path:
+def _workdir_of(name: str | None = None) -> pathlib.Path | BucketPath:
     """Returns the value of `--workdir`, or runs/`name` if the flag is not given."""
     if path := flags.FLAGS["workdir"].value:
-        return local_folder("workdir", path)
+        require_path(f"--workdir={path}", path)
+        return to_path(path, "--workdir=")
     if name is None:
         raise UserError(
             "--workdir is missing: expected the folder of a run, such as --workdir=runs/tiny"
         )
     require_path(f"name = {name[:120]!r}", name)
     return pathlib.Path("runs") / name
-
-
-def local_folder(flag: str, value: str) -> pathlib.Path:
-    """Returns the value of the flag `flag` as a path.
-
-    Raises:
-      UserError: `value` is a URL such as gs://bucket, which pathlib would read as gs:/bucket.
-    """
-    if "://" in value:
-        raise UserError(
-            f"--{flag}={value}: expected a local folder, or one of a file system that is mounted; "
-            "only data.path may be remote"
-        )
-    require_path(f"--{flag}={value}", value)
-    return pathlib.Path(value)
 
 
 def define_launch_flags() -> Callable[[], Launch | None]:
@@ -511,10 +498,8 @@ def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
       UserError: `path` is neither a run nor a Hugging Face directory. This error is raised before
         anything is loaded.
     """
-    from etils import epath
-
     require_path(f"--{flag}={path}", path)
-    folder = epath.Path(path)
+    folder = to_path(path, f"--{flag}=")
     if not (folder / "run.json").exists() and not (folder / "config.json").exists():
         reason = "it has neither run.json nor config.json" if folder.exists() else "no such folder"
         raise UserError(
@@ -536,6 +521,9 @@ def check_writable(flag: str, path: str) -> None:
       UserError: the path is a folder, or its folder does not exist.
     """
     require_path(f"--{flag}={path}", path)
+    if is_bucket(path):
+        check_bucket(f"--{flag}={path}", to_path(path, f"--{flag}="))
+        return
     if path and (pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir()):
         reason = (
             "a folder: expected the name of a file"

@@ -13,6 +13,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.metrics import Metric, MetricValue, to_metric_values
 from qwen3next_jax.config import Config, DataConfig, MeshConfig, ModelConfig
@@ -84,7 +85,7 @@ def evaluate(
     if wrote:
         print(f"The same as JSON: {path / 'eval'}")
     if json_path:
-        _write(pathlib.Path(json_path), results)
+        _write(to_path(json_path), results)
     return 0
 
 

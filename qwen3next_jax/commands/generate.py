@@ -17,6 +17,7 @@ from collections.abc import Callable
 from absl import flags
 
 from qwen3next_jax.commands import cli
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.common.errors import UserError
 
 
@@ -39,7 +40,7 @@ def main() -> int:
 
     if _speculative.value:
         speculative.check_drafts(config, _speculative.value)
-    folder = pathlib.Path(_model.value)
+    folder = to_path(_model.value)
     template = (
         ChatTemplate(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder)
         if _chat.value

@@ -1,19 +1,25 @@
 """Runs lm-evaluation-harness tasks on a run or a Hugging Face directory.
 
     qwen3next harness --model=WORKDIR_OR_HF_DIR --tasks=arc_easy,lambada_openai
-    [--task_dir=FOLDER] [--json=FILE]
+    [--task_dir=FOLDER] [--json=FILE] [--prepared_dir=FOLDER]
 
 The command needs the extra "evals": pip install 'qwen3next-jax[evals]'. `--task_dir` names a folder
-with task files (YAML) of your own.
+with task files (YAML) of your own. `--prepared_dir` names a folder of prepared data; the command
+then also reports how many examples of each task the data contain.
 """
 
+import dataclasses
 import json
 import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+import numpy as np
 from absl import flags
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.installation import how_to_install
 
 
 def main() -> int:
@@ -30,9 +36,11 @@ def main() -> int:
         from lm_eval.utils import make_table
     except ImportError as error:
         raise UserError(
-            f"lm-evaluation-harness is not installed ({error}): pip install 'qwen3next-jax[evals]'"
+            f"lm-evaluation-harness is not installed ({error}): {how_to_install('evals')}"
         ) from error
     cli.enable_compilation_cache()
+    from qwen3next_jax.data.contamination import find_units
+    from qwen3next_jax.data.store import Store
     from qwen3next_jax.evals.harness import HarnessModel
     from qwen3next_jax.processes.distributed import is_process_0
     from qwen3next_jax.runs.load import join_processes, load_model
@@ -55,6 +63,9 @@ def main() -> int:
         subject = HarnessModel(
             model, tokenizer, _max_length.value, _batch_size.value, places, _speculative.value
         )
+        if _prepared_dir.value:
+            # A mistake in --prepared_dir is reported before the tasks run.
+            find_units(Store(_prepared_dir.value), tokenizer)
         results = lm_eval.simple_evaluate(
             subject,
             tasks=_tasks.value,
@@ -64,10 +75,61 @@ def main() -> int:
             bootstrap_iters=0,  # bootstrapping would fork this process, in which JAX runs threads
         )
         print(make_table(results))
+        contamination = {}
+        if _prepared_dir.value and is_process_0():
+            contamination = measure_contamination(
+                results["samples"], tokenizer, _prepared_dir.value
+            )
         if _json.value and is_process_0():
             kept = {name: results[name] for name in ("results", "versions", "n-samples", "n-shot")}
+            kept |= {"contamination": contamination} if _prepared_dir.value else {}
             pathlib.Path(_json.value).write_text(json.dumps(kept, indent=2, default=str) + "\n")
     return ExitCode.DONE
+
+
+def measure_contamination(
+    samples: Mapping[str, Sequence[Mapping[str, Any]]], tokenizer: Any, prepared_dir: str
+) -> dict[str, dict[str, Any]]:
+    """Prints, and returns for each task, how many of its examples prepared data contain. The text
+    of an example is all strings in its record, one after the other.
+
+    Args:
+      samples: name of a task → its examples, as the harness returns them.
+      tokenizer: the tokenizer of the model and the data.
+      prepared_dir: the folder of prepared data.
+
+    Raises:
+      UserError: the folder holds no tokens of this tokenizer.
+    """
+    from qwen3next_jax.data.contamination import CLEAN, CONTAMINATED, find_contamination
+
+    texts = {
+        task: [" ".join(_strings(example["doc"])) for example in examples]
+        for task, examples in samples.items()
+    }
+    flat = [text for of_task in texts.values() for text in of_task]
+    found = find_contamination(flat, tokenizer, prepared_dir)
+    report, start = {}, 0
+    for task, of_task in texts.items():
+        part = dataclasses.replace(found, shares=found.shares[start : start + len(of_task)])
+        start += len(of_task)
+        print(f"{task}: {part.summary()}")
+        report[task] = {
+            "examples": len(of_task),
+            "contaminated": int((part.shares >= CONTAMINATED).sum()),
+            "clean": int((part.shares < CLEAN).sum()),
+            "too_short": int(np.isnan(part.shares).sum()),
+        }
+    return report
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yields the strings in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(inner)
 
 
 _model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")
@@ -87,5 +149,8 @@ _speculative = flags.DEFINE_integer(
     0,
     "tokens drafted per pass where a task generates, up to 4; 0: none",
     lower_bound=0,
+)
+_prepared_dir = flags.DEFINE_string(
+    "prepared_dir", "", "folder of prepared data: how many examples of the tasks does it contain?"
 )
 _json = flags.DEFINE_string("json", "", "file to which the results are also written")

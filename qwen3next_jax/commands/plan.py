@@ -27,6 +27,7 @@ from rich.table import Table
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.config import Config, MeshConfig, ParallelConfig
 from qwen3next_jax.runs import unread
 from qwen3next_jax.training.stages import ResolvedStage, resolve_stages
@@ -108,7 +109,7 @@ def _check_out(out: pathlib.Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f"--json={out}: the plot of memory beside it needs matplotlib, which is not "
-            "installed: use `uv run --extra plan …`, or run `pip install libtpu matplotlib`"
+            f"installed: {how_to_install('plan')}"
         )
 
 

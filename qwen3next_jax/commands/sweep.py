@@ -19,8 +19,8 @@ from typing import Any
 
 from absl import flags
 
-from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.storage import to_path
 
 ARGUMENTS = "SWEEP_FILE"  # the positional arguments, for --help
 
@@ -46,9 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     from qwen3next_jax.sweeps.results import read_result
 
     check_points(sweep)
-    workdir = cli.local_folder(
-        "workdir", _workdir.value or f"runs/sweeps/{pathlib.Path(path).stem}"
-    )
+    workdir = to_path(_workdir.value or f"runs/sweeps/{pathlib.Path(path).stem}", "--workdir=")
     if not (workdir / "sweep.json").exists():  # a sweep that has begun keeps its settings
         check_settings(sweep)
     runner.open_sweep(sweep, workdir)

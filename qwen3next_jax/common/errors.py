@@ -36,6 +36,10 @@ class ExitCode(enum.IntEnum):
     GAVE_UP = 6
     # The processes of the run did not find each other in time.
     UNREACHABLE = 7
+    # The bucket of the run's folder took nothing for `checkpoint.patience` seconds.
+    STORAGE = 8
+    # Another process has taken over the run in a bucket: this one stopped before it wrote anything.
+    TAKEN_OVER = 9
     # A signal asked the run to end. It saved, and the same command continues from there.
     INTERRUPTED = 130
     # A second signal ended the run at once, without a save.
@@ -44,7 +48,7 @@ class ExitCode(enum.IntEnum):
 
 # After these exit codes the supervisor runs the same command again, as it does after a signal
 # killed the command.
-RESTARTED = (ExitCode.CRASHED, ExitCode.HANG, ExitCode.UNREACHABLE)
+RESTARTED = (ExitCode.CRASHED, ExitCode.HANG, ExitCode.UNREACHABLE, ExitCode.STORAGE)
 
 
 class UserError(ValueError):

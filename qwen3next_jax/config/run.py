@@ -109,7 +109,7 @@ class DataConfig:
             for value in values:
                 require_path(f"data.{name} = {value!r}", value)
         require(
-            "://" not in self.prepared_dir,
+            self.prepared_dir.startswith(("gs://", "s3://")) or "://" not in self.prepared_dir,
             f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, as rows are "
             "read from it at random; data.path may be remote",
         )
@@ -323,6 +323,10 @@ class OptimizerConfig:
     # the largest global norm of the gradients; larger gradients are scaled down to this norm; 0: no
     # clipping
     clip_norm: float = 1.0
+    # how the tables of n-gram embeddings (model.ple) are updated. "adamw": AdamW updates all rows
+    # in every step. "lazy_adamw": only the rows that the batch uses change, and a row that it does
+    # not use keeps its means of gradients. It is for tables much larger than a batch
+    ngram_table: Literal["adamw", "lazy_adamw"] = "adamw"
 
     def __post_init__(self):
         check_name(OPTIMIZERS, self.name, "optimizer.name")
@@ -381,13 +385,20 @@ class CheckpointConfig:
     keep_last: int = 3
     # also keep all checkpoints whose step is a multiple of this number; 0: none
     keep_every: int = 0
+    # a workdir in a bucket: number of seconds for which the bucket may take nothing before the run
+    # ends; meanwhile the run trains on, and saves and metrics wait
+    patience: float = 600.0
 
     def __post_init__(self):
         # With keep_last = 1 no checkpoint would be left if the newest one is damaged.
         check_bounds(
             self,
             "checkpoint",
-            {"0 or more": "keep_every", "at least 1": "every", "at least 2": "keep_last"},
+            {
+                "0 or more": "keep_every",
+                "at least 1": "every patience",
+                "at least 2": "keep_last",
+            },
         )
 
 

@@ -5,6 +5,7 @@ of a run, holds the B rows from row n·B on; `begin` can shift this start. A run
 from one integer, the step, whatever the number of processes that share a batch.
 """
 
+import concurrent.futures
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from qwen3next_jax.common import digests
+from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.config.registry import DATA_SOURCES, resolve
 from qwen3next_jax.data import preparation, readers
@@ -28,6 +30,7 @@ Batch = dict[str, np.ndarray]
 
 _ENDLESS = 2**62  # rows
 _SAMPLED_ROWS = 32
+_ROWS_AT_ONCE = 32  # read from a bucket
 
 
 class Data(Protocol):
@@ -150,7 +153,7 @@ class Data(Protocol):
         iterator = iter(
             numbers.map(
                 lambda number: self._stack(
-                    [self.row(self._first_row_of(number) + b) for b in share], len(share)
+                    self._read_rows([self._first_row_of(number) + b for b in share]), len(share)
                 )
             ).to_iter_dataset(options)
         )
@@ -175,6 +178,10 @@ class Data(Protocol):
             yield self._stack(
                 [self.heldout_row(start + b) for b in share if start + b < count], len(share)
             )
+
+    def _read_rows(self, indices: Sequence[int]) -> list[Batch]:
+        """Returns rows of the training stream. A source of slow rows may read them at once."""
+        return [self.row(index) for index in indices]
 
     def document_names(self, number: int) -> list[list[str]]:
         """Returns `names` of each of the B rows of batch `number`."""
@@ -239,6 +246,10 @@ class TextData(Data):
             config.prepared_dir,
             progress,
         )
+        # A row from a bucket takes some 10 ms, nearly all of it waiting.
+        self._pool = None
+        if is_bucket(config.prepared_dir):
+            self._pool = concurrent.futures.ThreadPoolExecutor(_ROWS_AT_ONCE, "rows")
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.weights or tuple(float(len(p.rows[TRAIN])) for p in self._prepared)
@@ -301,6 +312,11 @@ class TextData(Data):
     def row(self, index: int) -> Batch:
         return _text_row(self._stream[index][1])
 
+    def _read_rows(self, indices: Sequence[int]) -> list[Batch]:
+        return (
+            list(self._pool.map(self.row, indices)) if self._pool else super()._read_rows(indices)
+        )
+
     def heldout_row(self, index: int) -> Batch:
         source, row = self._heldout_order[index].tolist()
         return _text_row(self._prepared[source].rows[HELDOUT][row])
@@ -325,6 +341,7 @@ class TextData(Data):
                 "directory": str(p.directory),
                 "weight": weight / sum(self._weights),
                 "bad_records": p.bad,
+                "bad_places": list(p.bad_places),
                 "empty_documents": p.empty,
                 **_totals([p]),
             }

@@ -3,14 +3,18 @@ needed because the safetensors format has no checksums, so a reader does not not
 """
 
 import concurrent.futures
+import hashlib
 import os
 import pathlib
 from collections.abc import Iterator
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.errors import UserError, short_repr
+from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.interop.weights import is_file_name, weight_files
 from qwen3next_jax.interop.writing import DIGESTS
+
+_BLOCK = 1 << 26  # bytes that are read from a bucket at once
 
 
 def require_undamaged(directory: pathlib.Path, process: int = 0, processes: int = 1) -> None:
@@ -90,7 +94,14 @@ def _name_problem(name: str) -> str | None:
 
 def _digest_if_file(file: pathlib.Path) -> str | None:
     """Returns the SHA-256 digest of a file, in hexadecimal; None if there is no such file."""
-    return digests.sha256_file(file) if os.path.isfile(file) else None
+    if not isinstance(file, BucketPath):
+        return digests.sha256_file(file) if os.path.isfile(file) else None
+    if not file.is_file():
+        return None
+    digest = hashlib.sha256()
+    for block in file.blocks(_BLOCK):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _digest_problem(digest: str | None, recorded: str) -> str | None:

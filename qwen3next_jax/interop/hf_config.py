@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require, short_repr
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MixerConfig, ModelConfig, from_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.interop.families import FORMS, form_of
@@ -82,7 +83,7 @@ def read_hf_config(path: str | os.PathLike) -> ModelConfig:
 
 def model_directory(path: str | os.PathLike) -> pathlib.Path:
     """Returns `path` as a `pathlib.Path`. Raises UserError if it is not a directory."""
-    directory = pathlib.Path(path)
+    directory = to_path(path)
     if directory.is_dir():
         return directory
     found = "is a file" if directory.exists() else "does not exist"

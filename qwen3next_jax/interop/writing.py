@@ -31,6 +31,7 @@ import numpy as np
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, as_user_error, require, warn
+from qwen3next_jax.common.storage import BucketPath, check_bucket
 
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30
@@ -383,8 +384,11 @@ def _writable(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
     return as_user_error(f"{path}: cannot be written: make room, or give another folder", OSError)
 
 
-def require_new(out: pathlib.Path) -> None:
+def require_new(out: pathlib.Path | BucketPath) -> None:
     """Raises UserError unless `out` is an empty directory, or can be created."""
+    if isinstance(out, BucketPath):  # `BucketExport.begin` may continue an earlier export
+        check_bucket(f"{out}", out)
+        return
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(
             f"{out}: already there: expected a new or empty directory; choose another, or remove "

@@ -185,6 +185,7 @@ class Qwen3Next(nnx.Module):
         diagnose: bool = False,
         mesh: Mesh | None = None,
         indexer: str = "frozen",
+        layer_rows: dict[int, jax.Array] | None = None,
     ) -> Features:
         """Runs the forward pass without the output head.
 
@@ -196,6 +197,7 @@ class Qwen3Next(nnx.Module):
           mesh: the devices that share the pass, with parameters as `sharding.rules` places them;
             None for one device.
           indexer: how the indexers of sparse attention train (see `Context`).
+          layer_rows: rows that layers with an embedding use (see `Context`).
         """
         b, t = tokens.shape
         if segment_ids is None:
@@ -208,7 +210,9 @@ class Qwen3Next(nnx.Module):
             context = Context(
                 document_positions(segment_ids), segment_ids, segment_ids > 0, diagnose, mesh
             )
-        context = self._with_tokens(context._replace(indexer=indexer), tokens)
+        context = self._with_tokens(
+            context._replace(indexer=indexer, layer_rows=layer_rows), tokens
+        )
         embedded = self.embed(tokens, mesh)
         # In bfloat16 the policy "kept" replaces "none", if the model marks all results that "kept"
         # saves.

@@ -41,6 +41,8 @@ class Context(NamedTuple):
       passes with a cache use it.
     tokens: [B, T] int32, the tokens, for layers that add an embedding of their own (`model.ple`);
       None if the model has no such layer.
+    layer_rows: {number of a layer's embedding: [B, T, P], the rows of its table that the tokens
+      use}; None: the layer looks its rows up.
     indexer: how the indexers of sparse attention train: "frozen", "dense" or "sparse"
       (`TrainConfig.indexer_training`).
     """
@@ -55,6 +57,7 @@ class Context(NamedTuple):
     layer: jax.Array | int = 0
     tokens: jax.Array | None = None
     indexer: str = "frozen"
+    layer_rows: dict[int, jax.Array] | None = None
 
     @property
     def time_axis(self) -> str | None:

@@ -11,11 +11,13 @@ import pathlib
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 
 from qwen3next_jax.common.errors import ExitCode
+from qwen3next_jax.common.storage import BucketPath
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 # Signals that come within this many seconds count as one signal. When a parent with several threads
@@ -143,6 +145,8 @@ class Watchdog:
     def _end_process(self, allowed: float, what: str, step: int) -> None:
         path = self._workdir / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{self._process}.txt"
         reason = f"{what} at step {step} did not end within {allowed:g} s"
+        if isinstance(path, BucketPath):
+            self._end_process_in_bucket(path, reason)
         try:
             with path.open("w") as file:
                 file.write(reason + "\n\n")
@@ -164,4 +168,20 @@ class Watchdog:
         finally:  # even if writing failed
             os.write(2, f"error: {reason}: the stacks of all threads are in {path}\n".encode())
             sys.stderr.flush()
+            os._exit(ExitCode.HANG)
+
+    def _end_process_in_bucket(self, path: BucketPath, reason: str) -> None:
+        """Ends the process. The stacks go to standard error first, because the bucket may be what
+        the process waits for; then, as far as possible, to `path`.
+        """
+        try:
+            os.write(2, f"error: {reason}; the stacks of all threads:\n".encode())
+            with tempfile.TemporaryFile() as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.seek(0)
+                stacks = file.read()
+            os.write(2, stacks)
+            path.with_patience(5.0).write_bytes(f"{reason}\n\n".encode() + stacks)
+            os.write(2, f"the stacks are also in {path}\n".encode())
+        finally:
             os._exit(ExitCode.HANG)

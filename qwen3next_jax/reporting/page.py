@@ -4,7 +4,6 @@ axes. docs/report.md explains the numbers.
 
 import dataclasses
 import html
-import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
@@ -14,6 +13,7 @@ import numpy as np
 
 from qwen3next_jax.common.metrics import MetricValue, evaluation_of_event, metric_values_of_event
 from qwen3next_jax.common.trees import flatten
+from qwen3next_jax.common.storage import write_whole
 from qwen3next_jax.reporting.charts import (
     Line,
     heatmap,
@@ -54,10 +54,8 @@ def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> None:
       UserError: a folder contains no run, or a run that has recorded nothing.
     """
     text = render_report([load_run(workdir) for workdir in workdirs])
-    temporary = out.with_suffix(".tmp")
     # A sampled text may contain half a surrogate pair, which UTF-8 cannot encode.
-    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(temporary, out)
+    write_whole(out, text, errors="backslashreplace")
 
 
 def render_report(runs: Sequence[Run]) -> str:
@@ -81,6 +79,7 @@ def render_report(runs: Sequence[Run]) -> str:
     }
     sections["Samples"] = _samples_html(runs)
     sections["Faults and restarts"] = _faults_html(runs)
+    sections["Bad records in the data"] = _bad_records_html(runs)
     sections["Configuration"] = _configuration_html(runs)
     sections = {name: content for name, content in sections.items() if content}
     body = "".join(_section(name, content) for name, content in sections.items())
@@ -752,6 +751,17 @@ def _faults_html(runs: Sequence[Run]) -> str:
     more = len(rows) - MAX_FAULTS
     note = f"<p>{more:,} more are in metrics.jsonl.</p>" if more > 0 else ""
     return table(head, rows[:MAX_FAULTS]) + note
+
+
+def _bad_records_html(runs: Sequence[Run]) -> str:
+    """Returns a table of the records that were left out of the data or mended; "" without any."""
+    rows = [
+        [*([run.name] if len(runs) > 1 else []), glob, f"{count:,}", text]
+        for run in runs
+        for glob, count, text in run.last("start", "bad_records") or ()
+    ]
+    head = [*(["run"] if len(runs) > 1 else []), "data.path", "records", ""]
+    return table(head, rows) if rows else ""
 
 
 def _configuration_html(runs: Sequence[Run]) -> str:

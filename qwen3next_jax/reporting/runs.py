@@ -149,8 +149,6 @@ def load_run(workdir: pathlib.Path) -> Run:
         cannot be read.
     """
     path = workdir / "run.json"
-    if not path.exists():
-        raise UserError(f"{workdir}: not the folder of a run (it has no run.json)")
     try:
         config = json_files.read(path)["config"]
         layers = config.get("model", {}).get("num_hidden_layers", 0)
@@ -159,6 +157,8 @@ def load_run(workdir: pathlib.Path) -> Run:
             raise ValueError("num_hidden_layers is not a number of layers")
         if type(steps) is not int or not 0 <= steps < 2**63:
             raise ValueError("train.steps is not a number of steps")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(f"{workdir}: not the folder of a run (it has no run.json)") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, AttributeError) as error:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qwen3next_jax.common.errors import require
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
@@ -50,7 +51,7 @@ def state_from_parent(
       UserError: the checkpoint of `parent` is damaged, or its parameters have other shapes.
     """
     config = run.config
-    folder = pathlib.Path(parent["path"])
+    folder = to_path(parent["path"])
     step = parent["step"]
     # The record is read before the checkpoint. `restore` later compares the checkpoint with the
     # digest in `parent`, so it notices if another run has replaced the parent in between.
@@ -122,7 +123,7 @@ def describe(run: ResolvedRun, data: Sequence[Data], parent: Parent | None) -> s
     text = f"beginning with {beginning}, reading {tokens}: its weights"
     if config.train.init_state == "weights":
         return f"{text} (step 0, new optimizer state, the first batch of the data)"
-    folder = pathlib.Path(parent["path"])
+    folder = to_path(parent["path"])
     theirs = read_config(folder)
     their_cursors = recorded_cursors(read_run(folder), theirs.train.batch_size)
     before, now = _cursors(run.stages, data, parent["step"], their_cursors)

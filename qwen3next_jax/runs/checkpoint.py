@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import ExitCode, UserError, require, warn
+from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
@@ -50,7 +51,7 @@ logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in r
 # files are removed, so no reader finds a checkpoint without some of its files.
 _DELETED = ".deleted-"
 # The errors that Orbax and TensorStore raise if a disk is full or not mounted.
-_SAVE_ERRORS = (OSError, ValueError, RuntimeError)
+SAVE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
 class Checkpoints:
@@ -81,9 +82,9 @@ class Checkpoints:
             checkpoints.
           keep_steps: steps whose checkpoints are never deleted.
         """
-        self.directory = pathlib.Path(workdir).absolute() / "checkpoints"
+        self.directory = to_path(workdir).absolute() / "checkpoints"
         self._retention, self._keep_steps = retention, keep_steps
-        self._checkpointer = _checkpointer()
+        self._checkpointer = make_checkpointer(isinstance(self.directory, BucketPath))
         self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: tuple[int, concurrent.futures.Future] | None = None
         self._events: list[tuple[str, int, dict[str, Any]]] = []
@@ -154,9 +155,13 @@ class Checkpoints:
 
         broadcast_from_process_0(clear)
 
-    def save(self, step: int, state: State) -> None:
+    def save(self, step: int, state: State, may_skip: bool = False) -> None:
         """Waits for the previous save, and then starts to save `state` in the background. `events`
         reports the result later. If the step already has a checkpoint folder, nothing is saved.
+
+        Args:
+          may_skip: whether a run in a bucket may leave this save out, and report that, if the
+            previous one is not complete; a file system is waited for.
 
         Raises:
           UserError: a save failed, and the run has several processes.
@@ -169,7 +174,7 @@ class Checkpoints:
             self._checkpointer.save(
                 self.directory / str(step), args=ocp.args.PyTreeSave(with_text_keys(state))
             )
-        except _SAVE_ERRORS as error:
+        except SAVE_ERRORS as error:
             self._report_failure(step, error)
             return
         self._saving = (step, self._background.submit(self._finish, step, start_time))
@@ -221,7 +226,7 @@ class Checkpoints:
         if (step, actual_digest) != self._verified and (damage := self._find_damage(step)):
             raise UserError(f"{where}: damaged: {damage}")
         try:
-            state = read_arrays(where, abstract_state, partial)
+            state = read_arrays(manifest.arrays_folder(where), abstract_state, partial)
         finally:  # this error replaces an error that the reader raised because files changed
             if manifest.file_stats(where) != before:
                 raise UserError(
@@ -274,7 +279,6 @@ class Checkpoints:
         """
         events, good = [], 0
         for step in reversed(self.steps()):
-            folder = self.directory / str(step)
             if good < self._retention.keep_last:
                 damage = None
                 if step != newest:
@@ -287,12 +291,15 @@ class Checkpoints:
             elif step not in self._keep_steps and not (
                 self._retention.keep_every and step % self._retention.keep_every == 0
             ):
-                renamed = self.directory / f"{_DELETED}{step}"
-                os.rename(folder, renamed)
-                shutil.rmtree(renamed)
+                self._delete(step)
         return events
 
     # ---- files
+
+    def _delete(self, step: int) -> None:
+        renamed = self.directory / f"{_DELETED}{step}"
+        os.rename(self.directory / str(step), renamed)
+        shutil.rmtree(renamed)
 
     def _find_damage(self, step: int, sizes_only: bool = False) -> str | None:
         return manifest.find_damage(
@@ -303,7 +310,7 @@ class Checkpoints:
         """Records the events, or the failure, of the save that has ended."""
         (step, future), self._saving = self._saving, None
         error = future.exception()
-        if isinstance(error, _SAVE_ERRORS):
+        if isinstance(error, SAVE_ERRORS):
             self._report_failure(step, error)
         else:
             self._events += future.result()
@@ -327,7 +334,7 @@ class Checkpoints:
             "and the older checkpoints are unchanged"
         )
         self._events.append(("save_failed", step, {"reason": reason}))
-        self._checkpointer = _checkpointer()  # the old one may still hold the error
+        self._checkpointer = make_checkpointer()  # the old one may still hold the error
         shutil.rmtree(self.directory / str(step), ignore_errors=True)
         self._remove_leftovers()
 
@@ -354,15 +361,29 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _checkpointer() -> ocp.AsyncCheckpointer:
+def make_checkpointer(in_background: bool = False) -> ocp.AsyncCheckpointer:
+    """Returns Orbax's writer and reader of checkpoints.
+
+    Args:
+      in_background: whether it is used in another thread than the train step. Then its barriers
+        between processes go through the coordinator, because a program on the devices would come
+        between the steps in another order on each process.
+    """
     # Weights compress by 8 % only, and uncompressed arrays are saved and read twice as fast.
-    return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+    if not in_background:
+        return ocp.AsyncCheckpointer(handler)
+    processes = set(range(jax.process_count()))
+    return ocp.AsyncCheckpointer(
+        handler,
+        multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=processes),
+    )
 
 
 def write_arrays(folder: pathlib.Path, state: State) -> None:
     """Writes `state` to the new `folder`, and waits until it is on the disk."""
-    with _checkpointer() as checkpointer:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(with_text_keys(state)))
+    with make_checkpointer() as checkpointer:
+        checkpointer.save(os.fspath(folder), args=ocp.args.PyTreeSave(with_text_keys(state)))
 
 
 def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = False) -> State:
@@ -382,8 +403,8 @@ def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = Fal
         partial_restore=partial,
     )
     try:
-        with _checkpointer() as checkpointer:
-            restored = checkpointer.restore(folder, args=arguments)
+        with make_checkpointer() as checkpointer:
+            restored = checkpointer.restore(os.fspath(folder), args=arguments)
     except (ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().split("\n")[0][:200]
         raise UserError(f"{folder}: not a checkpoint of this model ({reason})") from error

@@ -20,6 +20,7 @@ import os
 import pathlib
 import re
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -28,11 +29,13 @@ from typing import Any, NamedTuple
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, require, warn
-from qwen3next_jax.common.events import iterate_events
+from qwen3next_jax.common.events import has_events_file, iterate_events
+from qwen3next_jax.common.storage import BucketPath, StoreError
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
+from qwen3next_jax.runs import bucket_restart
 from qwen3next_jax.training.stages import (
     STAGE_SETTINGS,
     ResolvedStage,
@@ -222,7 +225,7 @@ def open_run(
     if before is None:
         return now | (source or {}) | {"id": uuid.uuid4().hex, "changes": []}, []
     changes = _checked_changes(workdir, before, now)
-    if not (workdir / "metrics.jsonl").exists():
+    if not has_events_file(workdir / "metrics.jsonl"):
         warn(
             f"{workdir / 'metrics.jsonl'} is missing: a new one begins at the step at which the "
             "run resumes"
@@ -259,11 +262,9 @@ def is_trained(workdir: pathlib.Path) -> bool:
 def saved_steps(workdir: pathlib.Path) -> list[int]:
     """Returns the steps that have a folder in `workdir`/checkpoints, valid or not, ascending."""
     folder = workdir / "checkpoints"
-    return (
-        sorted(int(p.name) for p in folder.iterdir() if is_step_name(p.name))
-        if folder.is_dir()
-        else []
-    )
+    if not isinstance(folder, BucketPath) and not folder.is_dir():
+        return []
+    return sorted(int(p.name) for p in folder.iterdir() if is_step_name(p.name))
 
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
@@ -271,6 +272,9 @@ def complete_steps(workdir: pathlib.Path) -> list[int]:
     run in the folder begins with its first step.
     """
     checkpoints = workdir / "checkpoints"
+    if isinstance(checkpoints, BucketPath):  # one listing instead of a request for each step
+        found = checkpoints.glob("*/manifest.json")
+        return sorted(int(p.parent.name) for p in found if is_step_name(p.parent.name))
     return [s for s in saved_steps(workdir) if (checkpoints / str(s) / "manifest.json").exists()]
 
 
@@ -476,6 +480,9 @@ def move_aside(workdir: pathlib.Path) -> None:
     Raises:
       UserError: the folder cannot be written to, or a file would replace another one.
     """
+    if isinstance(workdir, BucketPath):
+        bucket_restart.move_aside(workdir)
+        return
     partial = _partial_move(workdir)
     if partial is None and not run_files(workdir):
         return
@@ -505,6 +512,8 @@ def is_restart_unfinished(workdir: pathlib.Path) -> bool:
     """Whether a process was killed in `move_aside`. The remaining files belong to the old run, so
     the next start moves them too, with or without --restart.
     """
+    if isinstance(workdir, BucketPath):
+        return bucket_restart.is_unfinished(workdir)
     return _partial_move(workdir) is not None
 
 
@@ -516,10 +525,14 @@ def _partial_move(workdir: pathlib.Path) -> pathlib.Path | None:
     return min(partial_moves, default=None)
 
 
-def run_files(workdir: pathlib.Path) -> dict[str, tuple[int, int]]:
+def run_files(workdir: pathlib.Path) -> dict[str, tuple[Any, int]]:
     """Returns name → (device, inode) for each file or folder of the run in `workdir`. Device and
-    inode identify a file, and do not change when it is moved.
+    inode identify a file, and do not change when it is moved. In a bucket, returns the version of
+    run.json alone.
     """
+    if isinstance(workdir, BucketPath):
+        entry = (workdir / "run.json").entry()  # `move_aside` deletes it last
+        return {"run.json": (entry.version, 0)} if entry else {}
     identities = {}
     for name in _RUN_FILES:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -555,11 +568,13 @@ def read_run(workdir: pathlib.Path) -> dict[str, Any]:
       UserError: the file is missing or damaged.
     """
     path = workdir / "run.json"
-    if not path.exists():
-        raise UserError(f"{workdir}: not the folder of a run (it has no run.json)")
     try:
         record = json_files.read(path)
         intact = record.pop("digest") == digests.sha256_json(record)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(f"{workdir}: not the folder of a run (it has no run.json)") from error
+    except StoreError:
+        raise
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}): restore it, or give another --workdir"
@@ -579,6 +594,8 @@ def run_id(workdir: pathlib.Path) -> str | None:
     """
     try:
         return read_run(workdir).get("id", "")
+    except StoreError:
+        raise
     except UserError:
         return None
 
@@ -600,9 +617,20 @@ def write_run_record(
 
     if description:
         write_run(workdir, description)
+    copy = workdir / "tokenizer"
+    if isinstance(copy, BucketPath):
+        if new:
+            copy.remove_tree()
+        if isinstance(tokenizer, HuggingFaceTokenizer) and not copy.exists():
+            with tempfile.TemporaryDirectory() as folder:
+                tokenizer.save(folder)
+                # tokenizer.json is the last: without it there is no copy
+                for file in sorted(pathlib.Path(folder).iterdir(), key=lambda f: -len(f.name)):
+                    (copy / file.name).write_bytes(file.read_bytes())
+        return
     if new:
-        shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
-    if isinstance(tokenizer, HuggingFaceTokenizer) and not (workdir / "tokenizer").exists():
+        shutil.rmtree(copy, ignore_errors=True)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and not copy.exists():
         partial = workdir / "tokenizer.partial"
         partial.mkdir(exist_ok=True)
         tokenizer.save(partial)
@@ -618,6 +646,10 @@ def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
     path = workdir / "run.json"
     temporary = path.with_suffix(".tmp")
     try:
+        if isinstance(path, BucketPath):
+            content = record | {"digest": digests.sha256_json(record)}
+            path.write_text(json.dumps(content, indent=2))
+            return
         with temporary.open("w") as file:
             json.dump(record | {"digest": digests.sha256_json(record)}, file, indent=2)
             file.flush()

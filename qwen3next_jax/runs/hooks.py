@@ -239,15 +239,18 @@ class SampleHook:
 class CheckpointHook(Hook):
     """Saves the state, and writes the events of earlier saves."""
 
-    def __init__(self, checkpoints: Checkpoints, metrics: MetricsFile):
+    def __init__(self, checkpoints: Checkpoints, metrics: MetricsFile, last_step: int):
         self._checkpoints = checkpoints
         self._metrics = metrics
+        self._last_step = last_step
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
         self.write_events()
 
     def __call__(self, info: StepInfo) -> None:
-        self._checkpoints.save(info.step, info.state)
+        # The state of the last step is always saved.
+        is_last = info.stopping or info.step == self._last_step
+        self._checkpoints.save(info.step, info.state, may_skip=not is_last)
 
     def write_events(self) -> None:
         """Writes the events of the saves that have ended since the last call."""

@@ -12,6 +12,7 @@ the step at which the run ended.
 """
 
 import dataclasses
+import io
 import json
 import pathlib
 import shutil
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, GuardConfig, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
@@ -31,6 +33,7 @@ from qwen3next_jax.model.visible_targets import why_no_targets
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import read_arrays, write_arrays
+from qwen3next_jax.runs.folder import run_id
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.sharding.mesh import single_device_mesh
@@ -174,15 +177,21 @@ def write_dump(
     Returns:
       The folder of the dump; the names of the documents of every row.
     """
-    folder = pathlib.Path(workdir).absolute() / "dumps" / str(halt.step)
+    folder = to_path(workdir).absolute() / "dumps" / str(halt.step)
+    if isinstance(folder, BucketPath):  # a run that `--restart` moved may have left its dumps here
+        folder = folder.with_name(f"{halt.step}-{(run_id(workdir) or '')[:8]}")
     documents = data.document_names(index)
 
     def write_batch() -> None:
         # An earlier dump of this step has the same content.
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        batches = data.batches(index)
-        np.savez(folder / "batch.npz", **next(batches))
+        if isinstance(folder, BucketPath):
+            folder.remove_tree()
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        batches, content = data.batches(index), io.BytesIO()
+        np.savez(content, **next(batches))
+        (folder / "batch.npz").write_bytes(content.getvalue())
         batches.close()
 
     broadcast_from_process_0(write_batch)
@@ -199,7 +208,10 @@ def write_dump(
             "config": to_dict(config),
         }
         (folder / "dump.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-        manifest.write_manifest(folder)
+        if isinstance(folder, BucketPath):
+            manifest.write_bucket_manifest(folder, folder)
+        else:
+            manifest.write_manifest(folder)
     return folder, documents
 
 
@@ -223,7 +235,7 @@ def read_dump(folder: pathlib.Path) -> Dump:
     check_versions(folder, record, config.model, config.optimizer)
     run = resolve_run(config, single_device_mesh())
     state = read_arrays(folder.absolute() / "state", run.abstract_state)
-    batch = dict(np.load(folder / "batch.npz"))
+    batch = dict(np.load(io.BytesIO((folder / "batch.npz").read_bytes())))
     return Dump(
         run,
         state=jax.device_put(jax.device_get(state)),

@@ -9,10 +9,10 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from etils import epath
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, to_dict
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
@@ -70,7 +70,7 @@ def load_model(
       UserError: `path` is neither a run nor a Hugging Face directory, its files are damaged, or the
         mesh does not fit the devices or the model.
     """
-    folder = epath.Path(path)
+    folder = to_path(path)
     if (folder / "run.json").exists():
         record = read_run(folder)
         config = config_of(record, folder)
@@ -122,7 +122,7 @@ def join_processes(launch: Launch | None, path: str | pathlib.Path) -> Iterator[
       launch: the place of this process among the processes; None: there is only one.
       path: the folder of a run, or a Hugging Face directory.
     """
-    folder = pathlib.Path(path)
+    folder = to_path(path)
     if (folder / "run.json").exists():
         config = read_config(folder)
         parallel, settings = config.parallel, to_dict(config)

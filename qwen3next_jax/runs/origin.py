@@ -16,6 +16,7 @@ import pathlib
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import config_of, read_run, run_id, trained_run
 from qwen3next_jax.runs.preflight import Parent, is_run
@@ -40,20 +41,20 @@ def find_origin(path: str | pathlib.Path) -> Origin:
       UserError: only the run.json of a parent could record the origin, and that parent is missing
         or was replaced by another run.
     """
-    folder, visited = pathlib.Path(path), set()
+    folder, visited = to_path(path), set()
     if not (folder / "run.json").exists():
         return Origin(folder)
     while True:
         record = read_run(folder)
         if "source" in record:
             source = record["source"]
-            return Origin(pathlib.Path(source["path"]), source["form"]) if source else Origin(None)
+            return Origin(to_path(source["path"]), source["form"]) if source else Origin(None)
         # The record is from older code, which wrote no source.
         if not (parent := record.get("parent")):
             init_from = config_of(record, folder).train.init_from
-            return Origin(pathlib.Path(init_from) if init_from else None)
+            return Origin(to_path(init_from) if init_from else None)
         visited.add(folder.resolve())
-        child, folder = folder, pathlib.Path(parent["path"])
+        child, folder = folder, to_path(parent["path"])
         require(
             folder.resolve() not in visited and _is_parent(folder, parent),
             f"{folder}: missing, or no longer the run that {child} began with. An export has the "
@@ -75,7 +76,7 @@ def find_source(init_from: str, parent: Parent | None, files: str) -> dict[str, 
     if parent is None:
         from qwen3next_jax.interop.hf_config import read_hf_config
 
-        path, form = str(pathlib.Path(init_from).absolute()), read_hf_config(init_from).hf_form
+        path, form = str(to_path(init_from).absolute()), read_hf_config(init_from).hf_form
         return {"source": {"path": path, "form": form, "files": files}}
     try:
         origin = find_origin(parent["path"])

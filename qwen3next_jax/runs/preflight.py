@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, require_path, as_user_error
+from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.common.rooms import require_room
+from qwen3next_jax.common.storage import BucketPath, check_bucket, to_path
 from qwen3next_jax.config import (
     Config,
     DataConfig,
@@ -87,6 +89,9 @@ def check(
     # This path is longer than any path that a run writes, so no later save fails because its path
     # is too long.
     require_path(f"--workdir={workdir}", workdir.absolute() / "checkpoints" / ("0" * 200))
+    if isinstance(workdir, BucketPath):
+        check_bucket(f"--workdir={workdir}", workdir)
+        _check_local_only(config)
     if records:
         _check_packages(config.telemetry)
     restart = restart or is_restart_unfinished(workdir)
@@ -104,6 +109,20 @@ def check(
         (stage.data, stage.sequence_length) for stage in resolve_stages(config)
     ):
         source_of(data).check(data, length, config.model.vocab_size)
+
+
+def _check_local_only(config: Config) -> None:
+    """Raises UserError if a setting needs a workdir on a file system."""
+    for needed, setting in (
+        (config.telemetry.tensorboard, "telemetry.tensorboard = True"),
+        (config.telemetry.wandb, f"telemetry.wandb = {config.telemetry.wandb!r}"),
+        (config.profile.steps, f"profile.steps = {config.profile.steps!r}"),
+    ):
+        require(
+            not needed,
+            f"{setting}: its files are written to a local --workdir alone: leave it out, or give a "
+            "--workdir on a file system",
+        )
 
 
 def with_tokenizer(
@@ -210,7 +229,7 @@ def _check_packages(telemetry: TelemetryConfig) -> None:
         (telemetry.wandb, f"telemetry.wandb = {telemetry.wandb!r}", "wandb", "wandb"),
     ):
         if needed:
-            how = f"pip install 'qwen3next-jax[{extra}]', or leave the setting out"
+            how = f"{how_to_install(extra)}, or leave the setting out"
             with as_user_error(f"{setting} needs the package {package}: {how}", ImportError):
                 importlib.import_module(package)
 
@@ -228,14 +247,16 @@ def _check_is_there(init_from: str) -> None:
     where = f"train.init_from = {init_from}"
     require_path(where, init_from)
     path, step = _split_step(init_from)
-    if step is not None and "://" not in init_from:
+    if isinstance(path, BucketPath):
+        check_bucket(where, path)
+    if step is not None:
         require(path.is_dir(), f"{where}: there is no folder {path}")
         return
     reason = "has neither run.json nor config.json" if path.is_dir() else "does not exist here"
     require(
         (path / "run.json").exists() or (path / "config.json").exists(),
         f"{where}: it {reason}: expected a run (RUN or RUN@STEP) or a Hugging Face directory, "
-        "either local or on a mounted file system",
+        "on a file system or in a bucket",
     )
 
 
@@ -367,9 +388,9 @@ def _split_step(init_from: str) -> tuple[pathlib.Path, int | None]:
     second value is None.
     """
     match = re.fullmatch(r"(.+)@([0-9]{1,18})", init_from)
-    if match is None or pathlib.Path(init_from).exists():
-        return pathlib.Path(init_from), None
-    return pathlib.Path(match[1]), int(match[2])
+    if match is None or to_path(init_from).exists():
+        return to_path(init_from), None
+    return to_path(match[1]), int(match[2])
 
 
 def check_structure(model: ModelConfig, init_from: str, parent: Parent | None = None) -> None:
@@ -384,7 +405,7 @@ def check_structure(model: ModelConfig, init_from: str, parent: Parent | None = 
       UserError: the parameters have other shapes or another meaning.
     """
     if parent:
-        source_model = read_config(pathlib.Path(parent["path"])).model
+        source_model = read_config(to_path(parent["path"])).model
     else:
         require_room("interop", f"train.init_from = {init_from}")
         from qwen3next_jax.interop.hf_config import read_hf_config

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.rooms import require_room, warn_without
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import Config, EvalConfig, ModelConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import Data, source_of
@@ -43,7 +44,7 @@ def prepare_start(
         trained = config_of(record, workdir)
         check_versions(workdir, record, trained.model, trained.optimizer)
     elif parent := preflight.find_parent(config.train, config.optimizer, workdir, restart):
-        folder = pathlib.Path(parent["path"])
+        folder = to_path(parent["path"])
         branching.check_parent_versions(
             folder, read_run(folder), config.model.mtp_depth, config.train.init_state
         )

@@ -79,6 +79,10 @@ _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda c: any(stage.train.indexer_training != "frozen" for stage in resolve_stages(c)),
         "no stage trains an indexer (train.indexer_training)",
     ),
+    "optimizer.ngram_table": (
+        lambda c: bool(c.model.ple.layer_ids),
+        "no layer has an n-gram embedding (model.ple.layer_ids)",
+    ),
     "model.intermediate_size": (lambda c: c.model.has_dense_mlps, "every layer has experts"),
     # A weight of 0 is allowed without experts, because it says that there is no balance loss.
     "train.balance_loss_weight": (

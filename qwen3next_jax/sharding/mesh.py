@@ -140,7 +140,8 @@ def _context_constraints(
 ) -> list[_Constraint]:
     return [
         _Constraint(
-            f" splits rows, and {' and '.join(whole_rows)} needs whole ones",
+            f" splits rows over devices, but {' and '.join(whole_rows)} can only process whole "
+            "rows (docs/qwen3_8_flash_next.md says what it would take)",
             lambda n: n == 1 or not whole_rows,
         ),
         # Ring attention gives each device two blocks of a row (`ops.attention.ring`).

@@ -62,6 +62,9 @@ LOGICAL_AXES: dict[str | None, MeshAxes] = {
     "channels": MeshAxes(storage=FSDP),
     "experts": MeshAxes(compute=(EXPERT,)),
     "router": MeshAxes(storage=(TENSOR,)),
+    # rows and width of a table of which a batch uses only some rows (`sharding.row_tables`)
+    "table_rows": MeshAxes(compute=TOKENS),
+    "table_width": MeshAxes(compute=(TENSOR,)),
     "mlp": MeshAxes(compute=(TENSOR,)),
     # width of an expert, in its output matrix. The storage axes split this dimension, because a TPU
     # would copy the gathered matrix to another layout if they split the last one
@@ -138,7 +141,8 @@ def _spec(dims: list[tuple[str, ...]], shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*entries)
 
 
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a PartitionSpec, outermost first."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
@@ -237,7 +241,7 @@ def axes_to_gather(storage: P, use: P) -> list[tuple[str, ...]]:
     """Returns, for each dimension, the mesh axes that split it in `storage` but not in `use`, outer
     axes first.
     """
-    return [_axes(stored)[len(_axes(used)) :] for stored, used in zip(storage, use)]
+    return [axes_of(stored)[len(axes_of(used)) :] for stored, used in zip(storage, use)]
 
 
 def _gather_steps(storage: P, use: P) -> list[P]:
@@ -253,7 +257,7 @@ def _gather_steps(storage: P, use: P) -> list[P]:
     for dim, axes in enumerate(axes_to_gather(storage, use)):
         for _ in axes:
             entries = list(specs[-1])
-            entries[dim] = _axes(entries[dim])[:-1]
+            entries[dim] = axes_of(entries[dim])[:-1]
             specs.append(P(*entries))
     return specs
 

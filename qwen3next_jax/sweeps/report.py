@@ -4,11 +4,11 @@ of the sweep's x axis, a table of the points, and the command that repeats each 
 
 import html
 import math
-import os
 import pathlib
 from collections.abc import Sequence
 
 from qwen3next_jax.common.metrics import Metric
+from qwen3next_jax.common.storage import write_whole
 from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
 from qwen3next_jax.runs.costs import count_costs
@@ -55,9 +55,7 @@ def write_report(
         "results.json": to_json(sweep, results, commands),
     }
     for name, text in files.items():
-        temporary = workdir / f"{name}.tmp"
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(temporary, workdir / name)
+        write_whole(workdir / name, text, errors="backslashreplace")
 
 
 def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], title: str) -> str:

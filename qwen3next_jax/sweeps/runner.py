@@ -1,7 +1,7 @@
 """Runs each point of a sweep in its own process, one after another or several at a time.
 
     WORKDIR/sweep.json          the points; the runner refuses a folder of another sweep
-    WORKDIR/points/NAME/        the folder of a point's run (docs/run_folder.md), with its output in log.txt
+    WORKDIR/points/NAME/        the folder of a point's run, with its output in log.txt
     WORKDIR/report.html, results.csv, results.json      rewritten whenever a point ends
 
 A point is done when its metrics.jsonl has the evaluations of the last step, whether this runner or
@@ -21,6 +21,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from typing import Any, NamedTuple
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError, require
+from qwen3next_jax.common.storage import BucketPath, write_whole
+from qwen3next_jax.runs.lease import Lease
 from qwen3next_jax.sweeps.check import unread_settings
 from qwen3next_jax.sweeps.points import Point, Sweep, as_text, check_unchanged, manifest
 from qwen3next_jax.sweeps.results import is_done
@@ -98,9 +101,7 @@ def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
         return
     try:
         (workdir / "points").mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(manifest(sweep), indent=1))
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(manifest(sweep), indent=1))
     except OSError as error:
         raise UserError(
             f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder"
@@ -152,6 +153,7 @@ class Runner:
         self.starts: dict[str, int] = {}
         self.failed: dict[str, str] = {}
         self._stopping = False
+        self._logs = tempfile.TemporaryDirectory()
 
     def run(self) -> int:
         """Runs the points that are not done.
@@ -163,7 +165,14 @@ class Runner:
         Raises:
           UserError: another runner holds the lock of the folder.
         """
-        lock = self._lock()
+        if isinstance(self.workdir, BucketPath):
+            with Lease(self.workdir, self.workdir.patience) as lease:
+                lease.run_locked(lambda: None)
+                return self._run(os.open(os.devnull, os.O_RDONLY))
+        return self._run(self._lock())
+
+    def _run(self, lock: int) -> int:
+        """Does the work of `run`, and closes the file descriptor `lock`."""
         handlers = {
             number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)
         }
@@ -210,10 +219,10 @@ class Runner:
         return descriptor
 
     def _start(self, point: Point, lock: int) -> None:
-        where = point_folder(self.workdir, point)
-        where.mkdir(parents=True, exist_ok=True)
+        path = self._log_path(point)
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.starts[point.name] = self.starts.get(point.name, 0) + 1
-        with (where / "log.txt").open("ab") as log:
+        with path.open("ab") as log:
             size = os.fstat(log.fileno()).st_size
             process = subprocess.Popen(
                 [sys.executable, str(TRAIN), *train_arguments(self.sweep, point, self.workdir)],
@@ -230,6 +239,12 @@ class Runner:
         start = self.starts[point.name]
         self.log(f"{point.name}: started" + (f" (start {start})" if start > 1 else ""))
 
+    def _log_path(self, point: Point) -> pathlib.Path:
+        """Returns the local file for the output of a point."""
+        if isinstance(self.workdir, BucketPath):  # uploaded when the point ends
+            return pathlib.Path(self._logs.name) / point.name / "log.txt"
+        return point_folder(self.workdir, point) / "log.txt"
+
     def _collect_ended(self) -> list[Point]:
         """Removes ended processes from `running`. Returns the points to restart."""
         again = []
@@ -238,6 +253,9 @@ class Runner:
             if code is None:
                 continue
             del self.running[ended.point.name]
+            if isinstance(self.workdir, BucketPath):
+                target = point_folder(self.workdir, ended.point) / "log.txt"
+                target.upload(self._log_path(ended.point))
             if self._must_restart(ended, code):
                 again.append(ended.point)
             self.on_point_end(self.failed)
@@ -260,7 +278,7 @@ class Runner:
             return False
         if (code >= 0 and code not in RESTARTED) or self.starts[name] > self.retries:
             path = point_folder(self.workdir, ended.point) / "log.txt"
-            self.failed[name] = _last_line(path, ended.log_size)
+            self.failed[name] = _last_line(self._log_path(ended.point), ended.log_size)
             self.log(
                 f"{name}: failed with exit code {code}: {self.failed[name]} (all of it: {path})"
             )

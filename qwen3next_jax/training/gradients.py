@@ -9,14 +9,17 @@ from flax import nnx
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.visible_targets import mask_seen_targets
 from qwen3next_jax.sharding.rules import constrain, tree_shardings
+from qwen3next_jax.training import lazy_rows
 from qwen3next_jax.training.loss import Counts, count_targets, expert_load, total_loss
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage
 
 Batch = dict[str, jax.Array]
-# A function (params, batch) → (gradients, parts of the loss, counts). All three describe the whole
-# batch.
-Gradients = Callable[[dict, Batch], tuple[dict, dict[str, jax.Array], Counts]]
+# A function (params, batch) → (gradients, parts of the loss, counts, gradients of the tables that
+# lazy AdamW updates, by the number of the embedding). All four describe the whole batch.
+Gradients = Callable[
+    [dict, Batch], tuple[dict, dict[str, jax.Array], Counts, dict[int, lazy_rows.RowGradient]]
+]
 
 
 def make_gradients(
@@ -40,15 +43,25 @@ def make_gradients(
         The function. `batch` is {name: [B, T]}; see `loop.make_train_step`.
     """
     config, train, mesh = run.model, stage.train, run.compute_mesh
+    tables = lazy_rows.lazy_tables(config, stage.optimizer)
 
     def micro_batch_gradients(params, batch, counts, load=None):
-        def loss_share(params):
-            return loss(
-                nnx.merge(run.graphdef, params), batch, train, counts=counts, load=load, mesh=mesh
-            )
+        """Returns ((gradients, parts of the loss), gradients of the tables)."""
+        others, own = lazy_rows.split_tables(params, tables)
+        ids, rows = lazy_rows.look_up(config, tables, params, batch, mesh)
 
-        (_, parts), grads = jax.value_and_grad(loss_share, has_aux=True)(params)
-        return grads, parts
+        def loss_share(others, rows):
+            model = nnx.merge(run.graphdef, lazy_rows.join_tables(others, own, tables))
+            used = batch | {"layer_rows": rows} if tables else batch
+            return loss(model, used, train, counts=counts, load=load, mesh=mesh)
+
+        run_loss = jax.value_and_grad(loss_share, argnums=(0, 1), has_aux=True)
+        (_, parts), (grads, d_rows) = run_loss(others, rows)
+        of_rows = {
+            number: lazy_rows.RowGradient(ids[number], d.astype(jnp.float32))
+            for number, d in d_rows.items()
+        }
+        return (grads, parts), of_rows
 
     def micro_batch_load(params, batch, counts):
         features = nnx.merge(run.graphdef, params).features(
@@ -66,32 +79,47 @@ def make_gradients(
         )
         load = None
         if train.balance_loss_weight and config.has_experts:
-            load = _sum_over(micro_batches, lambda b: micro_batch_load(params, b, counts))
-        return _sum_over(micro_batches, lambda b: micro_batch_gradients(params, b, counts, load))
+            load, _ = _sum_over(
+                micro_batches, lambda b: (micro_batch_load(params, b, counts), None)
+            )
+        total, of_rows = _sum_over(
+            micro_batches, lambda b: micro_batch_gradients(params, b, counts, load)
+        )
+        # every use of a row in any micro-batch, as uses by more rows of tokens
+        of_rows = jax.tree.map(
+            lambda x: constrain(
+                jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), mesh, "batch", "time", None
+            ),
+            of_rows,
+        )
+        return total, of_rows
 
     def gradients(params: dict, batch: Batch):
         batch = mask_seen_targets(config, batch)
         counts: Counts = count_targets(batch, config.mtp_depth, config)
         if stage.micro_batches == 1:
-            grads, parts = micro_batch_gradients(params, batch, counts)
+            (grads, parts), of_rows = micro_batch_gradients(params, batch, counts)
         else:
-            grads, parts = accumulated_gradients(params, batch, counts)
+            (grads, parts), of_rows = accumulated_gradients(params, batch, counts)
         if mesh is not None:
-            grads = jax.lax.with_sharding_constraint(
-                grads, tree_shardings(run.abstract_state["params"], declared(config), mesh)
-            )
-        return grads, parts, counts
+            others, _ = lazy_rows.split_tables(run.abstract_state["params"], tables)
+            shardings = tree_shardings(others, declared(config), mesh)
+            grads = jax.lax.with_sharding_constraint(grads, shardings)
+        return grads, parts, counts, of_rows
 
     return gradients
 
 
 def _sum_over(micro_batches: Batch, f: Callable):
-    """Returns the sum of the trees `f(micro_batch)`, computed one after another. The arrays of
-    `micro_batches` have the micro-batches as their first dimension.
+    """Calls `f(micro_batch)`, which returns a pair of trees, for one micro-batch after another.
+    Returns the sum of the first trees, and the second trees stacked. The arrays of `micro_batches`
+    have the micro-batches as their first dimension.
     """
-    shapes = jax.eval_shape(f, jax.tree.map(lambda x: x[0], micro_batches))
+    shapes, _ = jax.eval_shape(f, jax.tree.map(lambda x: x[0], micro_batches))
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    total, _ = jax.lax.scan(
-        lambda total, b: (jax.tree.map(jnp.add, total, f(b)), None), zeros, micro_batches
-    )
-    return total
+
+    def add(total, micro_batch):
+        result, stacked = f(micro_batch)
+        return jax.tree.map(jnp.add, total, result), stacked
+
+    return jax.lax.scan(add, zeros, micro_batches)

@@ -117,7 +117,7 @@ def total_loss(
       model: the model.
       batch: tokens and segment_ids, [B, T] int32. The target of a token is the token that follows
         it in the same document. If the batch has target_mask, [B, T] bool, only the tokens that it
-        marks are targets.
+        marks are targets. layer_rows, if the batch has them: see `Context`.
       train: the weights of the terms of the loss, and `remat`.
       counts: the counts of the whole batch.
       load: [L, E] `expert_load` of the whole batch; None if `batch` is the whole batch.
@@ -139,6 +139,7 @@ def total_loss(
         remat=train.remat,
         mesh=mesh,
         indexer=train.indexer_training,
+        layer_rows=batch.get("layer_rows"),
     )
 
     def cross_entropy(hidden_BTD, offset, targets):

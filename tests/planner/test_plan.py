@@ -117,7 +117,7 @@ def test_unknown_topology_lists_the_known(name):
 
 def test_gpus_need_their_compiler(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match="--topology=h100:16x8: .*uv run --extra gpu"):
+    with pytest.raises(UserError, match="--topology=h100:16x8: .*--extra gpu"):
         topology.describe_topology("h100:16x8")
 
 
@@ -150,7 +150,7 @@ def test_what_the_compiler_lacks_is_said_before_a_compile(monkeypatch):
     "slice_, message",
     [
         ("v5p:3x5x7", "v5p:3x5x7: .*not divisible.*known: v4"),
-        ("v5p:2x2x1", "needs matplotlib.*pip install libtpu matplotlib"),
+        ("v5p:2x2x1", "needs matplotlib.*--extra plan"),
     ],
 )
 def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile(
@@ -198,7 +198,7 @@ def test_rules_is_read_as_the_earlier_name_of_cost_model(monkeypatch):
 
 def test_libtpu_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="pip install libtpu matplotlib"):
+    with pytest.raises(UserError, match="--extra plan"):
         topology.describe_topology("v5p:2x2x1")
 
 

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import numpy_draws
 
 from qwen3next_jax.config import (
     MESH_AXES,
@@ -106,8 +105,7 @@ def _config_and_mesh(axes: dict[str, int], depth: int):
 @functools.cache
 def _first_params(depth: int):
     """The initial parameters. test_evals.py tests that they are the same on every mesh."""
-    with numpy_draws():
-        return jax.device_get(resolved(*_config_and_mesh({}, depth)).init_state()["params"])
+    return jax.device_get(resolved(*_config_and_mesh({}, depth)).init_state()["params"])
 
 
 def _run(axes: dict[str, int], depth: int, steps: int):
