@@ -28,8 +28,8 @@ GSA_TEMPERATURE = 8  # divisor of the log of the forget gates, as in the paper
 
 class Slots(Recurrent):
     """The base class of mixers whose heads have two states: Sₖ [K, M] holds a key for each slot,
-    and Sᵥ [M, V] a value. A token gives each slot a log decay g [M] and a write strength w [M],
-    which are the same for both states:
+    and Sᵥ [M, V] holds a value for each slot. A token gives each slot a log decay g [M] and a write
+    strength w [M], which are the same for both states:
 
     Sₖ ← Sₖ Diag(e^g) + k wᵀ, p = softmax(Sₖᵀq), Sᵥ ← Diag(e^g) Sᵥ + w vᵀ, o = SiLU(Sᵥᵀp).
 

@@ -110,8 +110,8 @@ def block_indices():
 
 
 def select_rows(*arrays):
-    """Returns [C, 16]. Its block of 16 rows with the index n is the same block of the array with
-    the index n, [C, 16] each. The block is zero if this array is None or missing.
+    """Returns [C, 16]. Its rows 16 n to 16 n + 15 are the same rows of the array with the index n,
+    [C, 16]. They are zero if this array is None or missing.
     """
     block, result = block_indices()[0], 0.0
     for n, x in enumerate(arrays):

@@ -1,5 +1,6 @@
 """TPU kernels of the causal depthwise convolution with its activation. In the forward pass, and
-again in the backward pass, each array is read from HBM or written to it once.
+again in the backward pass, each array is read from HBM or written to it once, except that the next
+block reads the last EDGE tokens of a block again.
 
 A kernel computes a block in groups of 128 channels, one after another, with products and sums in
 float32 registers. A block also reads the W - 1 tokens before it, which the kernel gets as a second,

@@ -49,7 +49,7 @@ def gated_delta_rule(
       g: [B, T, H] log decay, finite and <= 0. The decay over a span of tokens is computed from a
         difference of running sums within a chunk of 64 tokens, so strong decay costs accuracy: if G
         is the sum of g over a chunk, the relative error is up to |G| * 3e-7 in float32. To forget
-        everything, -100 is enough (exp(-100) is zero in float32); -inf gives NaN.
+        everything, -100 is enough (exp(-100) is 4e-44); -inf gives NaN.
       beta: [B, T, H] write strength, in (0, 1); up to 2 works.
       initial_state: [B, H, K, V], the state before the first token; None means zeros. With
         `segment_ids` it belongs to the first segment.

@@ -36,8 +36,8 @@ def routed_experts(x, weight, expert, gate_up, down, *, capacity: int):
     Args:
       x: [N, D], the tokens.
       weight: [N, A], the router's weight of each choice.
-      expert: [N, A] integers, the expert of each choice; no token has the same expert twice.
-        Numbers below 0 and from E on mean experts on other devices.
+      expert: [N, A] integers, the expert of each choice. Numbers below 0 and from E on mean experts
+        on other devices. No token has an expert of this device twice.
       gate_up: [E, D, 2, I] or, flattened, [E, D, F]: the gate and up matrices.
       down: [E, I, D], the down matrices.
       capacity: number of choices for which the layout has room. The result is the same for any
