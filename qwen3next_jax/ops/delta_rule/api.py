@@ -47,8 +47,8 @@ def gated_delta_rule(
         multiple of G.
       v: [B, T, H, V] values.
       g: [B, T, H] log decay, finite and <= 0. The decay over a span of tokens is computed from a
-        difference of running sums within a chunk of 64 tokens, so strong decay costs accuracy: if G
-        is the sum of g over a chunk, the relative error is up to |G| * 3e-7 in float32. To forget
+        difference of running sums within a chunk of 64 tokens, so strong decay costs accuracy: if s
+        is the sum of g over a chunk, the relative error is up to |s| * 3e-7 in float32. To forget
         everything, -100 is enough (exp(-100) is 4e-44); -inf gives NaN.
       beta: [B, T, H] write strength, in (0, 1); up to 2 works.
       initial_state: [B, H, K, V], the state before the first token; None means zeros. With
