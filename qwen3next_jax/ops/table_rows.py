@@ -1,11 +1,12 @@
-"""Reads and updates single rows of a large table whose rows are split over the shards of a mesh.
-The shards exchange the ids and the contents of the rows that they need; no shard ever holds more of
-the table than its own part.
+"""Reads and updates single rows of a large table whose rows are split over the shards of a mesh. An
+id is the index of a row in the whole table. The shards exchange the ids and the contents of the
+rows that they need. So no shard holds the whole table.
 
-A shard first removes duplicates from its ids, so it sends an id, and the sum of the gradients of
-its row, once. Every pair of shards then exchanges at most `_capacity` rows at a time. If some pair
-has more rows, the exchange goes in several rounds. Each round covers the same part of every shard's
-rows, so all contributions to a row arrive in one round. Ids that are hashes need one round.
+A shard first removes duplicates from its ids, so it sends each id, and the sum of the gradients of
+the id's row, once. Every pair of shards then exchanges at most C rows at a time (`_capacity`). If
+some pair has more rows to exchange, the exchange takes several rounds. Each round covers the same
+range of rows of every shard's part of the table, so all contributions to a row arrive in one round.
+If the ids are hashes, they are spread evenly, and one round is almost always enough.
 
 Letters: N ids of this shard, S shards, R rows of a shard's part of the table, C capacity, W width
 of a row, P = S · C rows that reach this shard in a round.
@@ -20,12 +21,15 @@ import jax.numpy as jnp
 
 
 def look_up(table_RW: jax.Array, ids_N: jax.Array, axes: Sequence[str], dtype: Any) -> jax.Array:
-    """Returns the rows of the ids, [N, W] in `dtype`, in which the shards also exchange them.
+    """Returns the rows of the ids, [N, W] in `dtype`. The shards also exchange the rows in this
+    dtype.
 
     Args:
       table_RW: this shard's rows of the table.
-      ids_N: int32, row numbers of the whole table.
-      axes: inside `shard_map`, the mesh axes that split the rows, outermost first; (): none does.
+      ids_N: int32, the ids.
+      axes: inside `shard_map`, the mesh axes that split the rows, outermost first. () means that
+        the rows are not split.
+      dtype: dtype of the result.
     """
     if not axes:
         return table_RW[ids_N].astype(dtype)
@@ -52,18 +56,19 @@ def update(
     axes: Sequence[str],
     write: Callable[[Any, jax.Array, jax.Array], Any],
 ) -> Any:
-    """Returns `state` after `write(state, row, gradient)`, which is called once for each round:
-
-      row: int32 [P], numbers of this shard's own rows, all different; entries that are `rows` or
-        more stand for no row.
-      gradient: [P, W], the sum of all shards' gradients of each row.
+    """Sums the gradients of each row over all shards, and lets `write` update this shard's rows
+    with the sums. Returns the updated state.
 
     Args:
       state: a tree of arrays, such as this shard's part of the table and of its optimizer's state.
-      ids_N: int32, row numbers of the whole table.
+      ids_N: int32, the ids.
       gradient_NW: the gradient of each id's row, in the dtype in which gradients are summed.
       rows: R.
       axes: as in `look_up`.
+      write: function (state, row, gradient) → state, which is called once in each round. `row` is
+        int32 [P], indices in this shard's part of the table; each row occurs once, and an entry of
+        R or more stands for no row. `gradient` [P, W] has the sum of all shards' gradients of each
+        row. If `axes` is (), both have N entries.
     """
     axes = tuple(axes)
     unique_N, slot_N = _unique(ids_N, _num_rows(rows, axes))
@@ -87,14 +92,14 @@ def update(
 
 
 class _Plan(NamedTuple):
-    """How an exchange goes in rounds.
+    """How an exchange is divided into rounds.
 
     Attributes:
       rows: R.
       axes: the mesh axes that split the rows.
-      capacity: C, the most rows that a pair of shards exchanges in a round.
-      width: how many rows of each shard's part of the table a round covers.
-      rounds: the number of rounds.
+      capacity: C, the largest number of rows that a pair of shards exchanges in a round.
+      width: number of rows of each shard's part of the table that a round covers.
+      rounds: number of rounds.
     """
 
     rows: int
@@ -104,9 +109,10 @@ class _Plan(NamedTuple):
     rounds: jax.Array
 
     def block(self, unique_N: jax.Array, round: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns, for each shard and each of its C entries in this round, the index among this
-        shard's unique ids, [S, C], N if there is none; and the number of the row in that shard's
-        part, [S, C], -1 if there is none.
+        """Returns the ids that this shard sends to each shard in the round with the index `round`,
+        as two arrays [S, C]. The first has the index of the id in `unique_N`, and N for an entry
+        without an id. The second has the index of the id's row in the other shard's part of the
+        table, and -1 for an entry without an id.
         """
         first_S = jnp.arange(_num_shards(self.axes), dtype=jnp.int32) * self.rows
         begin = jnp.minimum(round * self.width, self.rows)
@@ -119,13 +125,18 @@ class _Plan(NamedTuple):
 
 
 def _plan(unique_N: jax.Array, rows: int, axes: tuple[str, ...]) -> _Plan:
-    """Halves the width of a round until no pair of shards exceeds the capacity."""
+    """Returns the plan for the sorted ids `unique_N` (the result of `_unique`). It halves the width
+    of a round until no pair of shards exchanges more rows than the capacity.
+    """
     shards, ids = _num_shards(axes), len(unique_N)
     capacity = _capacity(ids, shards)
     owner_N, within_N = unique_N // rows, unique_N % rows
     number_N = jnp.arange(ids)
 
     def exceeds(width):
+        """Returns whether any pair of shards exchanges more rows than the capacity in a round of
+        this width.
+        """
         # the ids of one pair and round are neighbours, because the ids are sorted
         part_N = within_N // width
         begins_N = jnp.concatenate(
@@ -144,16 +155,17 @@ def _plan(unique_N: jax.Array, rows: int, axes: tuple[str, ...]) -> _Plan:
 
 
 def _capacity(ids: int, shards: int) -> int:
-    """The most rows that a pair of shards exchanges in a round: the mean number if the ids are
-    spread evenly, and six standard deviations of a Poisson distribution with this mean.
+    """Returns C, the largest number of rows that a pair of shards exchanges in a round. It is the
+    mean number of rows of a pair, plus six standard deviations of a Poisson distribution with this
+    mean, plus 1, but at most `ids`, the number of ids of a shard.
     """
     mean = ids / shards
     return min(ids, math.ceil(mean + 6 * math.sqrt(mean)) + 1)
 
 
 def _unique(ids_N: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the different ids [N] in ascending order, followed by entries `limit`; and the index
-    [N] in it of each id.
+    """Returns two arrays [N]: the ids in ascending order without duplicates, filled up with entries
+    `limit`; and for each id of `ids_N` its index in the first array.
     """
     order_N = jnp.argsort(ids_N)
     sorted_N = ids_N[order_N]
@@ -164,9 +176,10 @@ def _unique(ids_N: jax.Array, limit: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _num_shards(axes: tuple[str, ...]) -> int:
+    """Returns S, the number of shards along the mesh axes together."""
     return math.prod(jax.lax.axis_size(axis) for axis in axes)
 
 
 def _num_rows(rows: int, axes: tuple[str, ...]) -> int:
-    """The number of rows of the whole table."""
+    """Returns the number of rows of the whole table."""
     return rows * _num_shards(axes)

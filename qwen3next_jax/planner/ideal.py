@@ -6,15 +6,15 @@ traffic and network traffic all run at their peak rates, and all at the same tim
 
 - Products: the FLOPs of the model's forward and backward pass (`model/flops.py`), without
   recomputation.
-- HBM, weights: every gathered weight is read or written six times, in bfloat16. The forward and the
-  backward pass each write it (when it is gathered) and read it, and its gradient is written and
-  read.
+- HBM, weights: in each micro-batch, every gathered weight is read or written six times, in
+  bfloat16. The forward and the backward pass each write it (when it is gathered) and read it, and
+  its gradient is written and read.
 - HBM, state: for every parameter in the device's shards, seven float32 numbers are read or written.
   The parameter and the optimizer's two moments are read and written, and the gradient is read.
 - HBM, activations: the intermediate values of each token in a layer (`layer_bytes`) and their
   gradients are all written once and read once.
-- Network, weights: every weight is gathered twice and its gradient is reduce-scattered once, in
-  bfloat16.
+- Network, weights: in each micro-batch, every weight is gathered twice and its gradient is
+  reduce-scattered once, in bfloat16.
 - Network, experts: each token's hidden vector is sent to the experts and back, in the forward and
   in the backward pass. With up to `GATHERED_SHARDS` shards of the axis `expert`, the vector is sent
   to all shards; with more, only to the shards that hold one of the token's experts.
@@ -48,9 +48,9 @@ class IdealTime(NamedTuple):
     names.)
 
     Attributes:
-      seconds: the largest value of `bound`.
-      realistic: the same in seconds, but with products that reach only DENSE_EFFICIENCY and
-        GROUPED_EFFICIENCY of the peak.
+      seconds: the largest value of `bound`, a lower bound of the step's time.
+      realistic: a lower bound in seconds, too, but with products that reach only DENSE_EFFICIENCY
+        and GROUPED_EFFICIENCY of the peak.
       bound: {resource: seconds}, longest first. A resource is "compute", "hbm", or "network" with a
         mesh axis.
     """
@@ -112,8 +112,8 @@ def ideal_time(
 
 
 def _expert_exchange(m: ModelConfig, shards: int, size: float) -> tuple[str, float]:
-    """Returns the kind of collective that carries `size` bytes of hidden vectors from a device to
-    the experts' shards, and the bytes that leave the device.
+    """Returns the kind of collective that carries a device's hidden vectors, `size` bytes, to the
+    shards of the axis `expert`, and the bytes that leave the device.
     """
     if shards <= GATHERED_SHARDS:
         return "all-gather", size * (shards - 1)
@@ -124,11 +124,12 @@ def _expert_exchange(m: ModelConfig, shards: int, size: float) -> tuple[str, flo
 
 
 def layer_bytes(m: ModelConfig, experts: bool = True) -> float:
-    """Returns the bytes, in bfloat16, of one token's intermediate values in a recurrent layer: of
-    the operands of all matrix products.
+    """Returns the bytes, in bfloat16, of one token's intermediate values in a recurrent layer. The
+    intermediate values are the operands of all matrix products.
 
     Args:
-      experts: whether the operands of the MLP or of the experts count.
+      m: the model.
+      experts: whether the operands of the MLP, or of the experts in its place, count.
     """
     mixer = 3 * (
         m.linear_num_key_heads * m.linear_key_head_dim

@@ -1,5 +1,5 @@
-"""Compiles the real train step for a TPU slice or GPUs that need not be there, and predicts the
-memory, the network traffic and the time of each device.
+"""Compiles the real train step for a TPU slice or for GPUs, which this machine need not have, and
+predicts the memory, the network traffic and the time of each device.
 
 It uses no device. The parameters are shapes without values, and the devices are descriptions
 (`topology.py`); only the compiler is real. The compiler for GPUs gives no schedule, so there is no
@@ -78,12 +78,16 @@ class Plan:
       usable_hbm: bytes of HBM of one device that a program can use.
       memory: `needs`, divided by purpose.
       estimates: name of a cost model (`roofline.COST_MODELS`) → its estimate; {} for GPUs.
-      gpu_flops: FLOPs that the program executes, including recomputation; only for GPUs.
-      cost_model: the key of `estimates` that the properties below use.
+      gpu_flops: FLOPs that the program executes, including recomputation; 0 for TPUs.
+      cost_model: the key of `estimates` for the properties `estimate`, `tokens_per_second`, `mfu`
+        and `binding`.
+      ideal: lower bounds of the step's time; None for GPUs.
+      collectives: the collectives of the program that send data.
       unstated_loops: names of loops that count as if they ran once, because the program does not
         state how often they run.
       unknown_kernels: names of kernels whose FLOPs or cycles are unknown. If there are any, `mfu`
         is None.
+      compiler_options: the options that training gives the compiler, name → value.
     """
 
     name: str
@@ -379,6 +383,7 @@ def _compile(
 
 
 def _too_much(needs: float, usable: float) -> str:
+    """Returns the reason of a plan that does not fit. Both arguments are bytes of HBM."""
     return f"needs {needs / 2**30:.2f} GiB of {usable / 2**30:.2f} GiB"
 
 
@@ -405,6 +410,7 @@ def out_of_memory(message: str) -> tuple[float, float]:
 
 
 def _compiler_version(chip: Chip) -> dict[str, str]:
+    """Returns {package of the compiler for the chip: its installed version}."""
     import importlib.metadata
 
     name = "libtpu" if chip.torus else "jax-cuda13-plugin"

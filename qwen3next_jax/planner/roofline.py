@@ -106,7 +106,7 @@ def estimate_time(
       mesh: the mesh of the described devices.
       chip: the kind of chip.
       shape: number of chips along each dimension of the slice.
-      schedules: name of an instruction → its schedule; None: there are no schedules.
+      schedules: name of an instruction → its schedule; None means that there are no schedules.
       cost_model: one of COST_MODELS; see the top of this file.
       source: function that returns the key of `Estimate.by_source` to which an instruction belongs;
         None means `program.source_function`.
@@ -362,8 +362,9 @@ class Network:
         """Returns the seconds of one run of a collective.
 
         Args:
-          instruction: the instruction of the collective, which is read only for a permutation; else
-            it may be None.
+          collective: the collective.
+          instruction: the instruction of the collective. It is read only for a permutation, and may
+            be None for any other collective.
         """
         if not collective.sent:
             return 0.0

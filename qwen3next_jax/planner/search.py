@@ -48,9 +48,9 @@ class Candidate(NamedTuple):
     Attributes:
       train: the training settings with the chosen batch size, remat policy and micro-batches.
       mesh: the chosen mesh.
-      bytes: estimated bytes of HBM that one device needs; infinite if the mesh does not fit the
-        model.
-      seconds: estimated seconds of a step; infinite if the mesh does not fit the model.
+      bytes: estimated bytes of HBM that one device needs; infinite if the mesh does not divide the
+        model or the batch, or needs a collective that the compiler lacks.
+      seconds: estimated seconds of a step; infinite if `bytes` is.
       reason: why the candidate cannot be used; "" if it can.
     """
 
@@ -95,9 +95,12 @@ def rank_candidates(
     All candidates that should not fit follow, sorted by bytes.
 
     Args:
-      train: the training settings; each candidate replaces the remat policy and the number of
-        micro-batches.
-      fixed: mesh axis → size that this axis has in all candidates.
+      model: the model.
+      train: the training settings; each candidate replaces the batch size, the remat policy and the
+        number of micro-batches.
+      topology: the devices.
+      fixed: mesh axis → size that this axis has in all candidates; None means that no axis is
+        fixed.
       rows: batch sizes to choose from; () means the batch size of `train`.
     """
     found = []
@@ -124,8 +127,8 @@ def _meshes(
     model: ModelConfig, train: TrainConfig, devices: int, fixed: Mapping[str, int]
 ) -> list[MeshConfig]:
     """Returns the meshes of this many devices in which the axes of `fixed` have the given sizes.
-    The sizes of all axes but `data` are powers of two, because other sizes rarely divide the heads.
-    `data` takes the remaining devices.
+    An axis that is neither in `fixed` nor `data` gets powers of two, because other sizes rarely
+    divide the heads. `data` takes the remaining devices.
     """
     powers = [2**i for i in range(devices.bit_length())]
     needed = max(-(-train.sequence_length // LONG_ROWS), -(-devices // train.batch_size))
@@ -209,8 +212,9 @@ def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
 
 
 def _gathers_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bool:
-    """Whether each device gathers the rows of all shards of the axis `expert` at once, not in
-    chunks. A remat policy can then save the gathered rows.
+    """Returns whether each device gathers the rows of all shards of the axis `expert` at once, not
+    in chunks. If it does, a remat policy can save the gathered rows. Returns False if there is
+    nothing to gather.
     """
     n = mesh.expert
     tokens = int(_micro_batch_tokens(train, mesh))
@@ -224,10 +228,11 @@ def _gathers_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bo
 def estimated_seconds(
     m: ModelConfig, train: TrainConfig, mesh: MeshConfig, topology: Topology
 ) -> float:
-    """Returns the estimated seconds of a step. They are the sum of three times: of the matrix
-    products at realistic rates, of writing and reading the saved activations, and of the part of
-    the network traffic that does not overlap with compute. The estimate assumes that each mesh axis
-    lies along one dimension of the torus.
+    """Returns the estimated seconds of a step. They are the sum of three times: the time of the
+    matrix products at realistic rates, the time of writing and reading the saved activations, and
+    the time of the network traffic that does not overlap with compute. If the time of all network
+    traffic is longer than this sum, the step takes that time. The estimate assumes that each mesh
+    axis lies along one dimension of the torus.
     """
     chip = topology.chip
     tokens = _micro_batch_tokens(train, mesh)
@@ -260,6 +265,7 @@ def estimated_seconds(
 
 
 def _devices(mesh: MeshConfig) -> int:
+    """Returns the number of devices of a mesh."""
     return math.prod(dataclasses.astuple(mesh))
 
 

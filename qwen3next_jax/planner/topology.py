@@ -123,6 +123,12 @@ def describe_topology(name: str) -> Topology:
 
 
 def _gpus(name: str, chip: Chip, shape: tuple[int, int]) -> Topology:
+    """Returns the topology of `shape` (number of hosts, GPUs per host) GPUs. `name` is the name
+    that the user gave.
+
+    Raises:
+      UserError: the compiler for GPUs is not installed.
+    """
     # `ptxas` comes with an installed CUDA, which has it on the PATH, or with jax[cuda13].
     assembler = shutil.which("ptxas") or importlib.util.find_spec("nvidia")
     if importlib.util.find_spec("jax_cuda13_plugin") is None or assembler is None:

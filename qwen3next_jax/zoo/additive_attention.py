@@ -1,7 +1,8 @@
 """Attention of the first neural translation models. A small network scores every pair of a query
 and a key (Bahdanau, 1409.0473, A.1.2), or a bilinear form qᵀ W k does (Luong, 1508.04025, the score
-"general"). Neither score depends on the positions of the tokens; only the causal mask does. A model
-with this mixer should get positions elsewhere: from recurrent layers or `model.block.positions`.
+"general"). Neither score depends on the positions of the tokens; only the causal mask does. So a
+model with one of these mixers needs another source of positions: recurrent layers, or the setting
+`model.block.positions`.
 
 Letters: B batch, T queries, S keys, C queries of a chunk, D model, N query heads, M key/value
 heads, R = N/M, K head width.
@@ -25,8 +26,8 @@ class Bahdanau(Mixer):
     """Bahdanau's attention: o_i = Σ_j softmax_j(uᵀ tanh(q_i + k_j)) v_j for each head, over the
     tokens j ≤ i, with a learned vector u for each head.
 
-    Diagnostics: first_token_share [N], the share of attention on a document's first token, as in
-    `GatedAttention`.
+    Diagnostics: first_token_share [N], the mean share of attention that the later tokens of a
+    document give to its first token.
     """
 
     cache_kind = "slots"
@@ -41,6 +42,7 @@ class Bahdanau(Mixer):
         self.make_score(make, n, k)
 
     def make_score(self, make, n, k):
+        """Makes the parameter of the score, here u [N, K]."""
         start = lambda shape: jax.random.normal(make.rngs.params(), shape) * k**-0.5
         self.score = make.parameter(start, (n, k), "query_heads .", kind="vector")
 

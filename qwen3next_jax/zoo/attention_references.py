@@ -42,7 +42,7 @@ def rotated(config, x, distance, theta=None):
     Args:
       x: [..., K].
       distance: [...], the number of positions to rotate by.
-      theta: the base θ; None: `config.rope_theta`.
+      theta: the base θ; None means `config.rope_theta`.
 
     Returns:
       The rotated array. The leading axes of x and the axes of `distance` are broadcast together.
@@ -75,12 +75,14 @@ def gated_attention(
       params: name of a parameter → its array.
       x: the row, [T, D].
       seen: [T, S] bool, whether the query sees the key.
-      distance: [T, S], the distance by which the query is rotated for each key; None: no rotation.
-      theta: [T, 1, 1, 1], the base of the rotations for each query; None: `config.rope_theta`.
-      bias: [N, T, S], added to the scores; or None.
-      selected: (mask [T, S] bool, n): of the keys for which the mask is true, each query and head
-        also sees the n keys with the highest scores; or None.
-      sink: [N], a logit s of each head that adds e^s to the softmax's denominator; or None.
+      distance: [T, S], the distance by which the query is rotated for each key; None for no
+        rotation.
+      theta: [T, 1, 1, 1], the base of the rotations for each query; None means `config.rope_theta`.
+      bias: [N, T, S], added to the scores; None adds nothing.
+      selected: the pair (mask [T, S] bool, n). Of the keys for which the mask is true, each query
+        and head also sees the n keys with the highest scores. None selects no keys.
+      sink: [N], a logit s of each head that adds e^s to the softmax's denominator; None adds
+        nothing.
 
     Returns:
       The output [T, D].

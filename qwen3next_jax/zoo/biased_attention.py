@@ -20,7 +20,9 @@ EXAMPLES = {
 
 
 class BiasedAttention(BiasedProjections):
-    """`GatedAttention` whose projections have biases. The fast attention kernels compute it."""
+    """`GatedAttention` whose projections have biases. The attention itself runs the same kernels as
+    in `GatedAttention`.
+    """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(BiasedProjections.Settings):
@@ -32,8 +34,8 @@ class BiasedAttention(BiasedProjections):
 class SinkAttention(BiasedProjections, PairAttention):
     """Attention in which each head has a learned logit s, which adds a term to the denominator of
     the softmax: p_ij = e^{s_ij} / (e^s + Σ_{j'} e^{s_ij'}), where s_ij is the score of query i and
-    key j. With this term a head can attend to nothing. The fast kernels do not support the term, so
-    XLA computes all T × T scores.
+    key j. With this term a head can attend to nothing. The kernels of `ops.attention` do not
+    support the term, so XLA computes all T × T scores.
     """
 
     weights_of = None

@@ -13,10 +13,10 @@ from qwen3next_jax.model.gated_attention import GatedAttention
 
 
 class BiasedProjections(GatedAttention):
-    """`GatedAttention` with biases: q = W x + b, and so for keys, values and output. The
-    setting `attention_bias` says which projections have a bias. The query projection also computes
-    the output gate, if there is one; its bias covers the gate, too. Biases start at 0 and have no
-    weight decay.
+    """`GatedAttention` with biases: q = W x + b, and likewise for keys, values and the output
+    projection. The setting `attention_bias` says which projections have a bias. The query
+    projection also computes the output gate, if there is one; then the bias of the query projection
+    has entries for the gate, too. Biases start at 0 and have no weight decay.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -60,4 +60,5 @@ class BiasedProjections(GatedAttention):
 
 
 def _plus(x, bias):
+    """Returns x + bias in x's dtype."""
     return x + bias.astype(x.dtype)

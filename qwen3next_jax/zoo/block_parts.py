@@ -50,6 +50,7 @@ class LayerNorm:
 
     @staticmethod
     def weight(make: Make, width: int) -> nnx.Param:
+        """Makes the weight [2, width], which starts as a scale of 1 and a bias of 0."""
         centre = 0.0 if make.config.zero_centered_norm else 1.0
         return make.parameter(
             lambda shape: jnp.broadcast_to(jnp.array([[centre], [0.0]]), shape),
@@ -81,7 +82,9 @@ class LayerNorm:
 
 
 class Post(Block):
-    """Norms after the residual sum: N(x + f(x)), as in the Transformer (1706.03762)."""
+    """Norms after the residual sum: N(x + f(x)), as in the Transformer (1706.03762). N is a norm
+    and f is the mixer or the MLP.
+    """
 
     def before(self, x_BTD, part):
         return x_BTD
@@ -91,7 +94,9 @@ class Post(Block):
 
 
 class Olmo2(Block):
-    """Norms of the outputs of mixer and MLP: x + N(f(x)), as in OLMo 2 (2501.00656)."""
+    """Norms of the outputs of mixer and MLP: x + N(f(x)), as in OLMo 2 (2501.00656). N is a norm
+    and f is the mixer or the MLP.
+    """
 
     def before(self, x_BTD, part):
         return x_BTD
@@ -101,8 +106,8 @@ class Olmo2(Block):
 
 
 class Sandwich(Block):
-    """Norms of inputs and outputs of mixer and MLP: x + N'(f(N(x))) (CogView, 2105.13290; Gemma
-    3).
+    """Norms of inputs and outputs of mixer and MLP: x + N'(f(N(x))) (CogView, 2105.13290; Gemma 3).
+    N and N' are norms and f is the mixer or the MLP.
     """
 
     def __init__(self, config, mixer, sparse, make, layers):
@@ -115,10 +120,10 @@ class Sandwich(Block):
 
 
 class Deep(Post):
-    """DeepNorm (2203.00555): N(α x + f(x)) with α = (2 L)^¼ for L layers. The initial values of the
-    MLP's matrices, the value projection and the output projection are multiplied by β = (8 L)^-¼. A
-    mixer that has one parameter for the projections of queries, keys and values together starts
-    without the factor β on its values.
+    """DeepNorm (2203.00555): N(α x + f(x)) with α = (2 L)^¼ for L layers, where N is a norm and f
+    is the mixer or the MLP. The initial values of the MLP's matrices, the value projection and the
+    output projection are multiplied by β = (8 L)^-¼. A mixer that has one parameter for the
+    projections of queries, keys and values together starts without the factor β on its values.
     """
 
     def __init__(self, config, mixer, sparse, make, layers):

@@ -50,7 +50,8 @@ def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer):
         [Q, D], computes the experts of rows that are sorted by expert. `experts` are the arrays of
         the experts' parameters.
       mesh, layer: see `model.expert_forms.expert_form`.
-      dtype, in_tiles, few_tokens: ignored; callers give them to every class of experts.
+      dtype, in_tiles, few_tokens: ignored. They are arguments because the same call is made for
+        every class of experts.
     """
     of_one_layer = functools.partial(
         sorted_moe, mlp=functools.partial(mlp, num_shards(mesh, TENSOR))
@@ -115,6 +116,7 @@ def _squared_relu(x):
 
 
 def _squared_relu_mlp(tensor_shards, x_QD, up_EDI, down_EID, sizes_E):
+    """Computes the routed experts of `SquaredReLUExperts`; the argument `mlp` of `form_of`."""
     hidden_QI = keeping_inputs(_squared_relu, grouped_matmul(x_QD, up_EDI, sizes_E))
     return grouped_matmul(hidden_QI, down_EID, sizes_E)
 
@@ -157,12 +159,16 @@ class ClippedSwiGLUExperts(SparseMoE):
 
 
 def _clipped_swiglu(gate_up):
+    """Returns g σ(1.702 g) (u + 1) [Q, I], with g = min(gate, 7) and u = up clipped to -7 … 7.
+    `gate_up` [Q, 2 I] holds the gate in its first half and up in its second half.
+    """
     gate, up = jnp.split(gate_up, 2, axis=-1)
     gate = jnp.minimum(gate, LIMIT)
     return gate * jax.nn.sigmoid(ALPHA * gate) * (jnp.clip(up, -LIMIT, LIMIT) + 1)
 
 
 def _clipped_swiglu_mlp(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID, bias_ED, sizes_E):
+    """Computes the routed experts of `ClippedSwiGLUExperts`; the argument `mlp` of `form_of`."""
     gate_up = gate_up.reshape(*gate_up.shape[:2], -1)  # [E, D, 2, I] or [E, D, 2·I]
     gate_up_bias = gate_up_bias.reshape(len(sizes_E), -1)
     hidden_QI = keeping_inputs(

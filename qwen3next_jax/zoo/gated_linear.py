@@ -31,7 +31,9 @@ GLA_RANK, GLA_TEMPERATURE = 16, 16
 
 
 class ChannelDecay(Recurrent):
-    """The base class of these mixers: S ← Diag(e^g) S + k vᵀ, o = Sᵀq, without a convolution."""
+    """The base class of the mixers in this file: S ← Diag(e^g) S + k vᵀ, o = Sᵀq, without a
+    convolution.
+    """
 
     switches = ()
     convolved = False

@@ -28,8 +28,8 @@ GSA_TEMPERATURE = 8  # divisor of the log of the forget gates, as in the paper
 
 class Slots(Recurrent):
     """The base class of mixers whose heads have two states: Sₖ [K, M] holds a key for each slot,
-    and Sᵥ [M, V] a value. A token gives each slot a log decay g [M] and a write strength w [M],
-    which are the same for both states:
+    and Sᵥ [M, V] holds a value for each slot. A token gives each slot a log decay g [M] and a write
+    strength w [M], which are the same for both states:
 
     Sₖ ← Sₖ Diag(e^g) + k wᵀ, p = softmax(Sₖᵀq), Sᵥ ← Diag(e^g) Sᵥ + w vᵀ, o = SiLU(Sᵥᵀp).
 
@@ -59,11 +59,11 @@ class Slots(Recurrent):
 
         Args:
           heads: queries, keys, values, and in the field `g` what `inputs` computed for the gates.
-          state: name → state before the row; None: the states before the first token.
+          state: {name: state before the row}; None if the row begins with empty states.
 
         Returns:
-          g, the log decay [B, T, H, M]; w, the write strength [B, T, H, M]; a dict from the names
-          of the states that only the gates need to these states after the row.
+          g, the log decay [B, T, H, M]; w, the write strength [B, T, H, M]; {name: state after the
+          row} for the states that only the gates need.
         """
         raise NotImplementedError
 

@@ -24,9 +24,10 @@ ORDER = 2  # number of long convolutions
 BANDS = 8  # number of frequencies whose cosines and sines of the distance are inputs
 WIDTH = 64  # width of the hidden layers
 FREQUENCY = 10.0  # factor of the argument of the hidden layers' sines
-# Each filter is multiplied by a window that decays with the distance. The window of the fastest
-# channel falls to 1 % over FASTEST × max_position_embeddings tokens, that of the slowest over
-# SLOWEST × max_position_embeddings. FLOOR is added to the window.
+# Each filter is multiplied by a window that decays with the distance. At the start of training, the
+# window of the fastest channel falls to 1 % over FASTEST × max_position_embeddings tokens, and the
+# window of the slowest channel over SLOWEST × max_position_embeddings tokens. FLOOR is added to the
+# window.
 FASTEST = 0.3
 SLOWEST = 1.5
 FLOOR = 0.05
@@ -129,10 +130,10 @@ class Hyena(Mixer):
         return y_BTD, diagnostics, cache
 
     def filters(self, length: int, filter_in, filter_hidden, filter_out, window_HV):
-        """Computes the filters [ORDER, L, H, V], float32, for the L = `length` distances from 0.
+        """Computes the filters [ORDER, L, H, V], float32, for the distances 0 to L - 1.
 
         Args:
-          length: the number of distances.
+          length: L, the number of distances.
           filter_in, filter_hidden, filter_out: the weights of the network, [2 BANDS + 1, W], [W, W]
             and [W, ORDER, H, V].
           window_HV: the decay rate α of each channel's window.
@@ -242,12 +243,12 @@ def fft_convolution(x, kernel, *, segment_ids=None, axis_name: str | None = None
       x: [B, T, *channels].
       kernel: [L, *channels], the weight for each distance, from distance 0; L is at least the
         length of the whole row.
-      segment_ids: [B, T] integers or None. Positive and non-decreasing along T; 0 for padding at
-        the end, where y is 0.
+      segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, and 0
+        marks padding at the end, where y is 0.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order; None if T is not
-        split. Every shard must get the same kernel, for all distances of the whole row. An
-        all-to-all gives each shard whole rows of a part of the channels, which it transforms; a
-        second all-to-all returns the results.
+        split. All shards pass the same kernel, for all distances of the whole row. An all-to-all
+        gives each shard whole rows of a part of the channels, which it transforms; a second
+        all-to-all returns the results.
 
     Returns:
       y: [B, T, *channels] in x's dtype, computed in float32 (float64 for float64).
@@ -289,7 +290,9 @@ def fft_convolution(x, kernel, *, segment_ids=None, axis_name: str | None = None
 
 
 def _number_documents(segment_ids, shape):
-    """Returns the number of each token's document in its row, [B, T], from 1; 0 for padding."""
+    """Returns the number of each token's document, [B, T]. The documents of a row have the numbers
+    1, 2, …; padding has the number 0. If `segment_ids` is None, all tokens have the number 1.
+    """
     if segment_ids is None:
         return jnp.ones(shape, jnp.int32)
     before = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
@@ -306,7 +309,7 @@ def _by_document(step, start, document_BT, *arrays):
       step: function (result of the previous call, mask [B, T, 1] of the document's tokens, *arrays)
         → result. The arrays that it gets are 0 outside the document.
       start: the first argument of the first call.
-      document_BT: the number of each token's document in its row, from 1.
+      document_BT: the result of `_number_documents`.
       arrays: arrays [B, T, C].
 
     Returns:
@@ -336,6 +339,9 @@ def _transforms(time: int):
 
 @jax.custom_vjp
 def _convolve(x_BTC, kernel_TC, document_BT):
+    """Returns y [B, T, C], the convolution within each document. `document_BT` is the result of
+    `_number_documents`.
+    """
     there, back = _transforms(x_BTC.shape[1])
     transformed = there(kernel_TC)
     return _by_document(

@@ -129,10 +129,14 @@ class GDN2(KDA):
 
 
 def _low_rank(params, name, x):
+    """Returns the projection of low rank of x [T, D] by the parameters `name`_down and `name`_up,
+    [T, H, …].
+    """
     return jnp.einsum("tr,rhk->thk", x @ params[f"{name}_down"], params[f"{name}_up"])
 
 
 def _log_decay(params, x):
+    """Returns g [T, H, K] for the inputs x [T, D]."""
     step = jax.nn.softplus(_low_rank(params, "decay", x) + params["dt_bias"])
     return -jnp.exp(params["a_log"])[:, None] * step
 

@@ -3,7 +3,8 @@ lightning attention, gated retention and gated random feature attention.
 
 In the formulas, x is a token's input; q, k and v are its query, key and value; S [K, V] is the
 recurrent state of a head; g is the log decay; β is the write strength; o is the head's output. The
-output is a weighted sum of values: with positive weights, zᵀq [1] is the sum of these weights.
+output Sᵀq is a weighted sum of values. Some mixers divide it by the sum of the weights, zᵀq, where
+z [K] is a second state.
 
 Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """
@@ -42,11 +43,11 @@ RFA_EPSILON = 1e-6
 
 
 class ScalarDecay(Recurrent):
-    """The base class of these mixers: S ← e^g S + β k vᵀ, o = Sᵀq. There is no convolution, and q
-    and k are not normalised.
+    """The base class of the mixers in this file: S ← e^g S + β k vᵀ, o = Sᵀq. There is no
+    convolution, and q and k are not normalised.
 
-    If `normalises` is true, there is a second state z [K], z ← e^g z + β k, and a subclass divides
-    o by the sum of the weights, zᵀq.
+    If `normalises` returns True, there is a second state z [K], z ← e^g z + β k, and a subclass
+    divides o by the sum of the weights, zᵀq.
     """
 
     switches = ("delta_rule",)
@@ -55,7 +56,7 @@ class ScalarDecay(Recurrent):
 
     @classmethod
     def normalises(cls, config) -> bool:
-        """Whether the mixer divides its output by the sum of the weights."""
+        """Returns whether the mixer divides its output by the sum of the weights."""
         return False
 
     @classmethod
@@ -70,8 +71,8 @@ class ScalarDecay(Recurrent):
         """Computes the recurrence of S and of z.
 
         Returns:
-          o [B, T, H, V] in float32; the sum of the weights zᵀq [B, T, H]; name → state after the
-          row, for both states.
+          o [B, T, H, V] in float32; the sum of the weights zᵀq [B, T, H]; {name: state after the
+          row} for both states.
         """
         o_BTHV, states = ScalarDecay.recurrence(self, heads, state)
         weight_BTH, z_BHK = key_sum(
@@ -350,6 +351,7 @@ def _rotated(x):
 
 
 def _retention(config, params, x, log_decay):
+    """Computes retention of one row, [T, D] → [T, D], with the log decay ln γ [T, H]."""
     q, k, v, gate = split_projection(config, params, x)
     o = outer_product_recurrence(_rotated(q), _rotated(k) * k.shape[-1] ** -0.5, v, log_decay)
     return project_out(params, rms_norm(config, o) * params["norm"] * jax.nn.silu(gate))

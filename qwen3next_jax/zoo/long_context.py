@@ -64,8 +64,8 @@ class ReRoPE(PairAttention):
 
     def far_place(self, positions, window):
         """Returns the positions by which queries or keys are rotated for the scores of far keys.
-        For queries, `window` is the setting `window`; for keys it is 0. The difference of the two
-        results is the distance that far keys have.
+        For queries, `window` is the setting `window`; for keys it is 0. A query's result minus a
+        key's result is the distance by which the two are rotated relative to each other.
         """
         return jnp.full_like(positions, window)
 
@@ -93,8 +93,8 @@ class LeakyReRoPE(ReRoPE):
 
 class LambdaWindow(ReRoPE):
     """The Λ-shaped mask of LM-Infinite (2308.16137): a query sees the last `window` keys
-    and the first `first_tokens` keys of its document. As in `ReRoPE`, no key is rotated by more
-    than `window`.
+    and the first `first_tokens` keys of its document. As in `ReRoPE`, a query and a key are rotated
+    relative to each other by at most `window`.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -113,11 +113,15 @@ class LambdaWindow(ReRoPE):
 
 
 def _lambda_seen(settings, t_BC1, s_B1S):
+    """Returns the mask of `LambdaWindow`, bool [B, C, S]."""
     in_window = t_BC1 - s_B1S < settings.window
     return (s_B1S <= t_BC1) & (in_window | (s_B1S < settings.first_tokens))
 
 
 def _lambda_pairs(settings, length):
+    """Returns the number of pairs for which the mask of `LambdaWindow` is true, in a row of
+    `length` tokens that is one document.
+    """
     window = min(settings.window, length)
     # A query at t ≥ window sees the last `window` keys, and up to `first_tokens` of the
     # t + 1 - window keys before them.
@@ -177,6 +181,9 @@ class ParallelWindows(PairAttention):
     read_time = ("contexts", "window")
 
     def place(self, position):
+        """Returns the positions by which tokens at the positions `position` of their document are
+        rotated.
+        """
         s = self.settings(self.config)
         in_windows = s.contexts * s.window
         return jnp.where(
@@ -207,9 +214,9 @@ class DynamicNTK(PairAttention):
     """Attention whose rotary base grows with the length of the text (dynamic NTK scaling). L is the
     trained length, `max_position_embeddings`; f is `yarn_factor`; R is the number of rotated
     dimensions. A query at position t ≥ L, and the keys that it reads, are rotated with the base
-    θ (f (t + 1) / L - f + 1)^(R / (R - 2)). So every token has the base for a text that ends with
-    it, also if the text is longer. Implementations that cache rotated keys compute a score from a
-    query and keys with different bases.
+    θ (f (t + 1) / L - f + 1)^(R / (R - 2)); at t < L the base is θ. So the base of a query depends
+    only on the query's own position, not on the tokens after it. Other implementations cache
+    rotated keys, so that a query meets keys that were rotated with other bases.
     """
 
     switches = ("attention_output_gate", "qk_norm", "yarn_factor")

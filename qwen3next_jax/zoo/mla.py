@@ -40,9 +40,9 @@ class MLA(Mixer):
     k = [W c | RoPE(k_r)] and the value v = W' c. The latent vector c = norm(W'' x) has the width
     `latent_rank`. The vector k_r is a projection of x and the same for all heads; its width is
     `shared_key_width`, or by default the number of rotated dimensions. RoPE rotates the first
-    `partial_rotary_factor` · `head_dim` numbers of q_r and k_r; the others are not rotated, as all
-    of them in Kimi Linear. If `query_rank` is not 0, the queries are computed from a latent
-    vector, too.
+    `partial_rotary_factor` · `head_dim` numbers of q_r and k_r, and leaves the remaining numbers
+    unchanged. (Kimi Linear rotates none.) If `query_rank` is not 0, the queries are computed from a
+    latent vector, too.
 
     With a cache, the queries are multiplied by Wᵀ and the outputs by W'. Attention then reads the
     latent vectors themselves, as a single key head that all query heads share.
@@ -119,10 +119,13 @@ class MLA(Mixer):
         return gated_projection(o_BTNP, gate_BTNP, self.o_proj[...], context), diagnostics, cache
 
     def weight(self, name: str, x: jax.Array) -> jax.Array:
+        """Returns the parameter called `name` in the dtype of x."""
         return getattr(self, name)[...].astype(x.dtype)
 
     def norm(self, x, weight):
-        """Applies RMSNorm to a latent vector, with the epsilon `latent_norm_eps`."""
+        """Applies the norm to a latent vector, with the epsilon `latent_norm_eps`, or
+        `rms_norm_eps` if that is 0.
+        """
         eps = self.settings(self.config).latent_norm_eps or self.config.rms_norm_eps
         return rms_norm(x, weight[...], dataclasses.replace(self.config, rms_norm_eps=eps))
 

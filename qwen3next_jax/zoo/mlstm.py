@@ -1,8 +1,8 @@
 """mLSTM (xLSTM, 2405.04517, equations 19–27): linear attention with an exponential input gate.
 
-The code subtracts m_t = max(ln σ(f_t) + m_{t−1}, i_t) from all exponents, so that none is above 0;
-f_t and i_t are the inputs of the forget gate and of the input gate. The output does not depend
-on m.
+The code subtracts m_t = max(ln σ(f_t) + m_{t−1}, i_t) from all exponents, so that no exponent is
+above 0. Here f_t and i_t are the inputs of the forget gate and of the input gate. The output does
+not depend on m.
 
 Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a value.
 """
@@ -24,10 +24,9 @@ EXAMPLES = {"mlstm": {"linear_mixer": "mlstm"}}
 
 
 class MLSTM(Recurrent):
-    """The mixer of mLSTM: S ← σ(f) S + e^i k vᵀ, n ← σ(f) n + e^i k, o = Sᵀq / max(|nᵀq|, 1). The
-    gates i and f are linear in the token's input, with a bias; k is scaled by K^-1/2. A norm of
-    each head and a sigmoid gate follow. There is no convolution. The diagnostic beta is the mean of
-    i.
+    """The mixer of mLSTM: S ← σ(f) S + e^i k vᵀ, n ← σ(f) n + e^i k, o = Sᵀq / max(|nᵀq|, 1). Both
+    i and f are linear in the token's input, with a bias; k is scaled by K^-1/2. A norm of each head
+    and a sigmoid gate follow. There is no convolution. The diagnostic beta is the mean of i.
     """
 
     switches = ("delta_rule",)

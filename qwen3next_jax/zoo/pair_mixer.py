@@ -29,9 +29,11 @@ class PairAttention(GatedAttention):
         return x_BTNK  # unchanged, because `queries` and `keys` rotate
 
     def queries(self, q_BTNK, t_BT):
+        """Returns what `score` takes for the queries q at the positions t: here q, rotated."""
         return rotate(q_BTNK, t_BT, self.config)
 
     def keys(self, k_BSMK, s_BS):
+        """Returns what `score` takes for the keys k at the positions s: here k, rotated."""
         return rotate(k_BSMK, s_BS, self.config)
 
     def per_head(self) -> tuple[jax.Array, ...]:
@@ -55,9 +57,10 @@ class PairAttention(GatedAttention):
         return dot(q, k)
 
     def seen(self, t_BC1, s_B1S):
-        """Returns the mask of a chunk of queries, bool [B, C, S]: whether each query sees each key.
-        `pair_attention` also hides the keys of other documents, so the mask need not. If
-        `self.best` is not 0, returns two masks, as `pair_attention` explains.
+        """Returns the mask of a chunk of queries, bool [B, C, S]: whether each query sees each key
+        of its document. `pair_attention` hides the keys of other documents whatever the mask is. If
+        `self.best` is not 0, returns two masks, as the argument `seen` of `pair_attention`
+        explains.
         """
         return s_B1S <= t_BC1
 

@@ -145,9 +145,10 @@ class ALiBi(Masked):
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Returns the slope of each head. For N heads, with N a power of two, head n has the slope
-    2^(-8 (n + 1) / N). For another number of heads, the first heads have the slopes for the next
-    lower power of two, and the other heads have every second slope for the next higher one.
+    """Returns the slope of each of N = `heads` heads. If N is a power of two, the heads n = 0 to
+    N - 1 have the slopes 2^(-8 (n + 1) / N). Otherwise let P be the largest power of two below N:
+    the first P heads have the slopes for P heads, and the remaining heads have the first, third,
+    fifth, … slope for 2 P heads.
     """
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (n + 1) / power) for n in range(power)]
@@ -156,10 +157,11 @@ def alibi_slopes(heads: int) -> list[float]:
 
 class T5Bias(Masked):
     """T5's relative position bias (1910.10683, section 2.1). A bucket is a range of distances; each
-    head adds a learned number for the bucket of the distance to the score. The first half of the
-    buckets hold one distance each. The ranges of the second half grow geometrically up to
-    `max_distance`. If the mask is not causal, earlier and later keys have half of the buckets each.
-    In contrast to T5, each layer has its own numbers, and the scores are scaled by K^-1/2.
+    head adds a learned number for the bucket of the distance to the score. If the mask is causal,
+    all buckets are for earlier keys; otherwise half of them are for earlier keys and half for later
+    keys. The first half of the buckets of one direction hold one distance each. The ranges of the
+    second half grow geometrically up to `max_distance`. In contrast to T5, each layer has its own
+    numbers, and the scores are scaled by K^-1/2.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -213,9 +215,9 @@ def t5_bucket(distance: jax.Array, buckets: int, largest: int, both_ways: bool) 
     """Returns the bucket of each distance, an array of the same shape.
 
     Args:
-      distance: the position of the query minus that of the key.
+      distance: the position of the query minus the position of the key.
       buckets: number of buckets.
-      largest: the setting `max_distance`.
+      largest: the setting `max_distance`; this distance and larger ones fall into the last bucket.
       both_ways: whether queries see later keys. If so, keys after the query have the second half of
         the buckets; otherwise their bucket is 0.
     """
@@ -241,6 +243,7 @@ def nope_attention_reference(config, params, x):
 
 
 def _mask(config, x):
+    """Returns the mask of `Masked` for a row x of T tokens, bool [T, T]."""
     s = config.settings_of(config.mixers[0])
     i, j, causal = places(x)
     if s.mask == "prefix":
@@ -272,6 +275,7 @@ def t5_bias_reference(config, params, x):
 
 
 def _bucket(distance, buckets, largest, both_ways):
+    """Computes `t5_bucket` for one distance, in Python."""
     first = 0
     if both_ways:
         buckets //= 2

@@ -1,6 +1,7 @@
 """Recurrent networks whose new state is a nonlinear function of the old one: the simple recurrent
-network (Elman, 1990) and long short-term memory (LSTM). They must be computed token by token. If a
-row is split over shards, each shard waits for the final state of the shard before it.
+network (Elman, 1990) and long short-term memory (LSTM). The state after a token can only be
+computed from the state before it, so the tokens are computed one after another. If a row is split
+over shards, each shard waits for the final state of the shard before it.
 
 Letters: B batch, T time, D model, H groups of V channels, C = V · number of gates of a cell.
 """
@@ -17,7 +18,7 @@ EXAMPLES = {"rnn": {"linear_mixer": "rnn"}, "lstm": {"linear_mixer": "lstm"}}
 
 
 class RecurrentNetwork(Mixer):
-    """The base class of these networks. A state has linear_num_value_heads groups of
+    """The base class of the networks in this file. A state has linear_num_value_heads groups of
     linear_value_head_dim channels. Each group has its own recurrent matrix U, so that the mesh axis
     `tensor` can split the groups; with one group, U is a full matrix as in the original networks.
     The output is a projection of the state "h" to the model's width.

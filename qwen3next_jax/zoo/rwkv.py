@@ -35,6 +35,8 @@ def token_shift(
     """Shifts x by one token.
 
     Args:
+      x_BTD: the inputs of the tokens, [B, T, D].
+      context: gives the mesh, the document ids and the axis over which T is split.
       before_B1D: the x of the token before the row's first token, from a cache; None for zeros.
 
     Returns:
@@ -121,7 +123,14 @@ class RWKV4(Mixer):
         return y, diagnostics, cache and dict(zip(RWKV4_STATES, state)) | {"shift": last}
 
     def _weighted_mean(self, k, v, w, bonus, segment_ids, axis_name, state):
-        """Computes the weighted mean of the values.
+        """Computes the weighted mean of the values v [B, T, D] for the keys k [B, T, D].
+
+        Args:
+          k, v: the keys and the values.
+          w: [D], the logarithm of each channel's decay rate.
+          bonus: [D], u.
+          segment_ids, axis_name: as in `linear_scan`.
+          state: the states before the row, in the order of RWKV4_STATES; None for empty states.
 
         Returns:
           The mean [B, T, D], float32; the states after the row, in the order of RWKV4_STATES.

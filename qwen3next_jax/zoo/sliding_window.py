@@ -205,16 +205,16 @@ def window_attention(
     Args:
       q: queries, [B, T, N, K].
       k, v: keys and values, [B, W + T, M, K], where the first W = window - 1 keys come before the
-        first query; or [B, T, M, K] if there are no keys before the first query. N must be a
-        multiple of M.
+        first query; or [B, T, M, K] if there are no keys before the first query. N is a multiple of
+        M.
       segment_ids: [B, T] integers or None, the document of each query.
       kv_segment_ids: [B, W + T] integers, the document of each key, -1 where there is no key. None
         if k has T keys.
       sink: [N] or None, a logit s of each head that adds e^s to the softmax's denominator.
       first: the first tokens of documents, which stay visible beyond the window; or None.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order. k then has T
-        keys, and `first.k` and `first.v` are k and v of this shard; `first.start` counts from the
-        start of the whole row. The function gathers the keys and values of the whole row.
+        keys, `first.k` and `first.v` are k and v of this shard, and the indices in `first.start`
+        are indices in the whole row. The function gathers the keys and values of the whole row.
       window: the number of keys that a query sees, 1 or more.
 
     Returns:

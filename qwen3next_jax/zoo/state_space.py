@@ -122,6 +122,10 @@ class Mamba(ChannelStates):
         return y_BTD, diagnostics, cache and {"conv": conv_state, "state": state_BHVN}
 
     def _convolve(self, x_BTHV, context: Context, state):
+        """Applies the convolution and the SiLU to x. Returns the outputs [B, T, H, V] and the
+        inputs that the convolution of the next tokens needs. `state` holds these inputs before the
+        row; None means zeros.
+        """
         rows = activation_spec("batch", context.time, "heads")
         first = activation_spec("batch", None, "heads")
         tokens = activation_spec("batch", context.time)

@@ -44,7 +44,8 @@ class TrainedState(Recurrent):
             o [B, H, V]), all in float32. `states` is a dict of the parts of the cache.
           heads: queries, keys and values.
           gates: the gates of all tokens, [B, T, H, …].
-          state: the states before the row; None: the result of `empty_states` for zeros.
+          state: the states before the row, a dict of the parts of the cache; None means the states
+            that `empty_states` returns.
 
         Returns:
           o [B, T, H, V]; the states after the row.
@@ -78,8 +79,8 @@ class TrainedState(Recurrent):
 
     @classmethod
     def empty_states(cls, empty_BHKV):
-        """Returns the parts of the cache before the first token. `empty_BHKV` is an array of
-        zeros.
+        """Returns the parts of the cache before the first token. `empty_BHKV` is an array of zeros
+        [B, H, K, V].
         """
         count_BH = jnp.zeros(empty_BHKV.shape[:2])
         return {"state": empty_BHKV, "start": empty_BHKV, "count": count_BH}

@@ -1,9 +1,9 @@
-"""Attention in which every query reads its own list of key blocks. The keys of each query are
-gathered, so the work grows with T × (keys of a query), and memory with T.
+"""Attention in which every query reads its own list of blocks of keys. The keys of each query are
+gathered, so the work is proportional to T × X, and the memory to T.
 
-Letters: B batch, T queries, S keys, C queries of a chunk, J blocks of a query, R the most tokens of
-a block, X = J · R gathered tokens of a query, N query heads, M key/value heads (query head n reads
-head n // (N // M)), H = N // M, K head width.
+Letters: B batch, T queries, S keys, C queries of a chunk, J blocks of a query, R the largest number
+of tokens in a block, X = J · R gathered tokens of a query, N query heads, M key/value heads (query
+head n reads head n // (N // M)), H = N // M, K head width.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
 
-CHUNK = 32  # number of queries, over all rows of the batch, whose keys are gathered at once
+CHUNK = 32  # number of queries, of all rows of the batch together, whose keys are gathered at once
 _HIDDEN = -1e30  # score of a gathered token that the query does not see
 
 
@@ -30,20 +30,22 @@ def gathered_attention(
     blocks, with a float32 softmax. A query without keys has o = 0.
 
     The backward pass gathers the keys again and adds the gradients of keys and values to float32
-    arrays [B, S, M, K]. The number of queries in memory at once does not depend on T.
+    arrays [B, S, M, K]. The number of queries whose keys are gathered at once does not depend on T.
 
     Args:
+      q_BTNK: the queries.
+      k_BSMK, v_BSMK: the keys and values.
       start_BTJ: int32, the index of the first key of each of the query's blocks.
-      size_BTJ: int32, how many keys of the block the query sees, 0 to `width`. No key may be in two
-        blocks of a query.
-      width: R, the most keys of a block.
+      size_BTJ: int32, the number of keys of the block that the query sees, 0 to `width`. The blocks
+        of a query do not overlap in the keys that the query sees.
+      width: R, the largest number of keys in a block.
     """
     return _forward(q_BTNK, k_BSMK, v_BSMK, start_BTJ, size_BTJ, width)[0]
 
 
 def gather_tokens(start_BCJ: jax.Array, size_BCJ: jax.Array, width: int, keys: int):
-    """Returns the indices [B, C, X] of the tokens of each query's blocks, all of them less than
-    `keys`, and [B, C, X] bool: whether the query sees the token.
+    """Returns the indices [B, C, X] of the tokens of each query's blocks, clipped to 0 … `keys` -
+    1, and [B, C, X] bool: whether the query sees the token.
     """
     step_R = jnp.arange(width, dtype=start_BCJ.dtype)
     shape = (*start_BCJ.shape[:2], -1)
@@ -52,27 +54,34 @@ def gather_tokens(start_BCJ: jax.Array, size_BCJ: jax.Array, width: int, keys: i
 
 
 def take_rows(x_BSx: jax.Array, index_BCX: jax.Array) -> jax.Array:
-    """Returns x [B, C, X, …] at the indices of each row."""
+    """Returns [B, C, X, …]: for each row of the batch, the entries of x [B, S, …] at the row's
+    indices.
+    """
     return jax.vmap(lambda x, index: x[index])(x_BSx, index_BCX)
 
 
 def scores(q_BCMHK: jax.Array, k_BCXMK: jax.Array, seen_BCX: jax.Array) -> jax.Array:
-    """Returns K^-1/2 q·k of each query and its gathered keys, [B, C, M, H, X] float32."""
+    """Returns K^-1/2 q·k of each query and its gathered keys, [B, C, M, H, X] float32; a large
+    negative number for keys that the query does not see.
+    """
     s_BCMHX = jnp.einsum("bcmhk,bcxmk->bcmhx", q_BCMHK, k_BCXMK, preferred_element_type=jnp.float32)
     return jnp.where(seen_BCX[:, :, None, None], s_BCMHX * q_BCMHK.shape[-1] ** -0.5, _HIDDEN)
 
 
 def queries_at_once(rows: int, time: int) -> int:
-    """The number of queries of each of `rows` rows in a chunk."""
+    """Returns C, the number of queries of each row of the batch in a chunk, for a batch of `rows`
+    rows of `time` queries.
+    """
     return min(max(CHUNK // rows, 1), time)
 
 
 def _grouped(x_BTNK: jax.Array, groups: int) -> jax.Array:
-    """[B, T, N, …] → [B, T, M, H, …]."""
+    """Reshapes x [B, T, N, …] to [B, T, M, H, …], with M = `groups`."""
     return x_BTNK.reshape(*x_BTNK.shape[:2], groups, -1, *x_BTNK.shape[3:])
 
 
 def _forward(q_BTNK, k_BSMK, v_BSMK, start_BTJ, size_BTJ, width):
+    """Returns o, and the tuple of arrays that the backward pass needs."""
     rows, time = q_BTNK.shape[:2]
     keys, groups = k_BSMK.shape[1:3]
 
@@ -101,6 +110,7 @@ def _forward(q_BTNK, k_BSMK, v_BSMK, start_BTJ, size_BTJ, width):
 
 
 def _backward(width, saved, do_BTNK):
+    """Returns the gradients of q, k and v, and None for the two arrays of integers."""
     q_BTNK, k_BSMK, v_BSMK, start_BTJ, size_BTJ, o_BTNK, logsumexp_BTMH = saved
     rows, time = q_BTNK.shape[:2]
     keys, groups = k_BSMK.shape[1:3]
