@@ -8,13 +8,9 @@ with task files (YAML) of your own. `--prepared_dir` names a folder of prepared 
 then also reports how many examples of each task the data contain.
 """
 
-import dataclasses
 import json
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-import numpy as np
 from absl import flags
 
 from qwen3next_jax.commands import cli
@@ -41,6 +37,7 @@ def main() -> int:
     cli.enable_compilation_cache()
     from qwen3next_jax.data.contamination import find_units
     from qwen3next_jax.data.store import Store
+    from qwen3next_jax.evals.contamination import contamination_of_tasks
     from qwen3next_jax.evals.harness import HarnessModel
     from qwen3next_jax.processes.distributed import is_process_0
     from qwen3next_jax.runs.load import join_processes, load_model
@@ -77,59 +74,15 @@ def main() -> int:
         print(make_table(results))
         contamination = {}
         if _prepared_dir.value and is_process_0():
-            contamination = measure_contamination(
-                results["samples"], tokenizer, _prepared_dir.value
-            )
+            found = contamination_of_tasks(results["samples"], tokenizer, _prepared_dir.value)
+            for task, of_task in found.items():
+                print(f"{task}: {of_task.summary()}")
+                contamination[task] = of_task.counts()
         if _json.value and is_process_0():
             kept = {name: results[name] for name in ("results", "versions", "n-samples", "n-shot")}
             kept |= {"contamination": contamination} if _prepared_dir.value else {}
             pathlib.Path(_json.value).write_text(json.dumps(kept, indent=2, default=str) + "\n")
     return ExitCode.DONE
-
-
-def measure_contamination(
-    samples: Mapping[str, Sequence[Mapping[str, Any]]], tokenizer: Any, prepared_dir: str
-) -> dict[str, dict[str, Any]]:
-    """Prints, and returns for each task, how many of its examples prepared data contain. The text
-    of an example is all strings in its record, one after the other.
-
-    Args:
-      samples: name of a task → its examples, as the harness returns them.
-      tokenizer: the tokenizer of the model and the data.
-      prepared_dir: the folder of prepared data.
-
-    Raises:
-      UserError: the folder holds no tokens of this tokenizer.
-    """
-    from qwen3next_jax.data.contamination import CLEAN, CONTAMINATED, find_contamination
-
-    texts = {
-        task: [" ".join(_strings(example["doc"])) for example in examples]
-        for task, examples in samples.items()
-    }
-    flat = [text for of_task in texts.values() for text in of_task]
-    found = find_contamination(flat, tokenizer, prepared_dir)
-    report, start = {}, 0
-    for task, of_task in texts.items():
-        part = dataclasses.replace(found, shares=found.shares[start : start + len(of_task)])
-        start += len(of_task)
-        print(f"{task}: {part.summary()}")
-        report[task] = {
-            "examples": len(of_task),
-            "contaminated": int((part.shares >= CONTAMINATED).sum()),
-            "clean": int((part.shares < CLEAN).sum()),
-            "too_short": int(np.isnan(part.shares).sum()),
-        }
-    return report
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yields the strings in a JSON value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _strings(inner)
 
 
 _model = flags.DEFINE_string("model", None, "folder of a run, or a Hugging Face directory")

@@ -47,17 +47,27 @@ class Contamination:
     shares: np.ndarray
     tokens: int
 
+    def counts(self) -> dict[str, int]:
+        """Returns the number of texts, and how many of them are contaminated, contaminated in part,
+        clean, and too short to tell.
+        """
+        return {
+            "texts": len(self.shares),
+            "contaminated": int((self.shares >= CONTAMINATED).sum()),
+            "in_part": int(((CLEAN <= self.shares) & (self.shares < CONTAMINATED)).sum()),
+            "clean": int((self.shares < CLEAN).sum()),
+            "too_short": int(np.isnan(self.shares).sum()),
+        }
+
     def summary(self) -> str:
-        """Returns a line with the number of texts of each kind."""
-        short = int(np.isnan(self.shares).sum())
-        contaminated = int((self.shares >= CONTAMINATED).sum())
-        clean = int((self.shares < CLEAN).sum())
-        partly = len(self.shares) - short - contaminated - clean
+        """Returns the counts as a line of text."""
+        counts = self.counts()
         return (
-            f"{len(self.shares):,} texts against {self.tokens:,} tokens: {contaminated:,} "
-            f"contaminated (at least {CONTAMINATED:.0%} of a text's tokens lie in {NGRAM}-grams "
-            f"that the data contain), {partly:,} in part, {clean:,} clean (less than {CLEAN:.0%}), "
-            f"{short:,} too short to tell (fewer than {NGRAM} tokens)"
+            f"{counts['texts']:,} texts against {self.tokens:,} tokens: "
+            f"{counts['contaminated']:,} contaminated (at least {CONTAMINATED:.0%} of a text's "
+            f"tokens lie in {NGRAM}-grams that the data contain), {counts['in_part']:,} in part, "
+            f"{counts['clean']:,} clean (less than {CLEAN:.0%}), {counts['too_short']:,} too short "
+            f"to tell (fewer than {NGRAM} tokens)"
         )
 
     def worst(self, count: int = 10) -> list[tuple[int, float]]:

@@ -198,17 +198,18 @@ def _documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Split]:
     for number, unit in enumerate(group.units):
         tokens, table = open_unit(store, unit)
         divided = group.divided if group.divided and group.divided.unit == number else None
+        ends = table["end"].astype(np.int64)
         edges = [0]
         while edges[-1] < len(table):
-            start = table["end"][edges[-1] - 1] if edges[-1] else 0
-            stop = int(np.searchsorted(table["end"], start + _TOKENS_AT_ONCE))
+            start = int(ends[edges[-1] - 1]) if edges[-1] else 0
+            stop = int(np.searchsorted(ends, start + _TOKENS_AT_ONCE))
             edges.append(min(max(stop, edges[-1] + 1), len(table)))
         if divided:
             edges = sorted({*edges, divided.document, divided.document + 1})
         for first, stop in zip(edges, edges[1:]):
-            start = int(table["end"][first - 1]) if first else 0
+            start = int(ends[first - 1]) if first else 0
             some = table[first:stop]
-            own = np.asarray(tokens[start : int(some["end"][-1])])
+            own = np.asarray(tokens[start : int(ends[stop - 1])])
             if divided and divided.document == first:
                 yield from _both_sides(own, some[0], number, divided)
             else:

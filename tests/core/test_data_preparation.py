@@ -158,6 +158,15 @@ def test_a_large_file_gives_several_units_and_workers_the_same_bytes(texts, tmp_
     )
 
 
+@pytest.mark.parametrize("count", [1, 150])
+def test_how_many_tokens_are_packed_at_once_does_not_matter(count, tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:count])  # a single document is divided
+    run(f"{tmp_path}/a.jsonl", tmp_path / "p")
+    monkeypatch.setattr(row_groups, "_TOKENS_AT_ONCE", 500)
+    run(f"{tmp_path}/a.jsonl", tmp_path / "q")
+    assert files(tmp_path / "p") == files(tmp_path / "q")
+
+
 def test_ranks_share_the_work(texts, tmp_path):
     with pytest.raises(Unfinished) as unfinished:
         run(texts, tmp_path / "p", share=Share(0, 3))

@@ -5,13 +5,14 @@ import json
 import numpy as np
 import pytest
 
-from qwen3next_jax.commands import harness, verify
+from qwen3next_jax.commands import verify
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.data import contamination, preparation
 from qwen3next_jax.data.contamination import NGRAM, NgramIndex, find_contamination
 from qwen3next_jax.data.sources import resolve
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import load_tokenizer
+from qwen3next_jax.evals.contamination import contamination_of_tasks
 
 BYTES = load_tokenizer("bytes")
 LETTERS = np.random.default_rng(0)
@@ -86,12 +87,10 @@ def test_verify_and_the_harness_report_it(prepared, tmp_path, capsys):
         "one": [{"doc": {"question": DOCUMENTS[2][:70], "choices": [DOCUMENTS[2][70:], "no"]}}],
         "two": [{"doc": {"text": text_of(50), "answer": 3}}, {"doc": {"text": "?"}}],
     }
-    report = harness.measure_contamination(samples, BYTES, prepared)
-    assert report == {
-        "one": {"examples": 1, "contaminated": 1, "clean": 0, "too_short": 0},
-        "two": {"examples": 2, "contaminated": 0, "clean": 1, "too_short": 1},
-    }
-    assert "one: 1 texts" in capsys.readouterr().out
+    found = contamination_of_tasks(samples, BYTES, prepared)
+    kinds = ("contaminated", "in_part", "clean", "too_short")
+    counts = {task: [of_task.counts()[kind] for kind in kinds] for task, of_task in found.items()}
+    assert counts == {"one": [1, 0, 0, 0], "two": [0, 0, 1, 1]}
 
 
 def test_tokens_of_another_tokenizer_are_not_compared(prepared, monkeypatch, tmp_path, capsys):
