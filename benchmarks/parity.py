@@ -210,7 +210,7 @@ def _choices(model: Qwen3Next, cases: dict[str, np.ndarray], hidden_states) -> d
         if block.embedding is not None:
             h = h + block.embedding(h, context)[0]
         found["selected.first_attention_layer"] = block.mixer.seen(
-            block.before(h, "mixer"), context
+            block.around(h, "mixer")[0], context
         )
     return found
 

@@ -104,14 +104,9 @@ class StreamMix(nnx.Module):
         """
 
         def written(h_BTE, y_BTD, a_BTS):
-            # S slices instead of a dimension S: a TPU would copy every array to another layout
-            streams = jnp.split(h_BTE, a_BTS.shape[-1], axis=-1)
-            y_BTD = y_BTD.astype(jnp.float32)
-            added = (
-                h_BTD + (a_BTS[..., s : s + 1] * y_BTD).astype(h_BTD.dtype)
-                for s, h_BTD in enumerate(streams)
-            )
-            return jnp.concatenate(list(added), axis=-1)
+            y_BTD, streams = y_BTD.astype(jnp.float32), a_BTS.shape[-1]
+            added = [(a_BTS[..., s : s + 1] * y_BTD).astype(h_BTE.dtype) for s in range(streams)]
+            return h_BTE + jnp.concatenate(added, axis=-1)
 
         return keeping_inputs(written, h_BTE, y_BTD, a_BTS)
 
