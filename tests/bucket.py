@@ -57,6 +57,7 @@ class Bucket:
         self._lock = beside._lock if beside else threading.RLock()
         self._generations = beside._generations if beside else itertools.count(time.time_ns())
         self._random = random.Random(seed)
+        self.injected = 0  # requests that met a fault
         self._written: dict[str, float] = {}  # name → the time of its last write
         handler = type("BoundHandler", (_Handler,), {"bucket": self})
         self._server = _Server(("127.0.0.1", port), handler)
@@ -204,6 +205,7 @@ class Bucket:
             return "403"
         with self._lock:
             if self._random.random() < self.faults["fail"]:
+                self.injected += 1
                 return self._random.choice(("429", "500", "503", "cut before", "cut after"))
         return ""
 

@@ -10,6 +10,7 @@ import re
 from typing import Any, Literal
 
 from qwen3next_jax.common.errors import escape_lines, require, require_path, short_repr
+from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
 from qwen3next_jax.config.reading import to_dict
@@ -109,9 +110,9 @@ class DataConfig:
             for value in values:
                 require_path(f"data.{name} = {value!r}", value)
         require(
-            self.prepared_dir.startswith(("gs://", "s3://")) or "://" not in self.prepared_dir,
-            f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, as rows are "
-            "read from it at random; data.path may be remote",
+            is_bucket(self.prepared_dir) or "://" not in self.prepared_dir,
+            f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, "
+            "gs://BUCKET/FOLDER or s3://BUCKET/FOLDER",
         )
         require(
             min(self.weights, default=0) >= 0 < max(self.weights, default=1),

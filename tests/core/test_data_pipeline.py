@@ -292,8 +292,8 @@ def test_unusable_places_are_named(config, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="data.prepared_dir .*cannot be written to"):
         load(config, prepared_dir=f"{tmp_path}/file/below")
-    with pytest.raises(UserError, match="expected a local directory"):
-        load(config, prepared_dir="gs://bucket/prepared")
+    with pytest.raises(UserError, match="data.prepared_dir"):
+        load(config, prepared_dir="http://host/prepared")
     with pytest.raises(UserError, match="absent.*no 'absent'|matches no file"):
         load(config, path=f"{config.path},{tmp_path}/absent/*.txt")
     with pytest.raises(UserError, match="257 ids, the model's vocabulary only 100"):

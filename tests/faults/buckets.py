@@ -18,7 +18,7 @@ from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.config import Config
 from tests.bucket import Bucket
 from tests.faults.kills import CHAIN
-from tests.faults.lab import EVERY, Lab, Trial, events, kill, lost_steps, wait, wait_for
+from tests.faults.lab import EVERY, Lab, Patience, Trial, events, kill, lost_steps, wait, wait_for
 from tests.faults.runs import _launches
 
 PATIENCE = 8.0  # seconds, in these rows
@@ -143,6 +143,9 @@ def outage(lab: Lab, argument: int) -> list[Trial]:
         )
         wait_for(progress, text, process)
         bucket.faults["fail"] = 1.0
+        patience = Patience(60, "no request met the outage")
+        while not bucket.injected and process.is_alive():
+            patience.wait(0.01)
         time.sleep(PATIENCE * (2.5 if is_long else 0.5))
         bucket.faults["fail"] = 0.0
         code = wait(process, 240)
