@@ -3,7 +3,7 @@ compiles the real train step for the slice, on a machine that needs no TPU.
 
     qwen3next plan --config=configs/qwen3_next_80b_a3b.py --topology=v5p:8x8x8
     --mesh=data=64,expert=8
-        [--search [--rows=512,1024]] [--quick] [--cost_model=schedule|roofline]
+        [--search [--rows=512,1024]] [--quick] [--cost_model=schedule|roofline|calibrated]
         [--json=plan.json]
     uv run --extra gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
     --mesh=data=8
@@ -446,9 +446,10 @@ _quick = flags.DEFINE_bool(
 _cost_model_flag = flags.DEFINE_enum(
     "cost_model",
     None,
-    ("schedule", "roofline"),
+    ("schedule", "roofline", "calibrated"),
     "schedule (default): every instruction lasts at least the cycles that the compiler scheduled; "
-    "roofline: kernels alone do",
+    "roofline: kernels alone do; calibrated: as schedule, at rates that chips were measured to "
+    "reach, with starts of collectives and kernels and shared links",
 )
 _rules = flags.DEFINE_enum(
     "rules",

@@ -19,10 +19,11 @@ MESH_AXES = ("data", "expert", "context", "tensor")
 IndexerTraining = Literal["frozen", "dense", "sparse"]
 # What the forward pass saves for the backward pass, which computes everything else again:
 #   "none"     all results; in bfloat16, all but those of cheap elementwise operations
-#   "block"    the input of each block
+#   "block"    the input of each block, the outputs of attention and the router's choices
+#   "full"     the input of each block
 #   "dots"     the input of each block, and the results of the block's projections
 #   "offload"  the input of each block, in the host's memory
-Remat = Literal["none", "block", "dots", "offload"]
+Remat = Literal["none", "block", "full", "dots", "offload"]
 Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 
 
@@ -199,8 +200,9 @@ class TrainConfig:
     init_state: Literal["weights", "all"] = "weights"
     # which results of the forward pass the backward pass computes again, to save memory. "none":
     # none. "block": all results inside of a block. "dots": all of these but the results of
-    # projections. "offload": the same as "block", and the inputs of blocks are kept in the host's
-    # memory (model/remat.py)
+    # projections. "full": all results, the outputs of attention and the router's choices included.
+    # "offload": the same as "full", and the inputs of blocks are kept in the host's memory
+    # (model/remat.py)
     remat: Remat = "none"
     # weight of the experts' load-balancing loss; this loss is 1 if the load is perfectly balanced
     balance_loss_weight: float = 0.001

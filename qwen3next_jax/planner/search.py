@@ -30,8 +30,9 @@ MICRO_BATCHES = (1, 2, 4, 8)
 # this, or if there are fewer rows than devices.
 LONG_ROWS = 32_768
 # {value of `train.remat`: the share of the forward pass that the backward pass computes again}. The
-# FLOPs of the experts and of the heads do not count in this share.
-RECOMPUTED = {"none": 0.0, "dots": 0.2, "block": 1.0, "offload": 1.0}
+# FLOPs of the experts and of the heads do not count in this share. "full" also computes attention
+# again, for which a tenth stands.
+RECOMPUTED = {"none": 0.0, "dots": 0.2, "block": 1.0, "full": 1.1, "offload": 1.0}
 # The share of the network's time that overlaps with compute (docs/notes/2026-11-23-pod-step.md).
 OVERLAPPED = 0.5
 # How often a saved activation is read from or written to HBM. The scan over layers reads and writes
@@ -202,6 +203,7 @@ def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
         "none": operands + rows,
         "dots": operands / 2 + rows,
         "block": 2 * m.hidden_size + attention,
+        "full": 2 * m.hidden_size,
         "offload": 2 * m.hidden_size,
     }[remat]
     weights = 2 * _gathered(m, mesh) if remat == "none" and _devices(mesh) > 1 else 0
