@@ -1,8 +1,9 @@
 """The cost model "calibrated": the simulation of `roofline.py` at rates that chips were measured to
 reach, with what the other two cost models leave out.
 
-- An instruction takes the measured seconds for its bytes through HBM and for the FLOPs of its
-  products, which include the start of a kernel (`Curve`), or its schedule's cycles if they are more.
+- An instruction takes the measured seconds for its bytes through HBM, or for the FLOPs of its
+  products, or the cycles of its schedule, whichever are most. Measured seconds include the start of
+  a kernel (`Curve`).
 - A collective takes a start, and then its bytes at the rate that a link was measured to reach.
 - The links along one dimension of the torus are one resource. Collectives over different mesh axes
   that lie along the same dimension wait for each other.
@@ -374,8 +375,26 @@ class CalibratedSimulation(Simulation):
                 for pairs in permuted_pairs(instruction).T
             )
             return tuple(int(d) for d in np.flatnonzero(np.any(at != to, axis=0)))
-        axes = read_collective(computation, instruction, self.network.mesh).axes
-        mesh = self.network.mesh
-        group = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
-        places = coordinates[group].reshape(-1, coordinates.shape[-1])
-        return tuple(int(d) for d in np.flatnonzero(np.ptp(places, axis=0)))
+        return dimensions_along(
+            self.network, read_collective(computation, instruction, self.network.mesh).axes
+        )
+
+
+def dimensions_along(network: Network, axes: Sequence[str]) -> tuple[int, ...]:
+    """Returns the dimensions of the torus along which a group of devices over mesh axes lies."""
+    group = tuple(slice(None) if name in axes else 0 for name in network.mesh.axis_names)
+    places = network.coordinates[group].reshape(-1, network.coordinates.shape[-1])
+    return tuple(int(d) for d in np.flatnonzero(np.ptp(places, axis=0)))
+
+
+def shared_seconds(network: Network, seconds: Mapping[tuple[str, ...], float]) -> float:
+    """Returns the seconds for which the busiest links are needed.
+
+    Args:
+      seconds: {mesh axes: seconds of all collectives over them}.
+    """
+    busy = [0.0] * len(network.shape)
+    for axes, needed in seconds.items():
+        for d in dimensions_along(network, axes):
+            busy[d] += needed
+    return max(*busy, *seconds.values(), 0.0)

@@ -25,9 +25,9 @@ goes through them one after another:
 - Copies between HBM and VMEM that the compiler starts early overlap in the same way.
 - A loop takes the time of its body times the number of its trips.
 
-These two predictions leave out the latency of collectives, launches and small transfers; stalls inside a
-schedule; contention on links that collectives over different axes share; and the time for hosts,
-input data and checkpoints. So a real step is slower.
+These two predictions leave out the latency of collectives, launches and small transfers; stalls
+inside a schedule; contention on links that collectives over different axes share; and the time for
+hosts, input data and checkpoints. So a real step is slower.
 """
 
 import dataclasses

@@ -7,10 +7,13 @@ import importlib.util
 import pytest
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import MeshConfig, ParallelConfig
+from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.planner import hlo, topology
 from qwen3next_jax.planner.calibrated import RATES, rates_of
-from qwen3next_jax.planner.roofline import estimate_time
+from qwen3next_jax.planner.ideal import SHARED_LINKS, ideal_time
+from qwen3next_jax.planner.parts import by_part, part_name
+from qwen3next_jax.planner.roofline import SourceCost, estimate_time
+from qwen3next_jax.planner.search import Candidate, choose
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.mesh import make_mesh
 
@@ -110,3 +113,40 @@ def test_an_early_copy_takes_the_hbm_time_that_others_leave():
     product = "  %p = bf16[8192,8192]{1,0:S(1)} parameter(1)\n" + COPY.replace("WORK", PRODUCT)
     beside_product = estimate(name, axes, product).seconds
     assert beside_product == pytest.approx(rates.products.seconds(2 * 8192**3))
+
+
+@needs_compiler
+def test_the_ideal_adds_up_what_shares_links_and_realistic_is_slower():
+    slice_ = topology.describe_topology("v6e:16x16")
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=32, expert=8)), slice_.devices)
+    found = ideal_time(ModelConfig(), TrainConfig(batch_size=256), slice_, mesh)
+    sums = found.bound["network data"] + found.bound["network expert"]
+    assert found.bound[SHARED_LINKS] == found.seconds == pytest.approx(sums)
+    assert found.realistic == pytest.approx(sums / RATES["v6e"].link_share)
+
+
+def test_a_search_compiles_every_size_of_expert_parallelism_that_fits():
+    """The formulas are too rough to drop FSDP alone, or 2 or 4 shards of the experts."""
+
+    def candidate(expert, seconds):
+        return Candidate(TrainConfig(), MeshConfig(expert=expert), 0.0, seconds, "")
+
+    fitting = [candidate(e, s) for s, e in enumerate((8, 8, 8, 16, 4, 8, 2, 1, 1))]
+    assert [c.seconds for c in choose(fitting, 5)] == [0, 1, 4, 6, 7]
+    assert [c.seconds for c in choose(fitting[:4], 3)] == [0, 1, 2]
+
+
+def test_parts_have_names_for_readers_and_lose_nothing():
+    sources = {
+        "expert_forms split_experts": "experts",
+        "moe choose": "router",
+        "gated_deltanet GatedDeltaNet.inputs.<genexpr>": "recurrent layers: projections, gates",
+        "splash_mha_fwd_segmented_residuals": "attention: scores",
+        "cross_entropy _chunk": "head and loss",
+        "?": "other",
+    }
+    costs = {name: SourceCost(2.0**i, 1.0, 3.0) for i, name in enumerate(sources)}
+    parts = by_part(costs | {"moe route": SourceCost(100.0, 1.0, 3.0)})
+    assert parts["router"] == SourceCost(102.0, 2.0, 6.0) and next(iter(parts)) == "router"
+    assert all(part_name(name) == part for name, part in sources.items())
+    assert sum(part.seconds for part in parts.values()) == 163.0
