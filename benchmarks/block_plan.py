@@ -5,7 +5,7 @@ parts, by the planner's cost models (docs/planner.md).
     [--topology=v5p:2x2x2] [--mesh=expert=8] [--rows=1]
         [--tokens=4096] [--mixer=gated_deltanet] [--layers=1] [--remat=block] [--level=O1]
         [--options=NAME=VALUE,…] [--by=part|instruction]
-        [--cost_model=schedule|roofline] [--hlo=FOLDER]
+        [--cost_model=schedule|roofline|calibrated] [--hlo=FOLDER]
 
 The layer (a mixer and experts, with the config's residual form) runs forward and backward, as
 inside a train step: `--layers` of them are the body of a scan of two trips, over `--rows` rows of

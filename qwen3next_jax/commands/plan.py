@@ -3,13 +3,14 @@ compiles the real train step for the slice, on a machine that needs no TPU.
 
     qwen3next plan --config=configs/qwen3_next_80b_a3b.py --topology=v5p:8x8x8
     --mesh=data=64,expert=8
-        [--search [--rows=512,1024]] [--quick] [--cost_model=schedule|roofline]
+        [--search [--rows=512,1024]] [--quick] [--cost_model=schedule|roofline|calibrated]
         [--json=plan.json]
     uv run --extra gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
     --mesh=data=8
 
 `--search` ranks meshes, batch sizes, remat policies and micro-batches by estimated time and
-compiles the best five; every candidate has the axis sizes that `--mesh` names. `--json` also draws
+compiles the best five, FSDP alone among them; every candidate has the axis sizes that `--mesh`
+names. `--json` also draws
 the memory of each plan into a .png of the same name. docs/planner.md explains the figures. For GPUs
 (hosts x GPUs per host) the command predicts memory, FLOPs and network traffic, but no times.
 """
@@ -71,6 +72,8 @@ def main() -> int:
         fixed = {axis: size for axis, size in mesh.items() if size != -1}
         plans = search(config, topology, level, console, fixed, _read_rows(), cost_model)
     else:
+        if topology.chip.torus and _mesh.value is None:
+            console.print(_mesh_of_the_search(config, topology), markup=False)
         plan = make_plan_in_subprocess(config, topology, level)
         plans = [dataclasses.replace(plan, cost_model=cost_model)]
         show(plans[0], console)
@@ -79,6 +82,22 @@ def main() -> int:
         out.write_text(json.dumps(records if _search.value else records[0], indent=1) + "\n")
         draw(plans, out.with_suffix(".png"))
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
+
+
+def _mesh_of_the_search(config: Config, topology) -> str:
+    """Returns a sentence for a plan without `--mesh`: the configuration's mesh, and what a search
+    would take.
+    """
+    from qwen3next_jax.planner.search import rank_candidates
+    from qwen3next_jax.sharding.mesh import mesh_text
+
+    mesh = mesh_text(config.parallel.mesh.sizes(len(topology.devices)))
+    ranked = rank_candidates(config.model, config.train, topology)
+    fitting = [candidate for candidate in ranked if not candidate.reason]
+    found = "finds none that fits"
+    if fitting:
+        found = f"would take {fitting[0].label} (by arithmetic {fitting[0].seconds:.3g} s)"
+    return f"no --mesh: planning {mesh}, the configuration's; --search {found}"
 
 
 def _largest_stage(stages: Sequence[ResolvedStage]) -> ResolvedStage:
@@ -185,16 +204,16 @@ def search(
       cost_model: "schedule" or "roofline", the value of --cost_model.
 
     Returns:
-      The plans, with the fastest plan first.
+      The plans, with the plan first that is fastest by the cost model "calibrated".
 
     Raises:
       UserError: no mesh divides the dimensions of the model and the batch.
     """
-    from qwen3next_jax.planner.search import rank_candidates
+    from qwen3next_jax.planner.search import choose, rank_candidates
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 
     ranked = rank_candidates(config.model, config.train, topology, fixed, rows)
-    chosen = [c for c in ranked if not c.reason][:COMPILED]
+    chosen = choose([c for c in ranked if not c.reason], COMPILED)
     if not chosen:  # the estimate is rough, so the smallest candidate may fit anyway
         chosen = [c for c in ranked if c.bytes < float("inf")][:1]
     if not chosen:
@@ -215,7 +234,13 @@ def search(
         candidate_config = dataclasses.replace(config, train=candidate.train, parallel=parallel)
         plan = make_plan_in_subprocess(candidate_config, topology, level)
         plans.append(dataclasses.replace(plan, cost_model=cost_model))
-    plans.sort(key=lambda p: (not p.fits, p.failed, -p.tokens_per_second if p.fits else p.needs))
+    plans.sort(
+        key=lambda p: (
+            not p.fits,
+            p.failed,
+            p.estimates["calibrated"].seconds / p.tokens if p.fits else p.needs,
+        )
+    )
     _show_search(plans, ranked, console)
     return plans
 
@@ -263,14 +288,17 @@ def show(plan, console: Console) -> None:
     """Prints the tables and sentences of one plan."""
     from qwen3next_jax.sharding.mesh import mesh_text
 
-    console.print(_title(plan), markup=False)
     if not plan.fits:
         console.print(
             f"{mesh_text(plan.mesh)} {plan.verdict}: {plan.reason} (compile "
             f"{plan.compile_seconds:.0f} s)",
             markup=False,
         )
+        console.print(_title(plan), markup=False)
         return
+    if plan.estimates:
+        console.print(_verdict(plan), markup=False)
+    console.print(_title(plan), markup=False)
     device = "device" if plan.topology.chip.devices_per_chip > 1 else "chip"
     console.print(_memory_table(plan, device))
     if plan.collectives:
@@ -313,10 +341,12 @@ def _waits_table(plan) -> Table:
 
 
 def _sources_table(plan) -> Table:
-    """Returns a table of this package's functions that take at least 1 % of the step."""
+    """Returns a table of the parts of the model that take at least 1 % of the step."""
+    from qwen3next_jax.planner.parts import by_part
+
     estimate = plan.estimate
     table = Table("part", "ms", "GB through HBM", "TFLOP")
-    for name, cost in estimate.by_source.items():
+    for name, cost in by_part(estimate.by_source).items():
         if cost.seconds >= 0.01 * estimate.seconds:
             table.add_row(
                 name,
@@ -345,6 +375,21 @@ def _gpu_summary(plan, device: str) -> str:
     )
 
 
+def _verdict(plan) -> str:
+    """Returns whether a plan fits, and the step by every cost model."""
+    estimate = plan.estimate
+    others = "".join(
+        f", {percent(plan.mfu_in(other.seconds))} ({other.seconds:.4g} s) by {name}"
+        for name, other in plan.estimates.items()
+        if name != plan.cost_model
+    )
+    return (
+        f"{_fits(plan)} Step {estimate.seconds:.4g} s, bound by {plan.binding}; "
+        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {percent(plan.mfu)} by "
+        f"--cost_model={plan.cost_model}{others}"
+    )
+
+
 def _summary(plan, device: str) -> Iterator[str]:
     """Yields the sentences about a plan that has estimates of time."""
     from qwen3next_jax.sharding.compiler_options import options_text
@@ -356,22 +401,12 @@ def _summary(plan, device: str) -> Iterator[str]:
             f"compiled at optimization level {plan.optimization_level}: at the default level, "
             "which training uses, times differ"
         )
-    others = "".join(
-        f", {percent(plan.mfu_in(other.seconds))} ({other.seconds:.4g} s) by {name}"
-        for name, other in plan.estimates.items()
-        if name != plan.cost_model
-    )
-    yield (
-        f"{_fits(plan)} Step {estimate.seconds:.4g} s, bound by {plan.binding}; "
-        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {percent(plan.mfu)} by "
-        f"--cost_model={plan.cost_model}{others}"
-    )
     needs = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in ideal.bound.items())
     yield (
         f"ideal: max({needs}) = {ideal.seconds:.3g} s, MFU {percent(plan.mfu_in(ideal.seconds))}; "
-        "with 75 % of the peak in dense products and 60 % in grouped ones "
-        f"{ideal.realistic:.3g} s, {percent(plan.mfu_in(ideal.realistic))}. This step takes "
-        f"{estimate.seconds / ideal.seconds:.2f} times the first"
+        f"at rates that chips were measured to reach {ideal.realistic:.3g} s, "
+        f"{percent(plan.mfu_in(ideal.realistic))}. This step takes "
+        f"{estimate.seconds / ideal.realistic:.2f} times the second"
     )
     yield (
         f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {device}, "
@@ -453,9 +488,10 @@ _quick = flags.DEFINE_bool(
 _cost_model_flag = flags.DEFINE_enum(
     "cost_model",
     None,
-    ("schedule", "roofline"),
+    ("schedule", "roofline", "calibrated"),
     "schedule (default): every instruction lasts at least the cycles that the compiler scheduled; "
-    "roofline: kernels alone do",
+    "roofline: kernels alone do; calibrated: as schedule, at rates that chips were measured to "
+    "reach, with starts of collectives and kernels and shared links",
 )
 _rules = flags.DEFINE_enum(
     "rules",

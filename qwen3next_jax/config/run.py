@@ -22,9 +22,10 @@ IndexerTraining = Literal["frozen", "dense", "sparse"]
 # (model/remat.py):
 #   "none"     all results; in bfloat16, all but those of cheap elementwise operations
 #   "block"    the input of each block, the output of attention, and the router's choices
+#   "full"     the input of each block
 #   "dots"     the same as "block", and the results of the block's projections
 #   "offload"  the input of each block, in the host's memory
-Remat = Literal["none", "block", "dots", "offload"]
+Remat = Literal["none", "block", "full", "dots", "offload"]
 Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 
 
@@ -202,9 +203,9 @@ class TrainConfig:
     init_state: Literal["weights", "all"] = "weights"
     # which results of the forward pass the backward pass computes again, to save memory
     # (model/remat.py). "none": none, or in bfloat16 cheap elementwise operations. "block": all
-    # inside a block but the output of attention and the router's choices. "dots": the same as
-    # "block", but the results of projections are saved. "offload": all inside a block, and the
-    # inputs of blocks are kept in the host's memory
+    # inside a block but the output of attention and the router's choices. "full": all inside a
+    # block. "dots": the same as "block", but the results of projections are saved. "offload": the
+    # same as "full", and the inputs of blocks are kept in the host's memory
     remat: Remat = "none"
     # weight of the experts' load-balancing loss, which is 1 if all experts get equally many tokens
     balance_loss_weight: float = 0.001

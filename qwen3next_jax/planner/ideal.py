@@ -1,8 +1,9 @@
 """Computes a lower bound of the time of a step on a mesh. It assumes that matrix products, HBM
 traffic and network traffic all run at their peak rates, and all at the same time.
 
-    ideal = max(products / peak, HBM bytes / bandwidth, bytes over each group of mesh axes /
-    bandwidth of its links)
+    ideal = max(products / peak, HBM bytes / bandwidth, bytes over the links / their bandwidth)
+
+Mesh axes that lie along the same dimension of the torus share its links; their times add up.
 
 - Products: the FLOPs of the model's forward and backward pass (`model/flops.py`), without
   recomputation.
@@ -21,8 +22,8 @@ traffic and network traffic all run at their peak rates, and all at the same tim
 - Network, `tensor`: four all-reduces of the hidden vectors in each layer.
 - The traffic over the mesh axis `context` is not counted.
 
-Real products do not reach the peak rate. `IdealTime.realistic` assumes 75 % of the peak for dense
-products and 60 % for grouped products.
+Nothing reaches its peak rate. `IdealTime.realistic` is the same maximum at the rates that chips
+were measured to reach with large operands (`calibrated.RATES`); a good step is near it.
 """
 
 import math
@@ -34,13 +35,15 @@ from qwen3next_jax.config import ModelConfig, TrainConfig
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS
 from qwen3next_jax.model.flops import BACKWARD_OVER_FORWARD, forward_flops_per_token
 from qwen3next_jax.model.language_model import declared
+from qwen3next_jax.planner.calibrated import rates_of, shared_seconds
 from qwen3next_jax.planner.compiled import Collective
 from qwen3next_jax.planner.roofline import COMPUTE, HBM, Network
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.sharding.rules import EXPERT, TENSOR, axes_to_gather, storage_spec, compute_spec
 
-# shares of the peak that dense products, and grouped products of experts, realistically reach
-DENSE_EFFICIENCY, GROUPED_EFFICIENCY = 0.75, 0.60
+# a size in FLOPs or bytes beyond every measured one, at which a chip reaches its highest rate
+_LARGE = 1e18
+SHARED_LINKS = "network, shared links"
 
 
 class IdealTime(NamedTuple):
@@ -49,10 +52,10 @@ class IdealTime(NamedTuple):
 
     Attributes:
       seconds: the largest value of `bound`, a lower bound of the step's time.
-      realistic: a lower bound in seconds, too, but with products that reach only DENSE_EFFICIENCY
-        and GROUPED_EFFICIENCY of the peak.
-      bound: {resource: seconds}, longest first. A resource is "compute", "hbm", or "network" with a
-        mesh axis.
+      realistic: a lower bound in seconds, too, but at rates that chips were measured to reach.
+      bound: {resource: seconds}, longest first. A resource is "compute", "hbm", "network" with a
+        mesh axis, or, if mesh axes share links, "network, shared links": the time for which the
+        busiest links are needed.
     """
 
     seconds: float
@@ -73,7 +76,7 @@ def ideal_time(
         name: (1 + BACKWARD_OVER_FORWARD) * flops * tokens / mesh.shape[TENSOR] / chip.device_flops
         for name, flops in forward_flops_per_token(m, train.sequence_length).items()
     }
-    compute, grouped = sum(products.values()), products.get("experts", 0.0)
+    compute = sum(products.values())
     network, bound = Network(mesh, chip, topology.shape), {COMPUTE: compute}
 
     def add_collective(axis: str, kind: str, size: float):
@@ -106,9 +109,24 @@ def ideal_time(
         + 4 * layers * tokens * layer_bytes(m) / mesh.shape[TENSOR]
     )
     bound[HBM] = moved * chip.devices_per_chip / chip.hbm_bandwidth
-    realistic = (compute - grouped) / DENSE_EFFICIENCY + grouped / GROUPED_EFFICIENCY
+    over = {
+        (axis,): bound[f"network {axis}"] for axis in mesh.axis_names if f"network {axis}" in bound
+    }
+    links = shared_seconds(network, over)
+    if links > max(over.values(), default=0.0):
+        bound[SHARED_LINKS] = links
+    rates = rates_of(chip)
+    realistic = max(
+        compute * chip.device_flops * rates.products.seconds(_LARGE) / _LARGE,
+        bound[HBM]
+        * chip.hbm_bandwidth
+        / chip.devices_per_chip
+        * rates.hbm.seconds(_LARGE)
+        / _LARGE,
+        links / rates.link_share,
+    )
     bound = dict(sorted(bound.items(), key=lambda item: -item[1]))
-    return IdealTime(max(bound.values()), max(realistic, *bound.values()), bound)
+    return IdealTime(max(bound.values()), realistic, bound)
 
 
 def _expert_exchange(m: ModelConfig, shards: int, size: float) -> tuple[str, float]:

@@ -8,6 +8,7 @@ prediction of time for GPUs.
 
 import dataclasses
 import functools
+import pathlib
 import re
 import resource
 import time
@@ -49,6 +50,7 @@ FAST_GPU_COMPILE = {
     "xla_llvm_disable_expensive_passes": True,
     "xla_backend_optimization_level": 0,
 }
+PROGRAM = "program.hlo"  # the file of the compiled program in the folder of its schedules
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -213,14 +215,14 @@ class Plan:
         times: dict[str, Any] = dict.fromkeys(
             (
                 *("step_seconds", "tokens_per_second", "mfu", "mfu_roofline", "mfu_today"),
-                *("ideal", "parts", "bound_seconds", "binding", "hbm_bytes"),
+                *("estimates", "ideal", "parts", "bound_seconds", "binding", "hbm_bytes"),
             )
         )
         times |= {
             "executed_flops": self.gpu_flops or None,
             "cost_model": self.cost_model,
             # "rules" and "mfu_today" are earlier names of "cost_model" and "mfu_roofline".
-            "rules": {"schedule": "new", "roofline": "today"}[self.cost_model],
+            "rules": {"schedule": "new", "roofline": "today"}.get(self.cost_model),
         }
         if not self.fits or not self.estimates:
             return times
@@ -232,6 +234,14 @@ class Plan:
             "mfu": self.mfu,
             "mfu_roofline": mfu_roofline,
             "mfu_today": mfu_roofline,
+            "estimates": {
+                name: {
+                    "step_seconds": e.seconds,
+                    "mfu": self.mfu_in(e.seconds),
+                    "bound_seconds": e.bound,
+                }
+                for name, e in self.estimates.items()
+            },
             "ideal": self.ideal._asdict(),
             "parts": {name: cost._asdict() for name, cost in estimate.by_source.items()},
             "bound_seconds": estimate.bound,
@@ -298,7 +308,8 @@ def make_plan(
         so the predictions of memory and network are the same. The predicted times differ, because
         "O1" keeps no arrays in VMEM between fusions and optimizes the code of each fusion less.
       dump_folder: the folder into which the compiler writes its schedules
-        (`schedule.enable_schedule_dump`). None means that no schedules are read.
+        (`schedule.enable_schedule_dump`), and this function the compiled program. None means that
+        no schedules are read.
 
     Raises:
       UserError: the mesh does not fit the devices or the model.
@@ -330,8 +341,12 @@ def make_plan(
     if compiled is None:
         needs, usable = out_of_memory(failure)
         return plan(fits=False, reason=_too_much(needs, usable), needs=needs, usable_hbm=usable)
-    program = hlo.parse(compiled.as_text())
-    schedules = schedule.read_schedules(dump_folder, program) if dump_folder else {}
+    text = compiled.as_text()
+    program = hlo.parse(text)
+    schedules = {}
+    if dump_folder:
+        (pathlib.Path(dump_folder) / PROGRAM).write_text(text)
+        schedules = schedule.read_schedules(dump_folder, program)
     memory = memory_use(
         compiled, program, run.abstract_state["params"], run.abstract_state["opt_state"]
     )

@@ -20,18 +20,26 @@ from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS, overlap_chunks
 from qwen3next_jax.model.flops import forward_flops_per_token, parameter_counts
-from qwen3next_jax.planner.ideal import DENSE_EFFICIENCY, GROUPED_EFFICIENCY, layer_bytes
+from qwen3next_jax.planner.calibrated import rates_of
+from qwen3next_jax.planner.ideal import layer_bytes
 from qwen3next_jax.planner.planning import check_expert_exchange
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.sharding.mesh import check_divides, mesh_text
 
 MICRO_BATCHES = (1, 2, 4, 8)
+# shares of the peak that dense products, and grouped products of experts, reach in a step
+DENSE_EFFICIENCY, GROUPED_EFFICIENCY = 0.75, 0.60
+# The collectives of one layer in a pass over one micro-batch: the released model's step of 48
+# layers has 2,592.
+COLLECTIVES_PER_LAYER = 54
+EXPERT_SIZES = (1, 2, 4, 8)  # 1: FSDP alone
 # The search considers meshes that split rows over the axis `context` if rows have more tokens than
 # this, or if there are fewer rows than devices.
 LONG_ROWS = 32_768
 # {value of `train.remat`: the share of the forward pass that the backward pass computes again}. The
-# FLOPs of the experts and of the heads do not count in this share.
-RECOMPUTED = {"none": 0.0, "dots": 0.2, "block": 1.0, "offload": 1.0}
+# FLOPs of the experts and of the heads do not count in this share. "full" also computes attention
+# again, for which a tenth stands.
+RECOMPUTED = {"none": 0.0, "dots": 0.2, "block": 1.0, "full": 1.1, "offload": 1.0}
 # The share of the network's time that overlaps with compute (docs/notes/2026-11-23-pod-step.md).
 OVERLAPPED = 0.5
 # How often a saved activation is read from or written to HBM. The scan over layers reads and writes
@@ -123,6 +131,19 @@ def rank_candidates(
     return fitting + sorted((c for c in found if c.reason), key=lambda c: c.bytes)
 
 
+def choose(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Returns the candidates that a search compiles: the first with each size of the axis `expert`
+    in EXPERT_SIZES, and then the first of the others, in the order of `fitting`. The formulas are
+    too rough to decide between expert parallelism and FSDP alone.
+    """
+    first: dict[int, int] = {}
+    for i, candidate in enumerate(fitting):
+        first.setdefault(candidate.mesh.expert, i)
+    taken = [first[size] for size in EXPERT_SIZES if size in first][:count]
+    others = [i for i in range(len(fitting)) if i not in taken]
+    return [fitting[i] for i in sorted(taken + others[: count - len(taken)])]
+
+
 def _meshes(
     model: ModelConfig, train: TrainConfig, devices: int, fixed: Mapping[str, int]
 ) -> list[MeshConfig]:
@@ -205,6 +226,7 @@ def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
         "none": operands + rows,
         "dots": operands / 2 + rows,
         "block": 2 * m.hidden_size + attention,
+        "full": 2 * m.hidden_size,
         "offload": 2 * m.hidden_size,
     }[remat]
     weights = 2 * _gathered(m, mesh) if remat == "none" and _devices(mesh) > 1 else 0
@@ -260,7 +282,9 @@ def estimated_seconds(
     experts = exchanges * layers * hidden * (mesh.expert - 1) if m.has_experts else 0
     tensor = 8 * layers * hidden * (mesh.tensor - 1) / mesh.tensor
     sent = weights + experts + tensor
-    network = sent / (2 * chip.link_bandwidth / chip.devices_per_chip)
+    rates = rates_of(chip)
+    network = sent / (2 * chip.link_bandwidth * rates.link_share / chip.devices_per_chip)
+    network += rates.collective_start * COLLECTIVES_PER_LAYER * layers * micro_batches
     return max(compute + hbm + (1 - OVERLAPPED) * network, network)
 
 

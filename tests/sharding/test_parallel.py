@@ -352,7 +352,7 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
 # ---- remat
 
 
-@pytest.mark.parametrize("policy", ["block", "dots", "kept", "offload"])
+@pytest.mark.parametrize("policy", ["block", "full", "dots", "kept", "offload"])
 def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
     """A scan over three blocks of two matmuls and an operation named "attention": how many
     residuals are saved and in which memory, and the gradient.
@@ -383,6 +383,7 @@ def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
     default = jax.devices()[0].default_memory().kind
     expected = {
         "block": [default] * 2,
+        "full": [default],
         "dots": [default] * 3,
         "kept": [default] * 3,
         "offload": ["pinned_host"],
