@@ -31,7 +31,7 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import unknown_kernels
-from qwen3next_jax.planner.roofline import COST_MODELS, estimate_time
+from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
 from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import make_mesh

@@ -22,7 +22,7 @@ from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.planner import hlo, schedule
-from qwen3next_jax.planner.roofline import COST_MODELS, estimate_time
+from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
 from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.zoo.gated_residual import StreamMix

@@ -33,7 +33,8 @@ from qwen3next_jax.planner.compiled import (
     unknown_kernels,
 )
 from qwen3next_jax.planner.ideal import IdealTime, ideal_time
-from qwen3next_jax.planner.roofline import COST_MODELS, Estimate, estimate_time
+from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
+from qwen3next_jax.planner.roofline import Estimate
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.sharding.chips import Chip
 from qwen3next_jax.sharding.compiler_options import compiler_options
@@ -79,7 +80,7 @@ class Plan:
       needs: bytes of HBM that the program needs on one device.
       usable_hbm: bytes of HBM of one device that a program can use.
       memory: `needs`, divided by purpose.
-      estimates: name of a cost model (`roofline.COST_MODELS`) → its estimate; {} for GPUs.
+      estimates: name of a cost model (`estimate.COST_MODELS`) → its estimate; {} for GPUs.
       gpu_flops: FLOPs that the program executes, including recomputation; 0 for TPUs.
       cost_model: the key of `estimates` for the properties `estimate`, `tokens_per_second`, `mfu`
         and `binding`.

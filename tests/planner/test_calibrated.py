@@ -12,7 +12,8 @@ from qwen3next_jax.planner import hlo, topology
 from qwen3next_jax.planner.calibrated import RATES, rates_of
 from qwen3next_jax.planner.ideal import SHARED_LINKS, ideal_time
 from qwen3next_jax.planner.parts import by_part, part_name
-from qwen3next_jax.planner.roofline import SourceCost, estimate_time
+from qwen3next_jax.planner.estimate import estimate_time
+from qwen3next_jax.planner.roofline import SourceCost
 from qwen3next_jax.planner.search import Candidate, choose
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.mesh import make_mesh
