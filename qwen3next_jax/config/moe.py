@@ -23,9 +23,8 @@ class MoEConfig:
     # the function that turns a token's router logits into scores of the experts
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     # whether the router has a bias per expert: it chooses experts by score + bias and weighs their
-    # outputs by the score. No gradient moves the bias: after each step, train.router_bias_rate is
-    # added to the bias of experts with less than their share of the load, and subtracted from the
-    # bias of experts with more (2408.15664)
+    # outputs by the score. No gradient moves the bias: each step changes it to even out the
+    # load, as train.router_bias_update says
     router_bias: bool = False
     # number of groups that the experts are divided into
     n_group: int = 1

@@ -213,7 +213,11 @@ class TrainConfig:
     indexer_training: IndexerTraining = "frozen"
     # weight of the indexers' loss, a mean over their layers
     indexer_loss_weight: float = 1.0
-    # how much one step adds to, or subtracts from, a bias of model.moe.router_bias
+    # how a step changes the biases of model.moe.router_bias. "sign": by train.router_bias_rate, up
+    # or down (2408.15664). "quantile": to the biases with which each expert would have got its
+    # share of this step's tokens (Kimi K3's report, section 2.3.3)
+    router_bias_update: Literal["sign", "quantile"] = "sign"
+    # router_bias_update = "sign": how much one step adds to, or subtracts from, a bias
     router_bias_rate: float = 0.001
     # number of steps between two lines of metrics
     log_every: int = 10
@@ -559,6 +563,7 @@ class Config:
             "characters: the workdir defaults to runs/<name>",
         )
         length, rate = self.train.sequence_length, self.train.router_bias_rate
+        update, model = self.train.router_bias_update, self.model
         require(
             length <= self.model.context_length,
             f"train.sequence_length = {length}: expected at most "
@@ -573,6 +578,30 @@ class Config:
             f"train.router_bias_rate = {rate}: no router of this "
             f"model reads it: expected {TrainConfig.router_bias_rate}, or model.moe.router_bias = "
             "True",
+        )
+        if update == "sign":
+            return
+        where = f"train.router_bias_update = {update!r}"
+        require(
+            model.moe.router_bias,
+            f"{where}: the routers of this model have no bias: expected 'sign', or "
+            "model.moe.router_bias = True",
+        )
+        require(
+            rate == TrainConfig.router_bias_rate,
+            f"{where} does not read train.router_bias_rate = {rate}: expected "
+            f"{TrainConfig.router_bias_rate}, or train.router_bias_update = 'sign'",
+        )
+        require(
+            model.moe.n_group == 1,
+            f"{where} with model.moe.n_group = {model.moe.n_group}: a group that is left out says "
+            "nothing about the bias that its experts need: expected model.moe.n_group = 1",
+        )
+        require(
+            model.num_experts_per_tok < model.num_experts,
+            f"{where} with model.num_experts_per_tok = {model.num_experts_per_tok} of "
+            f"model.num_experts = {model.num_experts}: every token chooses every expert: expected "
+            "fewer experts per token",
         )
 
 

@@ -185,6 +185,7 @@ class Qwen3Next(nnx.Module):
         diagnose: bool = False,
         mesh: Mesh | None = None,
         indexer: str = "frozen",
+        count_required_bias: bool = False,
     ) -> Features:
         """Runs the forward pass without the output head.
 
@@ -196,6 +197,7 @@ class Qwen3Next(nnx.Module):
           mesh: the devices that share the pass, with parameters as `sharding.rules` places them;
             None for one device.
           indexer: how the indexers of sparse attention train (see `Context`).
+          count_required_bias: whether the router statistics hold "required_bias" (see `Context`).
         """
         b, t = tokens.shape
         if segment_ids is None:
@@ -208,7 +210,8 @@ class Qwen3Next(nnx.Module):
             context = Context(
                 document_positions(segment_ids), segment_ids, segment_ids > 0, diagnose, mesh
             )
-        context = self._with_tokens(context._replace(indexer=indexer), tokens)
+        context = context._replace(indexer=indexer, count_required_bias=count_required_bias)
+        context = self._with_tokens(context, tokens)
         embedded = self.embed(tokens, mesh)
         # In bfloat16 the policy "kept" replaces "none", if the model marks all results that "kept"
         # saves.
@@ -240,7 +243,11 @@ class Qwen3Next(nnx.Module):
             else None
         )
         statistics = [
-            {name: layer[name] for name in ("load", "probability", "z", "tokens")}
+            {
+                name: layer[name]
+                for name in ("load", "probability", "z", "tokens", "required_bias")
+                if name in layer
+            }
             for layer in per_layer
             if "load" in layer
         ]

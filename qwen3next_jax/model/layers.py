@@ -43,6 +43,8 @@ class Context(NamedTuple):
       None if the model has no such layer.
     indexer: how the indexers of sparse attention train: "frozen", "dense" or "sparse"
       (`TrainConfig.indexer_training`).
+    count_required_bias: whether the routers count which bias each token would have needed to choose
+      each expert (`router.count_required_bias`).
     """
 
     positions: jax.Array
@@ -55,6 +57,7 @@ class Context(NamedTuple):
     layer: jax.Array | int = 0
     tokens: jax.Array | None = None
     indexer: str = "frozen"
+    count_required_bias: bool = False
 
     @property
     def time_axis(self) -> str | None:

@@ -18,7 +18,12 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.expert_forms import count_choices, expert_form
 from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.router import over_sum, rank_experts, score_experts
+from qwen3next_jax.model.router import (
+    count_required_bias,
+    over_sum,
+    rank_experts,
+    score_experts,
+)
 from qwen3next_jax.model.row_groups import merge_rows
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.decode_moe import is_decode_batch
@@ -61,6 +66,8 @@ class SparseMoE(nnx.Module):
       probability [E]: each expert's router probability;
       z []: logsumexp(logits)²;
       tokens []: the number of tokens that count;
+      required_bias [E, BINS]: with `Context.count_required_bias` and a bias, the result of
+        `router.count_required_bias`;
       router_logits [B, T, E]: the router's logits of all tokens, not summed.
     Diagnostics, means over the tokens that count:
       router_entropy []: the entropy of a token's probabilities, divided by ln E;
@@ -131,7 +138,15 @@ class SparseMoE(nnx.Module):
         )
         tokens = activation_spec("batch", context.time)
         routed = per_shard(
-            functools.partial(_routed_experts, self.config, mesh, self.expert_form, stored, layer),
+            functools.partial(
+                _routed_experts,
+                self.config,
+                mesh,
+                self.expert_form,
+                stored,
+                layer,
+                context.count_required_bias,
+            ),
             mesh,
             (tokens, specs, tokens, P()),
             (tokens, P(), tokens),
@@ -196,6 +211,7 @@ def _routed_experts(
     form: Callable,
     stored: _Weights,
     layer: jax.Array | int | None,
+    counts_required_bias: bool,
     xs_BTD: Sequence[jax.Array],
     weights: _Weights,
     stats_masks: Sequence[jax.Array | None],
@@ -209,6 +225,7 @@ def _routed_experts(
       form: function that chooses how the experts are computed (`expert_forms.expert_form`).
       stored: (declaration, shape) of each of `weights`.
       layer: if `weights` holds all layers of a stack, the number of the layer in it; else None.
+      counts_required_bias: as `Context.count_required_bias`.
       xs_BTD: the rows of each group.
       weights: this device's shards of the weights.
       stats_masks: for each group the mask of the tokens that count.
@@ -247,7 +264,15 @@ def _routed_experts(
             logits_RE += biases.logit
         share_RE, weight_RA, expert_RA = choose_experts(config, logits_RE, biases.choice)
         choices.append((x_RD, weight_RA.astype(dtype), expert_RA))
-        statistics.append(_router_statistics(logits_RE, share_RE, expert_RA, mask_BT))
+        counted_R = _counted(mask_BT, len(x_RD))
+        statistics.append(_router_statistics(logits_RE, share_RE, expert_RA, counted_R))
+        if counts_required_bias and biases.choice is not None:
+            statistics[-1]["required_bias"] = count_required_bias(
+                score_experts(config.moe, logits_RE)[0],
+                biases.choice,
+                config.num_experts_per_tok,
+                counted_R,
+            )
         logits.append(logits_RE.reshape(*x_BTD.shape[:2], -1))
 
     run = form(mesh, dtype, in_tiles=in_tiles, few_tokens=few_tokens, layer=layer)
@@ -343,13 +368,15 @@ def _diagnostics(config: ModelConfig, logits_BTE, counted_BT) -> dict[str, jax.A
     }
 
 
-def _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT) -> dict[str, jax.Array]:
-    tokens, a = expert_RA.shape
-    counted_R = (
-        jnp.ones(tokens, jnp.float32)
-        if counted_BT is None
-        else counted_BT.reshape(-1).astype(jnp.float32)
-    )
+def _counted(mask_BT: jax.Array | None, tokens: int) -> jax.Array:
+    """Returns the mask as float32 [R]; without a mask, each of the `tokens` tokens counts."""
+    if mask_BT is None:
+        return jnp.ones(tokens, jnp.float32)
+    return mask_BT.reshape(-1).astype(jnp.float32)
+
+
+def _router_statistics(logits_RE, probability_RE, expert_RA, counted_R) -> dict[str, jax.Array]:
+    a = expert_RA.shape[1]
     z_R = jnp.square(jax.nn.logsumexp(logits_RE, axis=-1))
     return {
         "load": count_choices(expert_RA.reshape(-1), logits_RE.shape[-1], jnp.repeat(counted_R, a)),

@@ -130,6 +130,8 @@ def total_loss(
         top1: the share of targets to which the model gives the highest probability.
         mtp_loss/d, mtp_top1/d: the same for each MTP depth d.
         balance_loss, router_z, expert_load [L, E]: only if a layer has experts.
+        required_bias [L, E, BINS]: the counts of `router.count_required_bias`, only if
+          `train.router_bias_update` is "quantile".
         indexer_loss: only if an indexer is trained.
         total_loss: `total`.
     """
@@ -139,6 +141,7 @@ def total_loss(
         remat=train.remat,
         mesh=mesh,
         indexer=train.indexer_training,
+        count_required_bias=train.router_bias_update == "quantile",
     )
 
     def cross_entropy(hidden_BTD, offset, targets):
@@ -167,6 +170,8 @@ def total_loss(
         router_z = jnp.mean(_per_layer(features, counts, "z"))
         total = total + train.balance_loss_weight * balance + train.router_z_loss_weight * router_z
         parts |= {"balance_loss": balance, "router_z": router_z, "expert_load": own_load}
+        if train.router_bias_update == "quantile":
+            parts["required_bias"] = jnp.concatenate(_summed(features, "required_bias"))
     indexer_losses = [loss / counts.mixer_tokens for loss in features.mixer_losses]
     if features.mtp_mixer_loss is not None:
         indexer_losses.append(features.mtp_mixer_loss / counts.mtp_mixer_tokens)
@@ -181,9 +186,15 @@ def _per_layer(features: Features, counts: Counts, name: str) -> jax.Array:
     tokens of the whole batch. The layer of the MTP module is last. `name`: a key of
     `Features.router`.
     """
-    layers = []
-    if features.router:
-        layers.append(features.router[name] / counts.tokens)
-    if features.mtp_router:
-        layers.append(features.mtp_router[name][None] / counts.mtp_tokens)
-    return jnp.concatenate(layers)
+    tokens = [counts.tokens] * bool(features.router) + [counts.mtp_tokens] * bool(
+        features.mtp_router
+    )
+    return jnp.concatenate([x / n for x, n in zip(_summed(features, name), tokens, strict=True)])
+
+
+def _summed(features: Features, name: str) -> list[jax.Array]:
+    """Returns a router statistic, summed over tokens, of the trunk's layers with experts [L, …] and
+    of the layer of the MTP module [1, …], where there are such layers.
+    """
+    layers = [features.router[name]] if features.router else []
+    return layers + ([features.mtp_router[name][None]] if features.mtp_router else [])
