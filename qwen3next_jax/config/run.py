@@ -13,7 +13,13 @@ from qwen3next_jax.common.errors import escape_lines, require, require_path, sho
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
 from qwen3next_jax.config.reading import to_dict
-from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS, check_name, is_import_string
+from qwen3next_jax.config.registry import (
+    DATA_SOURCES,
+    OPTIMIZERS,
+    TEXT_SOURCES,
+    check_name,
+    is_import_string,
+)
 
 MESH_AXES = ("data", "expert", "context", "tensor")
 IndexerTraining = Literal["frozen", "dense", "sparse"]
@@ -45,8 +51,9 @@ class SyntheticConfig:
 class DataConfig:
     """What the run trains on, and how documents become rows of `train.sequence_length` tokens."""
 
-    # "text": the files of data.path; other names, such as "mqar": synthetic tasks, generated from
-    # data.seed (DATA_SOURCES in config/registry.py lists all)
+    # "text": the files of data.path. "recorded": the files of data.path, as qwen3next generate
+    # --record_routing writes them (docs/routing.md). Other names, such as "mqar": synthetic tasks,
+    # generated from data.seed (DATA_SOURCES in config/registry.py lists all)
     source: str = "text"
     synthetic: SyntheticConfig = SyntheticConfig()
     # comma-separated globs, or folders of text; a glob is local or remote (gs://, s3://, …) and
@@ -86,7 +93,7 @@ class DataConfig:
         object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
         # Older run.json files say "bytes", the default of that time, even for tasks that have no
         # tokenizer.
-        if self.source != "text" and self.tokenizer == "bytes":
+        if self.source not in TEXT_SOURCES and self.tokenizer == "bytes":
             object.__setattr__(self, "tokenizer", "")
         check_name(DATA_SOURCES, self.source, "data.source")
         check_bounds(

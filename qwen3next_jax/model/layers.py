@@ -45,6 +45,9 @@ class Context(NamedTuple):
       (`TrainConfig.indexer_training`).
     count_required_bias: whether the routers count which bias each token would have needed to choose
       each expert (`router.count_required_bias`).
+    expert_ids: [B, T, A] int16, the experts that the tokens of this layer use in place of the ones
+      that the router would choose; -1: the router chooses. None: it chooses for all tokens.
+    record_routing: whether a mixture of experts adds "expert_ids" to its auxiliary outputs.
     """
 
     positions: jax.Array
@@ -58,6 +61,8 @@ class Context(NamedTuple):
     tokens: jax.Array | None = None
     indexer: str = "frozen"
     count_required_bias: bool = False
+    expert_ids: jax.Array | None = None
+    record_routing: bool = False
 
     @property
     def time_axis(self) -> str | None:

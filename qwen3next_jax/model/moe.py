@@ -68,7 +68,8 @@ class SparseMoE(nnx.Module):
       tokens []: the number of tokens that count;
       required_bias [E, BINS]: with `Context.count_required_bias` and a bias, the result of
         `router.count_required_bias`;
-      router_logits [B, T, E]: the router's logits of all tokens, not summed.
+      router_logits [B, T, E]: the router's logits of all tokens, not summed;
+      expert_ids [B, T, A] int16: with `Context.record_routing`, the experts of all tokens.
     Diagnostics, means over the tokens that count:
       router_entropy []: the entropy of a token's probabilities, divided by ln E;
       router_z []: logsumexp(logits)².
@@ -148,14 +149,19 @@ class SparseMoE(nnx.Module):
                 context.count_required_bias,
             ),
             mesh,
-            (tokens, specs, tokens, P()),
-            (tokens, P(), tokens),
+            (tokens, specs, tokens, tokens, P()),
+            (tokens, P(), tokens, tokens),
         )
         stats_masks = [c.stats_mask for c in contexts]
-        ys_BTD, statistics, logits = routed(xs_BTD, weights, stats_masks, biases)
+        replayed = [c.expert_ids for c in contexts]
+        ys_BTD, statistics, logits, expert_ids = routed(
+            xs_BTD, weights, stats_masks, replayed, biases
+        )
         if self.config.shared_expert_intermediate_size:
             ys_BTD = [y_BTD + self._gated_shared(x_BTD) for x_BTD, y_BTD in zip(xs_BTD, ys_BTD)]
         aux = statistics | {"router_logits": merge_rows(logits, context)}
+        if context.record_routing:
+            aux["expert_ids"] = merge_rows(expert_ids, context)
         if context.collect_stats:
             aux["diagnostics"] = _diagnostics(self.config, aux["router_logits"], context.stats_mask)
         return ys_BTD, aux
@@ -215,8 +221,9 @@ def _routed_experts(
     xs_BTD: Sequence[jax.Array],
     weights: _Weights,
     stats_masks: Sequence[jax.Array | None],
+    replayed: Sequence[jax.Array | None],
     biases: _RouterBiases,
-) -> tuple[list[jax.Array], dict[str, jax.Array], list[jax.Array]]:
+) -> tuple[list[jax.Array], dict[str, jax.Array], list[jax.Array], list[jax.Array]]:
     """Routes one device's tokens and computes their experts; it is called inside `shard_map`.
 
     Args:
@@ -229,11 +236,13 @@ def _routed_experts(
       xs_BTD: the rows of each group.
       weights: this device's shards of the weights.
       stats_masks: for each group the mask of the tokens that count.
+      replayed: for each group the experts that its tokens use (`Context.expert_ids`).
       biases: the router's biases.
 
     Returns:
       For each group the weighted sums of its tokens' experts; the router statistics, summed over
-      all devices; for each group the router logits.
+      all devices; for each group the router logits [B, T, E]; for each group the experts [B, T, A]
+      int16 of its tokens.
     """
     dtype = xs_BTD[0].dtype
     split = num_shards(mesh, EXPERT) > 1
@@ -257,12 +266,18 @@ def _routed_experts(
     choices = []
     statistics = []
     logits = []
-    for x_BTD, mask_BT in zip(xs_BTD, stats_masks):
+    expert_ids = []
+    for x_BTD, mask_BT, replayed_BTA in zip(xs_BTD, stats_masks, replayed):
         x_RD = x_BTD.reshape(-1, config.hidden_size)
         logits_RE = _router_logits(x_RD, weights.router)
         if biases.logit is not None:
             logits_RE += biases.logit
-        share_RE, weight_RA, expert_RA = choose_experts(config, logits_RE, biases.choice)
+        replayed_RA = None
+        if replayed_BTA is not None:
+            replayed_RA = replayed_BTA.reshape(-1, config.num_experts_per_tok)
+        share_RE, weight_RA, expert_RA = choose_experts(
+            config, logits_RE, biases.choice, replayed_RA
+        )
         choices.append((x_RD, weight_RA.astype(dtype), expert_RA))
         counted_R = _counted(mask_BT, len(x_RD))
         statistics.append(_router_statistics(logits_RE, share_RE, expert_RA, counted_R))
@@ -274,6 +289,7 @@ def _routed_experts(
                 counted_R,
             )
         logits.append(logits_RE.reshape(*x_BTD.shape[:2], -1))
+        expert_ids.append(expert_RA.astype(jnp.int16).reshape(*x_BTD.shape[:2], -1))
 
     run = form(mesh, dtype, in_tiles=in_tiles, few_tokens=few_tokens, layer=layer)
     x_RD, weight_RA, expert_RA = map(jnp.concatenate, zip(*choices))
@@ -287,6 +303,7 @@ def _routed_experts(
         [y_RD.reshape(x_BTD.shape) for x_BTD, y_RD in zip(xs_BTD, ys_RD)],
         statistics,
         logits,
+        expert_ids,
     )
 
 
@@ -324,7 +341,10 @@ def _router_logits(x_RD: jax.Array, router_DE: jax.Array) -> jax.Array:
 
 
 def choose_experts(
-    config: ModelConfig, logits_RE: jax.Array, bias_E: jax.Array | None = None
+    config: ModelConfig,
+    logits_RE: jax.Array,
+    bias_E: jax.Array | None = None,
+    replayed_RA: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Chooses each token's experts.
 
@@ -333,6 +353,10 @@ def choose_experts(
       logits_RE: the router's logits.
       bias_E: a bias that takes part in the choice of the experts, but not in their weights
         (`MoEConfig.router_bias`); or None.
+      replayed_RA: the experts that the tokens use in place of the ones with the largest numbers
+        (router replay, 2510.11370); a token with -1 chooses by itself. The weights are always those
+        of `logits_RE`, so gradients reach the scores of the replayed experts. None: all tokens
+        choose by themselves.
 
     Returns:
       Each expert's share of the token's scores, [R, E]; the weights [R, A] of the experts that the
@@ -341,7 +365,9 @@ def choose_experts(
     score_RE, share_RE = score_experts(config.moe, logits_RE)
     rank_RE = rank_experts(config.moe, score_RE, bias_E)
     weight_RA, expert_RA = jax.lax.top_k(rank_RE, config.num_experts_per_tok)
-    if rank_RE is not score_RE:
+    if replayed_RA is not None:
+        expert_RA = jnp.where(replayed_RA < 0, expert_RA, replayed_RA.astype(expert_RA.dtype))
+    if replayed_RA is not None or rank_RE is not score_RE:
         weight_RA = jnp.take_along_axis(score_RE, expert_RA, axis=-1)
     if config.norm_topk_prob:
         weight_RA = over_sum(weight_RA)

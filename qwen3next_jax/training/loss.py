@@ -117,7 +117,8 @@ def total_loss(
       model: the model.
       batch: tokens and segment_ids, [B, T] int32. The target of a token is the token that follows
         it in the same document. If the batch has target_mask, [B, T] bool, only the tokens that it
-        marks are targets.
+        marks are targets. If it has expert_ids, [B, T, layers, A] int16, the tokens use these
+        experts (`Qwen3Next.features`).
       train: the weights of the terms of the loss, and `remat`.
       counts: the counts of the whole batch.
       load: [L, E] `expert_load` of the whole batch; None if `batch` is the whole batch.
@@ -142,6 +143,7 @@ def total_loss(
         mesh=mesh,
         indexer=train.indexer_training,
         count_required_bias=train.router_bias_update == "quantile",
+        expert_ids=batch.get("expert_ids"),
     )
 
     def cross_entropy(hidden_BTD, offset, targets):
