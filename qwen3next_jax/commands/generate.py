@@ -2,6 +2,7 @@
 
     qwen3next generate --model=WORKDIR_OR_HF_DIR --prompt="def "
     qwen3next generate --model=HF_DIR --chat
+    qwen3next generate --model=WORKDIR --prompt="def " --samples=8 --record_routing=FOLDER
 
 The command writes the prompt and its continuation, or the answers of a chat, to standard output. It
 writes times, tokens per second and the memory of the cache to standard error.
@@ -40,6 +41,10 @@ def main() -> int:
 
     if _speculative.value:
         speculative.check_drafts(config, _speculative.value)
+    if _record_routing.value and not config.has_experts:
+        raise UserError(
+            f"--record_routing={_record_routing.value}: the model has no experts: leave it out"
+        )
     folder = to_path(_model.value)
     template = (
         ChatTemplate(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder)
@@ -75,6 +80,7 @@ def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
         top_k=_top_k.value,
         top_p=_top_p.value,
         min_p=_min_p.value,
+        record_routing=_record_routing.value is not None,
     )
     try:
         if template is not None:
@@ -170,6 +176,19 @@ def _check_flags() -> None:
         )
     if _samples.value > 1 and _chat.value:
         raise UserError(f"--samples={_samples.value} with --chat: expected one of the two")
+    if _record_routing.value is not None:
+        where = f"--record_routing={_record_routing.value}"
+        if not _record_routing.value:
+            raise UserError("--record_routing is empty: expected a folder")
+        if _chat.value:
+            raise UserError(f"{where} with --chat: expected one of the two")
+        if _speculative.value:
+            raise UserError(
+                f"{where} with --speculative={_speculative.value}: the experts of drafts are not "
+                "recorded: expected one of the two"
+            )
+        if pathlib.Path(_record_routing.value).is_file():
+            raise UserError(f"{where} is a file: expected a folder, or the name of a new one")
 
 
 class _Timer:
@@ -252,6 +271,7 @@ def _answer(model, tokenizer, text: str, request: dict, echo: str = "") -> str:
     from qwen3next_jax.inference.streaming import DecodeStream
 
     prompt, written, texts = tokenizer.encode(text), [], DecodeStream(tokenizer)
+    new: list[int] = []
 
     def write(text: str) -> None:
         written.append(text)
@@ -265,12 +285,14 @@ def _answer(model, tokenizer, text: str, request: dict, echo: str = "") -> str:
     try:
         for (tokens,) in stream:
             timer.add_piece(len(tokens))
+            new.extend(tokens)
             write("".join(map(texts.add, tokens)))
     except KeyboardInterrupt:
         pass
     write(texts.end())
     print(flush=True)
     timer.print_figures(model, [prompt], stream, request.get("min_cache_length", 0))
+    _write_routing(model, prompt, [new], stream)
     return "".join(written)
 
 
@@ -289,6 +311,21 @@ def _print_samples(model, tokenizer, text: str, request: dict) -> None:
     for i, row in enumerate(new):
         print(f"--- sample {i + 1} of {len(new)} ---\n{text}{tokenizer.decode(row)}", flush=True)
     timer.print_figures(model, prompts, stream)
+    _write_routing(model, prompts[0], new, stream)
+
+
+def _write_routing(model, prompt, new: list[list[int]], stream) -> None:
+    """With --record_routing, writes a file for each continuation of `prompt`."""
+    if _record_routing.value is None:
+        return
+    from qwen3next_jax.data.recorded import write_record
+
+    folder = pathlib.Path(_record_routing.value)
+    # The experts are there only if the stream has ended. Texts without new tokens teach nothing.
+    texts = [(row, experts) for row, experts in zip(new, stream.routed_experts) if row]
+    for row, experts in texts:
+        write_record(folder, model.config, [*prompt, *row], experts, len(prompt))
+    print(f"{folder}: wrote the experts of {len(texts)} of {len(new)} texts", file=sys.stderr)
 
 
 def _chat_loop(
@@ -349,6 +386,12 @@ _samples = flags.DEFINE_integer(
     1,
     "continuations of the prompt; several are printed when all have ended",
     lower_bound=1,
+)
+_record_routing = flags.DEFINE_string(
+    "record_routing",
+    None,
+    "folder for the tokens of each continuation and the experts that they used, which training can "
+    "replay (docs/routing.md)",
 )
 _temperature = flags.DEFINE_float(
     "temperature", 0.7, "sampling temperature; 0 takes the likeliest token", lower_bound=0

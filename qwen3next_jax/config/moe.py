@@ -25,9 +25,8 @@ class MoEConfig:
     # the function that turns a token's router logits into scores of the experts
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     # whether the router has a bias per expert (2408.15664): it chooses experts by score + bias and
-    # weighs their outputs by the score alone. The bias has no gradient: after each step, it grows
-    # by train.router_bias_rate if the expert received fewer tokens than the mean over the experts,
-    # and falls by as much if the expert received more
+    # weighs their outputs by the score alone. No gradient moves the bias: after each step it
+    # changes to even out the load, as train.router_bias_update says
     router_bias: bool = False
     # number of groups of equal size into which the experts are divided
     n_group: int = 1

@@ -137,7 +137,10 @@ DATA_SOURCES = {
     "induction": "qwen3next_jax.data.synthetic:SyntheticData",
     "copy": "qwen3next_jax.data.synthetic:SyntheticData",
     "backcopy": "qwen3next_jax.data.synthetic:SyntheticData",
+    "recorded": "qwen3next_jax.data.recorded:RecordedData",
 }
+# The sources above whose rows are text, with the tokenizer data.tokenizer.
+TEXT_SOURCES = ("text", "recorded")
 
 # Dotted name of a setting that names parts → the table of these parts.
 SETTINGS = {

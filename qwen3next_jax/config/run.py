@@ -14,7 +14,13 @@ from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
 from qwen3next_jax.config.reading import to_dict
-from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS, check_name, is_import_string
+from qwen3next_jax.config.registry import (
+    DATA_SOURCES,
+    OPTIMIZERS,
+    TEXT_SOURCES,
+    check_name,
+    is_import_string,
+)
 
 MESH_AXES = ("data", "expert", "context", "tensor")
 IndexerTraining = Literal["frozen", "dense", "sparse"]
@@ -48,8 +54,9 @@ class SyntheticConfig:
 class DataConfig:
     """What the run trains on, and how documents become rows of `train.sequence_length` tokens."""
 
-    # "text": the files of data.path; other names, such as "mqar": synthetic tasks, generated from
-    # data.seed (DATA_SOURCES in config/registry.py lists all)
+    # "text": the files of data.path. "recorded": the files of data.path, as qwen3next generate
+    # --record_routing writes them (docs/routing.md). Other names, such as "mqar": synthetic tasks,
+    # generated from data.seed (DATA_SOURCES in config/registry.py lists all)
     source: str = "text"
     synthetic: SyntheticConfig = SyntheticConfig()
     # comma-separated globs, or folders of text; a glob is local or remote (gs://, s3://, …) and
@@ -90,7 +97,7 @@ class DataConfig:
         object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
         # Older run.json files have "bytes", which was the default then, even for tasks that have no
         # tokenizer.
-        if self.source != "text" and self.tokenizer == "bytes":
+        if self.source not in TEXT_SOURCES and self.tokenizer == "bytes":
             object.__setattr__(self, "tokenizer", "")
         check_name(DATA_SOURCES, self.source, "data.source")
         check_bounds(
@@ -220,7 +227,11 @@ class TrainConfig:
     indexer_training: IndexerTraining = "frozen"
     # weight of the indexers' loss, which is the mean over the layers that have an indexer
     indexer_loss_weight: float = 1.0
-    # how much one step adds to, or subtracts from, a bias of model.moe.router_bias
+    # how a step changes the biases of model.moe.router_bias. "sign": by train.router_bias_rate, up
+    # or down (2408.15664). "quantile": to the biases with which each expert would have got its
+    # share of this step's tokens (Kimi K3's report, section 2.3.3)
+    router_bias_update: Literal["sign", "quantile"] = "sign"
+    # router_bias_update = "sign": how much one step adds to, or subtracts from, a bias
     router_bias_rate: float = 0.001
     # number of steps between two lines of metrics
     log_every: int = 10
@@ -578,6 +589,7 @@ class Config:
             "characters: the workdir defaults to runs/<name>",
         )
         length, rate = self.train.sequence_length, self.train.router_bias_rate
+        update, model = self.train.router_bias_update, self.model
         require(
             length <= self.model.context_length,
             f"train.sequence_length = {length}: expected at most "
@@ -592,6 +604,30 @@ class Config:
             f"train.router_bias_rate = {rate}: no router of this "
             f"model reads it: expected {TrainConfig.router_bias_rate}, or model.moe.router_bias = "
             "True",
+        )
+        if update == "sign":
+            return
+        where = f"train.router_bias_update = {update!r}"
+        require(
+            model.moe.router_bias,
+            f"{where}: the routers of this model have no bias: expected 'sign', or "
+            "model.moe.router_bias = True",
+        )
+        require(
+            rate == TrainConfig.router_bias_rate,
+            f"{where} does not read train.router_bias_rate = {rate}: expected "
+            f"{TrainConfig.router_bias_rate}, or train.router_bias_update = 'sign'",
+        )
+        require(
+            model.moe.n_group == 1,
+            f"{where} with model.moe.n_group = {model.moe.n_group}: a group that is left out says "
+            "nothing about the bias that its experts need: expected model.moe.n_group = 1",
+        )
+        require(
+            model.num_experts_per_tok < model.num_experts,
+            f"{where} with model.num_experts_per_tok = {model.num_experts_per_tok} of "
+            f"model.num_experts = {model.num_experts}: every token chooses every expert: expected "
+            "fewer experts per token",
         )
 
 

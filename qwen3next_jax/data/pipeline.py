@@ -15,7 +15,7 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.storage import is_bucket
-from qwen3next_jax.config import DataConfig
+from qwen3next_jax.config import DataConfig, ModelConfig
 from qwen3next_jax.config.registry import DATA_SOURCES, resolve
 from qwen3next_jax.data import preparation, readers
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
@@ -25,7 +25,9 @@ from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 
 # The arrays of a batch, or of one row (then without the axis B_local, the rows of this process):
 # "tokens", "segment_ids": int32 [B_local, T]. Rows of synthetic tasks also have "target_mask": bool
-# [B_local, T], the tokens that count as targets; in rows of text all tokens count.
+# [B_local, T], the tokens that count as targets; in rows of text all tokens count. Recorded rows
+# also have "expert_ids": int16 [B_local, T, layers, experts per token], the experts that the tokens
+# use.
 Batch = dict[str, np.ndarray]
 
 _ENDLESS = 2**62  # rows
@@ -105,6 +107,14 @@ class Data(Protocol):
 
         Raises:
           UserError: these rows cannot be made.
+        """
+
+    @staticmethod
+    def check_model(config: DataConfig, model: ModelConfig) -> None:
+        """Checks that `model` can train on these rows, if they hold more than tokens.
+
+        Raises:
+          UserError: the rows belong to another model.
         """
 
     def begin(self, row: int, starts: Mapping[str, int]) -> None:

@@ -45,6 +45,11 @@ class Context(NamedTuple):
       use}; None: the layer looks its rows up.
     indexer: how the indexers of sparse attention train: "frozen", "dense" or "sparse"
       (`TrainConfig.indexer_training`).
+    count_required_bias: whether the routers count which bias each token would have needed to choose
+      each expert (`router.count_required_bias`).
+    expert_ids: [B, T, A] int16, the experts that the tokens of this layer use in place of the ones
+      that the router would choose; -1: the router chooses. None: it chooses for all tokens.
+    record_routing: whether a mixture of experts adds "expert_ids" to its auxiliary outputs.
     """
 
     positions: jax.Array
@@ -58,6 +63,9 @@ class Context(NamedTuple):
     tokens: jax.Array | None = None
     indexer: str = "frozen"
     layer_rows: dict[int, jax.Array] | None = None
+    count_required_bias: bool = False
+    expert_ids: jax.Array | None = None
+    record_routing: bool = False
 
     @property
     def time_axis(self) -> str | None:

@@ -25,6 +25,7 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.config.registry import TEXT_SOURCES
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.synthetic import TaskTokens
 from qwen3next_jax.data.tokens import load_tokenizer, same_tokens
@@ -109,6 +110,7 @@ def check(
         (stage.data, stage.sequence_length) for stage in resolve_stages(config)
     ):
         source_of(data).check(data, length, config.model.vocab_size)
+        source_of(data).check_model(data, config.model)
 
 
 def _check_local_only(config: Config) -> None:
@@ -140,7 +142,7 @@ def with_tokenizer(
     Raises:
       UserError: the Hugging Face directory `init_from` has no tokenizer.json.
     """
-    if data.tokenizer or data.source != "text":
+    if data.tokenizer or data.source not in TEXT_SOURCES:
         return data
     if before := None if restart else trained_run(workdir):
         name, copy = read_config(workdir).data.tokenizer or "bytes", workdir / "tokenizer"

@@ -65,7 +65,11 @@ def make_gradients(
 
     def micro_batch_load(params, batch, counts):
         features = nnx.merge(run.graphdef, params).features(
-            batch["tokens"], batch["segment_ids"], mesh=mesh, indexer=train.indexer_training
+            batch["tokens"],
+            batch["segment_ids"],
+            mesh=mesh,
+            indexer=train.indexer_training,
+            expert_ids=batch.get("expert_ids"),
         )
         return expert_load(features, config, counts)
 

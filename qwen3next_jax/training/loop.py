@@ -41,7 +41,7 @@ from qwen3next_jax.training.indexer import keep_indexers
 from qwen3next_jax.training.loss import total_loss
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from qwen3next_jax.training.resolve import ResolvedRun
-from qwen3next_jax.training.router_bias import update_router_bias
+from qwen3next_jax.training.router_bias import balance_by_quantile, update_router_bias
 from qwen3next_jax.training.stages import (
     DataCursor,
     DataCursors,
@@ -101,9 +101,12 @@ def make_train_step(
             old["opt_state"] = state["opt_state"]["others"]
         updates, opt_state = optimizer.update(grads, old["opt_state"], before)
         params = optax.apply_updates(before, updates)
-        params = update_router_bias(
-            run.model, params, loss_parts.get("expert_load"), stage.train.router_bias_rate
-        )
+        if stage.train.router_bias_update == "quantile":
+            params = balance_by_quantile(run.model, params, loss_parts.pop("required_bias"))
+        else:
+            params = update_router_bias(
+                run.model, params, loss_parts.get("expert_load"), stage.train.router_bias_rate
+            )
         if stage.train.indexer_training == "frozen":
             params = keep_indexers(run.model, before, params)
 

@@ -11,14 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.model import declared, expert_forms
 from qwen3next_jax.model import expert_parallelism as exchange
+from qwen3next_jax.model.layers import Context
+from qwen3next_jax.model.moe import SparseMoE
+from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.compile_target import compiling_for
@@ -322,6 +327,33 @@ def test_a_gather_for_a_tpu_has_the_gradient_of_any_other(dim):
         width = columns * gathering.LANES
         assert (f"f32[16,{width}]" if dim == 0 else f"f32[{width},16]") in jaxpr
         np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def test_every_device_counts_the_biases_that_the_whole_batch_requires():
+    """And only those of tokens that count."""
+    config = dataclasses.replace(
+        SMALL.model, moe=MoEConfig(scoring_func="sigmoid", router_bias=True)
+    )
+    layer = SparseMoE(config, Make(config, nnx.Rngs(0)))
+    layer.router_bias[...] = jnp.linspace(-0.2, 0.2, 8)
+    x_BTD = jax.random.normal(jax.random.key(1), (8, 16, 32))
+    mask_BT = jnp.arange(16) < jnp.arange(9, 17)[:, None]
+    graphdef, params = nnx.split(layer)
+
+    def counts(mesh):
+        positions_BT = jnp.zeros((8, 16), jnp.int32)
+        context = Context(positions_BT, None, mask_BT, mesh=mesh, count_required_bias=True)
+
+        @jax.jit
+        def forward(params, x_BTD):
+            return nnx.merge(graphdef, params)([x_BTD], [context])[1]["required_bias"]
+
+        return np.asarray(forward(params, x_BTD))
+
+    one = counts(None)
+    assert np.all(one.sum(axis=1) == np.sum(mask_BT))
+    # Products summed in another order may move one token over the edge of a bin.
+    assert np.abs(counts(_mesh(expert=2, context=2, tensor=2)) - one).sum() <= 2
 
 
 # ---- checkpoints between meshes
