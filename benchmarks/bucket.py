@@ -5,7 +5,7 @@ time of a step, and the speed of rows.
 
 The bucket is `tests.bucket` in a process of its own, which waits `--delay` seconds before each
 answer. Without `--rows`: a nano run is resumed when its folder has 1, 100 and 1,000 checkpoints
-(those before the newest five have a manifest alone, which is all that a start looks at), and
+(those before the newest five have a manifest alone, which is all that a start looks at), and then
 trained in a local folder for comparison. With `--rows`: rows of 4,096 tokens are read in random
 order.
 """

@@ -396,6 +396,8 @@ def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = Fal
     Raises:
       UserError: the arrays have another structure, or cannot be read.
     """
+    if isinstance(folder, BucketPath):
+        require(folder.scheme == "gs", f"{folder}: Orbax reads no checkpoints from s3://")
     pattern = with_text_keys(abstract_state)
     arguments = ocp.args.PyTreeRestore(
         item=pattern,

@@ -91,6 +91,11 @@ def check(
     # is too long.
     require_path(f"--workdir={workdir}", workdir.absolute() / "checkpoints" / ("0" * 200))
     if isinstance(workdir, BucketPath):
+        require(
+            workdir.scheme == "gs",
+            f"--workdir={workdir}: Orbax writes no checkpoints to s3://: give gs:// or a folder on "
+            "a file system (s3:// may hold prepared data and Hugging Face directories)",
+        )
         check_bucket(f"--workdir={workdir}", workdir)
         _check_local_only(config)
     if records:

@@ -2,9 +2,14 @@
 
 import dataclasses
 import json
+import os
+import pathlib
 import threading
 
+import jax
+import numpy as np
 import pytest
+from flax import nnx
 
 pytest.importorskip("gcsfs")
 pytest.importorskip("google.cloud.storage")
@@ -24,12 +29,16 @@ from qwen3next_jax.config import (
     SyntheticConfig,
     TrainConfig,
 )
+from qwen3next_jax.data import remote_shard
+from qwen3next_jax.data.pipeline import TextData
+from qwen3next_jax.interop.huggingface import load_hf, save_hf
 from qwen3next_jax.runs.checkpoint import load_trained
 from qwen3next_jax.runs.lease import Lease
 from qwen3next_jax.runs.metrics_pieces import MetricsPieces
 from tests.bucket import Bucket
 from tests.in_process import train
 
+FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "qwen3_5_tiny"
 SECRET = "planted-4f1c9d"
 
 
@@ -200,3 +209,59 @@ def test_the_loop_does_not_wait_for_an_outage_and_nothing_is_lost(bucket, tmp_pa
     assert train(_with_steps(6), workdir, add_hooks=outage) == ExitCode.DONE
     assert ended.is_set() and _losses(workdir) == _losses(local)
     assert load_trained(workdir).step == 6
+
+
+def test_rows_in_a_bucket_are_the_local_rows_and_damage_is_named(bucket, tmp_path):
+    for i in range(30):
+        (tmp_path / f"{i}.txt").write_text(f"document {i} " * (i + 1))
+    config = DataConfig(path=f"{tmp_path}/*.txt", heldout_fraction=0.2)
+
+    def opened(place):
+        return TextData(dataclasses.replace(config, prepared_dir=str(place)), 64, 4)
+
+    local, remote = opened(tmp_path / "prepared"), opened("gs://bucket/prepared")
+    assert remote.fingerprint == local.fingerprint
+    for ours, theirs in (
+        (remote.batches(2), local.batches(2)),
+        (remote.heldout(), local.heldout()),
+    ):
+        for found, expected, _ in zip(ours, theirs, range(3)):
+            for name, values in expected.items():
+                np.testing.assert_array_equal(found[name], values)
+    (name,) = (name for name in bucket.names("prepared/rows") if "train-00000" in name)
+    content = bytearray(bucket.objects[name]["data"])
+    content[200] ^= 1
+    to_path(f"gs://bucket/{name}").write_bytes(bytes(content))
+    remote_shard._cache = remote_shard._Cache(0)
+    with pytest.raises(UserError, match="damaged"):
+        damaged = opened("gs://bucket/prepared")  # it samples rows for its fingerprint
+        for i in range(damaged.rows):
+            damaged.row(i)
+
+
+def test_a_hugging_face_directory_is_exported_into_a_bucket_and_read_there(bucket, tmp_path):
+    model = load_hf(FIXTURE)
+    save_hf(model, tmp_path / "local")
+    save_hf(model, "gs://bucket/out")
+    for path in (tmp_path / "local").iterdir():
+        assert bucket.objects[f"out/{path.name}"]["data"] == path.read_bytes()
+    written = sorted(os.listdir(tmp_path / "local"))
+    assert bucket.names("out") == [f"out/{name}" for name in written]
+    for found, expected in zip(
+        jax.tree.leaves(nnx.state(load_hf("gs://bucket/out"))),
+        jax.tree.leaves(nnx.state(model)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(found, expected)
+    with pytest.raises(UserError, match="already there"):
+        save_hf(model, "gs://bucket/out")
+    weights = bytearray(bucket.objects["out/model.safetensors"]["data"])
+    weights[-1] ^= 1
+    to_path("gs://bucket/out/model.safetensors").write_bytes(bytes(weights))
+    with pytest.raises(UserError, match="SHA256SUMS"):
+        load_hf("gs://bucket/out")
+
+
+def test_orbax_has_no_s3_and_a_run_there_is_refused():
+    with pytest.raises(UserError, match="s3://"):
+        train(CONFIG, to_path("s3://bucket/run"))
