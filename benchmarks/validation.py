@@ -123,61 +123,72 @@ QWEN3_NEXT_DENSE = {
     "shared_expert_intermediate_size": 0,
     "mtp_depth": 0,
 }
+FUSED = "splash's backward pass is one kernel with 5 products (here two with 7)"
+OTHER_EXPERTS = "its experts run in other kernels, with their own tiles"
 ROWS = {
     "qwen3_next_dense_v5e": Row(
         "14", "Qwen3-Next, dense 8B, v5e 256 chips", "v5e:16x16", 256, 1, 4096, "full",
         (2.571,), QWEN3_NEXT_DENSE, "maxtext#4347",
-        "",
+        "the published text names no widths: those of Qwen3.5-9B with this vocabulary, 8.2 B "
+        "parameters, are assumed; part of its delta rule runs in XLA",
     ),
     "maxtext_16b_v5e": Row(
         "13", "MaxText 16B, v5e 256 chips", "v5e:16x16", 256, 6, 2048, "full",
         (10.3,), MAXTEXT_16B, "maxtext src/maxtext/configs/tpu/v5e",
-        "",
+        "published as 120 TFLOP/s a chip, from which the seconds are computed",
     ),
     "llama_8b_v6e": Row(
         "9", "Llama 3.1 8B, v6e 8 chips", "v6e:2x4", 8, 3, 8192, "offload",
         (3.443,), LLAMA_8B, "tpu-recipes training/trillium",
-        "",
+        f"{FUSED}: -0.188 s; it offloads q, k, v and the output projection, too (here computed "
+        "again): -0.085 s; gate and up are two matrices (here one, whose gradient is padded): "
+        "-0.061 s; blocks of 2048 in attention (here 1024)",
+        -0.334,
     ),
     "llama_70b_v6e": Row(
         "10", "Llama 3.1 70B, v6e 256 chips", "v6e:16x16", 256, 5, 8192, "offload",
         (42.66,), LLAMA_70B, "tpu-recipes training/trillium",
-        "",
+        f"{FUSED}; it offloads q, k and v, too (here computed again)",
     ),
     "llama2_70b_v5p": Row(
         "12", "Llama 2 70B, v5p 64 chips", "v5p:4x4x4", 64, 2, 4096, "full",
         (2 * 4096 / 692,), LLAMA2_70B, "maxtext",
-        "",
+        "published as 692 tokens/s a chip; it keeps the results of all products but the MLP's "
+        "first (here everything is computed again)",
     ),
     "llama_70b_tpu7x": Row(
         "8", "Llama 3.1 70B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 2, 8192, "full",
         (12.20,), LLAMA_70B, "tpu-recipes training/ironwood",
-        "",
+        f"{FUSED}; it keeps q, k, v, attention's result and layer inputs (here inputs alone); "
+        "first moments in bfloat16",
     ),
     "qwen3_235b_tpu7x_256": Row(
         "6", "Qwen3-235B, TPU7x 256 chips", "tpu7x:4x8x8", 512, 16, 4096, "offload",
         (30.87,), QWEN3_235B, "tpu-recipes training/ironwood",
-        "",
+        f"{FUSED}; {OTHER_EXPERTS}",
     ),
     "qwen3_235b_tpu7x_64": Row(
         "5", "Qwen3-235B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
         (15.86,), QWEN3_235B, "gpu-tpu-pedia Qwen3-235B",
-        "",
+        f"{FUSED}; {OTHER_EXPERTS}; the clock of the chips was raised; what it keeps for the "
+        "backward pass is not said",
+
     ),
     "mixtral_v5p": Row(
         "11", "Mixtral 8x7B, v5p 64 chips", "v5p:4x4x4", 64, 36, 4096, "full",
         (48.5,), MIXTRAL, "maxtext",
-        "",
+        f"published as 251.9 TFLOP/s a chip, from which the seconds are computed; {OTHER_EXPERTS}; "
+        "weights in bfloat16 (here float32)",
     ),
     "hunyuan3_v5p": Row(
         "3", "Hunyuan3 295B, v5p 256 chips", "v5p:4x8x8", 256, 8, 4096 * 2, "offload",
         (63.17, 63.33, 63.49), HUNYUAN3, "gpu-tpu-pedia Hunyuan3",
-        "",
+        f"{FUSED}; {OTHER_EXPERTS}",
     ),
     "hunyuan3_tpu7x": Row(
         "4", "Hunyuan3 295B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
         (16.75,), HUNYUAN3, "gpu-tpu-pedia Hunyuan3",
-        "",
+        f"{FUSED}; {OTHER_EXPERTS}; first moments and gradients in bfloat16",
     ),
 }  # fmt: skip
 
@@ -212,7 +223,8 @@ def show():
         "| row | model, slice | rows × tokens a device, remat | measured s | "
         + " | ".join(f"`{name}`" for name in COST_MODELS)
         + " | `calibrated`, differences priced | level |\n"
-        + "|---|" * (len(COST_MODELS) + 6)
+        + "|"
+        + "---|" * (len(COST_MODELS) + 6)
     )
     raw, priced, missing = {name: [] for name in COST_MODELS}, [], []
     for name, row in ROWS.items():
