@@ -15,7 +15,7 @@ from qwen3next_jax.config.model import ModelConfig
 from qwen3next_jax.config.reading import to_dict
 from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS, check_name, is_import_string
 
-MESH_AXES = ("data", "expert", "context", "tensor")
+MESH_AXES = ("slice", "data", "expert", "context", "tensor")
 IndexerTraining = Literal["frozen", "dense", "sparse"]
 # What the forward pass saves for the backward pass, which computes everything else again:
 #   "none"     all results; in bfloat16, all but those of cheap elementwise operations
@@ -23,6 +23,7 @@ IndexerTraining = Literal["frozen", "dense", "sparse"]
 #   "dots"     the input of each block, and the results of the block's projections
 #   "offload"  the input of each block, in the host's memory
 Remat = Literal["none", "block", "dots", "offload"]
+SliceState = Literal["replicated", "sharded"]
 Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 
 
@@ -429,6 +430,10 @@ class MeshConfig:
     remaining devices.
     """
 
+    # number of groups of devices that each have all parameters; the groups share the rows of a
+    # batch, and add up their gradients once a step. 0: one group for each TPU slice, and a single
+    # group on other devices
+    slice: int = 0
     # number of devices that share the rows of a batch, and the stored parameters and optimizer
     # state (FSDP)
     data: int = -1
@@ -442,6 +447,8 @@ class MeshConfig:
     def __post_init__(self):
         for axis in MESH_AXES:
             size = getattr(self, axis)
+            if axis == "slice" and size == 0:
+                continue
             require(
                 size >= 1 or size == -1,
                 f"parallel.mesh.{axis} = {size}: expected at least 1, or -1 for what is left over",
@@ -451,13 +458,17 @@ class MeshConfig:
             "parallel.mesh: expected -1 for one axis at most",
         )
 
-    def sizes(self, devices: int) -> dict[str, int]:
+    def sizes(self, devices: int, slices: int = 1) -> dict[str, int]:
         """Returns name of an axis → number of devices along it, for a mesh of `devices` devices.
+
+        Args:
+          slices: the size of the axis `slice` if its setting is 0.
 
         Raises:
           UserError: the sizes do not multiply to `devices`.
         """
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        sizes["slice"] = sizes["slice"] or slices
         given = math.prod(size for size in sizes.values() if size != -1)
         text = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
         require(
@@ -474,6 +485,12 @@ class ParallelConfig:
     """How the devices and processes share the run."""
 
     mesh: MeshConfig = MeshConfig()
+    # dtype in which gradients cross the network between slices; they are added up in float32 within
+    # a slice, whatever this says
+    slice_gradients: Literal["float32", "bfloat16"] = "float32"
+    # whether every slice has the whole state of the optimizer, or the slices share it. If they
+    # share it, each computes a part of every update, and the parts cross the network in float32
+    slice_state: SliceState = "replicated"
     # seconds that the processes of the run wait for each other when they start
     start_timeout: float = 300.0
     # seconds without a sign of life after which a process counts as dead and the others exit

@@ -65,7 +65,9 @@ def state_from_parent(
     check_parent_versions(folder, record, run.model.mtp_depth, config.train.init_state)
     takes_all = config.train.init_state == "all"
     if takes_all:  # with the parent's guards, whose window may have another length
-        wanted = abstract_train_state(run.model, config.optimizer, theirs.guards, run.mesh)
+        wanted = abstract_train_state(
+            run.model, config.optimizer, theirs.guards, run.mesh, config.parallel.slice_state
+        )
     else:
         wanted = {name: run.abstract_state[name] for name in ("params", "step")}
     # Only the parameters that the model has are read; a model without MTP skips `mtp`.

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qwen3next_jax.model import declared
 from qwen3next_jax.model.visible_targets import mask_seen_targets
-from qwen3next_jax.sharding.rules import constrain, tree_shardings
+from qwen3next_jax.sharding.rules import SLICE, constrain, num_shards
+from qwen3next_jax.sharding.slices import add_up_gradients, on_each_slice, sum_over_slices
 from qwen3next_jax.training.loss import Counts, count_targets, expert_load, total_loss
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage
@@ -31,6 +31,9 @@ def make_gradients(
     the load first. This pass adds up to a third to the time of a step. It is left out if
     `balance_loss_weight` is 0.
 
+    On several slices each micro-batch has rows of every slice. A slice adds up the gradients of its
+    rows of all micro-batches before the slices add up theirs (`sharding.slices`).
+
     Args:
       run: the model, its structure, and the mesh.
       stage: the weights of the loss, and the number of micro-batches.
@@ -39,9 +42,9 @@ def make_gradients(
       Returns:
         The function. `batch` is {name: [B, T]}; see `loop.make_train_step`.
     """
-    config, train, mesh = run.model, stage.train, run.compute_mesh
+    config, train = run.model, stage.train
 
-    def micro_batch_gradients(params, batch, counts, load=None):
+    def micro_batch_gradients(params, batch, counts, mesh, load=None):
         def loss_share(params):
             return loss(
                 nnx.merge(run.graphdef, params), batch, train, counts=counts, load=load, mesh=mesh
@@ -50,14 +53,16 @@ def make_gradients(
         (_, parts), grads = jax.value_and_grad(loss_share, has_aux=True)(params)
         return grads, parts
 
-    def micro_batch_load(params, batch, counts):
+    def micro_batch_load(params, batch, counts, mesh):
         features = nnx.merge(run.graphdef, params).features(
             batch["tokens"], batch["segment_ids"], mesh=mesh, indexer=train.indexer_training
         )
         return expert_load(features, config, counts)
 
-    def accumulated_gradients(params, batch, counts):
+    def accumulated_gradients(params, batch, counts, mesh):
         k = stage.micro_batches
+        if k == 1:
+            return micro_batch_gradients(params, batch, counts, mesh)
         micro_batches = jax.tree.map(
             lambda x: constrain(
                 x.reshape(k, x.shape[0] // k, *x.shape[1:]), mesh, None, "batch", "time"
@@ -66,20 +71,31 @@ def make_gradients(
         )
         load = None
         if train.balance_loss_weight and config.has_experts:
-            load = _sum_over(micro_batches, lambda b: micro_batch_load(params, b, counts))
-        return _sum_over(micro_batches, lambda b: micro_batch_gradients(params, b, counts, load))
+            load = _sum_over(micro_batches, lambda b: micro_batch_load(params, b, counts, mesh))
+            load = sum_over_slices(load, mesh)
+        return _sum_over(
+            micro_batches, lambda b: micro_batch_gradients(params, b, counts, mesh, load)
+        )
+
+    def gradients_of_slices(params, batch, counts):
+        grads, parts = on_each_slice(accumulated_gradients, run.mesh)(params, batch, counts)
+        grads = add_up_gradients(
+            grads,
+            run.state_shardings["params"],
+            run.update_shardings,
+            run.config.parallel.slice_gradients,
+        )
+        return grads, parts
 
     def gradients(params: dict, batch: Batch):
         batch = mask_seen_targets(config, batch)
         counts: Counts = count_targets(batch, config.mtp_depth, config)
-        if stage.micro_batches == 1:
-            grads, parts = micro_batch_gradients(params, batch, counts)
-        else:
-            grads, parts = accumulated_gradients(params, batch, counts)
-        if mesh is not None:
-            grads = jax.lax.with_sharding_constraint(
-                grads, tree_shardings(run.abstract_state["params"], declared(config), mesh)
-            )
+        if num_shards(run.mesh, SLICE) > 1:
+            grads, parts = gradients_of_slices(params, batch, counts)
+            return grads, parts, counts
+        grads, parts = accumulated_gradients(params, batch, counts, run.compute_mesh)
+        if run.compute_mesh is not None:
+            grads = jax.lax.with_sharding_constraint(grads, run.update_shardings)
         return grads, parts, counts
 
     return gradients

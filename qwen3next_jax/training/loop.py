@@ -82,6 +82,7 @@ def make_train_step(
     schedule = learning_rate_schedule(stage.optimizer, stage.train.steps, stage.schedule_start)
     optimizer = make_optimizer(stage.optimizer, declared(run.model), schedule, run.compute_mesh)
     guard_config = run.config.guards
+    shares_updates = run.update_shardings != run.state_shardings["params"]
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         # Compute the gradients of the whole batch, one micro-batch after another.
@@ -95,6 +96,9 @@ def make_train_step(
 
         # `optimizer` applies clipping, its direction, weight decay and the learning rate.
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        if shares_updates:  # each slice computes a part of the updates; then all get all parts
+            updates = jax.lax.with_sharding_constraint(updates, run.update_shardings)
+            updates = jax.lax.with_sharding_constraint(updates, run.state_shardings["params"])
         params = optax.apply_updates(state["params"], updates)
         params = update_router_bias(
             run.model, params, loss_parts.get("expert_load"), stage.train.router_bias_rate
