@@ -31,12 +31,13 @@ input data and checkpoints. So a real step is slower.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from qwen3next_jax.planner.between_slices import crossing_seconds
 from qwen3next_jax.planner.compiled import (
     Collective,
     collective_kind,
@@ -357,6 +358,7 @@ class Network:
             *mesh.devices.shape, len(shape)
         )
         self.cores = np.array([d.core_on_chip for d in devices]).reshape(mesh.devices.shape)
+        self.slice_index = np.array([d.slice_index for d in devices]).reshape(mesh.devices.shape)
 
     def seconds(self, collective: Collective, instruction: Instruction) -> float:
         """Returns the seconds of one run of a collective.
@@ -368,11 +370,35 @@ class Network:
         if not collective.sent:
             return 0.0
         if collective.kind == "collective-permute":
-            transfers = self._busiest_link(permuted_pairs(instruction))
+            pairs = permuted_pairs(instruction)
+            source, target = self.slice_index.reshape(-1)[pairs].T
+            if np.any(source != target):
+                return crossing_seconds(collective.sent, self.chip)
+            # All slices do the same, so the links of one slice are enough.
+            transfers = self._busiest_link(pairs[source == self.slice_index.min()])
             if not transfers:
                 return collective.sent / self.chip.die_bandwidth
             return collective.sent * (transfers / self.chip.link_bandwidth)
         spans, sharing = self._spans(collective.axes)
+        if (slices := self._slices(collective.axes)) > 1:
+            # The devices of a slice share the work first, so only this part of what each device
+            # sends has to cross.
+            crosses = collective.sent * (slices - 1) / (collective.group - 1)
+            within = collective._replace(sent=collective.sent - crosses)
+            return crossing_seconds(crosses, self.chip) + self._within(within, spans, sharing)
+        return self._within(collective, spans, sharing)
+
+    def _slices(self, axes: tuple[str, ...]) -> int:
+        """Returns the number of slices over which a group along these mesh axes extends."""
+        index = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
+        return len(np.unique(self.slice_index[index]))
+
+    def _within(self, collective: Collective, spans: Sequence["_Span"], sharing: float) -> float:
+        """Returns the seconds of a collective on the links of a slice. `spans` and `sharing` are
+        the results of `_spans`.
+        """
+        if not collective.sent:
+            return 0.0
         if not spans:
             return collective.sent / self.chip.die_bandwidth
         sent = collective.sent * sharing
