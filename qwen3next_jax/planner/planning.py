@@ -308,9 +308,9 @@ def make_plan(
     check_expert_exchange(dict(mesh.shape), topology)
     run = resolve_run(config, mesh)
     started = time.perf_counter()
-    lowered = _lower(run, topology)
+    lowered = lower_step(run, topology)
     lowered_at, cpu_before = time.perf_counter(), used_cpu_seconds()
-    compiled, failure = _compile(lowered, topology, optimization_level)
+    compiled, failure = compile_step(lowered, topology, optimization_level)
     plan = functools.partial(
         Plan,
         config.name,
@@ -371,7 +371,7 @@ def _between_slices(
     return between_slices(config.model, config.train, config.parallel, topology, mesh, stored)
 
 
-def _lower(run: ResolvedRun, topology: Topology) -> jax.stages.Lowered:
+def lower_step(run: ResolvedRun, topology: Topology) -> jax.stages.Lowered:
     """Returns the train step of the run's only stage, lowered for `topology`."""
     (stage,) = run.stages
     # When kernels are traced, they read from the abstract mesh for which chip they are compiled.
@@ -381,7 +381,7 @@ def _lower(run: ResolvedRun, topology: Topology) -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=None if topology.chip.torus else ("cuda",))
 
 
-def _compile(
+def compile_step(
     lowered: jax.stages.Lowered, topology: Topology, optimization_level: str
 ) -> tuple[jax.stages.Compiled | None, str]:
     """Returns the compiled program and "", or None and the compiler's error message."""

@@ -41,7 +41,7 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
     devices = list(jax.devices() if devices is None else devices)
     by_slice: dict[int, list] = {}
     for device in devices:
-        by_slice.setdefault(getattr(device, "slice_index", 0) or 0, []).append(device)
+        by_slice.setdefault(slice_number(device), []).append(device)
     if len(by_slice) > 1:
         _check_slices(config.mesh, by_slice)
     is_tpu = devices[0].platform == "tpu"
@@ -51,6 +51,11 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
     else:
         grid = np.array(devices).reshape(tuple(sizes.values()))
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def slice_number(device: Any) -> int:
+    """Returns the number of the TPU slice that a device belongs to; 0 if JAX says nothing of it."""
+    return getattr(device, "slice_index", 0) or 0
 
 
 def _check_slices(mesh: MeshConfig, by_slice: Mapping[int, Sequence[Any]]) -> None:
