@@ -1,5 +1,5 @@
-"""Shows what crosses between TPU slices in a compiled train step, and what hides it; or prices it for
-1 to 8 slices. No TPU takes part.
+"""Shows what crosses between TPU slices in a compiled train step, and what hides it, or prices it
+for 1 to 8 slices. No TPU takes part.
 
     python benchmarks/slices.py [--topology=v6e:2x2] [--slices=2] [--layers=8] [--released]
         [--mesh=expert=2] [--micro_batches=1] [--state=replicated] [--gradients=float32]
@@ -98,9 +98,8 @@ def main():
 def show(program: hlo.Program, run: ResolvedRun, topology: Topology) -> None:
     """Prints what crosses between the slices of a compiled train step, and when."""
     mesh, parallel, chip = run.mesh, run.config.parallel, topology.chip
-    print(
-        f"{topology.title}, mesh {dict(mesh.shape)}, {parameter_counts(run.model).total:,} parameters"
-    )
+    parameters = parameter_counts(run.model).total
+    print(f"{topology.title}, mesh {dict(mesh.shape)}, {parameters:,} parameters")
     for (axes, kind), (size, count) in traffic(tuple(program_collectives(program, mesh))).items():
         print(f"  {'+'.join(axes)} {kind}: {count:,.0f} times, {size / 1e6:,.4f} MB a device")
     stored = shard_bytes(run.abstract_state["params"]) / 4
