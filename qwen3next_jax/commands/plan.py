@@ -60,7 +60,7 @@ def main() -> int:
     from qwen3next_jax.planner.topology import describe_topology
 
     level, cost_model = "O1" if _quick.value else "", _cost_model()
-    topology, console = describe_topology(_topology.value), Console(highlight=False)
+    topology, console = describe_topology(_topology.value, _slices.value), Console(highlight=False)
     if out:
         _check_writable(out)
     if _search.value and not topology.chip.torus:
@@ -212,7 +212,7 @@ def search(
     from qwen3next_jax.planner.search import choose, rank_candidates
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 
-    ranked = rank_candidates(config.model, config.train, topology, fixed, rows)
+    ranked = rank_candidates(config.model, config.train, topology, fixed, rows, config.parallel)
     chosen = choose([c for c in ranked if not c.reason], COMPILED)
     if not chosen:  # the estimate is rough, so the smallest candidate may fit anyway
         chosen = [c for c in ranked if c.bytes < float("inf")][:1]
@@ -415,6 +415,14 @@ def _summary(plan, device: str) -> Iterator[str]:
         f"({plan.compile_cpu_seconds:.0f} s of CPU), {plan.compile_bytes / 2**30:.1f} GiB of "
         "memory used"
     )
+    if crossing := plan.between_slices:
+        train = plan.train
+        yield (
+            f"between slices: {crossing.bytes / 1e9:.4g} GB leave each {device} in a step, "
+            f"{crossing.seconds:.3g} s at the network's peak; the backward pass takes as long from "
+            f"{crossing.hidden_from_rows:,} rows of {train.sequence_length:,} tokens on, with "
+            f"{train.gradient_accumulation} micro-batches"
+        )
     if plan.unstated_loops:
         yield (
             "counted once, as the program does not say how often they run: "
@@ -461,7 +469,7 @@ def _title(plan) -> str:
     if len(topology.devices) != topology.chips:
         devices += f", {len(topology.devices)} devices"
     return (
-        f"{plan.name} on {topology.name} ({devices}), {train.batch_size} × "
+        f"{plan.name} on {topology.title} ({devices}), {train.batch_size} × "
         f"{train.sequence_length} tokens"
     )
 
@@ -469,6 +477,9 @@ def _title(plan) -> str:
 _config = cli.define_config_flag()
 _topology = flags.DEFINE_string(
     "topology", None, "TPU slice, such as v5p:8x8x8, or hosts x GPUs: h100:16x8"
+)
+_slices = flags.DEFINE_integer(
+    "slices", 1, "number of TPU slices of this shape, joined by the data center network", 1
 )
 _mesh = cli.define_mesh_flag()
 _search = flags.DEFINE_bool(

@@ -22,7 +22,7 @@ from qwen3next_jax.config.registry import (
     is_import_string,
 )
 
-MESH_AXES = ("data", "expert", "context", "tensor")
+MESH_AXES = ("slice", "data", "expert", "context", "tensor")
 IndexerTraining = Literal["frozen", "dense", "sparse"]
 # What the forward pass saves for the backward pass, which computes everything else again
 # (model/remat.py):
@@ -32,6 +32,7 @@ IndexerTraining = Literal["frozen", "dense", "sparse"]
 #   "dots"     the same as "block", and the results of the block's projections
 #   "offload"  the input of each block, in the host's memory
 Remat = Literal["none", "block", "full", "dots", "offload"]
+SliceState = Literal["replicated", "sharded"]
 Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 
 
@@ -459,6 +460,10 @@ class MeshConfig:
     remaining devices.
     """
 
+    # number of groups of devices that each have all parameters; the groups share the rows of a
+    # batch, and add up their gradients once a step. 0: one group for each TPU slice, and a single
+    # group on other devices
+    slice: int = 0
     # number of devices over which the rows of a batch are split, and also the stored parameters and
     # optimizer state (FSDP)
     data: int = -1
@@ -472,6 +477,8 @@ class MeshConfig:
     def __post_init__(self):
         for axis in MESH_AXES:
             size = getattr(self, axis)
+            if axis == "slice" and size == 0:
+                continue
             require(
                 size >= 1 or size == -1,
                 f"parallel.mesh.{axis} = {size}: expected at least 1, or -1 for what is left over",
@@ -481,13 +488,17 @@ class MeshConfig:
             "parallel.mesh: expected -1 for one axis at most",
         )
 
-    def sizes(self, devices: int) -> dict[str, int]:
+    def sizes(self, devices: int, slices: int = 1) -> dict[str, int]:
         """Returns name of an axis → number of devices along it, for a mesh of `devices` devices.
+
+        Args:
+          slices: the size of the axis `slice` if its setting is 0.
 
         Raises:
           UserError: the sizes do not multiply to `devices`.
         """
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        sizes["slice"] = sizes["slice"] or slices
         given = math.prod(size for size in sizes.values() if size != -1)
         text = " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size != -1)
         require(
@@ -504,6 +515,12 @@ class ParallelConfig:
     """How the devices and processes share the run."""
 
     mesh: MeshConfig = MeshConfig()
+    # dtype in which gradients cross the network between slices; they are added up in float32 within
+    # a slice, whatever this says
+    slice_gradients: Literal["float32", "bfloat16"] = "float32"
+    # whether every slice has the whole state of the optimizer, or the slices share it. If they
+    # share it, each computes a part of every update, and the parts cross the network in float32
+    slice_state: SliceState = "replicated"
     # seconds that the processes of the run wait for each other when they start
     start_timeout: float = 300.0
     # seconds without a heartbeat after which a process counts as dead and the others exit

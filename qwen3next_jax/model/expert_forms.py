@@ -21,7 +21,7 @@ from qwen3next_jax.model.expert_parallelism import expert_parallel_moe, local_mo
 from qwen3next_jax.ops import expert_mlp
 from qwen3next_jax.ops.decode_moe import decode_moe
 from qwen3next_jax.ops.preferences import experts_in_caches
-from qwen3next_jax.sharding.rules import EXPERT, TOKENS, num_shards
+from qwen3next_jax.sharding.rules import EXPERT, TOKENS_OF_SLICE, num_shards
 
 
 def expert_form(
@@ -45,7 +45,7 @@ def expert_form(
         occurs in decoding, the form gets the weights of all layers of the stack.
     """
     if num_shards(mesh, EXPERT) > 1:
-        return functools.partial(expert_parallel_moe, axis=EXPERT, axes=TOKENS)
+        return functools.partial(expert_parallel_moe, axis=EXPERT, axes=TOKENS_OF_SLICE)
     if in_tiles:
         return local_moe
     if layer is not None:

@@ -36,6 +36,7 @@ from qwen3next_jax.sharding.rules import (
     TENSOR,
     TOKENS,
     activation_spec,
+    axes_in_program,
     constrain,
     gather_params,
     gather_in_shard,
@@ -423,7 +424,7 @@ class Qwen3Next(nnx.Module):
                 weights_BT.reshape(-1),
             )
             if mesh is not None:
-                loss = jax.lax.psum(loss, axes)
+                loss = jax.lax.psum(loss, axes_in_program(mesh, axes))
             return loss, *(
                 x.reshape(targets_BT.shape) for x in (rows.correct, rows.argmax, rows.nll)
             )

@@ -32,6 +32,7 @@ from qwen3next_jax.sharding.rules import (
     EXPERT,
     TENSOR,
     TOKENS,
+    axes_in_program,
     activation_spec,
     gather_in_shard,
     per_shard,
@@ -297,7 +298,7 @@ def _routed_experts(
     statistics = jax.tree.map(lambda first, *more: sum(more, first), *statistics)
     if mesh is not None:
         y_RD = jax.lax.psum(y_RD, TENSOR)  # each shard holds a part of every expert's width
-        statistics = jax.lax.psum(statistics, TOKENS)
+        statistics = jax.lax.psum(statistics, axes_in_program(mesh, TOKENS))
     ys_RD = jnp.split(y_RD, len(xs_BTD))
     return (
         [y_RD.reshape(x_BTD.shape) for x_BTD, y_RD in zip(xs_BTD, ys_RD)],

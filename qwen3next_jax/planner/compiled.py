@@ -16,6 +16,8 @@ import numpy as np
 from qwen3next_jax.ops.implementations import kernels
 from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, Shape, product_flops
 from qwen3next_jax.planner.schedule import Schedule
+from qwen3next_jax.sharding.mesh import slice_number
+from qwen3next_jax.sharding.rules import DATA, SLICE
 
 COLLECTIVES = (
     "all-gather",
@@ -95,6 +97,63 @@ def collective_kind(instruction: Instruction) -> str:
     return kind if kind in COLLECTIVES else ""
 
 
+class Transfer(NamedTuple):
+    """A collective between TPU slices. The program of a slice hands its data to the host (`send`),
+    and takes the result from it (`recv`); the hosts of all slices do the rest (the "megascale"
+    runtime).
+
+    Attributes:
+      name: a name that the `send` and the `recv` of a transfer have in common.
+      kind: one of COLLECTIVES.
+    """
+
+    name: str
+    kind: str
+
+
+def transfer_between_slices(instruction: Instruction) -> Transfer | None:
+    """Returns the transfer that a `send` or `recv` begins; None for every other instruction."""
+    if instruction.opcode not in ("send", "recv"):
+        return None
+    kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+    name = re.search(r'_xla_host_transfer_rendezvous="([^"]+)"', instruction.attributes)
+    if not kind or not name:
+        return None
+    return Transfer(name.group(1), kind.group(1).lower().replace("_", "-"))
+
+
+def read_transfer(
+    computation: Computation, send: Instruction, mesh: jax.sharding.Mesh, times: float = 1
+) -> Collective:
+    """Returns the `Collective` for the `send` of a transfer between slices.
+
+    Args:
+      times: how often the instruction runs in one run of the program.
+    """
+    kind = transfer_between_slices(send).kind
+    slices = num_slices(mesh)
+    sent = computation[send.operands[0]].bytes * _sent_share(kind, slices)
+    return Collective(kind, (SLICE if mesh.shape[SLICE] > 1 else DATA,), slices, sent, times)
+
+
+def num_slices(mesh: jax.sharding.Mesh) -> int:
+    """Returns the number of TPU slices to which the devices of a mesh belong."""
+    return len({slice_number(device) for device in mesh.devices.flat})
+
+
+def _sent_share(kind: str, group: int) -> float:
+    """Returns the bytes that leave each of `group` devices in a collective, as a multiple of the
+    bytes of its operands (see `Collective.sent`).
+    """
+    shares = {
+        "all-gather": group - 1,
+        "all-reduce": 2 * (group - 1) / group,
+        "collective-broadcast": 1,
+        "collective-permute": 1,
+    }
+    return shares.get(kind, (group - 1) / group)
+
+
 def fused_collective(
     program: Program, instruction: Instruction
 ) -> tuple[Computation, Instruction] | None:
@@ -149,11 +208,7 @@ def read_collective(
         sent = size if len(pairs) else 0.0
     else:
         axes, group = _axes(instruction.attributes, mesh)
-        sent = size * {
-            "all-gather": group - 1,
-            "all-reduce": 2 * (group - 1) / group,
-            "collective-broadcast": 1,
-        }.get(kind, (group - 1) / group)
+        sent = size * _sent_share(kind, group)
     return Collective(kind, axes, group, sent, times)
 
 
@@ -176,6 +231,8 @@ def program_collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Colle
     for step in program.walk():
         if collective_kind(step.instruction):
             found.append(read_collective(step.computation, step.instruction, mesh, step.times))
+        elif step.instruction.opcode == "send" and transfer_between_slices(step.instruction):
+            found.append(read_transfer(step.computation, step.instruction, mesh, step.times))
     return [c for c in found if c.sent]
 
 
@@ -243,7 +300,8 @@ def _axes(text: str, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], int]:
     be alike.
     """
     groups = replica_groups(text)
-    first = np.arange(mesh.size) if groups is None else groups[0]
+    # A program for several TPU slices is that of one slice, and numbers the devices of a slice.
+    first = np.arange(mesh.size // num_slices(mesh)) if groups is None else groups[0]
     return _differing(
         mesh, np.stack((np.broadcast_to(first[:1], first.shape), first), axis=1)
     ), len(first)

@@ -20,6 +20,7 @@ Mesh axes that lie along the same dimension of the torus share its links; their 
   in the backward pass. With up to `GATHERED_SHARDS` shards of the axis `expert`, the vector is sent
   to all shards; with more, only to the shards that hold one of the token's experts.
 - Network, `tensor`: four all-reduces of the hidden vectors in each layer.
+- Network, `slice`: what slices exchange once a step (`planner/between_slices.py`).
 - The traffic over the mesh axis `context` is not counted.
 
 Nothing reaches its peak rate. `IdealTime.realistic` is the same maximum at the rates that chips
@@ -31,15 +32,23 @@ from typing import NamedTuple
 
 import jax
 
-from qwen3next_jax.config import ModelConfig, TrainConfig
+from qwen3next_jax.config import ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS
 from qwen3next_jax.model.flops import BACKWARD_OVER_FORWARD, forward_flops_per_token
 from qwen3next_jax.model.language_model import declared
+from qwen3next_jax.planner.between_slices import crossing_bytes, crossing_seconds
 from qwen3next_jax.planner.calibrated import rates_of, shared_seconds
 from qwen3next_jax.planner.compiled import Collective
 from qwen3next_jax.planner.roofline import COMPUTE, HBM, Network
 from qwen3next_jax.planner.topology import Topology
-from qwen3next_jax.sharding.rules import EXPERT, TENSOR, axes_to_gather, storage_spec, compute_spec
+from qwen3next_jax.sharding.rules import (
+    EXPERT,
+    SLICE,
+    TENSOR,
+    axes_to_gather,
+    compute_spec,
+    storage_spec,
+)
 
 # a size in FLOPs or bytes beyond every measured one, at which a chip reaches its highest rate
 _LARGE = 1e18
@@ -64,10 +73,14 @@ class IdealTime(NamedTuple):
 
 
 def ideal_time(
-    m: ModelConfig, train: TrainConfig, topology: Topology, mesh: jax.sharding.Mesh
+    m: ModelConfig,
+    train: TrainConfig,
+    topology: Topology,
+    mesh: jax.sharding.Mesh,
+    parallel: ParallelConfig = ParallelConfig(),
 ) -> IdealTime:
     """Returns the lower bounds for a train step of the model `m` on `mesh`, with the batch size and
-    the micro-batches of `train`.
+    the micro-batches of `train`. `parallel` says what slices exchange.
     """
     chip = topology.chip
     tokens = train.batch_size * train.sequence_length / mesh.size * mesh.shape[TENSOR]
@@ -103,6 +116,8 @@ def ideal_time(
         add_collective(EXPERT, *_expert_exchange(m, mesh.shape[EXPERT], 4 * layers * hidden))
     if (n := mesh.shape[TENSOR]) > 1:
         add_collective(TENSOR, "all-reduce", 4 * layers * hidden * 2 * (n - 1) / n)
+    if (n := mesh.shape[SLICE]) > 1:
+        bound[f"network {SLICE}"] = crossing_seconds(crossing_bytes(stored, n, parallel), chip)
     moved = (
         6 * 2 * used * passes
         + 7 * 4 * stored

@@ -24,6 +24,7 @@ from qwen3next_jax.config import Config, ModelConfig, TrainConfig
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.planner import hlo, schedule
+from qwen3next_jax.planner.between_slices import BetweenSlices, between_slices
 from qwen3next_jax.planner.compiled import (
     Collective,
     Memory,
@@ -39,7 +40,7 @@ from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.sharding.chips import Chip
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.sharding.rules import EXPERT
+from qwen3next_jax.sharding.rules import EXPERT, SLICE
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import ResolvedStage
@@ -86,6 +87,7 @@ class Plan:
         and `binding`.
       ideal: lower bounds of the step's time; None for GPUs.
       collectives: the collectives of the program that send data.
+      between_slices: the traffic between slices; None if there is one slice.
       unstated_loops: names of loops that count as if they ran once, because the program does not
         state how often they run.
       unknown_kernels: names of kernels whose FLOPs or cycles are unknown. If there are any, `mfu`
@@ -113,6 +115,7 @@ class Plan:
     gpu_flops: float = 0.0
     cost_model: str = COST_MODELS[0]
     ideal: IdealTime | None = None
+    between_slices: BetweenSlices | None = None
     collectives: tuple[Collective, ...] = ()
     unstated_loops: tuple[str, ...] = ()
     unknown_kernels: tuple[str, ...] = ()
@@ -175,6 +178,7 @@ class Plan:
         train = self.train
         return {
             "topology": self.topology.name,
+            "slices": self.topology.slices,
             "chips": self.topology.chips,
             "devices": len(self.topology.devices),
             "mesh": self.mesh,
@@ -196,6 +200,7 @@ class Plan:
                 {"axes": list(axes), "collective": kind, "bytes": size, "count": count}
                 for (axes, kind), (size, count) in traffic(self.collectives).items()
             ],
+            "between_slices": self.between_slices and self.between_slices._asdict(),
             "loops_of_unknown_length": list(self.unstated_loops),
             "kernels_of_unknown_cost": list(self.unknown_kernels),
             "optimization_level": self.optimization_level,
@@ -319,9 +324,9 @@ def make_plan(
     check_expert_exchange(dict(mesh.shape), topology)
     run = resolve_run(config, mesh)
     started = time.perf_counter()
-    lowered = _lower(run, topology)
+    lowered = lower_step(run, topology)
     lowered_at, cpu_before = time.perf_counter(), used_cpu_seconds()
-    compiled, failure = _compile(lowered, topology, optimization_level)
+    compiled, failure = compile_step(lowered, topology, optimization_level)
     plan = functools.partial(
         Plan,
         config.name,
@@ -370,12 +375,23 @@ def make_plan(
             name: estimate_time(program, mesh, topology.chip, topology.shape, schedules, name)
             for name in COST_MODELS
         },
-        ideal=ideal_time(config.model, config.train, topology, mesh),
+        ideal=ideal_time(config.model, config.train, topology, mesh, config.parallel),
+        between_slices=_between_slices(config, topology, mesh, memory),
         unknown_kernels=tuple(unknown_kernels(program, schedules)),
     )
 
 
-def _lower(run: ResolvedRun, topology: Topology) -> jax.stages.Lowered:
+def _between_slices(
+    config: Config, topology: Topology, mesh: jax.sharding.Mesh, memory: Memory
+) -> BetweenSlices | None:
+    """Returns the traffic between the slices of the mesh; None if it has one."""
+    if mesh.shape[SLICE] == 1:
+        return None
+    stored = memory.parameters / 4  # parameters are float32
+    return between_slices(config.model, config.train, config.parallel, topology, mesh, stored)
+
+
+def lower_step(run: ResolvedRun, topology: Topology) -> jax.stages.Lowered:
     """Returns the train step of the run's only stage, lowered for `topology`."""
     (stage,) = run.stages
     # When kernels are traced, they read from the abstract mesh for which chip they are compiled.
@@ -385,7 +401,7 @@ def _lower(run: ResolvedRun, topology: Topology) -> jax.stages.Lowered:
         return traced.lower(lowering_platforms=None if topology.chip.torus else ("cuda",))
 
 
-def _compile(
+def compile_step(
     lowered: jax.stages.Lowered, topology: Topology, optimization_level: str
 ) -> tuple[jax.stages.Compiled | None, str]:
     """Returns the compiled program and "", or None and the compiler's error message."""

@@ -23,6 +23,9 @@ goes through them one after another:
 - A fusion that contains a collective takes as long as the collective or as the rest of the fusion,
   whichever is longer.
 - Copies between HBM and VMEM that the compiler starts early overlap in the same way.
+- Between slices the program sends data to the host and receives a result from it. Both overlap with
+  the instructions in between, and take the time that their bytes need on the network between
+  slices, at its peak.
 - A loop takes the time of its body times the number of its trips.
 
 These two predictions leave out the latency of collectives, launches and small transfers; stalls
@@ -32,12 +35,13 @@ hosts, input data and checkpoints. So a real step is slower.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from qwen3next_jax.planner.between_slices import crossing_seconds
 from qwen3next_jax.planner.compiled import (
     Collective,
     collective_kind,
@@ -48,12 +52,15 @@ from qwen3next_jax.planner.compiled import (
     is_kernel,
     permuted_pairs,
     read_collective,
+    read_transfer,
     stated_bytes,
+    transfer_between_slices,
     visited_grid_share,
 )
 from qwen3next_jax.planner.hlo import Computation, Instruction, Program
 from qwen3next_jax.planner.schedule import Schedule
 from qwen3next_jax.sharding.chips import Chip
+from qwen3next_jax.sharding.mesh import slice_number
 
 COMPUTE, HBM = "compute", "hbm"
 
@@ -196,6 +203,16 @@ class Simulation:
     def _run(self, timeline: Timeline, computation: Computation, instruction: Instruction) -> None:
         """Adds one run of an instruction to the timeline."""
         op, name, source = instruction.opcode, instruction.name, self.source(instruction)
+        if op == "recv-done":
+            received = transfer_between_slices(computation[instruction.operands[0]])
+            if received and timeline.finish(received.name):
+                return
+        if transfer := transfer_between_slices(instruction):
+            if op == "send":
+                collective = read_transfer(computation, instruction, self.network.mesh)
+                seconds = crossing_seconds(collective.sent, self.chip)
+                timeline.start(transfer.name, seconds, f"network {collective.axes[0]}", source)
+            return
         if op.endswith("-done") and timeline.finish(instruction.operands[0]):
             return
         if op.endswith("-update") and timeline.rename(instruction.operands[0], name):
@@ -358,6 +375,7 @@ class Network:
             *mesh.devices.shape, len(shape)
         )
         self.cores = np.array([d.core_on_chip for d in devices]).reshape(mesh.devices.shape)
+        self.slices = np.array([slice_number(d) for d in devices]).reshape(mesh.devices.shape)
 
     def seconds(self, collective: Collective, instruction: Instruction) -> float:
         """Returns the seconds of one run of a collective.
@@ -370,11 +388,35 @@ class Network:
         if not collective.sent:
             return 0.0
         if collective.kind == "collective-permute":
-            transfers = self._busiest_link(permuted_pairs(instruction))
+            pairs = permuted_pairs(instruction)
+            source, target = self.slices.reshape(-1)[pairs].T
+            if np.any(source != target):
+                return crossing_seconds(collective.sent, self.chip)
+            # All slices do the same, so the links of one slice are enough.
+            transfers = self._busiest_link(pairs[source == self.slices.min()])
             if not transfers:
                 return collective.sent / self.chip.die_bandwidth
             return collective.sent * (transfers / self.chip.link_bandwidth)
         spans, sharing = self._spans(collective.axes)
+        if (slices := self._slices(collective.axes)) > 1:
+            # The devices of a slice share the work first, so only this part of what each device
+            # sends has to cross.
+            crosses = collective.sent * (slices - 1) / (collective.group - 1)
+            within = collective._replace(sent=collective.sent - crosses)
+            return crossing_seconds(crosses, self.chip) + self._within(within, spans, sharing)
+        return self._within(collective, spans, sharing)
+
+    def _slices(self, axes: tuple[str, ...]) -> int:
+        """Returns the number of slices over which a group along these mesh axes extends."""
+        index = tuple(slice(None) if name in axes else 0 for name in self.mesh.axis_names)
+        return len(np.unique(self.slices[index]))
+
+    def _within(self, collective: Collective, spans: Sequence["_Span"], sharing: float) -> float:
+        """Returns the seconds of a collective on the links of a slice. `spans` and `sharing` are
+        the results of `_spans`.
+        """
+        if not collective.sent:
+            return 0.0
         if not spans:
             return collective.sent / self.chip.die_bandwidth
         sent = collective.sent * sharing

@@ -15,11 +15,17 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import MESH_AXES, MeshConfig, ModelConfig, TrainConfig
+from qwen3next_jax.config import MESH_AXES, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS, overlap_chunks
 from qwen3next_jax.model.flops import forward_flops_per_token, parameter_counts
+from qwen3next_jax.planner.between_slices import (
+    DENSE_EFFICIENCY,
+    GROUPED_EFFICIENCY,
+    crossing_bytes,
+    crossing_seconds,
+)
 from qwen3next_jax.planner.calibrated import rates_of
 from qwen3next_jax.planner.ideal import layer_bytes
 from qwen3next_jax.planner.planning import check_expert_exchange
@@ -27,8 +33,6 @@ from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.sharding.mesh import check_divides, mesh_text
 
 MICRO_BATCHES = (1, 2, 4, 8)
-# shares of the peak that dense products, and grouped products of experts, reach in a step
-DENSE_EFFICIENCY, GROUPED_EFFICIENCY = 0.75, 0.60
 # The collectives of one layer in a pass over one micro-batch: the released model's step of 48
 # layers has 2,592.
 COLLECTIVES_PER_LAYER = 54
@@ -95,6 +99,7 @@ def rank_candidates(
     topology: Topology,
     fixed: Mapping[str, int] | None = None,
     rows: Sequence[int] = (),
+    parallel: ParallelConfig = ParallelConfig(),
 ) -> list[Candidate]:
     """Ranks every combination of mesh, batch size, remat policy and number of micro-batches.
 
@@ -109,12 +114,14 @@ def rank_candidates(
       topology: the devices.
       fixed: mesh axis → size that this axis has in all candidates; None means that no axis is
         fixed.
+      parallel: what slices exchange, and whether they share the optimizer's state; its mesh does
+        not count.
       rows: batch sizes to choose from; () means the batch size of `train`.
     """
     found = []
     for batch in rows or (train.batch_size,):
         of_batch = dataclasses.replace(train, batch_size=batch, gradient_accumulation=1)
-        for mesh in _meshes(model, of_batch, len(topology.devices), fixed or {}):
+        for mesh in _meshes(model, of_batch, topology, fixed or {}):
             tried = []
             for remat, micro_batches in itertools.product(RECOMPUTED, MICRO_BATCHES):
                 if batch % micro_batches:
@@ -122,7 +129,7 @@ def rank_candidates(
                 settings = dataclasses.replace(
                     of_batch, remat=remat, gradient_accumulation=micro_batches
                 )
-                estimate = _estimate(model, settings, mesh, topology)
+                estimate = _estimate(model, settings, mesh, topology, parallel)
                 tried.append(Candidate(settings, mesh, *estimate))
             fitting = [c for c in tried if not c.reason]
             found += sorted(fitting, key=lambda c: c.seconds)[:1]
@@ -145,14 +152,18 @@ def choose(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
 
 
 def _meshes(
-    model: ModelConfig, train: TrainConfig, devices: int, fixed: Mapping[str, int]
+    model: ModelConfig, train: TrainConfig, topology: Topology, fixed: Mapping[str, int]
 ) -> list[MeshConfig]:
     """Returns the meshes of this many devices in which the axes of `fixed` have the given sizes.
     An axis that is neither in `fixed` nor `data` gets powers of two, because other sizes rarely
     divide the heads. `data` takes the remaining devices.
     """
+    slices = fixed.get("slice") or topology.slices
+    devices = len(topology.devices) // slices
     powers = [2**i for i in range(devices.bit_length())]
-    needed = max(-(-train.sequence_length // LONG_ROWS), -(-devices // train.batch_size))
+    needed = max(
+        -(-train.sequence_length // LONG_ROWS), -(-len(topology.devices) // train.batch_size)
+    )
     largest = MeshConfig(
         expert=max(model.num_experts, 1),
         context=2 * needed - 1,
@@ -160,18 +171,23 @@ def _meshes(
     )
     sizes = [
         [fixed[axis]] if axis in fixed else [n for n in powers if n <= getattr(largest, axis)]
-        for axis in MESH_AXES[1:]
+        for axis in MESH_AXES[2:]
     ]
     meshes = [
-        MeshConfig(devices // math.prod(rest), *rest)
+        MeshConfig(slices, devices // math.prod(rest), *rest)
         for rest in itertools.product(*sizes)
         if devices % math.prod(rest) == 0
     ]
-    return [mesh for mesh in meshes if dataclasses.asdict(mesh).items() >= fixed.items()]
+    wanted = {**fixed, "slice": slices}.items()
+    return [mesh for mesh in meshes if dataclasses.asdict(mesh).items() >= wanted]
 
 
 def _estimate(
-    model: ModelConfig, train: TrainConfig, mesh: MeshConfig, topology: Topology
+    model: ModelConfig,
+    train: TrainConfig,
+    mesh: MeshConfig,
+    topology: Topology,
+    parallel: ParallelConfig,
 ) -> tuple[float, float, str]:
     """Returns (bytes, seconds, reason) of a `Candidate`."""
     sizes = dataclasses.asdict(mesh)
@@ -186,24 +202,33 @@ def _estimate(
         check_expert_exchange(sizes, topology)
     except UserError as error:
         return float("inf"), float("inf"), str(error)
-    size = estimated_bytes(model, train, mesh)
+    size = estimated_bytes(model, train, mesh, parallel)
     seconds = estimated_seconds(model, train, mesh, topology)
+    if mesh.slice > 1:
+        # The estimate assumes that nothing overlaps with this.
+        sent = crossing_bytes(_stored(model, mesh), mesh.slice, parallel)
+        seconds += crossing_seconds(sent, topology.chip)
     usable = topology.chip.usable_hbm
     reason = f"about {size / 2**30:.0f} GiB of {usable / 2**30:.0f} GiB" if size > usable else ""
     return size, seconds, reason
 
 
-def estimated_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
+def estimated_bytes(
+    m: ModelConfig,
+    train: TrainConfig,
+    mesh: MeshConfig,
+    parallel: ParallelConfig = ParallelConfig(),
+) -> float:
     """Returns the estimated bytes of HBM that one device needs. They are the sum of five parts: the
     parameters with the optimizer's state; their gradients; the saved activations; the gathered
     embedding and head with their gradients; and the arrays that are needed while one period of
     layers is computed, which are its gathered weights and the activations of one layer.
     """
-    devices = _devices(mesh)
     tokens = _micro_batch_tokens(train, mesh)
     # In float32: the parameter, the optimizer's two moments, the gradient, and, with several
     # micro-batches, the sum of the gradients.
-    state = (16 + 4 * (train.gradient_accumulation > 1)) * _counts(m).total / devices
+    moments = 8 / (mesh.slice if parallel.slice_state == "sharded" else 1)
+    state = (8 + moments + 4 * (train.gradient_accumulation > 1)) * _stored(m, mesh)
     # Two copies in float32 that are split over the axis `tensor`, and two copies in bfloat16 that
     # are not split.
     embedding_and_head = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)
@@ -291,6 +316,11 @@ def estimated_seconds(
 def _devices(mesh: MeshConfig) -> int:
     """Returns the number of devices of a mesh."""
     return math.prod(dataclasses.astuple(mesh))
+
+
+def _stored(m: ModelConfig, mesh: MeshConfig) -> float:
+    """Returns the number of parameters that one device stores."""
+    return _counts(m).total / (_devices(mesh) / mesh.slice)
 
 
 def _micro_batch_tokens(train: TrainConfig, mesh: MeshConfig) -> float:

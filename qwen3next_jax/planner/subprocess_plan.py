@@ -53,7 +53,7 @@ def make_plan_in_subprocess(
             ],
             pass_fds=(fd,),
             stderr=subprocess.PIPE,
-            input=pickle.dumps((config, topology.name, optimization_level)),
+            input=pickle.dumps((config, topology.name, topology.slices, optimization_level)),
         )
         answer.seek(0)
         try:
@@ -69,7 +69,7 @@ def make_plan_in_subprocess(
         config.model,
         config.train,
         topology,
-        mesh=config.parallel.mesh.sizes(len(topology.devices)),
+        mesh=config.parallel.mesh.sizes(len(topology.devices), topology.slices),
         lower_seconds=0.0,
         optimization_level=optimization_level or "default",
         compile_seconds=time.perf_counter() - start,
@@ -101,9 +101,9 @@ def _failure(code: int, text: str) -> str:
 
 
 def _main(planner: int, fd: int, dump_folder: str) -> None:
-    """Runs in the new process: reads the configuration, the name of the topology and the
-    optimization level from standard input, and writes the plan, or a UserError, to the open file
-    `fd`.
+    """Runs in the new process: reads the configuration, the name of the topology, the number of its
+    slices and the optimization level from standard input, and writes the plan, or a UserError, to
+    the open file `fd`.
 
     The process ends when the process with the id `planner` ends, for whatever reason.
     """
@@ -111,11 +111,11 @@ def _main(planner: int, fd: int, dump_folder: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     # JAX can write programs for described devices to its compilation cache, but cannot read them.
     jax.config.update("jax_enable_compilation_cache", False)
-    config, name, optimization_level = pickle.load(sys.stdin.buffer)
+    config, name, slices, optimization_level = pickle.load(sys.stdin.buffer)
     enable_schedule_dump(dump_folder)
     try:
         found = dataclasses.replace(
-            make_plan(config, describe_topology(name), optimization_level, dump_folder),
+            make_plan(config, describe_topology(name, slices), optimization_level, dump_folder),
             topology=None,
         )
     except UserError as error:

@@ -46,34 +46,42 @@ GPUS = {"h100": "H100", "h200": "H200"}
 
 
 class Topology(NamedTuple):
-    """A TPU slice, or hosts with GPUs, for which programs can be compiled.
+    """TPU slices of one shape, or hosts with GPUs, for which programs can be compiled.
 
     Attributes:
       name: the name that the user gave, such as "v5p:8x8x8".
       chip: the kind of chip.
       shape: number of chips along each dimension of a TPU slice's torus, or (number of hosts, GPUs
         per host).
-      devices: descriptions of the devices; nothing can run on them.
+      devices: descriptions of the devices of all slices; nothing can run on them.
+      slices: number of TPU slices.
     """
 
     name: str
     chip: Chip
     shape: tuple[int, ...]
     devices: tuple[jax.Device, ...]
+    slices: int = 1
 
     @property
     def chips(self) -> int:
-        """The number of chips."""
-        return math.prod(self.shape)
+        """The number of chips of all slices."""
+        return math.prod(self.shape) * self.slices
+
+    @property
+    def title(self) -> str:
+        """The name, with the number of slices if there are several: "2 × v5p:8x8x8"."""
+        return f"{self.slices} × {self.name}" if self.slices > 1 else self.name
 
 
-def describe_topology(name: str) -> Topology:
+def describe_topology(name: str, slices: int = 1) -> Topology:
     """Returns the topology with the given name. For a TPU, call it before anything else loads
     libtpu in this process, because libtpu reads environment variables that this function sets.
 
     Args:
       name: CHIP:GRID for a TPU slice, such as "v5p:8x8x8", or CHIP:HOSTSxGPUS for GPUs, such as
         "h100:16x8" for 16 hosts with 8 GPUs each.
+      slices: number of TPU slices of this shape, between which there is a slower network.
 
     Raises:
       UserError: there is no such chip or grid (the message lists the existing ones), or the
@@ -85,6 +93,11 @@ def describe_topology(name: str) -> Topology:
         + f"; {', '.join(GPUS)}: HOSTSxGPUS, such as 1x8, 16x8"
     )
     if chip in GPUS and re.fullmatch("[1-9][0-9]*x[1-8]", grid):
+        if slices != 1:
+            raise UserError(
+                f"--slices={slices}: {name} has GPUs, which belong to no TPU slices: expected 1, "
+                "or --mesh=slice=… for groups of hosts"
+            )
         return _gpus(name, CHIPS[GPUS[chip]], tuple(int(n) for n in grid.split("x")))
     if (
         chip not in KNOWN
@@ -114,12 +127,12 @@ def describe_topology(name: str) -> Topology:
     options = {"chip_config_name": "megacore"} if chip == "v4" else {}
     try:
         devices = topologies.get_topology_desc(
-            platform="tpu", topology_name=name, **options
+            platform="tpu", topology_name=name, num_slices=slices, **options
         ).devices
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0].partition(": ")[2]
         raise UserError(f"--topology={name}: {reason}; known: {known}") from None
-    return Topology(name, CHIPS[chip], shape, tuple(devices))
+    return Topology(name, CHIPS[chip], shape, tuple(devices), slices)
 
 
 def _gpus(name: str, chip: Chip, shape: tuple[int, int]) -> Topology:

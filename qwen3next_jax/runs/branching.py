@@ -67,7 +67,9 @@ def state_from_parent(
     check_parent_versions(folder, record, run.model.mtp_depth, config.train.init_state)
     takes_all = config.train.init_state == "all"
     if takes_all:  # reads the guards' state with the parent's settings, as its window may be longer
-        wanted = abstract_train_state(run.model, config.optimizer, theirs.guards, run.mesh)
+        wanted = abstract_train_state(
+            run.model, config.optimizer, theirs.guards, run.mesh, config.parallel.slice_state
+        )
     else:
         wanted = {name: run.abstract_state[name] for name in ("params", "step")}
     # Only the parameters that the model has are read; a model without MTP skips `mtp`.

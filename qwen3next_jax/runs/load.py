@@ -25,6 +25,7 @@ from qwen3next_jax.processes.launch import Launch
 from qwen3next_jax.runs.checkpoint import load_trained
 from qwen3next_jax.runs.folder import config_of, read_config, read_run
 from qwen3next_jax.sharding.mesh import check_divides, compute_mesh, make_mesh
+from qwen3next_jax.sharding.rules import ROWS, num_shards
 
 
 class LoadedModel(NamedTuple):
@@ -162,7 +163,7 @@ def _make_mesh(
         mesh = make_mesh(ParallelConfig(mesh=user_mesh or default), devices)
         # Callers pad rows and tokens to multiples of the axes' sizes, so the numbers given here are
         # such multiples. Heads and widths are not padded, so their numbers are checked.
-        rows = mesh.shape["data"] * mesh.shape["expert"]
+        rows = num_shards(mesh, *ROWS)
         check_divides(model, rows, 1024 * mesh.shape["context"], mesh, *split_sizes(model))
     except UserError as error:
         raise UserError(

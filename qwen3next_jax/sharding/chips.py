@@ -6,6 +6,10 @@ and the bidirectional interconnect bandwidth per chip. The interconnect bandwidt
 the number of links is the bandwidth of one direction of one link. NVIDIA: data sheets of A100 SXM
 (80 GB), H100 SXM, H200 SXM and DGX B200, dense bf16. A clock rate is the peak FLOP/s divided by the
 FLOPs that the matrix units do in a cycle. Programs reach less than these peaks.
+
+The bandwidth between slices is that of the data center network. The page of v5p gives 50 Gbit/s a
+chip; those of v5e and v6e give 6.4 and 25.6 Tbit/s for a pod of 256 chips. The pages of v4 and
+TPU7x give none.
 """
 
 import dataclasses
@@ -34,6 +38,8 @@ class Chip:
       usable_hbm: number of bytes that a program may use on one device, as the TPU compiler (libtpu
         0.0.50) or the GPU's driver reports it.
       largest_slice: number of chips of the largest slice that Google Cloud offers.
+      slice_bandwidth: bandwidth of one direction of the network between slices, in bytes/s for each
+        chip.
     """
 
     name: str
@@ -47,6 +53,7 @@ class Chip:
     die_bandwidth: float = 0.0
     usable_hbm: float = 0.0
     largest_slice: int = 0
+    slice_bandwidth: float = 0.0
 
     @property
     def device_flops(self) -> float:
@@ -78,6 +85,7 @@ CHIPS = {
             clock=1.5e9,
             usable_hbm=15.75 * GIB,
             largest_slice=256,
+            slice_bandwidth=3.125 * GB,
         ),
         Chip(
             "v5p",
@@ -89,6 +97,7 @@ CHIPS = {
             clock=1.75e9,
             usable_hbm=95.73 * GIB,
             largest_slice=6144,
+            slice_bandwidth=6.25 * GB,
         ),
         Chip(
             "v6e",
@@ -100,6 +109,7 @@ CHIPS = {
             clock=1.75e9,
             usable_hbm=31.24 * GIB,
             largest_slice=256,
+            slice_bandwidth=12.5 * GB,
         ),
         # The link between the two chiplets of TPU7x has six times the bandwidth of a link between
         # chips.

@@ -1,10 +1,12 @@
 """Makes the mesh of devices, and checks that the mesh divides the sizes of a run.
 
-The mesh axes `data` and `expert` split the rows of a batch, `context` splits the tokens of a row,
-and `tensor` splits heads and widths. `expert` also splits the experts. Parameters and optimizer
-state are split over all axes (`sharding.rules`).
+The mesh axes `slice`, `data` and `expert` split the rows of a batch, `context` splits the tokens of
+a row, and `tensor` splits heads and widths. `expert` also splits the experts. Parameters are split
+over all axes but `slice`, and so is the optimizer state unless the slices share it
+(`sharding.rules`).
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import MESH_AXES, ModelConfig, ParallelConfig
+from qwen3next_jax.config import MESH_AXES, MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.sharding.torus import place_experts_in_blocks
 
 
@@ -24,37 +26,98 @@ def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> M
     On TPU a mesh axis is laid along whole dimensions of the chips' network, or contiguous parts of
     them, if possible. The devices of a group along `expert`, which together hold all experts, form
     a block of the network where a block is better than a line (`sharding.torus`). If the devices
-    belong to several TPU slices, only `data` crosses the slower network between slices.
+    belong to several TPU slices, only `slice` and `data` cross the slower network between slices,
+    and `data` only if the axis `slice` is smaller than the number of slices. Devices that belong to
+    no TPU slices lie along `slice` in their order.
 
     Args:
       devices: the devices to use; None means all devices of the run. Virtual devices and the
         devices of a topology description work too.
 
     Raises:
-      UserError: the product of the sizes is not the number of devices, or `data` is not a multiple
-        of the number of slices.
+      UserError: the product of the sizes is not the number of devices, an axis other than `slice`
+        and `data` would cross slices, or the TPU slices have different shapes.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = config.mesh.sizes(len(devices))
-    shape = tuple(sizes[axis] for axis in MESH_AXES)
-    slices = len({getattr(device, "slice_index", 0) or 0 for device in devices})
-    if slices > 1:
-        if sizes["data"] % slices:
-            raise UserError(
-                f"parallel.mesh.data = {sizes['data']} over {slices} TPU slices: expected a "
-                f"multiple of {slices}, as only data may cross the network between slices"
-            )
-        within, across = (sizes["data"] // slices, *shape[1:]), (slices, 1, 1, 1)
-        grid = mesh_utils.create_hybrid_device_mesh(
-            within, across, devices, allow_split_physical_axes=True
-        )
-    elif devices[0].platform == "tpu":
-        grid = place_experts_in_blocks(
-            mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        )
+    by_slice: dict[int, list] = {}
+    for device in devices:
+        by_slice.setdefault(slice_number(device), []).append(device)
+    if len(by_slice) > 1:
+        _check_slices(config.mesh, by_slice)
+    is_tpu = devices[0].platform == "tpu"
+    sizes = config.mesh.sizes(len(devices), len(by_slice) if is_tpu else 1)
+    if is_tpu or len(by_slice) > 1:
+        grid = _grid_of_slices(sizes, [by_slice[index] for index in sorted(by_slice)])
     else:
-        grid = np.array(devices).reshape(shape)
+        grid = np.array(devices).reshape(tuple(sizes.values()))
     return Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def slice_number(device: Any) -> int:
+    """Returns the number of the TPU slice that a device belongs to; 0 if JAX says nothing of it."""
+    return getattr(device, "slice_index", 0) or 0
+
+
+def _check_slices(mesh: MeshConfig, by_slice: Mapping[int, Sequence[Any]]) -> None:
+    """Raises UserError if the slices, each a list of devices, have different shapes, or if the axes
+    that may not cross slices do not fit into one.
+    """
+    shapes = {index: _shape_text(by_slice[index]) for index in sorted(by_slice)}
+    first = next(iter(shapes))
+    for index, shape in shapes.items():
+        if shape != shapes[first]:
+            raise UserError(
+                f"the devices belong to {len(shapes)} slices of unequal shape: slice {first} has "
+                f"{shapes[first]}, slice {index} has {shape}: expected slices of one shape; start "
+                "the run on such slices"
+            )
+    within = {axis: max(getattr(mesh, axis), 1) for axis in ("expert", "context", "tensor")}
+    if len(by_slice[first]) % math.prod(within.values()):
+        largest = max(within, key=within.get)
+        text = " × ".join(f"{axis} {size}" for axis, size in within.items())
+        raise UserError(
+            f"parallel.mesh.{largest} = {within[largest]}: {text} would cross slices of "
+            f"{len(by_slice[first])} devices, and only slice and data may cross the network "
+            f"between slices: expected a product that divides {len(by_slice[first])}"
+        )
+
+
+def _shape_text(devices: Sequence[Any]) -> str:
+    """Returns the shape of a TPU slice as text, "4x4x8 chips, 128 devices"; of other devices only
+    their number.
+    """
+    count = f"{len(devices)} devices"
+    if not hasattr(devices[0], "coords"):
+        return count
+    chips = np.ptp([device.coords for device in devices], axis=0) + 1
+    return f"{'x'.join(map(str, chips))} chips, {count}"
+
+
+def _grid_of_slices(sizes: dict[str, int], slices: Sequence[Sequence[Any]]) -> np.ndarray:
+    """Returns the devices of equal slices as an array with the dimensions `sizes`, a dict from mesh
+    axis to size. As many slices as possible lie along the axis `slice`, the others along `data`.
+    """
+    along_slice = math.gcd(sizes["slice"], len(slices))
+    along_data = len(slices) // along_slice
+    if sizes["data"] % along_data:
+        raise UserError(
+            f"parallel.mesh: slice {sizes['slice']} × data {sizes['data']} over {len(slices)} TPU "
+            f"slices: expected a product that {len(slices)} divides, as only slice and data may "
+            f"cross the network between slices; set parallel.mesh.slice = {len(slices)}"
+        )
+    within = dict(sizes)
+    within["slice"] //= along_slice
+    within["data"] //= along_data
+    grids = []
+    for devices in slices:
+        grid = mesh_utils.create_device_mesh(
+            tuple(within.values()), devices, allow_split_physical_axes=True
+        )
+        if devices[0].platform == "tpu":
+            grid = np.stack([place_experts_in_blocks(part) for part in grid])
+        grids.append(grid)
+    rows = [np.concatenate(grids[i : i + along_data], 1) for i in range(0, len(grids), along_data)]
+    return np.concatenate(rows)
 
 
 def single_device_mesh() -> Mesh:
@@ -113,14 +176,14 @@ def check_divides(
         the nearest sizes that divide it.
     """
     size = dict(mesh.shape)
-    if rows % (size["data"] * size["expert"]):
-        nearest = _nearest(
-            size["data"] * size["expert"], range(1, rows + 1), lambda n: rows % n == 0
-        )
+    axes = [axis for axis in ("slice", "data", "expert") if size[axis] > 1 or axis != "slice"]
+    shards = math.prod(size[axis] for axis in axes)
+    if rows % shards:
+        nearest = _nearest(shards, range(1, rows + 1), lambda n: rows % n == 0)
         raise UserError(
-            f"parallel.mesh: data × expert = {size['data']} × {size['expert']} does not divide "
-            f"the {rows} rows of train.batch_size / train.gradient_accumulation; nearest valid "
-            f"sizes of their product: {nearest}"
+            f"parallel.mesh: {' × '.join(axes)} = {' × '.join(str(size[axis]) for axis in axes)} "
+            f"does not divide the {rows} rows of train.batch_size / train.gradient_accumulation; "
+            f"nearest valid sizes of their product: {nearest}"
         )
     if size["expert"] > 1 and not model.has_experts:
         raise UserError(

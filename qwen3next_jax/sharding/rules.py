@@ -10,24 +10,25 @@ layers is never split, because a scan over the layers would gather all layers at
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.errors import did_you_mean
 from qwen3next_jax.common.trees import path_string
-from qwen3next_jax.config import MESH_AXES
+from qwen3next_jax.config import MESH_AXES, SliceState
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.sharding.gathering import all_gather
 
-DATA, EXPERT, CONTEXT, TENSOR = MESH_AXES
-ROWS = (DATA, EXPERT)  # the mesh axes that split the rows of a batch
+SLICE, DATA, EXPERT, CONTEXT, TENSOR = MESH_AXES
+ROWS = (SLICE, DATA, EXPERT)  # the mesh axes that split the rows of a batch
 TOKENS = (*ROWS, CONTEXT)  # the mesh axes that split the tokens of a batch
-FSDP = TOKENS  # the mesh axes that split parameters for storage
+TOKENS_OF_SLICE = (DATA, EXPERT, CONTEXT)  # those of them that lie within a slice
+FSDP = TOKENS_OF_SLICE  # the mesh axes that split parameters for storage
 
 
 class MeshAxes(NamedTuple):
@@ -118,6 +119,20 @@ def storage_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> 
     return _spec(dims, shape, mesh)
 
 
+def slice_state_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """Returns the PartitionSpec of an array of the optimizer's state that the slices share: that of
+    `storage_spec`, with `slice` at the first dimension whose shards it divides. That may be the
+    dimension of stacked layers, because no scan reads the optimizer's state. If `slice` divides no
+    dimension, every slice has the whole array.
+    """
+    entries = [axes_of(entry) for entry in storage_spec(declared, shape, mesh)]
+    for dim, (axes, size) in enumerate(zip(entries, shape)):
+        if mesh.shape[SLICE] > 1 and size % num_shards(mesh, *axes, SLICE) == 0:
+            entries[dim] = (*axes, SLICE)
+            break
+    return P(*entries)
+
+
 def compute_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> P:
     """Returns the PartitionSpec of a parameter while the model computes with it, when it is
     gathered over its storage axes. It takes the arguments of `storage_spec`.
@@ -162,14 +177,30 @@ def constrain(x: jax.Array, mesh: Mesh | None, *names: str | None) -> jax.Array:
     """
     if mesh is None:
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, activation_spec(*names)))
+    spec = _spec_in_program(activation_spec(*names), mesh)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def axes_in_program(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
+    """Returns those of the mesh axes `axes` over which the program that is being traced runs. They
+    are all of them, except in the part of a train step in which each slice computes its own
+    gradients (`training.gradients`): this part runs on the devices of one slice.
+    """
+    types = dict(zip(mesh.axis_names, mesh.axis_types))
+    return tuple(axis for axis in axes if types[axis] != AxisType.Manual)
+
+
+def _spec_in_program(spec: P, mesh: Mesh | AbstractMesh) -> P:
+    return P(*(axes_in_program(mesh, axes_of(entry)) for entry in spec))
 
 
 def num_shards(mesh: Mesh | None, *axes: str) -> int:
     """Returns the number of shards into which these mesh axes together split a dimension; 1 without
-    a mesh.
+    a mesh. Axes over which the traced program does not run (`axes_in_program`) do not count.
     """
-    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
+    if mesh is None:
+        return 1
+    return math.prod(mesh.shape[axis] for axis in axes_in_program(mesh, axes))
 
 
 def per_shard(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> Callable:
@@ -184,7 +215,19 @@ def per_shard(f: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any) -> 
     """
     if mesh is None:
         return f
-    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    in_specs, out_specs = jax.tree.map(
+        lambda spec: _spec_in_program(spec, mesh),
+        (in_specs, out_specs),
+        is_leaf=lambda leaf: isinstance(leaf, P),
+    )
+    return jax.shard_map(
+        f,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(axes_in_program(mesh, mesh.axis_names)),
+        check_vma=False,
+    )
 
 
 def gather_params(params: Any, mesh: Mesh | None, dtype: Any) -> Any:
@@ -281,12 +324,17 @@ def _gather_backward(dtype, steps, own_dtype, _, dy):
 _gather.defvjp(lambda x, *static: (_gather(x, *static), None), _gather_backward)
 
 
-def tree_shardings(tree: Any, declared: Mapping[str, ShardedParam], mesh: Mesh) -> Any:
+def tree_shardings(
+    tree: Any,
+    declared: Mapping[str, ShardedParam],
+    mesh: Mesh,
+    slice_state: SliceState = "replicated",
+) -> Any:
     """Returns the NamedSharding of every leaf of a train state or of a tree of parameters.
 
     A leaf whose path ends in the path of a parameter, such as a moment of the optimizer, is split
     like that parameter. All other leaves, such as the step and the guards, are copied to every
-    device.
+    device. If `slice_state` is "sharded", the slices also share the entry "opt_state".
 
     Args:
       tree: a tree whose leaves are arrays or `jax.ShapeDtypeStruct`s.
@@ -301,7 +349,9 @@ def tree_shardings(tree: Any, declared: Mapping[str, ShardedParam], mesh: Mesh) 
         suffixes = ("/".join(names[i:]) for i in range(len(names)))
         parameter = next((declared[name] for name in suffixes if name in declared), None)
         if parameter is not None:
-            return NamedSharding(mesh, storage_spec(parameter, leaf.shape, mesh))
+            shared = slice_state == "sharded" and names[0] == "opt_state"
+            spec = slice_state_spec if shared else storage_spec
+            return NamedSharding(mesh, spec(parameter, leaf.shape, mesh))
         if leaf.ndim and names[0] != "guards":
             raise ValueError(
                 f"{path_string(path)}: follows no declared parameter: the path of an array that an "

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qwen3next_jax.model import declared
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.visible_targets import mask_seen_targets
-from qwen3next_jax.sharding.rules import constrain, tree_shardings
+from qwen3next_jax.sharding.rules import SLICE, constrain, num_shards
+from qwen3next_jax.sharding.slices import add_up_gradients, on_each_slice, sum_over_slices
 from qwen3next_jax.training import lazy_rows
 from qwen3next_jax.training.loss import Counts, count_targets, expert_load, total_loss
 from qwen3next_jax.training.resolve import ResolvedRun
@@ -34,18 +35,30 @@ def make_gradients(
     the load first. This pass adds up to a third to the time of a step. It is left out if
     `balance_loss_weight` is 0.
 
+    On several slices each micro-batch has rows of every slice. A slice adds up the gradients of its
+    rows of all micro-batches before the slices add up theirs (`sharding.slices`).
+
     Args:
       run: the model, its structure, and the mesh.
       stage: the weights of the loss, and the number of micro-batches.
       loss: a function with the arguments and results of `loss.total_loss`.
 
-      Returns:
-        The function. `batch` is {name: [B, T]}; see `loop.make_train_step`.
-    """
-    config, train, mesh = run.model, stage.train, run.compute_mesh
-    tables = lazy_rows.lazy_tables(config, stage.optimizer)
+    Returns:
+      The function. `batch` is {name: [B, T]}; see `loop.make_train_step`.
 
-    def micro_batch_gradients(params, batch, counts, load=None):
+    Raises:
+      UserError: lazy AdamW on several slices.
+    """
+    config, train = run.model, stage.train
+    tables = lazy_rows.lazy_tables(config, stage.optimizer)
+    has_slices = num_shards(run.mesh, SLICE) > 1
+    require(
+        not (tables and has_slices),
+        "optimizer.ngram_table = 'lazy_adamw' on several slices: each slice would update other "
+        "rows of the table: expected 'adamw', or parallel.mesh.slice = 1",
+    )
+
+    def micro_batch_gradients(params, batch, counts, mesh, load=None):
         """Returns ((gradients, parts of the loss), gradients of the tables)."""
         others, own = lazy_rows.split_tables(params, tables)
         ids, rows = lazy_rows.look_up(config, tables, params, batch, mesh)
@@ -63,7 +76,7 @@ def make_gradients(
         }
         return (grads, parts), of_rows
 
-    def micro_batch_load(params, batch, counts):
+    def micro_batch_load(params, batch, counts, mesh):
         features = nnx.merge(run.graphdef, params).features(
             batch["tokens"],
             batch["segment_ids"],
@@ -73,8 +86,11 @@ def make_gradients(
         )
         return expert_load(features, config, counts)
 
-    def accumulated_gradients(params, batch, counts):
+    def accumulated_gradients(params, batch, counts, mesh):
+        """Returns ((gradients, parts of the loss), gradients of the tables) of a whole batch."""
         k = stage.micro_batches
+        if k == 1:
+            return micro_batch_gradients(params, batch, counts, mesh)
         micro_batches = jax.tree.map(
             lambda x: constrain(
                 x.reshape(k, x.shape[0] // k, *x.shape[1:]), mesh, None, "batch", "time"
@@ -84,10 +100,11 @@ def make_gradients(
         load = None
         if train.balance_loss_weight and config.has_experts:
             load, _ = _sum_over(
-                micro_batches, lambda b: (micro_batch_load(params, b, counts), None)
+                micro_batches, lambda b: (micro_batch_load(params, b, counts, mesh), None)
             )
+            load = sum_over_slices(load, mesh)
         total, of_rows = _sum_over(
-            micro_batches, lambda b: micro_batch_gradients(params, b, counts, load)
+            micro_batches, lambda b: micro_batch_gradients(params, b, counts, mesh, load)
         )
         # every use of a row in any micro-batch, as uses by more rows of tokens
         of_rows = jax.tree.map(
@@ -98,16 +115,27 @@ def make_gradients(
         )
         return total, of_rows
 
+    def gradients_of_slices(params, batch, counts):
+        of_slice = on_each_slice(lambda *args: accumulated_gradients(*args)[0], run.mesh)
+        grads, parts = of_slice(params, batch, counts)
+        grads = add_up_gradients(
+            grads,
+            run.state_shardings["params"],
+            run.update_shardings,
+            run.config.parallel.slice_gradients,
+        )
+        return grads, parts
+
     def gradients(params: dict, batch: Batch):
         batch = mask_seen_targets(config, batch)
         counts: Counts = count_targets(batch, config.mtp_depth, config)
-        if stage.micro_batches == 1:
-            (grads, parts), of_rows = micro_batch_gradients(params, batch, counts)
-        else:
-            (grads, parts), of_rows = accumulated_gradients(params, batch, counts)
+        if has_slices:
+            grads, parts = gradients_of_slices(params, batch, counts)
+            return grads, parts, counts, {}
+        mesh = run.compute_mesh
+        (grads, parts), of_rows = accumulated_gradients(params, batch, counts, mesh)
         if mesh is not None:
-            others, _ = lazy_rows.split_tables(run.abstract_state["params"], tables)
-            shardings = tree_shardings(others, declared(config), mesh)
+            shardings, _ = lazy_rows.split_tables(run.update_shardings, tables)
             grads = jax.lax.with_sharding_constraint(grads, shardings)
         return grads, parts, counts, of_rows
 

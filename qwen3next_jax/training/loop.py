@@ -83,6 +83,7 @@ def make_train_step(
     optimizer = make_optimizer(stage.optimizer, declared(run.model), schedule, run.compute_mesh)
     tables = lazy_rows.lazy_tables(run.model, stage.optimizer)
     guard_config = run.config.guards
+    shares_updates = run.update_shardings != run.state_shardings["params"]
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         # Compute the gradients of the whole batch, one micro-batch after another.
@@ -100,6 +101,9 @@ def make_train_step(
         if tables:
             old["opt_state"] = state["opt_state"]["others"]
         updates, opt_state = optimizer.update(grads, old["opt_state"], before)
+        if shares_updates:  # each slice computes a part of the updates; then all get all parts
+            updates = jax.lax.with_sharding_constraint(updates, run.update_shardings)
+            updates = jax.lax.with_sharding_constraint(updates, run.state_shardings["params"])
         params = optax.apply_updates(before, updates)
         if stage.train.router_bias_update == "quantile":
             params = balance_by_quantile(run.model, params, loss_parts.pop("required_bias"))

@@ -28,6 +28,7 @@ from qwen3next_jax.config import ModelConfig, TrainConfig
 from qwen3next_jax.model import Features, Qwen3Next
 from qwen3next_jax.model.block import has_indexer, mixer_class
 from qwen3next_jax.model.layers import document_positions
+from qwen3next_jax.sharding.slices import sum_over_slices
 from qwen3next_jax.model.multi_token_prediction import target_positions, targets_in_document
 
 
@@ -121,7 +122,8 @@ def total_loss(
         experts (`Qwen3Next.features`). layer_rows, if the batch has them: see `Context`.
       train: the weights of the terms of the loss, and `remat`.
       counts: the counts of the whole batch.
-      load: [L, E] `expert_load` of the whole batch; None if `batch` is the whole batch.
+      load: [L, E] `expert_load` of the whole batch; None if `batch` is the whole batch, or
+        all that a slice has of it.
       mesh: the devices that share the batch; None: one device.
 
     Returns:
@@ -168,7 +170,7 @@ def total_loss(
     total = loss + train.mtp_loss_weight * sum(mtp_losses) / max(len(mtp_losses), 1)
     if features.router or features.mtp_router:
         own_load = expert_load(features, model.config, counts)
-        load = own_load if load is None else load
+        load = sum_over_slices(own_load, mesh) if load is None else load
         balance = jnp.mean(jnp.sum(load * _per_layer(features, counts, "probability"), axis=-1))
         router_z = jnp.mean(_per_layer(features, counts, "z"))
         total = total + train.balance_loss_weight * balance + train.router_z_loss_weight * router_z

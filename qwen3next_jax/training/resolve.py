@@ -11,9 +11,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from qwen3next_jax.config import Config, ModelConfig
+from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.sharding.mesh import check_divides, compute_mesh
-from qwen3next_jax.sharding.rules import batch_sharding
+from qwen3next_jax.sharding.rules import batch_sharding, tree_shardings
 from qwen3next_jax.training import state
 from qwen3next_jax.training.stages import ResolvedStage, resolve_stages
 from qwen3next_jax.training.state import State, abstract_model, abstract_train_state
@@ -62,6 +63,15 @@ class ResolvedRun:
         """The sharding of every array of the train state."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
 
+    @functools.cached_property
+    def update_shardings(self) -> dict:
+        """The sharding of the parameters' gradients and updates while the optimizer computes with
+        them: that of its moments.
+        """
+        moments = {"opt_state": self.abstract_state["params"]}
+        slice_state = self.config.parallel.slice_state
+        return tree_shardings(moments, declared(self.model), self.mesh, slice_state)["opt_state"]
+
     def init_state(self, params: dict | None = None) -> State:
         """Returns the train state before the first step. Its parameters are `params`, or random
         ones from the seed `train.seed` if `params` is None.
@@ -94,5 +104,7 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
             *split_sizes(config.model),
         )
     graphdef, _ = abstract_model(config.model)
-    abstract_state = abstract_train_state(config.model, config.optimizer, config.guards, mesh)
+    abstract_state = abstract_train_state(
+        config.model, config.optimizer, config.guards, mesh, config.parallel.slice_state
+    )
     return ResolvedRun(config, mesh, stages, graphdef, abstract_state)

@@ -15,7 +15,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from qwen3next_jax.config import GuardConfig, ModelConfig, OptimizerConfig
+from qwen3next_jax.config import GuardConfig, ModelConfig, OptimizerConfig, SliceState
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training import lazy_rows
@@ -34,9 +34,15 @@ def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, dict]:
 
 
 def abstract_train_state(
-    model: ModelConfig, optimizer: OptimizerConfig, guards: GuardConfig, mesh: Mesh
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    guards: GuardConfig,
+    mesh: Mesh,
+    slice_state: SliceState = "replicated",
 ) -> State:
-    """Returns the train state as `jax.ShapeDtypeStruct`s, each with its sharding on `mesh`."""
+    """Returns the train state as `jax.ShapeDtypeStruct`s, each with its sharding on `mesh`.
+    `slice_state`: whether the slices share the optimizer's state (`ParallelConfig.slice_state`).
+    """
     _, params = abstract_model(model)
     state = jax.eval_shape(
         lambda params: {
@@ -49,7 +55,7 @@ def abstract_train_state(
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         state,
-        tree_shardings(state, declared(model), mesh),
+        tree_shardings(state, declared(model), mesh, slice_state),
     )
 
 

@@ -28,7 +28,12 @@ from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.model.layer_stack import UNROLLED
 from qwen3next_jax.planner import planning, subprocess_plan, topology
 from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
-from qwen3next_jax.planner.search import RECOMPUTED, rank_candidates
+from qwen3next_jax.planner.search import (
+    RECOMPUTED,
+    estimated_bytes,
+    estimated_seconds,
+    rank_candidates,
+)
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import make_mesh
@@ -296,7 +301,7 @@ def plan(request):
 @needs_compiler
 def test_real_train_step(plan):
     assert plan.fits, plan.reason
-    assert plan.mesh == {"data": 2, "expert": 2, "context": 1, "tensor": 1}
+    assert plan.mesh == {"slice": 1, "data": 2, "expert": 2, "context": 1, "tensor": 1}
     # two moments, and counters
     assert plan.memory.optimizer == pytest.approx(2 * plan.memory.parameters, rel=1e-3)
     assert (
@@ -597,7 +602,8 @@ def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
             topology.describe_topology("v5p:8x8x8"),
             dict(data=sizes[0], expert=sizes[1]),
         )
-        assert any(tuple(c.sizes.values()) == sizes and "divide" not in c.reason for c in few), (
+        wanted = (1, *sizes)
+        assert any(tuple(c.sizes.values()) == wanted and "divide" not in c.reason for c in few), (
             sizes
         )
     assert all(c.sizes["context"] == 1 for c in found)
@@ -655,3 +661,29 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
         search(
             Config(), topology.describe_topology("v6e:16x16"), "", console, {"data": 3, "expert": 2}
         )
+
+
+@needs_compiler
+def test_search_prices_the_network_between_slices():
+    """Two slices of 256 chips: the gradients' way to the other slice and back adds to the time of a
+    step, and a shared state leaves half of the moments on each.
+    """
+    two = topology.describe_topology("v6e:16x16", 2)
+    assert (two.chips, len(two.devices), two.title) == (512, 512, "2 × v6e:16x16")
+    model, train = ModelConfig(), TrainConfig(batch_size=512, sequence_length=4096)
+    fixed = {"expert": 8, "context": 1, "tensor": 1}
+    stored = 81_324_862_720 / 256
+    for dtype, state, bytes_of_parameter, moments in (
+        ("float32", "replicated", 2 / 2 * 4, 8),
+        ("bfloat16", "replicated", 2 / 2 * 2, 8),
+        ("bfloat16", "sharded", 1 / 2 * (2 + 4), 4),
+    ):
+        parallel = ParallelConfig(slice_gradients=dtype, slice_state=state)
+        best = rank_candidates(model, train, two, fixed, parallel=parallel)[0]
+        assert best.sizes == {"slice": 2, "data": 32, **fixed} and not best.reason
+        crossing = best.seconds - estimated_seconds(model, best.train, best.mesh, two)
+        assert crossing == pytest.approx(stored * bytes_of_parameter / 12.5e9)
+        saved = estimated_bytes(model, best.train, best.mesh) - best.bytes
+        assert saved == pytest.approx(stored * (8 - moments))
+    with pytest.raises(UserError, match="tpu7x .*v5e, v5p, v6e"):
+        rank_candidates(model, train, topology.describe_topology("tpu7x:4x4x4", 2), fixed)

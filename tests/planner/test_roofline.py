@@ -77,6 +77,48 @@ def test_only_whole_cubes_close(name, closes):
     assert Network(mesh, slice_.chip, slice_.shape).closes == (closes,) * 3
 
 
+TRANSFER = """  %x = f32[1000,1000]{1,0} parameter(0)
+  %t = token[] after-all()
+  %s = (f32[1000,1000]{1,0}, u32[]{:S(2)}, token[]) send(%x, %t), channel_id=2, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="psum.59_0",_xla_megascale_reduce_operation="SUM",_xla_megascale_transfer_type="ALL_REDUCE"}
+BETWEEN  %r = (f32[1000,1000]{1,0}, u32[]{:S(2)}, token[]) recv(%t), channel_id=1, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="psum.59_0",_xla_megascale_reduce_operation="SUM",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %sd = token[] send-done(%s), channel_id=2, is_host_transfer=true
+  ROOT %rd = (f32[1000,1000]{1,0}, token[]) recv-done(%r), channel_id=1, is_host_transfer=true"""  # noqa: E501
+
+
+@needs_compiler
+def test_a_transfer_between_slices_overlaps_with_what_lies_between_its_start_and_its_end():
+    """Four slices: of an all-reduce each device sends 2 · 3/4 of its bytes, at 12.5 GB/s."""
+    described = topology.describe_topology("v6e:2x2", 4)
+    mesh = make_mesh(ParallelConfig(), described.devices)
+    copy = "  %c = f32[1000,1000]{1,0} copy(%x)\n"
+    found = []
+    for between in ("", copy):
+        text = TRANSFER.replace("BETWEEN", between)
+        program = hlo.parse(f"ENTRY %main () -> f32[] {{\n{text}\n}}\n")
+        (collective,) = compiled.program_collectives(program, mesh)
+        assert (collective.kind, collective.axes, collective.group) == ("all-reduce", ("slice",), 4)
+        assert collective.total == pytest.approx(1.5 * 4e6)
+        found.append(estimate_time(program, mesh, described.chip, described.shape))
+    seconds = 1.5 * 4e6 / (12.5 * GB)
+    assert found[0].bound == {"network slice": pytest.approx(seconds)}
+    copying = 2 * 4e6 / described.chip.hbm_bandwidth
+    assert found[1].bound == {
+        "network slice": pytest.approx(seconds - copying),
+        "hbm": pytest.approx(copying),
+    }
+
+
+@needs_compiler
+def test_data_over_two_slices_sends_half_of_what_it_gathers_between_them():
+    """A gather of 4 + 4 chips: of the 7 parts that a chip sends on a ring, one crosses."""
+    described = topology.describe_topology("v6e:2x2", 2)
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(slice=1)), described.devices)
+    collective = compiled.Collective("all-gather", ("data",), 8, 7e6, 1)
+    within = 6e6 / (2 * 100 * GB)
+    network = Network(mesh, described.chip, described.shape)
+    assert network.seconds(collective, None) == pytest.approx(1e6 / (12.5 * GB) + within)
+
+
 PERMUTE = """  %x = bf16[1000000]{0} parameter(0)
   ROOT %p = bf16[1000000]{0} collective-permute(%x), source_target_pairs={PAIRS}"""
 

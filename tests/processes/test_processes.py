@@ -355,8 +355,9 @@ def test_a_coordinator_that_nobody_reaches_costs_a_bounded_wait(corpus, tmp_path
     [
         ((), {((i,), 1) for i in range(4)}),
         (("--config.parallel.mesh.tensor=2",), {((0, 1), 2), ((2, 3), 2)}),
+        (("--config.parallel.mesh.slice=2",), {((i,), 1) for i in range(4)}),
     ],
-    ids=("data", "data and tensor"),
+    ids=("data", "data and tensor", "two slices"),
 )
 def test_four_processes_train_as_one(corpus, tmp_path, mesh, expected):
     """Interrupted by a signal to one of them. With `tensor` over processes two of them read the

@@ -17,6 +17,7 @@ from qwen3next_jax.commands import evaluate
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
+    MESH_AXES,
     CheckpointConfig,
     Config,
     DataConfig,
@@ -151,9 +152,7 @@ def test_the_weights_alone_begin_another_run_on_other_devices(parent):
         optimizer={"name": "muon"},
         data={"synthetic": SyntheticConfig(pairs=8)},
     )
-    mesh = jax.sharding.Mesh(
-        np.array(jax.devices()[:2]).reshape(2, 1, 1, 1), ("data", "expert", "context", "tensor")
-    )
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1, 1, 1), MESH_AXES)
     state, _ = begun(config, mesh)
     same(state["params"], saved(parent, STEPS)["params"])
     fresh = resolved(config, mesh).init_state(state["params"])

@@ -4,7 +4,6 @@ rematerialisation. test_parallel_equality.py compares whole runs on meshes with 
 
 import dataclasses
 import functools
-import importlib.util
 import math
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.experimental import topologies
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.errors import UserError
@@ -27,7 +25,6 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.compile_target import compiling_for
-from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding import gathering
 from qwen3next_jax.sharding.mesh import make_mesh
@@ -224,28 +221,6 @@ def test_axes_that_do_not_divide(mesh, model, train, message):
     )
     with pytest.raises(UserError, match=message):
         resolved(config, _mesh(**mesh))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-def test_slices_lie_along_data():
-    """Two slices of 64 chips: only the axis `data` crosses slices."""
-    describe_topology("v5p:4x4x4")  # sets the variables that libtpu reads when it is loaded
-    devices = topologies.get_topology_desc(
-        platform="tpu", topology_name="v5p:4x4x4", num_slices=2
-    ).devices
-    grid = make_mesh(
-        ParallelConfig(mesh=MeshConfig(data=4, expert=8, context=2, tensor=2)), devices
-    ).devices
-    slice_index = np.vectorize(lambda device: device.slice_index)(grid)
-    assert len(set(grid.flat)) == 128
-    along_data = np.arange(4).reshape(4, 1, 1, 1) // 2
-    np.testing.assert_array_equal(slice_index, np.broadcast_to(along_data, slice_index.shape))
-    with pytest.raises(
-        UserError,
-        match="parallel.mesh.data = 1 over 2 TPU slices: "
-        "expected a multiple of 2, as only data may cross",
-    ):
-        make_mesh(ParallelConfig(mesh=MeshConfig(data=1, expert=64, tensor=2)), devices)
 
 
 # ---- experts

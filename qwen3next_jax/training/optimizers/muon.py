@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import OptimizerConfig
 from qwen3next_jax.model.parameters import Declared, Part
-from qwen3next_jax.sharding.rules import storage_spec
+from qwen3next_jax.sharding.rules import SLICE, storage_spec
 from qwen3next_jax.training.optimizers import adamw
 
 # Jordan's coefficients: an iteration replaces x by a x + b (x xᵀ) x + c (x xᵀ)² x.
@@ -231,7 +231,8 @@ def _orthogonalise_on_mesh(
 
     The mesh axes that split rows and columns are moved to M one at a time; each move is an
     all-to-all. Mesh axes along which the devices hold copies of the stack are made to split M as
-    well, which costs an all-gather after the iterations.
+    well, which costs an all-gather after the iterations. Only `slice` is not: this all-gather would
+    cross the network between slices.
     """
     if mesh is None:
         return _orthogonalise(stack, config)
@@ -239,7 +240,7 @@ def _orthogonalise_on_mesh(
         (entry,) if isinstance(entry, str) else entry or () for entry in spec
     )
     used_axes = {axis for axes in (*split, rows, columns) for axis in axes}
-    replicated = (axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    replicated = (axis for axis in mesh.axis_names if mesh.shape[axis] > 1 and axis != SLICE)
     moving = [
         *columns[::-1],
         *rows[::-1],

@@ -1,0 +1,93 @@
+"""Slices that compute on their own: each has all parameters and a part of the rows of a batch, and
+they add up their gradients (hybrid FSDP).
+
+The network between slices has a small part of the bandwidth within a slice. So each slice first
+adds up the gradients of all its micro-batches over its own devices. Only these sums cross the
+network, once a step.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from qwen3next_jax.sharding.rules import SLICE, axes_in_program
+
+
+def on_each_slice(gradients: Callable, mesh: Mesh) -> Callable:
+    """Wraps `gradients` so that each slice calls it with its own rows of a batch.
+
+    Args:
+      gradients: a function (params, batch, counts, mesh) → (gradients, parts of the loss). It gets
+        the mesh of its slice, on which `sharding.rules` splits nothing over the axis `slice`.
+      mesh: the mesh of all slices.
+
+    Returns:
+      A function (params, batch, counts) → (gradients, parts). Each gradient is
+      [slices, *shape of its parameter]; the parts are summed over the slices.
+    """
+
+    def on_slice(params, rows, counts):
+        slice_mesh = jax.sharding.get_abstract_mesh()
+        grads, parts = gradients(params, rows, counts, slice_mesh)
+        return jax.tree.map(lambda grad: grad[None], grads), sum_over_slices(parts, slice_mesh)
+
+    return jax.shard_map(
+        on_slice,
+        mesh=mesh,
+        in_specs=(P(), P(SLICE), P()),
+        out_specs=(P(SLICE), P()),
+        axis_names={SLICE},
+        check_vma=False,
+    )
+
+
+def sum_over_slices(tree: Any, mesh: Mesh | AbstractMesh | None) -> Any:
+    """Returns the sums over all slices of the arrays of `tree`, in the part of a program in which
+    each slice computes on its own (`on_each_slice`). Returns `tree` itself everywhere else.
+
+    Args:
+      mesh: the mesh of the traced part of the program; None: one device.
+    """
+    if mesh is None or axes_in_program(mesh, (SLICE,)):
+        return tree
+    return jax.lax.psum(tree, SLICE)
+
+
+def add_up_gradients(grads: Any, before: Any, after: Any, dtype: Any) -> Any:
+    """Returns the sums over all slices of their gradients.
+
+    Args:
+      grads: a tree of gradients [slices, *shape of the parameter].
+      before: a tree of the shardings of the parameters, as which each slice has split its
+        gradients.
+      after: a tree of the shardings of the sums. They are those of `before`; where they also split
+        a dimension over `slice`, a slice gets only its part of the sum.
+      dtype: the dtype in which gradients cross the network between slices.
+    """
+    leaves, structure = jax.tree.flatten(grads)
+    before_specs = [sharding.spec for sharding in jax.tree.leaves(before)]
+    after_specs = [sharding.spec for sharding in jax.tree.leaves(after)]
+
+    def add_up(parts):
+        sums = []
+        for part, spec in zip(parts, after_specs):
+            own = part[0].astype(dtype)
+            dims = [dim for dim, axes in enumerate(spec) if SLICE in (axes or ())]
+            if dims:
+                total = jax.lax.psum_scatter(own, SLICE, scatter_dimension=dims[0], tiled=True)
+            else:
+                total = jax.lax.psum(own, SLICE)
+            sums.append(total.astype(part.dtype))
+        return sums
+
+    sums = jax.shard_map(
+        add_up,
+        mesh=jax.tree.leaves(before)[0].mesh,
+        in_specs=([P(SLICE, *spec) for spec in before_specs],),
+        out_specs=after_specs,
+        check_vma=False,
+    )(leaves)
+    return jax.tree.unflatten(structure, sums)

@@ -1,0 +1,101 @@
+"""The files in deploy/, as far as parsers go: nothing here builds an image or starts a pod."""
+
+import math
+import pathlib
+import re
+import subprocess
+import tomllib
+
+import pytest
+import yaml
+
+from qwen3next_jax.config import MESH_AXES, default_config
+from qwen3next_jax.processes.launch import Launch, find_launch
+
+ROOT = pathlib.Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+
+
+def _jobset(name: str):
+    """(the job's replicas, its Job spec, its pod spec, its only container) of a manifest."""
+    manifest = yaml.safe_load((DEPLOY / name).read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (job,) = manifest["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    return manifest, job, spec, pod, container
+
+
+def _flags(args: list[str]) -> dict[str, str]:
+    return dict(arg.removeprefix("--").split("=", 1) for arg in args)
+
+
+@pytest.mark.parametrize("name", ["tpu-jobset.yaml", "gpu-jobset.yaml"])
+def test_a_jobset_starts_all_pods_of_a_run_with_settings_that_exist(name):
+    _, _, spec, pod, container = _jobset(name)
+    assert spec["parallelism"] == spec["completions"] and spec["completionMode"] == "Indexed"
+    # A pod failure policy is only valid with pods that never restart.
+    assert spec["podFailurePolicy"] and pod["restartPolicy"] == "Never"
+    flags = _flags(container["args"])
+    assert (ROOT / flags["config"]).is_file() and flags["workdir"].startswith("gs://")
+    for flag in flags:
+        group = default_config()
+        for part in flag.split(".")[1:]:
+            group = group[part]
+
+
+def test_a_tpu_pod_has_every_chip_of_its_host():
+    _, job, spec, pod, container = _jobset("tpu-jobset.yaml")
+    grid = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    chips = math.prod(map(int, grid.split("x")))
+    assert spec["parallelism"] * container["resources"]["limits"]["google.com/tpu"] == chips
+    mesh = {
+        axis: int(_flags(container["args"]).get(f"config.parallel.mesh.{axis}", 1))
+        for axis in MESH_AXES
+    }
+    assert job["replicas"] > 1 and chips % math.prod(mesh.values()) == 0
+
+
+def test_gpu_pods_find_each_other():
+    manifest, job, spec, _, container = _jobset("gpu-jobset.yaml")
+    flags = _flags(container["args"])
+    first_pod = f"{manifest['metadata']['name']}-{job['name']}-0-0.{manifest['metadata']['name']}"
+    assert flags["process"] == "$(JOB_COMPLETION_INDEX)"
+    launch = find_launch({}, flags["coordinator"], int(flags["processes"]), 3)
+    assert isinstance(launch, Launch) and launch.num_processes == spec["parallelism"]
+    assert launch.coordinator.rpartition(":")[0] == first_pod
+
+
+def test_the_image_names_extras_that_exist_and_stops_at_an_unknown_platform():
+    text = (DEPLOY / "Dockerfile").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    script = re.search(r"case .* esac", text.replace("\\\n", ""), re.DOTALL).group()
+
+    def chosen(platform):
+        return subprocess.run(
+            ["sh", "-c", f"PLATFORM={platform}; {script}; echo $extras"],
+            capture_output=True,
+            text=True,
+        )
+
+    for platform in ("cpu", "tpu", "gpu"):
+        names = chosen(platform).stdout.strip().split(",")
+        assert (
+            "remote" in names
+            and set(names) <= extras.keys()
+            and (platform in names) == (platform != "cpu")
+        )
+    assert chosen("abacus").returncode == 2 and "abacus" in chosen("abacus").stderr
+
+
+def test_the_slurm_script_is_valid_and_asks_for_its_folder():
+    script = DEPLOY / "slurm.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    refused = subprocess.run(["bash", script], capture_output=True, text=True)
+    assert refused.returncode and "expected a folder" in refused.stderr
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
+    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    assert options["signal"].startswith("TERM@")
