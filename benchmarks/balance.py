@@ -2,6 +2,7 @@
 with router biases that follow the sign of the load, and with quantile balancing, for three seeds.
 
     python benchmarks/balance.py
+    python benchmarks/balance.py quantile "sign, rate 0.01"      # some methods alone
 
 The model is that of configs/tiny.py with two layers of width 64 and 16 experts, 2 for each token,
 with sigmoid scores, without multi-token prediction. Prints each run as JSON, then the table.
@@ -18,16 +19,20 @@ import statistics
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import load_config_file
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.data.pipeline import Data, open_data
 from qwen3next_jax.evals.heldout import evaluate_heldout, make_heldout_step
+from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
+from qwen3next_jax.training.state import State
 
 ROOT = pathlib.Path(__file__).parents[1]
 SEEDS = (0, 1, 2)
@@ -66,13 +71,10 @@ def configure(base: Config, method: str, steps: int) -> Config:
     )
 
 
-def train(run: ResolvedRun, step: Callable, evaluate: Callable, data: Data, seed: int) -> dict:
-    """Trains the model from the start values of `seed`, and returns its figures."""
-    config = run.config
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
-    state = dataclasses.replace(run, config=config).init_state()
+def train(run: ResolvedRun, step: Callable, evaluate: Callable, data: Data, state: State) -> dict:
+    """Trains the model from `state`, and returns its figures."""
     busiest, idle = [], []
-    for number, batch in zip(range(run.steps), data.batches(seed * run.steps)):
+    for number, batch in zip(range(run.steps), data.batches(0)):
         state, metrics = step(state, jax.device_put(batch, run.batch_sharding))
         if number >= run.steps // 2:
             load_LE = np.asarray(metrics["expert_load"])
@@ -87,20 +89,37 @@ def train(run: ResolvedRun, step: Callable, evaluate: Callable, data: Data, seed
     }
 
 
+def make_params(run: ResolvedRun) -> Callable[[jax.Array], dict]:
+    """Returns a jitted function (random key) → start values of the parameters."""
+
+    @jax.jit
+    def random_params(key):
+        return nnx.to_pure_dict(nnx.state(Qwen3Next(run.model, rngs=nnx.Rngs(key)), nnx.Param))
+
+    return random_params
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("methods", nargs="*", help=f"of {', '.join(map(repr, METHODS))}")
     parser.add_argument("--steps", type=int, default=100)
-    steps = parser.parse_args().steps
+    options = parser.parse_args()
+    steps = options.steps
     base = from_dict(Config, load_config_file(ROOT / "configs" / "tiny.py"))
     runs = {}
-    for method in METHODS:
+    for method in options.methods or METHODS:
         run = resolve_run(configure(base, method, steps), single_device_mesh())
         (stage,) = run.stages
         data = open_data(stage.data, stage.sequence_length, stage.batch_size, run.model.vocab_size)
         step, evaluate = make_train_step(run, stage), make_heldout_step(run.graphdef)
+        start, random_params = None, make_params(run)
         runs[method] = []
         for seed in SEEDS:
-            figures = train(run, step, evaluate, data, seed)
+            params = random_params(jax.random.key(seed))
+            start = start or run.init_state(params)
+            # a copy, as the step donates its state
+            state = jax.tree.map(jnp.copy, start | {"params": params})
+            figures = train(run, step, evaluate, data, state)
             runs[method].append(figures)
             print(
                 json.dumps({"method": method, "seed": seed, "steps": steps} | figures), flush=True

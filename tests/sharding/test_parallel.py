@@ -304,8 +304,8 @@ def test_a_gather_for_a_tpu_has_the_gradient_of_any_other(dim):
         np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
-def test_every_device_counts_the_biases_that_the_whole_batch_requires():
-    """And only those of tokens that count."""
+def test_every_device_counts_required_biases_and_replays_its_tokens():
+    """Only tokens that count are counted, and only those without -1 are replayed."""
     config = dataclasses.replace(
         SMALL.model, moe=MoEConfig(scoring_func="sigmoid", router_bias=True)
     )
@@ -313,22 +313,37 @@ def test_every_device_counts_the_biases_that_the_whole_batch_requires():
     layer.router_bias[...] = jnp.linspace(-0.2, 0.2, 8)
     x_BTD = jax.random.normal(jax.random.key(1), (8, 16, 32))
     mask_BT = jnp.arange(16) < jnp.arange(9, 17)[:, None]
+    choices = np.tile(np.arange(8, dtype=np.int16), (8, 16, 1))
+    choices = np.random.default_rng(0).permuted(choices, axis=-1)[..., :2]
+    choices[:, ::2] = -1
     graphdef, params = nnx.split(layer)
 
-    def counts(mesh):
-        positions_BT = jnp.zeros((8, 16), jnp.int32)
-        context = Context(positions_BT, None, mask_BT, mesh=mesh, count_required_bias=True)
+    def run(mesh):
+        context = Context(
+            jnp.zeros((8, 16), jnp.int32),
+            stats_mask=mask_BT,
+            mesh=mesh,
+            count_required_bias=True,
+            expert_ids=jnp.asarray(choices),
+            record_routing=True,
+        )
 
         @jax.jit
         def forward(params, x_BTD):
-            return nnx.merge(graphdef, params)([x_BTD], [context])[1]["required_bias"]
+            (y_BTD,), aux = nnx.merge(graphdef, params)([x_BTD], [context])
+            return y_BTD, aux["required_bias"], aux["expert_ids"]
 
-        return np.asarray(forward(params, x_BTD))
+        return map(np.asarray, forward(params, x_BTD))
 
-    one = counts(None)
-    assert np.all(one.sum(axis=1) == np.sum(mask_BT))
+    y_one, counts_one, used_one = run(None)
+    y_mesh, counts_mesh, used_mesh = run(_mesh(expert=2, context=2, tensor=2))
+    assert np.all(counts_one.sum(axis=1) == np.sum(mask_BT))
     # Products summed in another order may move one token over the edge of a bin.
-    assert np.abs(counts(_mesh(expert=2, context=2, tensor=2)) - one).sum() <= 2
+    assert np.abs(counts_mesh - counts_one).sum() <= 2
+    np.testing.assert_array_equal(used_one[:, 1::2], choices[:, 1::2])
+    assert np.all(used_one[:, ::2] >= 0)
+    np.testing.assert_array_equal(used_mesh, used_one)
+    assert np.linalg.norm(y_mesh - y_one) <= 1e-5 * np.linalg.norm(y_one)
 
 
 # ---- checkpoints between meshes
