@@ -31,8 +31,9 @@ class Metric:
       unit: "share" is printed in percent; "nats" and "bits" are printed with four decimals;
         "count" is printed as a whole number and has no chart.
       better: whether higher or lower values are better; "" if neither direction is better.
-      main: whether the evaluation is judged by this metric. Sweeps compare the main metrics, and
-        the terminal shows only them.
+      main: whether the evaluation is judged by this metric. Sweeps compare the main metrics.
+        While a run trains, its display shows only them, or, if an evaluation has none, all of its
+        values that are not counts.
     """
 
     title: str

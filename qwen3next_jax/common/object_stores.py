@@ -223,7 +223,9 @@ class _GoogleStorage:
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
-        """Turns the errors of google.cloud.storage into those of `ObjectStore`."""
+        """Turns errors of Google's libraries into those that `ObjectStore` names, or else into an
+        OSError.
+        """
         import google.api_core.exceptions as api
         import google.auth.exceptions as auth
         import requests

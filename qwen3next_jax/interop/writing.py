@@ -1,5 +1,6 @@
 """Writes a directory of safetensors files (an export) that appears whole or not at all. If the
-writing process is killed, the next one keeps the files that are complete and continues.
+writing process is killed, the next export to the same place keeps the complete files of weights, if
+both exports have the same `identity` (see `PartialExport`). Otherwise it deletes them.
 
 The files are written into the directory `.NAME.partial`, beside the place of the final directory
 NAME. The file progress.json in it records the digest of each file that is completely on the disk. A

@@ -259,9 +259,9 @@ class Block(nnx.Module):
         return make.norm(self.config.hidden_size)
 
     def around(self, x_BTD: jax.Array, part: str) -> tuple[jax.Array, Callable]:
-        """The input of `part`, and a function: the part's output → the residual stream after it. A
-        placement whose two halves share a computation overrides this in place of `before` and
-        `after`.
+        """Returns the input of `part`, and a function that maps the part's output to the residual
+        stream after it. A placement whose two halves share a computation overrides this in place of
+        `before` and `after`.
         """
         return self.before(x_BTD, part), lambda y_BTD: self.after(x_BTD, y_BTD, part)
 

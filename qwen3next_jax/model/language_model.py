@@ -62,8 +62,9 @@ class Features(NamedTuple):
       router_logits: as in `Output`; None unless `capture` asks for them.
       expert_ids: [B, T, layers, A] int16, the experts of every token in every trunk layer, -1 in
         layers without experts; None unless `record_routing` asks for them.
-      diagnostics: for each layer a dict of small arrays (see the layers' classes). The last dict is
-        of the MTP module's layer at depth 0. None unless `diagnose` asks for them.
+      diagnostics: a dict of small arrays for each trunk layer (see the layers' classes) and, if the
+        model has an MTP module, one more at the end, for that module's layer at depth 0. None
+        unless `diagnose` asks for them.
       mixer_losses: for each trunk layer whose mixer has a loss of its own, in layer order, the sum
         [] of that loss over tokens.
       mtp_mixer_loss: the same sum for the MTP module, over all depths; None if there is no such

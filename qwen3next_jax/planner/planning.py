@@ -2,8 +2,8 @@
 predicts the memory, the network traffic and the time of each device.
 
 It uses no device. The parameters are shapes without values, and the devices are descriptions
-(`topology.py`); only the compiler is real. The compiler for GPUs gives no schedule, so there is no
-prediction of time for GPUs.
+(`topology.py`); the train step and the compiler are the real ones. The compiler for
+GPUs gives no schedule, so there is no prediction of time for GPUs.
 """
 
 import dataclasses

@@ -101,7 +101,8 @@ class Lease:
         process if another one has the lock.
 
         Args:
-          now: whether to ask the bucket even if the lock was renewed a moment ago.
+          now: whether to renew the lock at the bucket even if it was renewed less than half a lease
+            ago.
 
         Raises:
           OSError: the bucket does not answer.

@@ -248,8 +248,8 @@ def is_run(init_from: str) -> bool:
 
 
 def _check_is_there(init_from: str) -> None:
-    """Raises UserError unless `train.init_from` names the folder of a run or a Hugging Face
-    directory.
+    """Raises UserError unless `train.init_from` names a folder that holds run.json or config.json,
+    or has the form RUN@STEP with an existing folder RUN.
     """
     where = f"train.init_from = {init_from}"
     require_path(where, init_from)

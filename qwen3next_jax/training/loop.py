@@ -365,8 +365,8 @@ class Trainer:
         Hooks that are due after the same step are called in the order of registration.
 
         If a hook is due after a step, the loop waits until the devices have finished the step. With
-        `every=1`, the host therefore never prepares a step while the devices compute the step
-        before it.
+        `every=1`, the loop therefore never takes the next batch, or dispatches the next step, while
+        the devices still compute.
 
         Args:
           hook: a function of a `StepInfo`, or a `Hook`.

@@ -69,7 +69,7 @@ class Mamba(ChannelStates):
     y = (C·h + D x) SiLU(z), with a learned A [N] and D for each channel. The convolution of the
     published Mamba models has a bias; this one has none.
 
-    Diagnostics: step [H], the mean of Δ for each head.
+    Diagnostics: step [H], the mean of Δ over the tokens and the channels of each head.
     """
 
     switches = ("linear_conv_kernel_dim",)

@@ -173,8 +173,8 @@ def gradient_kernel(p, *refs):
 
 class _Block:
     """One block of the grid. Its methods `start_copies`, `errors`, `gradients_of_pairs`,
-    `queries_and_keys` and `write_gradients` run in this order. Copies and products run while later
-    statements execute, so the order of statements matters.
+    `queries_and_keys` and `write_gradients` run in this order. Copies, and products in
+    accumulators, run while later statements execute, so the order of statements matters.
 
     Attributes:
       w: the index of this warpgroup.
