@@ -45,7 +45,7 @@ class TokenStream:
     that were generated for the prompt since the last piece; it may be empty.
 
     Attributes:
-      tokens: number of tokens yielded so far.
+      tokens: number of tokens of all rows that were yielded so far.
       passes: number of passes through the trunk that these tokens took; a pass with n rows counts n
         times.
       drafted: [K], for each MTP depth how often a draft of this depth was verified.
@@ -53,8 +53,8 @@ class TokenStream:
         before it. `drafted` and `accepted` do not count the first round of each row, because its
         drafts were not made by the module (`speculative.init_state`).
       routed_experts: for each prompt the experts of its tokens and of the new ones, int16 [n - 1,
-        layers, experts per token]: the last of the n tokens never enters the model. [] before the
-        stream has ended, and unless they are recorded.
+        layers, experts per token]: the last of the n tokens never enters the model. The list is
+        empty before the stream has ended, and if the experts are not recorded.
     """
 
     def __init__(self, pieces: Callable[["TokenStream"], Iterator[list[np.ndarray]]], drafts: int):
