@@ -428,8 +428,9 @@ def _chunk_bounds(
     """Yields (start, size) of the chunks into which `total` prompt tokens are divided.
 
     All chunks but the last have `chunk` tokens. The size of the last chunk is rounded up to a power
-    of two, at least 16. In a chat, the tokens after the last whole chunk are divided into chunks of
-    _CHAT_CHUNK tokens instead, so that programs for two sizes only are compiled.
+    of two, at least 16 and at most `chunk`. In a chat, the tokens after the last whole chunk are
+    divided into chunks of _CHAT_CHUNK tokens instead, so that programs for two sizes only are
+    compiled.
     """
     start = 0
     while start < total:

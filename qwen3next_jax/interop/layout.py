@@ -175,7 +175,9 @@ def check_hf_form(config: ModelConfig) -> None:
 
 
 def _layers_with(config: ModelConfig, mixer: str) -> str:
-    """Returns the numbers of the layers with this mixer, for a message."""
+    """Returns the numbers of the layers with this mixer as text, such as "0, 4"; "of the MTP
+    module" if no decoder layer has it.
+    """
     numbers = [str(layer) for layer, name in enumerate(config.mixers) if name == mixer]
     return ", ".join(numbers) or "of the MTP module"
 

@@ -76,8 +76,8 @@ class Lease:
                 warn(f"{self._path}: not released ({error.strerror}); it ends by itself")
 
     def run_locked(self, function: Callable[[], Any]) -> Any:
-        """Takes the lock and returns `function()`. If another process has the lock, waits until it
-        renews it or the lease has ended.
+        """Takes the lock and returns `function()`. If another process has the lock, waits until
+        that process renews the lock or its lease has ended.
 
         Raises:
           UserError: another process has the lock, or the folder cannot be written to.
@@ -91,14 +91,15 @@ class Lease:
             raise
 
     def on_end(self, describe_unsaved: Callable[[], str]) -> None:
-        """Adds a function that says what has not been saved; "" if nothing. It is called when the
-        process ends because of the bucket.
+        """Adds a function that returns a text about what has not been saved; "" if all is saved. It
+        is called when the process ends because of the bucket.
         """
         self._describe_unsaved.append(describe_unsaved)
 
     def confirm(self, now: bool = False) -> None:
-        """Must be called before something is deleted or replaced without a condition. Ends the
-        process if another one has the lock.
+        """Makes sure that this process still has the lock, and ends this process if another one has
+        it. Call this method before deleting an object, or replacing it without a condition on its
+        version.
 
         Args:
           now: whether to ask the bucket even if the lock was renewed a moment ago.
@@ -137,7 +138,8 @@ class Lease:
             ) from error
 
     def _wait_for_end(self, version: str, record: dict[str, Any]) -> None:
-        """Waits until the lease of another process has ended, and takes over its version.
+        """Waits until the lease of another process has ended, and keeps the version of the lock,
+        which the next write has to replace.
 
         Raises:
           UserError: the other process renewed it.

@@ -87,7 +87,7 @@ class MetricsPieces:
             self._lines += 1
 
     def flush(self) -> None:
-        """Returns when everything is written."""
+        """Returns when all lines that `append` took are written."""
         while not self._try_to_write():
             time.sleep(0.2)
 
@@ -104,8 +104,8 @@ class MetricsPieces:
                 self._try_to_write()
 
     def _try_to_write(self) -> bool:
-        """Writes what is pending. Returns whether nothing is pending any more. Ends the process if
-        another one has written the piece, or after `patience` seconds of failures.
+        """Writes what is pending. Returns True if all pending lines are now written. Ends the
+        process if another one has written the piece, or after `patience` seconds of failures.
         """
         with self._writing:
             with self._lock:

@@ -387,7 +387,7 @@ def _matching_width(
     to `first` in parameters or FLOPs per token.
 
     Raises:
-      UserError: `model` has more parameters or FLOPs than `first` at any width.
+      UserError: `model` has more parameters or FLOPs than `first` even at the smallest width.
     """
     # This import loads JAX, which takes time. It is here so that mistakes in the sweep file are
     # reported without that delay.

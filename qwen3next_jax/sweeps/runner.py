@@ -131,7 +131,7 @@ class Runner:
       sweep: the sweep.
       workdir: the folder of the sweep.
       workers: the number of points that run at the same time.
-      retries: how often a point whose process died is started again.
+      retries: the most times that one point is started again after its process died.
       log: function that is called with a line of text at every start and end of a point.
       on_point_end: function that is called with {name of a failed point: why} whenever a point has
         ended, and at the end of the sweep. The runner holds the folder's lock during the call.
@@ -297,8 +297,8 @@ class Runner:
 
 def _last_line(path: pathlib.Path, begin: int) -> str:
     """Returns the last line that starts with "error:" in the log `path` from byte `begin` on, or
-    the last line of all if there is none. The bytes before `begin` are the output of earlier
-    processes of the point.
+    the last line of the log if no line starts so; at most 300 characters. The bytes before `begin`
+    are the output of earlier processes of the point.
     """
     with path.open("rb") as file:
         file.seek(begin)

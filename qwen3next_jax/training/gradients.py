@@ -46,7 +46,9 @@ def make_gradients(
     tables = lazy_rows.lazy_tables(config, stage.optimizer)
 
     def micro_batch_gradients(params, batch, counts, load=None):
-        """Returns ((gradients, parts of the loss), gradients of the tables)."""
+        """Returns ((gradients, parts of the loss), gradients of the tables that lazy AdamW updates)
+        of one micro-batch.
+        """
         others, own = lazy_rows.split_tables(params, tables)
         ids, rows = lazy_rows.look_up(config, tables, params, batch, mesh)
 

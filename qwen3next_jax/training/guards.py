@@ -46,8 +46,8 @@ def init_guards(config: GuardConfig) -> dict[str, jax.Array]:
         spikes: int32, the number of steps with a spike.
         halted: int32, 1 after the step that halted the run; 0 before.
         data_offset: int32, the number of batches (of the current stage's size) that rewinds have
-          skipped. In a run with a single stage, the step after `step` steps reads the batch number
-          step + data_offset, counted from 0.
+          skipped. In a run with a single stage, the step after `step` steps reads batch number step
+          + data_offset; the first batch has the number 0.
     """
     counts = ("entries", "skipped", "skipped_in_a_row", "spikes", "halted", "data_offset")
     rings = {name: jnp.zeros(config.window, jnp.float32) for name in ("losses", "grad_norms")}
