@@ -268,7 +268,8 @@ def saved_steps(workdir: pathlib.Path) -> list[int]:
 
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
-    """Returns the steps of the checkpoints in `workdir` that have a manifest."""
+    """Returns, in ascending order, the steps of the checkpoints in `workdir` that have a manifest.
+    """
     checkpoints = workdir / "checkpoints"
     if isinstance(checkpoints, BucketPath):  # one listing instead of a request for each step
         found = checkpoints.glob("*/manifest.json")

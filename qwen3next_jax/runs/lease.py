@@ -97,12 +97,12 @@ class Lease:
         self._describe_unsaved.append(describe_unsaved)
 
     def confirm(self, now: bool = False) -> None:
-        """Makes sure that this process still has the lock, and ends this process if another one has
-        it. Call this method before deleting an object, or replacing it without a condition on its
-        version.
+        """Renews the lock, unless it was renewed less than half of its `seconds` ago, and ends this
+        process if another one has the lock. Does nothing unless `is_owner`. Call this method before
+        deleting an object, or replacing it without a condition on its version.
 
         Args:
-          now: whether to ask the bucket even if the lock was renewed a moment ago.
+          now: whether to renew the lock even if it was renewed less than half of its `seconds` ago.
 
         Raises:
           OSError: the bucket does not answer.

@@ -235,8 +235,9 @@ def _find_damage_in_bucket(
 
 
 def digest(directory: Folder) -> str | None:
-    """Returns the SHA-256 digest of the manifest file; None if there is no manifest. The manifest
-    has the digests of all other files, so its own digest identifies the content of the folder.
+    """Returns the SHA-256 digest of the manifest file; None if there is no manifest, or it cannot
+    be read. The manifest has the digests of all other files, so its own digest identifies the
+    content of the folder.
     """
     try:
         if isinstance(directory, BucketPath):

@@ -143,8 +143,9 @@ def keep_if(skip: jax.Array, old: dict, new: dict) -> dict:
 
 
 def _robust_z(value: jax.Array, window_W: jax.Array, min_median: float) -> jax.Array:
-    """Returns (value - median) / spread for the median of the window [W] and its robust standard
-    deviation, the spread. `min_median`: the number m of the bound of the spread (see above).
+    """Returns (value - median) / spread. The median is that of the window [W]. The spread is the
+    window's robust standard deviation, but at least _MIN_RELATIVE_SPREAD · max(|median|,
+    `min_median`).
     """
     median = jnp.median(window_W)
     spread = _MAD_TO_SIGMA * jnp.median(jnp.abs(window_W - median))

@@ -223,8 +223,8 @@ class DataCursor(NamedTuple):
         return step - 1 - self.step + data_offset
 
     def advance(self, step: int, data: Data, data_offset: int = 0) -> "DataCursor":
-        """Returns the cursor of the next stage. Call this method on the cursor of the stage whose
-        last step is `step`.
+        """Returns the cursor of the next stage. Call this method on the cursor of the stage that
+        contains step number `step` of the run.
 
         Args:
           step: the number of steps of the run before the next stage.
