@@ -64,6 +64,10 @@ def parameters(config: ModelConfig) -> list[Parameter]:
 
 
 def _parameters(config: ModelConfig, declarations: Mapping[str, Declared]) -> Iterator[Parameter]:
+    """Yields all parameters of a model, as its form's entries name them. `declarations`: path of a
+    parameter → its declaration. A parameter whose path is not among them has None in place of the
+    declaration.
+    """
     form = FORMS[config.hf_form]
 
     def with_paths(module: str, prefixes: tuple[str, ...], entries: Iterator[Entry]):

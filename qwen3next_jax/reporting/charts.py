@@ -537,7 +537,7 @@ def _y_axis_label(text: str) -> str:
 
 def _reference_line(label: str, value: float, y: Axis, others: Sequence[float]) -> str:
     """Draws a dashed horizontal line at y = `value`, with its label. `others` has the values of all
-    reference lines, whose labels this one must not overlap.
+    reference lines; the label is below the line, and not above it, if another line is close above.
     """
     at = float(y(value))
     # The label is below the line if the frame or another line is too close above it.

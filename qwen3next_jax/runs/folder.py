@@ -268,7 +268,8 @@ def saved_steps(workdir: pathlib.Path) -> list[int]:
 
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
-    """Returns, in ascending order, the steps of the checkpoints in `workdir` that have a manifest.
+    """Returns the steps of the checkpoints in `workdir` that have a manifest, in ascending order,
+    as integers.
     """
     checkpoints = workdir / "checkpoints"
     if isinstance(checkpoints, BucketPath):  # one listing instead of a request for each step

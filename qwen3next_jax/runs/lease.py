@@ -206,6 +206,9 @@ class Lease:
         self._thread.start()
 
     def _watch(self) -> None:
+        """Runs in a thread until the lock is released: renews the lock every third of `seconds`,
+        and ends the process if the bucket does not answer for the time of `patience`.
+        """
         failing_since, reason = None, ""
         while not self._done.wait(self.seconds / 3):
             began = time.monotonic()

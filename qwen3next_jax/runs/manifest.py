@@ -205,7 +205,8 @@ def _is_md5(of_pieces: list[str]) -> bool:
 def _find_damage_in_bucket(
     folder: BucketPath, files: dict[str, Any], piece: int, sizes_only: bool
 ) -> str | None:
-    """Compares the objects in `folder` with the entry `files` of a manifest, mostly by one listing.
+    """Compares the objects in `folder` with the entry `files` of a manifest. One listing gives the
+    sizes and the digests of most objects.
     """
     present = {str(path.relative_to(folder)): entry for path, entry in folder.entries().items()}
     present = {name: e for name, e in present.items() if not name.split("/")[-1].startswith(NAME)}

@@ -29,7 +29,7 @@ class MetricsPieces:
     """The pieces of one run's metrics.jsonl."""
 
     def __init__(self, path: BucketPath, lease: Lease, patience: float):
-        """Reads nothing yet; `keep` must be called before `append`.
+        """Makes the pieces without reading any. Call `keep` before the first `append`.
 
         Args:
           path: WORKDIR/metrics.jsonl, the name by which readers know the pieces.
@@ -52,8 +52,9 @@ class MetricsPieces:
         first that holds an event for which `is_last` is true: all earlier events are kept.
 
         Returns:
-          {"end": the time of the newest event before, or None; "step": the step of the newest
-          "train" event before, or 0}.
+          {"end": the time of the newest event before the removal, or None; "step": the step of the
+          newest "train" event before the removal, or 0}. Only events in the pieces that were read
+          count.
         """
         self.flush()
         with self._writing:

@@ -357,6 +357,9 @@ def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
 
 
 def _make_config(base: dict[str, Any], overrides: dict[str, Any], where: str) -> Config:
+    """Returns the configuration of a point: the nested dict `base` with the `overrides`, dotted
+    name → value. Errors begin with `where`.
+    """
     values = _copy(base)
     for name, value in overrides.items():
         _known_setting(name, where)

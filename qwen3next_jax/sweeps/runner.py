@@ -54,7 +54,7 @@ def train_arguments(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[s
 
 def shell_command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> str:
     """Returns the command that runs a point, for a shell or a cluster's scheduler. It contains
-    relative paths, so it must be run in the current folder of this process.
+    relative paths, so it works only in the current folder of this process.
     """
     train = ["uv", "run", "train.py"]
     if pathlib.Path.cwd() != TRAIN.parent:
@@ -219,6 +219,9 @@ class Runner:
         return descriptor
 
     def _start(self, point: Point, lock: int) -> None:
+        """Starts a process for `point`, which appends its output to the point's log and inherits
+        the file descriptor `lock`.
+        """
         path = self._log_path(point)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.starts[point.name] = self.starts.get(point.name, 0) + 1
@@ -263,7 +266,7 @@ class Runner:
 
     def _must_restart(self, ended: _Running, code: int) -> bool:
         """Logs how the process of a point ended, and records the reason if the point failed.
-        Returns whether the point must be started again.
+        Returns True if `run` is to start the point again.
 
         Args:
           code: the exit code of the process, or minus the number of the signal that killed it.

@@ -45,7 +45,7 @@ class ResolvedStage:
     Attributes:
       name: the stage's name in records; "" if the run has no `train.stages`.
       steps_before: the number of steps of the run before the stage begins.
-      last_step: the last step of the stage, counted from the start of the run.
+      last_step: the number of the stage's last step; the first step of the run has the number 1.
       schedule_start: the number of steps of the run before the stage's learning-rate schedule
         begins.
       train: the stage's settings of the group "train". Two of them differ from the run's:
@@ -308,9 +308,9 @@ def first_cursor(cursors: DataCursors) -> DataCursor:
 
 
 def stage_number(cursors: DataCursors, step: int) -> int:
-    """Returns the index, from 0, of the stage that contains the run's step number `step`; steps are
-    counted from 1. For steps before the run's first step, returns the index of the run's first
-    stage.
+    """Returns the index of the stage that contains step number `step` of the run. The first stage
+    has the index 0, and the first step of the run has the number 1. For steps before the run's
+    first step, returns the index of the run's first stage.
 
     The train state after a step holds a `data_offset`, which counts batches of the stage that this
     function returns for the step.
