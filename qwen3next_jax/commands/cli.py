@@ -162,6 +162,9 @@ def _report(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
 
 
 def _parse(doc: str, argv: Sequence[str]) -> list[str]:
+    """Parses the flags and returns the other arguments. Prints the help and exits if the user asks
+    for it; exits with one line on standard error if a flag is wrong.
+    """
     try:
         if {"-h", "-?", "--help", "-help", "--helpshort", "--helpfull"} & set(argv[1:]):
             print(_help(doc))

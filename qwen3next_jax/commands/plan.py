@@ -201,10 +201,11 @@ def search(
       console: the console that shows the tables.
       fixed: sizes of mesh axes that all candidates have.
       rows: batch sizes to choose from; () means the batch size of `config`.
-      cost_model: "schedule" or "roofline", the value of --cost_model.
+      cost_model: the value of --cost_model, the cost model whose times the tables show.
 
     Returns:
-      The plans, with the plan first that is fastest by the cost model "calibrated".
+      The compiled plans. Those that fit into memory come first, ordered by their seconds per token
+      according to the cost model "calibrated".
 
     Raises:
       UserError: no mesh divides the dimensions of the model and the batch.

@@ -67,8 +67,8 @@ def _lines_of_pieces(path: BucketPath) -> Iterator[str]:
 
 
 def piece_paths(path: BucketPath) -> list[BucketPath]:
-    """Returns the pieces of `path`, WORKDIR/metrics.jsonl in a bucket, in their order. A file of
-    this name, which a run brings that was copied from a file system, comes first.
+    """Returns the pieces of `path`, WORKDIR/metrics.jsonl in a bucket, in their order. If the
+    object `path` exists, because the run was copied from a file system, it comes first.
     """
     pieces = [
         p for p in path.with_suffix("").iterdir() if p.suffix == ".jsonl" and p.stem.isdigit()

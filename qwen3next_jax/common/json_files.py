@@ -63,7 +63,8 @@ def parse(text: str | bytes, kind: type = dict) -> Any:
 
 
 def read(path: str | os.PathLike, kind: type = dict) -> Any:
-    """Returns the JSON value in a local file or a file on gs://. `kind` is its type: dict or list.
+    """Returns the JSON value in a local file or an object of a bucket. `kind` is its type: dict or
+    list.
 
     Raises:
       OSError: the file cannot be read or is not a regular file. The attribute `strerror` says why.

@@ -84,15 +84,18 @@ class ObjectStore(Protocol):
     """
 
     def read(self, key: str, start: int, stop: int | None) -> bytes:
-        """Returns the bytes `start` … `stop` of an object; None: to its end."""
+        """Returns the bytes of an object from number `start` (the first byte is 0) up to, but not
+        including, number `stop`; to the end if `stop` is None.
+        """
 
     def stat(self, key: str) -> Entry:
         """Returns the entry of one object."""
 
     def list(self, prefix: str, deep: bool, limit: int | None) -> tuple[list[Entry], list[str]]:
         """Returns the objects whose keys begin with `prefix`, in the order of their keys. Unless
-        `deep`, the keys with a "/" after the prefix are left out, and the second result holds
-        their beginnings up to this "/". At most `limit` objects; None: all.
+        `deep`, the objects with a "/" in the rest of their key are left out; the second result then
+        holds the beginnings of these keys, up to this "/". `limit` is the largest number of objects
+        to return; None: all.
         """
 
     def write(self, key: str, data: bytes, replaces: str | None) -> str:

@@ -37,7 +37,9 @@ PATIENCE = 60.0  # seconds for which a request is repeated, unless a run says ot
 
 
 def with_patience(path: "pathlib.Path | BucketPath", seconds: float) -> Any:
-    """Returns `path` with another patience, if it is in a bucket."""
+    """Returns a path in a bucket with `seconds` as its patience (`BucketPath`); any other path
+    unchanged.
+    """
     return path.with_patience(seconds) if isinstance(path, BucketPath) else path
 
 
@@ -138,7 +140,7 @@ class BucketPath:
         return self
 
     def with_patience(self, seconds: float) -> "BucketPath":
-        """Returns this path with another `patience`."""
+        """Returns this path with `seconds` as its `patience`."""
         return dataclasses.replace(self, patience=seconds)
 
     # ---- what there is
@@ -185,7 +187,9 @@ class BucketPath:
         yield from (path for path in self.entries() if fnmatch.fnmatchcase(path.name, pattern))
 
     def glob(self, pattern: str) -> Iterator["BucketPath"]:
-        """Yields what matches. A pattern with "/" or "**" finds objects alone, no folders."""
+        """Yields the objects and folders in this folder whose names match. A pattern with "/" finds
+        only objects.
+        """
         if "/" not in pattern:
             yield from (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
             return
@@ -202,7 +206,9 @@ class BucketPath:
     # ---- content
 
     def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
-        """Returns the bytes `start` … `stop` of the object; None: to its end."""
+        """Returns the bytes of the object from number `start` up to, but not including, number
+        `stop`; to the end if `stop` is None.
+        """
         return self._request(lambda store: store.read(self.key, start, stop))
 
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
@@ -282,7 +288,9 @@ class BucketPath:
 
 
 def stat_of(entry: Entry) -> Any:
-    """Returns what `os.stat` says of a file, for an object."""
+    """Returns the size, the modification time and, as st_ino, the version of an object, in fields
+    named as in the result of `os.stat`.
+    """
     return types.SimpleNamespace(
         st_size=entry.size,
         st_mtime=entry.modified,

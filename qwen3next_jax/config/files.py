@@ -45,8 +45,8 @@ _SHIPPED = next(
 
 def find_file(name: str | pathlib.Path) -> pathlib.Path:
     """Returns the path of the file that a user names. If the path `name` does not exist, it may
-    name a config that comes with this project, such as "configs/tiny.py" or "tiny". If it names
-    none, the path `name` is returned.
+    name a config that comes with this project, such as "configs/tiny.py" or "tiny". If there is no
+    such config either, the path `name` is returned.
 
     Raises:
       UserError: no file can have the path `name`.

@@ -364,6 +364,9 @@ class ModelConfig:
 
 @functools.lru_cache(maxsize=64)
 def _stacks(kinds: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
+    """Groups the indices of layers of these kinds as `ModelConfig.stacks` says. Of all possible
+    splits, it takes the one with the shortest prefix and period together.
+    """
     n = len(kinds)
     first, period = min(
         (

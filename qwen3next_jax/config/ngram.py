@@ -77,11 +77,11 @@ class PLEConfig:
         return resolve(LAYER_EMBEDDINGS, self.embedding, "model.ple.embedding")
 
     def number(self, layer: int) -> int | None:
-        """Returns the index, from 0, among the model's n-gram embeddings of the one in `layer`;
+        """Returns which of the model's n-gram embeddings `layer` has: its index among them, from 0;
         None if the layer has none.
 
         Args:
-          layer: the number of a layer, counted from 0.
+          layer: the number of a layer; the first layer is 0.
         """
         ids = sorted(self.layer_ids)
         return ids.index(layer + 1) if layer + 1 in ids else None

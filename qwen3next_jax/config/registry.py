@@ -256,7 +256,7 @@ def check_trusted(settings: Mapping[str, Any], where: str) -> None:
       where: the name of the file, for messages.
 
     Raises:
-      UserError: a setting has an import string whose package is not trusted.
+      UserError: the value of a setting is an import string whose package is not trusted.
     """
     for setting, name in _import_strings(settings):
         package = _package(name)

@@ -189,7 +189,9 @@ class HarnessModel(TemplateLM):
         return max_new_tokens, float(options.get("temperature", 0.0)) if sampled else 0.0
 
     def _encode_prompt(self, context: str, longest: int) -> np.ndarray:
-        """Returns the last `longest` tokens of the context; the prefix token if it is empty."""
+        """Returns the last `longest` tokens of the context; the prefix token alone if the context
+        has no tokens.
+        """
         return np.array((self.tok_encode(context) or [self.prefix_token_id])[-longest:], np.int32)
 
 

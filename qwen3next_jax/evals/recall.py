@@ -115,8 +115,8 @@ class Copy(_SyntheticTask):
 
 
 class NeedleInAHaystack(Evaluation):
-    """The evaluation "niah", needle in a haystack: the model must repeat a value that is hidden in
-    a long text. `needle_accuracy` describes the three kinds of values and texts.
+    """The evaluation "niah", needle in a haystack: the model is asked for a value that a sentence
+    in a long text states. `needle_accuracy` describes the three kinds of values and texts.
     """
 
     metrics = {

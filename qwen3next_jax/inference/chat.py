@@ -177,8 +177,8 @@ class ChatTemplate:
 
 
 def _default_template(template: object) -> object:
-    """Returns the template, or the one named "default" if `template` is a list of named templates;
-    None if the list has none.
+    """Returns `template` itself, unless it is a list of named templates. From a list it returns the
+    template named "default", or None if there is none.
     """
     if not isinstance(template, list):
         return template

@@ -45,7 +45,7 @@ class TokenStream:
     that were generated for the prompt since the last piece; it may be empty.
 
     Attributes:
-      tokens: number of tokens yielded so far.
+      tokens: number of tokens of all rows that were yielded so far.
       passes: number of passes through the trunk that these tokens took; a pass with n rows counts n
         times.
       drafted: [K], for each MTP depth how often a draft of this depth was verified.
@@ -53,8 +53,8 @@ class TokenStream:
         before it. `drafted` and `accepted` do not count the first round of each row, because its
         drafts were not made by the module (`speculative.init_state`).
       routed_experts: for each prompt the experts of its tokens and of the new ones, int16 [n - 1,
-        layers, experts per token]: the last of the n tokens never enters the model. [] before the
-        stream has ended, and unless they are recorded.
+        layers, experts per token]: the last of the n tokens never enters the model. The list is
+        empty before the stream has ended, and if the experts are not recorded.
     """
 
     def __init__(self, pieces: Callable[["TokenStream"], Iterator[list[np.ndarray]]], drafts: int):
@@ -428,8 +428,9 @@ def _chunk_bounds(
     """Yields (start, size) of the chunks into which `total` prompt tokens are divided.
 
     All chunks but the last have `chunk` tokens. The size of the last chunk is rounded up to a power
-    of two, at least 16. In a chat, the tokens after the last whole chunk are divided into chunks of
-    _CHAT_CHUNK tokens instead, so that programs for two sizes only are compiled.
+    of two, at least 16 and at most `chunk`. In a chat, the tokens after the last whole chunk are
+    divided into chunks of _CHAT_CHUNK tokens instead, so that programs for two sizes only are
+    compiled.
     """
     start = 0
     while start < total:

@@ -31,8 +31,8 @@ class BucketExport:
     Args:
       out: the folder of the export.
       files: name of a file of weights → its tensors.
-      identity: the digest of the weights and settings that this export writes; None: it does not
-        continue an earlier one.
+      identity: the digest of the weights and settings that this export writes; None: the export
+        does not continue an earlier one.
 
     Raises:
       UserError: the bucket or the local disk cannot be written to.
@@ -58,7 +58,8 @@ class BucketExport:
           The names of the files that are already complete.
 
         Raises:
-          UserError: the folder has objects of something else.
+          UserError: the folder is not empty, and its progress.json does not record an export with
+            this `identity`.
         """
         present = {str(path.relative_to(self._out)) for path in self._out.entries()}
         if present:
@@ -77,7 +78,9 @@ class BucketExport:
         return list(self._complete)
 
     def write(self, name: str, blocks: Iterable[np.ndarray]) -> None:
-        """Writes the file of weights `name`. `blocks` yields the values of its tensors in order."""
+        """Writes the file of weights `name`. `blocks` yields the values of the file's tensors in
+        order.
+        """
         path, digest = pathlib.Path(self._folder.name) / name, hashlib.sha256()
         begin = np.frombuffer(header(self._files[name]), np.uint8)
         with as_user_error(f"{self._out / name}: cannot be written", OSError):

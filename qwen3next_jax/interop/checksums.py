@@ -18,11 +18,12 @@ _BLOCK = 1 << 26  # bytes that are read from a bucket at once
 
 
 def require_undamaged(directory: pathlib.Path, process: int = 0, processes: int = 1) -> None:
-    """Checks the files of a directory against the digests in its SHA256SUMS. `verify_hf` explains
-    the arguments.
+    """Checks this process's share of the files of a directory against the digests in its
+    SHA256SUMS. `verify_hf` explains the arguments.
 
     Raises:
-      UserError: a file differs from its digest, or SHA256SUMS does not name it or cannot be read.
+      UserError: a file is missing or differs from its digest; SHA256SUMS does not name a file of
+        weights, names a file that is not allowed, or cannot be read.
     """
     for name, problem in verify_hf(directory, process, processes):
         if problem:

@@ -374,7 +374,7 @@ def save_hf(
 
     Args:
       model: the model to write.
-      out_dir: the path of the directory, which must not exist yet or be empty.
+      out_dir: the path of the directory. UserError is raised unless it is missing or empty.
       tokenizer: an object whose method `save(directory)` writes a tokenizer; None: no tokenizer is
         written.
       dtype: the dtype of the stored weights, "float32" or "bfloat16", with the exceptions of

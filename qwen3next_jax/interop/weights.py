@@ -239,6 +239,9 @@ class Weights:
         rows: slice = slice(None),
         columns: slice = slice(None),
     ) -> np.ndarray:
+        """Reads `rows` and `columns` of a tensor as an array [rows, columns] of `dtype`, which has
+        to be the stored dtype.
+        """
         if isinstance(self.directory, BucketPath):
             return self._read_from_bucket(name, dtype, rows, columns)
         file, _, shape, tensor_start = self._locations[name]

@@ -386,7 +386,9 @@ def _writable(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
 
 
 def require_new(out: pathlib.Path | BucketPath) -> None:
-    """Raises UserError unless `out` is an empty directory, or can be created."""
+    """Raises UserError unless `out` is an empty directory, or can be created. For a bucket, it only
+    checks that the bucket can be used.
+    """
     if isinstance(out, BucketPath):  # `BucketExport.begin` may continue an earlier export
         check_bucket(f"{out}", out)
         return

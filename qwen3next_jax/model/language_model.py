@@ -214,7 +214,8 @@ class Qwen3Next(nnx.Module):
           record_routing: whether to return the experts of every token.
 
         Raises:
-          UserError: the shape of `expert_ids` is that of another model.
+          UserError: the numbers of layers or of experts per token in the shape of `expert_ids` are
+            not the model's.
         """
         b, t = tokens.shape
         if segment_ids is None:

@@ -396,7 +396,7 @@ def _diagnostics(config: ModelConfig, logits_BTE, counted_BT) -> dict[str, jax.A
 
 
 def _counted(mask_BT: jax.Array | None, tokens: int) -> jax.Array:
-    """Returns the mask as float32 [R]; without a mask, each of the `tokens` tokens counts."""
+    """Returns the mask [B, T] as float32 [R]; without a mask, ones [`tokens`]."""
     if mask_BT is None:
         return jnp.ones(tokens, jnp.float32)
     return mask_BT.reshape(-1).astype(jnp.float32)

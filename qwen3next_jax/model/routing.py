@@ -30,7 +30,9 @@ def stack_routing(
 
 
 def check_routing_shape(config: ModelConfig, shape: Sequence[int]) -> None:
-    """Raises UserError if choices of experts [..., L, A] are those of another model."""
+    """Raises UserError if the model has no experts, or if `shape`, the shape [..., L, A] of choices
+    of experts, has other numbers of layers or of experts per token than the model.
+    """
     layers, chosen = config.num_hidden_layers, config.num_experts_per_tok
     require(config.has_experts, "choices of experts for a model without experts: leave them out")
     require(

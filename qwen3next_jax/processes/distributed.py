@@ -46,8 +46,8 @@ _message_numbers = itertools.count()
 
 
 def initialize(launch: Launch | None, config: ParallelConfig) -> None:
-    """Connects this process to the others of the run (`jax.distributed.initialize`). Must be called
-    before anything asks JAX for a device.
+    """Connects this process to the others of the run (`jax.distributed.initialize`). Call this
+    function before any other code asks JAX for a device.
 
     If the processes do not all meet within `config.start_timeout` seconds, this process prints
     one line and exits with `ExitCode.UNREACHABLE`. (JAX's runtime would abort it with a stack
@@ -314,8 +314,9 @@ class StopVote:
 
 
 def _code_digests() -> dict[str, str]:
-    """Returns a dict that must be equal in all processes: the digest of each file of this package,
-    and the version of each installed library that affects the results (JAX, Flax, CUDA, …).
+    """Returns a dict that `distributed_run` requires to be equal in all processes: the digest of
+    each file of this package, and the version of each installed library that affects the results
+    (JAX, Flax, CUDA, …).
     """
     package = pathlib.Path(__file__).parents[1]
     files = {

@@ -107,6 +107,9 @@ def _from_flags(coordinator: str | None, processes: int | None, process: int | N
 
 
 def _from_open_mpi(environment: Environment, coordinator: str | None) -> Launch | None:
+    """Returns the `Launch` of a process that Open MPI's mpirun started; None if there is only one
+    process.
+    """
     processes = _integer(environment, "OMPI_COMM_WORLD_SIZE", 1)
     if processes == 1:
         return None
@@ -125,6 +128,11 @@ def _from_open_mpi(environment: Environment, coordinator: str | None) -> Launch 
 
 
 def _open_mpi_coordinator(environment: Environment, on_one_host: bool) -> str:
+    """Returns "host:port", on which process 0 is to listen.
+
+    Raises:
+      UserError: the environment does not say on which host process 0 runs.
+    """
     # Open MPI 4 sets this to, for example, "1531576320.0;tcp://10.0.0.1,10.1.0.1:34911".
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
     port = _port(uri.split(";")[0] or environment.get("PMIX_NAMESPACE", ""))
@@ -141,6 +149,7 @@ def _open_mpi_coordinator(environment: Environment, on_one_host: bool) -> str:
 
 
 def _from_slurm(environment: Environment, coordinator: str | None) -> Launch | None:
+    """Returns the `Launch` of a process that `srun` started; None if there is only one process."""
     # The code reads SLURM_STEP_NUM_TASKS and not SLURM_NTASKS. A batch script and an interactive
     # shell are single processes but have SLURM_NTASKS, too; only `srun` starts several processes.
     processes = _integer(environment, "SLURM_STEP_NUM_TASKS", 1)

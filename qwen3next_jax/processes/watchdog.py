@@ -39,7 +39,8 @@ class Signals:
         """Makes a handler of signals.
 
         Args:
-          show: function that prints a line of text. It must work while a live display is shown.
+          show: function that prints a line of text. The function has to work while a live display
+            is shown, too.
         """
         self.caught = False
         self._caught_at = 0.0
@@ -143,6 +144,9 @@ class Watchdog:
                 self._end_process(*limit)
 
     def _end_process(self, allowed: float, what: str, step: int) -> None:
+        """Writes the stacks of all threads and a "stop" event, and exits with `ExitCode.HANG`.
+        `allowed`: the exceeded time limit in seconds. `allow` explains the other arguments.
+        """
         path = self._workdir / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{self._process}.txt"
         reason = f"{what} at step {step} did not end within {allowed:g} s"
         if isinstance(path, BucketPath):

@@ -477,8 +477,8 @@ def _nonempty_range(low: float, high: float) -> tuple[float, float]:
 
 
 def _log_ticks(low: float, high: float, count: int) -> list[float]:
-    """Returns about `count` round values on a logarithmic axis. If it has fewer than two values of
-    the form m · 10^p, returns the ticks of a linear axis.
+    """Returns about `count` round values on a logarithmic axis. If fewer than two values of the
+    form m · 10^p lie on the axis, returns the ticks of a linear axis.
     """
     begin, end = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for multiples in ((1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
@@ -537,7 +537,7 @@ def _y_axis_label(text: str) -> str:
 
 def _reference_line(label: str, value: float, y: Axis, others: Sequence[float]) -> str:
     """Draws a dashed horizontal line at y = `value`, with its label. `others` has the values of all
-    reference lines, whose labels this one must not overlap.
+    reference lines; the label is below the line, and not above it, if another line is close above.
     """
     at = float(y(value))
     # The label is below the line if the frame or another line is too close above it.
@@ -617,7 +617,9 @@ def _rounded(values, digits: int = 5) -> list[float | None]:
 
 
 def _evenly_spaced(count: int, most: int) -> list[int]:
-    """Returns at most `most` of the indices 0 … count - 1, at equal distances from 0 on."""
+    """Returns at most `most` of the indices 0 … count - 1: 0, and every n-th index after it, with
+    the smallest n that suffices.
+    """
     return list(range(0, count, max(1, -(-count // most))))
 
 

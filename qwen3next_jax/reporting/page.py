@@ -152,7 +152,9 @@ def _with_distinct_names(runs: Sequence[Run]) -> list[Run]:
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
-    """Returns the line under the title: for one run, its devices, versions and stages."""
+    """Returns the line under the title: for one run its devices, versions and stages, for several
+    runs their number.
+    """
     if len(runs) > 1:
         return f"{len(runs)} runs; times are of each run's own start"
     start = runs[0].events.get("start", [{}])[-1]

@@ -204,7 +204,7 @@ def downsample(x: np.ndarray, y: np.ndarray, points: int) -> Series:
     the interval has none.
 
     Args:
-      x: [N], must not decrease.
+      x: [N]; each number is at least as large as the one before it.
       y: [N], may contain NaN and infinity.
     """
     if len(x) <= points:

@@ -54,7 +54,9 @@ class BucketCheckpoints(Checkpoints):
         lease.on_end(self._describe_unsaved)
 
     def set_run(self, run: str) -> None:
-        """Sets the id of the run, once run.json is written; before that it may be another run's."""
+        """Sets the id of the run. Call this method after run.json is written: before that, run.json
+        may hold the id of another run.
+        """
         self._run = run
 
     def steps(self) -> list[int]:
@@ -167,8 +169,8 @@ class BucketCheckpoints(Checkpoints):
             self._known.discard(step)
 
     def _remove_leftovers(self) -> None:
-        """Deletes the arrays of this run that no manifest names: of saves and of deletions that a
-        kill ended.
+        """Deletes the arrays of this run that no manifest names. A save or a deletion that was
+        killed left them behind.
         """
         workdir = self.directory.parent
         run = run_id(workdir) or ""

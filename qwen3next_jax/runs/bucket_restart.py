@@ -40,8 +40,8 @@ def run_objects(workdir: BucketPath) -> list[BucketPath]:
 
 
 def move_aside(workdir: BucketPath) -> None:
-    """Moves the run in `workdir` into `workdir`/before-TIME. Goes on with the move of a process
-    that was killed.
+    """Moves the run in `workdir` into `workdir`/before-TIME. If a process was killed in such a
+    move, continues that move.
 
     Raises:
       UserError: the bucket cannot be written to.

@@ -137,7 +137,8 @@ class Checkpoints:
         """Prepares the folder for the checkpoints after step `newest_good`, the newest valid step.
 
         Moves the damaged checkpoints after that step to WORKDIR/damaged, and removes the files that
-        a killed save left behind. All processes must see the same folder.
+        a killed save left behind. Process 0 does this for all processes, which therefore have to
+        see the same folder.
 
         Raises:
           UserError: the folder cannot be written to.

@@ -288,7 +288,9 @@ def _number(value: float | str, form: str) -> str:
 
 
 def _scaled(value: float) -> str:
-    """Formats a number with three digits and a unit prefix: 1.23 G."""
+    """Formats a number of 1000 or more with three significant digits and a unit prefix ("1.23 G"),
+    and a smaller one as a whole number.
+    """
     for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"

@@ -192,7 +192,7 @@ def open_run(
     Args:
       workdir: the folder of the run.
       config: the configuration of this start.
-      data_fingerprints: the fingerprint of the data of every stage.
+      data_fingerprints: one fingerprint for each stage, of the data of the stage.
       tokenizer_fingerprint: the fingerprint of the tokenizer.
       parent: the record of the run that this run begins with; None if there is none.
       source: the result of `origin.find_source` for a new run.
@@ -268,8 +268,8 @@ def saved_steps(workdir: pathlib.Path) -> list[int]:
 
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
-    """Returns the steps of the checkpoints in `workdir` that have a manifest. If there are none, a
-    run in the folder begins with its first step.
+    """Returns the steps of the checkpoints in `workdir` that have a manifest, in ascending order,
+    as integers.
     """
     checkpoints = workdir / "checkpoints"
     if isinstance(checkpoints, BucketPath):  # one listing instead of a request for each step
@@ -286,8 +286,9 @@ def is_step_name(name: str) -> bool:
 
 
 def check_checkpoints_not_lost(workdir: pathlib.Path) -> None:
-    """Checks that a run never had a checkpoint. The caller has found no valid checkpoint; if the
-    run had one, a start at step 0 would overwrite the record of its steps.
+    """Checks that the run in `workdir` never had a checkpoint. Call this function if no valid
+    checkpoint was found: if the run had one, a start at step 0 would overwrite the record of its
+    steps.
 
     Raises:
       UserError: the run had a checkpoint.

@@ -82,7 +82,8 @@ class Incidents:
         """Reads the flags of a step, and writes events about them.
 
         Args:
-          step: the number of the step, which must have ended.
+          step: the number of the step. Call this method only when the devices have finished this
+            step.
           values: the metrics of the step.
           state: the train state, which becomes an attribute of `Halted`.
 

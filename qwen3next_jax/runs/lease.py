@@ -76,8 +76,8 @@ class Lease:
                 warn(f"{self._path}: not released ({error.strerror}); it ends by itself")
 
     def run_locked(self, function: Callable[[], Any]) -> Any:
-        """Takes the lock and returns `function()`. If another process has the lock, waits until it
-        renews it or the lease has ended.
+        """Takes the lock and returns `function()`. If another process has the lock, waits until
+        that process renews the lock or its lease has ended.
 
         Raises:
           UserError: another process has the lock, or the folder cannot be written to.
@@ -91,18 +91,18 @@ class Lease:
             raise
 
     def on_end(self, describe_unsaved: Callable[[], str]) -> None:
-        """Adds a function that says what has not been saved; "" if nothing. It is called when the
-        process ends because of the bucket.
+        """Adds a function that returns a text about what has not been saved; "" if all is saved. It
+        is called when the process ends because of the bucket.
         """
         self._describe_unsaved.append(describe_unsaved)
 
     def confirm(self, now: bool = False) -> None:
-        """Must be called before something is deleted or replaced without a condition. Ends the
-        process if another one has the lock.
+        """Renews the lock, unless it was renewed less than half of its `seconds` ago, and ends this
+        process if another one has the lock. Does nothing unless `is_owner`. Call this method before
+        deleting an object, or replacing it without a condition on its version.
 
         Args:
-          now: whether to renew the lock at the bucket even if it was renewed less than half a lease
-            ago.
+          now: whether to renew the lock even if it was renewed less than half of its `seconds` ago.
 
         Raises:
           OSError: the bucket does not answer.
@@ -138,7 +138,8 @@ class Lease:
             ) from error
 
     def _wait_for_end(self, version: str, record: dict[str, Any]) -> None:
-        """Waits until the lease of another process has ended, and takes over its version.
+        """Waits until the lease of another process has ended, and keeps the version of the lock,
+        which the next write has to replace.
 
         Raises:
           UserError: the other process renewed it.
@@ -205,6 +206,9 @@ class Lease:
         self._thread.start()
 
     def _watch(self) -> None:
+        """Runs in a thread until the lock is released: renews the lock every third of `seconds`,
+        and ends the process if the bucket does not answer for the time of `patience`.
+        """
         failing_since, reason = None, ""
         while not self._done.wait(self.seconds / 3):
             began = time.monotonic()

@@ -63,7 +63,7 @@ def write_manifest(directory: pathlib.Path, step: int | None = None, run: str | 
 def write_bucket_manifest(
     directory: BucketPath, arrays: BucketPath, step: int | None = None, run: str | None = None
 ) -> int:
-    """Writes `directory`/manifest.json, for the complete folder `arrays`, unless it exists.
+    """Writes `directory`/manifest.json, which describes the files in the complete folder `arrays`.
 
     Args:
       step, run: as for `write_manifest`.
@@ -205,7 +205,9 @@ def _is_md5(of_pieces: list[str]) -> bool:
 def _find_damage_in_bucket(
     folder: BucketPath, files: dict[str, Any], piece: int, sizes_only: bool
 ) -> str | None:
-    """Compares the objects in `folder` with `files` of a manifest, mostly by one listing."""
+    """Compares the objects in `folder` with the entry `files` of a manifest. One listing gives the
+    sizes and the digests of most objects.
+    """
     present = {str(path.relative_to(folder)): entry for path, entry in folder.entries().items()}
     present = {name: e for name, e in present.items() if not name.split("/")[-1].startswith(NAME)}
     for name, (size, of_pieces) in files.items():
@@ -234,8 +236,9 @@ def _find_damage_in_bucket(
 
 
 def digest(directory: Folder) -> str | None:
-    """Returns the SHA-256 digest of the manifest file; None if there is no manifest. The manifest
-    has the digests of all other files, so its own digest identifies the content of the folder.
+    """Returns the SHA-256 digest of the manifest file; None if there is no manifest, or it cannot
+    be read. The manifest has the digests of all other files, so its own digest identifies the
+    content of the folder.
     """
     try:
         if isinstance(directory, BucketPath):

@@ -29,7 +29,7 @@ class MetricsPieces:
     """The pieces of one run's metrics.jsonl."""
 
     def __init__(self, path: BucketPath, lease: Lease, patience: float):
-        """Reads nothing yet; `keep` must be called before `append`.
+        """Makes the pieces without reading any. Call `keep` before the first `append`.
 
         Args:
           path: WORKDIR/metrics.jsonl, the name by which readers know the pieces.
@@ -52,8 +52,9 @@ class MetricsPieces:
         first that holds an event for which `is_last` is true: all earlier events are kept.
 
         Returns:
-          {"end": the time of the newest event before, or None; "step": the step of the newest
-          "train" event before, or 0}.
+          {"end": the time of the newest event before the removal, or None; "step": the step of the
+          newest "train" event before the removal, or 0}. Only events in the pieces that were read
+          count.
         """
         self.flush()
         with self._writing:
@@ -87,7 +88,7 @@ class MetricsPieces:
             self._lines += 1
 
     def flush(self) -> None:
-        """Returns when everything is written."""
+        """Returns when all lines that `append` took are written."""
         while not self._try_to_write():
             time.sleep(0.2)
 
@@ -104,8 +105,8 @@ class MetricsPieces:
                 self._try_to_write()
 
     def _try_to_write(self) -> bool:
-        """Writes what is pending. Returns whether nothing is pending any more. Ends the process if
-        another one has written the piece, or after `patience` seconds of failures.
+        """Writes what is pending. Returns True if all pending lines are now written. Ends the
+        process if another one has written the piece, or after `patience` seconds of failures.
         """
         with self._writing:
             with self._lock:

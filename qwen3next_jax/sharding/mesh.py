@@ -201,6 +201,9 @@ def check_divides(
 def _context_constraints(
     size: Mapping[str, int], length: int, halo: int, whole_rows: Sequence[str]
 ) -> list[_Constraint]:
+    """Returns the constraints on the size of the axis `context`. `check_divides` explains the
+    arguments.
+    """
     return [
         _Constraint(
             f" splits rows over devices, but {' and '.join(whole_rows)} can only process whole "
@@ -223,6 +226,9 @@ def _context_constraints(
 def _tensor_constraints(
     model: ModelConfig, split_by_mixers: Mapping[str, int]
 ) -> list[_Constraint]:
+    """Returns the constraints on the size of the axis `tensor`. `check_divides` explains the
+    arguments.
+    """
     split = dict(split_by_mixers)
     if model.has_experts:
         split["moe_intermediate_size"] = model.moe_intermediate_size

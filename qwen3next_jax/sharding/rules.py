@@ -142,8 +142,9 @@ def compute_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> 
 
 def _spec(dims: list[tuple[str, ...]], shape: tuple[int, ...], mesh: Mesh) -> P:
     """Returns the PartitionSpec of an array of this shape. `dims` lists the candidate mesh axes of
-    each of the array's last dimensions. A candidate splits its dimension if its size divides the
-    dimension and if it splits no earlier dimension.
+    each of the array's last dimensions. A candidate axis splits a dimension if it has more than one
+    device, splits no earlier dimension, and its size, times the sizes of the axes that already
+    split the dimension, divides the dimension.
     """
     entries: list[tuple[str, ...]] = []
     for axes, size in zip([()] * (len(shape) - len(dims)) + dims, shape):

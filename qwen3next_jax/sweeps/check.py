@@ -12,7 +12,9 @@ from qwen3next_jax.sweeps.points import Point, Sweep
 
 
 def given_settings(sweep: Sweep, point: Point) -> UserInput:
-    """Returns the settings that the user gave to a point: its overrides and the base file."""
+    """Returns the settings that the user gave to a point: the settings in the base file, and the
+    point's overrides.
+    """
     return UserInput(frozenset(point.overrides), pathlib.Path(sweep.base), sweep.base_config)
 
 

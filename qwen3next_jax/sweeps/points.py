@@ -357,6 +357,9 @@ def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
 
 
 def _make_config(base: dict[str, Any], overrides: dict[str, Any], where: str) -> Config:
+    """Returns the configuration of a point: the nested dict `base` with the `overrides`, dotted
+    name → value. Errors begin with `where`.
+    """
     values = _copy(base)
     for name, value in overrides.items():
         _known_setting(name, where)
@@ -387,7 +390,7 @@ def _matching_width(
     to `first` in parameters or FLOPs per token.
 
     Raises:
-      UserError: `model` has more parameters or FLOPs than `first` at any width.
+      UserError: `model` has more parameters or FLOPs than `first` even at the smallest width.
     """
     # This import loads JAX, which takes time. It is here so that mistakes in the sweep file are
     # reported without that delay.

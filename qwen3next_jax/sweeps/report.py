@@ -91,6 +91,9 @@ def _subtitle(sweep: Sweep, results: Sequence[Result], done: int) -> str:
 
 
 def _findings(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
+    """Returns the findings as an HTML list, after sentences about points that failed or are not
+    done. `done`: the results of the points that are done.
+    """
     sentences = findings(sweep, done)
     failed = sum(bool(result.failed) and not result.done for result in results)
     if left := len(results) - len(done) - failed:
@@ -194,6 +197,9 @@ def _cost(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> st
 def _cost_chart(
     sweep: Sweep, title: str, lines: dict[str, dict[str, Spread]], note: str = ""
 ) -> str:
+    """Returns a chart over the x axis with a line of means for each entry of `lines`, which
+    `results.along_x` describes.
+    """
     values = sweep.axes[sweep.x]
     drawn = [
         Line(

@@ -302,6 +302,14 @@ def findings(sweep: Sweep, results: Sequence[Result]) -> list[str]:
 
 
 def _finding(x: str, subject: str, better: str, line: dict[str, Spread]) -> str:
+    """Returns the sentences that compare the values of the x axis on one line of a chart.
+
+    Args:
+      x: the name of the x axis.
+      subject: the name of the metric and of the line, with which the sentences begin.
+      better: "higher" or "lower".
+      line: name of a value of the x axis → the values of the metric there.
+    """
     sign = 1 if better == "higher" else -1
     order = sorted(line, key=lambda value: -sign * line[value].mean)
     best, rest = line[order[0]], order[1:]

@@ -54,7 +54,7 @@ def train_arguments(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[s
 
 def shell_command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> str:
     """Returns the command that runs a point, for a shell or a cluster's scheduler. It contains
-    relative paths, so it must be run in the current folder of this process.
+    relative paths, so it works only in the current folder of this process.
     """
     train = ["uv", "run", "train.py"]
     if pathlib.Path.cwd() != TRAIN.parent:
@@ -131,7 +131,7 @@ class Runner:
       sweep: the sweep.
       workdir: the folder of the sweep.
       workers: the number of points that run at the same time.
-      retries: how often a point whose process died is started again.
+      retries: the most times that one point is started again after its process died.
       log: function that is called with a line of text at every start and end of a point.
       on_point_end: function that is called with {name of a failed point: why} whenever a point has
         ended, and at the end of the sweep. The runner holds the folder's lock during the call.
@@ -219,6 +219,9 @@ class Runner:
         return descriptor
 
     def _start(self, point: Point, lock: int) -> None:
+        """Starts a process for `point`, which appends its output to the point's log and inherits
+        the file descriptor `lock`.
+        """
         path = self._log_path(point)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.starts[point.name] = self.starts.get(point.name, 0) + 1
@@ -263,7 +266,7 @@ class Runner:
 
     def _must_restart(self, ended: _Running, code: int) -> bool:
         """Logs how the process of a point ended, and records the reason if the point failed.
-        Returns whether the point must be started again.
+        Returns True if `run` is to start the point again.
 
         Args:
           code: the exit code of the process, or minus the number of the signal that killed it.
@@ -297,8 +300,8 @@ class Runner:
 
 def _last_line(path: pathlib.Path, begin: int) -> str:
     """Returns the last line that starts with "error:" in the log `path` from byte `begin` on, or
-    the last line of all if there is none. The bytes before `begin` are the output of earlier
-    processes of the point.
+    the last line of the log if no line starts so; at most 300 characters. The bytes before `begin`
+    are the output of earlier processes of the point.
     """
     with path.open("rb") as file:
         file.seek(begin)

@@ -59,7 +59,9 @@ def make_gradients(
     )
 
     def micro_batch_gradients(params, batch, counts, mesh, load=None):
-        """Returns ((gradients, parts of the loss), gradients of the tables)."""
+        """Returns ((gradients, parts of the loss), gradients of the tables that lazy AdamW updates)
+        of one micro-batch.
+        """
         others, own = lazy_rows.split_tables(params, tables)
         ids, rows = lazy_rows.look_up(config, tables, params, batch, mesh)
 

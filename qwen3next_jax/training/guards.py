@@ -46,8 +46,8 @@ def init_guards(config: GuardConfig) -> dict[str, jax.Array]:
         spikes: int32, the number of steps with a spike.
         halted: int32, 1 after the step that halted the run; 0 before.
         data_offset: int32, the number of batches (of the current stage's size) that rewinds have
-          skipped. In a run with a single stage, the step after `step` steps reads the batch number
-          step + data_offset, counted from 0.
+          skipped. In a run with a single stage, the step after `step` steps reads batch number step
+          + data_offset; the first batch has the number 0.
     """
     counts = ("entries", "skipped", "skipped_in_a_row", "spikes", "halted", "data_offset")
     rings = {name: jnp.zeros(config.window, jnp.float32) for name in ("losses", "grad_norms")}
@@ -143,8 +143,9 @@ def keep_if(skip: jax.Array, old: dict, new: dict) -> dict:
 
 
 def _robust_z(value: jax.Array, window_W: jax.Array, min_median: float) -> jax.Array:
-    """Returns (value - median) / spread for the median of the window [W] and its robust standard
-    deviation, the spread. `min_median`: the number m of the bound of the spread (see above).
+    """Returns (value - median) / spread. The median is that of the window [W]. The spread is the
+    window's robust standard deviation, but at least _MIN_RELATIVE_SPREAD · max(|median|,
+    `min_median`).
     """
     median = jnp.median(window_W)
     spread = _MAD_TO_SIGMA * jnp.median(jnp.abs(window_W - median))

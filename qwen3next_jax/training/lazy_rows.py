@@ -101,7 +101,7 @@ def init(tables: Mapping, params: dict) -> dict:
 
 
 def norm(gradients: Mapping[int, RowGradient]) -> jax.Array:
-    """The norm of the gradients of all uses of rows."""
+    """Returns the L2 norm [] of the gradients of all uses of rows, over all tables together."""
     squares = (jnp.sum(jnp.square(g.rows)) for g in gradients.values())
     return jnp.sqrt(sum(squares, jnp.zeros(())))
 

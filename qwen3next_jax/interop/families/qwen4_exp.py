@@ -198,12 +198,12 @@ def _check(config: ModelConfig) -> None:
 
 
 def _mix(config: ModelConfig, path: str, name: str, injects: bool) -> Iterator[Entry]:
-    """Yields the tensors of a `StreamMix`.
+    """Yields the entries of the parameters of a `StreamMix`.
 
     Args:
       path: the path of the `StreamMix` in the parameters.
       name: the name of its module in transformers.
-      injects: whether a block follows the mix.
+      injects: whether a block follows the mix, so that the mix has the parameter `inject`, too.
     """
     streams, rank = config.streams.hc_count, config.streams.hc_lowrank
     width = streams * config.hidden_size
@@ -236,7 +236,7 @@ def _multi_token_prediction(config: ModelConfig) -> Iterator[Entry]:
 
 
 def _qsa(config: ModelConfig) -> Iterator[Entry]:
-    """Yields the tensors of gated attention and of the indexer. The indexer's projection has the
+    """Yields the entries of gated attention and of its indexer. The indexer's projection has the
     rows of all query heads first, then those of the key head.
     """
     yield from qwen3_next.gated_attention(config)
