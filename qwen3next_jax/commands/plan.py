@@ -314,6 +314,9 @@ def show(plan, console: Console) -> None:
 
 
 def _memory_table(plan, device: str) -> Table:
+    """Returns a table of the memory that one device needs, by part. `device`: the word for a
+    device, "chip" or "device".
+    """
     usable = plan.usable_hbm
     table = Table(f"HBM per {device}", "GiB")
     for name, size in plan.memory._asdict().items():
@@ -334,6 +337,9 @@ def _network_table(plan, device: str) -> Table:
 
 
 def _waits_table(plan) -> Table:
+    """Returns a table of the resources for which the step waits, with the seconds and the share of
+    the step's time that each takes.
+    """
     estimate = plan.estimate
     table = Table("waiting for", "s", "share")
     for name, seconds in estimate.bound.items():

@@ -80,6 +80,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _changes(assignments: Sequence[str]) -> dict[str, Any]:
+    """Returns setting → value for the texts SETTING=VALUE of `--set`.
+
+    Raises:
+      UserError: a text has no "=".
+    """
     changes = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")

@@ -79,14 +79,17 @@ def as_user_error(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def error_message(error: Exception) -> str:
-    """Returns the message of an error of the system or of a library in one line. The path of an
-    OSError is left out, since the caller names it.
+    """Returns the message of an error in one line. For an error of the operating system this is its
+    `strerror`, which does not contain the path; for any other error the first 200 characters of its
+    text.
     """
     return getattr(error, "strerror", None) or one_line(str(error))
 
 
 def one_line(text: str) -> str:
-    """Returns the first 200 characters of a text, with each run of white space as one space."""
+    """Replaces each run of white space in a text by one space, and returns the first 200 characters
+    of the result.
+    """
     return " ".join(text.split())[:200]
 
 
@@ -117,8 +120,9 @@ def require_path(where: str, path: str | os.PathLike) -> None:
 
 
 def escape_control(text: str) -> str:
-    """Returns `text` with control characters and lone surrogates written as Python's escapes, so
-    that a name from another person's file cannot break a line or move the terminal's cursor.
+    """Returns `text` with each character that cannot be printed, such as a control character or a
+    lone surrogate, written as Python's escape, so that a name from another person's file cannot
+    break a line or move the terminal's cursor.
     """
     if text.isprintable():
         return text
@@ -139,15 +143,17 @@ def out_of_memory(error: RuntimeError) -> str:
 
 
 def warn(message: str, word: str = "warning") -> None:
-    """Prints the line "`word`: `message`" on standard error. It ignores an OSError, such as that of
-    a full disk.
+    """Prints the line "`word`: `message`" on standard error. If standard error cannot be written to
+    (a full disk), it prints nothing and raises nothing.
     """
     with contextlib.suppress(OSError):
         print(f"{word}: {escape_control(message)}", file=sys.stderr, flush=True)
 
 
 def short_repr(value: object) -> str:
-    """Returns `repr(value)`, cut to 80 characters."""
+    """Returns `repr(value)`, cut to 80 characters; a phrase in place of an integer of more than 40
+    digits.
+    """
     text = (
         repr(value)
         if not isinstance(value, int) or abs(value) < 10**40

@@ -196,7 +196,9 @@ class HarnessModel(TemplateLM):
 
 
 def _stop_strings(options: dict) -> list[str]:
-    """Returns the stop strings of a task's generation options: "until" is a string or a list."""
+    """Returns the stop strings in a task's generation options. The option "until" is a string or a
+    list of strings; empty strings are dropped.
+    """
     until = options.get("until") or []
     return [stop for stop in ([until] if isinstance(until, str) else until) if stop]
 
@@ -211,7 +213,8 @@ def _batches_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 def _pad_rows(rows: Sequence[Sequence[int]], count: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns tokens and segment ids, both [count, T]. The first entries hold the rows, padded with
-    zeros; the other entries are empty rows. T is a power of two, so that few shapes are compiled.
+    zeros; the other entries are empty rows. T is a power of two, at least 16, so that few shapes
+    are compiled.
     """
     length = max(16, 1 << (max(map(len, rows)) - 1).bit_length())
     tokens_BT = np.zeros((count, length), np.int32)

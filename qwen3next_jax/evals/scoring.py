@@ -83,8 +83,9 @@ def place_on_mesh(
 ) -> dict[str, jax.Array | np.ndarray]:
     """Shards arrays [B, T] over the mesh as `Qwen3Next.features` expects them.
 
-    The function first pads the batch with empty rows, and the rows with padding tokens, so that the
-    mesh divides both evenly. Without a mesh it returns the batch unchanged.
+    The function first pads the batch with empty rows, so that the mesh divides their number. If the
+    mesh axis `context` splits rows, it also pads each row with padding tokens to a multiple of 16
+    tokens per device. Without a mesh it returns the batch unchanged.
 
     Args:
       batch: host arrays with all rows, the same in every process.

@@ -383,6 +383,9 @@ def check_request(
 
 
 def _check_recording(config: ModelConfig, speculative: int) -> None:
+    """Raises UserError if the experts of tokens cannot be recorded: without experts, with drafts,
+    or in a run of several processes.
+    """
     if not config.has_experts:
         raise UserError("record_routing: the model has no experts: expected a model with experts")
     if speculative:
@@ -397,6 +400,9 @@ def _check_recording(config: ModelConfig, speculative: int) -> None:
 
 
 def _check_length(config: ModelConfig, longest: int, max_new_tokens: int) -> None:
+    """Raises UserError if the longest prompt and the new tokens together exceed
+    `ModelConfig.context_length`. `longest`: the number of tokens of that prompt.
+    """
     total = longest + max_new_tokens
     if total <= config.context_length:
         return
@@ -412,6 +418,9 @@ def _check_length(config: ModelConfig, longest: int, max_new_tokens: int) -> Non
 
 
 def _check_token_ids(config: ModelConfig, ids: np.ndarray, name: str) -> None:
+    """Raises UserError, whose message begins with `name`, unless `ids` are integers in the
+    vocabulary.
+    """
     if ids.dtype.kind not in "iu":
         raise UserError(f"{name} is of dtype {ids.dtype}: expected integers, the ids of tokens")
     outside = ids[(ids < 0) | (ids >= config.vocab_size)]

@@ -68,7 +68,9 @@ def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether file systems accept `name` as a file name, and messages can show it on one line."""
+    """Whether `name` is short enough for file systems, and has only characters that can be printed,
+    so that a message can show it on one line.
+    """
     return name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
 
 

@@ -294,6 +294,9 @@ class Block(nnx.Module):
 
 
 def _activations(x_BTD: jax.Array, counted_BT: jax.Array | None) -> dict[str, jax.Array]:
+    """Returns activation_max and activation_median as `Block.__call__` describes them.
+    `counted_BT`: the mask of the tokens that count; None: all count.
+    """
     size_BTD = jnp.abs(x_BTD.astype(jnp.float32))
     largest = jnp.max(jnp.max(size_BTD, axis=-1), where=counted_BT, initial=0.0)
     # The median is taken over each token's own features, because a median over all tokens would

@@ -426,6 +426,9 @@ class _AllToAllExperts:
         return self._collect(dx_QD), dweight_Q[jnp.argsort(self.order_Q)].reshape(self.shape), *dw
 
     def _rounds(self, a_round, carry):
+        """Runs the first round and all further rounds. `a_round`: function (first row, number of
+        rows, carry) → carry. Returns the last carry.
+        """
         carry = a_round(0, self.capacity, carry)
         return jax.lax.fori_loop(
             0,

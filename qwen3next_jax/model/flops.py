@@ -105,6 +105,9 @@ def used_by_token(config: ModelConfig, parameter: Declared) -> int:
 
 
 def _part(config: ModelConfig, path: str, parameter: Declared) -> str:
+    """Returns the part of the model to which a parameter belongs, by the name that
+    `forward_flops_per_token` uses.
+    """
     group, *place = path.split("/")
     if group == "mtp":
         return "mtp"

@@ -542,6 +542,10 @@ def pooled_balance_loss(router: dict[str, jax.Array]) -> jax.Array:
 
 
 def _check_tokens(tokens: jax.Array, vocab_size: int) -> None:
+    """Makes the program report, by a callback on the host that raises ValueError, tokens outside of
+    0 … `vocab_size` - 1.
+    """
+
     def report(lowest, highest):
         if lowest < 0 or highest >= vocab_size:
             raise ValueError(

@@ -172,6 +172,9 @@ class SparseMoE(nnx.Module):
         return _swiglu(x_BTD, self.shared_gate_up[...], self.shared_down[...])
 
     def _gated_shared(self, x_BTD):
+        """Computes the output of the shared expert [B, T, D], multiplied by its gate unless the
+        setting `moe.shared_expert_gate` is off.
+        """
         shared_BTD = self.shared(x_BTD)
         if not self.config.moe.shared_expert_gate:
             return shared_BTD
@@ -386,6 +389,9 @@ def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Arr
 
 
 def _diagnostics(config: ModelConfig, logits_BTE, counted_BT) -> dict[str, jax.Array]:
+    """Returns the diagnostics of `SparseMoE`. `counted_BT`: the mask of the tokens that count;
+    None: all count.
+    """
     entropy_BT = jnp.sum(jax.scipy.special.entr(score_experts(config.moe, logits_BTE)[1]), axis=-1)
     z_BT = jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1))
     return {
@@ -403,6 +409,9 @@ def _counted(mask_BT: jax.Array | None, tokens: int) -> jax.Array:
 
 
 def _router_statistics(logits_RE, probability_RE, expert_RA, counted_R) -> dict[str, jax.Array]:
+    """Returns load, probability, z and tokens as `SparseMoE` describes them. `counted_R`: 1 for
+    each token that counts, otherwise 0.
+    """
     a = expert_RA.shape[1]
     z_R = jnp.square(jax.nn.logsumexp(logits_RE, axis=-1))
     return {

@@ -93,6 +93,11 @@ def _from_tpu(environment: Environment, tpu_chips: bool) -> Launch | None:
 
 
 def _from_flags(coordinator: str | None, processes: int | None, process: int | None) -> Launch:
+    """Returns the `Launch` that the three flags give.
+
+    Raises:
+      UserError: a flag is missing or has a wrong value.
+    """
     given = {"--coordinator": coordinator, "--processes": processes, "--process": process}
     if missing := [name for name, value in given.items() if value is None]:
         raise UserError(
@@ -246,6 +251,7 @@ def _port(job: str) -> int:
 
 
 def _checked(coordinator: str) -> str:
+    """Returns the value of --coordinator. Raises UserError unless it has the form HOST:PORT."""
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(
@@ -255,6 +261,7 @@ def _checked(coordinator: str) -> str:
 
 
 def _text(environment: Environment, name: str) -> str:
+    """Returns the environment variable `name`. Raises UserError if it is not set."""
     if name not in environment:
         raise UserError(
             f"{name} is not set, although the launcher's other variables are: give "

@@ -131,6 +131,9 @@ class Watchdog:
         self._limit = (seconds or math.inf, what, step)
 
     def _watch(self) -> None:
+        """Runs in a thread: ends the process when the newest time limit is used up. Between two
+        checks at most two ticks of time count.
+        """
         before, limit, left = time.monotonic(), None, math.inf
         while not self._done.wait(self._tick):
             now = time.monotonic()

@@ -159,6 +159,7 @@ class BucketCheckpoints(Checkpoints):
     # ---- files
 
     def _delete(self, step: int) -> None:
+        """Deletes the checkpoint of a step: first its manifest, then its arrays."""
         folder = self.directory / str(step)
         arrays = manifest.arrays_folder(folder)
         # Without the manifest there is no checkpoint; a process that is killed now leaves files

@@ -164,6 +164,7 @@ class Lease:
                 raise self._taken(now[1])
 
     def _taken(self, record: dict[str, Any]) -> UserError:
+        """Returns the error that another process, which `record` describes, has the lock."""
         return UserError(
             f"{self._workdir}: another process is training in it (process "
             f"{record.get('process')} on {record.get('host')}): wait for it, end it, or give "
@@ -191,6 +192,10 @@ class Lease:
         return entry.version, record
 
     def _write(self, released: bool = False, patience: float | None = None) -> None:
+        """Writes the lock, on the condition that it has the version that this process knows.
+        `released`: whether the lock is given up. `patience`: seconds for which a refused write is
+        repeated; None: the patience of the lock's path.
+        """
         path = self._path if patience is None else self._path.with_patience(patience)
         # Two writes never have the same bytes, so a write whose answer was lost is recognized.
         content = self._record | {"released": released, "renewal": uuid.uuid4().hex}

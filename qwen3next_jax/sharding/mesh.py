@@ -201,8 +201,8 @@ def check_divides(
 def _context_constraints(
     size: Mapping[str, int], length: int, halo: int, whole_rows: Sequence[str]
 ) -> list[_Constraint]:
-    """Returns the constraints on the size of the axis `context`. `check_divides` explains the
-    arguments.
+    """Returns the constraints on the size of the axis `context`. `size`: name of an axis → number
+    of devices along it. `check_divides` explains the other arguments.
     """
     return [
         _Constraint(

@@ -308,6 +308,9 @@ def _gather_steps(storage: P, use: P) -> list[P]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(x, dtype, steps, own_dtype):
+    """Casts `x` to `dtype` and gives it the shardings `steps`, one after another. `own_dtype`: the
+    dtype of `x`, which its gradient gets.
+    """
     x = x.astype(dtype)
     # The first constraint is the storage sharding. Without it the partitioner may gather before
     # the cast, which sends twice the bytes.

@@ -118,6 +118,11 @@ def _read(fields: Fields, where: str) -> Fields:
 
 
 def _layer_types(names: object, where: str) -> list[str]:
+    """Returns the kinds of layers by this project's names, given the field `layer_types`.
+
+    Raises:
+      UserError: `names` is not a list of kinds that this project supports.
+    """
     require(
         isinstance(names, list) and all(name in _LAYER_TYPES for name in map(str, names)),
         f"{where}: layer_types = {short_repr(names)}: expected a list of {', '.join(_LAYER_TYPES)}",
