@@ -250,14 +250,16 @@ def _show_search(plans: list, ranked: list, console: Console) -> None:
     """Prints the tables of a search: the plans, and the candidates that do not fit."""
     from qwen3next_jax.sharding.mesh import mesh_text
 
-    head = ("mesh", "rows", "remat", "micro-batches", "peak GiB", "step s", "tokens/s", "MFU")
-    table = Table(*head, "bound by", title=_title(plans[0]))
+    head = ("mesh", "rows", "remat", "micro-batches", "peak GiB", "step s by calibrated")
+    head += (f"by {plans[0].cost_model}", "tokens/s", "MFU", "bound by")
+    table = Table(*head, title=_title(plans[0]))
     for p in plans:
         train = p.train
-        figures = [p.reason, "", "", "", p.verdict]
+        figures = [p.reason, "", "", "", "", p.verdict]
         if p.fits:
             figures = [
                 f"{p.needs / 2**30:.1f}",
+                f"{p.estimates['calibrated'].seconds:.4g}",
                 f"{p.estimate.seconds:.4g}",
                 f"{p.tokens_per_second:,.0f}",
                 percent(p.mfu),

@@ -139,13 +139,14 @@ def rank_candidates(
 
 
 def choose(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
-    """Returns the candidates that a search compiles: the first with each size of the axis `expert`
-    in EXPERT_SIZES, and then the first of the others, in the order of `fitting`. The formulas are
-    too rough to decide between expert parallelism and FSDP alone.
+    """Returns the candidates that a search compiles, in the order of `fitting`: the first with each
+    size of the axis `expert` in EXPERT_SIZES without tensor parallelism, and then the first of the
+    others. The formulas are too rough to decide between expert parallelism and FSDP alone.
     """
     first: dict[int, int] = {}
     for i, candidate in enumerate(fitting):
-        first.setdefault(candidate.mesh.expert, i)
+        if candidate.mesh.tensor == 1:
+            first.setdefault(candidate.mesh.expert, i)
     taken = [first[size] for size in EXPERT_SIZES if size in first][:count]
     others = [i for i in range(len(fitting)) if i not in taken]
     return [fitting[i] for i in sorted(taken + others[: count - len(taken)])]

@@ -129,10 +129,11 @@ def test_the_ideal_adds_up_what_shares_links_and_realistic_is_slower():
 def test_a_search_compiles_every_size_of_expert_parallelism_that_fits():
     """The formulas are too rough to drop FSDP alone, or 2 or 4 shards of the experts."""
 
-    def candidate(expert, seconds):
-        return Candidate(TrainConfig(), MeshConfig(expert=expert), 0.0, seconds, "")
+    def candidate(expert, tensor, seconds):
+        return Candidate(TrainConfig(), MeshConfig(1, expert, 1, tensor), 0.0, seconds, "")
 
-    fitting = [candidate(e, s) for s, e in enumerate((8, 8, 8, 16, 4, 8, 2, 1, 1))]
+    sizes = (8, 1), (8, 1), (1, 8), (16, 1), (4, 1), (8, 1), (2, 1), (1, 1), (1, 1)
+    fitting = [candidate(*size, seconds) for seconds, size in enumerate(sizes)]
     assert [c.seconds for c in choose(fitting, 5)] == [0, 1, 4, 6, 7]
     assert [c.seconds for c in choose(fitting[:4], 3)] == [0, 1, 2]
 
