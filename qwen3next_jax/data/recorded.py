@@ -308,6 +308,10 @@ def _find_files(config: DataConfig) -> list[tuple[str, pathlib.Path]]:
     )
     found = []
     for glob in config.globs:
+        require(
+            not sources.is_remote(glob),
+            f"data.path = {glob!r} with data.source = 'recorded': expected a local folder or glob",
+        )
         folder = pathlib.Path(glob)
         pattern = str(folder / "*.safetensors") if folder.is_dir() else glob
         found += [
