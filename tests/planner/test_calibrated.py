@@ -130,7 +130,7 @@ def test_a_search_compiles_every_size_of_expert_parallelism_that_fits():
     """The formulas are too rough to drop FSDP alone, or 2 or 4 shards of the experts."""
 
     def candidate(expert, tensor, seconds):
-        return Candidate(TrainConfig(), MeshConfig(1, expert, 1, tensor), 0.0, seconds, "")
+        return Candidate(TrainConfig(), MeshConfig(expert=expert, tensor=tensor), 0.0, seconds, "")
 
     sizes = (8, 1), (8, 1), (1, 8), (16, 1), (4, 1), (8, 1), (2, 1), (1, 1), (1, 1)
     fitting = [candidate(*size, seconds) for seconds, size in enumerate(sizes)]
