@@ -5,13 +5,13 @@ parts, by the planner's cost models (docs/planner.md).
     [--topology=v5p:2x2x2] [--mesh=expert=8] [--rows=1]
         [--tokens=4096] [--mixer=gated_deltanet] [--layers=1] [--remat=block] [--level=O1]
         [--options=NAME=VALUE,…] [--by=part|instruction]
-        [--cost_model=schedule|roofline] [--hlo=FOLDER]
+        [--cost_model=schedule|roofline|calibrated] [--hlo=FOLDER]
 
-The layer (a mixer and experts) runs forward and backward, as inside a train step: `--layers` of
-them are the body of a scan of two trips, over `--rows` rows of `--tokens` a chip, parameters
-lying as on the mesh, gradients coming out so. What the compiler started early runs beside the
-rest: its bytes count, and its time where it is waited for. `--hlo` reads the program and its
-schedules from FOLDER, or writes them there. No TPU takes part.
+The layer (a mixer and experts, with the config's residual form) runs forward and backward, as
+inside a train step: `--layers` of them are the body of a scan of two trips, over `--rows` rows of
+`--tokens` a chip, parameters lying as on the mesh, gradients coming out so. What the compiler
+started early runs beside the rest: its bytes count, and its time where it is waited for. `--hlo`
+reads the program and its schedules from FOLDER, or writes them there. No TPU takes part.
 """
 
 import argparse
@@ -26,13 +26,12 @@ from jax.sharding import NamedSharding
 
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, from_dict
 from qwen3next_jax.config.registry import MIXERS
-from qwen3next_jax.model.block import Block
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import unknown_kernels
-from qwen3next_jax.planner.roofline import COST_MODELS, estimate_time
+from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
 from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import make_mesh
@@ -141,8 +140,10 @@ def compile_layer(
     remat: str,
     options: dict[str, str],
 ):
+    placement = config.block.resolve("placement")
+
     def block():
-        return Block(
+        return placement(
             config, mixer, True, Make(config, nnx.Rngs(0)).stacked(PERIODS), (0,) * PERIODS
         )
 
@@ -193,6 +194,9 @@ def compile_layer(
         tokens * mesh.shape["context"] * mesh.shape["tensor"],
         config.hidden_size,
     )
+    shape = jax.eval_shape(
+        lambda x: placement.enter(x, config), jax.ShapeDtypeStruct(shape, config.dtype)
+    ).shape
     x = jax.ShapeDtypeStruct(shape, config.dtype, sharding=spread_rows)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         _, aux = jax.eval_shape(

@@ -57,7 +57,7 @@ def mistakes(folder: pathlib.Path) -> dict[str, list[str]]:
             f"--config.data.tokenizer={folder / 'tokenizer.json'}",
         ],
         "a vocabulary that is too small": [*TRAIN, "--config.model.vocab_size=100"],
-        "a workdir that is remote": [*TRAIN, "--workdir=gs://bucket/run"],
+        "a workdir that is remote": [*TRAIN, "--workdir=http://host/run"],
         "a workdir whose run.json is gone": [*TRAIN, f"--workdir={folder / 'lost'}"],
         "init_from that is not there": [*TRAIN, f"--config.train.init_from={folder / 'nowhere'}"],
         "init_from of another architecture": [

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.ops import linear_cross_entropy
 from qwen3next_jax.planner import hlo, schedule
-from qwen3next_jax.planner.roofline import COST_MODELS, estimate_time
+from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
 from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import make_mesh

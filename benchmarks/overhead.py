@@ -47,7 +47,7 @@ def bare_step(run: ResolvedRun):
     optimizer = make_optimizer(stage.optimizer, declared(run.model), schedule)
 
     def step(state, batch):
-        grads, parts, _ = gradients(state[0], batch)
+        grads, parts, *_ = gradients(state[0], batch)
         updates, opt_state = optimizer.update(grads, state[1], state[0])
         return (optax.apply_updates(state[0], updates), opt_state), parts["loss"]
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.planner import hlo
-from qwen3next_jax.planner.roofline import estimate_time
+from qwen3next_jax.planner.estimate import estimate_time
 from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import make_mesh

@@ -173,9 +173,13 @@ def _programs(config: ModelConfig) -> Programs:
         (main, mtp), pull, out = jax.vjp(
             lambda params: losses(params, tokens), params, has_aux=True
         )
-        (gradient,) = pull((jnp.ones(()), jnp.zeros(())))
         if config.mtp_depth:
-            gradient["mtp"] = pull((jnp.zeros(()), jnp.ones(())))[0]["mtp"]
+            # A loop, so that XLA compiles the backward pass once for both losses.
+            both = jax.lax.map(lambda weights: pull(tuple(weights))[0], jnp.eye(2))
+            gradient = jax.tree.map(lambda leaf: leaf[0], both)
+            gradient["mtp"] = jax.tree.map(lambda leaf: leaf[1], both["mtp"])
+        else:
+            (gradient,) = pull((jnp.ones(()), jnp.zeros(())))
         return (
             {"cross_entropy": main, "mtp_cross_entropy": mtp, "balance_loss": out.balance_loss},
             out,
@@ -206,7 +210,7 @@ def _choices(model: Qwen3Next, cases: dict[str, np.ndarray], hidden_states) -> d
         if block.embedding is not None:
             h = h + block.embedding(h, context)[0]
         found["selected.first_attention_layer"] = block.mixer.seen(
-            block.before(h, "mixer"), context
+            block.around(h, "mixer")[0], context
         )
     return found
 

@@ -24,10 +24,16 @@ import sysconfig
 import tempfile
 import time
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 
 from qwen3next_jax.common import digests
+from qwen3next_jax.data.prepared import Prepared, write_index
+from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, Statistics
+from qwen3next_jax.data.rows import RowReader, RowTable
+from qwen3next_jax.data.sources import Source
+from qwen3next_jax.data.store import Store
 
 _INDEX_SHARDS = 223_000  # of 2^26 tokens: 15 T
 _GROUP_SHARDS = 4
@@ -63,19 +69,16 @@ print(json.dumps(found))
 
 _OPEN = """
 import json, sys, time
-from qwen3next_jax.data.row_groups import read_metadata
-from qwen3next_jax.data.rows import RowFolder, RowReader, Shard
-import pathlib
+from qwen3next_jax.data.prepared import read_index
+from qwen3next_jax.data.row_groups import Recipe
+from qwen3next_jax.data.sources import Source
+from qwen3next_jax.data.store import Store
 resident = lambda: 4096 * int(open("/proc/self/statm").read().split()[1])
 before, start = resident(), time.perf_counter()
-folders = []
-for folder in sorted(pathlib.Path(sys.argv[1]).glob("rows/*")):
-    content = read_metadata(folder)
-    folders.append(RowFolder(folder, "uint32", tuple(Shard(**s) for s in content["shards"]["train"])))
-reader = RowReader(folders, 4096)
-print(json.dumps({"seconds": time.perf_counter() - start, "rows": len(reader),
+found = read_index(Store(sys.argv[1]), "index.npz", [Source("all", (), "text")], Recipe(4096, 0, 0))
+print(json.dumps({"seconds": time.perf_counter() - start, "rows": len(found[0].rows["train"]),
                   "bytes": resident() - before}))
-"""  # noqa: E501
+"""
 
 _DATATROVE = """
 import json, resource, sys, time
@@ -116,7 +119,7 @@ def make_corpus(folder: pathlib.Path, size: int) -> None:
     files = sorted(path for root in roots for path in pathlib.Path(root).rglob("*.py"))
     folder.mkdir(parents=True)
     writers = ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")
-    per_file = min(size // 8, 150_000_000)
+    per_file = min(size // 40, 150_000_000)
     texts: list[str] = []
     written = number = count = 0
     while written < size:
@@ -203,38 +206,66 @@ def contents(folder: pathlib.Path) -> str:
     )
 
 
-def killed(arguments: list, kills: int, seconds: float) -> int:
-    """Starts a pass and kills it at a random moment, again and again; how often it was killed."""
-    rng, count = random.Random(0), 0
+def killed(arguments: list, kills: int, units: int, folder: pathlib.Path) -> tuple[int, int, int]:
+    """Starts a pass and kills it at a random moment, again and again. The moments are spread over
+    the pass: each kill has its own tenth (of ten) of the units and of the packing after them.
+
+    Returns:
+      (number of kills, number of kills while rows were packed, number of unfinished files and
+      folders that the kills left).
+    """
+    rng, count, packing = random.Random(0), 0, 0
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [".", *sys.path]))}
-    for _ in range(kills):
+    for i in range(kills):
+        wanted = int((i + rng.random()) / kills * 1.2 * units)
         process = subprocess.Popen(
             [sys.executable, "-c", _PASS, *map(str, arguments)],
             env=environment,
             stdout=subprocess.DEVNULL,
         )
-        try:
-            process.wait(2 + rng.random() * seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        count += process.wait() == -signal.SIGKILL
-    return count
+        before = len(list(folder.glob(".partial/*")))
+        while process.poll() is None and (
+            len(list(folder.glob("tokens/*/*.json"))) < min(wanted, units)
+            or len(list(folder.glob(".partial/*"))) == before
+        ):
+            time.sleep(0.02)
+        time.sleep(rng.random())
+        process.kill()
+        if process.wait() == -signal.SIGKILL:
+            count += 1
+            packing += len(list(folder.glob("tokens/*/*.json"))) == units
+    return count, packing, len(list(folder.glob(".partial/*")))
 
 
 def make_index(folder: pathlib.Path) -> None:
-    """The metadata and (empty, sparse) shards of 15 T tokens in rows of 4,096."""
-    from qwen3next_jax.data.store import write_json
-
-    for group in range(_INDEX_SHARDS // _GROUP_SHARDS):
-        rows = folder / "rows" / f"{group:020x}"
-        rows.mkdir(parents=True)
-        shards = []
-        for number in range(_GROUP_SHARDS):
-            name = f"train-{number:05d}.array_record"
-            os.close(os.open(rows / name, os.O_CREAT))
-            shards.append({"file": name, "rows": (1 << 26) // 4096, "size": 0})
-        content = {"fingerprint": rows.name, "shards": {"train": shards, "heldout": []}}
-        write_json(rows / "metadata.json", content)
+    """The (empty) shards of 15 T tokens in rows of 4,096, and their index."""
+    groups = np.arange(1, 1 + _INDEX_SHARDS // _GROUP_SHARDS)
+    shards = _GROUP_SHARDS * len(groups)
+    tables = {
+        side: RowTable(
+            root=folder / "rows",
+            split=side,
+            dtype="uint32",
+            folders=np.array([f"{group:020x}".encode() for group in groups]),
+            rows_per_record=np.ones(len(groups), np.int64),
+            shard_ends=count * groups,
+            rows=np.full(count * len(groups), (1 << 26) // 4096),
+            sizes=np.zeros(count * len(groups), np.int64),
+            unit_ends=8 * groups,
+            origins=np.stack([np.arange(8 * len(groups)), np.zeros(8 * len(groups), np.int64)], 1),
+        )
+        for side, count in ((TRAIN, _GROUP_SHARDS), (HELDOUT, 0))
+    }
+    for i in range(len(groups)):
+        tables[TRAIN].directory(i).mkdir(parents=True)
+        (tables[TRAIN].directory(i) / METADATA).touch()
+    for path in tables[TRAIN].paths():
+        os.close(os.open(path, os.O_CREAT))
+    assert len(list(tables[TRAIN].paths())) == shards
+    rows = {side: RowReader(table, 4096) for side, table in tables.items()}
+    statistics = {side: Statistics() for side in tables}
+    one = Prepared(Source("all", (), "text"), 2, "", statistics, rows)
+    write_index(Store(folder), "index.npz", [one])
 
 
 def main() -> None:
@@ -281,13 +312,14 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> None:
         f"{speed(again, 'pack_')}"
     )
     arguments = [glob, tokenizer, folder / "killed", 2, 4096, ""]
-    count = killed(arguments, args.kills, two["wall"] / 3)
+    count, packing, lost = killed(arguments, args.kills, first["units"], folder / "killed")
     last = one("killed", 2, 4096)
     shutil.rmtree(folder / "killed" / ".partial")
     shutil.rmtree(folder / "one" / "rows")
     one("one", 1, 4096)
     print(
-        f"killed {count} times, then {last['wall']:.1f} s more; the same bytes: "
+        f"killed {count} times, {packing} of them while it packed rows, with {lost} unfinished "
+        f"files left behind; then {last['wall']:.1f} s more; the same bytes: "
         f"{contents(folder / 'one') == contents(folder / 'killed')}, the same rows: "
         f"{first['rows'] == last['rows']}"
     )
@@ -315,11 +347,13 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> None:
         print(f"  by datatrove's DocumentTokenizer {speed(theirs)}")
     if not args.no_index:
         make_index(folder / "index")
+        size = (folder / "index" / "index.npz").stat().st_size
         begin = time.perf_counter()
         opened = run(_OPEN, folder / "index")
         print(
             f"opening the index of {opened['rows'] * 4096 / 1e12:.1f} T tokens, {_INDEX_SHARDS:,} "
-            f"shards: {opened['seconds']:.1f} s, {opened['bytes'] / 1e6:,.0f} MB "
+            f"shards: {opened['seconds']:.1f} s, {opened['bytes'] / 1e6:,.0f} MB of memory; the "
+            f"index has {size / 1e6:,.0f} MB "
             f"({time.perf_counter() - begin:.1f} s with the process)"
         )
 

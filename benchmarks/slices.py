@@ -29,7 +29,7 @@ from qwen3next_jax.planner.compiled import (
     transfer_between_slices,
 )
 from qwen3next_jax.planner.planning import compile_step, lower_step, traffic
-from qwen3next_jax.planner.roofline import estimate_time
+from qwen3next_jax.planner.estimate import estimate_time
 from qwen3next_jax.planner.topology import Topology, describe_topology
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.mesh import make_mesh

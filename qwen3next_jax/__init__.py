@@ -7,6 +7,13 @@ import importlib
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Run": "qwen3next_jax.commands.python",
+    "UserError": "qwen3next_jax.common.errors",
+    "evaluate": "qwen3next_jax.commands.python",
+    "generate": "qwen3next_jax.commands.python",
+    "load_config": "qwen3next_jax.commands.python",
+    "plan": "qwen3next_jax.commands.python",
+    "train": "qwen3next_jax.commands.python",
     "ModelConfig": "qwen3next_jax.config",
     "Qwen3Next": "qwen3next_jax.model",
     "hf_tensors": "qwen3next_jax.interop.huggingface",

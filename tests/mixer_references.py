@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from models import numpy_draws
 
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context
@@ -119,7 +120,8 @@ def errors(name, config, dtype, length, seed=0, added=None, of_reference=False):
     of_reference: instead of the reference itself, computed in `dtype`.
     """
     config = dataclasses.replace(config, dtype=dtype)
-    graph, params = nnx.split(mixer_class(name)(config, Make(config, nnx.Rngs(seed)), (0,)))
+    with numpy_draws(seed):
+        graph, params = nnx.split(mixer_class(name)(config, Make(config, nnx.Rngs(seed)), (0,)))
     rng = np.random.default_rng(seed)
     rounded = lambda x: jnp.asarray(x, dtype).astype(jnp.float32)
     params = jax.tree.map(

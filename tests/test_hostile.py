@@ -260,7 +260,8 @@ TEMPLATES = st.lists(
 ).map("".join)
 
 
-@fuzzed(100, template=TEMPLATES | TEXTS, special=VALUES, listed=st.booleans())
+# Two processes an example.
+@fuzzed(30, template=TEMPLATES | TEXTS, special=VALUES, listed=st.booleans())
 def test_a_chat_template_gives_text_or_one_line(tmp_path_factory, template, special, listed):
     folder = tmp_path_factory.getbasetemp() / "hostile_template"
     folder.mkdir(exist_ok=True)

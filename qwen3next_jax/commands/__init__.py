@@ -1,1 +1,1 @@
-"""The commands `qwen3next VERB`, one file per verb."""
+"""The commands `qwen3next VERB`, such as `qwen3next generate`, with one file per verb."""

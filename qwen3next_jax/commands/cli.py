@@ -1,4 +1,6 @@
-"""Parts that the commands share: flags, errors in one line, Ctrl-C, the compilation cache."""
+"""Functions that the commands share: they define flags, turn errors into one line, handle Ctrl-C,
+and set up the compilation cache.
+"""
 
 import collections
 import contextlib
@@ -30,6 +32,7 @@ from qwen3next_jax.common.errors import (
     out_of_memory,
     require_path,
 )
+from qwen3next_jax.common.storage import BucketPath, check_bucket, is_bucket, to_path
 from qwen3next_jax.config import (
     MESH_AXES,
     Config,
@@ -120,7 +123,7 @@ def run(command: types.ModuleType, arguments: str = "") -> None:
 
 
 def _reader_has_gone() -> bool:
-    """Whether the reader of standard output has closed it, as `| head` does."""
+    """Whether standard output is a pipe whose reader has closed it, as in `| head`."""
     poll = select.poll()
     poll.register(_STDOUT, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
@@ -159,6 +162,9 @@ def _report(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
 
 
 def _parse(doc: str, argv: Sequence[str]) -> list[str]:
+    """Parses the flags and returns the other arguments. Prints the help and exits if the user asks
+    for it; exits with one line on standard error if a flag is wrong.
+    """
     try:
         if {"-h", "-?", "--help", "-help", "--helpshort", "--helpfull"} & set(argv[1:]):
             print(_help(doc))
@@ -181,12 +187,11 @@ def _parse(doc: str, argv: Sequence[str]) -> list[str]:
 
 
 def _take_overrides(argv: Sequence[str]) -> list[str]:
-    """Moves arguments of the form `--config.a.b=value` or `--config.a.b value` to `_overrides`, if
-    the command reads config files. Returns the other arguments.
+    """Appends arguments of the form `--config.a.b=value` or `--config.a.b value` to `_overrides`,
+    if the command reads config files. Returns the other arguments.
 
     Raises:
-      UserError: a setting does not exist, or its value is missing. This error is raised before any
-        file is read.
+      UserError: a setting does not exist, or its value is missing.
     """
     rest, arguments = [argv[0]], collections.deque(argv[1:])
     while arguments:
@@ -210,13 +215,13 @@ def _take_overrides(argv: Sequence[str]) -> list[str]:
     return rest
 
 
-_reads_settings = False  # whether the command takes `--config.group.name=value`
+_reads_settings = False  # whether the command accepts `--config.group.name=value`
 _overrides: list[tuple[str, str]] = []
 _file_values: dict[str, Any] = {}  # the settings of the file --config, without the overrides
 
 
 def _own_flags() -> list[str]:
-    """Returns the names of the flags that this project defines, without those of its libraries."""
+    """Returns the names of the flags that this package defines. Other flags are from libraries."""
     modules = {name: flags.FLAGS.find_module_defining_flag(name) for name in flags.FLAGS}
     return sorted(name for name, module in modules.items() if module.startswith("qwen3next_jax."))
 
@@ -264,7 +269,9 @@ def _help_of_settings(width: int) -> list[str]:
 
 
 def _entry(name: str, text: str, width: int) -> list[str]:
-    """Returns the lines of `--help` for one name, with the text after or below the name."""
+    """Returns the lines of `--help` for one name. The text begins on the line of the name, or below
+    it if the name is long.
+    """
     if len(name) > 22:
         return [
             f"  {name}",
@@ -278,8 +285,8 @@ def define_config_flag() -> Callable[..., Config | None]:
 
     Returns:
       A function (required, may_resume) that returns the validated Config. With `required=False` it
-      returns None if the flag is not given. With `may_resume=True` the Config keeps the vocabulary
-      of a run that has begun in `--workdir`.
+      returns None if the flag is not given. With `may_resume=True`, if `--workdir` has a run that
+      has taken steps and `model.vocab_size` is 0, the Config gets the vocabulary size of that run.
     """
     accept_settings()
     holder = flags.DEFINE_string(
@@ -306,14 +313,19 @@ def define_config_flag() -> Callable[..., Config | None]:
 
 
 def accept_settings() -> None:
-    """Lets the command take `--config.group.name=value`, and `--help` list the settings."""
+    """Makes the command accept flags of the form `--config.group.name=value`, and makes its
+    `--help` list the settings.
+    """
     global _reads_settings
     _reads_settings = True
 
 
 def load_settings(path: str) -> dict[str, Any]:
-    """Returns the settings of the config file `path`, or of a config that comes with this project,
-    with the overrides of the command line, as a nested dict that is not validated yet.
+    """Reads a config file, and applies the overrides of the command line. Returns the settings as a
+    nested dict, which is not validated yet.
+
+    Args:
+      path: the path of the file, or the name of a config that comes with this project.
 
     Raises:
       UserError: the file cannot be read, or the text of an override is not a value of its type.
@@ -334,7 +346,7 @@ def validate_settings(values: dict[str, Any]) -> Config:
 
 def given_settings(may_resume: bool = False) -> UserInput | None:
     """Returns the settings that the user gave by `--config` and its overrides; None without
-    `--config`. `may_resume` has the meaning that `define_config_flag` explains.
+    `--config`. `define_config_flag` explains `may_resume`.
     """
     file = flags.FLAGS["config"].value
     if file is None:
@@ -347,7 +359,9 @@ def given_settings(may_resume: bool = False) -> UserInput | None:
 
 
 def _read(values: dict[str, Any], may_resume: bool) -> Config:
-    """Returns the configuration that the nested dict `values`, which the user wrote, describes."""
+    """Makes the Config of the settings in the nested dict `values`, which the user wrote. It fills
+    in the vocabulary size and trusts the packages that the settings name.
+    """
     name = str(values.get("name", Config().name))
     fill_from_tokenizer(values, _workdir_of(name) if may_resume else None)
     registry.trust_user_settings(values)
@@ -368,10 +382,11 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
     return _workdir_of
 
 
-def _workdir_of(name: str | None = None) -> pathlib.Path:
+def _workdir_of(name: str | None = None) -> pathlib.Path | BucketPath:
     """Returns the value of `--workdir`, or runs/`name` if the flag is not given."""
     if path := flags.FLAGS["workdir"].value:
-        return local_folder("workdir", path)
+        require_path(f"--workdir={path}", path)
+        return to_path(path, "--workdir=")
     if name is None:
         raise UserError(
             "--workdir is missing: expected the folder of a run, such as --workdir=runs/tiny"
@@ -380,27 +395,12 @@ def _workdir_of(name: str | None = None) -> pathlib.Path:
     return pathlib.Path("runs") / name
 
 
-def local_folder(flag: str, value: str) -> pathlib.Path:
-    """Returns the value of the flag `flag` as a path.
-
-    Raises:
-      UserError: `value` is a URL such as gs://bucket, which pathlib would read as gs:/bucket.
-    """
-    if "://" in value:
-        raise UserError(
-            f"--{flag}={value}: expected a local folder, or one of a file system that is mounted; "
-            "only data.path may be remote"
-        )
-    require_path(f"--{flag}={value}", value)
-    return pathlib.Path(value)
-
-
 def define_launch_flags() -> Callable[[], Launch | None]:
     """Defines `--coordinator`, `--processes` and `--process`.
 
     Returns:
-      A function that returns the place of this process among the processes of the run, from the
-      flags or from the launcher's environment variables.
+      A function that returns this process's `Launch`, from the flags or from the environment
+      variables of SLURM, Open MPI or a TPU slice; it returns None if the run has one process.
     """
     coordinator = flags.DEFINE_string(
         "coordinator",
@@ -423,7 +423,9 @@ def define_launch_flags() -> Callable[[], Launch | None]:
 
 
 class Loading(NamedTuple):
-    """The arguments of `load.load_model` that flags give; None for a flag that is not given."""
+    """The values of the flags of `define_loading_flags`, for `runs.load`; a field is None if its
+    flag is not given.
+    """
 
     step: int | None
     mesh: MeshConfig | None
@@ -473,7 +475,7 @@ def define_mesh_flag() -> flags.FlagHolder:
 
 
 def read_mesh(text: str | None) -> dict[str, int]:
-    """Reads axes and sizes from a text such as "data=64,expert=8".
+    """Returns axis → size, from a text such as "data=64,expert=8"; {} for None.
 
     Raises:
       UserError: an axis does not exist or is given twice, or a size is not a number.
@@ -499,10 +501,8 @@ def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
       UserError: `path` is neither a run nor a Hugging Face directory. This error is raised before
         anything is loaded.
     """
-    from etils import epath
-
     require_path(f"--{flag}={path}", path)
-    folder = epath.Path(path)
+    folder = to_path(path, f"--{flag}=")
     if not (folder / "run.json").exists() and not (folder / "config.json").exists():
         reason = "it has neither run.json nor config.json" if folder.exists() else "no such folder"
         raise UserError(
@@ -524,6 +524,9 @@ def check_writable(flag: str, path: str) -> None:
       UserError: the path is a folder, or its folder does not exist.
     """
     require_path(f"--{flag}={path}", path)
+    if is_bucket(path):
+        check_bucket(f"--{flag}={path}", to_path(path, f"--{flag}="))
+        return
     if path and (pathlib.Path(path).is_dir() or not pathlib.Path(path).absolute().parent.is_dir()):
         reason = (
             "a folder: expected the name of a file"

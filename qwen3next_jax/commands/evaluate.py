@@ -6,13 +6,16 @@ import dataclasses
 import functools
 import json
 import pathlib
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.metrics import MetricValue, to_metric_values
+from qwen3next_jax.common.metrics import Metric, MetricValue, to_metric_values
 from qwen3next_jax.config import Config, DataConfig, MeshConfig, ModelConfig
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
@@ -28,6 +31,27 @@ from qwen3next_jax.training.stages import resolve_stages, stage_at
 from qwen3next_jax.training.state import abstract_model
 
 
+class Result(NamedTuple):
+    """The results of one evaluation.
+
+    Attributes:
+      name: the name of the evaluation, such as "heldout".
+      title: the name, the model and the step, for people.
+      step: the step of the checkpoint; None for a Hugging Face directory.
+      values: {name of a value: number}.
+      metrics: the declarations of the metrics.
+      belongs_to_run: whether the model is that of the run, with all its settings, so that the
+        results belong into the run's folder.
+    """
+
+    name: str
+    title: str
+    step: int | None
+    values: dict[str, float]
+    metrics: Mapping[str, Metric]
+    belongs_to_run: bool
+
+
 def evaluate(
     config: Config | None,
     path: pathlib.Path,
@@ -38,21 +62,55 @@ def evaluate(
     mesh: MeshConfig | None = None,
     dtype: str = "float32",
 ) -> int:
-    """Runs evaluations, and prints the results of each as a table when it ends. Returns the exit
+    """Runs evaluations, and prints the results of each evaluation as a table. Returns the exit
     code.
 
     If there are several processes, all must call this function; process 0 prints and writes.
 
     Args:
-      config: the configuration, which names the data. None means the run's own configuration, or
-        for a Hugging Face directory the default corpus. A configuration must have the model of the
-        run; it may have other data, another row length, and settings with which the same parameters
-        are read in another way (`config.compatibility`).
+      config, path, names, options, step, mesh, dtype: as for `run_evaluations`.
+      json_path: path of a file to which the results are written; "" for none. The results of a run
+        are also written to RUN/eval/NAME.json, unless `config` changes settings of the model.
+
+    Raises:
+      UserError: as `run_evaluations` does, or a file cannot be written.
+    """
+    results, wrote = {}, False
+    for result in run_evaluations(config, path, names, options, step, mesh, dtype):
+        _print(result.title, to_metric_values(result.values, result.metrics))
+        results[result.name] = {"step": result.step} | result.values
+        if result.belongs_to_run:
+            _write(path / "eval" / f"{result.name}.json", results[result.name])
+            wrote = True
+    if wrote:
+        print(f"The same as JSON: {path / 'eval'}")
+    if json_path:
+        _write(to_path(json_path), results)
+    return 0
+
+
+def run_evaluations(
+    config: Config | None,
+    path: pathlib.Path,
+    names: tuple[str, ...] = ("heldout",),
+    options: evaluation.EvalOptions = evaluation.EvalOptions(),
+    step: int | None = None,
+    mesh: MeshConfig | None = None,
+    dtype: str = "float32",
+) -> Iterator[Result]:
+    """Yields the results of each evaluation when it ends.
+
+    If there are several processes, all must call this function.
+
+    Args:
+      config: the configuration of the evaluation, which names the data. None: the configuration of
+        the run, or for a Hugging Face directory the default data. For a run, the weights of the
+        run's model must fit the model of `config`: `config` may change the data, the row length,
+        and settings of the model that do not change the meaning of its weights
+        (`config.compatibility`).
       path: the folder of a run, or a Hugging Face directory.
       names: names of evaluations.
-      json_path: path of a file to which the results are written; "" for none. The results of a run
-        are also written to RUN/eval/NAME.json, unless the configuration reads its parameters in
-        another way.
+      options: the options of all evaluations.
       step: as for `load_model`.
       mesh: as for `load_model`.
       dtype: as for `load_model`.
@@ -85,7 +143,7 @@ def evaluate(
         config = stage_at(resolve_stages(config), step).as_single_stage(config)
     graphdef, params = nnx.split(model, nnx.Param)
     described = config.model if is_run else model.config
-    # If `other` is not empty, the configuration reads the run's parameters in another way.
+    # `other` names the settings of the model that --config changes.
     if other := described.differs(model.config):
         graphdef, _ = abstract_model(described)
     if config is not None:
@@ -109,7 +167,6 @@ def evaluate(
     )
     evaluations = evaluation.make_evaluations(names, eval_context, "--suite")
 
-    results = {}
     title = str(path)
     if step is not None:
         title += f" after step {step}"
@@ -117,23 +174,15 @@ def evaluate(
         title += f" read with another {', '.join(other)}"
     for name, one in evaluations.items():
         values = one.run(nnx.to_pure_dict(params))
-        _print(f"{name} · {title}", to_metric_values(values, one.metrics))
-        results[name] = {"step": step} | values
-        if is_run and not other:
-            _write(path / "eval" / f"{name}.json", results[name])
-    if is_run and not other:
-        print(f"The same as JSON: {path / 'eval'}")
-    if json_path:
-        _write(pathlib.Path(json_path), results)
-    return 0
+        yield Result(name, f"{name} · {title}", step, values, one.metrics, is_run and not other)
 
 
 def _check_same_weights(model: ModelConfig, trained: ModelConfig, workdir: pathlib.Path) -> None:
-    """Checks that `model`, the model of --config, can read the parameters of `trained`, the model
-    of the run in `workdir`.
+    """Checks that `model`, the model of --config, can use the weights of `trained`, the model of
+    the run in `workdir`.
 
     Raises:
-      UserError: a setting of `model` gives the parameters another shape or meaning.
+      UserError: a setting of `model` requires weights of another shape or meaning.
     """
     for name in sorted(weights_differ(model, trained))[:1]:
         theirs, ours = (
@@ -153,7 +202,8 @@ def _open(
     tokenizer: Tokenizer,
     vocab_size: int,
 ) -> Data:
-    """Opens the data, and checks that they were made with `tokenizer`, that of the model in `path`.
+    """Opens the data, and checks that they were tokenized with `tokenizer`, the tokenizer of the
+    model in `path`.
 
     Raises:
       UserError: the data were made with another tokenizer.
@@ -170,9 +220,9 @@ def _open(
 
 
 def _print(title: str, values: list[MetricValue]) -> None:
-    """Prints the values as a table. If several metrics were measured under the same conditions
-    (loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition and a
-    column per metric; otherwise it has a row per value.
+    """Prints the values as a table. If there are several metrics, all measured under the same
+    conditions (loss and bits per byte at positions 1-1, 2-3, …), the table has a row per condition
+    and a column per metric; otherwise it has a row per value.
     """
     cells = {(value.kind, value.condition): str(value) for value in values}
     titles = {value.kind: value.metric.title for value in values}

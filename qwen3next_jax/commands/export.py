@@ -18,13 +18,15 @@ from absl import flags
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.installation import shell_command
+from qwen3next_jax.common.storage import to_path
 
 
 def main() -> int:
     workdir = _workdir()
     if not _out.value:
         raise UserError("--out is missing: expected the folder to write, such as --out=exported")
-    out = cli.local_folder("out", _out.value)
+    out = to_path(_out.value, "--out=")
     cli.check_model("workdir", workdir)
     loading = get_loading()
     # SIGTERM acts like Ctrl-C: the folder --out does not appear, and complete files are kept in a
@@ -62,21 +64,24 @@ def main() -> int:
         print(
             f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB"
             + ("" if step is None else f", the model after step {step}")
-            + f"; next: uv run qwen3next generate --model={_out.value} "
+            + f"; next: {shell_command('generate')} --model={_out.value} "
             "--prompt='def '"
         )
     return 0
 
 
 def _origin_of(workdir: str) -> tuple[pathlib.Path | None, str]:
-    """Returns the Hugging Face directory with which the run began, and the form of that directory,
-    or "" if no record has the form. The directory is None if the run began with random weights, or
-    if the directory is unknown and --form says what to write.
+    """Returns the Hugging Face directory with which the run began, and the format of that
+    directory, a value of `model.hf_form`. The directory is None if the run began with random
+    weights, or if it is unknown but --form is given. The format is "" if it is not recorded.
+
+    Raises:
+      UserError: the directory is unknown, and neither --source nor --form is given.
     """
     from qwen3next_jax.runs.origin import find_origin
 
     if _source.value:
-        return cli.local_folder("source", _source.value), ""
+        return to_path(_source.value, "--source="), ""
     try:
         return find_origin(workdir)
     except UserError:

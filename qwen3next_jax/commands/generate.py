@@ -2,6 +2,7 @@
 
     qwen3next generate --model=WORKDIR_OR_HF_DIR --prompt="def "
     qwen3next generate --model=HF_DIR --chat
+    qwen3next generate --model=WORKDIR --prompt="def " --samples=8 --record_routing=FOLDER
 
 The command writes the prompt and its continuation, or the answers of a chat, to standard output. It
 writes times, tokens per second and the memory of the cache to standard error.
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from absl import flags
 
 from qwen3next_jax.commands import cli
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.common.errors import UserError
 
 
@@ -39,7 +41,11 @@ def main() -> int:
 
     if _speculative.value:
         speculative.check_drafts(config, _speculative.value)
-    folder = pathlib.Path(_model.value)
+    if _record_routing.value and not config.has_experts:
+        raise UserError(
+            f"--record_routing={_record_routing.value}: the model has no experts: leave it out"
+        )
+    folder = to_path(_model.value)
     template = (
         ChatTemplate(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder)
         if _chat.value
@@ -74,6 +80,7 @@ def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
         top_k=_top_k.value,
         top_p=_top_p.value,
         min_p=_min_p.value,
+        record_routing=_record_routing.value is not None,
     )
     try:
         if template is not None:
@@ -95,8 +102,9 @@ def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
 
 
 def _cache_capacity(needed: int, context_length: int) -> int:
-    """Returns the number of tokens for which the cache of a chat has room, at least `needed`. A
-    chat grows, and each capacity is compiled anew, so capacities are powers of 4.
+    """Returns the number of tokens for which the cache of a chat must have room: the smallest of a
+    few capacities that is at least `needed`. The decoder is compiled anew for each capacity, so the
+    capacities are powers of 4 and the model's context length.
     """
     capacities = [4**i for i in range(6, 12) if 4**i < context_length] + [context_length]
     return next((capacity for capacity in capacities if capacity >= needed), needed)
@@ -168,10 +176,23 @@ def _check_flags() -> None:
         )
     if _samples.value > 1 and _chat.value:
         raise UserError(f"--samples={_samples.value} with --chat: expected one of the two")
+    if _record_routing.value is not None:
+        where = f"--record_routing={_record_routing.value}"
+        if not _record_routing.value:
+            raise UserError("--record_routing is empty: expected a folder")
+        if _chat.value:
+            raise UserError(f"{where} with --chat: expected one of the two")
+        if _speculative.value:
+            raise UserError(
+                f"{where} with --speculative={_speculative.value}: the experts of drafts are not "
+                "recorded: expected one of the two"
+            )
+        if pathlib.Path(_record_routing.value).is_file():
+            raise UserError(f"{where} is a file: expected a folder, or the name of a new one")
 
 
 class _Timer:
-    """Measures the times of decoding, and prints them with other figures."""
+    """Measures the times of compiling and decoding, and prints them with other figures."""
 
     def __init__(self):
         self._began = time.perf_counter()
@@ -185,7 +206,7 @@ class _Timer:
         self._compiles = True
 
     def start(self) -> None:
-        """Ends the time of compiling and begins the time of decoding."""
+        """Records that compilation has ended and decoding begins."""
         now = time.perf_counter()
         self._compile_seconds, self._began = now - self._began, now
 
@@ -193,7 +214,14 @@ class _Timer:
         self._pieces.append((time.perf_counter(), tokens))
 
     def print_figures(self, model, prompts: list, stream, min_cache_length: int = 0) -> None:
-        """Prints the figures. `min_cache_length` is the least length of the cache, in tokens."""
+        """Prints times, tokens per second and the memory of the cache on standard error.
+
+        Args:
+          model: the model.
+          prompts: the token ids of each prompt.
+          stream: the stream of new tokens, which counts accepted drafts.
+          min_cache_length: the smallest length of the cache that the request allows, in tokens.
+        """
         from qwen3next_jax.inference import decode
         from qwen3next_jax.inference.cache import cache_bytes
 
@@ -227,7 +255,7 @@ class _Timer:
 
 
 def _begin(model, prompts: list, request: dict):
-    """Starts decoding. Returns a started timer and the stream of new tokens."""
+    """Starts to decode. Returns a running timer and the stream of new tokens."""
     from qwen3next_jax.inference import decode
 
     timer = _Timer()
@@ -237,12 +265,13 @@ def _begin(model, prompts: list, request: dict):
 
 
 def _answer(model, tokenizer, text: str, request: dict, echo: str = "") -> str:
-    """Writes `echo` and the continuation of `text` to standard output while tokens are generated.
-    Ctrl-C ends the continuation. Returns the continuation.
+    """Writes `echo` and then the continuation of `text` to standard output, as its tokens are
+    generated. Ctrl-C ends the continuation. Returns the continuation.
     """
     from qwen3next_jax.inference.streaming import DecodeStream
 
     prompt, written, texts = tokenizer.encode(text), [], DecodeStream(tokenizer)
+    new: list[int] = []
 
     def write(text: str) -> None:
         written.append(text)
@@ -256,17 +285,19 @@ def _answer(model, tokenizer, text: str, request: dict, echo: str = "") -> str:
     try:
         for (tokens,) in stream:
             timer.add_piece(len(tokens))
+            new.extend(tokens)
             write("".join(map(texts.add, tokens)))
     except KeyboardInterrupt:
         pass
     write(texts.end())
     print(flush=True)
     timer.print_figures(model, [prompt], stream, request.get("min_cache_length", 0))
+    _write_routing(model, prompt, [new], stream)
     return "".join(written)
 
 
 def _print_samples(model, tokenizer, text: str, request: dict) -> None:
-    """Generates several samples, and prints them when all have ended."""
+    """Generates `--samples` continuations of `text`, and prints them when all have ended."""
     prompts = [tokenizer.encode(text)] * _samples.value
     timer, stream = _begin(model, prompts, request)
     new: list[list[int]] = [[] for _ in prompts]
@@ -280,14 +311,36 @@ def _print_samples(model, tokenizer, text: str, request: dict) -> None:
     for i, row in enumerate(new):
         print(f"--- sample {i + 1} of {len(new)} ---\n{text}{tokenizer.decode(row)}", flush=True)
     timer.print_figures(model, prompts, stream)
+    _write_routing(model, prompts[0], new, stream)
+
+
+def _write_routing(model, prompt, new: list[list[int]], stream) -> None:
+    """With --record_routing, writes a file for each continuation of `prompt`."""
+    if _record_routing.value is None:
+        return
+    from qwen3next_jax.data.recorded import write_record
+
+    folder = pathlib.Path(_record_routing.value)
+    # The experts are there only if the stream has ended. Texts without new tokens teach nothing.
+    texts = [(row, experts) for row, experts in zip(new, stream.routed_experts) if row]
+    for row, experts in texts:
+        write_record(folder, model.config, [*prompt, *row], experts, len(prompt))
+    print(f"{folder}: wrote the experts of {len(texts)} of {len(new)} texts", file=sys.stderr)
 
 
 def _chat_loop(
     template: Callable[[list[dict[str, str]]], str], answer: Callable[[str], str]
 ) -> None:
     """Reads lines from standard input and answers each line, until the input ends. If the model
-    cannot answer a message, a terminal shows an error line and the chat continues without the
-    message; elsewhere the error ends the chat.
+    cannot answer a message and the input is a terminal, prints an error line and continues the chat
+    without the message.
+
+    Args:
+      template: maps the messages so far to the prompt.
+      answer: maps a prompt to the answer, which it also prints.
+
+    Raises:
+      UserError: the model cannot answer a message, and the input is not a terminal.
     """
     messages: list[dict[str, str]] = []
     if sys.stdin.isatty():
@@ -333,6 +386,12 @@ _samples = flags.DEFINE_integer(
     1,
     "continuations of the prompt; several are printed when all have ended",
     lower_bound=1,
+)
+_record_routing = flags.DEFINE_string(
+    "record_routing",
+    None,
+    "folder for the tokens of each continuation and the experts that they used, which training can "
+    "replay (docs/routing.md)",
 )
 _temperature = flags.DEFINE_float(
     "temperature", 0.7, "sampling temperature; 0 takes the likeliest token", lower_bound=0

@@ -1,10 +1,11 @@
 """Runs lm-evaluation-harness tasks on a run or a Hugging Face directory.
 
     qwen3next harness --model=WORKDIR_OR_HF_DIR --tasks=arc_easy,lambada_openai
-    [--task_dir=FOLDER] [--json=FILE]
+    [--task_dir=FOLDER] [--json=FILE] [--prepared_dir=FOLDER]
 
 The command needs the extra "evals": pip install 'qwen3next-jax[evals]'. `--task_dir` names a folder
-with task files (YAML) of your own.
+with task files (YAML) of your own. `--prepared_dir` names a folder of prepared data; the command
+then also reports how many examples of each task the data contain.
 """
 
 import json
@@ -14,6 +15,7 @@ from absl import flags
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.installation import how_to_install
 
 
 def main() -> int:
@@ -30,9 +32,12 @@ def main() -> int:
         from lm_eval.utils import make_table
     except ImportError as error:
         raise UserError(
-            f"lm-evaluation-harness is not installed ({error}): pip install 'qwen3next-jax[evals]'"
+            f"lm-evaluation-harness is not installed ({error}): {how_to_install('evals')}"
         ) from error
     cli.enable_compilation_cache()
+    from qwen3next_jax.data.contamination import find_units
+    from qwen3next_jax.data.store import Store
+    from qwen3next_jax.evals.contamination import contamination_of_tasks
     from qwen3next_jax.evals.harness import HarnessModel
     from qwen3next_jax.processes.distributed import is_process_0
     from qwen3next_jax.runs.load import join_processes, load_model
@@ -55,6 +60,9 @@ def main() -> int:
         subject = HarnessModel(
             model, tokenizer, _max_length.value, _batch_size.value, places, _speculative.value
         )
+        if _prepared_dir.value:
+            # A mistake in --prepared_dir is reported before the tasks run.
+            find_units(Store(_prepared_dir.value), tokenizer)
         results = lm_eval.simple_evaluate(
             subject,
             tasks=_tasks.value,
@@ -64,8 +72,15 @@ def main() -> int:
             bootstrap_iters=0,  # bootstrapping would fork this process, in which JAX runs threads
         )
         print(make_table(results))
+        contamination = {}
+        if _prepared_dir.value and is_process_0():
+            found = contamination_of_tasks(results["samples"], tokenizer, _prepared_dir.value)
+            for task, of_task in found.items():
+                print(f"{task}: {of_task.summary()}")
+                contamination[task] = of_task.counts()
         if _json.value and is_process_0():
             kept = {name: results[name] for name in ("results", "versions", "n-samples", "n-shot")}
+            kept |= {"contamination": contamination} if _prepared_dir.value else {}
             pathlib.Path(_json.value).write_text(json.dumps(kept, indent=2, default=str) + "\n")
     return ExitCode.DONE
 
@@ -87,5 +102,8 @@ _speculative = flags.DEFINE_integer(
     0,
     "tokens drafted per pass where a task generates, up to 4; 0: none",
     lower_bound=0,
+)
+_prepared_dir = flags.DEFINE_string(
+    "prepared_dir", "", "folder of prepared data: how many examples of the tasks does it contain?"
 )
 _json = flags.DEFINE_string("json", "", "file to which the results are also written")

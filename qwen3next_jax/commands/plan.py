@@ -3,13 +3,14 @@ compiles the real train step for the slice, on a machine that needs no TPU.
 
     qwen3next plan --config=configs/qwen3_next_80b_a3b.py --topology=v5p:8x8x8
     --mesh=data=64,expert=8
-        [--search [--rows=512,1024]] [--quick] [--cost_model=schedule|roofline]
+        [--search [--rows=512,1024]] [--quick] [--cost_model=schedule|roofline|calibrated]
         [--json=plan.json]
     uv run --extra gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
     --mesh=data=8
 
 `--search` ranks meshes, batch sizes, remat policies and micro-batches by estimated time and
-compiles the best five; every candidate has the axis sizes that `--mesh` names. `--json` also draws
+compiles the best five, FSDP alone among them; every candidate has the axis sizes that `--mesh`
+names. `--json` also draws
 the memory of each plan into a .png of the same name. docs/planner.md explains the figures. For GPUs
 (hosts x GPUs per host) the command predicts memory, FLOPs and network traffic, but no times.
 """
@@ -27,6 +28,7 @@ from rich.table import Table
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.config import Config, MeshConfig, ParallelConfig
 from qwen3next_jax.runs import unread
 from qwen3next_jax.training.stages import ResolvedStage, resolve_stages
@@ -70,6 +72,8 @@ def main() -> int:
         fixed = {axis: size for axis, size in mesh.items() if size != -1}
         plans = search(config, topology, level, console, fixed, _read_rows(), cost_model)
     else:
+        if topology.chip.torus and _mesh.value is None:
+            console.print(_mesh_of_the_search(config, topology), markup=False)
         plan = make_plan_in_subprocess(config, topology, level)
         plans = [dataclasses.replace(plan, cost_model=cost_model)]
         show(plans[0], console)
@@ -80,9 +84,25 @@ def main() -> int:
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
 
 
+def _mesh_of_the_search(config: Config, topology) -> str:
+    """Returns a sentence for a plan without `--mesh`: the configuration's mesh, and what a search
+    would take.
+    """
+    from qwen3next_jax.planner.search import rank_candidates
+    from qwen3next_jax.sharding.mesh import mesh_text
+
+    mesh = mesh_text(config.parallel.mesh.sizes(len(topology.devices)))
+    ranked = rank_candidates(config.model, config.train, topology)
+    fitting = [candidate for candidate in ranked if not candidate.reason]
+    found = "finds none that fits"
+    if fitting:
+        found = f"would take {fitting[0].label} (by arithmetic {fitting[0].seconds:.3g} s)"
+    return f"no --mesh: planning {mesh}, the configuration's; --search {found}"
+
+
 def _largest_stage(stages: Sequence[ResolvedStage]) -> ResolvedStage:
-    """Returns the stage with the longest rows; of several such stages, the one with the most
-    rows.
+    """Returns the stage with the longest rows. If several stages have rows of this length, returns
+    the stage with the largest batch.
     """
     stage = max(stages, key=lambda stage: (stage.sequence_length, stage.batch_size))
     if stage.name:
@@ -108,7 +128,7 @@ def _check_out(out: pathlib.Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f"--json={out}: the plot of memory beside it needs matplotlib, which is not "
-            "installed: use `uv run --extra plan …`, or run `pip install libtpu matplotlib`"
+            f"installed: {how_to_install('plan')}"
         )
 
 
@@ -171,24 +191,30 @@ def search(
     rows: tuple[int, ...] = (),
     cost_model: str = "schedule",
 ) -> list:
-    """Compiles the candidates that rank highest, and shows them and the candidates that do not fit.
+    """Ranks candidate meshes, batch sizes, remat policies and micro-batches by estimated time, and
+    compiles the best. Prints a table of the compiled plans and one of candidates that do not fit.
 
     Args:
+      config: the configuration to plan for.
+      topology: the slice, as `planner.topology.describe_topology` returns it.
       level: the compiler's optimization level; "" for its default.
+      console: the console that shows the tables.
       fixed: sizes of mesh axes that all candidates have.
       rows: batch sizes to choose from; () means the batch size of `config`.
+      cost_model: the value of --cost_model, the cost model whose times the tables show.
 
     Returns:
-      The plans, with the fastest plan first.
+      The compiled plans. Those that fit into memory come first, ordered by their seconds per token
+      according to the cost model "calibrated".
 
     Raises:
       UserError: no mesh divides the dimensions of the model and the batch.
     """
-    from qwen3next_jax.planner.search import rank_candidates
+    from qwen3next_jax.planner.search import choose, rank_candidates
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 
     ranked = rank_candidates(config.model, config.train, topology, fixed, rows, config.parallel)
-    chosen = [c for c in ranked if not c.reason][:COMPILED]
+    chosen = choose([c for c in ranked if not c.reason], COMPILED)
     if not chosen:  # the estimate is rough, so the smallest candidate may fit anyway
         chosen = [c for c in ranked if c.bytes < float("inf")][:1]
     if not chosen:
@@ -209,7 +235,13 @@ def search(
         candidate_config = dataclasses.replace(config, train=candidate.train, parallel=parallel)
         plan = make_plan_in_subprocess(candidate_config, topology, level)
         plans.append(dataclasses.replace(plan, cost_model=cost_model))
-    plans.sort(key=lambda p: (not p.fits, p.failed, -p.tokens_per_second if p.fits else p.needs))
+    plans.sort(
+        key=lambda p: (
+            not p.fits,
+            p.failed,
+            p.estimates["calibrated"].seconds / p.tokens if p.fits else p.needs,
+        )
+    )
     _show_search(plans, ranked, console)
     return plans
 
@@ -249,6 +281,7 @@ def _show_search(plans: list, ranked: list, console: Console) -> None:
 
 
 def percent(mfu: float | None) -> str:
+    """Formats a share as a percentage; "unknown" for None."""
     return "unknown" if mfu is None else f"{mfu:.1%}"
 
 
@@ -256,14 +289,17 @@ def show(plan, console: Console) -> None:
     """Prints the tables and sentences of one plan."""
     from qwen3next_jax.sharding.mesh import mesh_text
 
-    console.print(_title(plan), markup=False)
     if not plan.fits:
         console.print(
             f"{mesh_text(plan.mesh)} {plan.verdict}: {plan.reason} (compile "
             f"{plan.compile_seconds:.0f} s)",
             markup=False,
         )
+        console.print(_title(plan), markup=False)
         return
+    if plan.estimates:
+        console.print(_verdict(plan), markup=False)
+    console.print(_title(plan), markup=False)
     device = "device" if plan.topology.chip.devices_per_chip > 1 else "chip"
     console.print(_memory_table(plan, device))
     if plan.collectives:
@@ -306,10 +342,12 @@ def _waits_table(plan) -> Table:
 
 
 def _sources_table(plan) -> Table:
-    """Returns a table of this package's functions that take at least 1 % of the step."""
+    """Returns a table of the parts of the model that take at least 1 % of the step."""
+    from qwen3next_jax.planner.parts import by_part
+
     estimate = plan.estimate
     table = Table("part", "ms", "GB through HBM", "TFLOP")
-    for name, cost in estimate.by_source.items():
+    for name, cost in by_part(estimate.by_source).items():
         if cost.seconds >= 0.01 * estimate.seconds:
             table.add_row(
                 name,
@@ -338,6 +376,21 @@ def _gpu_summary(plan, device: str) -> str:
     )
 
 
+def _verdict(plan) -> str:
+    """Returns whether a plan fits, and the step by every cost model."""
+    estimate = plan.estimate
+    others = "".join(
+        f", {percent(plan.mfu_in(other.seconds))} ({other.seconds:.4g} s) by {name}"
+        for name, other in plan.estimates.items()
+        if name != plan.cost_model
+    )
+    return (
+        f"{_fits(plan)} Step {estimate.seconds:.4g} s, bound by {plan.binding}; "
+        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {percent(plan.mfu)} by "
+        f"--cost_model={plan.cost_model}{others}"
+    )
+
+
 def _summary(plan, device: str) -> Iterator[str]:
     """Yields the sentences about a plan that has estimates of time."""
     from qwen3next_jax.sharding.compiler_options import options_text
@@ -349,22 +402,12 @@ def _summary(plan, device: str) -> Iterator[str]:
             f"compiled at optimization level {plan.optimization_level}: at the default level, "
             "which training uses, times differ"
         )
-    others = "".join(
-        f", {percent(plan.mfu_in(other.seconds))} ({other.seconds:.4g} s) by {name}"
-        for name, other in plan.estimates.items()
-        if name != plan.cost_model
-    )
-    yield (
-        f"{_fits(plan)} Step {estimate.seconds:.4g} s, bound by {plan.binding}; "
-        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {percent(plan.mfu)} by "
-        f"--cost_model={plan.cost_model}{others}"
-    )
     needs = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in ideal.bound.items())
     yield (
         f"ideal: max({needs}) = {ideal.seconds:.3g} s, MFU {percent(plan.mfu_in(ideal.seconds))}; "
-        "with 75 % of the peak in dense products and 60 % in grouped ones "
-        f"{ideal.realistic:.3g} s, {percent(plan.mfu_in(ideal.realistic))}. This step takes "
-        f"{estimate.seconds / ideal.seconds:.2f} times the first"
+        f"at rates that chips were measured to reach {ideal.realistic:.3g} s, "
+        f"{percent(plan.mfu_in(ideal.realistic))}. This step takes "
+        f"{estimate.seconds / ideal.realistic:.2f} times the second"
     )
     yield (
         f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {device}, "
@@ -457,9 +500,10 @@ _quick = flags.DEFINE_bool(
 _cost_model_flag = flags.DEFINE_enum(
     "cost_model",
     None,
-    ("schedule", "roofline"),
+    ("schedule", "roofline", "calibrated"),
     "schedule (default): every instruction lasts at least the cycles that the compiler scheduled; "
-    "roofline: kernels alone do",
+    "roofline: kernels alone do; calibrated: as schedule, at rates that chips were measured to "
+    "reach, with starts of collectives and kernels and shared links",
 )
 _rules = flags.DEFINE_enum(
     "rules",

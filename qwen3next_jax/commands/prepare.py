@@ -75,8 +75,8 @@ def main() -> int:
         except Unfinished as error:
             print(
                 f"the share of rank {share.rank} is done; {error.missing} of {error.units} units, "
-                "of other ranks, are missing: the last rank to end, or this command once more, "
-                "packs the rows"
+                "of other ranks, are missing: the last rank to end packs the rows, or this command "
+                "once more, with all ranks together"
             )
             continue
         for one in prepared:

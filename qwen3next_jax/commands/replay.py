@@ -1,16 +1,15 @@
-"""Runs again the step at which the guards ended a run. Prints the norm of every parameter and
-gradient, and how many of its values are not finite.
+"""Repeats the step at which the guards ended a run, from the dump that the run wrote. Prints the
+norm of every parameter and gradient, and the number of their values that are not finite.
 
     qwen3next replay WORKDIR/dumps/STEP
 """
-
-import pathlib
 
 from rich.console import Console
 from rich.table import Table
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.common.trees import path_string
 
 ARGUMENTS = "DUMP"  # the positional arguments, for --help
@@ -19,7 +18,8 @@ ARGUMENTS = "DUMP"  # the positional arguments, for --help
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         raise UserError("expected one folder: qwen3next replay WORKDIR/dumps/STEP")
-    if not pathlib.Path(arguments[0], "dump.json").is_file():  # before JAX loads
+    folder = to_path(arguments[0])
+    if not (folder / "dump.json").is_file():  # before JAX loads
         raise UserError(
             f"{arguments[0]}: not a dump of a step (it has no dump.json): expected a folder such "
             "as WORKDIR/dumps/STEP"
@@ -31,15 +31,19 @@ def main(arguments: list[str]) -> int:
 
     from qwen3next_jax.runs.incidents import read_dump
     from qwen3next_jax.training.gradients import make_gradients
+    from qwen3next_jax.training.lazy_rows import lazy_tables, split_tables
     from qwen3next_jax.training.loop import make_train_step
     from qwen3next_jax.training.stages import stage_at
 
-    dump = read_dump(pathlib.Path(arguments[0]))
+    dump = read_dump(folder)
     print(f"{arguments[0]}: step {dump.step}, halted because of {dump.reason}")
     for row, names in enumerate(dump.documents):
         print(f"row {row}: {', '.join(names)}")
 
     stage = stage_at(dump.run.stages, dump.step)
+    # lazy AdamW's tables have no gradient of their shape
+    tables = lazy_tables(dump.run.model, stage.optimizer)
+    params, _ = split_tables(dump.state["params"], tables)
     gradients = jax.device_get(
         jax.jit(make_gradients(dump.run, stage))(dump.state["params"], dump.batch)[0]
     )
@@ -54,7 +58,7 @@ def main(arguments: list[str]) -> int:
         title_justify="left",
     )
     for (path, value), gradient in zip(
-        jax.tree_util.tree_leaves_with_path(jax.device_get(dump.state["params"])),
+        jax.tree_util.tree_leaves_with_path(jax.device_get(params)),
         jax.tree.leaves(gradients),
         strict=True,
     ):

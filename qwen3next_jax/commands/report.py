@@ -10,6 +10,7 @@ import pathlib
 from absl import flags
 
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.reporting.page import write_report
 
 ARGUMENTS = "WORKDIR …"  # the positional arguments, for --help
@@ -24,9 +25,9 @@ def main(arguments: list[str]) -> int:
         raise UserError(
             "the folder of a run is missing: expected qwen3next report WORKDIR [WORKDIR …]"
         )
-    workdirs = [pathlib.Path(argument) for argument in arguments]
+    workdirs = [to_path(argument) for argument in arguments]
     folder = workdirs[0] if len(workdirs) == 1 else pathlib.Path()
-    out = pathlib.Path(_OUT.value) if _OUT.value else folder / "report.html"
+    out = to_path(_OUT.value, "--out=") if _OUT.value else folder / "report.html"
     try:
         write_report(workdirs, out)
     except OSError as error:

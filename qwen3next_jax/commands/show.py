@@ -1,6 +1,6 @@
-"""Describes the model of a config file: its layers, their parameters, the FLOPs of a token, the
-memory that decoding and training need. With two config files it also lists the settings in which
-they differ. Nothing is trained or written, but for the figure of `--svg`.
+"""Describes the model of a config file: its layers and their parameters, the FLOPs per token, and
+the memory that decoding and training need. With two config files, the command also lists the
+settings in which they differ. It trains nothing, and writes no file but the figure of `--svg`.
 
     qwen3next show configs/small.py [--config.model.num_hidden_layers=24] [--devices=1,8,64]
         [--context=4096,262144] [--svg=small.svg]
@@ -49,8 +49,11 @@ def main(paths: list[str]) -> int:
 
 
 def _load(path: str, console: Console) -> Config:
-    """Reads a config file. If its settings are not valid, prints those that differ from the
-    defaults before it raises the UserError.
+    """Reads a config file. If its settings are not valid, prints the settings that differ from
+    their defaults.
+
+    Raises:
+      UserError: the file cannot be read, or a setting is not valid.
     """
     values = cli.load_settings(path)
     try:
@@ -70,11 +73,13 @@ def _load(path: str, console: Console) -> Config:
 def print_model(
     config: Config, devices: Sequence[int], lengths: Sequence[int], console: Console
 ) -> None:
-    """Prints the tables of one configuration.
+    """Prints the layers, parameters, FLOPs and memory of one configuration, as tables.
 
     Args:
+      config: the configuration.
       devices: numbers of devices for the memory of training.
-      lengths: lengths of contexts, in tokens, for the memory of decoding.
+      lengths: lengths of sequences, in tokens, for the memory of decoding.
+      console: the console that shows the tables.
     """
     from qwen3next_jax.model.description import layer_kinds
     from qwen3next_jax.model.flops import parameter_counts
@@ -125,7 +130,8 @@ def print_model(
 
 
 def layers_text(layers: Sequence[int]) -> str:
-    """Writes indices of layers briefly: "0–2, 4–6" or, in steps, "3, 7, … 47". No index: the layer
+    """Returns a short text for increasing indices of layers, such as "0–2, 4–6". If it would have
+    more than four parts, the text is like "3, 7, 11, … 47". An empty sequence stands for the layer
     of the multi-token prediction module.
     """
     if not layers:
@@ -196,7 +202,9 @@ def _decoding_table(model: ModelConfig, lengths: Sequence[int]) -> Table:
 
 
 def _training_table(config: Config, devices: Sequence[int]) -> Table:
-    """The memory of the train state, split evenly over devices."""
+    """Returns a table of the memory of parameters, gradients and optimizer state per device, if
+    they are split evenly over the devices.
+    """
     from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.state import abstract_train_state
 
@@ -233,7 +241,7 @@ def _bytes(size: float) -> str:
 
 
 def _print_differences(paths: Sequence[str], configs: Sequence[Config], console: Console) -> None:
-    """Prints the settings whose values differ."""
+    """Prints the settings whose values differ between the two configurations."""
     first, second = (dict(_leaves(dataclasses.asdict(config))) for config in configs)
     table = Table("setting", *paths, box=SIMPLE)
     for name in sorted(first.keys() | second.keys(), key=[*first, *second].index):

@@ -3,11 +3,12 @@
     qwen3next sweep configs/sweeps/ratio.py [--workdir=runs/sweeps/ratio] [--workers=2]
         [--emit] [--set optimizer.learning_rate=1e-3]
 
-After an interruption the same command continues the sweep; finished points are not run again.
-Whenever a point ends, report.html and results.csv in the workdir are rewritten. With --emit, the
-command runs nothing and prints one shell command per point, which another machine can run; when all
-points have run, the command without --emit writes their report. A sweep file is Python code and is
-executed.
+A sweep runs one training run, called a point, for every combination of the values in the sweep
+file. After an interruption the same command continues the sweep; it does not repeat points that are
+done. Whenever a point ends, the command rewrites report.html and results.csv in the workdir. With
+--emit, the command runs nothing and prints one shell command per point, which another machine can
+run; when all points have run, the command without --emit writes their report. A sweep file is
+Python code and is executed.
 """
 
 import ast
@@ -18,8 +19,8 @@ from typing import Any
 
 from absl import flags
 
-from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.storage import to_path
 
 ARGUMENTS = "SWEEP_FILE"  # the positional arguments, for --help
 
@@ -45,9 +46,7 @@ def main(arguments: Sequence[str]) -> int:
     from qwen3next_jax.sweeps.results import read_result
 
     check_points(sweep)
-    workdir = cli.local_folder(
-        "workdir", _workdir.value or f"runs/sweeps/{pathlib.Path(path).stem}"
-    )
+    workdir = to_path(_workdir.value or f"runs/sweeps/{pathlib.Path(path).stem}", "--workdir=")
     if not (workdir / "sweep.json").exists():  # a sweep that has begun keeps its settings
         check_settings(sweep)
     runner.open_sweep(sweep, workdir)

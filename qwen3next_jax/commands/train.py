@@ -7,6 +7,7 @@ import functools
 from absl import flags
 
 from qwen3next_jax.commands import cli
+from qwen3next_jax.common.storage import with_patience
 from qwen3next_jax.config import to_dict
 from qwen3next_jax.processes import supervisor
 
@@ -33,7 +34,7 @@ _dry_run = flags.DEFINE_boolean(
 def main() -> int:
     may_resume = not _restart.value
     config, launch = get_config(may_resume=may_resume), get_launch()
-    workdir = get_workdir(config.name)
+    workdir = with_patience(get_workdir(config.name), config.checkpoint.patience)
     if get_max_restarts() and not _dry_run.value:
         from qwen3next_jax.runs.folder import run_files
 

@@ -7,21 +7,38 @@ A PATH is the folder of a run, whose run.json, tokenizer, checkpoints and dumps 
 Hugging Face directory with SHA256SUMS; a folder of prepared rows; or `data.prepared_dir`, which
 holds several such folders and the tokens from which their rows were packed. Every row of prepared
 data is read, but not the padding between rows.
+
+    qwen3next verify PREPARED_DIR --evaluation=GLOB --tokenizer=FILE [--text_field=NAME]
+
+also says which texts of an evaluation the prepared tokens contain.
 """
 
 import pathlib
 from collections.abc import Iterator
 
+from absl import flags
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from qwen3next_jax.common.errors import ExitCode, UserError, escape_control
+from qwen3next_jax.common.storage import to_path
 
 ARGUMENTS = "PATH"  # the positional arguments, for --help
 
-Finding = tuple[str, str | None]  # what was checked; what is wrong with it, None for nothing
+_evaluation = flags.DEFINE_string(
+    "evaluation", None, "files with texts of an evaluation: are they in the prepared data?"
+)
+_tokenizer = flags.DEFINE_string(
+    "tokenizer", None, "with --evaluation: data.tokenizer of the prepared data"
+)
+_text_field = flags.DEFINE_string(
+    "text_field", "text", "with --evaluation: the field that holds the text"
+)
+
+# (name of what was checked, description of its damage or None)
+Finding = tuple[str, str | None]
 
 
 def main(arguments: list[str]) -> int:
@@ -31,7 +48,7 @@ def main(arguments: list[str]) -> int:
     if not console.is_terminal:  # a program may read the lines, so they must not be wrapped
         console.width = 10_000
     table = Table("", "what", "state", box=SIMPLE)
-    for path in map(pathlib.Path, arguments):
+    for path in map(to_path, arguments):
         for name, damage in verify(path):
             table.add_row(
                 escape(str(path)),
@@ -41,15 +58,55 @@ def main(arguments: list[str]) -> int:
             checked, damaged = checked + 1, damaged + (damage is not None)
     console.print(table)
     print(f"{checked} checked, {damaged} damaged")
+    if _evaluation.value:
+        for path in arguments:
+            print_contamination(path, _evaluation.value, _text_field.value, _tokenizer.value)
     return ExitCode.CRASHED if damaged else ExitCode.DONE
 
 
-def verify(path: pathlib.Path) -> Iterator[Finding]:
-    """Checks everything under `path`, and yields each finding.
+def print_contamination(
+    prepared_dir: str, evaluation: str, text_field: str, tokenizer: str | None
+) -> None:
+    """Prints which texts of an evaluation prepared data contain.
+
+    Args:
+      prepared_dir: the folder of prepared data.
+      evaluation: a glob of files with texts.
+      text_field: the field of the texts.
+      tokenizer: the tokenizer of the prepared data, as `load_tokenizer` reads it.
 
     Raises:
-      UserError: `path` is not a folder that this project writes, or it is an export without
-        digests.
+      UserError: no tokenizer is given; the texts cannot be read; or the folder holds no tokens of
+        this tokenizer.
+    """
+    from qwen3next_jax.data import readers, sources
+    from qwen3next_jax.data.contamination import find_contamination
+    from qwen3next_jax.data.progress import PreparationProgress
+    from qwen3next_jax.data.tokens import load_tokenizer
+
+    if tokenizer is None:
+        raise UserError("--evaluation needs --tokenizer: data.tokenizer of the prepared data")
+    source = sources.resolve(evaluation, text_field)
+    texts = list(readers.documents(source))
+    with PreparationProgress("reading") as progress:
+        found = find_contamination(
+            [text.text for text in texts],
+            load_tokenizer(tokenizer),
+            prepared_dir,
+            progress=progress,
+        )
+    print(f"{evaluation} in {prepared_dir}: {found.summary()}")
+    for i, share in found.worst():
+        print(f"  {share:4.0%}  {readers.describe(source, texts[i].file, texts[i].record)}")
+
+
+def verify(path: pathlib.Path) -> Iterator[Finding]:
+    """Checks all files of the run, export or prepared data in `path`, and yields a finding for each
+    part.
+
+    Raises:
+      UserError: `path` is not a folder that this project writes, or it is a Hugging Face directory
+        without SHA256SUMS.
     """
     if (path / "run.json").exists() or (path / "checkpoints").is_dir():
         return _verify_run(path)
@@ -129,7 +186,7 @@ def _verify_prepared(
 
 def _verify_rows(directory: pathlib.Path) -> Iterator[Finding]:
     from qwen3next_jax.data.row_groups import METADATA, read_metadata
-    from qwen3next_jax.data.rows import RowFolder, RowReader, Shard
+    from qwen3next_jax.data.rows import RowReader, RowTable
 
     try:
         content = read_metadata(directory)
@@ -137,13 +194,15 @@ def _verify_rows(directory: pathlib.Path) -> Iterator[Finding]:
     except UserError as error:
         yield f"{directory.name}/{METADATA}", str(error)
         return
-    for shard in (Shard(**shard) for shards in content["shards"].values() for shard in shards):
-        damage = None
-        try:
-            folder = RowFolder(directory, content["dtype"], (shard,))
-            rows = RowReader([folder], content["row_length"])
-            for i in range(len(rows)):
-                rows[i]
-        except UserError as error:
-            damage = str(error)
-        yield f"{directory.name}/{shard.file}", damage
+    for split in content["shards"]:
+        table = RowTable.of(split, [directory], [content], [0], [])
+        rows, first = RowReader(table, content["row_length"]), 0
+        for number, count in enumerate(table.rows.tolist()):
+            damage = None
+            try:
+                for i in range(first, first + count):
+                    rows[i]
+            except UserError as error:
+                damage = str(error)
+            first += count
+            yield f"{directory.name}/{table.shard(number)[1].file}", damage

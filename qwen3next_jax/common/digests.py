@@ -18,6 +18,12 @@ def sha256_json(value: Any) -> str:
     return sha256(json.dumps(value, sort_keys=True))
 
 
+def md5_file(path: str | os.PathLike) -> str:
+    """Returns the MD5 of a local file, the checksum that object stores keep."""
+    with pathlib.Path(path).open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
 def sha256_file(path: str | os.PathLike, start: int = 0, length: int = sys.maxsize) -> str:
     """Returns the SHA-256 of at most `length` bytes of a local file, from the byte `start` on. The
     file is read in pieces of 256 KiB.

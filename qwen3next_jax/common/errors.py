@@ -36,6 +36,10 @@ class ExitCode(enum.IntEnum):
     GAVE_UP = 6
     # The processes of the run did not find each other in time.
     UNREACHABLE = 7
+    # The bucket of the run's folder took nothing for `checkpoint.patience` seconds.
+    STORAGE = 8
+    # Another process has taken over the run in a bucket: this one stopped before it wrote anything.
+    TAKEN_OVER = 9
     # A signal asked the run to end. It saved, and the same command continues from there.
     INTERRUPTED = 130
     # A second signal ended the run at once, without a save.
@@ -44,7 +48,7 @@ class ExitCode(enum.IntEnum):
 
 # After these exit codes the supervisor runs the same command again, as it does after a signal
 # killed the command.
-RESTARTED = (ExitCode.CRASHED, ExitCode.HANG, ExitCode.UNREACHABLE)
+RESTARTED = (ExitCode.CRASHED, ExitCode.HANG, ExitCode.UNREACHABLE, ExitCode.STORAGE)
 
 
 class UserError(ValueError):
@@ -66,7 +70,7 @@ def require(condition: bool, message: str) -> None:
 @contextlib.contextmanager
 def as_user_error(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turns an error of one of `kinds` inside the `with` block into a UserError, whose message is
-    `what` followed by the error's message in brackets.
+    `what` followed by the error's message in parentheses.
     """
     try:
         yield
@@ -127,14 +131,16 @@ def escape_lines(text: str) -> str:
 
 
 def out_of_memory(error: RuntimeError) -> str:
-    """Returns XLA's message if it could not allocate memory; "" if `error` has another cause."""
+    """Returns XLA's message about the memory that it could not allocate; "" if `error` has another
+    cause.
+    """
     _, found, said = str(error).partition("RESOURCE_EXHAUSTED: ")
     return one_line(said) if found else ""
 
 
 def warn(message: str, word: str = "warning") -> None:
-    """Prints one line on standard error. Raises nothing if that fails, for example on a full
-    disk.
+    """Prints the line "`word`: `message`" on standard error. It ignores an OSError, such as that of
+    a full disk.
     """
     with contextlib.suppress(OSError):
         print(f"{word}: {escape_control(message)}", file=sys.stderr, flush=True)

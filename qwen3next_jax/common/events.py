@@ -1,20 +1,28 @@
 """Reads metrics.jsonl, the record of a run. Each line is one JSON object, an event.
 
+In a bucket, where nothing can be appended to an object, the lines are in numbered pieces
+(`runs.metrics_pieces`): WORKDIR/metrics/000000.jsonl, …
+
 docs/report.md lists the events and their fields.
 """
 
+import concurrent.futures
+import contextlib
+import io
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import ExitCode
+from qwen3next_jax.common.storage import BucketPath
 
 # Numbers of larger magnitude mean that the file is damaged; NumPy's integers cannot hold them.
 _LARGEST = 2**63
+_PIECES_AT_ONCE = 8  # read ahead from a bucket
 
 
-def iterate_events(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def iterate_events(path: pathlib.Path | BucketPath) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields (line, event) for every valid event in the file, in the order of writing.
 
     Yields nothing if the file does not exist. Skips incomplete lines, which a killed process may
@@ -24,17 +32,53 @@ def iterate_events(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
       OSError: `path` is not a regular file, or cannot be read.
     """
-    if not path.exists():
-        return
-    json_files.check_regular(path)
-    with path.open(errors="replace") as file:
-        for line in file:
-            try:
-                event = json_files.parse(line)
-            except ValueError:
-                continue
-            if _is_valid(event):
-                yield line, event
+    for line in _lines(path):
+        try:
+            event = json_files.parse(line)
+        except ValueError:
+            continue
+        if is_valid_event(event):
+            yield line, event
+
+
+def _lines(path: pathlib.Path | BucketPath) -> Iterator[str]:
+    if isinstance(path, BucketPath):
+        yield from _lines_of_pieces(path)
+    elif path.exists():
+        json_files.check_regular(path)
+        with path.open(errors="replace") as file:
+            yield from file
+
+
+def _lines_of_pieces(path: BucketPath) -> Iterator[str]:
+    """Yields the lines of all pieces. Several threads read ahead."""
+    paths = piece_paths(path)
+    with (
+        concurrent.futures.ThreadPoolExecutor(_PIECES_AT_ONCE) as pool,
+        contextlib.ExitStack() as s,
+    ):
+        s.callback(pool.shutdown, wait=False, cancel_futures=True)
+        waiting = [pool.submit(p.read_text, errors="replace") for p in paths[:_PIECES_AT_ONCE]]
+        for i in range(len(paths)):
+            text = waiting.pop(0).result()
+            if i + _PIECES_AT_ONCE < len(paths):
+                waiting.append(pool.submit(paths[i + _PIECES_AT_ONCE].read_text, errors="replace"))
+            yield from io.StringIO(text)
+
+
+def piece_paths(path: BucketPath) -> list[BucketPath]:
+    """Returns the pieces of `path`, WORKDIR/metrics.jsonl in a bucket, in their order. If the
+    object `path` exists, because the run was copied from a file system, it comes first.
+    """
+    pieces = [
+        p for p in path.with_suffix("").iterdir() if p.suffix == ".jsonl" and p.stem.isdigit()
+    ]
+    return [path] * path.is_file() + sorted(pieces, key=lambda p: int(p.stem))
+
+
+def has_events_file(path: pathlib.Path | BucketPath) -> bool:
+    """Whether there is a record of a run."""
+    return bool(piece_paths(path)) if isinstance(path, BucketPath) else path.exists()
 
 
 def read_events(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -60,7 +104,8 @@ def divergence_reason(events: Iterable[dict[str, Any]], step: int) -> str:
     return reason
 
 
-def _is_valid(event: dict[str, Any]) -> bool:
+def is_valid_event(event: dict[str, Any]) -> bool:
+    """Whether an object has the fields that every event has, all of the right types."""
     if not event.keys() >= _REQUIRED:
         return False
     if event["event"] == "suite" and "suite" not in event:
@@ -81,8 +126,8 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_drawable(value: Any) -> bool:
-    """Whether a report can draw `value` or leave it out: a number, text, null, or a list or
-    object of these. Integers must be in range.
+    """Whether the report can handle `value`: a number, text, a truth value, null, or a list or
+    object of these. The magnitude of an integer must be less than _LARGEST.
     """
     if isinstance(value, dict):
         return all(map(_is_drawable, value.values()))
@@ -106,6 +151,18 @@ def _is_changes(value: Any) -> bool:
     """Whether `value` is a list of [setting, old value, new value]."""
     return isinstance(value, list) and all(
         isinstance(change, list) and len(change) == 3 and _is_text(change[0]) for change in value
+    )
+
+
+def _is_bad_records(value: Any) -> bool:
+    """Whether `value` is a list of [glob, number of bad records, description]."""
+    return isinstance(value, list) and all(
+        isinstance(entry, list)
+        and len(entry) == 3
+        and _is_text(entry[0])
+        and _is_count(entry[1])
+        and _is_text(entry[2])
+        for entry in value
     )
 
 
@@ -136,8 +193,8 @@ def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or check(value)
 
 
-# The fields that every event must have, and the checks of fields on whose types readers rely. Any
-# other field must fulfil `_is_drawable`.
+# `_REQUIRED` has the fields that every event must have. `_FIELD_CHECKS` has a check for each field
+# whose type readers rely on; the values of all other fields must pass `_is_drawable`.
 _REQUIRED = {"event", "step", "time"}
 _FIELD_CHECKS = {
     "event": _is_text,
@@ -151,6 +208,7 @@ _FIELD_CHECKS = {
     "commit": _or_none(_is_text),
     "suite": _is_text,
     "changes": _is_changes,
+    "bad_records": _is_bad_records,
     "groups": _is_parameter_groups,
     "figures": _is_metrics,
     "router_entropy": _or_none(_is_list),

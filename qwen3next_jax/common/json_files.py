@@ -12,6 +12,8 @@ from typing import Any
 
 from etils import epath
 
+from qwen3next_jax.common.storage import is_bucket, to_path
+
 DEPTH = 100  # levels of nested lists and objects; recursive functions can handle this depth
 MAX_BYTES = 1 << 28  # for comparison, the released model's index of shards has 8 MB
 _NAMES = {
@@ -61,7 +63,8 @@ def parse(text: str | bytes, kind: type = dict) -> Any:
 
 
 def read(path: str | os.PathLike, kind: type = dict) -> Any:
-    """Returns the JSON value, of type `kind`, in a file that is local or on gs://.
+    """Returns the JSON value in a local file or an object of a bucket. `kind` is its type: dict or
+    list.
 
     Raises:
       OSError: the file cannot be read or is not a regular file. The attribute `strerror` says why.
@@ -81,7 +84,7 @@ def open_regular(path: str | os.PathLike) -> Any:
       OSError: the file is missing, a folder, a FIFO, a socket or a device.
     """
     check_regular(path)
-    return epath.Path(path).open("rb")
+    return (to_path(path) if is_bucket(path) else epath.Path(path)).open("rb")
 
 
 def check_regular(path: str | os.PathLike) -> None:

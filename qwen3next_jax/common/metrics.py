@@ -20,7 +20,7 @@ _FORMATS = {"share": ".1%", "count": ",.0f", "nats": ".4f", "bits": ".4f"}
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """The declaration of one kind of number that an evaluation returns.
+    """The declaration of one metric, such as accuracy, that an evaluation measures.
 
     An evaluation may measure the same metric under several conditions. It then returns one value
     for each of them, under "kind/condition": "accuracy/8 pairs" is the metric "accuracy" measured
@@ -31,8 +31,9 @@ class Metric:
       unit: "share" is printed in percent; "nats" and "bits" are printed with four decimals;
         "count" is printed as a whole number and has no chart.
       better: whether higher or lower values are better; "" if neither direction is better.
-      main: whether the evaluation is judged by this metric. Sweeps compare the main metrics, and
-        the terminal shows only them.
+      main: whether the evaluation is judged by this metric. Sweeps compare the main metrics.
+        While a run trains, its display shows only them, or, if an evaluation has none, all of its
+        values that are not counts.
     """
 
     title: str
@@ -49,7 +50,7 @@ class MetricValue(NamedTuple):
       kind: the part of the name that says which metric it is: "accuracy".
       condition: the rest of the name, such as "8 pairs"; "" for a value over all conditions.
       metric: the declaration of the metric.
-      value: the number itself.
+      value: the measured number.
     """
 
     name: str

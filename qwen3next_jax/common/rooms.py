@@ -1,5 +1,5 @@
-"""Finds out which optional subpackages ("rooms") are present. A run works without a deleted room,
-and prints one line about what it leaves out.
+"""Finds out which optional subpackages ("rooms") are present. Some subpackages may be deleted; a
+run without one of them works, and prints one line about what it leaves out.
 """
 
 import functools
@@ -25,7 +25,9 @@ def warn_without(name: str, lost: str) -> bool:
 
 
 def require_room(name: str, needed_for: str) -> None:
-    """Raises UserError, which begins with `needed_for`, if `qwen3next_jax/<name>` is missing."""
+    """Raises UserError if the folder `qwen3next_jax/<name>` is missing. The message begins with
+    `needed_for`, which names the setting or command that needs the folder.
+    """
     if not has_room(name):
         raise UserError(
             f"{needed_for}: this installation does not have qwen3next_jax/{name}: restore that "

@@ -1,5 +1,5 @@
-"""Names the leaves of trees. This module does not import JAX, because reports read settings on
-machines without JAX.
+"""Names the leaves of pytrees and of nested dicts. This module does not import JAX, because reports
+read settings on machines without JAX.
 """
 
 from collections.abc import Mapping

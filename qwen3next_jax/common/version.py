@@ -11,8 +11,8 @@ def code_commit() -> str | None:
 
 
 def code_version() -> str:
-    """Returns the first 12 digits of `code_commit`, with a "+" if files of the package were
-    changed. Without a checkout, returns the version of the installed package.
+    """Returns the first 12 digits of `code_commit`, followed by "+" if files of the package have
+    uncommitted changes. Without a checkout, returns the version of the installed package.
     """
     if commit := code_commit():
         status = git("status", "--porcelain", "--untracked-files=no", "--", "qwen3next_jax")

@@ -12,9 +12,10 @@ from qwen3next_jax.config.registry import SETTINGS, check_name
 
 @dataclasses.dataclass(frozen=True)
 class BlockConfig:
-    """The parts of a block other than its mixer; docs/block.md lists them. Each setting names a
-    part in a table of config/registry.py. A model whose settings differ from these defaults has no
-    Hugging Face form.
+    """The parts of a block other than its mixer; docs/block.md lists them. The value of each
+    setting is a name in a table of config/registry.py. A model with values other than the defaults
+    cannot be exported to a Hugging Face format, except that the format `qwen4_exp` has the
+    placement "gated_residual".
     """
 
     # where a block applies its norms: a name of PLACEMENTS in config/registry.py
@@ -29,7 +30,9 @@ class BlockConfig:
     rope_scaling: str = "yarn"
 
     def resolve(self, setting: str) -> Any:
-        """Imports and returns the part that the setting names."""
+        """Imports and returns the class or function that the setting `model.block.<setting>`
+        names.
+        """
         return registry.resolve(
             SETTINGS[f"model.block.{setting}"], getattr(self, setting), f"model.block.{setting}"
         )

@@ -1,4 +1,6 @@
-"""Checks that numbers are within bounds. Error messages show the names of the bounds."""
+"""Checks that numbers are within bounds. A bound has a name such as "at least 1", which error
+messages show.
+"""
 
 import typing
 from collections.abc import Mapping
@@ -60,8 +62,14 @@ def declared_bounds(cls: type) -> dict[str, str]:
 
 
 def check_declared_bounds(group: Any, where: str) -> None:
-    """Checks the settings of `group` against the bounds that its fields declare. `check_bounds`
-    explains the arguments and the error.
+    """Checks the settings of `group` against the bounds that its fields declare.
+
+    Args:
+      group: a config dataclass.
+      where: the name of the group in messages, such as "train".
+
+    Raises:
+      UserError: a setting is out of its bound.
     """
     for name, bound in declared_bounds(type(group)).items():
         check_bounds(group, where, {bound: name})

@@ -8,17 +8,19 @@ from typing import Any
 from qwen3next_jax.config.registry import MIXERS, resolve
 
 # Settings that determine the length of the longest text. Weights can be used with other values of
-# these settings, unless a mixer or the positions of the model list them in `meaning`.
+# these settings, unless the class of a mixer or of the position embedding lists them in its
+# attribute `meaning`.
 CONTEXT_LENGTH_SETTINGS = frozenset(("max_position_embeddings", "yarn_factor"))
 
 
 def weights_differ(model: Any, trained: Any) -> tuple[str, ...]:
     """Returns the settings that prevent `model` from using weights that were trained as `trained`.
 
-    Mixers declare which differences are harmless: `Mixer.weights_of` names another mixer with the
-    same weights, and `Mixer.read_time` lists settings that change how a model uses its weights but
-    not what they mean. This function imports mixers, and with them JAX, only if a setting that
-    mixers declare differs.
+    The classes of mixers declare which differences are harmless: `Mixer.weights_of` is another
+    mixer with the same weights, and `Mixer.read_time` lists settings that change how a model uses
+    its weights but not what the weights mean. This function imports mixers, and with them JAX, only
+    if the models differ in their mixers, in settings of mixers, or in the length of the longest
+    text.
 
     Args:
       model: the ModelConfig of the model that is to use the weights.
@@ -70,8 +72,8 @@ def _weight_settings(config: Any) -> set[tuple[str, Any]]:
 
 
 def _settings_with_meaning(model: Any) -> frozenset[str]:
-    """Returns the settings that determine what the weights mean, as the mixers and the positions of
-    the model declare them.
+    """Returns the settings that the model's mixers and its position embedding list in `meaning`:
+    with another value of such a setting, the weights would mean something else.
     """
     modules = [resolve(MIXERS, name, "mixer") for name, _ in model.layer_kinds]
     modules.append(model.block.resolve("positions"))

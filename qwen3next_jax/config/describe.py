@@ -54,8 +54,8 @@ def list_settings(cls: type, prefix: str = "") -> Iterator[Setting]:
 
 
 def mixer_settings() -> dict[str, list[Setting]]:
-    """{mixer: its settings of the group `model.mixer`} of all mixers of the registry that can be
-    imported and have any; the names are those after "model.mixer.".
+    """Returns mixer → its settings in the group `model.mixer`, for every mixer of the registry that
+    can be imported and has such settings. The names do not contain the prefix "model.mixer.".
     """
     found = {}
     for mixer in MIXERS:
@@ -74,7 +74,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Field of `cls` → the comment above or after it, as one line."""
+    """Returns field of `cls` → the comment above or after it, as one line."""
     try:
         source = inspect.getsource(cls)
     except OSError:  # the installation has no source code

@@ -1,7 +1,7 @@
 """Reads config files, which are Python code, and applies the overrides of the command line.
 
-An error in a config file becomes a UserError, whose message of one line names the file and the line
-in it.
+If the code of a config file raises an error, this module raises a UserError instead. Its message is
+one line, which names the file and the number of the line.
 """
 
 import ast
@@ -34,7 +34,8 @@ class UserInput(NamedTuple):
     file_config: Config | None
 
 
-# The folder that has configs/: in a wheel inside this package, in a checkout beside it.
+# The folder that contains the folder configs/. In an installed wheel it is inside this package; in
+# a checkout it is the folder that contains this package.
 _PACKAGE = pathlib.Path(__file__).parents[1]
 _SHIPPED = next(
     (folder for folder in (_PACKAGE / "shipped", _PACKAGE.parent) if (folder / "configs").is_dir()),
@@ -42,19 +43,23 @@ _SHIPPED = next(
 )
 
 
-def find_file(text: str) -> pathlib.Path:
-    """Returns the file that a user names: a path, or, where there is no such file, one of the
-    configs that come with this project, as "configs/tiny.py" or "tiny".
+def find_file(name: str | pathlib.Path) -> pathlib.Path:
+    """Returns the path of the file that a user names. If the path `name` does not exist, it may
+    name a config that comes with this project, such as "configs/tiny.py" or "tiny". If there is no
+    such config either, the path `name` is returned.
+
+    Raises:
+      UserError: no file can have the path `name`.
     """
-    path = pathlib.Path(text)
-    require_path(text, text)
+    path = pathlib.Path(name)
+    require_path(str(name), name)
     if path.exists() or _SHIPPED is None or path.is_absolute():
         return path
     bare = not path.suffix and len(path.parts) == 1
-    shipped = _SHIPPED / (f"configs/{text}.py" if bare else path)
+    shipped = _SHIPPED / (f"configs/{name}.py" if bare else path)
     if not shipped.is_file():
         return path
-    if str(_SHIPPED) not in sys.path:  # a config imports others, as `configs.tiny`
+    if str(_SHIPPED) not in sys.path:  # a config may import others, such as `configs.tiny`
         sys.path.append(str(_SHIPPED))
     return shipped
 
@@ -96,8 +101,8 @@ def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
 
 
 def _describe_error(error: BaseException, path: pathlib.Path) -> str:
-    """Returns the end of a message, such as ", line 3: ValueError: …": the last line of the file
-    `path` in the traceback, and the error.
+    """Returns the end of a message, such as ", line 3: ValueError: …". The line is the last one of
+    the file `path` in the error's traceback; it is left out if the traceback has none.
     """
     lines = [
         frame.lineno
@@ -135,9 +140,9 @@ def load_config_file(path: pathlib.Path, flag: str = "--config=") -> dict[str, A
 
 
 def names_in_code(path: pathlib.Path) -> frozenset[str]:
-    """Returns the names of attributes and keyword arguments in the code of a Python file, and its
-    strings (of a dotted string only the last part). If the code of a config file does not name a
-    setting, the setting's value comes from another file or from the defaults.
+    """Returns the names of attributes and keyword arguments in the code of a Python file, and the
+    strings in it. Only the last part of a dotted string is returned. If the code of a config file
+    does not name a setting, the setting's value comes from another file or from the defaults.
     """
     names = set()
     for node in ast.walk(ast.parse(path.read_bytes())):

@@ -1,4 +1,4 @@
-"""The settings `model.mixer`: the settings of the mixers that a model's layers name.
+"""The settings `model.mixer`: settings that only some mixers have.
 
 Each mixer declares the settings that it reads as a dataclass (`Mixer.Settings` in
 `model/mixer.py`). `MixerConfig` holds the values that a user gave and checks them against these
@@ -52,8 +52,8 @@ def is_mixer_setting(name: str) -> bool:
 class MixerConfig(Mapping[str, Any]):
     """Values of mixers' settings, such as `MixerConfig(window=512)`; immutable and hashable.
 
-    The MixerConfig in a ModelConfig holds only values that differ from the defaults, so that two
-    models are the same if and only if their configs are equal.
+    The MixerConfig in a ModelConfig holds only values that differ from the defaults, so that a
+    ModelConfig with an explicit default equals one without it.
     """
 
     def __init__(self, **values: Any):
@@ -93,7 +93,7 @@ class MixerConfig(Mapping[str, Any]):
         return _read(self, settings)
 
     def checked(self, mixers: Iterable[str]) -> "MixerConfig":
-        """Checks the values for a model whose layers name `mixers`.
+        """Checks the values for a model whose layers have the mixers named in `mixers`.
 
         Returns:
           The values that differ from their defaults, converted to the types of their settings.
@@ -127,7 +127,8 @@ def _read(values: MixerConfig, settings: type) -> Any:
 
 
 def _checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
-    """Returns an instance of the dataclass `settings` with those of `values` that it declares.
+    """Returns an instance of the dataclass `settings`. Each field has its value in `values`, or its
+    default; names in `values` that are no fields of `settings` are ignored.
 
     Raises:
       UserError: a value is of the wrong type or out of its bound.
@@ -138,8 +139,8 @@ def _checked_settings(settings: type, values: Mapping[str, Any]) -> Any:
 
 
 def _values_of(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of the settings that the dataclass `settings` has. Texts of flags are
-    parsed.
+    """Returns the part of `values` whose names are fields of the dataclass `settings`. A value that
+    is the text of a flag is parsed.
     """
     defaults = _defaults(settings)
     return {
@@ -164,7 +165,8 @@ def _defaults(settings: type) -> dict[str, Any]:
 
 
 def without_earlier_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `settings` without the mixers' settings that have the defaults of earlier versions.
+    """Returns a copy of `settings` without the settings of mixers that have the default value of
+    earlier versions.
 
     Args:
       settings: dotted name of a setting → value, as a run.json records it.

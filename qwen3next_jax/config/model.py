@@ -1,6 +1,6 @@
-"""The settings of the architecture. A setting that Hugging Face's `config.json` for `qwen3_next`
-also has, has the same name and meaning here. Where a value such as 0, () or -1 has a special
-meaning, the comment says which.
+"""The settings of the architecture. Settings have the names and meanings of Hugging Face's
+`config.json` for `qwen3_next`, if they exist there. The comment above a field says what the setting
+means, and what a special value such as 0, () or -1 means.
 """
 
 import dataclasses
@@ -32,111 +32,139 @@ ABLATIONS = (
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The architecture of a model. The defaults are those of the released Qwen3-Next-80B-A3B."""
+    """The architecture of a model. The defaults give the released Qwen3-Next-80B-A3B."""
 
+    # number of token ids; 0 in a config file: as many as the tokenizer has
     vocab_size: int = 151_936
+    # width of the residual stream
     hidden_size: int = 2048
+    # number of layers, without the layer of the multi-token prediction module
     num_hidden_layers: int = 48
-    # one layer in every so many has full attention; 0: no layer has
+    # one layer in every full_attention_interval layers has full attention; 0: no layer has
     full_attention_interval: int = 4
     # which layer of each interval has full attention
     full_attention_placement: Literal["last", "middle", "first"] = "last"
-    # for each layer, "linear_attention", "full_attention" or the name of a mixer; (): as the
-    # interval says
+    # for each layer, "linear_attention", "full_attention" or the name of a mixer; (): the layers
+    # are "linear_attention" and "full_attention" layers, in the order that
+    # full_attention_interval and full_attention_placement give
     layer_types: tuple[str, ...] = ()
     # the mixer of "linear_attention" layers: a name of MIXERS in config/registry.py
     # (docs/mixers.md)
     linear_mixer: str = "gated_deltanet"
     # the mixer of "full_attention" layers and of the multi-token prediction module
     full_mixer: str = "gated_attention"
-    # settings of the mixers of the layers; docs/mixers.md says what each means
+    # settings that only some mixers have; docs/mixers.md says what each means
     mixer: MixerConfig = MixerConfig()
     # the parts of a block other than its mixer
     block: BlockConfig = BlockConfig()
-    # several residual streams
+    # settings of a model with several residual streams (model.block.placement)
     streams: StreamsConfig = StreamsConfig()
-    # embeddings of n-grams that layers add
+    # settings of the n-gram embeddings that some layers add to their input (model.ple.layer_ids)
     ple: PLEConfig = PLEConfig()
 
+    # number of query heads of an attention layer
     num_attention_heads: int = 16
+    # number of key and value heads of an attention layer (grouped-query attention)
     num_key_value_heads: int = 2
+    # width of each query, key and value head of an attention layer
     head_dim: int = 256
+    # share of the dimensions of a query and key head that rotary position embedding rotates
     partial_rotary_factor: float = 0.25
+    # base θ of the rotary frequencies θ^(-2i/R) of the R rotated dimensions
     rope_theta: float = 10_000_000.0
+    # length in tokens of the longest text, before yarn_factor extends it
     max_position_embeddings: int = 262_144
-    # factor on max_position_embeddings that gives the longest text; rotary positions are stretched
-    # accordingly, by YaRN (2309.00071) or another block.rope_scaling; 1: off
+    # the longest text has max_position_embeddings × yarn_factor tokens. With a factor above 1, YaRN
+    # (2309.00071), or another method in block.rope_scaling, scales the rotary frequencies for that
+    # length; 1: off
     yarn_factor: float = 1.0
 
+    # number of query heads and of key heads of a recurrent layer
     linear_num_key_heads: int = 16
+    # number of value heads of a recurrent layer
     linear_num_value_heads: int = 32
+    # width of a query head and of a key head of a recurrent layer
     linear_key_head_dim: int = 128
+    # width of a value head of a recurrent layer
     linear_value_head_dim: int = 128
+    # number of tokens that the short convolution of a recurrent layer spans
     linear_conv_kernel_dim: int = 4
-    # initial values of A_log and dt_bias. "ones" (as in transformers, Megatron): A ~ U(0.01, 16),
-    # dt_bias = 1; the median decay is 3e-5 at the start. "log_uniform" (as in fla, OLMo-Hybrid):
-    # A ~ U(0, 16), dt log-uniform in [1e-3, 0.1]; the median decay is 0.94 at the start
+    # initial values of A_log and dt_bias, which set the decay of the recurrent state per token.
+    # "ones" (as in transformers, Megatron): A ~ U(0.01, 16), dt_bias = 1; the median decay factor
+    # is 3e-5 at the start. "log_uniform" (as in fla, OLMo-Hybrid): A ~ U(0, 16), dt log-uniform in
+    # [1e-3, 0.1]; the median decay factor is 0.94 at the start
     decay_init: Literal["ones", "log_uniform"] = "ones"
     # implementation of the delta rule (docs/delta_rule.md); "auto": the best one for the platform
     delta_rule: Literal[
         "auto", "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu"
     ] = "auto"
 
-    # number of experts of a layer; 0: all layers have dense MLPs
+    # number of routed experts of a layer; 0: all layers have dense MLPs
     num_experts: int = 512
+    # number of routed experts that the router chooses for each token
     num_experts_per_tok: int = 10
+    # hidden width of a routed expert
     moe_intermediate_size: int = 512
-    # hidden width of the shared expert; 0: no shared expert
+    # hidden width of the shared expert, which every token uses; 0: no shared expert
     shared_expert_intermediate_size: int = 512
+    # whether the router's weights of a token's chosen experts are divided by their sum
     norm_topk_prob: bool = True
     # layer i has experts iff (i + 1) % decoder_sparse_step == 0 and i is not in mlp_only_layers
     decoder_sparse_step: int = 1
+    # indices (from 0) of layers that have a dense MLP in place of experts
     mlp_only_layers: tuple[int, ...] = ()
-    # settings of routers and experts that the released model does not have
+    # settings of routers and experts that the released model's config.json does not have
     moe: MoEConfig = MoEConfig()
     # hidden width of dense MLPs
     intermediate_size: int = 5120
 
-    # number of tokens that are predicted beyond the next one; 0: no multi-token prediction module
+    # number of tokens after the next one that the multi-token prediction module also predicts; 0:
+    # the model has no such module
     mtp_depth: int = 1
+    # whether the output projection is the transposed embedding matrix
     tie_word_embeddings: bool = False
 
-    # Ablations. The released model has all of these parts; a model without one of them has no
-    # Hugging Face form.
+    # Ablations. The released model has all of these parts. A model without one of them cannot be
+    # exported to the Hugging Face format qwen3_next.
 
-    # whether recurrent layers have a short convolution; off: only its SiLU
+    # whether recurrent layers apply a short convolution and a SiLU to queries, keys and values;
+    # off: only the SiLU
     short_convolution: bool = True
-    # whether the state decays; off: g = 0, which is DeltaNet
+    # whether the recurrent state S decays by e^g per token; off: g = 0, which is DeltaNet
     decay_gate: bool = True
-    # whether an update erases the old value of its key; off: S ← e^g S + β k vᵀ, which is gated
-    # linear attention with scalar decay
+    # whether an update subtracts the value that the state holds for the key k before it adds the
+    # new value v (the delta rule); off: S ← e^g S + β k vᵀ, which is gated linear attention with a
+    # scalar decay
     erase: bool = True
-    # whether β is computed from the token; off: β = 1
+    # whether the write strength β is computed from the token; off: β = 1
     beta_gate: bool = True
     # whether a gate scales the output of recurrent layers
     linear_output_gate: bool = True
-    # the function of that gate
+    # the activation function of the output gate of recurrent layers
     output_gate_type: Literal["silu", "sigmoid"] = "silu"
+    # whether a sigmoid gate scales the output of attention layers
     attention_output_gate: bool = True
     # whether attention normalises its queries and keys
     qk_norm: bool = True
     # whether norms scale by 1 + w, with w = 0 at the start; off: by w, with w = 1 at the start
     zero_centered_norm: bool = True
 
+    # number that norms add to the mean square before they take its root
     rms_norm_eps: float = 1e-6
+    # standard deviation of the random initial weights
     initializer_range: float = 0.02
     # token ids of the beginning and end of a text; -1: none
     bos_token_id: int = -1
     eos_token_id: int = -1
     # dtype of the operands of matrix products; norms, gates, router and states are always float32
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    # which Hugging Face format exports of the model have (docs/families.md); nothing that is
-    # computed depends on it
+    # the Hugging Face format in which the model is exported (docs/families.md); it does not change
+    # what the model computes
     hf_form: Literal[
         "qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear", "qwen4_exp_text", "qwen4_exp"
     ] = "qwen3_next"
-    # where the experts of a layer are one tensor in that format: in the trunk, in multi-token
-    # prediction
+    # the parts of the model in which the exported files store all experts of a layer as one tensor,
+    # not one tensor per expert: "trunk" (all layers), "mtp" (the multi-token prediction module)
     hf_fused_experts: tuple[Literal["trunk", "mtp"], ...] = ()
 
     def __post_init__(self):
@@ -214,8 +242,16 @@ class ModelConfig:
         self.moe.check(self)
 
     def settings_of(self, mixer: str) -> Any:
-        """Returns the settings of the group `mixer` that the mixer named `mixer` reads, as an
-        instance of the dataclass that this mixer declares.
+        """Returns the settings `model.mixer.*` that one mixer reads.
+
+        Args:
+          mixer: the name of the mixer, or an import string.
+
+        Returns:
+          An instance of the mixer's dataclass `Settings`.
+
+        Raises:
+          UserError: there is no such mixer, or a value has the wrong type or is out of its bound.
         """
         return self.mixer.read(resolve(MIXERS, mixer, "mixer").Settings)
 
@@ -226,6 +262,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
+        """The number of dimensions of a query and key head that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
@@ -235,11 +272,12 @@ class ModelConfig:
 
     @property
     def named_delta_rule(self) -> str | None:
+        """The implementation that `delta_rule` names; None for "auto"."""
         return None if self.delta_rule == "auto" else self.delta_rule
 
     @property
     def pattern(self) -> tuple[str, ...]:
-        """The kind of every layer, by the names of `layer_types`."""
+        """The kind of every layer: LINEAR, FULL, or the name of a mixer, as in `layer_types`."""
         interval = self.full_attention_interval
         place = {"last": interval - 1, "middle": interval // 2, "first": 0}[
             self.full_attention_placement
@@ -269,8 +307,8 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> tuple[tuple[str, bool], ...]:
-        """(name of the mixer, whether it has experts) for every layer. The layer of the multi-token
-        prediction module, if there is one, is last.
+        """For every layer, the pair (name of its mixer, whether the layer has experts). The layer
+        of the multi-token prediction module, if there is one, is last.
         """
         trunk = tuple((mixer, self.is_sparse(i)) for i, mixer in enumerate(self.mixers))
         return trunk + ((self.full_mixer, self.num_experts > 0),) * (self.mtp_depth > 0)
@@ -291,18 +329,22 @@ class ModelConfig:
 
     @property
     def stacks(self) -> tuple[tuple[int, ...], ...]:
-        """The layers of each block that is traced. The first blocks are one layer each. Each of
-        the others is one layer of the period that follows (3 recurrent + 1 attention in the
-        released model), stacked over the period's repeats (12). A pattern without a period is
-        traced layer by layer.
-        A layer with an embedding of its own (`ple`) stands alone.
+        """The indices of the layers, grouped by the traced block that computes them. The parameters
+        of the layers of one group are stacked, so that a scan can compute these layers.
+
+        The list of layers is divided into a prefix and a period that repeats up to the last layer.
+        The released model has no prefix; its period is 3 recurrent layers and 1 attention layer,
+        with 12 repeats. Each layer of the prefix is a group of its own. Each layer of the period
+        forms a group with the layers at the same place of all repeats. A list of layers that does
+        not repeat has one group per layer. A layer with an n-gram embedding (`ple`) is always a
+        group of its own.
         """
         embeddings = map(self.ple.number, range(self.num_hidden_layers))
         return _stacks(tuple(zip(self.layer_kinds, embeddings)))
 
     def differs(self, other: "ModelConfig") -> tuple[str, ...]:
-        """Returns the names of the settings in which the two models differ. Whether a config gives
-        its layers by the interval or by `layer_types` makes no difference.
+        """Returns the names of the settings in which the two models differ. If the mixers of the
+        layers differ, the result contains "layer_types", whichever settings give the mixers.
         """
         spelled = {
             "layer_types",
@@ -322,6 +364,9 @@ class ModelConfig:
 
 @functools.lru_cache(maxsize=64)
 def _stacks(kinds: tuple[Any, ...]) -> tuple[tuple[int, ...], ...]:
+    """Groups the indices of layers of these kinds as `ModelConfig.stacks` says. Of all possible
+    splits, it takes the one with the shortest prefix and period together.
+    """
     n = len(kinds)
     first, period = min(
         (

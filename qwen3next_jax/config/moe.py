@@ -13,26 +13,27 @@ from qwen3next_jax.config.registry import EXPERTS, check_name, resolve
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
     """The kind of the experts, and the parts of DeepSeek-V3's router (2412.19437, section 2.1.2),
-    with one setting per part. Settings that DeepSeek-V3's `config.json` also has, have its names.
+    with one setting per part. A setting that DeepSeek-V3's `config.json` also has, has the same
+    name here.
     Several shared experts are equivalent to one shared expert with the sum of their widths, which
     is `model.shared_expert_intermediate_size`.
     """
 
-    # what each expert, including the shared one, computes: a name of EXPERTS in config/registry.py
+    # what each routed expert computes: a name of EXPERTS in config/registry.py. The shared expert
+    # computes the same, except that it is a SwiGLU with "clipped_swiglu"
     experts: str = "swiglu"
     # the function that turns a token's router logits into scores of the experts
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    # whether the router has a bias per expert: it chooses experts by score + bias and weighs their
-    # outputs by the score. No gradient moves the bias: after each step, train.router_bias_rate is
-    # added to the bias of experts with less than their share of the load, and subtracted from the
-    # bias of experts with more (2408.15664)
+    # whether the router has a bias per expert (2408.15664): it chooses experts by score + bias and
+    # weighs their outputs by the score alone. No gradient moves the bias: after each step it
+    # changes to even out the load, as train.router_bias_update says
     router_bias: bool = False
-    # number of groups that the experts are divided into
+    # number of groups of equal size into which the experts are divided
     n_group: int = 1
-    # number of groups from which a token's experts are chosen: those whose two highest scores have
-    # the largest sum
+    # number of groups from which a token's experts are chosen. The router chooses the groups with
+    # the largest sum of their two highest scores (of score + bias, with router_bias)
     topk_group: int = 1
-    # factor on the weights of the chosen experts
+    # factor by which the weights of the chosen experts are multiplied
     routed_scaling_factor: float = 1.0
     # whether a sigmoid gate scales the shared expert's output; off: it is added unscaled
     shared_expert_gate: bool = True

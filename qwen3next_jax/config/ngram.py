@@ -1,8 +1,9 @@
-"""The group `model.ple`: an embedding of n-grams that some layers add to the residual stream
-(Qwen3.8-Flash-Next's per-layer embedding), and the numbers of its hash function.
+"""The settings `model.ple`: an embedding of n-grams that some layers add to the residual stream
+(PLE, the per-layer embedding of Qwen3.8-Flash-Next), and the constants of its hash functions.
 
-The numbers follow from the settings alone, as transformers derives them: the model hashes with
-them, and a checkpoint stores them. `zoo/ngram_embedding.py` says what is computed.
+The constants follow from the settings alone, by the formulas of transformers' `qwen4_exp`. A
+Hugging Face checkpoint stores the constants, too. `zoo/ngram_embedding.py` has the formulas of the
+embedding.
 """
 
 import dataclasses
@@ -16,34 +17,36 @@ from qwen3next_jax.config.registry import LAYER_EMBEDDINGS, check_name, resolve
 _LAYER_STRIDE = 10_007
 _GOLDEN = 0x9E3779B97F4A7C15
 _LARGEST_INT64 = 2**63 - 1
-_MOST_ROWS = 2**31 - 1  # rows of a table are looked up by int32 numbers
+_MOST_ROWS = 2**31 - 1  # of a table: the number of a row is an int32
 
 
 @dataclasses.dataclass(frozen=True)
 class PLEConfig:
-    """Settings of the layers' n-gram embedding, under the names of transformers' `config.json`
-    for `qwen4_exp` (where they begin with `ple_`, without that).
+    """Settings of the n-gram embedding. They have the names of the fields of transformers'
+    `config.json` for `qwen4_exp`, without the prefix `ple_`.
     """
 
-    # the layers that have one, the first layer being 1; (): none has
+    # numbers of the layers that have an n-gram embedding, counted from 1; (): no layer has one
     layer_ids: tuple[int, ...] = ()
-    # what such a layer adds: a line of the registry's LAYER_EMBEDDINGS
+    # the kind of embedding, a name of LAYER_EMBEDDINGS in config/registry.py
     embedding: str = "ngram"
-    # n-grams of 2, 3, … and so many tokens
+    # the number of tokens of the longest n-grams; the shortest have 2 tokens
     ngram_size: int = 3
-    # hash functions, and tables, for the n-grams of each length
+    # number of heads for each length of n-grams; every head has a hash function and a part of the
+    # table
     heads_per_ngram: int = 8
-    # width of all heads' rows side by side
+    # width of the rows of all heads together
     embed_dim: int = 2560
-    # every head's table has a prime number of rows, of this size or a little more
+    # the number of rows of each head is a prime number that is at least this
     ngram_vocab_size_base: int = 20_000_000
-    # the rows of all heads together are padded to a multiple of this
+    # the number of rows of the table is a multiple of this; the rows after those of the heads are
+    # not used
     make_ngram_vocab_size_divisible_by: int = 128
-    # tokens of the causal convolution behind the lookup, `ngram_size` tokens apart
+    # number of taps of the causal convolution; neighbouring taps are `ngram_size` tokens apart
     conv_kernel_size: int = 4
-    # of the hash functions
+    # seed of the constants of the hash functions
     seed: int = 1234
-    # into how many tensors of as many rows a Hugging Face directory divides the table
+    # number of tensors, of equally many rows, that hold the table in a Hugging Face directory
     split_ngram_parts: int = 128
 
     def __post_init__(self):
@@ -61,24 +64,31 @@ class PLEConfig:
 
     @property
     def heads(self) -> int:
+        """The number of heads of an embedding, over all lengths of n-grams."""
         return self.heads_per_ngram * (self.ngram_size - 1)
 
     @property
     def head_width(self) -> int:
+        """The width of a row of the table."""
         return self.embed_dim // self.heads
 
     def module(self) -> Any:
-        """The class that `embedding` names."""
+        """Returns the class that `embedding` names."""
         return resolve(LAYER_EMBEDDINGS, self.embedding, "model.ple.embedding")
 
     def number(self, layer: int) -> int | None:
-        """Which of the embeddings the one of 0-based `layer` is, from 0; None: it has none."""
+        """Returns which of the model's n-gram embeddings `layer` has: its index among them, from 0;
+        None if the layer has none.
+
+        Args:
+          layer: the number of a layer; the first layer is 0.
+        """
         ids = sorted(self.layer_ids)
         return ids.index(layer + 1) if layer + 1 in ids else None
 
     def table_sizes(self, number: int) -> tuple[int, ...]:
-        """[heads] rows of each head's table in embedding `number`: no two heads of the model
-        have as many.
+        """Returns, for each head of embedding `number`, its number of rows in the table. No two
+        heads of the model have the same number of rows.
         """
         count = len(self.layer_ids) * self.heads
         return _primes(self.ngram_vocab_size_base, count)[
@@ -86,17 +96,22 @@ class PLEConfig:
         ]
 
     def rows(self, number: int) -> int:
-        """Rows of all heads' tables together, padding included."""
+        """Returns the number of rows of the table of embedding `number`, with the unused rows at
+        its end.
+        """
         return _padded(sum(self.table_sizes(number)), self.make_ngram_vocab_size_divisible_by)
 
     def offsets(self, number: int) -> tuple[int, ...]:
-        """[heads] the first row of each head's table."""
+        """Returns, for each head of embedding `number`, the number of its first row in the
+        table.
+        """
         sizes = self.table_sizes(number)
         return tuple(sum(sizes[:head]) for head in range(len(sizes)))
 
     def multipliers(self, number: int, vocab_size: int) -> tuple[int, ...]:
-        """[ngram_size] odd factors of the tokens 0, 1, … places back. A token times its factor
-        is less than 2^63.
+        """Returns the odd factors of the hash functions of embedding `number`: one for the last
+        token of an n-gram, one for the token before it, and so on. The product of a token and its
+        factor is less than 2^63.
         """
         half = max(1, _LARGEST_INT64 // vocab_size // 2)
         seed = self.seed + _LAYER_STRIDE * number
@@ -105,7 +120,7 @@ class PLEConfig:
         )
 
     def check(self, model: Any) -> None:
-        """Raises UserError where `model`, the ModelConfig, cannot have these embeddings."""
+        """Raises UserError if `model`, the ModelConfig, cannot have these embeddings."""
         if not self.layer_ids:
             return
         check_name(LAYER_EMBEDDINGS, self.embedding, "model.ple.embedding")
@@ -120,7 +135,7 @@ class PLEConfig:
         require(
             0 <= model.eos_token_id < model.vocab_size,
             f"model.ple.layer_ids = {ids} with model.eos_token_id = {model.eos_token_id}: n-grams "
-            f"end at an end token: expected its number, 0 … {model.vocab_size - 1}",
+            f"end at an end token: expected the number of a token, 0 … {model.vocab_size - 1}",
         )
         require(
             self.embed_dim % self.heads == 0,
@@ -150,7 +165,9 @@ def _padded(rows: int, multiple: int) -> int:
 
 
 def _splitmix64(state: int) -> int:
-    """The output of the generator splitmix64 that has this state (Steele, Lea and Flood 2014)."""
+    """Returns the next output of the generator splitmix64 (Steele, Lea and Flood 2014) in this
+    state.
+    """
     z = (state + _GOLDEN) % 2**64
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
@@ -159,7 +176,7 @@ def _splitmix64(state: int) -> int:
 
 @functools.lru_cache(maxsize=16)
 def _primes(first: int, count: int) -> tuple[int, ...]:
-    """The first `count` primes that are at least `first`."""
+    """Returns the smallest `count` primes that are at least `first`."""
     found, candidate = [], first
     while len(found) < count:
         if _is_prime(candidate):
@@ -169,7 +186,9 @@ def _primes(first: int, count: int) -> tuple[int, ...]:
 
 
 def _is_prime(n: int) -> bool:
-    """Whether n < 2^32 is a prime: Miller and Rabin's test with the bases that suffice there."""
+    """Returns whether n is a prime, by the test of Miller and Rabin. Its four bases decide every
+    n < 2^31 (they fail first at 3,215,031,751).
+    """
     if n < 2 or any(n % p == 0 for p in (2, 3, 5, 7)):
         return n in (2, 3, 5, 7)
     odd, twos = n - 1, 0

@@ -13,8 +13,8 @@ _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 class FlagText(str):
-    """The text of a flag for a mixer's setting. The mixer declares the type of the setting, and it
-    is not imported yet, so the text is parsed later.
+    """The text of a flag for a mixer's setting. The mixer's class declares the type of the setting,
+    and the class is not imported while flags are read, so `config.mixer` parses the text later.
     """
 
 
@@ -76,11 +76,11 @@ def _check_value(value: Any, hint: Any, where: str) -> Any:
         return None if value is None else _check_value(value, typing.get_args(hint)[0], where)
     if origin is Literal:
         choices = typing.get_args(hint)
-        require(
-            isinstance(value, str) and value in choices,
-            f"{where} = {short_repr(value)}: expected one of {', '.join(map(repr, choices))}"
-            f"{did_you_mean(str(value), choices)}",
-        )
+        if not isinstance(value, str) or value not in choices:
+            raise UserError(
+                f"{where} = {short_repr(value)}: expected one of {', '.join(map(repr, choices))}"
+                f"{did_you_mean(str(value), choices)}"
+            )
         return value
     if origin is tuple:
         require(isinstance(value, (tuple, list)), f"{where} = {short_repr(value)}: expected a list")

@@ -1,8 +1,8 @@
 """The registry: tables from names in settings to the classes and functions that they stand for.
 
 There is one table for each kind of part (mixers, norms, optimizers, …). It maps a name to an import
-string, "package.module:Name". Because these are strings, checking a config imports nothing, and a
-run imports only the parts that it uses. No other file names a plugin.
+string, "package.module:Name". Because the values are strings, checking a config imports no parts,
+and a run imports only the parts that it uses. No other file contains these import strings.
 
 A setting whose values are the names of a table also accepts an import string of the user's own
 code, "my_package.module:Name" (docs/extending.md). Importing it runs that code. Therefore only the
@@ -70,10 +70,10 @@ PLACEMENTS = {
     "olmo2": "qwen3next_jax.zoo.block_parts:Olmo2",  # x + N(f(x))
     "sandwich": "qwen3next_jax.zoo.block_parts:Sandwich",  # x + N'(f(N(x)))
     "deep": "qwen3next_jax.zoo.block_parts:Deep",  # N(α x + f(x))
-    # several streams, mixed for f and written by f through gates: model.streams
+    # several streams: f reads a mixture of them, and gates add its output to each (model.streams)
     "gated_residual": "qwen3next_jax.zoo.gated_residual:GatedResidual",
 }
-# Those of them that have several residual streams (model.streams).
+# The placements with which a block has several residual streams (model.streams).
 WITH_STREAMS = ("gated_residual",)
 # Dense MLPs: model.block.mlp.
 MLPS = {
@@ -90,7 +90,7 @@ EXPERTS = {
     "relu2": "qwen3next_jax.zoo.experts:SquaredReLUExperts",
     "clipped_swiglu": "qwen3next_jax.zoo.experts:ClippedSwiGLUExperts",
 }
-# Norms, for model.block.norm; the norms inside of recurrent layers are not affected.
+# Norms, for model.block.norm, which does not change the norms inside recurrent layers.
 NORMS = {
     "rms": "qwen3next_jax.model.layers:rms_norm",
     "layer": "qwen3next_jax.zoo.block_parts:LayerNorm",  # subtracts the mean, and has a bias
@@ -110,7 +110,7 @@ ROPE_SCALINGS = {
     "ntk": "qwen3next_jax.zoo.block_parts:ntk",
     "truncated": "qwen3next_jax.zoo.block_parts:truncated",
 }
-# What a layer adds to the residual stream before its mixer, for model.ple.embedding.
+# Embeddings that a layer adds to the residual stream before its mixer, for model.ple.embedding.
 LAYER_EMBEDDINGS = {
     "ngram": "qwen3next_jax.zoo.ngram_embedding:NgramEmbedding",
 }
@@ -137,7 +137,10 @@ DATA_SOURCES = {
     "induction": "qwen3next_jax.data.synthetic:SyntheticData",
     "copy": "qwen3next_jax.data.synthetic:SyntheticData",
     "backcopy": "qwen3next_jax.data.synthetic:SyntheticData",
+    "recorded": "qwen3next_jax.data.recorded:RecordedData",
 }
+# The sources above whose rows are text, with the tokenizer data.tokenizer.
+TEXT_SOURCES = ("text", "recorded")
 
 # Dotted name of a setting that names parts → the table of these parts.
 SETTINGS = {
@@ -167,7 +170,7 @@ def is_import_string(name: Any) -> bool:
 
 
 def check_name(table: Table, name: str, setting: str) -> None:
-    """Checks a name in a setting, without importing what it stands for.
+    """Checks a name in a setting, without importing the part that has this name.
 
     Args:
       table: the table of the setting.
@@ -177,15 +180,17 @@ def check_name(table: Table, name: str, setting: str) -> None:
     Raises:
       UserError: the table does not have `name`, and `name` is not an import string.
     """
-    require(
-        name in table or is_import_string(name),
-        f"{setting} = {name!r}: expected one of {', '.join(table)}, or "
-        f"'my_package.module:Name' of your own{did_you_mean(str(name), table)}",
-    )
+    # The message is made for a mistake alone, because it takes milliseconds to find a similar name,
+    # and every layer resolves its names when it is traced.
+    if name not in table and not is_import_string(name):
+        raise UserError(
+            f"{setting} = {name!r}: expected one of {', '.join(table)}, or "
+            f"'my_package.module:Name' of your own{did_you_mean(str(name), table)}"
+        )
 
 
 def resolve(table: Table, name: str, setting: str) -> Any:
-    """Imports and returns what a name in a setting stands for.
+    """Imports and returns the class or function that a name in a setting stands for.
 
     Args:
       table: the table of the setting.
@@ -251,7 +256,7 @@ def check_trusted(settings: Mapping[str, Any], where: str) -> None:
       where: the name of the file, for messages.
 
     Raises:
-      UserError: a setting has an import string whose package is not trusted.
+      UserError: the value of a setting is an import string whose package is not trusted.
     """
     for setting, name in _import_strings(settings):
         package = _package(name)
@@ -264,7 +269,7 @@ def check_trusted(settings: Mapping[str, Any], where: str) -> None:
 
 
 def _package(import_string: str) -> str:
-    """The top-level package of an import string."""
+    """Returns the top-level package of an import string."""
     return re.split(r"[.:]", import_string)[0]
 
 

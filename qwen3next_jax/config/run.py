@@ -10,30 +10,39 @@ import re
 from typing import Any, Literal
 
 from qwen3next_jax.common.errors import escape_lines, require, require_path, short_repr
+from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
 from qwen3next_jax.config.reading import to_dict
-from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS, check_name, is_import_string
+from qwen3next_jax.config.registry import (
+    DATA_SOURCES,
+    OPTIMIZERS,
+    TEXT_SOURCES,
+    check_name,
+    is_import_string,
+)
 
 MESH_AXES = ("slice", "data", "expert", "context", "tensor")
 IndexerTraining = Literal["frozen", "dense", "sparse"]
-# What the forward pass saves for the backward pass, which computes everything else again:
+# What the forward pass saves for the backward pass, which computes everything else again
+# (model/remat.py):
 #   "none"     all results; in bfloat16, all but those of cheap elementwise operations
-#   "block"    the input of each block
-#   "dots"     the input of each block, and the results of the block's projections
+#   "block"    the input of each block, the output of attention, and the router's choices
+#   "full"     the input of each block
+#   "dots"     the same as "block", and the results of the block's projections
 #   "offload"  the input of each block, in the host's memory
-Remat = Literal["none", "block", "dots", "offload"]
+Remat = Literal["none", "block", "full", "dots", "offload"]
 SliceState = Literal["replicated", "sharded"]
 Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticConfig:
-    """Settings of the synthetic tasks (`data/synthetic.py`); mqar is associative recall."""
+    """Settings of the synthetic task mqar, multi-query associative recall (`data/synthetic.py`)."""
 
-    # mqar: number of key-value pairs in a row
+    # mqar: number of key-value pairs at the start of a row
     pairs: int = 8
-    # mqar: a query is at distance d from the pairs with a probability ∝ d^(gap_power - 1)
+    # mqar: a query stands at the d-th place after the pairs with a probability ∝ d^(gap_power - 1)
     gap_power: float = 0.01
 
     def __post_init__(self):
@@ -46,16 +55,17 @@ class SyntheticConfig:
 class DataConfig:
     """What the run trains on, and how documents become rows of `train.sequence_length` tokens."""
 
-    # "text": the files of data.path; other names, such as "mqar": synthetic tasks, generated from
-    # data.seed (DATA_SOURCES in config/registry.py lists all)
+    # "text": the files of data.path. "recorded": the files of data.path, as qwen3next generate
+    # --record_routing writes them (docs/routing.md). Other names, such as "mqar": synthetic tasks,
+    # generated from data.seed (DATA_SOURCES in config/registry.py lists all)
     source: str = "text"
     synthetic: SyntheticConfig = SyntheticConfig()
     # comma-separated globs, or folders of text; a glob is local or remote (gs://, s3://, …) and
     # matches text files (.txt, .md, .py, …), .jsonl, .json, .parquet and .arrow files, or files of
     # tokens (docs/data.md); "": the source code of Python's standard library
     path: str = ""
-    # for each glob of data.path, a number in proportion to its share of the rows that are read; ():
-    # the shares are in proportion to the sizes of the globs
+    # for each glob of data.path, its relative weight: the shares of the rows that training reads
+    # from the globs are in proportion to these numbers; (): in proportion to the sizes of the globs
     weights: tuple[float, ...] = ()
     # the name of the field (of JSON records) or column (of .parquet and .arrow files) that holds
     # the text; one name for all globs of data.path, or a comma-separated name for each
@@ -66,13 +76,14 @@ class DataConfig:
     # what to do with a record without valid text (broken JSON, no such field, null, NUL, damaged
     # compression, or not UTF-8 while data.on_bad_text is "stop"): end the run, or skip the record
     bad_records: Literal["stop", "skip"] = "stop"
-    # the largest share of the records of a glob that may be bad; with more, the run ends
+    # with bad_records = "skip", the share of a glob's records that may be skipped; if more are bad,
+    # the run ends
     bad_records_limit: float = 0.01
     # "bytes", or the path of a Hugging Face tokenizer.json; "": the tokenizer of the model in
     # train.init_from, or bytes if there is none
     tokenizer: str = ""
-    # added tokens of the tokenizer, such as <think>, that get their own id where a document
-    # contains them in writing; all other added tokens are read as ordinary text
+    # added tokens of the tokenizer, such as <think>, that are encoded as their own id where their
+    # text occurs in a document; all other added tokens are encoded as ordinary text
     parse_tokens: tuple[str, ...] = ()
     # share of the documents that are held out for evaluation; a hash of a document's text, which
     # white space does not change, decides whether the document is held out
@@ -85,9 +96,9 @@ class DataConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
-        # Older run.json files say "bytes", the default of that time, even for tasks that have no
+        # Older run.json files have "bytes", which was the default then, even for tasks that have no
         # tokenizer.
-        if self.source != "text" and self.tokenizer == "bytes":
+        if self.source not in TEXT_SOURCES and self.tokenizer == "bytes":
             object.__setattr__(self, "tokenizer", "")
         check_name(DATA_SOURCES, self.source, "data.source")
         check_bounds(
@@ -108,9 +119,9 @@ class DataConfig:
             for value in values:
                 require_path(f"data.{name} = {value!r}", value)
         require(
-            "://" not in self.prepared_dir,
-            f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, as rows are "
-            "read from it at random; data.path may be remote",
+            is_bucket(self.prepared_dir) or "://" not in self.prepared_dir,
+            f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, "
+            "gs://BUCKET/FOLDER or s3://BUCKET/FOLDER",
         )
         require(
             min(self.weights, default=0) >= 0 < max(self.weights, default=1),
@@ -198,23 +209,30 @@ class TrainConfig:
     # what to load from a run in train.init_from: "weights", or "all": also its optimizer state, its
     # step and its position in the data
     init_state: Literal["weights", "all"] = "weights"
-    # which results of the forward pass the backward pass computes again, to save memory. "none":
-    # none. "block": all results inside of a block. "dots": all of these but the results of
-    # projections. "offload": the same as "block", and the inputs of blocks are kept in the host's
-    # memory (model/remat.py)
+    # which results of the forward pass the backward pass computes again, to save memory
+    # (model/remat.py). "none": none, or in bfloat16 cheap elementwise operations. "block": all
+    # inside a block but the output of attention and the router's choices. "full": all inside a
+    # block. "dots": the same as "block", but the results of projections are saved. "offload": the
+    # same as "full", and the inputs of blocks are kept in the host's memory
     remat: Remat = "none"
-    # weight of the experts' load-balancing loss; this loss is 1 if the load is perfectly balanced
+    # weight of the experts' load-balancing loss, which is 1 if all experts get equally many tokens
     balance_loss_weight: float = 0.001
     # weight of the multi-token prediction loss, which is the mean of the losses of its depths
     mtp_loss_weight: float = 0.1
     # weight of the router z-loss
     router_z_loss_weight: float = 0.0
-    # How the indexers of sparse attention train: not at all, on dense attention (a warm-up), or on
-    # what they select. Their loss trains nothing else.
+    # how the indexers of sparse attention (the mixer qsa) are trained. "frozen": not at all.
+    # "dense": attention sees all keys, and the indexers learn its probabilities over all blocks of
+    # keys, as a warm-up. "sparse": attention sees the selected blocks, and the indexers learn its
+    # probabilities over these. The indexers' loss changes no other parameters
     indexer_training: IndexerTraining = "frozen"
-    # weight of the indexers' loss, a mean over their layers
+    # weight of the indexers' loss, which is the mean over the layers that have an indexer
     indexer_loss_weight: float = 1.0
-    # how much one step adds to, or subtracts from, a bias of model.moe.router_bias
+    # how a step changes the biases of model.moe.router_bias. "sign": by train.router_bias_rate, up
+    # or down (2408.15664). "quantile": to the biases with which each expert would have got its
+    # share of this step's tokens (Kimi K3's report, section 2.3.3)
+    router_bias_update: Literal["sign", "quantile"] = "sign"
+    # router_bias_update = "sign": how much one step adds to, or subtracts from, a bias
     router_bias_rate: float = 0.001
     # number of steps between two lines of metrics
     log_every: int = 10
@@ -224,11 +242,11 @@ class TrainConfig:
     # whether the run ends or continues after an error in a hook that training does not need: an
     # evaluation, a sample, the diagnostics, a hook of your own
     on_hook_error: Literal["stop", "continue"] = "stop"
-    # seconds that a step may take; after this time the run writes its stack traces and exits; 0: no
-    # limit
+    # seconds that a step may take; after this time the process writes the stacks of its threads to
+    # a file and exits; 0: no limit
     step_timeout: float = 1800.0
-    # the same limit for the first step and for evaluations, which may include compilation; 0: no
-    # limit
+    # the same limit for the first step of each stage, which includes compilation, and for
+    # evaluations and saves; 0: no limit
     compile_timeout: float = 7200.0
 
     def __post_init__(self):
@@ -264,8 +282,8 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MuonConfig:
-    """Settings that only Muon has. Muon updates matrices; AdamW, with the settings of the
-    optimizer, updates all other parameters.
+    """Settings that only Muon has. Muon updates the matrices inside layers; AdamW updates all other
+    parameters, with the settings of the group `optimizer`.
     """
 
     # decay rate per step of the running mean of the gradients
@@ -285,8 +303,8 @@ class MuonConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer, with gradient clipping, decoupled weight decay, and the learning rate. The
-    learning rate has a linear warm-up and then follows the schedule.
+    """The optimizer, gradient clipping, decoupled weight decay, and the learning rate. The learning
+    rate first rises linearly over `warmup_steps` steps and then follows `schedule`.
     """
 
     # a name of OPTIMIZERS in config/registry.py; the settings that only one optimizer has are in a
@@ -309,15 +327,20 @@ class OptimizerConfig:
     beta1: float = 0.9
     # Adam's decay rate, per step, of the mean of the squared gradients
     beta2: float = 0.95
-    # Adam divides by the root of the mean of the squared gradients plus this number
+    # Adam divides by √v + eps, where v is the mean of the squared gradients
     eps: float = 1e-8
     # each step subtracts learning rate × weight_decay × parameter
     weight_decay: float = 0.1
     # whether weight decay applies to norm weights, as in the training of the released model; it
     # never applies to A_log and dt_bias
     decay_norm_weights: bool = True
-    # the global norm of the gradients above which they are scaled down to it; 0: no clipping
+    # the largest global norm of the gradients; larger gradients are scaled down to this norm; 0: no
+    # clipping
     clip_norm: float = 1.0
+    # how the tables of n-gram embeddings (model.ple) are updated. "adamw": AdamW updates all rows
+    # in every step. "lazy_adamw": only the rows that the batch uses change, and a row that it does
+    # not use keeps its means of gradients. It is for tables much larger than a batch
+    ngram_table: Literal["adamw", "lazy_adamw"] = "adamw"
 
     def __post_init__(self):
         check_name(OPTIMIZERS, self.name, "optimizer.name")
@@ -350,8 +373,8 @@ class GuardConfig:
     # "rewind": the run returns to the last checkpoint and skips the data that it has read since
     # then. "stop": the run ends
     on_spike: Literal["continue", "skip", "rewind", "stop"] = "continue"
-    # a loss or gradient norm is a spike if it lies more than this many (robust) standard deviations
-    # above the median of the window
+    # a loss or gradient norm is a spike if it lies more than this many standard deviations above
+    # the median of the window; the median absolute deviation gives the standard deviation
     spike_z: float = 10.0
     # number of past steps in the window; until the window is full, nothing counts as a spike
     window: int = 128
@@ -376,13 +399,20 @@ class CheckpointConfig:
     keep_last: int = 3
     # also keep all checkpoints whose step is a multiple of this number; 0: none
     keep_every: int = 0
+    # a workdir in a bucket: number of seconds for which the bucket may take nothing before the run
+    # ends; meanwhile the run trains on, and saves and metrics wait
+    patience: float = 600.0
 
     def __post_init__(self):
-        # With keep_last = 1 the older checkpoint would be deleted before the newer one is complete.
+        # With keep_last = 1 no checkpoint would be left if the newest one is damaged.
         check_bounds(
             self,
             "checkpoint",
-            {"0 or more": "keep_every", "at least 1": "every", "at least 2": "keep_last"},
+            {
+                "0 or more": "keep_every",
+                "at least 1": "every patience",
+                "at least 2": "keep_last",
+            },
         )
 
 
@@ -392,13 +422,13 @@ class EvalConfig:
 
     # number of steps between two evaluations; there is always one after the last step
     every: int = 250
-    # number of held-out rows of an evaluation during training; eval.py uses all rows
+    # number of held-out rows of an evaluation during training; eval.py uses all rows by default
     rows: int = 64
     # text that the model continues at each evaluation, as a sample
     sample_prompt: str = "def "
     # number of tokens of the sample; 0: no sample
     sample_tokens: int = 96
-    # further evaluations at the same steps: names of EVALUATIONS in config/registry.py
+    # names of further evaluations at the same steps (EVALUATIONS in config/registry.py)
     suites: tuple[str, ...] = ()
     # number of rows of each of these evaluations
     suite_rows: int = 64
@@ -434,14 +464,14 @@ class MeshConfig:
     # batch, and add up their gradients once a step. 0: one group for each TPU slice, and a single
     # group on other devices
     slice: int = 0
-    # number of devices that share the rows of a batch, and the stored parameters and optimizer
-    # state (FSDP)
+    # number of devices over which the rows of a batch are split, and also the stored parameters and
+    # optimizer state (FSDP)
     data: int = -1
-    # number of devices that share the experts, and the rows of a batch
+    # number of devices over which the experts are split, and also the rows of a batch
     expert: int = 1
-    # number of devices that share the tokens of a row
+    # number of devices over which the tokens of a row are split
     context: int = 1
-    # number of devices that share the heads and the widths of MLPs
+    # number of devices over which attention heads and the hidden widths of MLPs are split
     tensor: int = 1
 
     def __post_init__(self):
@@ -493,7 +523,7 @@ class ParallelConfig:
     slice_state: SliceState = "replicated"
     # seconds that the processes of the run wait for each other when they start
     start_timeout: float = 300.0
-    # seconds without a sign of life after which a process counts as dead and the others exit
+    # seconds without a heartbeat after which a process counts as dead and the others exit
     heartbeat_timeout: float = 100.0
     # options of the XLA compiler, as "NAME=VALUE,…"; they replace the options that
     # sharding/compiler_options.py has for the chip
@@ -576,6 +606,7 @@ class Config:
             "characters: the workdir defaults to runs/<name>",
         )
         length, rate = self.train.sequence_length, self.train.router_bias_rate
+        update, model = self.train.router_bias_update, self.model
         require(
             length <= self.model.context_length,
             f"train.sequence_length = {length}: expected at most "
@@ -590,6 +621,30 @@ class Config:
             f"train.router_bias_rate = {rate}: no router of this "
             f"model reads it: expected {TrainConfig.router_bias_rate}, or model.moe.router_bias = "
             "True",
+        )
+        if update == "sign":
+            return
+        where = f"train.router_bias_update = {update!r}"
+        require(
+            model.moe.router_bias,
+            f"{where}: the routers of this model have no bias: expected 'sign', or "
+            "model.moe.router_bias = True",
+        )
+        require(
+            rate == TrainConfig.router_bias_rate,
+            f"{where} does not read train.router_bias_rate = {rate}: expected "
+            f"{TrainConfig.router_bias_rate}, or train.router_bias_update = 'sign'",
+        )
+        require(
+            model.moe.n_group == 1,
+            f"{where} with model.moe.n_group = {model.moe.n_group}: a group that is left out says "
+            "nothing about the bias that its experts need: expected model.moe.n_group = 1",
+        )
+        require(
+            model.num_experts_per_tok < model.num_experts,
+            f"{where} with model.num_experts_per_tok = {model.num_experts_per_tok} of "
+            f"model.num_experts = {model.num_experts}: every token chooses every expert: expected "
+            "fewer experts per token",
         )
 
 

@@ -1,4 +1,6 @@
-"""The group `model.streams`: residual streams, where `model.block.placement` has several."""
+"""The settings `model.streams`: several residual streams (`model.block.placement` =
+"gated_residual").
+"""
 
 import dataclasses
 
@@ -7,13 +9,13 @@ from qwen3next_jax.config.bounds import check_bounds
 
 @dataclasses.dataclass(frozen=True)
 class StreamsConfig:
-    """Settings of hyper-connections, under the names of transformers' `config.json` for
-    `qwen4_exp`.
+    """Settings of the residual streams. They have the names of the fields of transformers'
+    `config.json` for `qwen4_exp`, which calls the streams hyper-connections (hc).
     """
 
-    # residual streams, each as wide as the model
+    # number of residual streams; each is as wide as the model
     hc_count: int = 4
-    # rank of the weights with which a block's input is mixed of them
+    # rank of the two matrices of the gate that mixes the streams into a block's input
     hc_lowrank: int = 320
 
     def __post_init__(self):

@@ -6,10 +6,13 @@ recorded digest is valid as long as the corpus file has the same path, size and 
 
 import json
 import os
+import pathlib
 import time
 import uuid
 
 from qwen3next_jax.common import json_files
+from qwen3next_jax.data import readers, token_files
+from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.data.readers import Part
 from qwen3next_jax.data.sources import Source, SourceFile, is_remote
 from qwen3next_jax.data.store import Store
@@ -30,6 +33,7 @@ class DigestCache:
         self.in_use = source.size >= _SMALLEST
         self._own = f"digests/{uuid.uuid4().hex}.jsonl"
         self._known: dict[str, str] = {}
+        self._recorded = ""  # what this process recorded in a bucket
         try:
             old = json_files.read(store.path(_FORMAT_1))
         except (OSError, ValueError):
@@ -55,11 +59,18 @@ class DigestCache:
         entry = _entry(file, part)
         is_new = self._known.get(entry) != digest
         if self.in_use and is_new and not is_remote(os.fspath(file.path)) and _is_settled(file):
-            path = self._store.path(self._own)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as lines:
-                lines.write(json.dumps([entry, digest]) + "\n")
+            self._record(json.dumps([entry, digest]) + "\n")
         self._known[entry] = digest
+
+    def _record(self, line: str) -> None:
+        path = self._store.path(self._own)
+        if isinstance(path, BucketPath):  # nothing can be appended there
+            self._recorded += line
+            path.write_text(self._recorded)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as lines:
+            lines.write(line)
 
     def forget_all(self) -> None:
         """Removes all recorded digests. The caller has found one of them to be wrong."""
@@ -68,9 +79,34 @@ class DigestCache:
         self._known = {}
 
 
+def identity(source: Source) -> list | None:
+    """Returns JSON values that change when the content of the source's files changes.
+
+    For a source of fewer than `_SMALLEST` bytes, the values are digests of the files' content. For
+    a larger source they are the sizes and modification times of the files. Returns None if a file
+    of a large source was modified in the last two seconds, because it may change again and keep its
+    size and modification time.
+    """
+    if source.size < _SMALLEST:
+        return [
+            [file.label, readers.part_digest(file, Part(0, file.size), source.text_field)]
+            for file in source.files
+        ]
+    if not all(is_remote(os.fspath(file.path)) or _is_settled(file) for file in source.files):
+        return None
+    if not all(file.version for file in source.files):
+        return None
+    return [_entry(file, Part(0, file.size)) for file in source.files]
+
+
 def _entry(file: SourceFile, part: Part) -> str:
     path = os.path.abspath(file.path)
-    return f"{path}\0{file.size}\0{file.version}\0{part.start}\0{part.stop}"
+    beside = ""
+    if not is_remote(os.fspath(file.path)):
+        for other in token_files.companion_files(pathlib.Path(file.path)):
+            stat = other.stat()
+            beside += f"\0{stat.st_size}\0{stat.st_mtime_ns}"
+    return f"{path}\0{file.size}\0{file.version}\0{part.start}\0{part.stop}{beside}"
 
 
 def _is_settled(file: SourceFile) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 # GPT-2's pattern. ByteLevel(use_regex=True) splits texts by it.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WHITE_SPACE = r"|\s+(?!\S)|\s+"  # how the patterns of the usual vocabularies end
 
 
 class Differs(Exception):
@@ -51,7 +52,7 @@ class Table(NamedTuple):
         try:
             return tiktoken.Encoding(
                 "tokenizer.json",
-                pat_str=self.pattern,
+                pat_str=_faster(self.pattern),
                 mergeable_ranks=self.ranks,
                 special_tokens={},
             )
@@ -85,6 +86,18 @@ def table(tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int]) -> Table | 
     ids = [model["vocab"].get(token, -1) for token in merged]
     has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
     return Table(pattern, ranks) if has_all_bytes and ids == sorted(ids) else None
+
+
+def _faster(pattern: str) -> str:
+    """Returns a pattern that matches as `pattern` does and that tiktoken matches faster.
+
+    tiktoken tries the alternatives of a pattern with a look-ahead one after the other. It tries a
+    group without a look-ahead at once. The last alternative, `\\s+`, is tried only where a single
+    white-space character stands before another character, so `\\s` matches the same.
+    """
+    if not pattern.endswith(_WHITE_SPACE):
+        return pattern
+    return rf"(?:{pattern.removesuffix(_WHITE_SPACE)})|\s+(?!\S)|\s"
 
 
 def _pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ from qwen3next_jax.data import sources
 from qwen3next_jax.data.digest_cache import DigestCache
 from qwen3next_jax.data.readers import Part
 from qwen3next_jax.data.row_groups import Recipe, Statistics, read_metadata, renamed
-from qwen3next_jax.data.rows import RowFolder, Shard
+from qwen3next_jax.data.rows import RowTable
 from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import Tokenizer
@@ -24,7 +24,7 @@ _FOLDER = re.compile("[0-9a-f]{20}")
 
 def find(
     source: Source, tokenizer: Tokenizer, recipe: Recipe, store: Store
-) -> tuple[str, dict[str, Statistics], dict[str, RowFolder]] | None:
+) -> tuple[str, dict[str, Statistics], dict[str, RowTable]] | None:
     """Finds the rows of `source`.
 
     Returns:
@@ -34,13 +34,11 @@ def find(
     Raises:
       UserError: the folder is damaged, or holds the rows of another source.
     """
-    if (
-        tokenizer.parse_tokens or source.bad_records != "stop"
-    ):  # format 1 does not have these settings
-        return None
+    if tokenizer.parse_tokens or source.bad_records != "stop":
+        return None  # format 1 does not have these settings
     wanted = {"tokenizer": tokenizer.fingerprint, "files": len(source.files)}
     wanted |= dataclasses.asdict(recipe)
-    folders = [name for name in store.names("*") if _FOLDER.fullmatch(name)]
+    folders = folder_names(store)
     if source.text_is_gone or not folders:
         return None
     name = fingerprint(source, _contents(source, store), tokenizer, recipe)
@@ -53,11 +51,15 @@ def find(
         if content.get(key, value) != value:
             raise renamed(directory, f"{key} = {content[key]!r}, not {value!r}")
     statistics = {side: Statistics(**counts) for side, counts in content["statistics"].items()}
-    shards = {
-        side: RowFolder(directory, content["dtype"], tuple(Shard(**shard) for shard in shards))
-        for side, shards in content["shards"].items()
+    tables = {
+        side: RowTable.of(side, [directory], [content], [0], []) for side in content["shards"]
     }
-    return name, statistics, shards
+    return name, statistics, tables
+
+
+def folder_names(store: Store) -> list[str]:
+    """Returns the names of all folders of format 1, sorted."""
+    return [name for name in store.names("*") if _FOLDER.fullmatch(name)]
 
 
 def _contents(source: Source, store: Store) -> list[str]:

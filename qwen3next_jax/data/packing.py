@@ -6,8 +6,8 @@ longer document is cut into pieces of T tokens. The method is best-fit packing a
 """
 
 import bisect
-import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,24 +16,36 @@ _LARGEST_GAP = 1 / 32
 _BUFFERED_TOKENS = 1 << 24
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A run of tokens of one document."""
+class Documents(NamedTuple):
+    """Consecutive documents of one unit: D documents with N tokens."""
 
-    tokens: np.ndarray  # int32 [n], 1 ≤ n ≤ T
-    file: int  # `file` of `Packer.add`
-    record: int  # `record` of `Packer.add`
-    whole: bool  # whether the piece is a whole document
-
-    def cut(self, length: int) -> tuple["Piece", "Piece"]:
-        """Returns two pieces: the first `length` tokens, and the tokens after them."""
-        return (
-            dataclasses.replace(self, tokens=self.tokens[:length], whole=False),
-            dataclasses.replace(self, tokens=self.tokens[length:], whole=False),
-        )
+    tokens: np.ndarray  # unsigned [N], one document after the other, each with its end token
+    ends: np.ndarray  # int64 [D], number of tokens up to the end of each document, inclusive
+    unit: int  # index of the unit from which they come
+    records: np.ndarray  # int64 [D], number of each document's record in its unit
 
 
-Row = list[Piece]  # the pieces of one row in order, at most T tokens in total
+class Rows(NamedTuple):
+    """R packed rows of P pieces. A piece is a run of tokens of one document. The pieces of a row
+    have at most T tokens in total.
+    """
+
+    tokens: np.ndarray  # unsigned [N]; each piece is a slice of this array
+    ends: np.ndarray  # int64 [R], number of pieces up to the end of each row, inclusive
+    starts: np.ndarray  # int64 [P], index in `tokens` of each piece's first token
+    lengths: np.ndarray  # int64 [P], number of tokens of each piece, 1 … T
+    units: np.ndarray  # int64 [P], `Documents.unit` of each piece's document
+    records: np.ndarray  # int64 [P], `Documents.records` of each piece's document
+
+
+class _Pieces(NamedTuple):
+    """Buffered pieces: the arrays of `Rows`, one entry per piece."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    units: np.ndarray
+    records: np.ndarray
+    whole: np.ndarray  # bool [P], whether the piece is a whole document
 
 
 class Packer:
@@ -53,47 +65,111 @@ class Packer:
         self._row_length = row_length
         self._random = np.random.default_rng(seed)
         self._capacity = max(buffered_tokens, 16 * row_length)
-        self._pieces: list[Piece] = []
+        self._tokens: list[np.ndarray] = []  # the buffered tokens, in several arrays
+        # The pieces of these tokens. Their `starts` count tokens over all arrays of `_tokens`.
+        self._pieces: list[_Pieces] = []
         self._buffered = 0
         self.cut_documents = 0
 
-    def add(self, tokens: np.ndarray, file: int, record: int) -> Iterator[Row]:
-        """Adds one document. Packs and yields rows when enough tokens are buffered.
-
-        Args:
-          tokens: int [n], the document's tokens with its end token.
-          file: where the document comes from (the index of a unit, or of a source file in format
-            1); the pieces keep it.
-          record: number of the document's record there; the pieces keep it.
-        """
-        whole = len(tokens) <= self._row_length
-        self.cut_documents += not whole
-        for start in range(0, len(tokens), self._row_length):
-            self._pieces.append(
-                Piece(tokens[start : start + self._row_length], file, record, whole)
+    def add(self, documents: Documents) -> Iterator[Rows]:
+        """Adds documents. Packs and yields rows whenever enough tokens are buffered."""
+        first = 0
+        while first < len(documents.ends):
+            start = int(documents.ends[first - 1]) if first else 0
+            # The rows are packed as soon as one document makes the buffer full.
+            full = start + self._capacity - self._buffered
+            stop = min(int(np.searchsorted(documents.ends, full)) + 1, len(documents.ends))
+            end = int(documents.ends[stop - 1])
+            self._add(
+                Documents(
+                    documents.tokens[start:end],
+                    documents.ends[first:stop] - start,
+                    documents.unit,
+                    documents.records[first:stop],
+                )
             )
-        self._buffered += len(tokens)
-        if self._buffered >= self._capacity:
-            rows = self._pack()
-            last = rows.pop()  # no pieces were left to fill it: the only row with such a gap
-            self._pieces = last
-            self._buffered = sum(len(piece.tokens) for piece in last)
-            yield from self._shuffled(rows)
+            if self._buffered >= self._capacity:
+                yield self._packed(is_last=False)
+            first = stop
 
-    def finish(self) -> Iterator[Row]:
+    def finish(self) -> Iterator[Rows]:
         """Yields the rows of all documents that are still buffered."""
-        rows = self._pack()
-        self._pieces = []
-        self._buffered = 0
-        yield from self._shuffled(rows)
+        if self._buffered:
+            yield self._packed(is_last=True)
 
-    def _shuffled(self, items: list) -> list:
-        return [items[i] for i in self._random.permutation(len(items))]
+    def _add(self, documents: Documents) -> None:
+        """Buffers documents, cut into pieces of at most T tokens."""
+        sizes = np.diff(documents.ends, prepend=0)
+        counts = -(-sizes // self._row_length)  # number of pieces of each document
+        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        before = number * self._row_length  # tokens of the document before each piece
+        whole = counts == 1
+        self.cut_documents += int((~whole).sum())
+        self._pieces.append(
+            _Pieces(
+                starts=self._buffered + np.repeat(documents.ends - sizes, counts) + before,
+                lengths=np.minimum(np.repeat(sizes, counts) - before, self._row_length),
+                units=np.full(len(number), documents.unit),
+                records=np.repeat(documents.records, counts),
+                whole=np.repeat(whole, counts),
+            )
+        )
+        self._tokens.append(documents.tokens)
+        self._buffered += len(documents.tokens)
 
-    def _pack(self) -> list[Row]:
+    def _packed(self, is_last: bool) -> Rows:
+        """Packs all buffered pieces and returns the rows in random order. Unless `is_last`, the
+        pieces of the last row stay in the buffer: no pieces were left to fill this row, so it is
+        the only one that may have a large gap.
+        """
+        tokens = np.concatenate(self._tokens)
+        pieces = _Pieces(*map(np.concatenate, zip(*self._pieces, strict=True)))
+        pieces, ends = self._pack(pieces)
+        self._tokens, self._pieces, self._buffered = [], [], 0
+        if not is_last:
+            first = int(ends[-2]) if len(ends) > 1 else 0
+            kept = _Pieces(*(column[first:] for column in pieces))
+            pieces, ends = _Pieces(*(column[:first] for column in pieces)), ends[:-1]
+            self._tokens = [
+                tokens[start : start + length]
+                for start, length in zip(kept.starts.tolist(), kept.lengths.tolist(), strict=True)
+            ]
+            self._tokens = [np.concatenate(self._tokens)]  # copies them
+            self._buffered = len(self._tokens[0])
+            self._pieces = [kept._replace(starts=np.cumsum(kept.lengths) - kept.lengths)]
+        order = self._random.permutation(len(ends))
+        sizes = np.diff(ends, prepend=0)
+        new_ends = np.cumsum(sizes[order])
+        shift = (ends - sizes)[order] - (new_ends - sizes[order])
+        at = np.arange(len(pieces.starts)) + np.repeat(shift, sizes[order])
+        return Rows(tokens, new_ends, *(column[at] for column in pieces[:4]))
+
+    def _pack(self, pieces: _Pieces) -> tuple[_Pieces, np.ndarray]:
+        """Packs pieces into rows.
+
+        Returns:
+          (the pieces in the order of the rows, some of them cut in two; number of pieces up to the
+          end of each row, int64 [R]).
+        """
         # The pieces are shuffled, so that the order of equally long pieces is random.
-        pool = _Pool(self._shuffled(self._pieces))
-        rows = []
+        order = self._random.permutation(len(pieces.lengths))
+        # A piece of T tokens is a row of its own. Best fit takes the longest piece first, and of
+        # equally long pieces the last.
+        fills_row = pieces.lengths[order] == self._row_length
+        full, short = order[fills_row][::-1], order[~fills_row]
+        packed, ends = self._best_fit(_Pieces(*(column[short] for column in pieces)))
+        columns = (np.concatenate([c[full], p]) for c, p in zip(pieces, packed, strict=True))
+        return _Pieces(*columns), np.concatenate([1 + np.arange(len(full)), len(full) + ends])
+
+    def _best_fit(self, pieces: _Pieces) -> tuple[_Pieces, np.ndarray]:
+        """Packs pieces of fewer than T tokens into rows. Returns what `_pack` returns."""
+        starts, lengths, whole = (
+            column.tolist() for column in (pieces.starts, pieces.lengths, pieces.whole)
+        )
+        # A piece that is cut off another one is appended, and refers to the index in `pieces`.
+        parents = list(range(len(lengths)))
+        pool = _Pool(lengths)
+        order, ends = [], []
         while pool:
             row = []
             gap = self._row_length
@@ -102,43 +178,62 @@ class Packer:
                 if piece is None:
                     if gap <= _LARGEST_GAP * self._row_length:
                         break
-                    longest = pool.pop_longest(self._row_length)
-                    self.cut_documents += longest.whole
-                    piece, rest = longest.cut(gap)
-                    pool.push(rest)
+                    piece = pool.pop_longest(self._row_length)
+                    self.cut_documents += whole[piece]
+                    whole[piece] = False
+                    parents.append(parents[piece])
+                    starts.append(starts[piece] + gap)
+                    lengths.append(lengths[piece] - gap)
+                    whole.append(False)
+                    lengths[piece] = gap
+                    pool.push(len(lengths) - 1, lengths[-1])
                 row.append(piece)
-                gap -= len(piece.tokens)
-            rows.append(self._shuffled(row))
-        return rows
+                gap -= lengths[piece]
+            if len(row) > 1:
+                row = [row[i] for i in self._random.permutation(len(row)).tolist()]
+            order += row
+            ends.append(len(order))
+        at = np.array(order, np.int64)
+        parent = np.array(parents, np.int64)[at]
+        packed = _Pieces(
+            starts=np.array(starts, np.int64)[at],
+            lengths=np.array(lengths, np.int64)[at],
+            units=pieces.units[parent],
+            records=pieces.records[parent],
+            whole=np.array(whole, bool)[at],
+        )
+        return packed, np.array(ends, np.int64)
 
 
 class _Pool:
     """Pieces sorted by length. Finding the longest piece of at most n tokens takes logarithmic
     time.
+
+    Args:
+      lengths: number of tokens of each piece.
     """
 
-    def __init__(self, pieces: list[Piece]):
-        self._by_length: dict[int, list[Piece]] = {}
-        self._lengths: list[int] = []  # ascending
-        for piece in pieces:
-            self.push(piece)
+    def __init__(self, lengths: list[int]):
+        self._by_length: dict[int, list[int]] = {}
+        for piece, length in enumerate(lengths):
+            self._by_length.setdefault(length, []).append(piece)
+        self._lengths = sorted(self._by_length)
 
     def __len__(self) -> int:
         return len(self._lengths)
 
-    def push(self, piece: Piece) -> None:
-        n = len(piece.tokens)
-        if n not in self._by_length:
-            self._by_length[n] = []
-            bisect.insort(self._lengths, n)
-        self._by_length[n].append(piece)
+    def push(self, piece: int, length: int) -> None:
+        if length not in self._by_length:
+            self._by_length[length] = []
+            bisect.insort(self._lengths, length)
+        self._by_length[length].append(piece)
 
-    def pop_longest(self, at_most: int) -> Piece | None:
+    def pop_longest(self, at_most: int) -> int | None:
         at = bisect.bisect_right(self._lengths, at_most) - 1
         if at < 0:
             return None
-        n = self._lengths[at]
-        piece = self._by_length[n].pop()
-        if not self._by_length[n]:
-            del self._by_length[n], self._lengths[at]
+        length = self._lengths[at]
+        piece = self._by_length[length].pop()
+        if not self._by_length[length]:
+            del self._by_length[length], self._lengths[at]
         return piece

@@ -5,6 +5,7 @@ of a run, holds the B rows from row n·B on; `begin` can shift this start. A run
 from one integer, the step, whatever the number of processes that share a batch.
 """
 
+import concurrent.futures
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.config import DataConfig
+from qwen3next_jax.common.storage import is_bucket
+from qwen3next_jax.config import DataConfig, ModelConfig
 from qwen3next_jax.config.registry import DATA_SOURCES, resolve
 from qwen3next_jax.data import preparation, readers
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
@@ -23,11 +25,14 @@ from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 
 # The arrays of a batch, or of one row (then without the axis B_local, the rows of this process):
 # "tokens", "segment_ids": int32 [B_local, T]. Rows of synthetic tasks also have "target_mask": bool
-# [B_local, T], the tokens that count as targets; in rows of text all tokens count.
+# [B_local, T], the tokens that count as targets; in rows of text all tokens count. Recorded rows
+# also have "expert_ids": int16 [B_local, T, layers, experts per token], the experts that the tokens
+# use.
 Batch = dict[str, np.ndarray]
 
 _ENDLESS = 2**62  # rows
 _SAMPLED_ROWS = 32
+_ROWS_AT_ONCE = 32  # read from a bucket
 
 
 class Data(Protocol):
@@ -104,6 +109,14 @@ class Data(Protocol):
           UserError: these rows cannot be made.
         """
 
+    @staticmethod
+    def check_model(config: DataConfig, model: ModelConfig) -> None:
+        """Checks that `model` can train on these rows, if they hold more than tokens.
+
+        Raises:
+          UserError: the rows belong to another model.
+        """
+
     def begin(self, row: int, starts: Mapping[str, int]) -> None:
         """Sets where this stage starts to read, so that it skips what earlier stages have read.
 
@@ -150,7 +163,7 @@ class Data(Protocol):
         iterator = iter(
             numbers.map(
                 lambda number: self._stack(
-                    [self.row(self._first_row_of(number) + b) for b in share], len(share)
+                    self._read_rows([self._first_row_of(number) + b for b in share]), len(share)
                 )
             ).to_iter_dataset(options)
         )
@@ -175,6 +188,10 @@ class Data(Protocol):
             yield self._stack(
                 [self.heldout_row(start + b) for b in share if start + b < count], len(share)
             )
+
+    def _read_rows(self, indices: Sequence[int]) -> list[Batch]:
+        """Returns rows of the training stream. A source of slow rows may read them at once."""
+        return [self.row(index) for index in indices]
 
     def document_names(self, number: int) -> list[list[str]]:
         """Returns `names` of each of the B rows of batch `number`."""
@@ -239,6 +256,10 @@ class TextData(Data):
             config.prepared_dir,
             progress,
         )
+        # A row from a bucket takes some 10 ms, nearly all of it waiting.
+        self._pool = None
+        if is_bucket(config.prepared_dir):
+            self._pool = concurrent.futures.ThreadPoolExecutor(_ROWS_AT_ONCE, "rows")
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.weights or tuple(float(len(p.rows[TRAIN])) for p in self._prepared)
@@ -301,6 +322,11 @@ class TextData(Data):
     def row(self, index: int) -> Batch:
         return _text_row(self._stream[index][1])
 
+    def _read_rows(self, indices: Sequence[int]) -> list[Batch]:
+        return (
+            list(self._pool.map(self.row, indices)) if self._pool else super()._read_rows(indices)
+        )
+
     def heldout_row(self, index: int) -> Batch:
         source, row = self._heldout_order[index].tolist()
         return _text_row(self._prepared[source].rows[HELDOUT][row])
@@ -325,6 +351,7 @@ class TextData(Data):
                 "directory": str(p.directory),
                 "weight": weight / sum(self._weights),
                 "bad_records": p.bad,
+                "bad_places": list(p.bad_places),
                 "empty_documents": p.empty,
                 **_totals([p]),
             }
@@ -412,11 +439,11 @@ def rows_of_streams(weights: Sequence[float], rows: int) -> list[int]:
     # This is grain's rule: each stream in turn takes its share of the rows that the streams before
     # it left.
     shares = [int(weight * (100 / min(positive))) for weight in positive]
-    left, all_shares, counts = rows, sum(shares), []
+    rows_left, shares_left, counts = rows, sum(shares), []
     for share in shares:
-        rest = left * (all_shares - share) // all_shares
-        counts.append(left - rest)
-        left, all_shares = rest, all_shares - share
+        rest = rows_left * (shares_left - share) // shares_left
+        counts.append(rows_left - rest)
+        rows_left, shares_left = rest, shares_left - share
     found = iter(counts)
     in_all = [next(found) if weight else 0 for weight in weights]
     stream, row = mix_streams(weights)[rows]

@@ -6,6 +6,7 @@
     tokens/            units: the tokens of a file, or of a part of a large one (`units`)
     corpora/<id>.json  the list of a source's units; with it, the text is no longer needed
     rows/<key>/        packed rows of a group of units (`row_groups`)
+    indexes/           where all rows of a run are, so that a run opens in seconds (`prepared`)
     digests/           digests of large files, so that they are not read at every start
     <fingerprint>/     all rows of a source, as older code prepared them (format 1, `format_1`)
 
@@ -15,19 +16,21 @@ hosts may prepare at once.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import itertools
 import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.data import format_1, readers, row_groups, sources, units
 from qwen3next_jax.data.digest_cache import DigestCache
+from qwen3next_jax.data.prepared import Prepared, index_name, read_index, write_index
 from qwen3next_jax.data.readers import Part
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Divided, Recipe, Statistics
-from qwen3next_jax.data.rows import RowFolder, RowReader, Shard
+from qwen3next_jax.data.rows import RowReader, RowTable
 from qwen3next_jax.data.sources import Source, SourceFile
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import Tokenizer
@@ -41,36 +44,6 @@ _TOKENS_PER_WORKER = 1 << 25
 
 _NONE: collections.Counter[str] = collections.Counter()
 Progress = Callable[[str, int, int], None]  # (what is prepared, bytes done, bytes in all)
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """The finished rows of one source.
-
-    Attributes:
-      source: the source.
-      format: number of the format in which its rows are stored.
-      fingerprint: hexadecimal digest of everything that determines the rows.
-      directories: the folders that hold the rows.
-      statistics: TRAIN or HELDOUT → counts over the rows of this split.
-      rows: TRAIN or HELDOUT → the rows of this split.
-      bad: kind of fault → number of records with it, see `readers.BadRecords`.
-      empty: number of empty documents.
-    """
-
-    source: Source
-    format: int
-    fingerprint: str
-    directories: tuple[pathlib.Path, ...]
-    statistics: dict[str, Statistics]
-    rows: dict[str, RowReader]
-    bad: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    empty: int = 0
-
-    @property
-    def directory(self) -> pathlib.Path:
-        """The folder that holds all rows, directly or in folders of its own."""
-        return self.directories[0] if len(self.directories) == 1 else self.directories[0].parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +77,22 @@ class Corpus:
     @property
     def bad(self) -> dict[str, int]:
         """Kind of fault → number of records with it, see `readers.BadRecords`."""
-        return dict(sum((collections.Counter(unit.bad) for unit in self.units), _NONE))
+        return dict(sum((collections.Counter(unit.bad) for unit in self.units if unit.bad), _NONE))
+
+    @property
+    def bad_places(self) -> list[str]:
+        """Where the first five bad records are, such as "part.jsonl:17"."""
+        found = (
+            readers.describe(self.source, file, records + number)
+            for (file, records), unit in zip(self.origins, self.units, strict=True)
+            for number, _ in unit.bad_first
+        )
+        return list(itertools.islice(found, 5))
+
+    @property
+    def records(self) -> int:
+        """The number of records, including empty and bad ones."""
+        return sum(unit.records for unit in self.units)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +148,39 @@ def prepare(
     """
     progress = progress or (lambda *_: None)
     store = Store(prepared_dir)
+    store.remove_leftovers()
+    gone = {
+        i: store.read_record(_corpus_name(source, tokenizer))["tokens"]
+        for i, source in enumerate(all_sources)
+        if source.text_is_gone
+    }
+    index = index_name(store, all_sources, tokenizer, recipe, gone)
+    if index and (opened := read_index(store, index, all_sources, recipe)):
+        for one in opened:
+            _check_bad_records(one.source, one.bad, one.bad_places, one.records)
+    else:
+        opened = _prepare_all(all_sources, tokenizer, recipe, store, progress, workers, share)
+        if index and all(one.format == 2 for one in opened):
+            with contextlib.suppress(UserError):  # the folder may be read-only
+                write_index(store, index, opened)
+    for one in opened:
+        if one.format > 1 and not one.statistics[HELDOUT].documents:
+            warn(
+                f"{one.source.name}: too few documents: by their hashes, none is held out; the "
+                "held-out rows are those of the other globs"
+            )
+    return opened
+
+
+def _prepare_all(
+    all_sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+    store: Store,
+    progress: Progress,
+    workers: int | None,
+    share: Share,
+) -> list[Prepared]:
     found: dict[int, Prepared] = {}
     corpora: dict[int, Corpus] = {}
     missing = in_all = 0
@@ -177,7 +198,7 @@ def prepare(
         raise Unfinished(missing, in_all)
     divided = _divided(corpora, found, tokenizer, recipe, store)
     for i, corpus in corpora.items():
-        found[i] = pack(corpus, divided.get(i), recipe, store, progress, workers)
+        found[i] = pack(corpus, divided.get(i), recipe, store, progress, workers, share)
     return [found[i] for i in range(len(all_sources))]
 
 
@@ -187,9 +208,12 @@ def _open_format_1(
     old = format_1.find(source, tokenizer, recipe, store)
     if old is None:
         return None
-    name, statistics, folders = old
-    rows = {side: RowReader([folder], recipe.row_length) for side, folder in folders.items()}
-    return Prepared(source, 1, name, (store.path(name),), statistics, rows)
+    name, statistics, tables = old
+    rows = {}
+    for side, table in tables.items():
+        table.check()
+        rows[side] = RowReader(table, recipe.row_length)
+    return Prepared(source, 1, name, statistics, rows)
 
 
 # ---- tokens
@@ -212,7 +236,6 @@ def tokenize(
       UserError: unreadable input, no text, or a damaged manifest of a unit.
       Unfinished: units of other shares are missing.
     """
-    store.remove_leftovers()
     if source.text_is_gone:
         return _read_corpus(source, tokenizer, store)
     cache = DigestCache(store, source)
@@ -271,25 +294,35 @@ def _check_records(corpus: Corpus) -> None:
       UserError: the share of bad records is larger than `data.bad_records_limit`, or no unit holds
         a document.
     """
-    source, bad = corpus.source, corpus.bad
-    if bad:
-        first = []
-        origins = corpus.origins
-        for (file, records), unit in zip(origins, corpus.units, strict=True):
-            first += [
-                readers.describe(source, file, records + number) for number, _ in unit.bad_first
-            ]
-        summary = readers.bad_summary(bad, first[:5])
-        records = sum(unit.records for unit in corpus.units)
-        require(
-            source.bad_records == "stop" or sum(bad.values()) <= source.bad_records_limit * records,
-            f"{source.name}: {summary}: more than data.bad_records_limit = "
-            f"{source.bad_records_limit} of its {records:,} records: look at them, or raise the "
-            "limit; what is tokenized stays",
-        )
-        warn(f"{source.name}: {summary}")
+    _check_bad_records(corpus.source, corpus.bad, corpus.bad_places, corpus.records)
     if not any(unit.documents for unit in corpus.units):
-        raise readers.no_text(source, bad)
+        raise readers.no_text(corpus.source, corpus.bad)
+
+
+def _check_bad_records(
+    source: Source, bad: Mapping[str, int], places: Sequence[str], records: int
+) -> None:
+    """Warns of the bad records of `source`, if there are any.
+
+    Args:
+      source: the source.
+      bad: kind of fault → number of records with it.
+      places: where the first of them are.
+      records: number of all records.
+
+    Raises:
+      UserError: the share of bad records is larger than `data.bad_records_limit`.
+    """
+    if not bad:
+        return
+    summary = readers.bad_summary(bad, places)
+    require(
+        source.bad_records == "stop" or sum(bad.values()) <= source.bad_records_limit * records,
+        f"{source.name}: {summary}: more than data.bad_records_limit = "
+        f"{source.bad_records_limit} of its {records:,} records: look at them, or raise the "
+        "limit; what is tokenized stays",
+    )
+    warn(f"{source.name}: {summary}")
 
 
 # ---- the list of a source's units
@@ -309,12 +342,19 @@ def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Sour
         store = Store(prepared_dir)
         if not store.exists(_corpus_name(source, tokenizer)):
             raise
-    corpus = _read_corpus(dataclasses.replace(source, text_is_gone=True), tokenizer, store)
+    files = _files_of(store.read_record(_corpus_name(source, tokenizer)))
     warn(
-        f"data.path {source.name!r}: the text is not there; taking the tokens of "
-        f"{len(corpus.source.files)} files that were prepared in {store.root}"
+        f"data.path {source.name!r}: the text is not there; taking the tokens of {len(files)} "
+        f"files that were prepared in {store.root}"
     )
-    return corpus.source
+    return dataclasses.replace(source, files=files, text_is_gone=True)
+
+
+def _files_of(corpus_record: Mapping) -> tuple[SourceFile, ...]:
+    return tuple(
+        SourceFile(sources.epath.Path(label), label, size, "")
+        for label, size in corpus_record["files"]
+    )
 
 
 def _corpus_name(source: Source, tokenizer: Tokenizer) -> str:
@@ -335,6 +375,7 @@ def _write_corpus(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> None:
     content = {
         "format": 2,
         "source": corpus.source.name,
+        "tokenizer": tokenizer.fingerprint,
         "files": [[file.label, file.size] for file in corpus.source.files],
         "parts": [
             [i, *part, unit.key] for (i, part), unit in zip(corpus.parts, corpus.units, strict=True)
@@ -352,9 +393,6 @@ def _write_corpus(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> None:
 def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
     name = _corpus_name(source, tokenizer)
     content = store.read_record(name)
-    files = tuple(
-        SourceFile(sources.epath.Path(label), label, size, "") for label, size in content["files"]
-    )
     found = []
     for *_, key in content["parts"]:
         unit = units.find_unit(store, key)
@@ -365,7 +403,7 @@ def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
         )
         found.append(unit)
     parts = tuple((i, Part(start, stop)) for i, start, stop, _ in content["parts"])
-    corpus = Corpus(dataclasses.replace(source, files=files), parts, tuple(found))
+    corpus = Corpus(dataclasses.replace(source, files=_files_of(content)), parts, tuple(found))
     require(
         corpus.digest == content["tokens"],
         f"{store.path(name)}: its units hold other tokens than it says: give data.path = "
@@ -384,19 +422,33 @@ def pack(
     store: Store,
     progress: Progress = lambda *_: None,
     workers: int | None = None,
+    share: Share = Share(),
 ) -> Prepared:
     """Packs the units of `corpus` into rows, where this has not been done before, and opens the
     rows.
+
+    Every process that calls this function packs all groups that are missing, and begins with the
+    groups of its own share. So processes that call it at the same time seldom pack the same group,
+    and no process waits for another.
 
     Raises:
       UserError: prepared data that are damaged.
     """
     found = row_groups.groups(corpus.filled, divided)
-    todo = [
-        group
-        for group in found
+    missing = [
+        i
+        for i, group in enumerate(found)
         if not store.exists(row_groups.folder_name(row_groups.group_key(group, recipe)))
     ]
+
+    def turn(i: int) -> tuple[int, int]:
+        """Returns a sort key: first come the groups of this process' share, then the groups of the
+        other shares, in the reverse of the order in which their own processes pack them.
+        """
+        distance = (i - share.rank) % share.of
+        return distance, -i if distance else i
+
+    todo = [found[i] for i in sorted(missing, key=turn)]
     tokens = sum(group.tokens for group in todo)
     done = {i: 0 for i in range(len(todo))}
 
@@ -446,12 +498,6 @@ def _divided(
     if without_heldout and not old and len(without_heldout) == len(corpora):
         i = min(without_heldout, key=lambda i: smallest[i])
         chosen[i] = _divide(corpora[i], False, tokenizer, recipe, store)
-    for i in without_heldout:
-        if i not in chosen:
-            warn(
-                f"{corpora[i].source.name}: too few documents: by their hashes, none is held out; "
-                "the held-out rows are those of the other globs"
-            )
     return chosen
 
 
@@ -499,30 +545,25 @@ def _open_rows(
     origins = [
         origin for origin, unit in zip(corpus.origins, corpus.units, strict=True) if unit.documents
     ]
-    statistics = {TRAIN: Statistics(), HELDOUT: Statistics()}
-    folders: dict[str, list[RowFolder]] = {TRAIN: [], HELDOUT: []}
-    directories, keys = [], []
-    for group in found:
-        key = row_groups.group_key(group, recipe)
-        directory = store.path(row_groups.folder_name(key))
-        content = row_groups.read_metadata(directory)
-        for side in (TRAIN, HELDOUT):
-            statistics[side] += Statistics(**content["statistics"][side])
-            shards = tuple(Shard(**shard) for shard in content["shards"][side])
-            own = tuple(origins[group.first : group.first + len(group.units)])
-            folders[side].append(RowFolder(directory, content["dtype"], shards, own))
-        directories.append(directory)
-        keys.append(key)
-    rows = {side: RowReader(folders[side], recipe.row_length) for side in (TRAIN, HELDOUT)}
-    fingerprint = digests.sha256_json({"format": 2, "rows": keys})[:20]
-    empty = sum(unit.empty for unit in corpus.units)
+    keys = [row_groups.group_key(group, recipe) for group in found]
+    directories = [store.path(row_groups.folder_name(key)) for key in keys]
+    metadata = [row_groups.read_metadata(directory) for directory in directories]
+    unit_ends = [group.first + len(group.units) for group in found]
+    statistics, rows = {}, {}
+    for side in (TRAIN, HELDOUT):
+        counts = (Statistics(**content["statistics"][side]) for content in metadata)
+        statistics[side] = sum(counts, Statistics())
+        table = RowTable.of(side, directories, metadata, unit_ends, origins)
+        table.check()
+        rows[side] = RowReader(table, recipe.row_length)
     return Prepared(
         corpus.source,
         2,
-        fingerprint,
-        tuple(directories),
+        digests.sha256_json({"format": 2, "rows": keys})[:20],
         statistics,
         rows,
         corpus.bad,
-        empty,
+        corpus.bad_places,
+        corpus.records,
+        sum(unit.empty for unit in corpus.units),
     )

@@ -8,11 +8,15 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 class PreparationProgress:
     """A context manager that shows how far the preparation of each source has come: as a bar on a
     terminal; elsewhere it prints one line when a source begins.
+
+    Args:
+      doing: the word before the name of a source.
     """
 
-    def __init__(self):
+    def __init__(self, doing: str = "preparing"):
+        self._doing = doing
         self._bars = Progress(
-            TextColumn("preparing {task.description}"),
+            TextColumn(doing + " {task.description}"),
             BarColumn(),
             TaskProgressColumn(),
             TimeElapsedColumn(),
@@ -32,6 +36,6 @@ class PreparationProgress:
             if self._bars.console.is_terminal:
                 self._bars.start()
             else:
-                print(f"preparing {source} ({bytes_in_all / 1e6:.1f} MB)", flush=True)
+                print(f"{self._doing} {source} ({bytes_in_all / 1e6:.1f} MB)", flush=True)
             self._tasks[source] = self._bars.add_task(source, total=bytes_in_all)
         self._bars.update(self._tasks[source], completed=bytes_read)

@@ -47,9 +47,9 @@ class Part(NamedTuple):
 class Record(NamedTuple):
     """A record of a part."""
 
-    number: (
-        int  # 0-based line (JSON lines), element (JSON array) or row of the part; 0 in text files
-    )
+    # number, from 0, of the line (JSON lines), element (JSON array) or row in the part; 0 in text
+    # files
+    number: int
     text: str | None  # always encodable as UTF-8; None if the line is blank or the record left out
     position: int  # number of bytes of the part read so far
 
@@ -177,8 +177,7 @@ def part_digest(file: SourceFile, part: Part, text_field: str) -> str:
     """
     if is_whole(file, part) or is_remote(os.fspath(file.path)):
         whole = content_digest(file)
-        other = token_files.companion(pathlib.Path(file.path))
-        if other and other.exists():
+        for other in token_files.companion_files(pathlib.Path(file.path)):
             whole = digests.sha256(f"{whole} {digests.sha256_file(other)}")
         return whole if is_whole(file, part) else digests.sha256(f"{whole} {list(part)}")
     with as_user_error(f"{file.path}: cannot be read", OSError):
@@ -369,13 +368,14 @@ def _checked(text: object, bad: BadRecords, where: _Place) -> str | None:
         what = f"character {text.index(chr(0))} is NUL, which is no text"
         bad.leave_out(where.number, where, "NUL", what)
         return None
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        what = f"half a surrogate pair at character {error.start}"
+    if not text.isascii() and (half := _HALF_PAIR.search(text)):
+        what = f"half a surrogate pair at character {half.start()}"
         data = text.encode("utf-16-le", "surrogatepass")
         return bad.mend(where.number, where, data, "utf-16-le", what)
     return text
+
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")  # the JSON reader makes one character of a whole pair
 
 
 def _read_text(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
@@ -396,7 +396,9 @@ def _read_json_lines(
         offset = part.start
         number = -1
         try:
-            for number, line in enumerate(stream):
+            # `enumerate` would keep the line in memory until the next one.
+            for line in stream:
+                number += 1
                 if not is_compressed and offset >= part.stop:
                     return
                 where = _Place(file, part, number)

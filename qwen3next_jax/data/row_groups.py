@@ -14,7 +14,7 @@ import numpy as np
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.data import store as stores
-from qwen3next_jax.data.packing import Packer, Row
+from qwen3next_jax.data.packing import Documents, Packer, Rows
 from qwen3next_jax.data.rows import RowWriter
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.units import Unit, open_unit
@@ -25,6 +25,7 @@ TRAIN, HELDOUT = "train", "heldout"
 # A group ends with the unit at which it reaches this number of tokens. Several workers can pack
 # groups at once, and a file that is added at the end of a source changes only the last group.
 _GROUP_TOKENS = 1 << 28
+_TOKENS_AT_ONCE = 1 << 20  # tokens of a unit that are handed to the packers at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,25 +155,20 @@ def pack_group(
         packers = {side: Packer(length, recipe.seed) for side in (TRAIN, HELDOUT)}
         counts = {side: dataclasses.asdict(Statistics()) for side in (TRAIN, HELDOUT)}
 
-        def write(side: str, rows: Iterable[Row]) -> None:
-            for row in rows:
-                writers[side].write(row)
-                counts[side]["rows"] += 1
-                counts[side]["padding"] += length - sum(len(piece.tokens) for piece in row)
+        def write(side: str, packed: Iterable[Rows]) -> None:
+            for rows in packed:
+                writers[side].write(rows)
+                counts[side]["rows"] += len(rows.ends)
+                counts[side]["padding"] += length * len(rows.ends) - int(rows.lengths.sum())
 
-        done, reported = 0, 0
-        for document in _documents(group, recipe, store):
-            counts[document.side]["documents"] += 1
-            counts[document.side]["text_bytes"] += document.text_bytes
-            counts[document.side]["tokens"] += len(document.tokens)
-            write(
-                document.side,
-                packers[document.side].add(document.tokens, document.unit, document.record),
-            )
-            done += len(document.tokens)
-            if done - reported > 1 << 20:
-                progress(done)
-                reported = done
+        done = 0
+        for side, documents, text_bytes in _documents(group, recipe, store):
+            counts[side]["documents"] += len(documents.ends)
+            counts[side]["text_bytes"] += text_bytes
+            counts[side]["tokens"] += len(documents.tokens)
+            write(side, packers[side].add(documents))
+            done += len(documents.tokens)
+            progress(done)
         for side, packer in packers.items():
             write(side, packer.finish())
             counts[side]["cut_documents"] = packer.cut_documents
@@ -185,6 +181,7 @@ def pack_group(
             "fingerprint": key,
             "units": [unit.key for unit in group.units],
             "dtype": dtype.name,
+            "rows_per_record": writers[TRAIN].rows_per_record,
             **dataclasses.asdict(recipe),
             "statistics": counts,
             "shards": shards,
@@ -192,39 +189,79 @@ def pack_group(
         stores.write_json(directory / METADATA, content)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Document:
-    side: str
-    tokens: np.ndarray  # int [n], with the end token
-    text_bytes: int
-    unit: int  # index in the group
-    record: int  # number of the record in the part from which the unit was made
+# (split, documents of this split, number of bytes of their UTF-8 text)
+_Split = tuple[str, Documents, int]
 
 
-def _documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Document]:
+def _documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Split]:
+    """Yields the documents of a group, several at a time, in their order within each split."""
     for number, unit in enumerate(group.units):
         tokens, table = open_unit(store, unit)
-        start = 0
-        for i, (end, hash_, text_bytes, record) in enumerate(table.tolist()):
-            side = HELDOUT if hash_ / 2**64 < recipe.heldout_fraction else TRAIN
-            document = _Document(side, tokens[start:end], text_bytes, number, record)
-            if group.divided and (group.divided.unit, group.divided.document) == (number, i):
-                yield from _both_sides(document, group.divided)
+        divided = group.divided if group.divided and group.divided.unit == number else None
+        ends = table["end"].astype(np.int64)
+        edges = [0]
+        while edges[-1] < len(table):
+            start = int(ends[edges[-1] - 1]) if edges[-1] else 0
+            stop = int(np.searchsorted(ends, start + _TOKENS_AT_ONCE))
+            edges.append(min(max(stop, edges[-1] + 1), len(table)))
+        if divided:
+            edges = sorted({*edges, divided.document, divided.document + 1})
+        for first, stop in zip(edges, edges[1:]):
+            start = int(ends[first - 1]) if first else 0
+            some = table[first:stop]
+            own = np.asarray(tokens[start : int(ends[stop - 1])])
+            if divided and divided.document == first:
+                yield from _both_sides(own, some[0], number, divided)
             else:
-                yield document
-            start = end
+                yield from _by_split(own, some, start, number, recipe.heldout_fraction)
 
 
-def _both_sides(document: _Document, divided: Divided) -> Iterator[_Document]:
-    end = document.tokens[-1:]
-    train, heldout = np.split(document.tokens[:-1], [divided.train_tokens])
-    parts = [(TRAIN, train, divided.train_bytes)]
-    parts.append((HELDOUT, heldout, document.text_bytes - divided.train_bytes))
-    for side, tokens, text_bytes in parts:
-        if len(tokens):
-            yield dataclasses.replace(
-                document, side=side, tokens=np.append(tokens, end), text_bytes=text_bytes
+def _by_split(
+    tokens: np.ndarray, table: np.ndarray, start: int, unit: int, heldout_fraction: float
+) -> Iterator[_Split]:
+    """Yields consecutive documents of a unit, those of each split together.
+
+    Args:
+      tokens: their tokens.
+      table: their `units.DOCUMENT` entries.
+      start: number of the unit's tokens before them.
+      unit: index of the unit in its group.
+      heldout_fraction: as in `Recipe`.
+    """
+    ends = table["end"].astype(np.int64) - start
+    sizes = np.diff(ends, prepend=0)
+    is_heldout = table["hash"] / 2**64 < heldout_fraction
+    # The documents are copied in runs of consecutive documents of one split.
+    edges = [0, *(1 + np.flatnonzero(np.diff(is_heldout))).tolist(), len(table)]
+    at = np.concatenate([[0], ends])[edges].tolist()
+    runs = [tokens[a:b] for a, b in zip(at, at[1:])]
+    for split, chosen in ((TRAIN, ~is_heldout), (HELDOUT, is_heldout)):
+        if chosen.any():
+            first = 0 if chosen[0] else 1
+            documents = Documents(
+                np.concatenate(runs[first::2]),
+                np.cumsum(sizes[chosen]),
+                unit,
+                table["record"][chosen].astype(np.int64),
             )
+            yield split, documents, int(table["bytes"][chosen].sum())
+
+
+def _both_sides(
+    tokens: np.ndarray, entry: np.void, unit: int, divided: Divided
+) -> Iterator[_Split]:
+    """Yields the two parts of a divided document. `entry` is its `units.DOCUMENT` entry."""
+    train, heldout = np.split(tokens[:-1], [divided.train_tokens])
+    heldout_bytes = int(entry["bytes"]) - divided.train_bytes
+    for split, part, text_bytes in (
+        (TRAIN, train, divided.train_bytes),
+        (HELDOUT, heldout, heldout_bytes),
+    ):
+        if len(part):
+            with_end = np.append(part, tokens[-1:])
+            records = np.array([entry["record"]], np.int64)
+            ends = np.array([len(with_end)], np.int64)
+            yield split, Documents(with_end, ends, unit, records), text_bytes
 
 
 def read_metadata(directory: pathlib.Path) -> dict:

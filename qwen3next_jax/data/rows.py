@@ -1,13 +1,16 @@
-"""The format of shards, which hold one ArrayRecord record per packed row. `row_groups` writes the
+"""The format of shards, which hold packed rows in ArrayRecord files. `row_groups` writes the
 shards, and `pipeline` reads their rows in random order.
 
-A record holds, in little-endian order:
+A row consists of, in little-endian order:
 
     n                             uint32, number of pieces of documents in the row
     lengths of the pieces         uint32 [n], in tokens
     indices of the pieces' units  uint32 [n] (in format 1: indices of source files)
     numbers of their records      uint32 [n], see `readers.Record`
     tokens                        uint16 or uint32, as the metadata says; padding is not stored
+
+A record of a shard holds `rows_per_record` rows, one after the other, and the last record of a
+shard may hold fewer. Folders whose metadata have no `rows_per_record` hold one row in each record.
 
 ArrayRecord stores a hash of every chunk and verifies it at every read, so a damaged byte is an
 error and never a different token.
@@ -23,17 +26,22 @@ import pathlib
 import resource
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, error_message, as_user_error
-from qwen3next_jax.data.packing import Row
+from qwen3next_jax.common.storage import BucketPath, StoreError
+from qwen3next_jax.data.packing import Rows
+from qwen3next_jax.data.remote_shard import RemoteShard
 
 _SHARD_BYTES = 1 << 28  # uncompressed
 _MOST_OPEN = 256  # shards; an open shard takes some 200 KB of memory
 _INTEGER = np.dtype("<u4")
+# Number of tokens in a record of short rows. With one row in each record, writing would take twice
+# the CPU time; with larger records, reading one row would take longer.
+_RECORD_TOKENS = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,66 +60,214 @@ class PackedRow(NamedTuple):
 
 
 class RowWriter:
-    """Writes the rows of one split into numbered shards."""
+    """Writes the rows of one split into numbered shards.
 
-    def __init__(self, directory: pathlib.Path, prefix: str, dtype: np.dtype, row_length: int):
-        self._directory, self._prefix = directory, prefix
+    Args:
+      directory: the folder of the shards.
+      split: the split.
+      dtype: the dtype of the tokens in the shards.
+      row_length: T, number of tokens of a row.
+
+    Attributes:
+      rows_per_record: number of rows of every record but the last of a shard.
+    """
+
+    def __init__(self, directory: pathlib.Path, split: str, dtype: np.dtype, row_length: int):
+        self._directory, self._split = directory, split
         self._dtype = dtype.newbyteorder("<")
-        self._rows_per_shard = max(1, _SHARD_BYTES // (dtype.itemsize * row_length))
+        most = max(1, _SHARD_BYTES // (dtype.itemsize * row_length))
+        self.rows_per_record = min(max(1, _RECORD_TOKENS // row_length), most)
+        self._rows_per_shard = most - most % self.rows_per_record
         self._writer = None
         self._shards: list[Shard] = []
         self._in_shard = 0
+        # Parts of the bytes of the record that is not complete yet, and the number of its rows.
+        self._waiting: list[memoryview] = []
+        self._in_record = 0
 
-    def write(self, row: Row) -> None:
+    def write(self, rows: Rows) -> None:
+        """Writes rows, in their order.
+
+        Raises:
+          UserError: the folder cannot be written to.
+        """
+        for row in _encoded(rows, self._dtype):
+            self._waiting += row
+            self._in_record += 1
+            self._in_shard += 1
+            if self._in_record == self.rows_per_record:
+                self._write_record()
+            if self._in_shard == self._rows_per_shard:
+                self._finish_shard()
+
+    def _write_record(self) -> None:
         if self._writer is None:
-            self._path = self._directory / f"{self._prefix}-{len(self._shards):05d}.array_record"
+            self._path = self._directory / _shard_name(self._split, len(self._shards))
             self._writer = _array_record().ArrayRecordWriter(str(self._path), "group_size:1,zstd:1")
-            self._in_shard = 0
-        header = [
-            len(row),
-            *(len(p.tokens) for p in row),
-            *(p.file for p in row),
-            *(p.record for p in row),
-        ]
-        tokens = np.concatenate([piece.tokens for piece in row]).astype(self._dtype)
         with as_user_error(f"{self._path}: cannot be written", RuntimeError):
-            self._writer.write(np.array(header, _INTEGER).tobytes() + tokens.tobytes())
-        self._in_shard += 1
-        if self._in_shard == self._rows_per_shard:
-            self._finish_shard()
+            self._writer.write(b"".join(self._waiting))
+        self._waiting, self._in_record = [], 0
 
     def close(self) -> list[Shard]:
         """Finishes the last shard and returns all shards."""
-        if self._writer is not None:
+        if self._in_shard:
             self._finish_shard()
         return self._shards
 
     def _finish_shard(self) -> None:
+        if self._waiting:
+            self._write_record()
         with as_user_error(f"{self._path}: cannot be written", RuntimeError):
             self._writer.close()
         self._writer = None
         shard = Shard(self._path.name, self._in_shard, self._path.stat().st_size)
         # Opening the shard as a reader does checks that it holds all rows.
-        _open_shard(self._path, shard).close()
+        _open_shard(self._path, shard, self.rows_per_record).close()
         self._shards.append(shard)
+        self._in_shard = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class RowFolder:
-    """The shards of one split in one folder of prepared rows.
+def _encoded(rows: Rows, dtype: np.dtype) -> Iterator[list[memoryview]]:
+    """Yields the bytes of each row as a shard stores them, in parts."""
+    counts = np.diff(rows.ends, prepend=0)  # pieces of each row
+    headers = np.empty(len(counts) + 3 * len(rows.lengths), _INTEGER)
+    header_ends = np.cumsum(1 + 3 * counts)
+    header_starts = header_ends - 1 - 3 * counts
+    headers[header_starts] = counts
+    # index in `headers` of each piece's length
+    at = 1 + np.arange(len(rows.lengths)) + np.repeat(header_starts - rows.ends + counts, counts)
+    for i, column in enumerate((rows.lengths, rows.units, rows.records)):
+        headers[at + i * np.repeat(counts, counts)] = column
+    tokens = np.ascontiguousarray(rows.tokens, dtype).view(np.uint8).data
+    starts = (rows.starts * dtype.itemsize).tolist()
+    stops = ((rows.starts + rows.lengths) * dtype.itemsize).tolist()
+    pieces = [tokens[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    header_bytes = headers.view(np.uint8).data
+    first = 0
+    for start, stop, end in zip(
+        (_INTEGER.itemsize * header_starts).tolist(),
+        (_INTEGER.itemsize * header_ends).tolist(),
+        rows.ends.tolist(),
+        strict=True,
+    ):
+        yield [header_bytes[start:stop], *pieces[first:end]]
+        first = end
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowTable:
+    """The shards of one split of a source, which may lie in several folders.
+
+    The table consists of arrays, because a source may have several hundred thousand shards: S
+    shards in F folders, packed from U units.
 
     Attributes:
-      directory: the folder.
+      root: the folder that holds the folders.
+      split: the split; the names of its shards begin with it.
       dtype: name of the tokens' dtype.
-      shards: the shards, in the order of the rows.
-      origins: (index of its file, number of the file's records before it) of each unit from which
-        the folder was packed; () in format 1, whose rows name files instead of units.
+      folders: bytes [F], names of the folders, in the order of the rows.
+      rows_per_record: int64 [F], number of rows of each record in the folder's shards.
+      shard_ends: int64 [F], number of shards in the folders up to each folder, inclusive.
+      rows: int64 [S], number of rows of each shard.
+      sizes: int64 [S], number of bytes of each shard.
+      unit_ends: int64 [F], number of units in the folders up to each folder, inclusive.
+      origins: int64 [U, 2], for each unit: the index of its file, and the number of the file's
+        records before the unit. [0, 2] in format 1, whose rows name files instead of units.
     """
 
-    directory: pathlib.Path
+    root: pathlib.Path
+    split: str
     dtype: str
-    shards: tuple[Shard, ...]
-    origins: tuple[tuple[int, int], ...] = ()
+    folders: np.ndarray
+    rows_per_record: np.ndarray
+    shard_ends: np.ndarray
+    rows: np.ndarray
+    sizes: np.ndarray
+    unit_ends: np.ndarray
+    origins: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        split: str,
+        directories: Sequence[pathlib.Path],
+        metadata: Sequence[Mapping[str, Any]],
+        unit_ends: Sequence[int],
+        origins: Sequence[tuple[int, int]],
+    ) -> "RowTable":
+        """Returns the table of folders that have the same parent.
+
+        Args:
+          split: the split.
+          directories: the folders, at least one.
+          metadata: the content of each folder's metadata.json.
+          unit_ends: as the attribute.
+          origins: as the attribute.
+        """
+        shards = [[Shard(**shard) for shard in content["shards"][split]] for content in metadata]
+        flat = [shard for of_folder in shards for shard in of_folder]
+        assert all(
+            shard.file == _shard_name(split, i)
+            for of_folder in shards
+            for i, shard in enumerate(of_folder)
+        )
+        return cls(
+            directories[0].parent,
+            split,
+            metadata[0]["dtype"],
+            np.array([directory.name.encode() for directory in directories]),
+            np.array([content.get("rows_per_record", 1) for content in metadata], np.int64),
+            np.cumsum([len(of_folder) for of_folder in shards], dtype=np.int64),
+            np.array([shard.rows for shard in flat], np.int64),
+            np.array([shard.size for shard in flat], np.int64),
+            np.array(unit_ends, np.int64),
+            np.array(origins, np.int64).reshape(-1, 2),
+        )
+
+    def directory(self, folder: int) -> pathlib.Path:
+        return self.root / self.folders[folder].decode()
+
+    def folder_of(self, shard: int) -> int:
+        """Returns the index of the folder that holds a shard."""
+        return int(np.searchsorted(self.shard_ends, shard, "right"))
+
+    def shard(self, number: int) -> tuple[pathlib.Path, Shard]:
+        """Returns the path of shard `number`, counted over all folders, and its description."""
+        folder = self.folder_of(number)
+        first = int(self.shard_ends[folder - 1]) if folder else 0
+        name = _shard_name(self.split, number - first)
+        shard = Shard(name, int(self.rows[number]), int(self.sizes[number]))
+        return self.directory(folder) / name, shard
+
+    def paths(self) -> Iterator[str]:
+        """Yields the paths of all shards, in their order."""
+        first = 0
+        for name, end in zip(self.folders.tolist(), self.shard_ends.tolist(), strict=True):
+            for i in range(end - first):
+                yield f"{self.root}/{name.decode()}/{_shard_name(self.split, i)}"
+            first = end
+
+    def check(self) -> None:
+        """Raises a UserError if a shard is missing or has the wrong size. In a bucket, one listing
+        of each folder tells the sizes.
+        """
+        sizes: dict[str, int] | None = None
+        if isinstance(self.root, BucketPath):
+            entries = [self.directory(i).entries() for i in range(len(self.folders))]
+            sizes = {str(path): entry.size for found in entries for path, entry in found.items()}
+        for number in range(len(self.rows)):
+            path, shard = self.shard(number)
+            if sizes is None:
+                _check_size(path, shard)
+            elif str(path) not in sizes:
+                raise _damaged(path, "it is missing")
+            elif sizes[str(path)] != shard.size:
+                raise _damaged(path, f"it has {sizes[str(path)]} bytes instead of {shard.size}")
+
+
+def _shard_name(split: str, number: int) -> str:
+    """Returns the name of shard `number`, counted within its folder."""
+    return f"{split}-{number:05d}.array_record"
 
 
 class RowReader:
@@ -120,21 +276,19 @@ class RowReader:
     A shard is opened when a row of it is read. All readers together keep at most `_MOST_OPEN`
     shards open: those that were read last.
 
+    Args:
+      table: the shards.
+      row_length: T, number of tokens of a row.
+
     Raises:
-      UserError: a shard is missing, or has the wrong size. When a row is read: its shard is
-        damaged, or the system lets this process open no more files.
+      UserError: when a row is read: its shard is missing or damaged, or the system lets this
+        process open no more files.
     """
 
-    def __init__(self, folders: Sequence[RowFolder], row_length: int):
-        self._folders = list(folders)
+    def __init__(self, table: RowTable, row_length: int):
+        self.table = table
         self._row_length = row_length
-        counts = [len(folder.shards) for folder in folders]
-        self._first_shard = np.cumsum([0, *counts])  # [folders + 1]
-        rows = [shard.rows for folder in folders for shard in folder.shards]
-        self._ends = np.cumsum(rows, dtype=np.int64)  # [shards]
-        for folder in folders:
-            for shard in folder.shards:
-                _check_size(folder.directory / shard.file, shard)
+        self._ends = np.cumsum(table.rows)  # [S]
         raise_file_limit()
         self._number = next(_reader_numbers)
         weakref.finalize(self, _close_shards, self._number)
@@ -145,44 +299,53 @@ class RowReader:
     def __getitem__(self, index: int) -> PackedRow:
         number = int(np.searchsorted(self._ends, index, "right"))
         position = int(index - (self._ends[number - 1] if number else 0))
-        at = int(np.searchsorted(self._first_shard, number, "right")) - 1
-        folder = self._folders[at]
-        shard = folder.shards[number - int(self._first_shard[at])]
-        path = folder.directory / shard.file
-        reader = _opened((self._number, number), lambda: _open_shard(path, shard))
+        path, shard = self.table.shard(number)
+        per_record = int(self.table.rows_per_record[self.table.folder_of(number)])
+        reader = _opened((self._number, number), lambda: _open_shard(path, shard, per_record))
         try:
-            (record,) = reader.read([position])
+            (record,) = reader.read([position // per_record])
+            return self._decode(record, number, path, position, position % per_record)
+        except StoreError as error:
+            raise UserError(
+                f"shard {path}: row {position} cannot be read: {error_message(error)}",
+                error.exit_code,
+            ) from error
         except (RuntimeError, IndexError, ValueError) as error:
             raise _damaged(
                 path, f"row {position} cannot be read: {error_message(error)}"
             ) from error
-        return self._decode(record, folder, path, position)
 
     def _decode(
-        self, record: bytes, folder: RowFolder, path: pathlib.Path, position: int
+        self, record: bytes, number: int, path: pathlib.Path, position: int, in_record: int
     ) -> PackedRow:
-        pieces = int(np.frombuffer(record, _INTEGER, 1)[0])
-        lengths, files, numbers = (
-            np.frombuffer(record, _INTEGER, 3 * pieces, offset=4)
+        dtype = np.dtype(self.table.dtype).newbyteorder("<")
+        offset = 0
+        for _ in range(in_record):  # skips the rows that stand before this one
+            pieces = int.from_bytes(record[offset : offset + 4], "little")
+            length = int(np.frombuffer(record, _INTEGER, pieces, offset + 4).sum())
+            offset += 4 + 12 * pieces + dtype.itemsize * length
+        pieces = int(np.frombuffer(record, _INTEGER, 1, offset)[0])
+        lengths, units, records = (
+            np.frombuffer(record, _INTEGER, 3 * pieces, offset + 4)
             .reshape(3, pieces)
             .astype(np.int64)
         )
-        dtype = np.dtype(folder.dtype).newbyteorder("<")
-        stored = np.frombuffer(record, dtype, offset=4 + 12 * pieces)
-        if len(stored) != lengths.sum() or len(stored) > self._row_length:
+        stored = np.frombuffer(record, dtype, int(lengths.sum()), offset + 4 + 12 * pieces)
+        if len(stored) > self._row_length:
             raise _damaged(
-                path, f"row {position} holds {len(stored)} tokens instead of {lengths.sum()}"
+                path, f"row {position} holds {len(stored)} tokens, more than {self._row_length}"
             )
         tokens_T = np.zeros(self._row_length, np.int32)
         segment_ids_T = np.zeros(self._row_length, np.int32)
         tokens_T[: len(stored)] = stored
         segment_ids_T[: len(stored)] = np.repeat(np.arange(1, pieces + 1, dtype=np.int32), lengths)
-        origins = list(zip(files.tolist(), numbers.tolist(), strict=True))
-        if folder.origins:
-            origins = [
-                (folder.origins[unit][0], folder.origins[unit][1] + record)
-                for unit, record in origins
-            ]
+        files = units
+        if len(self.table.origins):
+            folder = self.table.folder_of(number)
+            first_unit = int(self.table.unit_ends[folder - 1]) if folder else 0
+            files, before = self.table.origins[first_unit + units].T
+            records = before + records
+        origins = list(zip(files.tolist(), records.tolist(), strict=True))
         return PackedRow(tokens_T, segment_ids_T, origins)
 
 
@@ -244,14 +407,21 @@ def _check_size(path: pathlib.Path, shard: Shard) -> None:
         raise _damaged(path, f"it has {size} bytes instead of {shard.size}")
 
 
-def _open_shard(path: pathlib.Path, shard: Shard) -> Any:
+def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_record: int) -> Any:
+    expected = -(-shard.rows // rows_per_record)
+    if isinstance(path, BucketPath):
+        try:
+            reader = RemoteShard(path, shard.size, open_array_record)
+        except ValueError as error:
+            raise _damaged(path, str(error)) from error
+        if (records := reader.num_records()) != expected:
+            raise _damaged(path, f"it has {records} records instead of {expected}")
+        return reader
     _check_size(path, shard)
-    reader = _array_record().ArrayRecordReader(
-        str(path), "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15
-    )
-    rows = reader.num_records()
-    if rows != shard.rows:
-        # ArrayRecord finds no rows in a file that it could not open.
+    reader = open_array_record(path)
+    records = reader.num_records()
+    if records != expected:
+        # ArrayRecord finds no records in a file that it could not open.
         try:
             path.open("rb").close()
         except OSError as error:
@@ -260,8 +430,15 @@ def _open_shard(path: pathlib.Path, shard: Shard) -> Any:
                 f"shard {path} cannot be opened ({error_message(error)}); this process may open "
                 f"{limit} files: raise the limit with ulimit -n"
             ) from error
-        raise _damaged(path, f"it has {rows} readable rows instead of {shard.rows}")
+        raise _damaged(path, f"it has {records} readable records instead of {expected}")
     return reader
+
+
+def open_array_record(path: pathlib.Path) -> Any:
+    """Opens a local ArrayRecord file for random access."""
+    return _array_record().ArrayRecordReader(
+        str(path), "readahead_buffer_size:0,max_parallelism:0", file_reader_buffer_size=1 << 15
+    )
 
 
 def _damaged(path: pathlib.Path, what: str) -> UserError:

@@ -17,6 +17,7 @@ from etils import epath
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, warn
+from qwen3next_jax.common.installation import how_to_install
 
 STANDARD_LIBRARY = "Python standard library"
 _STDLIB_SKIPPED_DIRECTORIES = {
@@ -261,8 +262,7 @@ def _remote_files(path: str) -> list[SourceFile]:
         )
     with (
         as_user_error(
-            f"data.path {path!r}: {scheme}:// needs another package: pip install "
-            "'qwen3next-jax[remote]'",
+            f"data.path {path!r}: {scheme}:// needs another package: {how_to_install('remote')}",
             ImportError,
         ),
         # the library of every object store raises errors of its own

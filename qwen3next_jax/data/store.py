@@ -2,8 +2,10 @@
 processes, on any hosts, may prepare into it at once and may be killed at any time.
 
 Names are relative to the folder. A file or folder is written in `.partial/`, under a name that no
-other process uses, and then gets its own name in one rename. Only this module relies on the folder
-being in a local (or mounted) file system.
+other process uses, and then gets its own name in one rename.
+
+In a bucket, files are written on the local disk and then uploaded. An object appears whole by
+itself; a folder is there once its `metadata.json` is, which is uploaded last.
 """
 
 import contextlib
@@ -11,34 +13,45 @@ import json
 import os
 import pathlib
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from typing import Any
 
 from qwen3next_jax.common import digests, durable, json_files
 from qwen3next_jax.common.errors import UserError, error_message
+from qwen3next_jax.common.storage import BucketPath, local_copy, to_path
 
-# If nothing was written to an entry of `.partial/` for so long, its process was killed.
+# If nothing was written to an entry of `.partial/` for so many seconds, its process is assumed to
+# have been killed.
 LEASE_SECONDS = 3600
 _PARTIAL = ".partial"
+_LAST = "metadata.json"  # the file of a folder that is uploaded last
 
 
 class Store:
     """The folder of prepared data, `data.prepared_dir`. A `Store` can be pickled."""
 
     def __init__(self, root: str | os.PathLike):
-        self.root = pathlib.Path(root).expanduser()
+        self.root = to_path(root).expanduser()
 
-    def path(self, name: str) -> pathlib.Path:
+    def path(self, name: str) -> pathlib.Path | BucketPath:
         """Returns the path of the file or folder `name`."""
         return self.root / name
 
     def exists(self, name: str) -> bool:
-        return self.path(name).exists()
+        path = self.path(name)
+        if isinstance(path, BucketPath):
+            return path.is_file() or (path / _LAST).is_file()
+        return path.exists()
 
     def names(self, pattern: str) -> list[str]:
         """Returns the names that match a glob, sorted."""
         return sorted(p.relative_to(self.root).as_posix() for p in self.root.glob(pattern))
+
+    def local(self, name: str) -> contextlib.AbstractContextManager[pathlib.Path]:
+        """Yields a local path of the file `name`, downloaded if the store is in a bucket."""
+        return local_copy(self.path(name))
 
     def read_record(self, name: str) -> dict[str, Any]:
         """Returns the content that `write_record` wrote under `name`.
@@ -74,6 +87,11 @@ class Store:
         Raises:
           UserError: the disk is full, or the folder cannot be written to.
         """
+        if isinstance(self.root, BucketPath):
+            with tempfile.TemporaryDirectory() as folder:
+                yield (path := pathlib.Path(folder) / "file")
+                self._upload(path, self.root / name)
+            return
         with self._partial() as path:
             yield path
             durable.fsync(path)
@@ -89,6 +107,12 @@ class Store:
         Raises:
           UserError: the disk is full, or the folder cannot be written to.
         """
+        if isinstance(self.root, BucketPath):
+            with tempfile.TemporaryDirectory() as folder:
+                yield (path := pathlib.Path(folder))
+                for file in sorted(path.iterdir(), key=lambda file: file.name == _LAST):
+                    self._upload(file, self.root / name / file.name)
+            return
         with self._partial() as path:
             path.mkdir()
             yield path
@@ -99,6 +123,15 @@ class Store:
             except OSError:
                 if not self.exists(name):
                     raise
+
+    def _upload(self, file: pathlib.Path, target: BucketPath) -> None:
+        try:
+            target.write_bytes(file.read_bytes())
+        except OSError as error:
+            raise UserError(
+                f"data.prepared_dir {str(self.root)!r}: cannot be written to "
+                f"({error_message(error)})"
+            ) from error
 
     @contextlib.contextmanager
     def _partial(self) -> Iterator[pathlib.Path]:
@@ -116,6 +149,8 @@ class Store:
 
     def remove_leftovers(self) -> None:
         """Removes the unfinished files and folders of killed processes of all hosts."""
+        if isinstance(self.root, BucketPath):  # there are none
+            return
         leftovers = [
             path
             for pattern in (f"{_PARTIAL}/*", ".*.*.*.*")  # the second pattern is that of format 1

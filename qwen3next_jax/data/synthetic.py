@@ -34,9 +34,8 @@ from qwen3next_jax.data.preparation import Progress
 from qwen3next_jax.data.tokens import Tokenizer
 
 TRAIN_SPLIT, HELDOUT_SPLIT = 0, 1
-SEPARATOR = (
-    0  # the first token of copy and backcopy rows, and the token between the halves of a copy row
-)
+# The first token of copy and backcopy rows, and the token between the halves of a copy row.
+SEPARATOR = 0
 _TRIGGERS = 3
 
 

@@ -4,17 +4,22 @@
     datatrove    `.ds`, with a `.ds.index` beside it
     OLMo         `.npy`, with or without NumPy's header
     llm.c        `.bin`
+    levanter     `shard_ledger.json`, with the folder `input_ids` beside it: two arrays in zarr's
+                 format 3, `data` and `offsets`. Entry 0 of `offsets` is the number of documents;
+                 entry i, from 1 on, is where document i - 1 ends in `data`.
 
-The index files of Megatron-LM and datatrove say where documents end. In files of OLMo and llm.c,
-the end token marks the end of each document.
+The indices of Megatron-LM, datatrove and levanter say where documents end. In files of OLMo and
+llm.c, the end token marks the end of each document.
 """
 
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common import json_files
+from qwen3next_jax.common.errors import UserError, as_user_error, error_message, require
 from qwen3next_jax.data.sources import SourceFile, is_remote
 from qwen3next_jax.data.tokens import Tokenizer
 
@@ -23,6 +28,7 @@ _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 # A file of llm.c begins with a header of 256 int32. First int32 of the header → dtype of the
 # tokens.
 _LLM_C_MAGIC = {20240520: "<u2", 20240801: "<u4"}
+_LEDGER = "shard_ledger.json"
 _READ_AT_ONCE = 1 << 24  # tokens
 
 
@@ -30,15 +36,32 @@ def kind(name: str) -> str:
     """Returns the name of the format of a file of tokens, by the file's lower-case name; "" for any
     other file.
     """
+    if name == _LEDGER:
+        return "levanter"
     endings = {".idx": "megatron", ".ds": "datatrove", ".npy": "olmo", ".bin": "llm.c"}
     return next((kind for ending, kind in endings.items() if name.endswith(ending)), "")
 
 
 def companion(path: pathlib.Path) -> pathlib.Path | None:
-    """Returns the second file that is needed to read a file of tokens; None if there is none."""
+    """Returns the second file or folder that is needed to read a file of tokens; None if there is
+    none.
+    """
     if path.name.endswith(".idx"):
         return path.with_suffix(".bin")
+    if path.name == _LEDGER:
+        return path.parent / "input_ids"
     return path.with_name(path.name + ".index") if path.name.endswith(".ds") else None
+
+
+def companion_files(path: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the companion of a file of tokens, or all files in it if it is a folder, sorted.
+    Empty if there is none.
+    """
+    other = companion(path)
+    if other is None:
+        return []
+    inside = sorted(file for file in other.rglob("*") if file.is_file())
+    return inside if other.is_dir() else [other] * other.exists()
 
 
 def read(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
@@ -54,6 +77,7 @@ def read(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, i
     other = companion(path)
     require(other is None or other.exists(), f"{path}: {other} is missing beside it")
     reader = {"megatron": _megatron, "datatrove": _datatrove, "olmo": _olmo, "llm.c": _llm_c}
+    reader["levanter"] = _levanter
     tokens, ends = reader[kind(path.name.lower())](path, tokenizer)
     pieces = _at_end_tokens(path, tokens, tokenizer) if ends is None else _at(tokens, ends)
     for ids, stop in pieces:
@@ -138,6 +162,65 @@ def _datatrove(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np
         f"{ends[-1] if len(ends) else 'nothing'}: it is cut short, or of another tokenizer",
     )
     return tokens, ends
+
+
+class _Blocks:
+    """An array of tokens on disk, which is read in blocks. Slices have to be taken in order.
+
+    Args:
+      array: a tensorstore.TensorStore, int [at least `length`].
+      length: number of its tokens.
+    """
+
+    def __init__(self, array: Any, length: int):
+        self._array, self._length = array, length
+        self._start = 0
+        self._block = np.zeros(0, np.int32)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, tokens: slice) -> np.ndarray:
+        first, stop = tokens.start - self._start, tokens.stop - self._start
+        if stop > len(self._block):
+            end = min(max(tokens.start + _READ_AT_ONCE, tokens.stop), self._length)
+            self._block = self._array[tokens.start : end].read().result()
+            self._start, first, stop = tokens.start, 0, tokens.stop - tokens.start
+        return self._block[first:stop]
+
+
+def _levanter(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[_Blocks, np.ndarray]:
+    import tensorstore  # takes a while, and only these files need it
+
+    del tokenizer
+
+    def opened(name: str) -> Any:
+        folder = path.parent / "input_ids" / name
+        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder.absolute()}/"}}
+        try:
+            return tensorstore.open(spec, open=True).result()
+        except ValueError as error:
+            raise UserError(
+                f"{folder}: not an array of levanter ({error_message(error)})"
+            ) from error
+
+    with as_user_error(f"{path}: not a ledger of levanter", ValueError):
+        finished = json_files.read(path).get("is_finished", True)
+    require(bool(finished), f"{path}: the cache is not finished, by what it says")
+    offsets, data = opened("offsets"), opened("data")
+    documents = int(offsets[0].read().result())
+    ends = np.asarray(offsets[1 : documents + 1].read().result())
+    require(
+        data.dtype.numpy_dtype.kind in "ui" and data.rank == 1,
+        f"{path}: its tokens are of type {data.dtype.name}: expected integers [n]",
+    )
+    in_all = int(ends[-1]) if documents else 0
+    require(
+        in_all > 0 and bool((np.diff(ends, prepend=0) >= 0).all()) and in_all <= data.shape[0],
+        f"{path}: its {documents} offsets end at {in_all} of {data.shape[0]} tokens: it is empty "
+        "or damaged",
+    )
+    return _Blocks(data, in_all), ends
 
 
 def _olmo(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, None]:

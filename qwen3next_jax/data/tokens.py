@@ -16,6 +16,7 @@ import tokenizers
 from etils import epath
 
 from qwen3next_jax.common import digests, json_files
+from qwen3next_jax.common.storage import is_bucket, to_path
 from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, require, short_repr
 from qwen3next_jax.data import fast_bpe
 
@@ -62,8 +63,9 @@ class Tokenizer(Protocol):
         """
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, int32 [n], with `eos_id` at the end. An added token that a
-        text contains in writing is encoded as ordinary text, unless it is one of `parse_tokens`.
+        """Returns the ids of each text, int32 or uint16 [n], with `eos_id` at the end. An added
+        token that a text contains in writing is encoded as ordinary text, unless it is one of
+        `parse_tokens`.
 
         Raises:
           fast_bpe.Differs: the faster library gives other ids; the caller has to use `fallback`.
@@ -129,13 +131,14 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         documents = self.encode_documents(text.split(END_OF_TEXT))
-        return np.concatenate(documents)[:-1]
+        return np.concatenate(documents)[:-1].astype(np.int32)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         documents = []
         for text in texts:
             data = text.encode("utf-8")
-            ids = np.full(len(data) + 1, self.eos_id, np.int32)
+            # A long document takes half the memory of int32.
+            ids = np.full(len(data) + 1, self.eos_id, np.uint16)
             ids[:-1] = np.frombuffer(data, np.uint8)
             documents.append(ids)
         return documents
@@ -165,7 +168,7 @@ class HuggingFaceTokenizer:
     reads_text = True
 
     def __init__(self, spec: str, parse_tokens: Sequence[str] = ()):
-        path = epath.Path(spec)
+        path = to_path(spec) if is_bucket(spec) else epath.Path(spec)
         path = path / "tokenizer.json" if path.is_dir() else path
         if not path.exists():
             raise UserError(
@@ -297,7 +300,8 @@ class HuggingFaceTokenizer:
         for text in texts:
             if normalizer is not None and not (keeps_ascii and text.isascii()):
                 text = normalizer.normalize_str(text)
-            yield np.array(self._fast.encode_ordinary(text), np.int32)
+            ids = self._fast.encode_ordinary(text)
+            yield np.fromiter(ids, np.int32, len(ids))  # faster than np.array
 
     def _encode_slowly(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         start = characters = 0

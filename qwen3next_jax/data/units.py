@@ -203,7 +203,7 @@ def _make_unit(
                     count += len(tokens)
                     ends.append(count)
                     hashes.append(text_hash(text))
-                    sizes.append(len(text.encode()))
+                    sizes.append(sum(len(piece.encode()) for piece in _pieces(text)))
                     numbers.append(number)
                     for start in range(0, len(tokens), _WRITTEN_AT_ONCE):
                         some = tokens[start : start + _WRITTEN_AT_ONCE]
@@ -278,6 +278,11 @@ def text_hash(text: str) -> int:
     return int.from_bytes(digest.digest(), "big")
 
 
+def _pieces(text: str) -> Iterator[str]:
+    for start in range(0, len(text), _BATCH_CHARACTERS):
+        yield text[start : start + _BATCH_CHARACTERS]
+
+
 _SPACE = re.compile(r"\s")
 
 
@@ -326,11 +331,13 @@ def open_unit(store: Store, unit: Unit) -> tuple[np.ndarray, np.ndarray]:
             f"{path} is damaged (it has {path.stat().st_size} bytes instead of {unit.size}): "
             f"{remedy}"
         )
-    if digests.sha256_file(path) != unit.content:
-        raise UserError(f"{path} is damaged (its bytes have another digest): {remedy}")
-    if not unit.documents:
-        return np.zeros(0, unit.dtype), np.zeros(0, DOCUMENT)
-    dtype = np.dtype(unit.dtype).newbyteorder("<")
-    tokens = np.memmap(path, dtype, "r", shape=(unit.tokens,))
-    table = np.fromfile(path, DOCUMENT, offset=unit.tokens * dtype.itemsize)
-    return tokens, table
+    # The memory map of a downloaded file stays valid after its name is gone.
+    with store.local(_name(unit.key, "tokens")) as local:
+        if digests.sha256_file(local) != unit.content:
+            raise UserError(f"{path} is damaged (its bytes have another digest): {remedy}")
+        if not unit.documents:
+            return np.zeros(0, unit.dtype), np.zeros(0, DOCUMENT)
+        dtype = np.dtype(unit.dtype).newbyteorder("<")
+        tokens = np.memmap(local, dtype, "r", shape=(unit.tokens,))
+        table = np.fromfile(local, DOCUMENT, offset=unit.tokens * dtype.itemsize)
+        return tokens, table

@@ -18,17 +18,21 @@ def generate_until(
     rows: int,
     **options,
 ) -> list[str]:
-    """Returns the text that the model generates after each prompt, up to the end of the document
-    or the first stop string.
+    """Generates a continuation of each prompt.
 
-    Decoding ends as soon as every row has met one of its stop strings.
+    A continuation ends before the first of its stop strings, at the end token of the tokenizer, or
+    at the limit `max_new_tokens`. Decoding of the batch ends when every row has a stop string or
+    has ended.
 
     Args:
       prompts: int arrays of token ids, at least one and at most `rows`.
-      stops: for each prompt, the strings before which its text ends.
+      stops: for each prompt, its stop strings.
       rows: the number of rows that are decoded. The last prompt is repeated to fill the batch, so
         that batches of all sizes run the same compiled program.
-      options: further arguments of `inference.generate`.
+      options: further arguments of `inference.decode.generate`, such as `max_new_tokens`.
+
+    Returns:
+      The new text of each prompt, without the stop string.
     """
     filled = [*prompts, *[prompts[-1]] * (rows - len(prompts))]
     pieces: list[list[np.ndarray]] = []

@@ -1,7 +1,7 @@
 """The interface of an evaluation, and functions that check and construct evaluations by name.
 
-An evaluation is a subclass of `Evaluation`, named by an entry of `config.registry.EVALUATIONS` or
-by the import string "package.module:Class".
+An evaluation is a subclass of `Evaluation`. Its name is a key of `config.registry.EVALUATIONS`, or
+an import string, "package.module:Class".
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ _BYTE_IDS = 256  # token ids below this are the single bytes in a byte-level voc
 
 @dataclasses.dataclass(frozen=True)
 class EvalOptions:
-    """What the user may choose about every evaluation.
+    """Options that the user may set for all evaluations.
 
     Attributes:
-      rows: number of rows that each evaluation reads; None: the evaluation's own number.
+      rows: number of rows that each evaluation reads; None: each evaluation's own default.
       lengths: row lengths in tokens, for induction, copy and niah.
       pairs: numbers of key-value pairs in a row, for mqar.
     """
@@ -54,9 +54,9 @@ class EvalContext:
       config: the model's configuration.
       graphdef: the graph definition of the `Qwen3Next`; `nnx.merge` adds parameters to it.
       tokenizer: turns text into the model's tokens.
-      open_data: opens the data with the held-out rows. Only evaluations that read held-out rows
-        call it.
-      options: what the user chose.
+      open_data: function that opens the data with the held-out rows. Only evaluations that read
+        held-out rows call it.
+      options: the user's options.
       mesh: the mesh on which the parameters lie, or None for a single device. If several
         processes share the mesh, each of them runs every evaluation on the same rows.
     """
@@ -78,8 +78,9 @@ class EvalContext:
         return self.open_data().heldout(self.options.rows or rows)
 
     def scorer(self, params: dict) -> Scorer:
-        """Returns a function that computes, for the rows that it is given, the loss of every token
-        and the token that the model finds most likely in its place.
+        """Returns a scorer of the model with these parameters: a function that computes, for the
+        tokens of given rows, each token's loss and the token that the model finds most likely at
+        its place (`scoring.Scorer`).
         """
         return make_scorer(self._score_step, params, self.mesh)
 
@@ -98,11 +99,12 @@ class Evaluation:
     any parameters of its model.
 
     Attributes:
-      metrics: the declaration of every kind of number that `run` returns. A metric measured under
-        several conditions has a value named "kind/condition" for each.
-      needs_text: whether the evaluation requires a model whose tokens stand for text.
-      settings: the settings of `EvalConfig` that the evaluation reads, out of "suite_lengths" and
-        "suite_pairs"; None: it may read both. A setting that no evaluation reads is refused.
+      metrics: name → declaration of every metric that `run` returns. If `run` measures a metric
+        under several conditions, it returns one number per condition, named "metric/condition".
+      needs_text: whether the evaluation requires a model that was trained on text.
+      settings: which of the settings "suite_lengths" and "suite_pairs" of `EvalConfig` the
+        evaluation reads; None: it may read both. A run refuses a setting that none of its
+        evaluations reads.
     """
 
     metrics: ClassVar[Mapping[str, Metric]] = {}
@@ -113,7 +115,9 @@ class Evaluation:
         self.eval_context = eval_context
 
     def __init_subclass__(cls, **options):
-        """Accepts the names that evaluations written for earlier versions use."""
+        """Accepts the old attribute names `figures` and `context` of evaluations that were written
+        for earlier versions.
+        """
         super().__init_subclass__(**options)
         for old, new in {"figures": "metrics", "context": "required_context"}.items():
             if old in cls.__dict__ and new not in cls.__dict__:
@@ -126,14 +130,15 @@ class Evaluation:
 
     @classmethod
     def required_context(cls, options: EvalOptions) -> int:
-        """Returns the length in tokens of the longest row that the evaluation makes; 0 if it makes
-        none.
+        """Returns the length in tokens of the longest row that the evaluation generates; 0 if it
+        generates no rows. `check_evaluations` compares it with the model's context length.
         """
         return 0
 
     @classmethod
     def check(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
-        """Checks requirements on a model beyond `needs_text` and `required_context`.
+        """Checks the evaluation's requirements on a model other than `needs_text` and
+        `required_context`. The base class has no other requirements.
 
         Raises:
           UserError: the evaluation cannot run on a model of this config.
@@ -143,10 +148,10 @@ class Evaluation:
         """Evaluates the model with these parameters and returns the measured numbers by name.
 
         Args:
-          params: the model's parameters, sharded over the mesh like those of the train state.
+          params: the model's parameters, sharded over the mesh as in the train state.
 
         Returns:
-          the same numbers in every process.
+          Name → number: "metric", or "metric/condition". All processes get the same numbers.
         """
         raise NotImplementedError
 
@@ -192,7 +197,14 @@ def check_evaluations(
 def make_evaluations(
     names: Sequence[str], eval_context: EvalContext, setting: str = "eval.suites"
 ) -> dict[str, Evaluation]:
-    """Checks the named evaluations as `check_evaluations` does, and constructs them."""
+    """Checks the named evaluations and constructs them.
+
+    Returns:
+      Name → evaluation.
+
+    Raises:
+      UserError: as `check_evaluations` raises it.
+    """
     check_evaluations(
         names, eval_context.options, eval_context.config, eval_context.tokenizer, setting
     )
@@ -200,5 +212,7 @@ def make_evaluations(
 
 
 def synthetic_vocab_size(config: ModelConfig, tokenizer: Tokenizer) -> int:
-    """Returns the number of token ids that synthetic rows use: ids 0 … number - 1."""
+    """Returns the number n of token ids that rows of synthetic tasks use, 0 … n - 1: the ids of
+    single bytes if the tokenizer reads text, otherwise the whole vocabulary.
+    """
     return min(config.vocab_size, _BYTE_IDS) if tokenizer.reads_text else config.vocab_size

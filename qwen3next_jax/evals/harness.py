@@ -1,7 +1,8 @@
 """The interface that lm-evaluation-harness requires of a model.
 
-The harness is optional: `pip install 'qwen3next-jax[evals]'`. A forward pass over context and
-continuation gives log-likelihoods; the cached decoder generates text.
+The harness is an optional dependency: `pip install 'qwen3next-jax[evals]'`. `HarnessModel` computes
+log-likelihoods in one forward pass over context and continuation, and generates text with the
+cached decoder.
 
 Letters: B batch, T time.
 """
@@ -25,15 +26,17 @@ _MAX_NEW_TOKENS = 256  # the limit for tasks that set none
 
 
 class HarnessModel(TemplateLM):
-    """A model and its tokenizer, as lm-evaluation-harness calls them.
+    """A model and its tokenizer, with the methods that lm-evaluation-harness calls.
 
     Args:
-      max_length: the most tokens of context and continuation together; a longer context loses its
-        beginning. At most the model's context length.
-      batch_size: rows of one forward pass.
+      model: the model with its parameters.
+      tokenizer: the tokenizer of the model.
+      max_length: the largest number of tokens of context and continuation together. The beginning
+        of a longer context is cut off. The model's context length limits this number.
+      batch_size: number of rows of one forward pass.
       mesh: the mesh on which the parameters lie; None for a single device.
-      speculative: tokens that the multi-token prediction module drafts per pass when the model
-        generates text; 0: none.
+      speculative: number of tokens that the multi-token prediction module drafts per pass when the
+        model generates text; 0: no drafts.
 
     Raises:
       UserError: the model cannot draft so many tokens.
@@ -87,8 +90,11 @@ class HarnessModel(TemplateLM):
           requests: a tuple (text, context token ids, continuation token ids) for each request.
 
         Returns:
-          for each request, the log-probability of the continuation (nats) and whether greedy
-          decoding would generate the continuation.
+          For each request, the log-probability of the continuation given the context (nats), and
+          whether greedy decoding would generate the continuation.
+
+        Raises:
+          UserError: a continuation is longer than `max_length`.
         """
         rows = [
             (context + continuation)[-(self.max_length + 1) :]
@@ -134,9 +140,12 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """Continues each context up to the first of the task's stop strings.
+        """Continues the context of each request up to the first of the request's stop strings.
 
-        Decoding is greedy, unless the task sets `do_sample`.
+        Decoding is greedy, unless the options of the request set `do_sample`.
+
+        Raises:
+          UserError: a request asks for so many tokens that `max_length` leaves none for the prompt.
         """
         # Requests with the same limit and temperature are decoded together.
         groups: dict[tuple[int, float], list[int]] = {}
@@ -166,7 +175,9 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _limit_and_temperature(self, options: dict) -> tuple[int, float]:
-        """Returns the most tokens to generate and the sampling temperature, 0 for greedy."""
+        """Returns the largest number of tokens to generate, and the sampling temperature, which is
+        0 for greedy decoding.
+        """
         max_new_tokens = int(options.get("max_gen_toks", _MAX_NEW_TOKENS))
         if max_new_tokens >= self.max_length:
             raise UserError(
@@ -178,7 +189,9 @@ class HarnessModel(TemplateLM):
         return max_new_tokens, float(options.get("temperature", 0.0)) if sampled else 0.0
 
     def _encode_prompt(self, context: str, longest: int) -> np.ndarray:
-        """Returns the last `longest` tokens of the context; the prefix token if it is empty."""
+        """Returns the last `longest` tokens of the context; the prefix token alone if the context
+        has no tokens.
+        """
         return np.array((self.tok_encode(context) or [self.prefix_token_id])[-longest:], np.int32)
 
 
@@ -189,16 +202,16 @@ def _stop_strings(options: dict) -> list[str]:
 
 
 def _batches_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Groups indices into batches of similar length, the longest first: if memory runs out, it
-    does so in the first batch.
+    """Divides the indices of `lengths` into batches of at most `size` rows of similar length. The
+    longest rows come first, so that a lack of memory shows in the first batch.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     return [order[i : i + size] for i in range(0, len(order), size)]
 
 
 def _pad_rows(rows: Sequence[Sequence[int]], count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (tokens, segment_ids) [count, T] with the rows at the start, padded with zeros. T is
-    a power of two, so that few shapes are compiled.
+    """Returns tokens and segment ids, both [count, T]. The first entries hold the rows, padded with
+    zeros; the other entries are empty rows. T is a power of two, so that few shapes are compiled.
     """
     length = max(16, 1 << (max(map(len, rows)) - 1).bit_length())
     tokens_BT = np.zeros((count, length), np.int32)

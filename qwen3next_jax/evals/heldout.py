@@ -1,5 +1,6 @@
-"""The held-out evaluation: loss, perplexity, bits per byte and accuracy of the next token, and
-the loss and the acceptance of drafts at every depth of multi-token prediction (MTP).
+"""The held-out evaluation: loss, perplexity, bits per byte and accuracy of next-token prediction on
+held-out rows; and for every depth of multi-token prediction (MTP), its loss and the share of its
+drafts that greedy decoding would accept.
 
 Letters: B batch, T time, D model, V vocabulary.
 """
@@ -25,8 +26,9 @@ Batch = dict[str, jax.Array]
 
 
 class Heldout(Evaluation):
-    """The evaluation "heldout". Its main metric is bits per byte, or, if the model's tokens do not
-    stand for text, accuracy.
+    """The evaluation "heldout". Its main metrics are bits per byte and the acceptance of drafts. If
+    the model was trained on a synthetic task, accuracy is a main metric too, and there are no bits
+    per byte.
     """
 
     metrics = {
@@ -58,13 +60,15 @@ class Heldout(Evaluation):
 def make_heldout_step(
     graphdef: nnx.GraphDef, mesh: Mesh | None = None
 ) -> Callable[[dict, Batch, jax.Array], dict[str, jax.Array]]:
-    """Returns a jitted function (params, batch, token_bytes) → sums over the tokens of the batch.
+    """Returns a jitted function (params, batch, token_bytes) → dict of sums over the tokens of the
+    batch. `summarise` turns the sums over all batches into metrics.
 
+    `batch` has the arrays "tokens" and "segment_ids" [B, T] and may have "target_mask" [B, T].
     `token_bytes` [V] int32 is the number of UTF-8 bytes of each token, 0 for special tokens.
-    `summarise` turns the sums over all batches into metrics.
 
     Args:
-      mesh: as in `Qwen3Next.features`.
+      graphdef: the graph definition of the `Qwen3Next`.
+      mesh: the mesh on which the parameters lie; None for a single device.
     """
 
     def step(params, batch, token_bytes):
@@ -74,11 +78,11 @@ def make_heldout_step(
         features = model.features(tokens_BT, segment_ids_BT, mesh=mesh)
 
         def predict(hidden_BTD, offset):
-            """Predicts from every position the token `offset` positions later.
+            """Predicts from every position t the token at position t + `offset`.
 
             Returns:
-              the sum of the losses in nats; is_target [B, T] bool, whether that token is a
-              target; guess [B, T], the most likely token.
+              The sum of the losses in nats; is_target [B, T] bool, whether the loss counts the
+              token at t + `offset`; guess [B, T], the most likely token.
             """
             is_target_BT = target_positions(batch, offset)
             nll, _, guess_BT, _ = model.cross_entropy(
@@ -118,10 +122,12 @@ def make_heldout_step(
 def evaluate_heldout(
     step: Callable, params: dict, batches: Iterable[Batch], token_bytes: np.ndarray
 ) -> dict[str, float]:
-    """Runs `step` over the batches, adds its sums up, and returns what `summarise` makes of them.
+    """Runs `step` over the batches, adds up its results, and returns the metrics of `summarise`.
 
     Args:
       step: the function that `make_heldout_step` returned.
+      params: the model's parameters.
+      batches: the arguments `batch` of `step`.
       token_bytes: [V] int32, the number of UTF-8 bytes of each token, 0 for special tokens.
     """
     token_bytes = jnp.asarray(token_bytes)
@@ -139,9 +145,10 @@ def summarise(total: dict[str, float]) -> dict[str, float]:
       loss: nats per token.
       perplexity: per token.
       accuracy: the share of targets that are the trunk's most likely token.
-      bits_per_byte: absent if tokens do not stand for text (synthetic tasks).
-      targets, bytes: the number of tokens, and of their UTF-8 bytes, that were predicted.
-      mtp_loss/d: nats per token, for each MTP depth d.
+      bits_per_byte: the loss in bits per UTF-8 byte of the text; absent for synthetic tasks, whose
+        tokens have no bytes.
+      targets, bytes: the number of tokens that were predicted, and of their UTF-8 bytes.
+      mtp_loss/d: nats per token, for each MTP depth d from 0.
       mtp_acceptance/d: the share of positions at which the drafts of depths 0 … d all match the
         trunk's own greedy tokens.
     """

@@ -1,5 +1,5 @@
-"""Measures the loss by the token's position in its document, which shows whether the model uses a
-long context.
+"""Measures how the loss of a token depends on its position in its document. If the model uses a
+long context, the loss falls with the position.
 
 Letters: B batch, T time.
 """
@@ -37,18 +37,18 @@ class LossByPosition(Evaluation):
 def loss_by_position(
     scorer: Scorer, batches: Iterable[Batch], token_bytes: np.ndarray
 ) -> dict[str, float]:
-    """Computes the mean loss of tokens by the number of tokens before them in their document.
-
-    The buckets double in size: 1, 2-3, 4-7, … tokens before.
+    """Computes the mean loss of tokens in buckets. A token's bucket depends on the number of tokens
+    before it in its document: 1, 2-3, 4-7, …
 
     Args:
+      scorer: computes the loss of every token.
       batches: host arrays "tokens" and "segment_ids" [B, T]; "target_mask" [B, T], where present,
         says which tokens count.
       token_bytes: [V] int32, the number of UTF-8 bytes of each token.
 
     Returns:
       loss/FIRST-LAST: nats per token, for every bucket that has tokens.
-      bits_per_byte/FIRST-LAST: absent if tokens do not stand for text.
+      bits_per_byte/FIRST-LAST: the loss in bits per UTF-8 byte; absent for synthetic tasks.
       targets/FIRST-LAST: the number of tokens in the bucket.
       loss, bits_per_byte, targets: the same over all buckets.
     """
@@ -74,13 +74,20 @@ def loss_by_position(
 
 
 def _bucket_metrics(suffix: str, nll: float, targets: float, n_bytes: float) -> dict[str, float]:
-    """Returns the metrics of one bucket from its sums: of losses (nats), tokens and bytes."""
+    """Returns the metrics of one bucket.
+
+    Args:
+      suffix: the end of the metrics' names.
+      nll: the sum of the losses of the bucket's tokens, in nats.
+      targets: the number of these tokens.
+      n_bytes: the number of their UTF-8 bytes.
+    """
     bits = {f"bits_per_byte{suffix}": nll / n_bytes / math.log(2)} if n_bytes else {}
     return {f"loss{suffix}": nll / targets} | bits | {f"targets{suffix}": targets}
 
 
 def _position_in_document(segment_ids_BT: np.ndarray) -> np.ndarray:
-    """Returns [B, T], for each token the number of tokens before it in its document."""
+    """Returns the number of tokens before each token in its document, [B, T]."""
     index_BT = np.broadcast_to(np.arange(segment_ids_BT.shape[1]), segment_ids_BT.shape)
     starts_BT = np.pad(
         segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=True

@@ -1,9 +1,9 @@
 """Evaluations of recall: multi-query associative recall (MQAR), induction, copying, and needles in
 a haystack.
 
-Each of them takes one forward pass over prompt and answer. Greedy decoding would give the right
-answer exactly if the model's most likely token is right at every token of the answer, given the
-right tokens before it.
+Each evaluation takes one forward pass over a prompt and the right answer, and compares the model's
+most likely token with each token of the answer. If all are equal, greedy decoding would generate
+the right answer.
 
 Letters: B batch, T time.
 """
@@ -55,8 +55,9 @@ _WORDS = (
 
 
 class _SyntheticTask(Evaluation):
-    """A task of `data.synthetic`, on rows of each length (or with each number of pairs) that the
-    options list.
+    """The base class of evaluations on a task of `data.synthetic`. It measures accuracy under
+    several conditions: for each row length in `options.lengths`, or in MQAR for each number of
+    pairs in `options.pairs`.
     """
 
     metrics = {"accuracy": Metric("accuracy", "share", "higher", main=True)}
@@ -89,8 +90,8 @@ class _SyntheticTask(Evaluation):
 
 
 class AssociativeRecall(_SyntheticTask):
-    """The evaluation "mqar": rows of 64 tokens, as publications use, or longer if the pairs need
-    more.
+    """The evaluation "mqar", multi-query associative recall. A row has 64 tokens, as in
+    publications, or more if its key-value pairs and queries need more.
     """
 
     settings = ("suite_pairs",)
@@ -102,20 +103,20 @@ class AssociativeRecall(_SyntheticTask):
 
 
 class Induction(_SyntheticTask):
-    """The evaluation "induction"."""
+    """The evaluation "induction", on the task of this name in `data.synthetic`."""
 
     task = "induction"
 
 
 class Copy(_SyntheticTask):
-    """The evaluation "copy"."""
+    """The evaluation "copy", on the task of this name in `data.synthetic`."""
 
     task = "copy"
 
 
 class NeedleInAHaystack(Evaluation):
-    """The evaluation "niah": the model must repeat a value hidden in a long text, in the three
-    kinds that `needle_accuracy` lists.
+    """The evaluation "niah", needle in a haystack: the model is asked for a value that a sentence
+    in a long text states. `needle_accuracy` describes the three kinds of values and texts.
     """
 
     metrics = {
@@ -138,7 +139,9 @@ class NeedleInAHaystack(Evaluation):
 
     @functools.cached_property
     def _haystack(self) -> np.ndarray:
-        """Returns held-out tokens [n], so many that rows can start at many places in them."""
+        """Held-out tokens [n], from which the text of the rows is drawn. There are at least twice
+        as many as a row has, if the data have so many, so that rows can start at many places.
+        """
         parts = []
         enough = max(_HAYSTACK_TOKENS, 2 * max(self.eval_context.options.lengths))
         for batch in self.eval_context.open_data().heldout():
@@ -162,9 +165,10 @@ class NeedleInAHaystack(Evaluation):
 def task_accuracy(
     scorer: Scorer, task: str, length: int, ids: int, rows: int, pairs: int = 8
 ) -> float:
-    """Returns the share of a synthetic task's targets that are the model's most likely token.
+    """Returns the share of the tokens to predict in a synthetic task that the model predicts.
 
     Args:
+      scorer: computes the model's most likely token at every position.
       task: the name of a task of `data.synthetic`.
       length: tokens of each row.
       ids: the task uses token ids below this number.
@@ -180,7 +184,7 @@ def task_accuracy(
 
 
 def _task_rows(task: str, length: int, ids: int, pairs: int) -> TaskRows:
-    """Returns the held-out rows of a synthetic task, which it makes when they are indexed."""
+    """Returns the held-out rows of a synthetic task. A row is generated when it is indexed."""
     return TaskRows(task, length, ids, SyntheticConfig(pairs=pairs), seed=0, split=HELDOUT_SPLIT)
 
 
@@ -189,17 +193,21 @@ def needle_accuracy(
 ) -> tuple[float, float]:
     """Measures single-needle retrieval (S-NIAH) as in RULER (arXiv 2404.06654).
 
-    The depths of the needles are spread evenly over the rows.
+    The needle is a sentence that states a value. In each row it is at another depth of the text;
+    the depths of the rows have equal distances.
 
     Args:
-      kind: 1: a number in repeated noise; 2: a number in text; 3: a 32-digit identifier in text.
+      scorer: computes the model's most likely token at every position.
+      kind: 1: the value is a number, and the text repeats the same sentences; 2: the value is a
+        number, and the text is part of `haystack`; 3: the value is an identifier of 32 hexadecimal
+        digits, and the text is part of `haystack`.
       length: tokens of prompt and answer together.
       rows: the number of rows.
       haystack: [n] token ids of running text, for kinds 2 and 3.
 
     Returns:
-      the share of rows in which every token of the answer is the model's most likely token;
-      the share of the tokens of all answers that are the model's most likely token.
+      The share of rows in which every token of the answer is the model's most likely token; the
+      share of the tokens of all answers that are the model's most likely token.
 
     Raises:
       UserError: `length` is too small, or `haystack` is too short.
@@ -223,13 +231,16 @@ def _needle_row(
     depth: float,
     haystack: np.ndarray,
 ) -> tuple[np.ndarray, int]:
-    """Makes a row: text that contains one fact, then a question about it, then the answer.
+    """Makes a row: text that contains the needle, then a question about its value, then the answer.
 
     Args:
-      depth: where the fact is, from 0 (start of the text) to 1 (its end).
+      depth: the place of the needle, from 0 (start of the text) to 1 (end of the text).
 
     Returns:
-      tokens [length], and how many of them, at the end, are the answer.
+      The tokens of the row [length]; the number of tokens of the answer, which are the last ones.
+
+    Raises:
+      UserError: `length` is too small for needle, question and answer.
     """
     word = rng.choice(_WORDS)
     value = (
@@ -257,7 +268,11 @@ def _needle_row(
 
 
 def _random_span(rng: np.random.Generator, haystack: np.ndarray, count: int) -> np.ndarray:
-    """Returns `count` consecutive tokens of the haystack, from a random start."""
+    """Returns `count` consecutive tokens of the haystack, from a random start.
+
+    Raises:
+      UserError: the haystack has fewer tokens.
+    """
     if len(haystack) < count:
         raise UserError(
             f"niah needs {count} tokens of text and the data has {len(haystack)} held out: give "
@@ -268,9 +283,9 @@ def _random_span(rng: np.random.Generator, haystack: np.ndarray, count: int) -> 
 
 
 def _correct_guesses(scorer: Scorer, tokens_BT: np.ndarray) -> np.ndarray:
-    """Returns [B, T-1] bool: for tokens 1 … T-1, whether the model's most likely token is right.
+    """Returns whether the model predicts each of the tokens 1 … T-1 of every row, [B, T-1] bool.
 
-    Scores batches of one size, so that the model is compiled once for the length.
+    It scores batches of the same size, so that the model is compiled once for the row length T.
     """
     size = max(1, min(len(tokens_BT), _BATCH_TOKENS // tokens_BT.shape[1]))
     padded = np.resize(tokens_BT, (-(-len(tokens_BT) // size) * size, tokens_BT.shape[1]))

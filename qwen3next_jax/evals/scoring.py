@@ -1,6 +1,7 @@
-"""Scores given tokens: for each of them the loss, and the token that the model would predict.
+"""Scores given tokens: computes the loss of each token, and the token that the model finds most
+likely at its place.
 
-All evaluations except those that generate text use these functions.
+The functions that place batches on the mesh serve all evaluations.
 
 Letters: B batch, T time, D model.
 """
@@ -31,8 +32,12 @@ def make_score_step(
     """Returns a jitted function (params, tokens [B, T], segment_ids [B, T]) → (nll [B, T],
     guess [B, T]).
 
-    Position t holds the loss (nats) and the guess for token t+1; the last position has no
-    meaning.
+    Position t of nll and guess holds the loss (nats) of token t + 1 and the most likely token at
+    its place. The values at the last position have no meaning.
+
+    Args:
+      graphdef: the graph definition of the `Qwen3Next`.
+      mesh: the mesh on which the parameters lie; None for a single device.
     """
 
     def step(params, tokens_BT, segment_ids_BT):
@@ -49,13 +54,14 @@ def make_score_step(
 
 
 def make_scorer(step: Callable, params: dict, mesh: Mesh | None = None) -> Scorer:
-    """Returns a scorer with fixed parameters. It compiles once for every shape of rows.
+    """Returns a scorer of the model with these parameters. The scorer is compiled once for every
+    shape of rows.
 
     Args:
       step: the function that `make_score_step` returned for the same mesh.
       params: the model's parameters, on the mesh.
-      mesh: None for a single device. If several processes share the mesh, all of them must call
-        the scorer with the same rows.
+      mesh: the mesh on which the parameters lie; None for a single device. If several processes
+        share the mesh, all of them must call the scorer with the same rows.
     """
 
     def score(
@@ -75,10 +81,10 @@ def make_scorer(step: Callable, params: dict, mesh: Mesh | None = None) -> Score
 def place_on_mesh(
     batch: dict[str, np.ndarray], mesh: Mesh | None
 ) -> dict[str, jax.Array | np.ndarray]:
-    """Distributes arrays [B, T] over the mesh as `Qwen3Next.features` expects them.
+    """Shards arrays [B, T] over the mesh as `Qwen3Next.features` expects them.
 
-    It pads the batch with empty rows, and the rows with padding tokens, until the mesh's axes
-    divide both evenly. Without a mesh it returns the batch unchanged.
+    The function first pads the batch with empty rows, and the rows with padding tokens, so that the
+    mesh divides both evenly. Without a mesh it returns the batch unchanged.
 
     Args:
       batch: host arrays with all rows, the same in every process.
@@ -87,8 +93,9 @@ def place_on_mesh(
         return batch
     rows, length = next(iter(batch.values())).shape
     context = num_shards(mesh, CONTEXT)
-    # With context parallelism every device gets a multiple of 16 tokens: more than a convolution
-    # reads from its neighbour's, and an even number, as attention halves them.
+    # With context parallelism every device gets a multiple of 16 tokens. That is more tokens than a
+    # convolution reads from the neighbouring device. The number is even, because attention divides
+    # a device's tokens into two halves.
     empty_rows = -rows % num_shards(mesh, *ROWS)
     padding = -length % (16 * context) if context > 1 else 0
     batch = {name: np.pad(x, ((0, empty_rows), (0, padding))) for name, x in batch.items()}

@@ -1,9 +1,10 @@
 """Measures attention sinks and massive activations.
 
-An attention sink is a head that gives much of its attention to the first token of the document; a
-massive activation is an entry of the residual stream far above the median. A gate on attention's
-output removes both: "Gated Attention for Large Language Models" (arXiv 2505.06708) reports .467 →
-.048 of the attention on the first token, and 1053 → 94 for the largest activation.
+An attention sink is a head that gives much of its attention to the first token of the document. A
+massive activation is an entry of the residual stream whose magnitude is far above the median. A
+gate on the output of attention removes both: "Gated Attention for Large Language Models" (arXiv
+2505.06708) reports that the share of attention on the first token falls from .467 to .048, and the
+largest activation from 1053 to 94.
 """
 
 from collections.abc import Callable, Iterable
@@ -49,8 +50,9 @@ class AttentionSinks(Evaluation):
 def make_diagnostics_step(
     graphdef: nnx.GraphDef, mesh: Mesh | None = None
 ) -> Callable[..., tuple[dict[str, jax.Array], ...]]:
-    """Returns a jitted function (params, tokens [B, T], segment_ids [B, T]) → one dict of
-    diagnostics for every layer, the MTP module's last.
+    """Returns a jitted function (params, tokens [B, T], segment_ids [B, T]) → a tuple with one dict
+    of diagnostics per layer. The dict of the multi-token prediction module, if there is one, is
+    last.
     """
 
     def step(params, tokens_BT, segment_ids_BT):
@@ -72,8 +74,8 @@ def measure_sinks(
       first_token_heads: the share of heads whose first_token_share exceeds SINK_HEAD.
       activation_max/layer I: the largest |x| of the residual stream after the layer;
         activation_max: the largest over all layers.
-      activation_ratio: the largest, over the layers, of a layer's activation_max divided by its
-        median |x|.
+      activation_ratio: activation_max of a layer divided by the median |x| after the layer; the
+        largest over all layers.
     """
     measured: list[Any] = [
         jax.device_get(step(params, batch["tokens"], batch["segment_ids"])) for batch in batches

@@ -1,7 +1,8 @@
 """Lengths and sizes of the caches for decoding.
 
 The cache of a recurrent layer (the window of its convolution, and its state) has the same size for
-every context length. The cache of an attention layer has a slot for every token.
+every context length, and so has that of attention to a sliding window. The caches of other
+attention layers have a slot for every token.
 """
 
 import jax
@@ -15,8 +16,8 @@ MIN_SLOTS = 64  # slots of the smallest cache
 def round_up_length(tokens: int) -> int:
     """Returns the number of slots of a cache for `tokens` tokens.
 
-    There are only four possible lengths between a power of two and the next. So requests of similar
-    length use the same compiled programs, and at most a quarter of the slots is unused (except in
+    The result is MIN_SLOTS, or 5, 6, 7 or 8 eighths of a power of two. So requests of similar
+    length use the same compiled programs, and less than a fifth of the slots is unused (except in
     caches of MIN_SLOTS).
     """
     if tokens <= MIN_SLOTS:
@@ -42,8 +43,8 @@ def cache_bytes(config: ModelConfig, batch: int, length: int) -> dict[str, int]:
 
 
 def cache_after_token(config: ModelConfig, cache: list, index_B: jax.Array) -> list:
-    """Returns a cache that holds, for each row b, the cache after the row's token `index_B[b]`,
-    counted from 0.
+    """Returns a cache that holds, for each row b, the cache after token number `index_B[b]` of the
+    T tokens that the call of `Qwen3Next.decode` processed. The first token has the number 0.
 
     Caches of kind "slots" are returned unchanged: a slot after that token is overwritten before any
     query sees it.
@@ -52,7 +53,7 @@ def cache_after_token(config: ModelConfig, cache: list, index_B: jax.Array) -> l
       config: the model's settings.
       cache: the cache that `Qwen3Next.decode` returned with `return_all_states=True`. Caches of
         kind "state" have the state after every token in it, [layers, B, T, …].
-      index_B: the indices [B] int32.
+      index_B: [B] int32, numbers from 0 to T - 1.
     """
 
     def pick(leaf):  # [layers, B, T, …]

@@ -13,6 +13,7 @@ from etils import epath
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import UserError, short_repr, as_user_error
+from qwen3next_jax.common.storage import to_path
 
 _MAX_CHARACTERS = 1 << 20  # the most characters of a template, and of the text that it renders
 # The limits of the process that renders a template: bytes of memory, seconds of processor time, and
@@ -34,7 +35,7 @@ def end_tokens(folder: epath.PathLike, vocab_size: int) -> set[int]:
     """
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        file = epath.Path(folder) / name
+        file = to_path(folder) / name
         if not file.exists():
             continue
         with as_user_error(f"{file}: cannot be read", OSError, ValueError):
@@ -69,7 +70,7 @@ class ChatTemplate:
         Raises:
           UserError: there is no template, or it cannot be read, is too long, or has a syntax error.
         """
-        folder = epath.Path(folder)
+        folder = to_path(folder)
         file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
         fields = {}
         if config.exists():
@@ -176,8 +177,8 @@ class ChatTemplate:
 
 
 def _default_template(template: object) -> object:
-    """Returns the template, or the one named "default" if `template` is a list of named templates;
-    None if the list has none.
+    """Returns `template` itself, unless it is a list of named templates. From a list it returns the
+    template named "default", or None if there is none.
     """
     if not isinstance(template, list):
         return template

@@ -45,18 +45,22 @@ class TokenStream:
     that were generated for the prompt since the last piece; it may be empty.
 
     Attributes:
-      tokens: number of tokens yielded so far.
+      tokens: number of tokens of all rows that were yielded so far.
       passes: number of passes through the trunk that these tokens took; a pass with n rows counts n
         times.
       drafted: [K], for each MTP depth how often a draft of this depth was verified.
       accepted: [K], for each MTP depth how often its draft was accepted, together with all drafts
         before it. `drafted` and `accepted` do not count the first round of each row, because its
         drafts were not made by the module (`speculative.init_state`).
+      routed_experts: for each prompt the experts of its tokens and of the new ones, int16 [n - 1,
+        layers, experts per token]: the last of the n tokens never enters the model. The list is
+        empty before the stream has ended, and if the experts are not recorded.
     """
 
     def __init__(self, pieces: Callable[["TokenStream"], Iterator[list[np.ndarray]]], drafts: int):
         self.tokens = self.passes = 0
         self.drafted, self.accepted = np.zeros(drafts, int), np.zeros(drafts, int)
+        self.routed_experts: list[np.ndarray] = []
         self._pieces = pieces(self)
 
     def __iter__(self) -> Iterator[list[np.ndarray]]:
@@ -88,6 +92,7 @@ def generate(
     speculative: int = 0,
     min_cache_length: int = 0,
     mesh: Mesh | None = None,
+    record_routing: bool = False,
     on_compile: Callable[[], None] = lambda: None,
 ) -> TokenStream:
     """Generates a continuation of every prompt. Compiles all programs that it needs before it
@@ -108,6 +113,7 @@ def generate(
       mesh: the mesh on which the model's parameters lie, as in `Qwen3Next.features`; None for a
         single device. If several processes share the mesh, all of them must pass the same
         arguments, and all get the same tokens.
+      record_routing: whether to record the experts of every token (`TokenStream.routed_experts`).
       on_compile: called before each compilation of a program.
 
     Raises:
@@ -124,12 +130,16 @@ def generate(
     _check_token_ids(model.config, stop_ids, "stop_ids")
     if speculative:
         drafting.check_drafts(model.config, speculative)
+    if record_routing:
+        _check_recording(model.config, speculative)
     num_prompts = len(prompts)
     if mesh is not None:  # the mesh divides the rows evenly
         prompts = prompts + [prompts[-1]] * (-num_prompts % num_shards(mesh, *ROWS))
 
     graphdef, params = nnx.split(model)
-    programs = get_programs(graphdef, mesh, sampling.greedy, sampling.filters, speculative)
+    programs = get_programs(
+        graphdef, mesh, sampling.greedy, sampling.filters, speculative, record_routing
+    )
     length = cache_length(prompts, max_new_tokens, speculative, min_cache_length)
     initial_state = programs.init_state(
         model,
@@ -177,6 +187,11 @@ def generate(
             steps = _next_step_count(steps, time.perf_counter() - started, programs.max_steps)
             if any(map(len, piece)):
                 yield piece
+        if record_routing:
+            routing, fed_B = jax.device_get((state.routing, state.position))
+            stream.routed_experts = [
+                row[:fed] for row, fed in zip(routing[:num_prompts], fed_B[:num_prompts])
+            ]
 
     return TokenStream(pieces, speculative)
 
@@ -217,19 +232,28 @@ class DecodePrograms:
       greedy: whether every step takes the most likely token.
       filters: whether sampling uses top_k, top_p or min_p.
       drafts: the number of drafts per pass; 0: decoding without drafts.
+      record_routing: whether the state records the experts of the tokens; only without drafts.
 
     Attributes:
       max_steps: the most steps (with drafts: rounds) that one call of "advance" can take.
     """
 
     def __init__(
-        self, graphdef: nnx.GraphDef, mesh: Mesh | None, greedy: bool, filters: bool, drafts: int
+        self,
+        graphdef: nnx.GraphDef,
+        mesh: Mesh | None,
+        greedy: bool,
+        filters: bool,
+        drafts: int,
+        record_routing: bool,
     ):
         method = drafting if drafts else plain
         self.max_steps = drafting.MAX_ROUNDS if drafts else plain.MAX_STEPS
         self._init_state = method.init_state
         if drafts:
             self._init_state = functools.partial(drafting.init_state, drafts=drafts, greedy=greedy)
+        elif record_routing:
+            self._init_state = functools.partial(plain.init_state, record_routing=True)
         self._mesh, self._compiled = mesh, {}
 
         def prefill(params, state, tokens_BX, begin):
@@ -300,11 +324,12 @@ def get_programs(
     greedy: bool = True,
     filters: bool = False,
     drafts: int = 0,
+    record_routing: bool = False,
 ) -> DecodePrograms:
     """Returns the programs for this way of decoding (see `DecodePrograms`). Calls with the same
     arguments return the same object, so that its functions are compiled once.
     """
-    return DecodePrograms(graphdef, mesh, greedy, filters, drafts)
+    return DecodePrograms(graphdef, mesh, greedy, filters, drafts, record_routing)
 
 
 def cache_length(
@@ -357,6 +382,20 @@ def check_request(
     return [prompt.astype(np.int32) for prompt in prompts]
 
 
+def _check_recording(config: ModelConfig, speculative: int) -> None:
+    if not config.has_experts:
+        raise UserError("record_routing: the model has no experts: expected a model with experts")
+    if speculative:
+        raise UserError(
+            f"record_routing with speculative = {speculative}: the experts of drafts are not "
+            "recorded: expected speculative = 0"
+        )
+    if jax.process_count() > 1:
+        raise UserError(
+            f"record_routing with {jax.process_count()} processes: expected a single process"
+        )
+
+
 def _check_length(config: ModelConfig, longest: int, max_new_tokens: int) -> None:
     total = longest + max_new_tokens
     if total <= config.context_length:
@@ -389,8 +428,9 @@ def _chunk_bounds(
     """Yields (start, size) of the chunks into which `total` prompt tokens are divided.
 
     All chunks but the last have `chunk` tokens. The size of the last chunk is rounded up to a power
-    of two, at least 16. In a chat, the tokens after the last whole chunk are divided into chunks of
-    _CHAT_CHUNK tokens instead, so that programs for two sizes only are compiled.
+    of two, at least 16 and at most `chunk`. In a chat, the tokens after the last whole chunk are
+    divided into chunks of _CHAT_CHUNK tokens instead, so that programs for two sizes only are
+    compiled.
     """
     start = 0
     while start < total:

@@ -5,7 +5,8 @@ of a prompt except the last into the cache; the last one is the first pending to
 the pending token into the cache and chooses the next one. So a prompt of one token needs no
 prefill, and the same program decodes rows of any lengths.
 
-Letters: B batch, T time, D model, V vocabulary, N the most tokens that one call generates per row.
+Letters: B batch, T time, D model, V vocabulary, N the most tokens that one call generates per row,
+L trunk layers, A experts per token.
 """
 
 from typing import NamedTuple
@@ -35,12 +36,15 @@ class DecodeState(NamedTuple):
       token: [B] int32, the pending token of each row.
       position: [B] int32, the position of the pending token.
       remaining: [B] int32, the most tokens that the row may still get; 0 once the row has ended.
+      routing: [B, slots, L, A] int16, the experts of the tokens before `position` (see `Features`);
+        None unless they are recorded.
     """
 
     cache: list
     token: jax.Array
     position: jax.Array
     remaining: jax.Array
+    routing: jax.Array | None = None
 
 
 class Emitted(NamedTuple):
@@ -68,9 +72,39 @@ def init_state(
     token_B: jax.Array,
     position_B: jax.Array,
     remaining_B: jax.Array,
+    *,
+    record_routing: bool = False,
 ) -> DecodeState:
-    """Returns the state before the first token, with a cache of `length` slots."""
-    return DecodeState(model.init_cache(len(token_B), length), token_B, position_B, remaining_B)
+    """Returns the state before the first token, with a cache of `length` slots. `record_routing`:
+    whether the state holds the experts of the tokens.
+    """
+    config, routing = model.config, None
+    if record_routing:
+        shape = (len(token_B), length, config.num_hidden_layers, config.num_experts_per_tok)
+        routing = jnp.full(shape, -1, jnp.int16)
+    cache = model.init_cache(len(token_B), length)
+    return DecodeState(cache, token_B, position_B, remaining_B, routing)
+
+
+def _decode(
+    model: Qwen3Next,
+    mesh: Mesh | None,
+    state: DecodeState,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    is_token_BT: jax.Array | None = None,
+) -> tuple[jax.Array, DecodeState]:
+    """Runs the model (`Qwen3Next.decode`) on these tokens. Returns its states [B, T, D], and the
+    decoding state with the cache, and the recorded experts, after these tokens.
+    """
+    arguments = tokens_BT, positions_BT, state.cache, is_token_BT, mesh
+    if state.routing is None:
+        hidden_BTD, cache = model.decode(*arguments)
+        return hidden_BTD, state._replace(cache=cache)
+    hidden_BTD, cache, new_BTLA = model.decode(*arguments, record_routing=True)
+    row_B1 = jnp.arange(len(tokens_BT))[:, None]
+    routing = state.routing.at[row_B1, positions_BT].set(new_BTLA)
+    return hidden_BTD, state._replace(cache=cache, routing=routing)
 
 
 def prefill(
@@ -83,8 +117,7 @@ def prefill(
         begin + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
     )
     is_token_BT = (positions_BT < state.position[:, None]).astype(jnp.int32)
-    _, cache = model.decode(tokens_BT, positions_BT, state.cache, is_token_BT, mesh)
-    return state._replace(cache=cache)
+    return _decode(model, mesh, state, tokens_BT, positions_BT, is_token_BT)[1]
 
 
 def advance(
@@ -121,8 +154,8 @@ def advance(
 
     def take_step(carry):
         step, state, tokens_BN, count_B, passes = carry
-        hidden_B1D, cache = model.decode(
-            state.token[:, None], state.position[:, None], state.cache, mesh=mesh
+        hidden_B1D, state = _decode(
+            model, mesh, state, state.token[:, None], state.position[:, None]
         )
         logits_BV = model.logits(hidden_B1D[:, 0])
         if greedy:
@@ -133,11 +166,10 @@ def advance(
         active_B = state.remaining > 0
         emits_B = active_B & ~jnp.isin(next_B, stop_ids)
         # A row that has ended repeats its last step, so that it writes to the same slots again.
-        state = DecodeState(
-            cache,
-            jnp.where(emits_B, next_B, state.token),
-            state.position + emits_B,
-            jnp.where(emits_B, state.remaining - 1, 0),
+        state = state._replace(
+            token=jnp.where(emits_B, next_B, state.token),
+            position=state.position + emits_B,
+            remaining=jnp.where(emits_B, state.remaining - 1, 0),
         )
         return (
             step + 1,

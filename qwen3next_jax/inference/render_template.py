@@ -78,14 +78,14 @@ def _refuse(message: object):
     raise Refused(str(message)[:1000])
 
 
-def _set_limit(limited: int, maximum: int) -> None:
+def _set_limit(which: int, maximum: int) -> None:
     """Lowers the limit of one of this process's resources to `maximum`, or to the system's own
     limit if that is lower.
     """
-    _, hard = resource.getrlimit(limited)
-    maximum = maximum if hard == resource.RLIM_INFINITY else min(maximum, hard)
+    _, hard_limit = resource.getrlimit(which)
+    maximum = maximum if hard_limit == resource.RLIM_INFINITY else min(maximum, hard_limit)
     try:
-        resource.setrlimit(limited, (maximum, hard))
+        resource.setrlimit(which, (maximum, hard_limit))
     except (ValueError, OSError):  # macOS cannot limit the address space
         pass
 

@@ -281,7 +281,8 @@ def _accept_samples(
     """Accepts or rejects sampled drafts, given the trunk's log-probabilities.
 
     Returns:
-      new tokens [B, J], the accepted drafts and one more token; accepted [B].
+      new tokens [B, J]: the accepted drafts, then one more token (which also fills the rest of the
+      row); accepted [B], the number of accepted drafts.
     """
     k = state.drafts.shape[1]
     log_p_of_draft_BK = _gather_token(log_p_BJV[:, :k], state.drafts)
@@ -388,7 +389,7 @@ def _mtp_step(model: Qwen3Next, mesh: Mesh | None):
 
 
 def _leading_accepted(accepted_BK) -> jax.Array:
-    """Returns [B], the number of drafts before the first one that is rejected."""
+    """Returns [B], the number of drafts before the first rejected one; K if none is rejected."""
     return jnp.sum(jnp.cumprod(accepted_BK.astype(jnp.int32), axis=1), axis=1)
 
 

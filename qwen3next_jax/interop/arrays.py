@@ -185,6 +185,9 @@ class TensorReader:
         layer: int,
         rows: slice,
     ) -> np.ndarray:
+        """Returns the range `rows` of a tensor's rows, [rows, columns]. `blocks` explains the other
+        arguments.
+        """
         needed = tensor_rows.slice_around_rows(parameter, tensor, layer, rows)
         cached, values = self._read_cached(array, parameter, needed)
         index = shard_slices.relative_to(cached, needed)

@@ -3,22 +3,27 @@ needed because the safetensors format has no checksums, so a reader does not not
 """
 
 import concurrent.futures
+import hashlib
 import os
 import pathlib
 from collections.abc import Iterator
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.errors import UserError, short_repr
+from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.interop.weights import is_file_name, weight_files
 from qwen3next_jax.interop.writing import DIGESTS
 
+_BLOCK = 1 << 26  # bytes that are read from a bucket at once
+
 
 def require_undamaged(directory: pathlib.Path, process: int = 0, processes: int = 1) -> None:
-    """Checks the files of a directory against the digests in its SHA256SUMS. `verify_hf` explains
-    the arguments.
+    """Checks this process's share of the files of a directory against the digests in its
+    SHA256SUMS. `verify_hf` explains the arguments.
 
     Raises:
-      UserError: a file differs from its digest, or SHA256SUMS does not name it or cannot be read.
+      UserError: a file is missing or differs from its digest; SHA256SUMS does not name a file of
+        weights, names a file that is not allowed, or cannot be read.
     """
     for name, problem in verify_hf(directory, process, processes):
         if problem:
@@ -90,7 +95,14 @@ def _name_problem(name: str) -> str | None:
 
 def _digest_if_file(file: pathlib.Path) -> str | None:
     """Returns the SHA-256 digest of a file, in hexadecimal; None if there is no such file."""
-    return digests.sha256_file(file) if os.path.isfile(file) else None
+    if not isinstance(file, BucketPath):
+        return digests.sha256_file(file) if os.path.isfile(file) else None
+    if not file.is_file():
+        return None
+    digest = hashlib.sha256()
+    for block in file.blocks(_BLOCK):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _digest_problem(digest: str | None, recorded: str) -> str | None:

@@ -78,7 +78,9 @@ def vector(path: str, name: str, width: int) -> Entry:
 
 
 def under_module(module: str, entries: Iterator[Entry]) -> Iterator[Entry]:
-    """Returns the entries of a layer's submodule `module`, with their paths in the layer."""
+    """Returns the entries of the submodule `module` of a layer. Their paths, which begin in the
+    submodule, get the prefix "MODULE/".
+    """
     return (entry._replace(path=f"{module}/{entry.path}") for entry in entries)
 
 
@@ -86,7 +88,7 @@ def swiglu(path_prefix: str, name_prefix: str, width: int, hidden: int) -> Itera
     """Yields the entries of a SwiGLU MLP.
 
     Args:
-      path_prefix: the beginning of the paths of the MLP's parameters, "shared_" or "".
+      path_prefix: the beginning of the paths of the MLP's parameters, such as "shared_"; may be "".
       name_prefix: the beginning of the names of its tensors, such as "mlp".
       width: the width of its input and of its output.
       hidden: the width of its hidden layer.

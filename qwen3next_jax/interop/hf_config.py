@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require, short_repr
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MixerConfig, ModelConfig, from_dict
 from qwen3next_jax.config.registry import check_trusted
 from qwen3next_jax.interop.families import FORMS, form_of
@@ -82,7 +83,7 @@ def read_hf_config(path: str | os.PathLike) -> ModelConfig:
 
 def model_directory(path: str | os.PathLike) -> pathlib.Path:
     """Returns `path` as a `pathlib.Path`. Raises UserError if it is not a directory."""
-    directory = pathlib.Path(path)
+    directory = to_path(path)
     if directory.is_dir():
         return directory
     found = "is a file" if directory.exists() else "does not exist"
@@ -98,8 +99,8 @@ def parse_hf_config(fields: Fields, names: Collection[str], where: str) -> Model
     A note on standard error names the fields that this project does not know. The setting
     `mtp_depth` is 0 if the directory has no tensors of the multi-token prediction module. Otherwise
     it is the value of the field `mtp_depth` (which only this project writes) or of
-    `mtp_num_hidden_layers`, or 1 if the file has neither field. A dtype other than bfloat16 becomes
-    float32.
+    `mtp_num_hidden_layers`, or 1 if the file has neither field. The setting `dtype` is "bfloat16"
+    if the file says so, and "float32" for any other dtype or none.
 
     Args:
       fields: the fields of the config.json.
@@ -153,8 +154,9 @@ def _mtp_depth(form: Form, fields: Fields, names: Collection[str]) -> Any:
 
 
 def _token(fields: Fields, name: str, where: str) -> Any:
-    """Returns the token id in the field `name`; -1 if there is none. If the field is a list, the
-    result is its first id, because the documents of the training data end with a single token.
+    """Returns the token id in the field `name`; -1 if the field is missing, null or an empty list.
+    For a list of ids, the result is the first one, because the documents of the training data end
+    with a single token.
     """
     token = fields.get(name)
     if isinstance(token, list):
@@ -167,8 +169,8 @@ def _token(fields: Fields, name: str, where: str) -> Any:
 
 
 def _fused_experts(names: Collection[str]) -> list[str]:
-    """Returns the parts of the model ("mtp", "trunk") in which all experts of a layer share one
-    tensor.
+    """Returns the parts of the model ("mtp", "trunk") in which a single tensor holds `gate_up_proj`
+    of all experts of a layer.
     """
     fused = {
         "mtp" if name.startswith("mtp.") else "trunk"

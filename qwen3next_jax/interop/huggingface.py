@@ -21,8 +21,10 @@ from jax.sharding import Mesh, NamedSharding
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, as_user_error
 from qwen3next_jax.common.trees import path_string
+from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop import shard_slices, tensor_rows
+from qwen3next_jax.interop.bucket_export import BucketExport
 from qwen3next_jax.interop.arrays import TensorReader, make_array
 from qwen3next_jax.interop.checksums import require_undamaged
 from qwen3next_jax.interop.hf_config import (
@@ -126,7 +128,7 @@ def stamp_hf(path: str | os.PathLike) -> str:
     Raises:
       UserError: one of these files does not exist.
     """
-    directory = pathlib.Path(path)
+    directory = to_path(path)
     files = [directory / "config.json", *weight_files(directory)]
     with as_user_error(f"{directory}: its files cannot be looked at", OSError):
         found = [(file.name, file.stat()) for file in files]
@@ -170,7 +172,7 @@ def load_hf(path: str | os.PathLike, dtype: str = "float32", mesh: Mesh | None =
     params = load_params(path, jax.tree_util.tree_map_with_path(abstract, shapes))
     model = nnx.merge(graph, params)
     # From this directory, `save_hf` copies the vision tower and fields of JSON files.
-    model.hf_source = str(pathlib.Path(path).absolute())
+    model.hf_source = str(to_path(path).absolute())
     return model
 
 
@@ -372,7 +374,7 @@ def save_hf(
 
     Args:
       model: the model to write.
-      out_dir: the path of the directory, which must not exist yet or be empty.
+      out_dir: the path of the directory. UserError is raised unless it is missing or empty.
       tokenizer: an object whose method `save(directory)` writes a tokenizer; None: no tokenizer is
         written.
       dtype: the dtype of the stored weights, "float32" or "bfloat16", with the exceptions of
@@ -392,7 +394,7 @@ def save_hf(
     """
     config, params = model.config, nnx.state(model, nnx.Param)
     check_hf_form(config)
-    if source is None and os.path.isdir(getattr(model, "hf_source", "")):
+    if source is None and to_path(getattr(model, "hf_source", "") or os.devnull).is_dir():
         source = model.hf_source
     from_source = read_source(source, config, vision, out_dir)
     if from_source.directory is not None:
@@ -418,7 +420,9 @@ def save_hf(
         if tokenizer is not None:
             tokenizer.save(directory)
 
-    with PartialExport(pathlib.Path(out_dir), files, identity) as export:
+    out = to_path(out_dir)
+    make_export = BucketExport if isinstance(out, BucketPath) else PartialExport
+    with make_export(out, files, identity) as export:
         complete = on_first_process(export.begin)
         for name in files:
             if name not in complete:

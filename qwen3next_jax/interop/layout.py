@@ -64,6 +64,10 @@ def parameters(config: ModelConfig) -> list[Parameter]:
 
 
 def _parameters(config: ModelConfig, declarations: Mapping[str, Declared]) -> Iterator[Parameter]:
+    """Yields all parameters of a model, as its form's entries name them. `declarations`: path of a
+    parameter → its declaration. A parameter whose path is not among them has None in place of the
+    declaration.
+    """
     form = FORMS[config.hf_form]
 
     def with_paths(module: str, prefixes: tuple[str, ...], entries: Iterator[Entry]):
@@ -175,7 +179,9 @@ def check_hf_form(config: ModelConfig) -> None:
 
 
 def _layers_with(config: ModelConfig, mixer: str) -> str:
-    """Returns the numbers of the layers with this mixer, for a message."""
+    """Returns the numbers of the layers with this mixer as text, such as "0, 4"; "of the MTP
+    module" if no decoder layer has it.
+    """
     numbers = [str(layer) for layer, name in enumerate(config.mixers) if name == mixer]
     return ", ".join(numbers) or "of the MTP module"
 

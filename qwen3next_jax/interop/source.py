@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import shutil
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -46,7 +45,7 @@ class Source(NamedTuple):
         """
         for name in _IMAGE_FILES if self.vision_tensors else ():
             if (self.directory / name).exists():
-                shutil.copyfile(self.directory / name, directory / name)
+                (directory / name).write_bytes((self.directory / name).read_bytes())
 
 
 def read_source(

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ import safetensors
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import UserError, as_user_error, short_repr
+from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.interop.writing import INDEX, SINGLE
 
+_READ_AT_ONCE = 1 << 26  # bytes of a bucket
 _MAX_NAME_BYTES = 255  # of the longest file name that common file systems accept
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 _FLOAT_DTYPES = {
@@ -236,6 +239,11 @@ class Weights:
         rows: slice = slice(None),
         columns: slice = slice(None),
     ) -> np.ndarray:
+        """Reads `rows` and `columns` of a tensor as an array [rows, columns] of `dtype`, which has
+        to be the stored dtype.
+        """
+        if isinstance(self.directory, BucketPath):
+            return self._read_from_bucket(name, dtype, rows, columns)
         file, _, shape, tensor_start = self._locations[name]
         height, width = math.prod(shape[:-1]), math.prod(shape[-1:])
         top, bottom, _ = rows.indices(height)
@@ -252,6 +260,26 @@ class Weights:
                 if not _read_into(buffer[begin : begin + row_bytes], descriptor, position):
                     raise self._changed_error(file)
                 position += row_step
+        return values
+
+    def _read_from_bucket(
+        self, name: str, dtype: np.dtype, rows: slice, columns: slice
+    ) -> np.ndarray:
+        """Reads whole rows, in blocks, and keeps the columns."""
+        file, _, shape, tensor_start = self._locations[name]
+        height, width = math.prod(shape[:-1]), math.prod(shape[-1:])
+        top, bottom, _ = rows.indices(height)
+        left, right, _ = columns.indices(width)
+        values = np.empty((bottom - top, right - left), dtype)
+        step = max(_READ_AT_ONCE // max(width * dtype.itemsize, 1), 1)
+        for first in range(top, bottom, step):
+            last = min(first + step, bottom)
+            start, stop = (tensor_start + row * width * dtype.itemsize for row in (first, last))
+            data = file.read_bytes(start, stop)
+            if len(data) != stop - start:
+                raise self._changed_error(file)
+            block = np.frombuffer(data, dtype).reshape(last - first, width)
+            values[first - top : last - top] = block[:, left:right]
         return values
 
     def _descriptor(self, file: pathlib.Path) -> int:
@@ -291,9 +319,9 @@ def _read_into(buffer: memoryview, descriptor: int, position: int) -> bool:
 
 def _file_identity(status: os.stat_result) -> tuple[int, ...]:
     """Returns numbers that identify a state of a file: at least one of them changes when the file
-    is replaced or rewritten.
+    is replaced or rewritten. For an object in a bucket `status` is `storage.stat_of` of it.
     """
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return getattr(status, "st_dev", 0), status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _read_header(file: pathlib.Path) -> tuple[dict[str, TensorLocation], tuple[int, ...]]:
@@ -302,15 +330,19 @@ def _read_header(file: pathlib.Path) -> tuple[dict[str, TensorLocation], tuple[i
     Raises:
       UserError: the file cannot be read, or is not a valid safetensors file.
     """
+    length = b""
     try:
-        with json_files.open_regular(file) as opened:
-            identity = _file_identity(os.fstat(opened.fileno()))
-            length = opened.read(8)
-            # `safe_open` checks lengths, offsets and dtypes.
-            with safetensors.safe_open(file, framework="np"):
-                pass
-            size = int.from_bytes(length, "little")
-            header = json.loads(opened.read(size))
+        if isinstance(file, BucketPath):
+            identity, length, text = _header_in_bucket(file)
+        else:
+            with json_files.open_regular(file) as opened:
+                identity = _file_identity(os.fstat(opened.fileno()))
+                length = opened.read(8)
+                # `safe_open` checks lengths, offsets and dtypes.
+                with safetensors.safe_open(file, framework="np"):
+                    pass
+                text = opened.read(int.from_bytes(length, "little"))
+        size, header = len(text), json.loads(text)
     except OSError as e:
         raise UserError(
             f"{file}: cannot be read ({e.strerror}): incomplete checkpoint; copy or download it "
@@ -333,6 +365,24 @@ def _read_header(file: pathlib.Path) -> tuple[dict[str, TensorLocation], tuple[i
         start = first_tensor + tensor["data_offsets"][0]
         locations[name] = TensorLocation(file, tensor["dtype"], tuple(tensor["shape"]), start)
     return locations, identity
+
+
+def _header_in_bucket(file: BucketPath) -> tuple[tuple[int, ...], bytes, bytes]:
+    """Returns the identity of an object, the length of its header as bytes, and the header, checked
+    by `safe_open` in a local file of the same size that is empty behind the header.
+    """
+    status = file.stat()
+    length = file.read_bytes(0, 8)
+    end = 8 + int.from_bytes(length, "little")
+    # A length that is nonsense is left for `safe_open` to name.
+    text = file.read_bytes(8, end) if end <= min(status.st_size, json_files.MAX_BYTES) else b""
+    with tempfile.NamedTemporaryFile() as local:
+        local.write(length + text)
+        local.flush()
+        local.truncate(status.st_size)
+        with safetensors.safe_open(local.name, framework="np"):
+            pass
+    return _file_identity(status), length, text
 
 
 def count_and_names(names: Iterable[str], limit: int = 3) -> str:

@@ -1,5 +1,6 @@
 """Writes a directory of safetensors files (an export) that appears whole or not at all. If the
-writing process is killed, the next one keeps the files that are complete and continues.
+writing process is killed, the next export to the same place keeps the complete files of weights, if
+both exports have the same `identity` (see `PartialExport`). Otherwise it deletes them.
 
 The files are written into the directory `.NAME.partial`, beside the place of the final directory
 NAME. The file progress.json in it records the digest of each file that is completely on the disk. A
@@ -31,6 +32,7 @@ import numpy as np
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, as_user_error, require, warn
+from qwen3next_jax.common.storage import BucketPath, check_bucket
 
 SINGLE, INDEX, DIGESTS = "model.safetensors", "model.safetensors.index.json", "SHA256SUMS"
 MAX_SHARD_BYTES = 4 * 2**30
@@ -302,7 +304,8 @@ class PartialExport:
           names of all other files.
 
         Raises:
-          UserError: the folder has a file that no export wrote.
+          UserError: the folder has no readable progress.json, or a file that progress.json does not
+            account for.
         """
         present = {path.name for path in self.folder.iterdir()}
         if present <= {f"{_PROGRESS}.tmp"}:  # killed before its first file
@@ -382,8 +385,13 @@ def _writable(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
     return as_user_error(f"{path}: cannot be written: make room, or give another folder", OSError)
 
 
-def require_new(out: pathlib.Path) -> None:
-    """Raises UserError unless `out` is an empty directory, or can be created."""
+def require_new(out: pathlib.Path | BucketPath) -> None:
+    """Raises UserError unless `out` is an empty directory, or can be created. For a bucket, it only
+    checks that the bucket can be used.
+    """
+    if isinstance(out, BucketPath):  # `BucketExport.begin` may continue an earlier export
+        check_bucket(f"{out}", out)
+        return
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(
             f"{out}: already there: expected a new or empty directory; choose another, or remove "

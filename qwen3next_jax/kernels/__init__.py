@@ -1,8 +1,9 @@
 """Kernels for the operators in `qwen3next_jax.ops`, for TPUs and for Hopper GPUs. This folder may
 be deleted: the operators then run their XLA implementations.
 
-`ops.implementations` reads only the table `KERNELS`. It imports a kernel's module when JAX traces a
-call of the operator for the kernel's platform, or when a call names the kernel.
+`ops.implementations` reads the table `KERNELS`, which gives the modules as strings. It imports a
+kernel's module when JAX traces a call of the operator for the kernel's platform, or when a call
+names the kernel.
 """
 
 # {operator: {name of the implementation: (platform, module)}}. If an operator had several

@@ -1,6 +1,6 @@
 """The two parts of the causal convolution that XLA computes for the kernels, on TPUs and on GPUs:
-how many earlier inputs of its own document each token has, and the gradient of the inputs before
-the first token.
+how many of the W - 1 inputs before each token belong to the token's document, and the gradient of
+the inputs before the first token.
 
 B batch, T time, W kernel width, D channels.
 """
@@ -16,8 +16,8 @@ def gradient_before(activation, before, x, kernel, age, dy):
       activation: "silu" or None.
       before: [B, W - 1, D], the inputs before the first token.
       x: [B, T, D], the inputs.
-      kernel: [W, D].
-      age: [B, T], the result of `document_ages`, or None.
+      kernel: [W, D], the weights of the convolution.
+      age: [B, T], the result of `document_ages`; None if a row is one document.
       dy: [B, T, D], the gradient of the output.
     """
     width = kernel.shape[0]
@@ -37,12 +37,12 @@ def gradient_before(activation, before, x, kernel, age, dy):
 
 def document_ages(ids, width: int):
     """Returns [B, T] integers: how many of the W - 1 inputs before each token belong to the token's
-    document; -1 for padding. Returns None if `ids` is None.
+    document; -1 for a token of padding. Returns None if `ids` is None.
 
     Args:
-      ids: [B, W - 1 + T], the document ids of all inputs, 0 for padding; None if a row is one
-        document.
-      width: W.
+      ids: [B, W - 1 + T], the document ids of the W - 1 inputs before the first token and of the T
+        tokens, 0 for padding; None if a row is one document.
+      width: W, the number of inputs that an output depends on.
     """
     if ids is None:
         return None

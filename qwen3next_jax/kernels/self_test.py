@@ -1,12 +1,13 @@
-"""A test that kernels must pass on the user's own GPU before calls run them by default. The test is
-needed because the kernels have run on few chips so far.
+"""A test of kernels on the user's own GPU. Calls run the kernels by default only if they pass it.
+The test is needed because the kernels have run on few chips so far.
 
-The test runs once for each kind of call, that is, for each combination of widths, dtypes and
-settings that the kernels are compiled for. It runs the kernels and the XLA implementation on a tiny
-input and compares the results. The outcome is stored in a file whose name depends on the chip, the
-JAX release and the source code of the kernels. If the kernels raised an error, no outcome is
-stored, because the cause may have been that the device's memory was full. If several processes run
-one program and the kernels fail in one process, all processes use the XLA implementation.
+Each kind of call has its own test. A kind is a combination of widths, dtypes and settings that the
+kernels are compiled for. The test runs the kernels and the XLA implementation on a tiny input and
+compares the results. The outcome is stored in a file whose name depends on the kind of call, the
+chip, the releases of jax and jaxlib and the source code of the kernels; later processes read it
+there. If the kernels raised an error, no outcome is stored, because the cause may have been that
+the device's memory was full. If several processes run one program and the kernels fail in one
+process, all processes use the XLA implementation.
 """
 
 import dataclasses
@@ -39,11 +40,12 @@ class SelfTest:
     """The test of one kind of call. It compares the kernels with the XLA implementation.
 
     Attributes:
-      name: name of the operator, for messages.
+      name: name of the operator. It is printed, and the name of the stored file depends on it.
       avoid: text that tells a user how to run the XLA implementation instead.
-      kind: everything on which the compiled program depends, such as widths and settings.
+      kind: the widths, dtypes and settings on which the compiled kernels depend.
       modules: import strings of the modules that hold the kernels' source code. They are imported
-        only when the test runs, because tokamax, which some of them need, may not be installed.
+        only when the outcome is looked up, because tokamax, which some of them need, may not be
+        installed.
       max_error: function that runs the kernels and the XLA implementation on a tiny input. It
         returns the name of the output or gradient in which they differ most, and the relative L2
         difference (`largest_error`).
@@ -62,12 +64,13 @@ class SelfTest:
 
 
 def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
-    """Returns whether a call that names no implementation runs the kernels. It runs the test if no
-    outcome is stored, and prints the decision and its reason once. If the program is compiled for a
-    GPU that this process does not have, it returns False and prints nothing.
+    """Returns whether a call that names no implementation runs the kernels. If the kernels can run
+    the call and no outcome of the test is stored, the function runs the test. It prints the
+    decision and its reason, each text once in a process. If the program is compiled for a GPU that
+    this process does not have, it returns False and prints nothing.
 
     Args:
-      test: the test that the kernels must pass.
+      test: the test on which the decision depends.
       unsupported: the reason why the kernels cannot run the call; "" if they can.
     """
     if compile_target().described:  # compiled for a GPU that is not here: no test can run
@@ -75,7 +78,7 @@ def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
     reason = unsupported or outcome(jax.local_devices()[0], test)
     ran = f"which ran on {test.ran_on}" if test.ran_on else "which never ran a whole step"
     say(
-        f"{test.name}: XLA's form, no kernel: the call {reason}"
+        f"{test.name}: XLA computes it without the kernel: the call {reason}"
         if reason
         else f"{test.name}: the kernels for Hopper GPUs, {ran}: {test.avoid}"
     )
@@ -97,13 +100,19 @@ def unsupported_chip() -> str:
 
 @functools.cache
 def say(line: str):
-    """Prints a line to stderr, each line once."""
+    """Prints a line to stderr. It prints the same line only once in a process."""
     print(line, file=sys.stderr, flush=True)
 
 
 def largest_error(names, got, want) -> tuple[str, float]:
     """Returns the name of the array in which `got` and `want` differ most, and its relative L2
-    difference |got - want| / |want|, which is infinite if `got` has NaN.
+    difference |got - want| / |want|. The difference is infinite if this quotient is not a finite
+    number, for example because `got` has NaN or because `want` is all zeros.
+
+    Args:
+      names: one name for each array.
+      got: the arrays to test.
+      want: the arrays to compare them with, with the same numbers of elements as in `got`.
     """
     errors = {}
     for name, a, b in zip(names, got, want, strict=True):
@@ -114,16 +123,17 @@ def largest_error(names, got, want) -> tuple[str, float]:
 
 
 def outcome(device, test: SelfTest, folder: pathlib.Path = FOLDER) -> str:
-    """Returns what went wrong in the test in any process; "" if the kernels passed in all
-    processes.
+    """Returns what went wrong in the test in this process or, if it passed here, in another process
+    of the same run; "" if the kernels passed in all processes. `folder` holds the stored outcomes.
     """
     return _agreed((test.name, test.kind), lambda: _stored_outcome(device, test, folder))
 
 
 def _agreed(call, find: Callable[[], str]) -> str:
-    """Calls `find()` once for each value of `call` and exchanges the results of all processes.
-    Returns this process's result if it is not ""; otherwise the first result of another process
-    that is not ""; otherwise "".
+    """Calls `find()` once for each value of `call` and exchanges the results of all processes. A
+    result is "" or says what went wrong. Returns this process's result if it is not "". Otherwise
+    it returns the first result of another process that is not "", or "" if there is none. A process
+    that gives no result in TIMEOUT seconds counts as a failure.
     """
     if call not in _agreed_outcomes:
         key = hashlib.sha256(repr(call).encode()).hexdigest()[:16]
@@ -132,8 +142,8 @@ def _agreed(call, find: Callable[[], str]) -> str:
 
 
 def _exchange(key: str, found: str) -> str:
-    """Exchanges the results of all processes for the test `key`. Returns the result that `_agreed`
-    describes, given this process's result `found`.
+    """Exchanges the results of all processes under the name `key`. Returns the result that
+    `_agreed` describes, given this process's result `found`.
     """
     if jax.process_count() == 1:
         return found
@@ -154,11 +164,12 @@ def _exchange(key: str, found: str) -> str:
 
 
 def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
-    """Returns the stored outcome of the test. If there is none, runs the test and stores its
-    outcome. If the folder has a file `avoid`, no test runs.
+    """Returns what went wrong in the test; "" if the kernels passed. It reads the stored outcome.
+    If there is none, it runs the test, and stores the outcome unless the kernels raised an error.
+    If the folder has a file `avoid`, it runs no test and returns a text that names this file.
     """
     if (folder / "avoid").exists():
-        return f"may take none, by {folder}/avoid"
+        return f"is kept from the kernels by the file {folder}/avoid"
     sources = b"".join(
         pathlib.Path(importlib.import_module(name).__file__).read_bytes() for name in test.modules
     )
@@ -186,7 +197,9 @@ def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
 
 
 def _run(device, test: SelfTest) -> str:
-    """Runs the test on `device`. Returns what went wrong, or "" if the kernels passed."""
+    """Runs the test on `device`. Returns "" if the kernels passed. Otherwise it returns the error
+    that they raised, or the largest difference from the XLA implementation.
+    """
     try:
         with jax.default_device(device):
             name, error = test.max_error()

@@ -1,6 +1,7 @@
 """The decoder layer, and functions that ask the mixers of a model's layers for their properties."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -169,8 +170,8 @@ class Block(nnx.Module):
     parameters of several layers; the argument `layers` has the numbers of these layers.
 
     The residual stream x is as wide as the model here. Subclasses are other placements of the norms
-    (`model.block.placement`). They override `before` and `after`. A subclass with a wider residual
-    stream also overrides `enter`, `make_last`, `leave` and `multi_token_prediction`.
+    (`model.block.placement`). They override `before` and `after`, or `around`. A subclass with a
+    wider residual stream also overrides `enter`, `make_last`, `leave` and `multi_token_prediction`.
     """
 
     switches = ("zero_centered_norm",)
@@ -220,16 +221,17 @@ class Block(nnx.Module):
         for rows_BTD, own in split_rows(
             x_BTD, context, row_groups(x_BTD, self.config, context.mesh) if several else 1
         ):
-            mixed_BTD, diagnostics, cache = mix(whole(self.before(rows_BTD, "mixer")), own, cache)
-            xs_BTD.append(save_for_backward(whole(self.after(rows_BTD, mixed_BTD, "mixer"))))
+            input_BTD, add = self.around(rows_BTD, "mixer")
+            mixed_BTD, diagnostics, cache = mix(whole(input_BTD), own, cache)
+            xs_BTD.append(save_for_backward(whole(add(mixed_BTD))))
             contexts.append(own)
             if "mixer_loss" in diagnostics:
                 mixer_losses.append(diagnostics.pop("mixer_loss"))
-        inputs_BTD = [whole(self.before(rows_BTD, "mlp")) for rows_BTD in xs_BTD]
+        inputs_BTD, adds = zip(*(self.around(rows_BTD, "mlp") for rows_BTD in xs_BTD))
+        inputs_BTD = [whole(input_BTD) for input_BTD in inputs_BTD]
         y_BTD, aux = self.mlp(inputs_BTD, contexts) if sparse else self.mlp(inputs_BTD[0], context)
         x_BTD = merge_rows(
-            [whole(self.after(x, y, "mlp")) for x, y in zip(xs_BTD, y_BTD if sparse else [y_BTD])],
-            context,
+            [whole(add(y)) for add, y in zip(adds, y_BTD if sparse else [y_BTD])], context
         )
         if mixer_losses:
             aux["mixer_loss"] = sum(mixer_losses)
@@ -255,6 +257,13 @@ class Block(nnx.Module):
     def make_norm(self, make: Make) -> nnx.Module | nnx.Param:
         """Makes the parameters of `before` and `after`, once for the mixer and once for the MLP."""
         return make.norm(self.config.hidden_size)
+
+    def around(self, x_BTD: jax.Array, part: str) -> tuple[jax.Array, Callable]:
+        """Returns the input of `part`, and a function that maps the part's output to the residual
+        stream after it. A placement whose two halves share a computation overrides this in place of
+        `before` and `after`.
+        """
+        return self.before(x_BTD, part), lambda y_BTD: self.after(x_BTD, y_BTD, part)
 
     def before(self, x_BTD: jax.Array, part: str) -> jax.Array:
         """Computes the input of `part`, "mixer" or "mlp", from the residual stream x [B, T, D]."""

@@ -55,7 +55,7 @@ CAPACITY_FACTOR = 1.125
 
 
 def local_moe(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, form: Callable | None = None):
-    """Computes `expert_parallel_moe` on a device that holds all experts.
+    """Computes the result of `expert_parallel_moe` on one device, which holds all experts.
 
     Args:
       form: function with the same arguments that computes a chunk of tokens; None:

@@ -29,6 +29,7 @@ from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.multi_token_prediction import targets_in_document
 from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
 from qwen3next_jax.model.remat import rematerialized
+from qwen3next_jax.model.routing import check_routing_shape, stack_routing
 from qwen3next_jax.ops import linear_cross_entropy
 from qwen3next_jax.sharding.rules import (
     CONTEXT,
@@ -59,8 +60,11 @@ class Features(NamedTuple):
         experts.
       hidden_states: as in `Output`; None unless `capture` asks for them.
       router_logits: as in `Output`; None unless `capture` asks for them.
-      diagnostics: for each layer a dict of small arrays (see the layers' classes). The last dict is
-        of the MTP module's layer at depth 0. None unless `diagnose` asks for them.
+      expert_ids: [B, T, layers, A] int16, the experts of every token in every trunk layer, -1 in
+        layers without experts; None unless `record_routing` asks for them.
+      diagnostics: a dict of small arrays for each trunk layer (see the layers' classes) and, if the
+        model has an MTP module, one more at the end, for that module's layer at depth 0. None
+        unless `diagnose` asks for them.
       mixer_losses: for each trunk layer whose mixer has a loss of its own, in layer order, the sum
         [] of that loss over tokens.
       mtp_mixer_loss: the same sum for the MTP module, over all depths; None if there is no such
@@ -76,6 +80,7 @@ class Features(NamedTuple):
     diagnostics: tuple[dict[str, jax.Array], ...] | None = None
     mixer_losses: tuple[jax.Array, ...] = ()
     mtp_mixer_loss: jax.Array | None = None
+    expert_ids: jax.Array | None = None
 
 
 class Output(NamedTuple):
@@ -186,6 +191,10 @@ class Qwen3Next(nnx.Module):
         diagnose: bool = False,
         mesh: Mesh | None = None,
         indexer: str = "frozen",
+        layer_rows: dict[int, jax.Array] | None = None,
+        count_required_bias: bool = False,
+        expert_ids: jax.Array | None = None,
+        record_routing: bool = False,
     ) -> Features:
         """Runs the forward pass without the output head.
 
@@ -197,6 +206,16 @@ class Qwen3Next(nnx.Module):
           mesh: the devices that share the pass, with parameters as `sharding.rules` places them;
             None for one device.
           indexer: how the indexers of sparse attention train (see `Context`).
+          layer_rows: rows that layers with an embedding use (see `Context`).
+          count_required_bias: whether the router statistics hold "required_bias" (see `Context`).
+          expert_ids: as in `Features`, the experts that the tokens use in place of those that the
+            routers would choose; a token with -1 is left to the router. Layers without experts, and
+            the MTP module, read nothing of it. None: the routers choose everywhere.
+          record_routing: whether to return the experts of every token.
+
+        Raises:
+          UserError: the numbers of layers or of experts per token in the shape of `expert_ids` are
+            not the model's.
         """
         b, t = tokens.shape
         if segment_ids is None:
@@ -209,7 +228,15 @@ class Qwen3Next(nnx.Module):
             context = Context(
                 document_positions(segment_ids), segment_ids, segment_ids > 0, diagnose, mesh
             )
-        context = self._with_tokens(context._replace(indexer=indexer), tokens)
+        if expert_ids is not None:
+            check_routing_shape(self.config, expert_ids.shape)
+        context = context._replace(
+            indexer=indexer,
+            layer_rows=layer_rows,
+            count_required_bias=count_required_bias,
+            record_routing=record_routing,
+        )
+        context = self._with_tokens(context, tokens)
         embedded = self.embed(tokens, mesh)
         # In bfloat16 the policy "kept" replaces "none", if the model marks all results that "kept"
         # saves.
@@ -225,11 +252,17 @@ class Qwen3Next(nnx.Module):
         )
         entered = self._enter(embedded, context.positions)
         x, per_layer, _ = run_layers(
-            self.layers, self.config, entered, context, remat=remat, capture=capture
+            self.layers,
+            self.config,
+            entered,
+            context,
+            remat=remat,
+            capture=capture,
+            expert_ids=expert_ids,
         )
         hidden = constrain(self.leave(x), mesh, "batch", "time", None)
         mtp_hidden, mtp_router, mtp_diagnostics, mtp_mixer_loss = self._run_mtp(
-            x, hidden, embedded, context, remat
+            x, hidden, embedded, context._replace(record_routing=False), remat
         )
 
         hidden_states = (
@@ -241,7 +274,11 @@ class Qwen3Next(nnx.Module):
             else None
         )
         statistics = [
-            {name: layer[name] for name in ("load", "probability", "z", "tokens")}
+            {
+                name: layer[name]
+                for name in ("load", "probability", "z", "tokens", "required_bias")
+                if name in layer
+            }
             for layer in per_layer
             if "load" in layer
         ]
@@ -259,6 +296,7 @@ class Qwen3Next(nnx.Module):
             diagnostics,
             tuple(layer["mixer_loss"] for layer in per_layer if "mixer_loss" in layer),
             mtp_mixer_loss,
+            stack_routing(self.config, per_layer, tokens.shape) if record_routing else None,
         )
 
     def decode(
@@ -270,7 +308,8 @@ class Qwen3Next(nnx.Module):
         mesh: Mesh | None = None,
         return_all_states: bool = False,
         leave: bool = True,
-    ) -> tuple[jax.Array, list]:
+        record_routing: bool = False,
+    ) -> tuple[jax.Array, list] | tuple[jax.Array, list, jax.Array]:
         """Runs the forward pass for some tokens per row, which attend to a cache of the tokens
         before them.
 
@@ -286,18 +325,28 @@ class Qwen3Next(nnx.Module):
             every token, [layers, B, T, …], and not only after the last one. Needs segment_ids =
             None.
           leave: whether to apply the final norm.
+          record_routing: whether to return the experts of every token.
 
         Returns:
           The states [B, T, D] after the final norm, or the residual stream before it if `leave` is
-          False; the cache after these tokens.
+          False; the cache after these tokens; with `record_routing` also the experts of every
+          token, as in `Features`.
         """
         context = Context(
-            positions, segment_ids, mesh=mesh, time=None, return_all_states=return_all_states
+            positions,
+            segment_ids,
+            mesh=mesh,
+            time=None,
+            return_all_states=return_all_states,
+            record_routing=record_routing,
         )
         context = self._with_tokens(context, tokens)
         x = self._enter(self.embed(tokens, mesh, time=None), positions)
-        x, _, cache = run_layers(self.layers, self.config, x, context, cache)
-        return self.leave(x) if leave else x, cache
+        x, per_layer, cache = run_layers(self.layers, self.config, x, context, cache)
+        left = self.leave(x) if leave else x
+        if record_routing:
+            return left, cache, stack_routing(self.config, per_layer, tokens.shape)
+        return left, cache
 
     def init_cache(self, batch: int, length: int) -> list:
         """Returns the cache before the first token, with `length` slots: for each entry of

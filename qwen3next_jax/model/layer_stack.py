@@ -46,6 +46,7 @@ def run_layers(
     *,
     remat: str = "none",
     capture: bool = False,
+    expert_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, list[dict[str, Any]], list[Cache]]:
     """Applies all layers of the trunk.
 
@@ -57,6 +58,8 @@ def run_layers(
       cache: one cache for each block; None in training.
       remat: the policy for the backward pass (`model.remat`).
       capture: whether the auxiliary outputs also hold each layer's output "x" and "router_logits".
+      expert_ids: [B, T, layers, A], for each layer its `Context.expert_ids`; None: every router
+        chooses by itself.
 
     Returns:
       x [B, T, D]; the auxiliary outputs of every layer in order; the caches after these tokens.
@@ -72,7 +75,20 @@ def run_layers(
     single = sum(len(layers) == 1 for layers in config.stacks)
     first_of = functools.partial(jax.tree.map, lambda leaf: leaf[0])
     own = [_of_own(first_of, c, is_in_place) for c, is_in_place in zip(caches, in_place[:single])]
-    x_BTD, per_layer, own = run(graphdefs[:single], first_of(list(params[:single])), x_BTD, own, 0)
+    # for each block the choices of its layers [layers, B, T, A]
+    replayed = [None] * len(blocks)
+    if expert_ids is not None:
+        replayed = [
+            jnp.moveaxis(expert_ids[:, :, jnp.array(layers)], 2, 0) for layers in config.stacks
+        ]
+    x_BTD, per_layer, own = run(
+        graphdefs[:single],
+        first_of(list(params[:single])),
+        x_BTD,
+        own,
+        first_of(replayed[:single]),
+        0,
+    )
     stacked_again = functools.partial(jax.tree.map, lambda leaf: leaf[None])
     caches[:single] = [
         _of_own(stacked_again, c, is_in_place) for c, is_in_place in zip(own, in_place)
@@ -96,12 +112,12 @@ def run_layers(
 
     def period(carry, inputs):
         x_BTD, carried = carry
-        own_params, scanned, number = inputs
+        own_params, scanned, replayed, number = inputs
         if decoding:
             own_params = _experts_from(periodic_params, own_params)
         caches = [c if is_in_place else s for c, s, is_in_place in zip(carried, scanned, in_place)]
         x_BTD, auxes, caches = run(
-            graphdefs[single:], own_params, x_BTD, caches, number, looped=not unrolled
+            graphdefs[single:], own_params, x_BTD, caches, replayed, number, looped=not unrolled
         )
         carried = [c if is_in_place else None for c, is_in_place in zip(caches, in_place)]
         scanned = [None if is_in_place else c for c, is_in_place in zip(caches, in_place)]
@@ -110,7 +126,7 @@ def run_layers(
     (x_BTD, carried), (auxes, scanned) = jax.lax.scan(
         period,
         (x_BTD, carried),
-        (scanned_params, scanned, numbers),
+        (scanned_params, scanned, replayed[single:], numbers),
         unroll=repeats if unrolled else 1,
     )
     caches[single:] = [
@@ -137,6 +153,7 @@ def _run_blocks(
     params: Sequence[nnx.State],
     x_BTD: jax.Array,
     caches: Sequence[Cache],
+    replayed: Sequence[jax.Array | None],
     number: jax.Array | int | None,
     *,
     config: ModelConfig,
@@ -147,18 +164,21 @@ def _run_blocks(
 ) -> tuple[jax.Array, list[dict[str, Any]], list[Cache]]:
     """Applies one layer of each block: the layer with the index `number` in its group. The
     arguments and results have the meaning that they have in `run_layers`, for these layers only.
-    `looped`: see `remat.rematerialized`.
+    `replayed` holds the `Context.expert_ids` of each block. `looped`: see `remat.rematerialized`.
     """
 
-    def apply(block_params, x_BTD, block_cache, graphdef):
+    def apply(block_params, x_BTD, block_cache, expert_ids, graphdef):
         block = nnx.merge(graphdef, gather_params(block_params, context.mesh, config.dtype))
-        x_BTD, aux, block_cache = block(x_BTD, context._replace(layer=number), block_cache)
+        own = context._replace(layer=number, expert_ids=expert_ids)
+        x_BTD, aux, block_cache = block(x_BTD, own, block_cache)
         return constrain(x_BTD, context.mesh, "batch", context.time, None), aux, block_cache
 
     auxes = []
     after = []
-    for graphdef, block_params, block_cache in zip(graphdefs, params, caches):
-        block = functools.partial(apply, block_cache=block_cache, graphdef=graphdef)
+    for graphdef, block_params, block_cache, expert_ids in zip(graphdefs, params, caches, replayed):
+        block = functools.partial(
+            apply, block_cache=block_cache, expert_ids=expert_ids, graphdef=graphdef
+        )
         x_BTD, aux, block_cache = rematerialized(block, remat, looped)(block_params, x_BTD)
         if capture:
             aux["x"] = x_BTD

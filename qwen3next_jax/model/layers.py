@@ -41,8 +41,15 @@ class Context(NamedTuple):
       passes with a cache use it.
     tokens: [B, T] int32, the tokens, for layers that add an embedding of their own (`model.ple`);
       None if the model has no such layer.
+    layer_rows: {number of a layer's embedding: [B, T, P], the rows of its table that the tokens
+      use}; None: the layer looks its rows up.
     indexer: how the indexers of sparse attention train: "frozen", "dense" or "sparse"
       (`TrainConfig.indexer_training`).
+    count_required_bias: whether the routers count which bias each token would have needed to choose
+      each expert (`router.count_required_bias`).
+    expert_ids: [B, T, A] int16, the experts that the tokens of this layer use in place of the ones
+      that the router would choose; -1: the router chooses. None: it chooses for all tokens.
+    record_routing: whether a mixture of experts adds "expert_ids" to its auxiliary outputs.
     """
 
     positions: jax.Array
@@ -55,6 +62,10 @@ class Context(NamedTuple):
     layer: jax.Array | int = 0
     tokens: jax.Array | None = None
     indexer: str = "frozen"
+    layer_rows: dict[int, jax.Array] | None = None
+    count_required_bias: bool = False
+    expert_ids: jax.Array | None = None
+    record_routing: bool = False
 
     @property
     def time_axis(self) -> str | None:

@@ -18,7 +18,12 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.expert_forms import count_choices, expert_form
 from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.router import over_sum, rank_experts, score_experts
+from qwen3next_jax.model.router import (
+    count_required_bias,
+    over_sum,
+    rank_experts,
+    score_experts,
+)
 from qwen3next_jax.model.row_groups import merge_rows
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.decode_moe import is_decode_batch
@@ -62,7 +67,10 @@ class SparseMoE(nnx.Module):
       probability [E]: each expert's router probability;
       z []: logsumexp(logits)²;
       tokens []: the number of tokens that count;
-      router_logits [B, T, E]: the router's logits of all tokens, not summed.
+      required_bias [E, BINS]: with `Context.count_required_bias` and a bias, the result of
+        `router.count_required_bias`;
+      router_logits [B, T, E]: the router's logits of all tokens, not summed;
+      expert_ids [B, T, A] int16: with `Context.record_routing`, the experts of all tokens.
     Diagnostics, means over the tokens that count:
       router_entropy []: the entropy of a token's probabilities, divided by ln E;
       router_z []: logsumexp(logits)².
@@ -132,16 +140,29 @@ class SparseMoE(nnx.Module):
         )
         tokens = activation_spec("batch", context.time)
         routed = per_shard(
-            functools.partial(_routed_experts, self.config, mesh, self.expert_form, stored, layer),
+            functools.partial(
+                _routed_experts,
+                self.config,
+                mesh,
+                self.expert_form,
+                stored,
+                layer,
+                context.count_required_bias,
+            ),
             mesh,
-            (tokens, specs, tokens, P()),
-            (tokens, P(), tokens),
+            (tokens, specs, tokens, tokens, P()),
+            (tokens, P(), tokens, tokens),
         )
         stats_masks = [c.stats_mask for c in contexts]
-        ys_BTD, statistics, logits = routed(xs_BTD, weights, stats_masks, biases)
+        replayed = [c.expert_ids for c in contexts]
+        ys_BTD, statistics, logits, expert_ids = routed(
+            xs_BTD, weights, stats_masks, replayed, biases
+        )
         if self.config.shared_expert_intermediate_size:
             ys_BTD = [y_BTD + self._gated_shared(x_BTD) for x_BTD, y_BTD in zip(xs_BTD, ys_BTD)]
         aux = statistics | {"router_logits": merge_rows(logits, context)}
+        if context.record_routing:
+            aux["expert_ids"] = merge_rows(expert_ids, context)
         if context.collect_stats:
             aux["diagnostics"] = _diagnostics(self.config, aux["router_logits"], context.stats_mask)
         return ys_BTD, aux
@@ -197,11 +218,13 @@ def _routed_experts(
     form: Callable,
     stored: _Weights,
     layer: jax.Array | int | None,
+    counts_required_bias: bool,
     xs_BTD: Sequence[jax.Array],
     weights: _Weights,
     stats_masks: Sequence[jax.Array | None],
+    replayed: Sequence[jax.Array | None],
     biases: _RouterBiases,
-) -> tuple[list[jax.Array], dict[str, jax.Array], list[jax.Array]]:
+) -> tuple[list[jax.Array], dict[str, jax.Array], list[jax.Array], list[jax.Array]]:
     """Routes one device's tokens and computes their experts; it is called inside `shard_map`.
 
     Args:
@@ -210,14 +233,17 @@ def _routed_experts(
       form: function that chooses how the experts are computed (`expert_forms.expert_form`).
       stored: (declaration, shape) of each of `weights`.
       layer: if `weights` holds all layers of a stack, the number of the layer in it; else None.
+      counts_required_bias: as `Context.count_required_bias`.
       xs_BTD: the rows of each group.
       weights: this device's shards of the weights.
       stats_masks: for each group the mask of the tokens that count.
+      replayed: for each group the experts that its tokens use (`Context.expert_ids`).
       biases: the router's biases.
 
     Returns:
       For each group the weighted sums of its tokens' experts; the router statistics, summed over
-      all devices; for each group the router logits.
+      all devices; for each group the router logits [B, T, E]; for each group the experts [B, T, A]
+      int16 of its tokens.
     """
     dtype = xs_BTD[0].dtype
     split = num_shards(mesh, EXPERT) > 1
@@ -241,15 +267,30 @@ def _routed_experts(
     choices = []
     statistics = []
     logits = []
-    for x_BTD, mask_BT in zip(xs_BTD, stats_masks):
+    expert_ids = []
+    for x_BTD, mask_BT, replayed_BTA in zip(xs_BTD, stats_masks, replayed):
         x_RD = x_BTD.reshape(-1, config.hidden_size)
         logits_RE = _router_logits(x_RD, weights.router)
         if biases.logit is not None:
             logits_RE += biases.logit
-        share_RE, weight_RA, expert_RA = choose_experts(config, logits_RE, biases.choice)
+        replayed_RA = None
+        if replayed_BTA is not None:
+            replayed_RA = replayed_BTA.reshape(-1, config.num_experts_per_tok)
+        share_RE, weight_RA, expert_RA = choose_experts(
+            config, logits_RE, biases.choice, replayed_RA
+        )
         choices.append((x_RD, weight_RA.astype(dtype), expert_RA))
-        statistics.append(_router_statistics(logits_RE, share_RE, expert_RA, mask_BT))
+        counted_R = _counted(mask_BT, len(x_RD))
+        statistics.append(_router_statistics(logits_RE, share_RE, expert_RA, counted_R))
+        if counts_required_bias and biases.choice is not None:
+            statistics[-1]["required_bias"] = count_required_bias(
+                score_experts(config.moe, logits_RE)[0],
+                biases.choice,
+                config.num_experts_per_tok,
+                counted_R,
+            )
         logits.append(logits_RE.reshape(*x_BTD.shape[:2], -1))
+        expert_ids.append(expert_RA.astype(jnp.int16).reshape(*x_BTD.shape[:2], -1))
 
     run = form(mesh, dtype, in_tiles=in_tiles, few_tokens=few_tokens, layer=layer)
     x_RD, weight_RA, expert_RA = map(jnp.concatenate, zip(*choices))
@@ -263,6 +304,7 @@ def _routed_experts(
         [y_RD.reshape(x_BTD.shape) for x_BTD, y_RD in zip(xs_BTD, ys_RD)],
         statistics,
         logits,
+        expert_ids,
     )
 
 
@@ -300,7 +342,10 @@ def _router_logits(x_RD: jax.Array, router_DE: jax.Array) -> jax.Array:
 
 
 def choose_experts(
-    config: ModelConfig, logits_RE: jax.Array, bias_E: jax.Array | None = None
+    config: ModelConfig,
+    logits_RE: jax.Array,
+    bias_E: jax.Array | None = None,
+    replayed_RA: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Chooses each token's experts.
 
@@ -309,6 +354,10 @@ def choose_experts(
       logits_RE: the router's logits.
       bias_E: a bias that takes part in the choice of the experts, but not in their weights
         (`MoEConfig.router_bias`); or None.
+      replayed_RA: the experts that the tokens use in place of the ones with the largest numbers
+        (router replay, 2510.11370); a token with -1 chooses by itself. The weights are always those
+        of `logits_RE`, so gradients reach the scores of the replayed experts. None: all tokens
+        choose by themselves.
 
     Returns:
       Each expert's share of the token's scores, [R, E]; the weights [R, A] of the experts that the
@@ -317,7 +366,9 @@ def choose_experts(
     score_RE, share_RE = score_experts(config.moe, logits_RE)
     rank_RE = rank_experts(config.moe, score_RE, bias_E)
     weight_RA, expert_RA = jax.lax.top_k(rank_RE, config.num_experts_per_tok)
-    if rank_RE is not score_RE:
+    if replayed_RA is not None:
+        expert_RA = jnp.where(replayed_RA < 0, expert_RA, replayed_RA.astype(expert_RA.dtype))
+    if replayed_RA is not None or rank_RE is not score_RE:
         weight_RA = jnp.take_along_axis(score_RE, expert_RA, axis=-1)
     if config.norm_topk_prob:
         weight_RA = over_sum(weight_RA)
@@ -344,13 +395,15 @@ def _diagnostics(config: ModelConfig, logits_BTE, counted_BT) -> dict[str, jax.A
     }
 
 
-def _router_statistics(logits_RE, probability_RE, expert_RA, counted_BT) -> dict[str, jax.Array]:
-    tokens, a = expert_RA.shape
-    counted_R = (
-        jnp.ones(tokens, jnp.float32)
-        if counted_BT is None
-        else counted_BT.reshape(-1).astype(jnp.float32)
-    )
+def _counted(mask_BT: jax.Array | None, tokens: int) -> jax.Array:
+    """Returns the mask [B, T] as float32 [R]; without a mask, ones [`tokens`]."""
+    if mask_BT is None:
+        return jnp.ones(tokens, jnp.float32)
+    return mask_BT.reshape(-1).astype(jnp.float32)
+
+
+def _router_statistics(logits_RE, probability_RE, expert_RA, counted_R) -> dict[str, jax.Array]:
+    a = expert_RA.shape[1]
     z_R = jnp.square(jax.nn.logsumexp(logits_RE, axis=-1))
     return {
         "load": count_choices(expert_RA.reshape(-1), logits_RE.shape[-1], jnp.repeat(counted_R, a)),

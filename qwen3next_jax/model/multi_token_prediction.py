@@ -136,8 +136,8 @@ def targets_in_document(segment_ids_BT: jax.Array, offset: int) -> jax.Array:
 
 def target_positions(batch: dict[str, jax.Array], offset: int) -> jax.Array:
     """Returns [B, T] bool: whether token t + `offset` is a target that position t is to predict. It
-    must belong to the same document as token t. If the batch has a `target_mask` [B, T] (synthetic
-    tasks have one), the mask must mark it.
+    is one if it belongs to the same document as token t and, in a batch with a `target_mask` [B, T]
+    (synthetic tasks have one), the mask marks it.
     """
     inside_BT = targets_in_document(batch["segment_ids"], offset)
     return (

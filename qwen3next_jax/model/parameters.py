@@ -73,8 +73,8 @@ class Declared:
       shape: the shape of the parameter of one layer.
       stack: the shape of the stack of layers that the parameter holds; its dimensions stand before
         the dimensions in `shape`.
-      axes: for each dimension of `shape` its logical axis, a key of `sharding.rules.LOGICAL_AXES`.
-      None: no mesh axis ever splits the dimension.
+      axes: for each dimension of `shape` its logical axis, a key of `sharding.rules.LOGICAL_AXES`,
+        or None if no mesh axis ever splits the dimension.
       letters: for each dimension of `shape` a letter, its role in the product that uses the
         parameter. "i": the product sums over the dimension. "o": the dimension is one of the
         product's result. "p": the dimension numbers matrices with the same input (gate and up).

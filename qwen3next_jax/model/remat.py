@@ -7,6 +7,7 @@ kept      saves the results that `ops.blocks.save_for_backward` marks: the resul
           products and operators
 block     saves each block's input, the outputs of attention and the router's choices, which are
           small for the time that it takes to compute them
+full      saves each block's input, and nothing else
 dots      saves what "block" saves, the results of projections and dense MLPs, the router's logits,
           and the tokens that expert parallelism gathered, if they are gathered in one chunk
 offload   moves each block's input to the host's memory and saves nothing else (on a CPU this frees
@@ -64,6 +65,7 @@ def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callab
         "none": lambda: block,
         "kept": lambda: checkpoint(block, policy=kept),
         "block": lambda: checkpoint(block, policy=small),
+        "full": lambda: checkpoint(block),
         "dots": lambda: checkpoint(block, policy=dots),
         "offload": lambda: checkpoint(named, policy=offloaded),
     }[policy]()

@@ -1,13 +1,16 @@
 """How the router of a mixture of experts scores and ranks experts. The released model uses a
 softmax. `MoEConfig` has the options of DeepSeek-V3: sigmoid scores, a bias, groups of experts.
 
-Letters: R tokens, E experts, G groups of experts, J chosen groups.
+Letters: R tokens, E experts, G groups of experts, J chosen groups, M bins of a histogram.
 """
 
 import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.config.moe import MoEConfig
+
+# The number of bins of the histogram from which quantile balancing reads its biases.
+BINS = 1000
 
 
 def score_experts(config: MoEConfig, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -52,3 +55,51 @@ def rank_experts(config: MoEConfig, score_RE: jax.Array, bias_E: jax.Array | Non
     _, group_RJ = jax.lax.top_k(best_RG, config.topk_group)
     is_chosen_RG = jnp.any(group_RJ[..., None] == jnp.arange(config.n_group), axis=1)
     return jnp.where(is_chosen_RG[..., None], rank_RGE, -jnp.inf).reshape(rank_RE.shape)
+
+
+def required_bias_range(bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the range [..., 1] of the biases that `count_required_bias` counts. Scores are
+    0 … 1, so no token needs a bias outside of it.
+
+    Args:
+      bias_E: the biases [..., E] with which the tokens chose their experts.
+    """
+    return (
+        jnp.min(bias_E, axis=-1, keepdims=True) - 1,
+        jnp.max(bias_E, axis=-1, keepdims=True) + 1,
+    )
+
+
+def count_required_bias(
+    score_RE: jax.Array, bias_E: jax.Array, experts_per_token: int, counted_R: jax.Array
+) -> jax.Array:
+    """Counts, for each expert, the biases that the tokens would have needed to choose it.
+
+    A token with the A + 1 largest numbers n_1 ≥ … ≥ n_A ≥ c of score + bias chooses an expert if
+    its number is above c. So it would choose expert e at the bias c - score_e. Quantile balancing
+    sets the bias of e to the A/E quantile of these numbers over the tokens (Kimi K3's report,
+    section 2.3.3; the histogram is its appendix D).
+
+    Args:
+      score_RE: the scores, 0 … 1, without the bias.
+      bias_E: the biases.
+      experts_per_token: A, less than E.
+      counted_R: whether each token counts, as 0 or 1.
+
+    Returns:
+      [E, BINS] int32: how many tokens need a bias in each of BINS equal parts of
+      `required_bias_range`. Counts of several devices or micro-batches can be added, and the sum
+      does not depend on the order.
+    """
+    score_RE = jax.lax.stop_gradient(score_RE)
+    cutoff_R1 = jax.lax.top_k(score_RE + bias_E, experts_per_token + 1)[0][:, -1:]
+    low, high = required_bias_range(bias_E)
+    position_RE = (cutoff_R1 - score_RE - low) / (high - low) * BINS
+    bin_RE = jnp.clip(position_RE.astype(jnp.int32), 0, BINS - 1)
+    counted_R1 = counted_R.astype(jnp.int32)[:, None]
+    experts = score_RE.shape[1]
+    return (
+        jnp.zeros((experts, BINS), jnp.int32)
+        .at[jnp.arange(experts), bin_RE]
+        .add(jnp.broadcast_to(counted_R1, bin_RE.shape))
+    )

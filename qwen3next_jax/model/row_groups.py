@@ -69,7 +69,8 @@ def split_rows(x_BTD: jax.Array, context: Any, groups: int) -> list[tuple[jax.Ar
             for part in parts
         ]
 
-    fields = {name: getattr(context, name) for name in ("positions", "segment_ids", "stats_mask")}
+    names = ("positions", "segment_ids", "stats_mask", "expert_ids")
+    fields = {name: getattr(context, name) for name in names}
     tokens = {name: split(x) for name, x in fields.items() if x is not None}
     return [
         (x, context._replace(**{name: parts[i] for name, parts in tokens.items()}))

@@ -55,8 +55,8 @@ def check_scoring(config: ModelConfig) -> None:
     """
     require(
         tokens_seen_ahead(config) == 0,
-        f"{_mask(config)}: a token that is scored may have been seen: expected a causal mask, or "
-        "the evaluation heldout, which leaves the prefix out",
+        f"{_mask(config)}: tokens may read the token that they must predict: expected a causal "
+        "mask, or the evaluation heldout, which leaves the prefix out",
     )
 
 

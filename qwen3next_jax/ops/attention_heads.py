@@ -20,8 +20,8 @@ LANES = 128  # only the first LANES channels of a head may rotate
 
 
 def has_kernels(time: int, width: int, rotary: int, dtype) -> bool:
-    """Whether the two operators run kernels for these sizes. A layer calls the operators only if
-    this is true.
+    """Returns whether the two operators run kernels for these sizes on the platform that the
+    program is compiled for. If it is False, they run in XLA alone.
 
     Args:
       time: number of tokens in a row (T).
@@ -51,7 +51,8 @@ def norm_and_rotate(x, weight, cos, sin, half: int, eps: float):
 
 
 def gate_heads(o, gate):
-    """Returns o · sigmoid(gate), [B, T, C] in o's dtype, computed in float32.
+    """Returns o · sigmoid(gate) with the heads concatenated, [B, T, C] in o's dtype, computed in
+    float32.
 
     Args:
       o: [B, N, T, K], the outputs of the heads.

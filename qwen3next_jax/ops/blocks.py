@@ -54,8 +54,8 @@ def from_chunks(tree, axis: int, length: int):
 
 
 def scan(step, carry, blocks):
-    """Returns jax.lax.scan(step, carry, blocks). If there is only one chunk, it calls `step` once,
-    without a loop.
+    """Returns jax.lax.scan(step, carry, blocks), where the arrays of `blocks` have a leading axis
+    of chunks. If there is only one chunk, it calls `step` once, without a loop.
     """
     if jax.tree.leaves(blocks)[0].shape[0] > 1:
         return jax.lax.scan(step, carry, blocks)

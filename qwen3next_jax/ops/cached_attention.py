@@ -25,9 +25,9 @@ def write(cache: jax.Array, new: jax.Array, layer, start: jax.Array) -> jax.Arra
       cache: [R, B, S, M, D], the caches of all layers.
       new: [B, T, M, D], the keys or values of the new tokens.
       layer: index of the layer.
-      start: [B] integers, the slot of the first new token of each row. start + T must not exceed S.
-        Tokens whose slot is negative are dropped. Then the first slots after the last token, one
-        for each dropped token, hold undefined values.
+      start: [B] integers of at most S - T, the slot of the first new token of each row. Tokens
+        whose slot is negative are dropped. Then as many slots after the slot of the last token hold
+        undefined values as tokens were dropped.
     """
 
     def row(b, cache):
@@ -58,7 +58,8 @@ def cached_attention(
       k, v: [R, B, S, M, D], the cached keys and values, with N % M == 0. They may be the same
         array.
       layer: index of the layer.
-      positions: [B, T] integers, the position of each query.
+      positions: [B, T] integers, the position of each query. A query at a negative position is
+        padding; its output is finite but has no meaning.
 
     Returns:
       An array [B, T, N, D] in q's dtype.

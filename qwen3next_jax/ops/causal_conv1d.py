@@ -199,12 +199,18 @@ def _in_xla(activation, before, x, kernel, ids):
 
 
 def _in_xla_backward(activation, before, x, kernel, ids, dy, *, row_by_row: bool):
+    """Returns the gradients of `before`, x and `kernel`, given dy, the gradient of the outputs.
+    `row_by_row` says whether the gradient of `kernel` is summed one row of the batch at a time.
+    """
     extended = jnp.concatenate([before, x], axis=1)
     dextended, dkernel = _gradients(activation, row_by_row, extended, kernel, ids, dy)
     return dextended[:, : before.shape[1]], dextended[:, before.shape[1] :], dkernel
 
 
 def _gradients(activation, row_by_row, extended, kernel, ids, dy):
+    """Returns the gradients of `extended` [B, W - 1 + T, D], which is `before` followed by x, and
+    of `kernel`. The other arguments are the arguments of `_in_xla_backward`.
+    """
     width, wide = kernel.shape[0], jnp.promote_types(jnp.float32, extended.dtype)
     x, weights, dz = extended.astype(wide), kernel.astype(wide), dy.astype(wide)
     same = None if ids is None else _same_document(ids, width, wide)
@@ -236,6 +242,7 @@ def _gradients(activation, row_by_row, extended, kernel, ids, dy):
 
 
 def _form(platforms, row_by_row: bool) -> Form:
+    """Returns the form "xla" for these platforms; see `_in_xla_backward` for `row_by_row`."""
     backward = functools.partial(_in_xla_backward, row_by_row=row_by_row)
     return Form("xla", platforms, dict(forward=_in_xla, backward=backward))
 

@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     nll: jax.Array  # [R] float32, the negative log-likelihood of the target in nats
     logsumexp: jax.Array  # [R] float32, the logsumexp of the logits
     argmax: jax.Array  # [R] int32, the index of the largest logit
-    correct: jax.Array  # [R] bool, whether that index is the target
+    correct: jax.Array  # [R] bool, whether `argmax` is the target
 
 
 def linear_cross_entropy(
@@ -39,10 +39,10 @@ def linear_cross_entropy(
 
     If the call is differentiated, the forward pass also computes the gradients of each chunk from
     the chunk's logits. The backward pass only multiplies them by the gradient of the loss, a
-    scalar. Each chunk takes three matrix products. For a narrow model on a TPU it takes two more,
-    which compute the logits again, because that takes less time than writing them to HBM and
-    reading them. The arrays saved between the passes are dx [R, D], dw [D, V] and vectors [R]; no
-    array [R, V] is saved.
+    scalar. Each chunk of a differentiated call takes three matrix products. For a narrow model on a
+    TPU it takes two more, which compute the logits again, because that takes less time than writing
+    them to HBM and reading them. The arrays saved between the passes are dx [R, D], dw [D, V] and
+    vectors [R]; no array [R, V] is saved.
 
     Args:
       x: [R, D], the inputs of the head, in the dtype of computation.
@@ -51,7 +51,7 @@ def linear_cross_entropy(
       targets: [R] integers in [0, V). The target of a row of weight 0 may be any integer.
       weights: [R] float32, the weight of each row in the loss. The gradient of a weight is the
         row's nll.
-      chunk: number of rows in a chunk; None chooses it for the platform.
+      chunk: number of rows in a chunk, at least 1; None means a number that suits the platform.
 
     Returns:
       loss_sum: float32 scalar.
@@ -59,7 +59,7 @@ def linear_cross_entropy(
         their indices.
 
     Raises:
-      ValueError: shapes or dtypes do not fit.
+      ValueError: shapes or dtypes do not fit, or `chunk` is less than 1.
     """
     _check(x, w, targets, weights, chunk)
     rows, vocabulary = x.shape[0], w.shape[1]

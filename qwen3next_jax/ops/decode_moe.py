@@ -14,14 +14,14 @@ _MIN_ROWS = 4
 
 
 def is_decode_batch(tokens: int, choices: int, experts: int, stacked: bool = False) -> bool:
-    """Whether `decode_moe` is faster than sorting the choices by expert and computing a grouped
-    product.
+    """Returns whether, on a CPU, `decode_moe` is expected to be faster than sorting the choices by
+    expert and computing a grouped product.
 
     Args:
       tokens: number of tokens (R).
       choices: number of experts that each token chose (A).
       experts: number of experts (E).
-      stacked: whether the weights hold the experts of several layers.
+      stacked: whether the arrays of weights hold the experts of several layers.
     """
     return tokens <= (64 if _reads_all(tokens, choices, experts, stacked) else 24)
 
@@ -67,11 +67,11 @@ def decode_moe(x_RD, weight_RA, expert_RA, gate_up, down, layer=()):
 
 
 def _reads_all(tokens, choices, experts, layer) -> bool:
-    """Whether `decode_moe` computes all experts in one product. This is faster if the tokens are
-    likely to choose most of the experts, because slicing one expert's weights out of the array
-    takes as long as the expert's products. It is not faster if the array holds the weights of
-    several layers, because the weights of all experts of the layer would first have to be sliced
-    out.
+    """Returns whether `decode_moe` computes all experts in one product. This is faster if the
+    tokens are likely to choose most of the experts, because slicing one expert's weights out of the
+    array takes as long as the expert's products. It is not faster if the array holds the weights of
+    several layers (`layer` is then true), because the weights of all experts of the layer would
+    first have to be sliced out.
     """
     return tokens > 2 and 2 * tokens * choices > experts and not layer
 

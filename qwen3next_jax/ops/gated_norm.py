@@ -15,8 +15,8 @@ GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
 def gated_norm(o, gate, weight, eps: float, gate_type: str = "silu"):
-    """Returns y = o / rms(o) · weight · silu(gate), with the root mean square over the channels of
-    each head.
+    """Returns y = o / rms(o) · weight · f(gate), with the root mean square over the channels of
+    each head. The function f is silu or sigmoid.
 
     This is the output norm of Gated DeltaNet (https://arxiv.org/abs/2412.06464), called
     `FusedRMSNormGated` in the library fla. For the gate "silu" there are kernels for TPUs and
@@ -27,7 +27,7 @@ def gated_norm(o, gate, weight, eps: float, gate_type: str = "silu"):
       o, gate: [B, T, H · V].
       weight: [V].
       eps: number added to the mean square.
-      gate_type: name of the function that is applied to the gate, "silu" or "sigmoid".
+      gate_type: name of f, "silu" or "sigmoid".
 
     Returns:
       y: [B, T, H · V] in o's dtype, computed in float32.
@@ -65,6 +65,9 @@ def in_xla(eps, o, gate, weight, gate_type: str = "silu"):
 
 
 def _in_xla_backward(eps, o, gate, weight, dy):
+    """Returns the gradients of o, gate and weight for the gate "silu", given dy, the gradient of
+    y.
+    """
     return jax.vjp(functools.partial(in_xla, eps), o, gate, weight)[1](dy)
 
 

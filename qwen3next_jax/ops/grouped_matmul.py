@@ -30,9 +30,9 @@ class BlockSizes(NamedTuple):
 
     Attributes:
       largest: the largest number of rows in a block.
-      per_group: the number of blocks into which a group of mean size is split, if the blocks are
-        not too short then. More blocks mean less padding, because each group has less than one
-        block of padding.
+      per_group: the number of blocks into which a group of mean size is split. It is split into
+        fewer blocks if they would have less than `_FULL_TILE` rows. More blocks mean less padding,
+        because each group has less than one block of padding.
       batch: the largest number of elements of the weights that are copied for one batch of blocks.
     """
 
@@ -160,11 +160,17 @@ _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
 def _mlp_of_products(matmul, x, gate_up, down, group_sizes):
+    """Returns y [R, D] and the hidden layer [R, 2I] of `expert_mlp`, computed with the function
+    `matmul` of an implementation.
+    """
     hidden = matmul(x, gate_up, group_sizes)
     return matmul(_swiglu(hidden), down, group_sizes), hidden
 
 
 def _mlp_gradients_of_products(gradients, x, gate_up, down, group_sizes, hidden, dy):
+    """Returns the gradients of x, gate_up and down of `expert_mlp`, computed with the function
+    `gradients` of an implementation. `hidden` is the second result of `_mlp_of_products`.
+    """
     activation, pullback = jax.vjp(_swiglu, hidden)
     da, ddown = gradients(activation, down, group_sizes, dy)
     dx, dgate_up = gradients(x, gate_up, group_sizes, *pullback(da))
@@ -206,7 +212,7 @@ class _Plan(NamedTuple):
     filled: jax.Array  # [n, K, C] whether the position holds that row, not padding
     place: jax.Array  # [R] the position of each row in the flattened [n, K, C]
     used: jax.Array  # [R] whether the row belongs to a group
-    rank: jax.Array  # [E] the rank of each group
+    rank: jax.Array  # [E] the number of groups with rows from group 0 to this group, minus 1
     groups: int  # G, the largest number of groups that can have rows
 
 
@@ -327,12 +333,14 @@ def _add(total, first, member_WK, term, precision):
 
 
 def _dot(x_KCD, w_KDF):
+    """Returns x w of each block, [K, C, F] in x's dtype."""
     return jnp.einsum("kcd,kdf->kcf", x_KCD, w_KDF, preferred_element_type=wide(x_KCD)).astype(
         x_KCD.dtype
     )
 
 
 def _dot_transposed(y_KCF, w_KDF):
+    """Returns y wᵀ of each block, [K, C, D] in y's dtype."""
     return jnp.einsum("kcf,kdf->kcd", y_KCF, w_KDF, preferred_element_type=wide(y_KCF)).astype(
         y_KCF.dtype
     )
@@ -349,6 +357,7 @@ def _transposed_product(x_KCD, y_KCF):
 
 
 def _blocked(sizes, x, w, group_sizes):
+    """Returns y [R, F] of `grouped_matmul`, computed in blocks."""
     return _scan_batches(
         _plan(sizes, group_sizes, x.shape[0], w[0].size),
         (x,),
@@ -358,6 +367,8 @@ def _blocked(sizes, x, w, group_sizes):
 
 
 def _blocked_gradients(sizes, x, w, group_sizes, dy):
+    """Returns the gradients of x and w of `grouped_matmul`, given dy [R, F]."""
+
     def step(group, x_KCD, dy_KCF):
         return (_dot_transposed(dy_KCF, w[group]),), (_transposed_product(x_KCD, dy_KCF),)
 
@@ -368,6 +379,8 @@ def _blocked_gradients(sizes, x, w, group_sizes, dy):
 
 
 def _blocked_mlp(sizes, x, gate_up, down, group_sizes):
+    """Returns y [R, D] and the hidden layer [R, 2I] of `expert_mlp`, computed in blocks."""
+
     def step(group, x_KCD):
         hidden = _dot(x_KCD, gate_up[group])
         return (_dot(_swiglu(hidden), down[group]), hidden), ()
@@ -376,6 +389,10 @@ def _blocked_mlp(sizes, x, gate_up, down, group_sizes):
 
 
 def _blocked_mlp_gradients(sizes, x, gate_up, down, group_sizes, hidden, dy):
+    """Returns the gradients of x, gate_up and down of `expert_mlp`, given dy [R, D]. `hidden` is
+    the second result of `_blocked_mlp`.
+    """
+
     def step(group, x_KCD, hidden, dy_KCD):
         activation, pullback = jax.vjp(_swiglu, hidden)
         (dhidden,) = pullback(_dot_transposed(dy_KCD, down[group]))
@@ -398,6 +415,7 @@ def _blocked_mlp_gradients(sizes, x, gate_up, down, group_sizes, hidden, dy):
 
 
 def _blocks_of(sizes: BlockSizes):
+    """Returns the functions of the implementation "blocked" by name, for these sizes of blocks."""
     functions = dict(
         matmul=_blocked,
         gradients=_blocked_gradients,

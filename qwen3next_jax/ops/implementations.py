@@ -80,7 +80,9 @@ class Kernel:
             ) from error
 
     def is_default(self, call: Mapping[str, Any]) -> bool:
-        """Whether a call that names no implementation runs these kernels."""
+        """Returns whether a call that names no implementation runs these kernels. `call` holds the
+        arguments that `supports` of the module takes.
+        """
         module = self.load()
         if hasattr(module, "is_default"):
             return module.is_default(**call)
@@ -107,10 +109,12 @@ class Chosen(NamedTuple):
 
     @property
     def name(self) -> str:
+        """The name of the form or of the kernels."""
         return self.implementation.name
 
     @property
     def is_kernel(self) -> bool:
+        """Whether the implementation is kernels, not a form."""
         return isinstance(self.implementation, Kernel)
 
     def function(self, name: str) -> Callable:
@@ -177,6 +181,7 @@ def kernels(operator: str) -> dict[str, Kernel]:
 
 
 def _folder() -> str:
+    """Returns the path of the plugin's folder for a message, and says there if it is missing."""
     folder = KERNELS.replace(".", "/")
     spec = importlib.util.find_spec(KERNELS)
     missing = spec is None or spec.origin is None

@@ -12,32 +12,33 @@ _LANES = 128
 
 
 def heads_side_by_side(*widths: int) -> bool:
-    """Whether a recurrent layer passes arrays [B, T, heads · width] from operator to operator,
-    instead of [B, T, heads, width]. It does so on a GPU, and on a TPU if every one of `widths`
-    (channels per head) is a multiple of the 128 lanes.
+    """Returns whether a recurrent layer passes arrays [B, T, heads · width] from operator to
+    operator, instead of [B, T, heads, width]. It does so on a GPU, and on a TPU if every one of
+    `widths` (channels per head) is a multiple of the 128 lanes of a register.
     """
     platform = compile_target().platform
     return platform == "gpu" or platform == "tpu" and all(width % _LANES == 0 for width in widths)
 
 
 def experts_in_tiles() -> bool:
-    """Whether a layer computes its experts with the operator `routed_experts` (which lays out the
-    rows of each expert in tiles) for every dtype and number of tokens. This is so on a TPU. On
-    other platforms, a layer uses other implementations for float32 and for few tokens.
+    """Returns whether a layer computes its experts with the operator `routed_experts` (which lays
+    out the rows of each expert in tiles) for every dtype and number of tokens. This is so on a TPU.
+    On other platforms, a layer may use other operators for some dtypes or numbers of tokens.
     """
     return compile_target().platform == "tpu"
 
 
 def experts_in_caches() -> bool:
-    """Whether a layer computes its experts in the way that suits a CPU's caches: it sorts the rows
-    by expert, and for few tokens it computes only the experts that a token chose.
+    """Returns whether a layer computes its experts in the way that suits a CPU's caches: it sorts
+    the rows by expert, and for few tokens it computes only the experts that a token chose. This is
+    so on a CPU.
     """
     return compile_target().platform == "cpu"
 
 
 def unroll_short_loops() -> bool:
-    """Whether a model unrolls a loop over few layers. It does so on a TPU, because a loop there
-    copies every slice that it reads from or writes to the arrays of all layers.
+    """Returns whether a model unrolls a loop over few layers. It does so on a TPU, because a loop
+    on a TPU copies every slice that it reads from or writes to the arrays of all layers.
     """
     return compile_target().platform == "tpu"
 

@@ -40,12 +40,13 @@ class Collective(NamedTuple):
       kind: one of COLLECTIVES.
       axes: the mesh axes over which the devices exchange data, in the mesh's order. For a
         permutation, these are the axes along which source and target differ in at least one pair.
-      group: number of devices that exchange data with each other.
+      group: number of devices that exchange data with each other. For a permutation it is the
+        number of devices that send or receive.
       sent: bytes that leave each device when the collective runs once, with the best algorithm on a
-        ring of n devices. For an operand of S bytes on each device: (n - 1) S for all-gather, (n -
-        1)/n S for reduce-scatter and all-to-all, 2 (n - 1)/n S for all-reduce. For a ragged
-        all-to-all, S is the size of the smaller of its two buffers (input and output), because the
-        larger one has additional room for an uneven load.
+        ring of n devices. For an operand of S bytes on each device it is (n - 1) S for all-gather,
+        (n - 1)/n S for reduce-scatter and all-to-all, 2 (n - 1)/n S for all-reduce, and S for a
+        permutation or a broadcast. For a ragged all-to-all, S is the size of the smaller of its two
+        buffers (input and output), because the larger one has additional room for an uneven load.
       times: how often the collective runs in one run of the program.
     """
 
@@ -73,7 +74,7 @@ class Memory(NamedTuple):
       temporaries: everything else that the program needs while it runs.
       other: the batch, the outputs, padding in the layouts of parameters and optimizer state, and
         the program's code.
-      peak: the sum of all fields above, which the compiler reports.
+      peak: the sum of all fields above.
     """
 
     parameters: float
@@ -89,8 +90,8 @@ class Memory(NamedTuple):
 
 
 def collective_kind(instruction: Instruction) -> str:
-    """Returns the entry of COLLECTIVES that an instruction is or starts; "" if it is no
-    collective.
+    """Returns the entry of COLLECTIVES that names the instruction's opcode, without the ending
+    "-start" of an asynchronous collective; "" if there is no such entry.
     """
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in COLLECTIVES else ""
@@ -166,9 +167,9 @@ def fused_collective(
 
 
 def _scatters(computation: Computation, reduction: Instruction) -> bool:
-    """Whether the only thing that a computation does with the result of the all-reduce `reduction`
-    is to take slices of it. The TPU compiler expresses a reduce-scatter as a fusion of this form
-    and runs it as a reduce-scatter ("AllReduceScatterFusion").
+    """Returns whether every result of a computation is a slice of the result of the all-reduce
+    `reduction`. The TPU compiler expresses a reduce-scatter as a fusion of this form and runs it as
+    a reduce-scatter ("AllReduceScatterFusion").
     """
     root = computation.root
     for name in root.operands if root.opcode == "tuple" else (root.name,):
@@ -191,6 +192,9 @@ def read_collective(
     """Returns the `Collective` for an instruction whose `collective_kind` is not "".
 
     Args:
+      computation: the computation that contains the instruction.
+      instruction: the collective, or the start of an asynchronous one.
+      mesh: the mesh that the program was compiled for.
       times: how often the instruction runs in one run of the program.
     """
     kind = collective_kind(instruction)
@@ -220,7 +224,9 @@ def permuted_pairs(instruction: Instruction) -> np.ndarray:
 
 
 def program_collectives(program: Program, mesh: jax.sharding.Mesh) -> list[Collective]:
-    """Returns the collectives that send data, in the order of the program."""
+    """Returns the collectives whose `sent` is not 0, in the order of the program. Collectives
+    inside fusions and loops are included.
+    """
     found = []
     for step in program.walk():
         if collective_kind(step.instruction):
@@ -264,7 +270,8 @@ def _named_groups(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
 
     Args:
       mesh: names and sizes of the mesh's axes, such as "'x'=2,'y'=4".
-      device_ids: the ids of the mesh's devices; None: 0, 1, ….
+      device_ids: the ids of the mesh's devices. If it is None or does not have one id for each
+        device, the ids are 0, 1, ….
       axes: the axes along which the groups lie, such as "'y':(2)2". 'y':(before)size means that the
         axis y is split into three factors, before · size · rest, and that the groups lie along the
         second factor.
@@ -288,8 +295,9 @@ def _named_groups(mesh: str, device_ids: str | None, axes: str) -> np.ndarray:
 
 
 def _axes(text: str, mesh: jax.sharding.Mesh) -> tuple[tuple[str, ...], int]:
-    """Returns the mesh axes along which the replica groups in an instruction's attributes `text`
-    lie, and the number of devices in a group.
+    """Returns the mesh axes along which the first replica group in an instruction's attributes
+    `text` lies, and the number of devices in this group. All groups of a collective are assumed to
+    be alike.
     """
     groups = replica_groups(text)
     # A program for several TPU slices is that of one slice, and numbers the devices of a slice.
@@ -362,8 +370,8 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
 
 
 def _attention_operands(computation: Computation, instruction: Instruction) -> list[Shape]:
-    """Returns the shapes of those operands of an attention kernel that have an axis of channels:
-    the queries, the keys, and so on.
+    """Returns the shapes of the operands of an attention kernel that have an axis of channels: the
+    queries, the keys, the values and so on, in this order.
     """
     arrays = [s for name in instruction.operands for s in computation[name].shapes]
     return [s for s in arrays if s.dtype in ("bf16", "f32") and len(s.dims) >= 3 and s.dims[-1] > 1]
@@ -414,8 +422,8 @@ def _gpu_product_flops(computation: Computation, instruction: Instruction) -> fl
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether an instruction calls a TPU kernel, that is, a Mosaic program. Pallas compiles kernels
-    for TPUs to Mosaic.
+    """Returns whether an instruction calls a TPU kernel, that is, a Mosaic program. Pallas compiles
+    kernels for TPUs to Mosaic.
     """
     return instruction.attribute("custom_call_target") == '"tpu_custom_call"'
 
@@ -439,9 +447,10 @@ def stated_bytes(instruction: Instruction) -> float:
 
 
 def unknown_kernels(program: Program, schedules: Mapping[str, Schedule] | None = None) -> list[str]:
-    """Returns the names, without repetition, of the kernels whose cost is unknown: `_kernel_flops`
-    knows no FLOPs, and there is no schedule whose `whole` is true. The names come from the traced
-    program (`op_name`) if the compiled program records them.
+    """Returns the names, without repetition, of the TPU kernels whose cost is unknown:
+    `_kernel_flops` returns None for them, and they have no schedule whose `whole` is true. A name
+    is the kernel's `op_name` in the traced program or, if the compiled program does not record it,
+    the name of the instruction.
 
     Args:
       schedules: {name of an instruction: its schedule}; None if there are no schedules.
@@ -463,7 +472,7 @@ class DeltaRuleCall(NamedTuple):
     Attributes:
       kernel: "forward", "forward with known inverses" (which gets the inverses as an input), "map"
         or "backward".
-      tokens: number of tokens in all rows together.
+      tokens: number of tokens in all rows of the batch together.
       heads: number of value heads.
       key, value: widths of a head's keys and values.
       chunk: number of tokens in a chunk.
@@ -506,8 +515,9 @@ def delta_rule_call(computation: Computation, instruction: Instruction) -> Delta
 
 
 def hbm_bytes(program: Program, computation: Computation, instruction: Instruction) -> float:
-    """Returns the bytes that one run of an instruction reads from HBM and writes to HBM. The
-    instruction must not be inside a fusion, because values inside a fusion are not stored in HBM.
+    """Returns the bytes that one run of an instruction reads from HBM and writes to HBM. Call it
+    for a whole fusion, not for an instruction inside it, because values inside a fusion are not
+    stored in HBM.
 
     For a slice, a gather, or an update in place, only the part that is read or updated counts, once
     as read and once as written. Arrays in other memories, such as VMEM, do not count.
@@ -535,11 +545,14 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
 
 
 def _in_hbm(shapes: Sequence[Shape]) -> float:
+    """Returns the bytes of the arrays that are in HBM."""
     return sum(s.bytes for s in shapes if s.in_hbm)
 
 
 def _read(inner: Computation, parameter: Instruction) -> float:
-    """Returns the bytes that a fusion reads from one of its parameters."""
+    """Returns the bytes that a fusion reads from HBM for one of its parameters. If the fusion only
+    slices or gathers the parameter, or updates it in place, only the slices count.
+    """
     if not parameter.shapes or not all(s.in_hbm for s in parameter.shapes):
         return 0.0
     touched, pending = 0.0, [parameter]

@@ -49,7 +49,7 @@ FREE = frozenset(
         "add-dependency",
     )
 )
-# Opcodes that run the computations they name.
+# Opcodes, besides `while`, that run the computations they name.
 CALLERS = frozenset(("fusion", "call", "conditional", "custom-call", "async-start", "call-start"))
 
 
@@ -65,10 +65,12 @@ class Shape:
 
     @property
     def elements(self) -> int:
+        """The number of elements of the array."""
         return math.prod(self.dims)
 
     @property
     def bytes(self) -> float:
+        """The bytes of the elements, without padding."""
         return self.elements * _BITS[self.dtype] / 8
 
     @property
@@ -84,6 +86,8 @@ class Instruction:
     """One instruction of a computation.
 
     Attributes:
+      name: the name, unique in the computation, without "%".
+      opcode: XLA's name of the operation, such as "dot".
       shapes: the arrays of the result; a tuple may have several.
       operands: names of the instructions whose results it takes.
       literal: for a parameter, its number; for a constant, its value; both as text.
@@ -125,6 +129,7 @@ class Instruction:
 
     @property
     def bytes(self) -> float:
+        """The bytes of all arrays of the result."""
         return sum(s.bytes for s in self.shapes)
 
 
@@ -135,16 +140,19 @@ class Computation(dict[str, Instruction]):
 
     @property
     def root(self) -> Instruction:
+        """The instruction whose result is the result of the computation."""
         return next(i for i in self.values() if i.root)
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
+        """The parameters, sorted by their numbers."""
         return sorted(
             (i for i in self.values() if i.opcode == "parameter"), key=lambda i: int(i.literal)
         )
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
+        """{name of an instruction: the instructions that take its result as an operand}."""
         users: dict[str, list[Instruction]] = {name: [] for name in self}
         for instruction in self.values():
             for operand in instruction.operands:
@@ -204,6 +212,7 @@ class Program:
 
     @functools.cached_property
     def _by_name(self) -> dict[str, Instruction]:
+        """{name: instruction} of all computations."""
         return {
             name: i for computation in self.computations.values() for name, i in computation.items()
         }
@@ -267,8 +276,8 @@ class Program:
         return max(-(-(bound - start + includes_bound * (step // abs(step))) // step), 0)
 
     def changes(self, body: Computation, index: int) -> bool:
-        """Whether a trip of a loop with this body changes element `index` of the tuple that the
-        loop carries.
+        """Returns whether a trip of a loop with this body may change element `index` of the tuple
+        that the loop carries. It is False only if the body returns the element that it received.
         """
         after = _elements(body, body.root.name)
         return (
@@ -314,8 +323,8 @@ class Program:
 
 
 def _source(computation: Computation, name: str) -> Instruction:
-    """Returns the instruction that computes the value `name`. If `name` is a copy or a bitcast,
-    this is the instruction whose result is copied.
+    """Returns the instruction that computes the value `name`. If `name` is a copy, a bitcast or an
+    optimization barrier, this is the instruction that computes its operand.
     """
     instruction = computation[name]
     while instruction.opcode in ("copy", "bitcast", "opt-barrier", "copy-done", "copy-start"):
@@ -434,7 +443,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def _closing(line: str, opening: int) -> int:
-    """Returns the index of the parenthesis that closes the one at index `opening`."""
+    """Returns the index of the parenthesis that closes the parenthesis at index `opening`."""
     depth = 0
     for m in re.finditer(r"[()]", line[opening:]):
         depth += 1 if m.group() == "(" else -1
@@ -464,6 +473,9 @@ def product_flops(computation: Computation, instruction: Instruction) -> float:
 
 
 def _convolution_flops(computation: Computation, instruction: Instruction) -> float:
+    """Returns the FLOPs (2 × multiply-adds) of a `convolution`. Products with padding do not
+    count.
+    """
     left, right, out = instruction.attribute("dim_labels").replace("->", "_").split("_")
     base, kernel = (computation[name].shapes[0].dims for name in instruction.operands[:2])
     result = instruction.shapes[0].dims
@@ -500,10 +512,18 @@ def _pairs(
     kernel_dilation: int,
 ) -> int:
     """Returns how many pairs (output position, kernel position) along one dimension of a
-    convolution read an element of the input, not padding.
+    convolution read an element of the input. The other pairs read padding, or a zero that dilation
+    inserts.
 
     XLA may express a batch dimension as a spatial dimension with strides and dilation. Then there
     is one pair per element.
+
+    Args:
+      base, kernel, out: sizes of the input, the kernel and the output.
+      stride: distance between the windows of neighbouring outputs.
+      low: amount of padding before the input.
+      base_dilation, kernel_dilation: distance between neighbouring elements of the input and of the
+        kernel; 1 without dilation.
     """
     place = np.arange(out)[:, None] * stride - low + np.arange(kernel) * kernel_dilation
     return int(

@@ -1,20 +1,21 @@
 """Computes a lower bound of the time of a step on a mesh. It assumes that matrix products, HBM
 traffic and network traffic all run at their peak rates, and all at the same time.
 
-    ideal = max(products / peak, HBM bytes / bandwidth, bytes over each group of mesh axes /
-    bandwidth of its links)
+    ideal = max(products / peak, HBM bytes / bandwidth, bytes over the links / their bandwidth)
+
+Mesh axes that lie along the same dimension of the torus share its links; their times add up.
 
 - Products: the FLOPs of the model's forward and backward pass (`model/flops.py`), without
   recomputation.
-- HBM, weights: every gathered weight is read or written six times, in bfloat16. The forward and the
-  backward pass each write it (when it is gathered) and read it, and its gradient is written and
-  read.
+- HBM, weights: in each micro-batch, every gathered weight is read or written six times, in
+  bfloat16. The forward and the backward pass each write it (when it is gathered) and read it, and
+  its gradient is written and read.
 - HBM, state: for every parameter in the device's shards, seven float32 numbers are read or written.
   The parameter and the optimizer's two moments are read and written, and the gradient is read.
 - HBM, activations: the intermediate values of each token in a layer (`layer_bytes`) and their
   gradients are all written once and read once.
-- Network, weights: every weight is gathered twice and its gradient is reduce-scattered once, in
-  bfloat16.
+- Network, weights: in each micro-batch, every weight is gathered twice and its gradient is
+  reduce-scattered once, in bfloat16.
 - Network, experts: each token's hidden vector is sent to the experts and back, in the forward and
   in the backward pass. With up to `GATHERED_SHARDS` shards of the axis `expert`, the vector is sent
   to all shards; with more, only to the shards that hold one of the token's experts.
@@ -22,8 +23,8 @@ traffic and network traffic all run at their peak rates, and all at the same tim
 - Network, `slice`: what slices exchange once a step (`planner/between_slices.py`).
 - The traffic over the mesh axis `context` is not counted.
 
-Real products do not reach the peak rate. `IdealTime.realistic` assumes 75 % of the peak for dense
-products and 60 % for grouped products.
+Nothing reaches its peak rate. `IdealTime.realistic` is the same maximum at the rates that chips
+were measured to reach with large operands (`calibrated.RATES`); a good step is near it.
 """
 
 import math
@@ -35,12 +36,8 @@ from qwen3next_jax.config import ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS
 from qwen3next_jax.model.flops import BACKWARD_OVER_FORWARD, forward_flops_per_token
 from qwen3next_jax.model.language_model import declared
-from qwen3next_jax.planner.between_slices import (
-    DENSE_EFFICIENCY,
-    GROUPED_EFFICIENCY,
-    crossing_bytes,
-    crossing_seconds,
-)
+from qwen3next_jax.planner.between_slices import crossing_bytes, crossing_seconds
+from qwen3next_jax.planner.calibrated import rates_of, shared_seconds
 from qwen3next_jax.planner.compiled import Collective
 from qwen3next_jax.planner.roofline import COMPUTE, HBM, Network
 from qwen3next_jax.planner.topology import Topology
@@ -53,17 +50,21 @@ from qwen3next_jax.sharding.rules import (
     storage_spec,
 )
 
+# a size in FLOPs or bytes beyond every measured one, at which a chip reaches its highest rate
+_LARGE = 1e18
+SHARED_LINKS = "network, shared links"
+
 
 class IdealTime(NamedTuple):
     """Lower bounds of the time of a step. (The planner's JSON contains the fields under these
     names.)
 
     Attributes:
-      seconds: the largest value of `bound`.
-      realistic: the same in seconds, but with products that reach only DENSE_EFFICIENCY and
-        GROUPED_EFFICIENCY of the peak.
-      bound: {resource: seconds}, longest first. A resource is "compute", "hbm", or "network" with a
-        mesh axis.
+      seconds: the largest value of `bound`, a lower bound of the step's time.
+      realistic: a lower bound in seconds, too, but at rates that chips were measured to reach.
+      bound: {resource: seconds}, longest first. A resource is "compute", "hbm", "network" with a
+        mesh axis, or, if mesh axes share links, "network, shared links": the time for which the
+        busiest links are needed.
     """
 
     seconds: float
@@ -88,7 +89,7 @@ def ideal_time(
         name: (1 + BACKWARD_OVER_FORWARD) * flops * tokens / mesh.shape[TENSOR] / chip.device_flops
         for name, flops in forward_flops_per_token(m, train.sequence_length).items()
     }
-    compute, grouped = sum(products.values()), products.get("experts", 0.0)
+    compute = sum(products.values())
     network, bound = Network(mesh, chip, topology.shape), {COMPUTE: compute}
 
     def add_collective(axis: str, kind: str, size: float):
@@ -123,14 +124,29 @@ def ideal_time(
         + 4 * layers * tokens * layer_bytes(m) / mesh.shape[TENSOR]
     )
     bound[HBM] = moved * chip.devices_per_chip / chip.hbm_bandwidth
-    realistic = (compute - grouped) / DENSE_EFFICIENCY + grouped / GROUPED_EFFICIENCY
+    over = {
+        (axis,): bound[f"network {axis}"] for axis in mesh.axis_names if f"network {axis}" in bound
+    }
+    links = shared_seconds(network, over)
+    if links > max(over.values(), default=0.0):
+        bound[SHARED_LINKS] = links
+    rates = rates_of(chip)
+    realistic = max(
+        compute * chip.device_flops * rates.products.seconds(_LARGE) / _LARGE,
+        bound[HBM]
+        * chip.hbm_bandwidth
+        / chip.devices_per_chip
+        * rates.hbm.seconds(_LARGE)
+        / _LARGE,
+        links / rates.link_share,
+    )
     bound = dict(sorted(bound.items(), key=lambda item: -item[1]))
-    return IdealTime(max(bound.values()), max(realistic, *bound.values()), bound)
+    return IdealTime(max(bound.values()), realistic, bound)
 
 
 def _expert_exchange(m: ModelConfig, shards: int, size: float) -> tuple[str, float]:
-    """Returns the kind of collective that carries `size` bytes of hidden vectors from a device to
-    the experts' shards, and the bytes that leave the device.
+    """Returns the kind of collective that carries a device's hidden vectors, `size` bytes, to the
+    shards of the axis `expert`, and the bytes that leave the device.
     """
     if shards <= GATHERED_SHARDS:
         return "all-gather", size * (shards - 1)
@@ -141,11 +157,12 @@ def _expert_exchange(m: ModelConfig, shards: int, size: float) -> tuple[str, flo
 
 
 def layer_bytes(m: ModelConfig, experts: bool = True) -> float:
-    """Returns the bytes, in bfloat16, of one token's intermediate values in a recurrent layer: of
-    the operands of all matrix products.
+    """Returns the bytes, in bfloat16, of one token's intermediate values in a recurrent layer. The
+    intermediate values are the operands of all matrix products.
 
     Args:
-      experts: whether the operands of the MLP or of the experts count.
+      m: the model.
+      experts: whether the operands of the MLP, or of the experts in its place, count.
     """
     mixer = 3 * (
         m.linear_num_key_heads * m.linear_key_head_dim

@@ -1,13 +1,14 @@
-"""Compiles the real train step for a TPU slice or GPUs that need not be there, and predicts the
-memory, the network traffic and the time of each device.
+"""Compiles the real train step for a TPU slice or for GPUs, which this machine need not have, and
+predicts the memory, the network traffic and the time of each device.
 
 It uses no device. The parameters are shapes without values, and the devices are descriptions
-(`topology.py`); only the compiler is real. The compiler for GPUs gives no schedule, so there is no
-prediction of time for GPUs.
+(`topology.py`); the train step and the compiler are the real ones. The compiler for
+GPUs gives no schedule, so there is no prediction of time for GPUs.
 """
 
 import dataclasses
 import functools
+import pathlib
 import re
 import resource
 import time
@@ -33,7 +34,8 @@ from qwen3next_jax.planner.compiled import (
     unknown_kernels,
 )
 from qwen3next_jax.planner.ideal import IdealTime, ideal_time
-from qwen3next_jax.planner.roofline import COST_MODELS, Estimate, estimate_time
+from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
+from qwen3next_jax.planner.roofline import Estimate
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.sharding.chips import Chip
 from qwen3next_jax.sharding.compiler_options import compiler_options
@@ -50,6 +52,7 @@ FAST_GPU_COMPILE = {
     "xla_llvm_disable_expensive_passes": True,
     "xla_backend_optimization_level": 0,
 }
+PROGRAM = "program.hlo"  # the file of the compiled program in the folder of its schedules
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -78,14 +81,18 @@ class Plan:
       needs: bytes of HBM that the program needs on one device.
       usable_hbm: bytes of HBM of one device that a program can use.
       memory: `needs`, divided by purpose.
-      estimates: name of a cost model (`roofline.COST_MODELS`) → its estimate; {} for GPUs.
-      gpu_flops: FLOPs that the program executes, including recomputation; only for GPUs.
-      cost_model: the key of `estimates` that the properties below use.
+      estimates: name of a cost model (`estimate.COST_MODELS`) → its estimate; {} for GPUs.
+      gpu_flops: FLOPs that the program executes, including recomputation; 0 for TPUs.
+      cost_model: the key of `estimates` for the properties `estimate`, `tokens_per_second`, `mfu`
+        and `binding`.
+      ideal: lower bounds of the step's time; None for GPUs.
+      collectives: the collectives of the program that send data.
       between_slices: the traffic between slices; None if there is one slice.
       unstated_loops: names of loops that count as if they ran once, because the program does not
         state how often they run.
       unknown_kernels: names of kernels whose FLOPs or cycles are unknown. If there are any, `mfu`
         is None.
+      compiler_options: the options that training gives the compiler, name → value.
     """
 
     name: str
@@ -214,14 +221,14 @@ class Plan:
         times: dict[str, Any] = dict.fromkeys(
             (
                 *("step_seconds", "tokens_per_second", "mfu", "mfu_roofline", "mfu_today"),
-                *("ideal", "parts", "bound_seconds", "binding", "hbm_bytes"),
+                *("estimates", "ideal", "parts", "bound_seconds", "binding", "hbm_bytes"),
             )
         )
         times |= {
             "executed_flops": self.gpu_flops or None,
             "cost_model": self.cost_model,
             # "rules" and "mfu_today" are earlier names of "cost_model" and "mfu_roofline".
-            "rules": {"schedule": "new", "roofline": "today"}[self.cost_model],
+            "rules": {"schedule": "new", "roofline": "today"}.get(self.cost_model),
         }
         if not self.fits or not self.estimates:
             return times
@@ -233,6 +240,14 @@ class Plan:
             "mfu": self.mfu,
             "mfu_roofline": mfu_roofline,
             "mfu_today": mfu_roofline,
+            "estimates": {
+                name: {
+                    "step_seconds": e.seconds,
+                    "mfu": self.mfu_in(e.seconds),
+                    "bound_seconds": e.bound,
+                }
+                for name, e in self.estimates.items()
+            },
             "ideal": self.ideal._asdict(),
             "parts": {name: cost._asdict() for name, cost in estimate.by_source.items()},
             "bound_seconds": estimate.bound,
@@ -299,7 +314,8 @@ def make_plan(
         so the predictions of memory and network are the same. The predicted times differ, because
         "O1" keeps no arrays in VMEM between fusions and optimizes the code of each fusion less.
       dump_folder: the folder into which the compiler writes its schedules
-        (`schedule.enable_schedule_dump`). None means that no schedules are read.
+        (`schedule.enable_schedule_dump`), and this function the compiled program. None means that
+        no schedules are read.
 
     Raises:
       UserError: the mesh does not fit the devices or the model.
@@ -331,8 +347,12 @@ def make_plan(
     if compiled is None:
         needs, usable = out_of_memory(failure)
         return plan(fits=False, reason=_too_much(needs, usable), needs=needs, usable_hbm=usable)
-    program = hlo.parse(compiled.as_text())
-    schedules = schedule.read_schedules(dump_folder, program) if dump_folder else {}
+    text = compiled.as_text()
+    program = hlo.parse(text)
+    schedules = {}
+    if dump_folder:
+        (pathlib.Path(dump_folder) / PROGRAM).write_text(text)
+        schedules = schedule.read_schedules(dump_folder, program)
     memory = memory_use(
         compiled, program, run.abstract_state["params"], run.abstract_state["opt_state"]
     )
@@ -395,6 +415,7 @@ def compile_step(
 
 
 def _too_much(needs: float, usable: float) -> str:
+    """Returns the reason of a plan that does not fit. Both arguments are bytes of HBM."""
     return f"needs {needs / 2**30:.2f} GiB of {usable / 2**30:.2f} GiB"
 
 
@@ -421,6 +442,7 @@ def out_of_memory(message: str) -> tuple[float, float]:
 
 
 def _compiler_version(chip: Chip) -> dict[str, str]:
+    """Returns {package of the compiler for the chip: its installed version}."""
     import importlib.metadata
 
     name = "libtpu" if chip.torus else "jax-cuda13-plugin"

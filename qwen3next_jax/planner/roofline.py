@@ -12,7 +12,8 @@ goes through them one after another:
 - In the cost model "schedule", every instruction takes at least the cycles of its schedule. These
   cycles include work that FLOPs do not show: the vector unit, products that do not fill the matrix
   unit, sorts and scatters. In the cost model "roofline", only kernels take at least the cycles of
-  their schedules.
+  their schedules. The cost model "calibrated" replaces the peak rates by measured ones, and counts
+  much of what the other two leave out (`calibrated.py`).
 - A collective takes the time in which the links along its mesh axes carry its bytes, at their peak
   rate and with all links in use (`Network`). A permutation takes the time of its busiest link.
 - The compiler may split a collective into a start and an end. Such a collective overlaps with the
@@ -27,9 +28,9 @@ goes through them one after another:
   slices, at its peak.
 - A loop takes the time of its body times the number of its trips.
 
-The prediction leaves out the latency of collectives, launches and small transfers; stalls inside a
-schedule; contention on links that collectives over different axes share; and the time for hosts,
-input data and checkpoints. So a real step is slower.
+These two predictions leave out the latency of collectives, launches and small transfers; stalls
+inside a schedule; contention on links that collectives over different axes share; and the time for
+hosts, input data and checkpoints. So a real step is slower.
 """
 
 import dataclasses
@@ -62,7 +63,6 @@ from qwen3next_jax.sharding.chips import Chip
 from qwen3next_jax.sharding.mesh import slice_number
 
 COMPUTE, HBM = "compute", "hbm"
-COST_MODELS = ("schedule", "roofline")
 
 
 class Estimate(NamedTuple):
@@ -97,55 +97,8 @@ class SourceCost(NamedTuple):
     flops: float
 
 
-def estimate_time(
-    program: Program,
-    mesh: jax.sharding.Mesh,
-    chip: Chip,
-    shape: tuple[int, ...],
-    schedules: Mapping[str, Schedule] | None = None,
-    cost_model: str = "schedule",
-    source: Callable[[Instruction], str] | None = None,
-) -> Estimate:
-    """Predicts the time of a program.
-
-    Args:
-      program: the program, compiled for `mesh`.
-      mesh: the mesh of the described devices.
-      chip: the kind of chip.
-      shape: number of chips along each dimension of the slice.
-      schedules: name of an instruction → its schedule; None: there are no schedules.
-      cost_model: one of COST_MODELS; see the top of this file.
-      source: function that returns the key of `Estimate.by_source` to which an instruction belongs;
-        None means `program.source_function`.
-    """
-    simulation = _Simulation(
-        program,
-        Network(mesh, chip, shape),
-        chip,
-        schedules or {},
-        cost_model,
-        source or program.source_function,
-    )
-    seconds, costs = simulation.run(program.entry)
-    by_source = {
-        name: SourceCost(*(costs.work[field, name] for field in SourceCost._fields))
-        for name in dict.fromkeys(name for _, name in costs.work)
-    }
-    by_source = dict(
-        sorted(by_source.items(), key=lambda item: (-item[1].seconds, -item[1].hbm_bytes))
-    )
-    bound = {resource: waited for resource, waited in costs.waits.items() if waited}
-    return Estimate(
-        seconds,
-        dict(sorted(bound.items(), key=lambda item: -item[1])),
-        sum(cost.flops for cost in by_source.values()),
-        sum(cost.hbm_bytes for cost in by_source.values()),
-        by_source,
-    )
-
-
 @dataclasses.dataclass
-class _Costs:
+class Costs:
     """The cost of a computation: one of the program's functions, such as the body of a loop.
 
     Attributes:
@@ -156,7 +109,7 @@ class _Costs:
     waits: Counter = dataclasses.field(default_factory=Counter)
     work: Counter = dataclasses.field(default_factory=Counter)
 
-    def add(self, other: "_Costs", times: float = 1) -> None:
+    def add(self, other: "Costs", times: float = 1) -> None:
         """Adds `times` times the costs `other`."""
         for resource, seconds in other.waits.items():
             self.waits[resource] += times * seconds
@@ -164,7 +117,7 @@ class _Costs:
             self.work[key] += times * amount
 
 
-class _Timeline:
+class Timeline:
     """The simulation of one run of a computation: its time and costs so far, and the transfers that
     have started and whose end has not been reached.
 
@@ -174,27 +127,27 @@ class _Timeline:
     """
 
     def __init__(self):
-        self.now, self.costs = 0.0, _Costs()
+        self.now, self.costs = 0.0, Costs()
         self._free: Counter = Counter()  # {resource: end of its last transfer}
         # {name of the starting instruction: (time at which its transfer finishes, resource,
         # source)}
         self._pending: dict[str, tuple[float, str, str]] = {}
 
-    def add(self, seconds: float, costs: _Costs, times: float = 1) -> None:
+    def add(self, seconds: float, costs: Costs, times: float = 1) -> None:
         """Adds `times` runs of a called computation that takes `seconds` and costs `costs`."""
         self.now += times * seconds
         self.costs.add(costs, times)
 
     def add_work(self, source: str, **work: float) -> None:
         """Adds work to the costs without advancing the time."""
-        self.costs.add(_Costs(work=Counter({(field, source): n for field, n in work.items()})))
+        self.costs.add(Costs(work=Counter({(field, source): n for field, n in work.items()})))
 
     def wait(self, seconds: float, resource: str, source: str, **work: float) -> None:
         """Advances the time by `seconds`, which the device spends on `resource`, and adds the
         work.
         """
         self.now += seconds
-        self.costs.add(_Costs(waits=Counter({resource: seconds})))
+        self.costs.add(Costs(waits=Counter({resource: seconds})))
         self.add_work(source, seconds=seconds, **work)
 
     def start(self, name: str, seconds: float, resource: str, source: str) -> None:
@@ -218,7 +171,7 @@ class _Timeline:
         return True
 
 
-class _Simulation:
+class Simulation:
     """Goes through the instructions of a program and adds up their times and costs."""
 
     def __init__(
@@ -233,18 +186,21 @@ class _Simulation:
         self.program, self.network, self.chip = program, network, chip
         self.schedules, self.cost_model, self.source = schedules, cost_model, source
         self.peak, self.bandwidth = chip.device_flops, chip.hbm_bandwidth / chip.devices_per_chip
-        self._done: dict[str, tuple[float, _Costs]] = {}
+        self._done: dict[str, tuple[float, Costs]] = {}
 
-    def run(self, name: str) -> tuple[float, _Costs]:
+    def run(self, name: str) -> tuple[float, Costs]:
         """Returns the seconds and the costs of one run of the computation `name`."""
         if name not in self._done:
-            timeline, computation = _Timeline(), self.program.computations[name]
+            timeline, computation = self._timeline(), self.program.computations[name]
             for instruction in computation.values():
                 self._run(timeline, computation, instruction)
             self._done[name] = timeline.now, timeline.costs
         return self._done[name]
 
-    def _run(self, timeline: _Timeline, computation: Computation, instruction: Instruction) -> None:
+    def _timeline(self) -> Timeline:
+        return Timeline()
+
+    def _run(self, timeline: Timeline, computation: Computation, instruction: Instruction) -> None:
         """Adds one run of an instruction to the timeline."""
         op, name, source = instruction.opcode, instruction.name, self.source(instruction)
         if op == "recv-done":
@@ -262,11 +218,7 @@ class _Simulation:
         if op.endswith("-update") and timeline.rename(instruction.operands[0], name):
             return
         if collective_kind(instruction):
-            resource, seconds = self._network(computation, instruction)
-            if op.endswith("-start"):
-                timeline.start(name, seconds, resource, source)
-            else:
-                timeline.wait(seconds, resource, source)
+            self._run_collective(timeline, computation, instruction, source)
         elif op == "while":
             body = self.run(instruction.attribute("body").lstrip("%"))
             timeline.add(*body, self.program.trips(computation, instruction) or 1)
@@ -278,40 +230,89 @@ class _Simulation:
         elif op in ("async-start", "call-start"):
             seconds, costs = self.run(instruction.called[0])
             longest = max(costs.waits, key=costs.waits.get, default=HBM)
-            timeline.start(name, seconds, longest, source)
+            self._start_call(timeline, instruction, seconds, longest, source)
             work = {key: n for key, n in costs.work.items() if key[0] != "seconds"}
-            timeline.add(0.0, _Costs(work=Counter(work)))
+            timeline.add(0.0, Costs(work=Counter(work)))
         elif op.endswith("-start"):
             moved = hbm_bytes(self.program, computation, instruction)
             timeline.add_work(source, hbm_bytes=moved)
-            timeline.start(name, moved / self.bandwidth, HBM, source)
+            self._start_copy(timeline, instruction, moved, source)
         else:
-            timeline.wait(
-                *self._time(computation, instruction),
-                source,
-                hbm_bytes=hbm_bytes(self.program, computation, instruction),
-                flops=instruction_flops(self.program, computation, instruction),
-            )
+            self._run_work(timeline, computation, instruction, source)
+
+    def _run_collective(
+        self, timeline: Timeline, computation: Computation, instruction: Instruction, source: str
+    ) -> None:
+        """Runs a collective, or starts it if the instruction is the start of one."""
+        resource, seconds = self._network(computation, instruction)
+        if instruction.opcode.endswith("-start"):
+            timeline.start(instruction.name, seconds, resource, source)
+        else:
+            timeline.wait(seconds, resource, source)
+
+    def _start_call(
+        self,
+        timeline: Timeline,
+        instruction: Instruction,
+        seconds: float,
+        resource: str,
+        source: str,
+    ) -> None:
+        """Starts a computation that runs beside the instructions until its end."""
+        timeline.start(instruction.name, seconds, resource, source)
+
+    def _start_copy(
+        self, timeline: Timeline, instruction: Instruction, moved: float, source: str
+    ) -> None:
+        """Starts a copy that moves `moved` bytes through HBM."""
+        timeline.start(instruction.name, moved / self.bandwidth, HBM, source)
+
+    def _run_work(
+        self, timeline: Timeline, computation: Computation, instruction: Instruction, source: str
+    ) -> None:
+        """Runs an instruction that is neither a collective nor the start of a transfer."""
+        timeline.wait(
+            *self._time(computation, instruction),
+            source,
+            hbm_bytes=hbm_bytes(self.program, computation, instruction),
+            flops=instruction_flops(self.program, computation, instruction),
+        )
 
     def _time(self, computation: Computation, instruction: Instruction) -> tuple[float, str]:
         """Returns the seconds that an instruction takes, and the resource that it waits for."""
+        seconds_of = self._seconds_of(computation, instruction)
+        longest = max(seconds_of, key=seconds_of.get)
+        return seconds_of[longest], longest
+
+    def _seconds_of(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
+        """Returns {resource: seconds for which an instruction needs it}."""
         cycles, moved = 0.0, hbm_bytes(self.program, computation, instruction)
         schedule, kernel = self.schedules.get(instruction.name), is_kernel(instruction)
-        if schedule and (kernel or self.cost_model == "schedule"):
+        if schedule and (kernel or self.cost_model != "roofline"):
             cycles = (
                 schedule.cycles * visited_grid_share(computation, instruction) / self.chip.clock
             )
             moved = max(moved, stated_bytes(instruction) or schedule.copied)
         elif kernel:
             cycles = _delta_rule_seconds(computation, instruction, self.chip)
-        products = instruction_flops(self.program, computation, instruction) / self.peak
-        seconds_of = {COMPUTE: max(products, cycles), HBM: moved / self.bandwidth}
+        flops = instruction_flops(self.program, computation, instruction)
+        seconds_of = {
+            COMPUTE: max(self._product_seconds(flops), cycles),
+            HBM: self._hbm_seconds(moved),
+        }
         fused = fused_collective(self.program, instruction)
         if fused:
             resource, seconds = self._network(*fused)
             seconds_of[resource] = seconds
-        longest = max(seconds_of, key=seconds_of.get)
-        return seconds_of[longest], longest
+        return seconds_of
+
+    def _product_seconds(self, flops: float) -> float:
+        """Returns the seconds of the matrix products of one instruction."""
+        return flops / self.peak
+
+    def _hbm_seconds(self, moved: float) -> float:
+        """Returns the seconds in which one instruction moves `moved` bytes through HBM."""
+        return moved / self.bandwidth
 
     def _network(self, computation: Computation, instruction: Instruction) -> tuple[str, float]:
         """Returns the resource of a collective ("network" and its mesh axes), and the seconds that
@@ -380,8 +381,9 @@ class Network:
         """Returns the seconds of one run of a collective.
 
         Args:
-          instruction: the instruction of the collective, which is read only for a permutation; else
-            it may be None.
+          collective: the collective.
+          instruction: the instruction of the collective. It is read only for a permutation, and may
+            be None for any other collective.
         """
         if not collective.sent:
             return 0.0

@@ -52,8 +52,8 @@ class Loop(NamedTuple):
 
 
 def enable_schedule_dump(folder: str | pathlib.Path) -> None:
-    """Makes the compiler write its final bundles into `folder`. It must be called before libtpu is
-    loaded, because libtpu reads these options only once.
+    """Makes the compiler write its final bundles into `folder`. Call it before libtpu is loaded,
+    because libtpu reads these options only once.
     """
     options = (
         f"--xla_jf_dump_to={folder}",
@@ -70,7 +70,7 @@ def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Sc
 
     Returns:
       {name of an instruction: its schedule}. The compiler writes the schedule of only one of
-      several equal instructions; the result gives the others the same schedule.
+      several equal instructions; the result has this schedule for each of them.
     """
     schedules: dict[str, Schedule] = {}
     for path in pathlib.Path(folder).glob("*final_bundles.txt"):
@@ -100,8 +100,9 @@ def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Sc
 
 
 def _signature(program: Program, computation: Computation, instruction: Instruction) -> tuple:
-    """Returns the opcode, the shapes and the inner instructions of an instruction. Instructions for
-    which these are equal share one schedule.
+    """Returns the opcode of an instruction, the name of its kernel, the shapes of its result and of
+    its operands, and the instructions inside it. Instructions with equal signatures share one
+    schedule.
     """
     inner, kernel = [], ""
     if instruction.opcode == "fusion":
@@ -178,6 +179,7 @@ def cycles(loops: list[Loop], total: int) -> int:
     """
 
     def issued(loop: Loop) -> int:
+        """Returns the number of bundles that all trips of a loop issue."""
         inside = [x for x in loops if _within(x, loop)]
         children = [x for x in inside if not any(_within(x, y) for y in inside)]
         return max(loop.trips, 1) * (loop.bundles + sum(issued(x) - x.bundles for x in children))
@@ -187,5 +189,5 @@ def cycles(loops: list[Loop], total: int) -> int:
 
 
 def _within(a: Loop, b: Loop) -> bool:
-    """Whether loop `a` is inside loop `b`."""
+    """Returns whether loop `a` is inside loop `b`."""
     return a is not b and b.start <= a.start and a.end <= b.end

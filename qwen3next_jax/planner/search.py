@@ -26,18 +26,24 @@ from qwen3next_jax.planner.between_slices import (
     crossing_bytes,
     crossing_seconds,
 )
+from qwen3next_jax.planner.calibrated import rates_of
 from qwen3next_jax.planner.ideal import layer_bytes
 from qwen3next_jax.planner.planning import check_expert_exchange
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.sharding.mesh import check_divides, mesh_text
 
 MICRO_BATCHES = (1, 2, 4, 8)
+# The collectives of one layer in a pass over one micro-batch: the released model's step of 48
+# layers has 2,592.
+COLLECTIVES_PER_LAYER = 54
+EXPERT_SIZES = (1, 2, 4, 8)  # 1: FSDP alone
 # The search considers meshes that split rows over the axis `context` if rows have more tokens than
 # this, or if there are fewer rows than devices.
 LONG_ROWS = 32_768
 # {value of `train.remat`: the share of the forward pass that the backward pass computes again}. The
-# FLOPs of the experts and of the heads do not count in this share.
-RECOMPUTED = {"none": 0.0, "dots": 0.2, "block": 1.0, "offload": 1.0}
+# FLOPs of the experts and of the heads do not count in this share. "full" also computes attention
+# again, for which a tenth stands.
+RECOMPUTED = {"none": 0.0, "dots": 0.2, "block": 1.0, "full": 1.1, "offload": 1.0}
 # The share of the network's time that overlaps with compute (docs/notes/2026-11-23-pod-step.md).
 OVERLAPPED = 0.5
 # How often a saved activation is read from or written to HBM. The scan over layers reads and writes
@@ -54,9 +60,9 @@ class Candidate(NamedTuple):
     Attributes:
       train: the training settings with the chosen batch size, remat policy and micro-batches.
       mesh: the chosen mesh.
-      bytes: estimated bytes of HBM that one device needs; infinite if the mesh does not fit the
-        model.
-      seconds: estimated seconds of a step; infinite if the mesh does not fit the model.
+      bytes: estimated bytes of HBM that one device needs; infinite if the mesh does not divide the
+        model or the batch, or needs a collective that the compiler lacks.
+      seconds: estimated seconds of a step; infinite if `bytes` is.
       reason: why the candidate cannot be used; "" if it can.
     """
 
@@ -102,9 +108,12 @@ def rank_candidates(
     All candidates that should not fit follow, sorted by bytes.
 
     Args:
-      train: the training settings; each candidate replaces the remat policy and the number of
-        micro-batches.
-      fixed: mesh axis → size that this axis has in all candidates.
+      model: the model.
+      train: the training settings; each candidate replaces the batch size, the remat policy and the
+        number of micro-batches.
+      topology: the devices.
+      fixed: mesh axis → size that this axis has in all candidates; None means that no axis is
+        fixed.
       parallel: what slices exchange, and whether they share the optimizer's state; its mesh does
         not count.
       rows: batch sizes to choose from; () means the batch size of `train`.
@@ -129,12 +138,25 @@ def rank_candidates(
     return fitting + sorted((c for c in found if c.reason), key=lambda c: c.bytes)
 
 
+def choose(fitting: Sequence[Candidate], count: int) -> list[Candidate]:
+    """Returns the candidates that a search compiles: the first with each size of the axis `expert`
+    in EXPERT_SIZES, and then the first of the others, in the order of `fitting`. The formulas are
+    too rough to decide between expert parallelism and FSDP alone.
+    """
+    first: dict[int, int] = {}
+    for i, candidate in enumerate(fitting):
+        first.setdefault(candidate.mesh.expert, i)
+    taken = [first[size] for size in EXPERT_SIZES if size in first][:count]
+    others = [i for i in range(len(fitting)) if i not in taken]
+    return [fitting[i] for i in sorted(taken + others[: count - len(taken)])]
+
+
 def _meshes(
     model: ModelConfig, train: TrainConfig, topology: Topology, fixed: Mapping[str, int]
 ) -> list[MeshConfig]:
     """Returns the meshes of this many devices in which the axes of `fixed` have the given sizes.
-    The sizes of all axes but `data` are powers of two, because other sizes rarely divide the heads.
-    `data` takes the remaining devices.
+    An axis that is neither in `fixed` nor `data` gets powers of two, because other sizes rarely
+    divide the heads. `data` takes the remaining devices.
     """
     slices = fixed.get("slice") or topology.slices
     devices = len(topology.devices) // slices
@@ -229,6 +251,7 @@ def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
         "none": operands + rows,
         "dots": operands / 2 + rows,
         "block": 2 * m.hidden_size + attention,
+        "full": 2 * m.hidden_size,
         "offload": 2 * m.hidden_size,
     }[remat]
     weights = 2 * _gathered(m, mesh) if remat == "none" and _devices(mesh) > 1 else 0
@@ -236,8 +259,9 @@ def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
 
 
 def _gathers_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bool:
-    """Whether each device gathers the rows of all shards of the axis `expert` at once, not in
-    chunks. A remat policy can then save the gathered rows.
+    """Returns whether each device gathers the rows of all shards of the axis `expert` at once, not
+    in chunks. If it does, a remat policy can save the gathered rows. Returns False if there is
+    nothing to gather.
     """
     n = mesh.expert
     tokens = int(_micro_batch_tokens(train, mesh))
@@ -251,10 +275,11 @@ def _gathers_at_once(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> bo
 def estimated_seconds(
     m: ModelConfig, train: TrainConfig, mesh: MeshConfig, topology: Topology
 ) -> float:
-    """Returns the estimated seconds of a step. They are the sum of three times: of the matrix
-    products at realistic rates, of writing and reading the saved activations, and of the part of
-    the network traffic that does not overlap with compute. The estimate assumes that each mesh axis
-    lies along one dimension of the torus.
+    """Returns the estimated seconds of a step. They are the sum of three times: the time of the
+    matrix products at realistic rates, the time of writing and reading the saved activations, and
+    the time of the network traffic that does not overlap with compute. If the time of all network
+    traffic is longer than this sum, the step takes that time. The estimate assumes that each mesh
+    axis lies along one dimension of the torus.
     """
     chip = topology.chip
     tokens = _micro_batch_tokens(train, mesh)
@@ -282,11 +307,14 @@ def estimated_seconds(
     experts = exchanges * layers * hidden * (mesh.expert - 1) if m.has_experts else 0
     tensor = 8 * layers * hidden * (mesh.tensor - 1) / mesh.tensor
     sent = weights + experts + tensor
-    network = sent / (2 * chip.link_bandwidth / chip.devices_per_chip)
+    rates = rates_of(chip)
+    network = sent / (2 * chip.link_bandwidth * rates.link_share / chip.devices_per_chip)
+    network += rates.collective_start * COLLECTIVES_PER_LAYER * layers * micro_batches
     return max(compute + hbm + (1 - OVERLAPPED) * network, network)
 
 
 def _devices(mesh: MeshConfig) -> int:
+    """Returns the number of devices of a mesh."""
     return math.prod(dataclasses.astuple(mesh))
 
 

@@ -27,8 +27,9 @@ from qwen3next_jax.planner.topology import Topology, describe_topology
 def make_plan_in_subprocess(
     config: Config, topology: Topology, optimization_level: str = ""
 ) -> Plan:
-    """Calls `make_plan` in a new process and returns its plan. If the compiler ends the new
-    process, the plan's `failed` is true. The new process is ended when this process ends.
+    """Calls `make_plan` in a new process and returns its plan. If the new process ends without a
+    plan, for example because the compiler aborts it, the plan's `failed` is true. When this process
+    ends, the new process ends, too.
 
     Raises:
       UserError: `make_plan` raised it.

@@ -13,6 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.sharding.chips import CHIPS, Chip
 
 _CUBES = "2x2x1, 2x2x2, 2x2x4, 2x4x4, 4x4x4, 4x4x8, 4x8x8, 8x8x8, 8x8x16, 8x16x16, 16x16x16"
@@ -111,10 +112,7 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
             f"{CHIPS[chip].largest_slice:,}"
         )
     if importlib.util.find_spec("libtpu") is None:
-        raise UserError(
-            "libtpu, the TPU compiler, is not installed: use `uv run --extra plan …`, or run `pip "
-            "install libtpu matplotlib`"
-        )
+        raise UserError(f"libtpu, the TPU compiler, is not installed: {how_to_install('plan')}")
     # libtpu reads these variables once, when it is loaded. Without them it asks the metadata server
     # of Google Cloud which TPU this machine has.
     os.environ |= {
@@ -138,12 +136,18 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
 
 
 def _gpus(name: str, chip: Chip, shape: tuple[int, int]) -> Topology:
+    """Returns the topology of `shape` (number of hosts, GPUs per host) GPUs. `name` is the name
+    that the user gave.
+
+    Raises:
+      UserError: the compiler for GPUs is not installed.
+    """
     # `ptxas` comes with an installed CUDA, which has it on the PATH, or with jax[cuda13].
     assembler = shutil.which("ptxas") or importlib.util.find_spec("nvidia")
     if importlib.util.find_spec("jax_cuda13_plugin") is None or assembler is None:
         raise UserError(
             f"--topology={name}: its compiler is not installed, jax's CUDA plugin and `ptxas` of "
-            "CUDA 13: use `uv run --extra gpu …`; no GPU is needed"
+            f"CUDA 13: {how_to_install('gpu')}; no GPU is needed"
         )
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # uses no GPU of this machine
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -1,9 +1,9 @@
-"""Coordinates the processes of one run, on one host or many: connects them, compares what they must
-share, orders their work, and stops them at the same step.
+"""Coordinates the processes of one run, on one host or many: connects them, checks that they have
+the same settings and code, orders their work, and stops them at the same step.
 
-In a run of one process, every function here only does its own work. In a run of several processes,
-all must call the same functions in the same order. Messages go through the key-value store of
-`jax.distributed`, so no program is compiled for them.
+In a run of several processes, all processes must call these functions in the same order. Messages
+go through the key-value store of `jax.distributed`, so no program is compiled for them. In a run of
+one process the functions exchange no messages and only call the work that they are given.
 """
 
 import contextlib
@@ -46,8 +46,8 @@ _message_numbers = itertools.count()
 
 
 def initialize(launch: Launch | None, config: ParallelConfig) -> None:
-    """Connects this process to the others of the run (`jax.distributed.initialize`). Must be called
-    before anything asks JAX for a device.
+    """Connects this process to the others of the run (`jax.distributed.initialize`). Call this
+    function before any other code asks JAX for a device.
 
     If the processes do not all meet within `config.start_timeout` seconds, this process prints
     one line and exits with `ExitCode.UNREACHABLE`. (JAX's runtime would abort it with a stack
@@ -63,10 +63,10 @@ def initialize(launch: Launch | None, config: ParallelConfig) -> None:
     """
     if launch is None or launch.num_processes == 1:
         return
-    _client()  # raises now, before any process waits, if JAX has no such store
+    _client()  # raises an error before any process waits, if JAX has no such client
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX's preemption service would catch SIGTERM, and only that. The training loop catches
-    # SIGTERM and SIGINT, and `StopVote` tells the other processes.
+    # JAX's preemption service would catch SIGTERM, but not SIGINT. The training loop catches both,
+    # and `StopVote` tells the other processes.
     jax.config.update("jax_enable_preemption_service", False)
     # If the coordinator exits, the runtime aborts every process that waits for it. So process 0,
     # the coordinator, waits longest.
@@ -94,8 +94,8 @@ def initialize(launch: Launch | None, config: ParallelConfig) -> None:
                 f"{launch.source}) to meet the others: {_first_line(error)}; give another "
                 "--coordinator=HOST:PORT"
             ) from error
-        # Without this error, this is one machine with TPU chips that belongs to no slice of several
-        # hosts.
+        # In all other cases this machine has TPU chips but belongs to no slice of several hosts, so
+        # it trains alone.
         if launch.source != TPU_VM or jax.process_count() > 1:
             raise UserError(
                 f"there are other TPU hosts, but JAX cannot tell from {launch.source} where to "
@@ -179,7 +179,9 @@ def _exit_unreachable(launch: Launch, seconds: float) -> None:
 
 
 def is_process_0() -> bool:
-    """Whether this is process 0, the only one that writes the run's files and prints."""
+    """Whether this is process 0, which prints the output of the run, and writes the files that need
+    only one writer.
+    """
     return jax.process_index() == 0
 
 
@@ -215,6 +217,7 @@ def run_on_all(
     """Calls `work` on all processes at the same time, and returns the result of this process.
 
     Args:
+      work: function to call; its result is not sent to the other processes.
       compared: dict from names to texts that must be the same in every process.
       timeout: number of seconds for which process 0 waits for the report of each process.
 
@@ -285,9 +288,9 @@ def check_shared_folder(folder: pathlib.Path, patience: float) -> None:
 class StopVote:
     """Tells all processes, at the same step, whether any of them wants to stop.
 
-    Each training step is preceded by an all-reduce of one boolean. A process casts its vote before
-    the step and reads the result after the step, when the all-reduce has long ended, so no process
-    waits. (JAX's preemption service, which goes through the coordinator, notices only SIGTERM.)
+    Before each training step the devices compute an all-reduce of one boolean. A process casts its
+    vote before it dispatches the step and reads the result after that, so that the step need not
+    wait for the vote. (JAX's preemption service could do the same, but it notices only SIGTERM.)
     """
 
     def __init__(self):
@@ -311,8 +314,9 @@ class StopVote:
 
 
 def _code_digests() -> dict[str, str]:
-    """Returns the code that all processes must share, as a dict from names to texts: the digest of
-    each file of this package, and the version of each installed library that computes.
+    """Returns a dict that `distributed_run` requires to be equal in all processes: the digest of
+    each file of this package, and the version of each installed library that affects the results
+    (JAX, Flax, CUDA, …).
     """
     package = pathlib.Path(__file__).parents[1]
     files = {
@@ -327,8 +331,8 @@ def _code_digests() -> dict[str, str]:
 
 
 def _compared_settings(settings: dict[str, Any]) -> dict[str, str]:
-    """Returns the settings that all processes must share, as a dict from names to texts. These are
-    all settings except the folder of prepared rows, which may be local to a host.
+    """Returns name → value as text, for the settings that must be equal in all processes: all
+    except `data.prepared_dir`, which may be a local folder of each host.
     """
     return {
         name: repr(value)

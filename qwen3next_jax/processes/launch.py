@@ -1,8 +1,8 @@
 """Finds out which process of a run this one is, and where the processes meet: from flags, Open MPI,
 SLURM, or a TPU slice.
 
-These are pure functions of environment variables (a mapping) and flags. Nothing here imports JAX,
-so a user learns of a mistake before JAX loads.
+The functions depend only on their arguments: environment variables, as a mapping, and flags. This
+module does not import JAX, so a user learns of a mistake before JAX loads.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ Environment = Mapping[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Where the processes of a run meet, and which of them this one is; the arguments of
-    `jax.distributed.initialize`.
+    """The arguments of `jax.distributed.initialize`: where the processes of a run meet, and which
+    of them this process is.
 
     Attributes:
       source: where these values were found, for messages: "flags", "SLURM", …
@@ -31,8 +31,8 @@ class Launch:
         `process_id` are None on a TPU slice, where JAX reads them from the slice's metadata.
       num_processes: number of processes of the run.
       process_id: index of this process.
-      local_device_ids: indices of the GPUs that this process uses, among those that it sees; ()
-        means all.
+      local_device_ids: indices of the GPUs that this process uses, among the GPUs that are visible
+        to it; () means all of them.
     """
 
     source: str
@@ -64,8 +64,8 @@ def find_launch(
     """
     if processes is not None or process is not None:
         return _from_flags(coordinator, processes, process)
-    # Open MPI comes first: under mpirun inside a SLURM job, SLURM's variables in every rank are
-    # those of the job's first task.
+    # Open MPI comes first: under mpirun inside a SLURM job, all ranks have the same SLURM
+    # variables, which describe the job's first task.
     found = _from_open_mpi(environment, coordinator) or _from_slurm(environment, coordinator)
     if found is None and coordinator is not None:
         raise UserError(
@@ -107,6 +107,9 @@ def _from_flags(coordinator: str | None, processes: int | None, process: int | N
 
 
 def _from_open_mpi(environment: Environment, coordinator: str | None) -> Launch | None:
+    """Returns the `Launch` of a process that Open MPI's mpirun started; None if there is only one
+    process.
+    """
     processes = _integer(environment, "OMPI_COMM_WORLD_SIZE", 1)
     if processes == 1:
         return None
@@ -125,6 +128,11 @@ def _from_open_mpi(environment: Environment, coordinator: str | None) -> Launch 
 
 
 def _open_mpi_coordinator(environment: Environment, on_one_host: bool) -> str:
+    """Returns "host:port", on which process 0 is to listen.
+
+    Raises:
+      UserError: the environment does not say on which host process 0 runs.
+    """
     # Open MPI 4 sets this to, for example, "1531576320.0;tcp://10.0.0.1,10.1.0.1:34911".
     uri = environment.get("OMPI_MCA_orte_hnp_uri", "")
     port = _port(uri.split(";")[0] or environment.get("PMIX_NAMESPACE", ""))
@@ -141,8 +149,9 @@ def _open_mpi_coordinator(environment: Environment, on_one_host: bool) -> str:
 
 
 def _from_slurm(environment: Environment, coordinator: str | None) -> Launch | None:
-    # The code reads SLURM_STEP_NUM_TASKS and not SLURM_NTASKS, because a batch script or an
-    # interactive shell also has the latter, but only `srun` starts several processes.
+    """Returns the `Launch` of a process that `srun` started; None if there is only one process."""
+    # The code reads SLURM_STEP_NUM_TASKS and not SLURM_NTASKS. A batch script and an interactive
+    # shell are single processes but have SLURM_NTASKS, too; only `srun` starts several processes.
     processes = _integer(environment, "SLURM_STEP_NUM_TASKS", 1)
     if processes == 1:
         return None
@@ -159,7 +168,11 @@ def _from_slurm(environment: Environment, coordinator: str | None) -> Launch | N
 
 
 def first_node(nodes: str) -> str:
-    """Returns the first node of SLURM's list of nodes: "gpu[07-12,15],cpu1" → "gpu07"."""
+    """Returns the first node of SLURM's list of nodes: "gpu[07-12,15],cpu1" → "gpu07".
+
+    Raises:
+      UserError: the list has another form.
+    """
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     if first is None:
         raise UserError(
@@ -170,8 +183,14 @@ def first_node(nodes: str) -> str:
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
-    """Returns the number of tasks on a node, from SLURM's list: "4(x2),3" means two nodes of 4
-    tasks and one node of 3. `node` is the index of the node, from 0.
+    """Returns the number of tasks on one node.
+
+    Args:
+      tasks_per_node: SLURM's list: "4(x2),3" means two nodes of 4 tasks and one node of 3.
+      node: the index of the node, from 0.
+
+    Raises:
+      UserError: the list has another form, or has no such node.
     """
     counts: list[int] = []
     for part in tasks_per_node.split(","):
@@ -190,14 +209,15 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
 
 
 def gpus_of_process(environment: Environment, local: int, here: int) -> tuple[int, ...]:
-    """Returns the indices of the GPUs that this process should use, among those that it sees; ()
-    means all.
+    """Returns the indices of the GPUs that this process should use, among the GPUs that are visible
+    to it; () means all of them.
 
-    A process that is alone on its host, or that sees a single GPU, uses all GPUs that it sees.
-    Several processes that see the same list (CUDA_VISIBLE_DEVICES) share its GPUs evenly. Without a
-    list each process takes one GPU.
+    A process that is alone on its host, or to which one GPU is visible, uses all visible GPUs. If
+    CUDA_VISIBLE_DEVICES lists several GPUs, the processes of the host share them evenly. Without
+    this variable each process takes one GPU.
 
     Args:
+      environment: the environment variables.
       local: index of this process on its host.
       here: number of processes on this host.
 

@@ -24,8 +24,10 @@ from absl import flags
 
 from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import RESTARTED, ExitCode
+from qwen3next_jax.common.storage import BucketPath
 
-# The pause before a restart, in seconds. It doubles with every start that saves no new checkpoint.
+# The first and the longest pause before a restart, in seconds. The pause doubles with every start
+# that saves no new checkpoint.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 # After this many starts in a row without a new checkpoint the supervisor gives up.
 MAX_FRUITLESS_STARTS = 3
@@ -48,18 +50,19 @@ def supervise(
     command: Sequence[str] = (),
     find_run: Callable[[], Mapping[str, Any]] | None = None,
 ) -> int:
-    """Runs `command` again and again until it ends for a reason that a restart cannot help.
+    """Runs `command` as a child process, and runs it again if it was killed, crashed or hung, or if
+    the processes of the run did not find each other.
 
     Args:
       workdir: the run's folder; its checkpoints show progress.
       max_restarts: number of times that the command may be started again.
       command: the command to run; () means `train` with this process's own arguments, without a
         supervisor.
-      find_run: function for `train --restart`, which moves the run in `workdir` aside and begins a
-        new run; None without `--restart`. The function maps the name of each file of the run in
-        `workdir` to a value that identifies the file. If the child dies while files of the old run
-        are still there, the next child gets `--restart` again and moves the remaining files;
-        otherwise the next child continues the new run.
+      find_run: None without the flag `--restart`. With `--restart`, the first child moves the old
+        run in `workdir` aside and begins a new run, and `find_run` is a function that maps the
+        name of each file of the run in `workdir` to a value that identifies the file. If the child
+        dies while files of the old run are still there, the next child gets `--restart` again and
+        moves the remaining files; otherwise the next child continues the new run.
 
     Returns:
       The exit code of the last child, or `ExitCode.GAVE_UP`.
@@ -154,6 +157,11 @@ def _newest_checkpoint(workdir: pathlib.Path) -> tuple[int, int]:
     step of that checkpoint; zeros if there is none.
     """
     newest = (0, 0)
+    if isinstance(workdir, BucketPath):
+        for path, entry in (workdir / "checkpoints").entries().items():
+            if path.name == "manifest.json" and path.parent.name.isdecimal():
+                newest = max(newest, (int(entry.modified * 1e9), int(path.parent.name)))
+        return newest
     for path in (workdir / "checkpoints").glob("*/manifest.json"):
         if not path.parent.name.isdecimal():
             continue

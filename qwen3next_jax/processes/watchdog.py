@@ -11,11 +11,13 @@ import pathlib
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 
 from qwen3next_jax.common.errors import ExitCode
+from qwen3next_jax.common.storage import BucketPath
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM)
 # Signals that come within this many seconds count as one signal. When a parent with several threads
@@ -34,7 +36,12 @@ class Signals:
     """
 
     def __init__(self, show: Callable[[str], None]):
-        """`show` must print a line without disturbing what else is on the screen."""
+        """Makes a handler of signals.
+
+        Args:
+          show: function that prints a line of text. The function has to work while a live display
+            is shown, too.
+        """
         self.caught = False
         self._caught_at = 0.0
         self._parent = os.getppid()
@@ -86,8 +93,8 @@ def _do_nothing(number: int, frame: object) -> None:
 
 
 class Watchdog:
-    """Dumps the stacks of all threads and ends the process with `ExitCode.HANG`, if a step takes
-    longer than the limit set with `allow`. Use it as a context manager.
+    """Writes the stacks of all threads to a file and ends the process with `ExitCode.HANG`, if a
+    step takes longer than the limit set with `allow`. Use it as a context manager.
 
     Time during which the whole process is stopped (SIGSTOP, a suspended machine) does not count.
     """
@@ -137,8 +144,13 @@ class Watchdog:
                 self._end_process(*limit)
 
     def _end_process(self, allowed: float, what: str, step: int) -> None:
+        """Writes the stacks of all threads and a "stop" event, and exits with `ExitCode.HANG`.
+        `allowed`: the exceeded time limit in seconds. `allow` explains the other arguments.
+        """
         path = self._workdir / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{self._process}.txt"
         reason = f"{what} at step {step} did not end within {allowed:g} s"
+        if isinstance(path, BucketPath):
+            self._end_process_in_bucket(path, reason)
         try:
             with path.open("w") as file:
                 file.write(reason + "\n\n")
@@ -160,4 +172,20 @@ class Watchdog:
         finally:  # even if writing failed
             os.write(2, f"error: {reason}: the stacks of all threads are in {path}\n".encode())
             sys.stderr.flush()
+            os._exit(ExitCode.HANG)
+
+    def _end_process_in_bucket(self, path: BucketPath, reason: str) -> None:
+        """Ends the process. The stacks go to standard error first, because the bucket may be what
+        the process waits for; then, as far as possible, to `path`.
+        """
+        try:
+            os.write(2, f"error: {reason}; the stacks of all threads:\n".encode())
+            with tempfile.TemporaryFile() as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.seek(0)
+                stacks = file.read()
+            os.write(2, stacks)
+            path.with_patience(5.0).write_bytes(f"{reason}\n\n".encode() + stacks)
+            os.write(2, f"the stacks are also in {path}\n".encode())
+        finally:
             os._exit(ExitCode.HANG)

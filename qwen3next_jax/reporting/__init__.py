@@ -1,3 +1,3 @@
-"""The report about runs: reads metrics.jsonl, reduces its events to series, draws charts and writes
-report.html. It needs neither JAX nor a network.
+"""Writes the report about runs, report.html: reads the events of metrics.jsonl, reduces them to
+series of few points, and draws charts. It needs neither JAX nor a network.
 """

@@ -1,5 +1,5 @@
-"""Draws a model as a standalone SVG: the stack of its layers, and beside it one layer of each kind
-with its parameters. The colours fit light and dark pages.
+"""Draws the architecture of a model as an SVG file: the stack of its layers, and beside it one
+layer of each kind with its parameters. The colours adapt to a light or dark page.
 """
 
 import html
@@ -29,14 +29,15 @@ COLOURS = ("#2f6fb3", "#b4530f", "#2b7a4b", "#8a3d86", "#7a6410", "#116f7d")
 
 
 class LayerBox(NamedTuple):
-    """What is drawn of one kind of layer.
+    """The texts that the drawing shows about one kind of layer.
 
     Attributes:
       name: the name of the mixer.
-      layers: the indices of the layers; () for the layer of multi-token prediction.
+      layers: the indices of the layers of this kind; () for the layer of the multi-token prediction
+        module.
       mlp: a description of the MLP.
-      parameters: (path, shape as text).
-      note: a line below the name.
+      parameters: (path, shape as text) of each parameter.
+      note: a line of text below the name.
     """
 
     name: str
@@ -47,8 +48,12 @@ class LayerBox(NamedTuple):
 
 
 def draw_model(title: str, subtitle: str, kinds: Sequence[LayerBox]) -> str:
-    """Returns the SVG, as text, of a model with layers of these kinds. `subtitle`: a line below the
-    title.
+    """Returns the drawing of a model as the text of an SVG file.
+
+    Args:
+      title: the title of the drawing.
+      subtitle: a line of text below the title.
+      kinds: the kinds of the model's layers. Kinds with equal parameters share a panel.
     """
     stack, stack_height = _draw_stack(kinds)
     panels, bottom = [], TOP
@@ -74,7 +79,9 @@ def draw_model(title: str, subtitle: str, kinds: Sequence[LayerBox]) -> str:
 
 
 def _draw_stack(kinds: Sequence[LayerBox]) -> tuple[str, int]:
-    """Returns the column of layers, the first at the bottom, and its height."""
+    """Returns the SVG of the column of layers, with the first layer at the bottom, and the height
+    of the column.
+    """
     colour_of = {
         layer: (COLOURS[number % len(COLOURS)], kind.name)
         for number, kind in enumerate(kinds)
@@ -115,7 +122,12 @@ def _draw_stack(kinds: Sequence[LayerBox]) -> tuple[str, int]:
 
 
 def _draw_kind(kind: LayerBox, colour: str, top: int) -> tuple[str, int]:
-    """Returns the panel of one kind of layer, and the y below it."""
+    """Returns the SVG of the panel of one kind of layer, and the y coordinate below the panel.
+
+    Args:
+      colour: the colour of the kind in the stack.
+      top: the y coordinate of the top of the panel.
+    """
     height = LINE * (len(kind.parameters) + 4) + 10
     title = kind.name if kind.layers else f"{kind.name} (multi-token prediction)"
     lines = [

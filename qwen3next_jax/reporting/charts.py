@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# The size of a drawing and its margins, in SVG units; the page scales it to the column's width.
+# The size of a chart and its margins, in SVG units. The page scales a chart to the width of its
+# column.
 WIDTH, HEIGHT = 600, 250
 LEFT, RIGHT, TOP, BOTTOM = 54, 14, 10, 34
 COLOURS = 8  # page.css defines --series-0 … --series-7, and --depth-0 … --depth-7
@@ -37,9 +38,9 @@ class Line:
       x: increasing numbers.
       y: a number for each x; NaN leaves a gap.
       low, high: the edges of a band around y, or None for no band.
-      colour: the index of a series colour.
-      shade: a number from 0 to 1, the relative depth of a layer, that chooses the line's colour in
-        place of `colour`; None: `colour` does.
+      colour: the index of one of the colours --series-0 … of page.css.
+      shade: the relative depth of a layer, from 0 to 1. It chooses one of the colours --depth-0 …
+        of page.css, in place of `colour`; None: `colour` chooses the colour.
       dash: an index into DASHES.
       dots: whether the points are marked.
     """
@@ -109,7 +110,7 @@ def line_chart(
     note: str = "",
     x_names: Sequence[str] = (),
 ) -> str:
-    """Draws lines over a common x axis.
+    """Draws lines over a common x axis. Returns the figure as HTML.
 
     Args:
       log: whether the y axis is logarithmic.
@@ -117,7 +118,7 @@ def line_chart(
       fit_late: whether the y axis fits only the values after the first 3 % of x. Larger values
         are cut off, and the note says so.
       references: (label, y) of dashed horizontal lines, such as published values.
-      marks: (x, text, "fault" or "stage") of vertical lines.
+      marks: (x, text, kind) of vertical lines; the kind, "fault" or "stage", gives their colour.
       note: a sentence under the title.
       x_names: names of x = 0, 1, …, shown instead of numbers.
     """
@@ -188,13 +189,15 @@ def heatmap(
     log: bool = False,
     note: str = "",
 ) -> str:
-    """Draws a matrix [rows, columns] as colours, row 0 at the top. NaN is transparent.
+    """Draws a matrix [rows, columns] as colours, with row 0 at the top. NaN is transparent. Returns
+    the figure as HTML.
 
     Args:
-      columns: the columns' names, or increasing numbers.
-      diverging: whether the values are ratios, with 1 in the middle of the colours. The colours
-        follow the logarithm, from 1/4 to 4, and zeros are black.
-      log: whether the colours follow the logarithm of the values.
+      rows: the names of the rows.
+      columns: the names of the columns, or increasing numbers.
+      diverging: whether the values are ratios. If so, the colour scale is logarithmic from 1/4 to 4
+        with 1 in the middle, and zeros are black.
+      log: whether the colour scale is logarithmic, for values that are not ratios.
     """
     values = _drawable_values(values)
     if not np.isfinite(values).any():
@@ -202,7 +205,7 @@ def heatmap(
     index, low, high = _palette_index(values, diverging, log)
     colour_map = _diverging if diverging else _viridis
     box = _Box(LEFT, WIDTH - 74, TOP, HEIGHT - BOTTOM)
-    half = box.width / len(columns) / 2  # of a column
+    half = box.width / len(columns) / 2  # half the width of a column
     if isinstance(columns, np.ndarray):
         column_range = _nonempty_range(float(columns[0]), float(columns[-1]))
         scale = Axis(*column_range, box.left + half, box.right - half)
@@ -258,10 +261,11 @@ class _Box(NamedTuple):
 def _palette_index(
     values: np.ndarray, diverging: bool, log: bool
 ) -> tuple[np.ndarray, float, float]:
-    """Maps values to palette indices of `_png`.
+    """Maps values to the palette indices that `_png` encodes.
 
     Returns:
-      uint8 indices of the shape of `values`; the smallest and the largest value on the scale.
+      The indices, uint8, in the shape of `values`; the smallest and the largest value of the colour
+      scale.
     """
     if diverging:
         low, high = 0.25, 4.0
@@ -316,11 +320,11 @@ def stacked_columns(
     marks: Sequence[tuple[float, str]] = (),
     note: str = "",
 ) -> str:
-    """Draws shares as stacked columns over wall time.
+    """Draws shares as stacked columns over wall time. Returns the figure as HTML.
 
     Args:
       shares: [columns, names]; the shares of a column add up to at most 1.
-      width: the seconds that a column stands for.
+      width: the length of wall time that a column stands for, in seconds.
       colours: the CSS colour of each name.
       marks: (seconds since the start, text) of triangles above the columns.
     """
@@ -373,10 +377,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numeric: bool = Fa
 
 
 def figure_html(title: str, note: str, body: str, legend: str = "", kind: str = "") -> str:
-    """Returns a <figure>: title, note (plain text), legend and body (HTML).
+    """Returns a <figure> as HTML.
 
     Args:
-      kind: how page.js reads the hover data: "lines", "heat", or "" for a figure without it.
+      title, note: plain text.
+      body, legend: HTML.
+      kind: the format of the hover data in `body`, from which page.js shows the values under the
+        pointer: "lines", "heat", or "" for a figure without hover data.
     """
     return (
         f'<figure data-kind="{kind}"><figcaption>{_escape(title)}</figcaption>'
@@ -418,8 +425,9 @@ def _y_range(
     from_zero: bool,
     fit_late: bool,
 ) -> tuple[float, float, float | None]:
-    """Returns the low and the high end of the y axis, with margins, and the largest value if the
-    axis does not include it, else None. The arguments are those of `line_chart`.
+    """Returns the low and the high end of the y axis, with margins, and a third value: the largest
+    value of the lines if the axis does not reach it, otherwise None. `line_chart` describes the
+    arguments.
     """
     low, high = full_range = _range_of_values(lines, log) or (1e-3, 1.0)
     # With fewer points, the first of them are too large a part of the curve to be cut off.
@@ -447,8 +455,8 @@ def _y_range(
 def _range_of_values(
     lines: Sequence[Line], log: bool, start: float = -np.inf
 ) -> tuple[float, float] | None:
-    """Returns the smallest and the largest number that lines and bands have from x = `start` on;
-    None if there is none. On a logarithmic axis only positive numbers count.
+    """Returns the smallest and the largest finite number of the lines and bands at x ≥ `start`;
+    None if they have none there. If `log` is true, only positive numbers count.
     """
     parts = []
     for line in lines:
@@ -469,7 +477,9 @@ def _nonempty_range(low: float, high: float) -> tuple[float, float]:
 
 
 def _log_ticks(low: float, high: float, count: int) -> list[float]:
-    """Returns about `count` round values of a logarithmic axis; linear ticks if it is too short."""
+    """Returns about `count` round values on a logarithmic axis. If fewer than two values of the
+    form m · 10^p lie on the axis, returns the ticks of a linear axis.
+    """
     begin, end = math.floor(math.log10(low)), math.ceil(math.log10(high))
     for multiples in ((1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
         ticks = [
@@ -526,7 +536,9 @@ def _y_axis_label(text: str) -> str:
 
 
 def _reference_line(label: str, value: float, y: Axis, others: Sequence[float]) -> str:
-    """Draws a dashed line at `value`; `others` are the values of all reference lines."""
+    """Draws a dashed horizontal line at y = `value`, with its label. `others` has the values of all
+    reference lines; the label is below the line, and not above it, if another line is close above.
+    """
     at = float(y(value))
     # The label is below the line if the frame or another line is too close above it.
     below = at - TOP < 12 or any(0 < at - float(y(other)) < 13 for other in others)
@@ -555,7 +567,9 @@ def _line_svg(line: Line, x: Axis, y: Axis) -> str:
 
 
 def _band_svg(line: Line, px: np.ndarray, y: Axis) -> str:
-    """Draws the band from line.low to line.high; "" if it has no height, or a gap."""
+    """Draws the band from line.low to line.high. Returns "" if the band has no height, or if it has
+    a gap.
+    """
     if line.low is None or line.high is None:
         return ""
     low, high = np.asarray(line.low, float), np.asarray(line.high, float)
@@ -603,7 +617,9 @@ def _rounded(values, digits: int = 5) -> list[float | None]:
 
 
 def _evenly_spaced(count: int, most: int) -> list[int]:
-    """Returns at most `most` of the indices 0 … count - 1, at equal distances from 0 on."""
+    """Returns at most `most` of the indices 0 … count - 1: 0, and every n-th index after it, with
+    the smallest n that suffices.
+    """
     return list(range(0, count, max(1, -(-count // most))))
 
 
@@ -620,12 +636,16 @@ def _interpolate_colour(anchors: Sequence[str], level: float) -> tuple[int, int,
 
 
 def _viridis(level: float) -> tuple[int, int, int]:
-    """The colour map viridis of matplotlib (public domain), through five of its points."""
+    """Returns the colour (red, green, blue) of a level from 0 to 1, in the colour map viridis of
+    matplotlib (public domain), interpolated between five of its colours.
+    """
     return _interpolate_colour(("440154", "3b528b", "21918c", "5ec962", "fde725"), level)
 
 
 def _diverging(level: float) -> tuple[int, int, int]:
-    """A colour map from blue through near-white to red."""
+    """Returns the colour (red, green, blue) of a level from 0 (blue) through 0.5 (near-white) to 1
+    (red).
+    """
     return _interpolate_colour(("2166ac", "92c5de", "f0efeb", "f4a582", "b2182b"), level)
 
 

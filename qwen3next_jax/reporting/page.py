@@ -4,7 +4,6 @@ axes. docs/report.md explains the numbers.
 
 import dataclasses
 import html
-import os
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
@@ -14,6 +13,7 @@ import numpy as np
 
 from qwen3next_jax.common.metrics import MetricValue, evaluation_of_event, metric_values_of_event
 from qwen3next_jax.common.trees import flatten
+from qwen3next_jax.common.storage import write_whole
 from qwen3next_jax.reporting.charts import (
     Line,
     heatmap,
@@ -39,7 +39,8 @@ from qwen3next_jax.reporting.runs import (
 MAX_LAYER_LINES = 8  # a model with more layers gets a heatmap instead of a line for each
 MAX_SAMPLES = 12  # sampled texts on the page; metrics.jsonl has all of them
 MAX_FAULTS = 200  # faults on the page; metrics.jsonl has all of them
-# Published values, drawn as reference lines: (label, value). docs/report.md names the sources.
+# (label, value) of published values, which charts show as reference lines. docs/report.md names the
+# sources.
 SINKS = (("without output gate .467", 0.467), ("with gate .048", 0.048))
 ACTIVATIONS = (("without output gate 1053", 1053.0), ("with gate 94", 94.0))
 MASSIVE = (("massive: 1000 × the median", 1000.0),)
@@ -53,16 +54,14 @@ def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> None:
       UserError: a folder contains no run, or a run that has recorded nothing.
     """
     text = render_report([load_run(workdir) for workdir in workdirs])
-    temporary = out.with_suffix(".tmp")
     # A sampled text may contain half a surrogate pair, which UTF-8 cannot encode.
-    temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(temporary, out)
+    write_whole(out, text, errors="backslashreplace")
 
 
 def render_report(runs: Sequence[Run]) -> str:
     """Returns the page about the given runs as HTML."""
     runs = _with_distinct_names(runs)
-    # With several runs it would be unclear whose fault a mark shows.
+    # With several runs it would be unclear to which run a mark belongs, so there are no marks.
     marks = _vertical_marks(runs[0]) if len(runs) == 1 else []
     chart_sections = {
         "Loss": _loss_charts(runs, marks),
@@ -80,6 +79,7 @@ def render_report(runs: Sequence[Run]) -> str:
     }
     sections["Samples"] = _samples_html(runs)
     sections["Faults and restarts"] = _faults_html(runs)
+    sections["Bad records in the data"] = _bad_records_html(runs)
     sections["Configuration"] = _configuration_html(runs)
     sections = {name: content for name, content in sections.items() if content}
     body = "".join(_section(name, content) for name, content in sections.items())
@@ -92,7 +92,9 @@ def render_report(runs: Sequence[Run]) -> str:
 
 
 def _vertical_marks(run: Run) -> list[tuple[float, str, str]]:
-    """Returns (step, text, "fault" or "stage") of the vertical lines in charts over steps."""
+    """Returns the vertical lines in charts over steps, for the argument `marks` of `line_chart`:
+    (step, text, kind) of each fault and of the beginning of each stage but the first.
+    """
     marks = [
         (fault.step, f"{fault.kind} at step {fault.step}: {fault.text}", "fault")
         for fault in faults(run)[:MAX_FAULTS]
@@ -107,8 +109,8 @@ def document(title: str, subtitle: str, sections: Sequence[str], body: str) -> s
     """Returns a self-contained HTML page.
 
     Args:
-      sections: the names of the sections of `body`, which the top of the page links to.
-      body: HTML; a section has the id that `_anchor` makes of its name.
+      sections: the names of the sections of `body`; the top of the page has a link to each.
+      body: HTML, in which the id of each section is `_anchor` of its name.
     """
     style, script = (
         resources.files(__package__).joinpath(f"page.{kind}").read_text() for kind in ("css", "js")
@@ -150,7 +152,9 @@ def _with_distinct_names(runs: Sequence[Run]) -> list[Run]:
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
-    """Returns the line under the title: for one run, its devices, versions and stages."""
+    """Returns the line under the title: for one run its devices, versions and stages, for several
+    runs their number.
+    """
     if len(runs) > 1:
         return f"{len(runs)} runs; times are of each run's own start"
     start = runs[0].events.get("start", [{}])[-1]
@@ -189,7 +193,7 @@ def _summary_html(runs: Sequence[Run]) -> str:
 
 
 def _summary(run: Run) -> dict[str, str]:
-    """Returns name → newest value, as text, of the run's most important numbers."""
+    """Returns the most important numbers of a run: name → newest value, as text."""
     spans = wall_time_spans(run)
     faults_of_run = faults(run)
     step, steps = run.last("train", "step"), run.config.get("train", {}).get("steps")
@@ -238,13 +242,13 @@ def _chart_over_steps(
     marks=(),
     **options: Any,
 ) -> str:
-    """Draws numbers over steps; returns "" if no run recorded any of them.
+    """Draws quantities over steps, such as the loss. Returns "" if no run recorded any of them.
 
-    For one run, each quantity has a colour. For several, each run has a colour and each quantity a
-    dash pattern.
+    If there is one run, each quantity has its own colour. If there are several, each run has its
+    own colour, and each quantity its own dash pattern.
 
     Args:
-      quantities: (label, kind of event, name of the number in the event) of each line.
+      quantities: (label, kind of event, name of the quantity's field in the event).
       marks, options: as in `line_chart`.
     """
     several = len(runs) > 1
@@ -334,7 +338,9 @@ def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
 
 
 def _evaluation_charts(runs: Sequence[Run], marks) -> list[str]:
-    """Returns a chart for each metric of each evaluation in `eval.suites`, except for counts."""
+    """Returns a chart for each metric of each evaluation in `eval.suites`, except for metrics with
+    the unit "count".
+    """
     # (evaluation, kind of number) → {name of the number: one of its values}
     measured: dict[tuple[str, str], dict[str, MetricValue]] = {}
     for run in runs:
@@ -366,7 +372,9 @@ def _evaluation_charts(runs: Sequence[Run], marks) -> list[str]:
 
 
 def _with_events_by_evaluation(run: Run) -> Run:
-    """Returns the run with its "suite" events under the keys "suite NAME", one per evaluation."""
+    """Returns the run with its "suite" events grouped by evaluation: `events` has a key "suite
+    NAME" for each evaluation, and no other keys.
+    """
     events: dict[str, list[dict[str, Any]]] = {}
     for event in run.events.get("suite", ()):
         events.setdefault(f"suite {evaluation_of_event(event)}", []).append(event)
@@ -406,7 +414,12 @@ def _optimisation_charts(runs: Sequence[Run], marks) -> list[str]:
 def _chart_by_group(
     title: str, runs: Sequence[Run], groups: Sequence[str], name: str, marks
 ) -> str:
-    """Draws a statistic of the parameter groups outside the layers (embedding, head) over steps."""
+    """Draws a statistic of the parameter groups outside the layers (embedding, head) over steps.
+
+    Args:
+      groups: the names of the parameter groups.
+      name: the name of the statistic, such as "grad_norm".
+    """
     lines = []
     for r, run in enumerate(runs):
         events = [e for e in run.events.get("diagnostics", ()) if "groups" in e][-2000:]
@@ -481,10 +494,15 @@ def _wall_time_chart(title: str, run: Run) -> str:
 
 
 def _chart_by_layer(title: str, runs: Sequence[Run], name: str, marks=(), **options: Any) -> str:
-    """Draws a number that every layer has; returns "" if no run recorded it.
+    """Draws a quantity that layers have, such as the norm of their gradient. Returns "" if no run
+    recorded it.
 
-    For one run, the chart shows it over steps: a line for each layer, or a heatmap if there are
-    more than MAX_LAYER_LINES. For several runs, it shows each run's newest values over layers.
+    If there is one run, the chart shows the quantity over steps: with one line per layer, or as a
+    heatmap if there are more than MAX_LAYER_LINES layers. If there are several runs, the chart
+    shows the newest values of each run over the layers.
+
+    Args:
+      name: the name of the quantity in "diagnostics" events.
     """
     if len(runs) > 1:
         return _chart_over_layers(title, runs, name, **options)
@@ -519,7 +537,9 @@ def _chart_by_layer(title: str, runs: Sequence[Run], name: str, marks=(), **opti
 
 
 def _chart_over_layers(title: str, runs: Sequence[Run], name: str, **options: Any) -> str:
-    """Draws each run's newest values of a number over layers; "" if no run recorded it."""
+    """Draws each run's newest values of a quantity over the layers. Returns "" if no run recorded
+    it.
+    """
     newest = {}  # index of the run → (step, values [layers])
     for r, run in enumerate(runs):
         measured = run.layers(name)
@@ -544,8 +564,8 @@ def _chart_over_layers(title: str, runs: Sequence[Run], name: str, **options: An
 
 
 def _layer_names(run: Run, count: int) -> list[str]:
-    """Returns the names of the `count` layers of a list. If the config has a different number of
-    layers, the names are numbers.
+    """Returns the names of the `count` entries of a list over layers. If the run's settings give
+    another number of layers, the names are the numbers 0 … count - 1.
     """
     return run.layer_names if len(run.layer_names) == count else [str(i) for i in range(count)]
 
@@ -691,8 +711,8 @@ def _attention_charts(runs: Sequence[Run]) -> list[str]:
 
 
 def _samples_html(runs: Sequence[Run]) -> str:
-    """Returns HTML with sampled texts of each run at equal distances. The newest text comes first,
-    and only it is unfolded.
+    """Returns HTML with at most MAX_SAMPLES sampled texts of each run, chosen at equal distances.
+    The newest text comes first; the page hides the others until the reader unfolds them.
     """
     parts = []
     for run in runs:
@@ -733,6 +753,17 @@ def _faults_html(runs: Sequence[Run]) -> str:
     more = len(rows) - MAX_FAULTS
     note = f"<p>{more:,} more are in metrics.jsonl.</p>" if more > 0 else ""
     return table(head, rows[:MAX_FAULTS]) + note
+
+
+def _bad_records_html(runs: Sequence[Run]) -> str:
+    """Returns a table of the records that were left out of the data or mended; "" without any."""
+    rows = [
+        [*([run.name] if len(runs) > 1 else []), glob, f"{count:,}", text]
+        for run in runs
+        for glob, count, text in run.last("start", "bad_records") or ()
+    ]
+    head = [*(["run"] if len(runs) > 1 else []), "data.path", "records", ""]
+    return table(head, rows) if rows else ""
 
 
 def _configuration_html(runs: Sequence[Run]) -> str:

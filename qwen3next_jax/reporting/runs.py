@@ -1,4 +1,4 @@
-"""Reads a run's record and reduces it to what the report shows: series short enough to draw, the
+"""Reads the record of a run, and computes from it what the report shows: series of few points, the
 use of wall time, faults, stages and settings.
 
 Letters: N points or events, L layers.
@@ -16,10 +16,10 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.trees import flatten
 
-POINTS = 400  # the most points of a drawn line: a chart has about as many pixels
+POINTS = 400  # the largest number of points of a line; a chart is not many more pixels wide
 FAULTS = ("skip", "spike", "no_targets", "rewind", "damaged", "save_failed", "hook_failed", "stop")
-# The uses of wall time. TRAINING is the time of the steps that led to the run's current state, so
-# not of steps that were lost. Its share is the goodput.
+# The uses of wall time. TRAINING is the time of training steps, except for steps whose result was
+# lost because the process died or the run was rewound. The share of TRAINING is the goodput.
 TRAINING, STARTING, OTHER, LOST, DOWN = (
     "training",
     "starting and compiling",
@@ -31,12 +31,12 @@ USES = (TRAINING, STARTING, OTHER, LOST, DOWN)
 
 
 class Series(NamedTuple):
-    """A number over steps, reduced to few points.
+    """A quantity over steps, reduced to few points. A point stands for several recorded values.
 
     Attributes:
-      x: [N] increasing.
-      y: [N] the mean of the values that a point stands for; NaN if none of them is finite.
-      low, high: [N] the smallest and the largest of these values.
+      x: [N], the steps, increasing.
+      y: [N], the mean of the finite values that a point stands for; NaN if it has none.
+      low, high: [N], the smallest and the largest of these values.
     """
 
     x: np.ndarray
@@ -49,7 +49,7 @@ class Fault(NamedTuple):
     """A fault, a restart, or a change of settings.
 
     Attributes:
-      step: the number of steps taken before it.
+      step: the step that the event records.
       time: seconds since 1970.
       kind: what happened, in a word or two.
       text: the reason or the details; may be empty.
@@ -66,9 +66,10 @@ class Run:
     """A run as its folder records it.
 
     Attributes:
+      name: the name of the run's folder.
       config: the settings, as nested dicts.
-      log: all events, in the order they were written.
-      events: the same events by kind.
+      log: all events, in the order they were written; only the newest has the field "expert_load".
+      events: kind of event → the events of this kind, in the order they were written.
     """
 
     name: str
@@ -77,8 +78,8 @@ class Run:
     events: dict[str, list[dict[str, Any]]]
 
     def series(self, kind: str, name: str, points: int = POINTS) -> Series | None:
-        """Returns the number `name` of the events of `kind` over steps, in at most `points` points;
-        None if no event has it.
+        """Returns the field `name` of the events of `kind` over steps, reduced to at most `points`
+        points; None if no event has this field.
         """
         values = [
             (event["step"], _to_float(event[name]))
@@ -88,19 +89,23 @@ class Run:
         return downsample(*np.array(values, float).T, points) if values else None
 
     def names(self, kind: str, prefix: str) -> list[str]:
-        """Returns, sorted, the fields of events of `kind` whose names start with `prefix`.
-
-        It looks only at the first and the last event of this kind.
+        """Returns, in sorted order, the names of fields that start with `prefix`, in events of
+        `kind`. Only the first and the last event of this kind are read.
         """
         events = self.events.get(kind, ())
         names = {name for event in (*events[:1], *events[-1:]) for name in event}
         return sorted(name for name in names if name.startswith(prefix))
 
     def layers(self, name: str, points: int = 120) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns the values that the "diagnostics" events list under `name` for every layer: steps
-        [N] and values [N, L]. Returns None if no event has the list.
+        """Returns the values of a quantity that "diagnostics" events record for every layer.
 
-        It chooses at most `points` events, at equal distances. Layers without a value are NaN.
+        Args:
+          name: the name of the quantity.
+          points: the largest number of events to return, which are chosen at equal distances.
+
+        Returns:
+          Steps [N] and values [N, L], with NaN for layers without a value; None if no event records
+          the quantity.
         """
         lists = [
             (event["step"], event[name])
@@ -118,7 +123,9 @@ class Run:
         return steps, np.array([[_to_float(v) for v in values] for _, values in lists])
 
     def last(self, kind: str, name: str) -> Any:
-        """Returns the newest value of `name` in events of `kind`; None if there is none."""
+        """Returns the newest value of the field `name` in events of `kind`; None if there is
+        none.
+        """
         for event in reversed(self.events.get(kind, ())):
             if event.get(name) is not None:
                 return event[name]
@@ -126,8 +133,8 @@ class Run:
 
     @property
     def layer_names(self) -> list[str]:
-        """The name of every entry of a list over layers: the layer's number; "MTP" for the
-        multi-token prediction module, which is last.
+        """The name of every entry of a list over layers: the layer's number, or "MTP" for the
+        multi-token prediction module, whose entry is the last.
         """
         model = self.config.get("model", {})
         count = model.get("num_hidden_layers", 0)
@@ -142,8 +149,6 @@ def load_run(workdir: pathlib.Path) -> Run:
         cannot be read.
     """
     path = workdir / "run.json"
-    if not path.exists():
-        raise UserError(f"{workdir}: not the folder of a run (it has no run.json)")
     try:
         config = json_files.read(path)["config"]
         layers = config.get("model", {}).get("num_hidden_layers", 0)
@@ -152,6 +157,8 @@ def load_run(workdir: pathlib.Path) -> Run:
             raise ValueError("num_hidden_layers is not a number of layers")
         if type(steps) is not int or not 0 <= steps < 2**63:
             raise ValueError("train.steps is not a number of steps")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(f"{workdir}: not the folder of a run (it has no run.json)") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, AttributeError) as error:
@@ -176,7 +183,13 @@ def load_run(workdir: pathlib.Path) -> Run:
 
 
 def run_from_events(name: str, config: dict[str, Any], events: list[dict[str, Any]]) -> Run:
-    """Returns the run with these settings and these events, in the order they were written."""
+    """Makes a Run.
+
+    Args:
+      name: the name of the run.
+      config: the settings, as nested dicts.
+      events: all events, in the order they were written.
+    """
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for event in events:
         by_kind.setdefault(event["event"], []).append(event)
@@ -186,11 +199,12 @@ def run_from_events(name: str, config: dict[str, Any], events: list[dict[str, An
 def downsample(x: np.ndarray, y: np.ndarray, points: int) -> Series:
     """Reduces a curve to at most `points` points.
 
-    Each point has the mean of the values in a stretch of x, and the smallest and the largest of
-    them, so that no spike is lost.
+    The range of x is divided into intervals. Each point of the result has the mean, the smallest
+    and the largest of the finite values in one interval, so that no finite spike is lost, or NaN if
+    the interval has none.
 
     Args:
-      x: [N], must not decrease.
+      x: [N]; each number is at least as large as the one before it.
       y: [N], may contain NaN and infinity.
     """
     if len(x) <= points:
@@ -219,7 +233,9 @@ def _to_float(value: Any) -> float:
 
 
 class Span(NamedTuple):
-    """A stretch of wall time with one use: begin and end in seconds since the run's first event."""
+    """A period of wall time with one use, which is an entry of USES. `begin` and `end` are in
+    seconds since the run's first event.
+    """
 
     begin: float
     end: float
@@ -227,14 +243,16 @@ class Span(NamedTuple):
 
 
 class _SpanRecorder:
-    """Collects consecutive spans of wall time."""
+    """Collects spans of wall time, each of which begins at the end of the span before it."""
 
     def __init__(self, start: float):
         self.spans: list[Span] = []
         self._start = self._now = start
 
     def add(self, end: float, use: str) -> None:
-        """Assigns `use` to the time from the end of the last span until `end` (since 1970)."""
+        """Adds a span with this use, from the end of the last span until `end`, in seconds since
+        1970. If `end` is not later than the last span, nothing is added.
+        """
         if end > self._now:
             self.spans.append(Span(self._now - self._start, end - self._start, use))
             self._now = end
@@ -245,7 +263,7 @@ def wall_time_spans(run: Run) -> list[Span]:
     if not run.log:
         return []
     recorder = _SpanRecorder(run.log[0].get("time", 0.0))
-    starting = True  # whether the process has not yet trained a step that was already compiled
+    starting = True  # whether the process has only started and compiled so far
     first_step = 0
     for event in run.log:
         kind, time = event["event"], event.get("time", 0.0)
@@ -269,7 +287,7 @@ def wall_time_spans(run: Run) -> list[Span]:
 
 
 def goodput(spans: Iterable[Span]) -> dict[str, float]:
-    """Returns the share of the wall time by use; the share of TRAINING is the goodput."""
+    """Returns use → its share of the wall time; the share of TRAINING is the goodput."""
     seconds = dict.fromkeys(USES, 0.0)
     for begin, end, use in spans:
         seconds[use] += end - begin
@@ -281,7 +299,7 @@ def wall_time_columns(spans: Sequence[Span], columns: int) -> tuple[float, np.nd
     """Divides the wall time into columns of equal length.
 
     Returns:
-      the seconds of a column; [columns, uses], the share of each use in it.
+      The length of a column in seconds; the share of each use in each column, [columns, uses].
     """
     width = max(spans[-1][1], 1e-9) / columns if spans else 1.0
     shares = np.zeros((columns, len(USES)))
@@ -313,7 +331,7 @@ def faults(run: Run) -> list[Fault]:
 
 
 def stages(run: Run) -> list[tuple[int, str]]:
-    """Returns (steps taken before it, name) of every stage that has begun."""
+    """Returns (number of steps taken before the stage, name) of every stage that has begun."""
     return [
         (event["step"] - 1, str(event.get("stage")))
         for event in run.events.get("stage", ())

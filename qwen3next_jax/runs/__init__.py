@@ -1,1 +1,3 @@
-"""Resumable, recorded training runs: folder, checkpoints, metrics, display."""
+"""Training runs that record what they do and can resume: the run's folder, checkpoints, metrics and
+display.
+"""

@@ -2,10 +2,10 @@
 (`train.init_from = RUN` or `RUN@STEP`).
 
 With `train.init_state = "weights"` a branch begins at step 0, with a new optimizer state and the
-first batch of its data. With "all" it takes over the optimizer state and the step too, and its data
-begin after the rows that the parent read (`training.stages`). If the branch also has the data, the
-batch size and the guards' window of its parent, its steps equal, bit for bit, the steps that the
-parent would take.
+first batch of its data. With "all" it takes over the optimizer state and the step, too, and skips
+the rows that the parent has read (`training.stages`). If the branch also has the data, the batch
+size and the guards' window of its parent, its steps equal, bit for bit, the steps that the parent
+would take.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qwen3next_jax.common.errors import require
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
@@ -38,21 +39,22 @@ def state_from_parent(
     """Loads the first state of a branch.
 
     Args:
-      data: the training data of every stage of the run.
+      run: the branch.
+      data: the training data of every stage of the branch.
       parent: the record of the parent and its checkpoint.
 
     Returns:
-      The train state before the first step, sharded over the mesh of the run, and the data cursor
-      of the first step.
+      The train state before the first step, sharded over the mesh of the run; and a `DataCursor`,
+      the place in the training data at which the branch begins to read.
 
     Raises:
       UserError: the checkpoint of `parent` is damaged, or its parameters have other shapes.
     """
     config = run.config
-    folder = pathlib.Path(parent["path"])
+    folder = to_path(parent["path"])
     step = parent["step"]
-    # The record is read before the checkpoint: `restore` compares the checkpoint with the digest in
-    # `parent`, so the record and the checkpoint belong to the same run.
+    # The record is read before the checkpoint. `restore` later compares the checkpoint with the
+    # digest in `parent`, so it notices if another run has replaced the parent in between.
     record = read_run(folder)
     theirs = config_of(record, folder)
     # Preparing the data may have taken hours; another run may have this path by now.
@@ -64,7 +66,7 @@ def state_from_parent(
     preflight.compare_structure(run.model, theirs.model, config.train.init_from)
     check_parent_versions(folder, record, run.model.mtp_depth, config.train.init_state)
     takes_all = config.train.init_state == "all"
-    if takes_all:  # with the parent's guards, whose window may have another length
+    if takes_all:  # reads the guards' state with the parent's settings, as its window may be longer
         wanted = abstract_train_state(
             run.model, config.optimizer, theirs.guards, run.mesh, config.parallel.slice_state
         )
@@ -87,7 +89,8 @@ def state_from_parent(
 def check_parent_versions(
     folder: pathlib.Path, record: dict[str, Any], mtp_depth: int, init_state: str
 ) -> None:
-    """Checks that this code has the mathematics with which a parent was trained.
+    """Checks that this code computes the modules of a parent's model in the same way as the code
+    with which the parent was trained.
 
     Args:
       folder: the folder of the parent.
@@ -105,7 +108,12 @@ def check_parent_versions(
 
 
 def describe(run: ResolvedRun, data: Sequence[Data], parent: Parent | None) -> str:
-    """Returns a sentence on how a run begins, for the terminal."""
+    """Returns a sentence, for the terminal, about the state with which a new run begins.
+
+    Args:
+      data: the training data of every stage of the run.
+      parent: the record of the run in `train.init_from`; None if it names no run.
+    """
     config = run.config
     if not config.train.init_from:
         return "initializing the first state"
@@ -117,7 +125,7 @@ def describe(run: ResolvedRun, data: Sequence[Data], parent: Parent | None) -> s
     text = f"beginning with {beginning}, reading {tokens}: its weights"
     if config.train.init_state == "weights":
         return f"{text} (step 0, new optimizer state, the first batch of the data)"
-    folder = pathlib.Path(parent["path"])
+    folder = to_path(parent["path"])
     theirs = read_config(folder)
     their_cursors = recorded_cursors(read_run(folder), theirs.train.batch_size)
     before, now = _cursors(run.stages, data, parent["step"], their_cursors)
@@ -141,12 +149,14 @@ def _cursors(
     theirs: DataCursors,
     data_offset: int = 0,
 ) -> tuple[DataCursor, DataCursor]:
-    """Returns the data cursor of the parent at `step`, and that of this run at its first step.
+    """Returns two `DataCursor`s, places in the training data: the place of the parent's stage at
+    `step`, and the place at which this run begins to read.
 
     Args:
+      stages: the stages of this run.
       data: the training data of every stage of this run.
       step: the number of steps that the parent took.
-      theirs: the recorded data cursors of the parent's stages.
+      theirs: for each stage of the parent, its recorded `DataCursor`.
       data_offset: the number of batches that rewinds of the parent skipped.
     """
     before = theirs[stage_number(theirs, step)]

@@ -3,7 +3,7 @@
     WORKDIR/checkpoints/STEP/   train state after STEP steps, with a manifest (`runs.manifest`)
     WORKDIR/damaged/            checkpoints that a resume found damaged
 
-Orbax writes in the background. A checkpoint is complete once it has its manifest.
+Orbax writes the arrays in a background thread. A checkpoint is complete once it has its manifest.
 """
 
 import concurrent.futures
@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import ExitCode, UserError, require, warn
+from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
@@ -49,22 +50,23 @@ logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in r
 # The prefix of the name of a checkpoint that is being deleted. The folder is renamed before its
 # files are removed, so no reader finds a checkpoint without some of its files.
 _DELETED = ".deleted-"
-# the errors that Orbax and TensorStore raise if a disk is full or not mounted
-_SAVE_ERRORS = (OSError, ValueError, RuntimeError)
+# The errors that Orbax and TensorStore raise if a disk is full or not mounted.
+SAVE_ERRORS = (OSError, ValueError, RuntimeError)
 
 
 class Checkpoints:
     """The checkpoints of one run. `save` returns at once; leaving the `with` block waits for the
     last save.
 
-    A checkpoint is valid once it has a manifest. A resume skips damaged and incomplete checkpoints
-    and reports them. If a save fails, training continues, and `events` reports the failure; with
-    several processes the run ends instead. Nothing is written before `begin`.
+    A checkpoint is valid if it has a manifest and its files match the manifest. A resume skips all
+    other checkpoints and reports them. If a save fails, training continues, and `events` reports
+    the failure; in a run of several processes, the run ends. Nothing is written before `begin` is
+    called.
 
-    Retention keeps the newest `keep_last` valid checkpoints and, beside them, those at multiples of
-    `keep_every` and at the ends of stages. When a checkpoint is complete, the background thread
-    reads the one before it again. If that one is damaged, it does not count, and an older one is
-    kept in its place.
+    Old checkpoints are deleted. The run keeps the newest `keep_last` valid checkpoints, and the
+    checkpoints whose step is a multiple of `keep_every` or the end of a stage. When a checkpoint is
+    complete, the background thread verifies the previous checkpoint again. If that is damaged, it
+    is not one of the `keep_last`, and an older checkpoint is kept in its place.
     """
 
     def __init__(
@@ -76,18 +78,19 @@ class Checkpoints:
         """Opens the checkpoints of the run in `workdir`.
 
         Args:
-          retention: settings of which checkpoints to keep; None if checkpoints are only read.
+          retention: the settings that say which checkpoints to keep; None if the caller only reads
+            checkpoints.
           keep_steps: steps whose checkpoints are never deleted.
         """
-        self.directory = pathlib.Path(workdir).absolute() / "checkpoints"
+        self.directory = to_path(workdir).absolute() / "checkpoints"
         self._retention, self._keep_steps = retention, keep_steps
-        self._checkpointer = _checkpointer()
+        self._checkpointer = make_checkpointer(isinstance(self.directory, BucketPath))
         self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: tuple[int, concurrent.futures.Future] | None = None
         self._events: list[tuple[str, int, dict[str, Any]]] = []
         # the newest valid step, and the digest of its manifest
         self._verified: tuple[int, str | None] | None = None
-        # steps whose checkpoints were still valid when a later one was complete
+        # steps whose checkpoints were read again, and found valid, after a later one was complete
         self._reread: set[int] = set()
 
     def __enter__(self):
@@ -99,7 +102,7 @@ class Checkpoints:
         self._checkpointer.close()
 
     def steps(self) -> list[int]:
-        """Returns the steps that have a checkpoint folder, valid or not, in ascending order."""
+        """Returns, in ascending order, the steps with a checkpoint folder, whether valid or not."""
         return saved_steps(self.directory.parent)
 
     def newest_good_step(self) -> int | None:
@@ -115,7 +118,9 @@ class Checkpoints:
         return verified and verified[0]
 
     def _find_newest_good(self) -> tuple[int, str | None] | None:
-        """Returns the newest step whose checkpoint is valid, and the digest of its manifest."""
+        """Returns the newest step whose checkpoint is valid, and the digest of its manifest; None
+        if there is none. Warns of each newer checkpoint, which is damaged.
+        """
         for step in reversed(self.steps()):
             # The digest is read before the files, so it belongs to the files that are verified.
             digest = manifest.digest(self.directory / str(step))
@@ -132,7 +137,8 @@ class Checkpoints:
         """Prepares the folder for the checkpoints after step `newest_good`, the newest valid step.
 
         Moves the damaged checkpoints after that step to WORKDIR/damaged, and removes the files that
-        a killed save left behind. All processes must see the same folder.
+        a killed save left behind. Process 0 does this for all processes, which therefore have to
+        see the same folder.
 
         Raises:
           UserError: the folder cannot be written to.
@@ -150,9 +156,13 @@ class Checkpoints:
 
         broadcast_from_process_0(clear)
 
-    def save(self, step: int, state: State) -> None:
-        """Starts to save `state` in the background, after the previous save is complete. `events`
-        reports the result later.
+    def save(self, step: int, state: State, may_skip: bool = False) -> None:
+        """Waits for the previous save, and then starts to save `state` in the background. `events`
+        reports the result later. If the step already has a checkpoint folder, nothing is saved.
+
+        Args:
+          may_skip: whether a run in a bucket may leave this save out, and report that, if the
+            previous one is not complete; a file system is waited for.
 
         Raises:
           UserError: a save failed, and the run has several processes.
@@ -165,7 +175,7 @@ class Checkpoints:
             self._checkpointer.save(
                 self.directory / str(step), args=ocp.args.PyTreeSave(with_text_keys(state))
             )
-        except _SAVE_ERRORS as error:
+        except SAVE_ERRORS as error:
             self._report_failure(step, error)
             return
         self._saving = (step, self._background.submit(self._finish, step, start_time))
@@ -217,14 +227,15 @@ class Checkpoints:
         if (step, actual_digest) != self._verified and (damage := self._find_damage(step)):
             raise UserError(f"{where}: damaged: {damage}")
         try:
-            state = read_arrays(where, abstract_state, partial)
-        finally:  # this error replaces whatever error the changed files caused in the reader
+            state = read_arrays(manifest.arrays_folder(where), abstract_state, partial)
+        finally:  # this error replaces an error that the reader raised because files changed
             if manifest.file_stats(where) != before:
                 raise UserError(
                     f"{where}: removed or replaced while it was read: start again from a "
                     "checkpoint that is not deleted (the run that wrote it deletes old ones)"
                 )
-        # Older manifests have no step, so the state itself is compared.
+        # The manifests of older versions do not record the step, so the step in the state is
+        # compared with the folder's name.
         if "step" in state and (saved_step := int(state["step"])) != step:
             raise UserError(
                 f"{where}: it holds the state after step {saved_step}: the folder was renamed or "
@@ -235,7 +246,12 @@ class Checkpoints:
     # ---- in the background
 
     def _finish(self, step: int, start_time: float) -> list[tuple[str, int, dict[str, Any]]]:
-        """Waits for Orbax, writes the manifest, and deletes old checkpoints. Returns the events."""
+        """Waits for Orbax, writes the manifest, and deletes old checkpoints. Returns the events
+        (event, step, values) to record.
+
+        Args:
+          start_time: `time.perf_counter` at the start of the save.
+        """
         self._checkpointer.wait_until_finished()
         if not is_process_0():
             return []
@@ -249,7 +265,8 @@ class Checkpoints:
         )
         try:
             return [saved, *self._delete_old(step)]
-        # On NFS a file that is still open cannot be deleted. The new checkpoint is complete anyway.
+        # For example, NFS does not remove a folder with a file that is still open. The new
+        # checkpoint is complete all the same.
         except OSError as error:
             warn(
                 f"{self.directory}: an old checkpoint could not be deleted ({error}); the next "
@@ -258,12 +275,11 @@ class Checkpoints:
             return [saved]
 
     def _delete_old(self, newest: int) -> list[tuple[str, int, dict[str, Any]]]:
-        """Deletes the checkpoints that retention does not keep. Returns an event for each damaged
-        checkpoint. `newest` is the step whose checkpoint was just completed.
+        """Deletes the checkpoints that retention does not keep. Returns a "damaged" event for each
+        damaged checkpoint that it finds. `newest` is the step whose checkpoint was just completed.
         """
         events, good = [], 0
         for step in reversed(self.steps()):
-            folder = self.directory / str(step)
             if good < self._retention.keep_last:
                 damage = None
                 if step != newest:
@@ -276,12 +292,15 @@ class Checkpoints:
             elif step not in self._keep_steps and not (
                 self._retention.keep_every and step % self._retention.keep_every == 0
             ):
-                renamed = self.directory / f"{_DELETED}{step}"
-                os.rename(folder, renamed)
-                shutil.rmtree(renamed)
+                self._delete(step)
         return events
 
     # ---- files
+
+    def _delete(self, step: int) -> None:
+        renamed = self.directory / f"{_DELETED}{step}"
+        os.rename(self.directory / str(step), renamed)
+        shutil.rmtree(renamed)
 
     def _find_damage(self, step: int, sizes_only: bool = False) -> str | None:
         return manifest.find_damage(
@@ -292,7 +311,7 @@ class Checkpoints:
         """Records the events, or the failure, of the save that has ended."""
         (step, future), self._saving = self._saving, None
         error = future.exception()
-        if isinstance(error, _SAVE_ERRORS):
+        if isinstance(error, SAVE_ERRORS):
             self._report_failure(step, error)
         else:
             self._events += future.result()
@@ -316,7 +335,7 @@ class Checkpoints:
             "and the older checkpoints are unchanged"
         )
         self._events.append(("save_failed", step, {"reason": reason}))
-        self._checkpointer = _checkpointer()  # the old one may still hold the error
+        self._checkpointer = make_checkpointer()  # the old one may still hold the error
         shutil.rmtree(self.directory / str(step), ignore_errors=True)
         self._remove_leftovers()
 
@@ -333,7 +352,7 @@ class Checkpoints:
         target = self.directory.parent / "damaged" / f"{step}-{time.time_ns()}"
         target.parent.mkdir(exist_ok=True)
         os.rename(self.directory / str(step), target)
-        moved = [  # this method wrote no folders with other names
+        moved = [  # folders with other names are not from this method, and are left alone
             path
             for path in target.parent.iterdir()
             if re.fullmatch("[0-9]+-[0-9]+", path.name) and path.is_dir()
@@ -343,15 +362,29 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _checkpointer() -> ocp.AsyncCheckpointer:
+def make_checkpointer(in_background: bool = False) -> ocp.AsyncCheckpointer:
+    """Returns Orbax's writer and reader of checkpoints.
+
+    Args:
+      in_background: whether it is used in another thread than the train step. Then its barriers
+        between processes go through the coordinator, because a program on the devices would come
+        between the steps in another order on each process.
+    """
     # Weights compress by 8 % only, and uncompressed arrays are saved and read twice as fast.
-    return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+    handler = ocp.PyTreeCheckpointHandler(use_compression=False)
+    if not in_background:
+        return ocp.AsyncCheckpointer(handler)
+    processes = set(range(jax.process_count()))
+    return ocp.AsyncCheckpointer(
+        handler,
+        multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=processes),
+    )
 
 
 def write_arrays(folder: pathlib.Path, state: State) -> None:
     """Writes `state` to the new `folder`, and waits until it is on the disk."""
-    with _checkpointer() as checkpointer:
-        checkpointer.save(folder, args=ocp.args.PyTreeSave(with_text_keys(state)))
+    with make_checkpointer() as checkpointer:
+        checkpointer.save(os.fspath(folder), args=ocp.args.PyTreeSave(with_text_keys(state)))
 
 
 def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = False) -> State:
@@ -359,11 +392,13 @@ def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = Fal
 
     Args:
       abstract_state: the structure, dtypes and shardings of the result.
-      partial: whether `folder` may hold other arrays too, which are not read.
+      partial: whether `folder` may hold more arrays than `abstract_state` has; they are not read.
 
     Raises:
       UserError: the arrays have another structure, or cannot be read.
     """
+    if isinstance(folder, BucketPath):
+        require(folder.scheme == "gs", f"{folder}: Orbax reads no checkpoints from s3://")
     pattern = with_text_keys(abstract_state)
     arguments = ocp.args.PyTreeRestore(
         item=pattern,
@@ -371,8 +406,8 @@ def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = Fal
         partial_restore=partial,
     )
     try:
-        with _checkpointer() as checkpointer:
-            restored = checkpointer.restore(folder, args=arguments)
+        with make_checkpointer() as checkpointer:
+            restored = checkpointer.restore(os.fspath(folder), args=arguments)
     except (ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().split("\n")[0][:200]
         raise UserError(f"{folder}: not a checkpoint of this model ({reason})") from error
@@ -465,8 +500,8 @@ def load_trained(
         leaves, tree = jax.tree.flatten(
             checkpoints.restore(step, abstract, partial=True, digest=digest)["params"]
         )
-    # Restored arrays are committed to their device, and jit compiles committed and uncommitted
-    # inputs separately, so the arrays are replaced by uncommitted copies.
+    # Restored arrays are committed to their device. jit would compile a function for them even if
+    # it has compiled the function for uncommitted arrays, so uncommitted copies replace the arrays.
     if mesh is None:
         # one at a time, because the device may not have memory for two copies of all arrays
         for i, leaf in enumerate(leaves):

@@ -9,19 +9,21 @@ from qwen3next_jax.inference.cache import cache_bytes
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.training.stages import resolve_stages
 
-_CACHE_LENGTH = 1024  # tokens; the attention cache grows linearly, so any length will do
+# The length in tokens for which the cache is counted. Bytes per token do not depend on it, because
+# the attention cache grows linearly.
+_CACHE_LENGTH = 1024
 
 
 class Costs(NamedTuple):
     """Costs of a run.
 
     Attributes:
-      parameters: number of all parameters.
+      parameters: number of parameters of the model.
       tokens: number of tokens of the whole run, padding included.
       flops_per_token: FLOPs of the forward and backward pass per token, averaged over all tokens of
         the run.
-      cache_bytes_per_token: bytes by which one token extends the attention cache of one sequence.
-      state_bytes: bytes of the recurrent state of one sequence.
+      cache_bytes_per_token: bytes that the attention cache of one sequence needs for each token.
+      state_bytes: bytes of the recurrent states of one sequence, whatever its length.
     """
 
     parameters: int

@@ -23,15 +23,17 @@ from qwen3next_jax.sharding.mesh import mesh_text
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 
-CELL_WIDTH = 24  # characters of the longest name and value together
-XLA_BANNER = 120.0  # seconds of compiling after which XLA prints a banner that looks like a failure
+CELL_WIDTH = 24  # number of characters of the longest name and value together
+# Seconds of compiling after which XLA prints a warning that looks like a failure.
+XLA_BANNER = 120.0
 
 
 def title(run: ResolvedRun, corpus: str, steps_before: int, parent: str = "") -> str:
-    """Returns the title of the display: name, parameters, devices, data and first step, and on a
-    second line the compiler options, if there are any.
+    """Returns the title of the display: the run's name, number of parameters, devices, data and
+    first step. If the run sets compiler options, a second line shows them.
 
     Args:
+      run: the run.
       corpus: a description of the data.
       steps_before: number of steps of the run that are already taken.
       parent: the path of the run whose state after `steps_before` steps this run begins with; ""
@@ -55,7 +57,9 @@ def title(run: ResolvedRun, corpus: str, steps_before: int, parent: str = "") ->
 
 
 class Display:
-    """Shows each event with which it is called. Use it as a context manager."""
+    """Shows the events of a run: an instance is called with each event. Use it as a context
+    manager.
+    """
 
     def __init__(
         self,
@@ -251,7 +255,7 @@ class Display:
         ]
 
 
-# The names of the cells that a plain line shows; metrics.jsonl has the other values.
+# The names of the values of a "train" event that a plain line shows; the panel shows all cells.
 PLAIN = (
     "stage",
     "loss",
@@ -284,7 +288,9 @@ def _number(value: float | str, form: str) -> str:
 
 
 def _scaled(value: float) -> str:
-    """Formats a number with three digits and a unit prefix: 1.23 G."""
+    """Formats a number of 1000 or more with three significant digits and a unit prefix ("1.23 G"),
+    and a smaller one as a whole number.
+    """
     for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"

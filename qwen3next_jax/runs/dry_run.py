@@ -32,21 +32,22 @@ def dry_run(
     *,
     devices: Sequence[Any] | None = None,
 ) -> ExitCode:
-    """Checks the start of a run, and prints its parameters, memory, data, tokens, FLOPs and first
-    step.
+    """Checks whether a run can start, and prints its parameters, memory, data, tokens, FLOPs and
+    first step.
 
     Args:
+      config: the configuration of the run.
       workdir: the folder of the run.
-      restart: whether the run starts anew, whatever `workdir` holds.
+      restart: whether the run begins anew and does not resume the run in `workdir`.
       devices: the devices of the run; None: all that JAX finds.
 
     Returns:
       The exit code.
 
     Raises:
-      UserError: the run cannot start; `train` would raise the same error. This function reads only
-        the first document of each glob, and no values of the tensors in `train.init_from`, so only
-        `train` finds errors in other documents and in those values.
+      UserError: the run cannot start; `train` would raise the same error. Some errors only `train`
+        finds, because this function reads only the first document of each glob, and reads no values
+        of the tensors in `train.init_from`.
     """
     restart = restart or is_restart_unfinished(workdir)
     mesh = make_mesh(config.parallel, devices)
@@ -71,7 +72,7 @@ def dry_run(
         first = _describe_init_from(run, parent)
     finished = "no step remains " if step >= run.steps else ""
     print(f"Start in {workdir}: {finished}{first}. Nothing has been written")
-    # This check is the last, so that a run that does not fit prints its size first.
+    # This check comes last, so that the size of a run that does not fit is printed first.
     check_state_fits(run.abstract_state)
     return ExitCode.DONE
 
@@ -104,7 +105,9 @@ def _print_devices(run: ResolvedRun) -> None:
 
 
 def _print_stages(run: ResolvedRun, taken: int) -> None:
-    """Prints tokens and FLOPs of every stage that does not end within the first `taken` steps."""
+    """Prints tokens and FLOPs of every stage, without the first `taken` steps of the run, which are
+    already taken.
+    """
     total = 0.0
     for stage in run.stages:
         first = max(stage.steps_before, taken)
@@ -145,7 +148,7 @@ def _describe_init_from(run: ResolvedRun, parent: preflight.Parent | None) -> st
 
 
 def _describe_data(config: DataConfig, vocab_size: int) -> str:
-    """Describes the training data, after reading the first document of each glob."""
+    """Reads the first document of each glob. Returns a description of the training data."""
     if config.source != "text":
         return f"{config.source}, generated during training"
     tokenizer = source_of(config).tokenizer_of(config, vocab_size)

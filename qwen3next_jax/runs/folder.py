@@ -7,8 +7,9 @@ every resume; the lock of the folder; and `--restart`.
     WORKDIR/before-TIME/   the files that `--restart` moved; before-TIME.partial/ during the move
 
 A folder belongs to a run once it has a checkpoint or an event about a step. Until then a new run
-may replace its run.json. From then on a run starts in the folder only if it is the same run and no
-record is missing, so that no run overwrites the files of another.
+may replace the run.json in it. From then on a process can train in the folder only if it has the
+run's settings (apart from allowed changes), data and tokenizer, and none of the run's records is
+missing. So no run overwrites the files of another.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import os
 import pathlib
 import re
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -27,11 +29,13 @@ from typing import Any, NamedTuple
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, require, warn
-from qwen3next_jax.common.events import iterate_events
+from qwen3next_jax.common.events import has_events_file, iterate_events
+from qwen3next_jax.common.storage import BucketPath, StoreError
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
+from qwen3next_jax.runs import bucket_restart
 from qwen3next_jax.training.stages import (
     STAGE_SETTINGS,
     ResolvedStage,
@@ -73,7 +77,7 @@ MAY_CHANGE = {
     "processes": "the order of the data does not depend on it",
     "devices": "values are equal up to the order of sums",
 }
-# Events that a process may write although it takes no step, or no step that updates a parameter.
+# Events that a process may write before it has taken a step that updates a parameter.
 _UNTRAINED_EVENTS = {
     "start",
     "stop",
@@ -102,7 +106,8 @@ _RUN_FILES = (
 _RESTART_ADVICE = "start anew with --restart, which moves the old files to WORKDIR/before-TIME"
 _PARTIAL = ".partial"  # the suffix of before-TIME until all files are moved
 _PARTIAL_NAME = re.compile(r"before-\d{8}-\d{6}(-\d+)?\.partial")
-# The format of run.json. Format 1 has no such field, and its folders may lack metrics.jsonl.
+# The format of run.json. Files of format 1 do not have the field "format", and their folders may
+# lack metrics.jsonl.
 _FORMAT = 2
 
 
@@ -185,7 +190,9 @@ def open_run(
     """Checks whether this run may start or resume in `workdir`. Writes nothing.
 
     Args:
-      data_fingerprints: the fingerprint of the data of every stage.
+      workdir: the folder of the run.
+      config: the configuration of this start.
+      data_fingerprints: one fingerprint for each stage, of the data of the stage.
       tokenizer_fingerprint: the fingerprint of the tokenizer.
       parent: the record of the run that this run begins with; None if there is none.
       source: the result of `origin.find_source` for a new run.
@@ -218,7 +225,7 @@ def open_run(
     if before is None:
         return now | (source or {}) | {"id": uuid.uuid4().hex, "changes": []}, []
     changes = _checked_changes(workdir, before, now)
-    if not (workdir / "metrics.jsonl").exists():
+    if not has_events_file(workdir / "metrics.jsonl"):
         warn(
             f"{workdir / 'metrics.jsonl'} is missing: a new one begins at the step at which the "
             "run resumes"
@@ -243,8 +250,8 @@ def check_settings(workdir: pathlib.Path, config: Config) -> None:
 
 
 def is_trained(workdir: pathlib.Path) -> bool:
-    """Whether a run has taken steps in the folder, which then has a checkpoint or a step's
-    event.
+    """Whether a run has taken steps in the folder: whether the folder has a checkpoint, or an event
+    about a step that updated parameters.
     """
     return bool(saved_steps(workdir)) or any(
         event["event"] not in _UNTRAINED_EVENTS
@@ -255,31 +262,33 @@ def is_trained(workdir: pathlib.Path) -> bool:
 def saved_steps(workdir: pathlib.Path) -> list[int]:
     """Returns the steps that have a folder in `workdir`/checkpoints, valid or not, ascending."""
     folder = workdir / "checkpoints"
-    return (
-        sorted(int(p.name) for p in folder.iterdir() if is_step_name(p.name))
-        if folder.is_dir()
-        else []
-    )
+    if not isinstance(folder, BucketPath) and not folder.is_dir():
+        return []
+    return sorted(int(p.name) for p in folder.iterdir() if is_step_name(p.name))
 
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
-    """Returns the steps of the checkpoints in `workdir` that have a manifest. A run that was killed
-    before it wrote its first manifest begins again.
+    """Returns the steps of the checkpoints in `workdir` that have a manifest, in ascending order,
+    as integers.
     """
     checkpoints = workdir / "checkpoints"
+    if isinstance(checkpoints, BucketPath):  # one listing instead of a request for each step
+        found = checkpoints.glob("*/manifest.json")
+        return sorted(int(p.parent.name) for p in found if is_step_name(p.parent.name))
     return [s for s in saved_steps(workdir) if (checkpoints / str(s) / "manifest.json").exists()]
 
 
 def is_step_name(name: str) -> bool:
-    """Whether a folder's name is the number of a step, as Python writes it: neither "007" nor
-    "²".
+    """Whether a folder's name is a step in decimal digits without leading zeros: "7", but neither
+    "007" nor "²".
     """
     return re.fullmatch("0|[1-9][0-9]{0,17}", name) is not None
 
 
 def check_checkpoints_not_lost(workdir: pathlib.Path) -> None:
-    """Checks that a run without a valid checkpoint never had one. Otherwise a start at step 0 would
-    overwrite the record of the lost steps.
+    """Checks that the run in `workdir` never had a checkpoint. Call this function if no valid
+    checkpoint was found: if the run had one, a start at step 0 would overwrite the record of its
+    steps.
 
     Raises:
       UserError: the run had a checkpoint.
@@ -344,7 +353,8 @@ def _checked_changes(
     """
     where = f"{workdir / 'run.json'}: config"
     check_trusted(before["config"], where)
-    # A setting that the older code did not have gets its default, which does what that code did.
+    # If the record is from older code, it lacks newer settings. They get their defaults, with which
+    # this code does the same as the older code.
     trained = from_dict(Config, before["config"], where)
     step = max(saved_steps(workdir), default=0)
     before = before | {"config": _as_json(trained)}
@@ -365,7 +375,7 @@ def _checked_changes(
         Change(name, old.get(name), new.get(name))
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
-        # `versions.check_versions` compares these.
+        # `versions.check_versions` compares the versions.
         and name != "format"
         and not name.startswith("versions.")
     ]
@@ -391,8 +401,8 @@ def _checked_changes(
 
 
 def _with_numbered_stages(record: dict[str, Any]) -> dict[str, Any]:
-    """Returns `record` with `train.stages` as a dict from index to the settings that the stage
-    overrides, so that `flatten` names each of them.
+    """Returns `record` with `train.stages` as a dict: index of a stage → the settings that the
+    stage overrides. `flatten` can then give each of these settings a name.
     """
     train = record["config"]["train"]
     stages = {
@@ -405,14 +415,17 @@ def _with_numbered_stages(record: dict[str, Any]) -> dict[str, Any]:
 def _check_stages(
     workdir: pathlib.Path, old: Sequence[ResolvedStage], new: Sequence[ResolvedStage], step: int
 ) -> None:
-    """Checks that the stages that began before `step` are unchanged.
+    """Checks that the stages that have begun are unchanged. Only the number of steps of the current
+    stage and the settings in MAY_CHANGE may differ.
 
     Args:
       old: the recorded stages.
       new: the stages of this start.
+      step: the number of steps that the run has taken.
 
     Raises:
-      UserError: one of these stages differs, or has fewer steps than the run has taken in it.
+      UserError: a stage that has begun differs, or the current stage has fewer steps than the run
+        has taken in it.
     """
     for i, stage in enumerate(old):
         if stage.steps_before >= max(step, 1):
@@ -447,8 +460,8 @@ def _check_stages(
 
 
 def _stage_settings(stage: ResolvedStage) -> list[Any]:
-    """Returns the first step of the stage's schedule, and the values of `STAGE_SETTINGS` in
-    order.
+    """Returns `schedule_start` of the stage, and then the values of the settings in
+    `STAGE_SETTINGS`, in the order of that table.
     """
     return [
         stage.schedule_start,
@@ -468,6 +481,9 @@ def move_aside(workdir: pathlib.Path) -> None:
     Raises:
       UserError: the folder cannot be written to, or a file would replace another one.
     """
+    if isinstance(workdir, BucketPath):
+        bucket_restart.move_aside(workdir)
+        return
     partial = _partial_move(workdir)
     if partial is None and not run_files(workdir):
         return
@@ -497,6 +513,8 @@ def is_restart_unfinished(workdir: pathlib.Path) -> bool:
     """Whether a process was killed in `move_aside`. The remaining files belong to the old run, so
     the next start moves them too, with or without --restart.
     """
+    if isinstance(workdir, BucketPath):
+        return bucket_restart.is_unfinished(workdir)
     return _partial_move(workdir) is not None
 
 
@@ -508,10 +526,14 @@ def _partial_move(workdir: pathlib.Path) -> pathlib.Path | None:
     return min(partial_moves, default=None)
 
 
-def run_files(workdir: pathlib.Path) -> dict[str, tuple[int, int]]:
-    """Maps the name of each file or folder of the run in `workdir` to its device and inode, which
-    do not change when the file is moved.
+def run_files(workdir: pathlib.Path) -> dict[str, tuple[Any, int]]:
+    """Returns name → (device, inode) for each file or folder of the run in `workdir`. Device and
+    inode identify a file, and do not change when it is moved. In a bucket, returns the version of
+    run.json alone.
     """
+    if isinstance(workdir, BucketPath):
+        entry = (workdir / "run.json").entry()  # `move_aside` deletes it last
+        return {"run.json": (entry.version, 0)} if entry else {}
     identities = {}
     for name in _RUN_FILES:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -521,29 +543,39 @@ def run_files(workdir: pathlib.Path) -> dict[str, tuple[int, int]]:
 
 
 def read_config(workdir: pathlib.Path) -> Config:
-    """Returns the configuration of the run in `workdir`."""
+    """Returns the configuration of the run in `workdir`.
+
+    Raises:
+      UserError: run.json is missing or damaged, or names code of a package that is not trusted.
+    """
     return config_of(read_run(workdir), workdir)
 
 
 def config_of(record: dict[str, Any], workdir: pathlib.Path) -> Config:
-    """Returns the configuration in `record`, the content of run.json in `workdir`."""
+    """Returns the configuration in `record`, the content of run.json in `workdir`.
+
+    Raises:
+      UserError: a setting is wrong, or names code of a package that is not trusted.
+    """
     values, where = record["config"], f"{workdir / 'run.json'}: config"
     check_trusted(values, where)
     return from_dict(Config, values, where)
 
 
 def read_run(workdir: pathlib.Path) -> dict[str, Any]:
-    """Returns the content of run.json without its digest, which is verified.
+    """Verifies the digest of run.json, and returns its content without the digest.
 
     Raises:
       UserError: the file is missing or damaged.
     """
     path = workdir / "run.json"
-    if not path.exists():
-        raise UserError(f"{workdir}: not the folder of a run (it has no run.json)")
     try:
         record = json_files.read(path)
         intact = record.pop("digest") == digests.sha256_json(record)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise UserError(f"{workdir}: not the folder of a run (it has no run.json)") from error
+    except StoreError:
+        raise
     except OSError as error:
         raise UserError(
             f"{path}: cannot be read ({error.strerror}): restore it, or give another --workdir"
@@ -563,6 +595,8 @@ def run_id(workdir: pathlib.Path) -> str | None:
     """
     try:
         return read_run(workdir).get("id", "")
+    except StoreError:
+        raise
     except UserError:
         return None
 
@@ -573,19 +607,31 @@ def write_run_record(
     """Writes run.json and a copy of the tokenizer, before the first step.
 
     Args:
+      workdir: the folder of the run.
       description: the content of run.json; {} if run.json does not change.
-      tokenizer: the tokenizer of the run. It is copied if it came from a file, so that the run no
+      tokenizer: the tokenizer of the run. If it came from a file, it is copied, so that the run no
         longer needs that file.
-      new: whether the run has no checkpoint. Then a copy in the folder is from an earlier start
-        that took no step, and is replaced.
+      new: whether the run has no checkpoint yet. If so, a copy of a tokenizer that is already in
+        the folder is from an earlier start that took no step, and is replaced.
     """
     from qwen3next_jax.data.tokens import HuggingFaceTokenizer
 
     if description:
         write_run(workdir, description)
+    copy = workdir / "tokenizer"
+    if isinstance(copy, BucketPath):
+        if new:
+            copy.remove_tree()
+        if isinstance(tokenizer, HuggingFaceTokenizer) and not copy.exists():
+            with tempfile.TemporaryDirectory() as folder:
+                tokenizer.save(folder)
+                # tokenizer.json is the last: without it there is no copy
+                for file in sorted(pathlib.Path(folder).iterdir(), key=lambda f: -len(f.name)):
+                    (copy / file.name).write_bytes(file.read_bytes())
+        return
     if new:
-        shutil.rmtree(workdir / "tokenizer", ignore_errors=True)
-    if isinstance(tokenizer, HuggingFaceTokenizer) and not (workdir / "tokenizer").exists():
+        shutil.rmtree(copy, ignore_errors=True)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and not copy.exists():
         partial = workdir / "tokenizer.partial"
         partial.mkdir(exist_ok=True)
         tokenizer.save(partial)
@@ -601,10 +647,14 @@ def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
     path = workdir / "run.json"
     temporary = path.with_suffix(".tmp")
     try:
+        if isinstance(path, BucketPath):
+            content = record | {"digest": digests.sha256_json(record)}
+            path.write_text(json.dumps(content, indent=2))
+            return
         with temporary.open("w") as file:
             json.dump(record | {"digest": digests.sha256_json(record)}, file, indent=2)
             file.flush()
-            # otherwise a power failure may leave an empty file, and the run could not resume
+            # Without this, a power failure may leave an empty file, and the run could not resume.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
@@ -612,14 +662,18 @@ def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
 
 
 def not_writable(workdir: pathlib.Path, error: OSError) -> UserError:
-    """Returns the error for a run's folder that cannot be written to."""
+    """Returns the UserError that says that the run's folder cannot be written to, because of
+    `error`.
+    """
     return UserError(
         f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder"
     )
 
 
 def _as_json(config: Config) -> dict[str, Any]:
-    """Returns the settings as run.json holds them, with the kind of every layer."""
+    """Returns the settings as run.json holds them: as nested dicts of JSON values, with the kind of
+    every layer in `model.layer_types`.
+    """
     settings = json.loads(json.dumps(to_dict(config)))
     settings["model"]["layer_types"] = list(config.model.pattern)
     return settings

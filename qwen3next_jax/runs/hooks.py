@@ -22,12 +22,15 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursor, ResolvedStage
 from qwen3next_jax.training.state import State
 
-# Metrics of the train step that a "train" event leaves out: they are arrays or (flags) bits.
+# Metrics of the train step that a "train" event leaves out, because they are arrays or, in "flags",
+# bits.
 NOT_LOGGED = ("expert_load", "grad_norms", "flags")
 
 
 class WatchdogHook(Hook):
-    """Sets the watchdog's time limit for each step and for the hooks after the step."""
+    """Sets the watchdog's time limit before each step, and again before the hooks that run after
+    the step, such as evaluations.
+    """
 
     def __init__(self, watchdog: Watchdog, config: TrainConfig):
         self._watchdog = watchdog
@@ -80,7 +83,7 @@ class ProfilerHook(Hook):
 
 
 class IncidentsHook(Hook):
-    """Passes the metrics of every step, with the guards' flags, to `Incidents`."""
+    """Passes the metrics of every step, which include the guards' flags, to `Incidents`."""
 
     def __init__(self, incidents: Incidents):
         self._incidents = incidents
@@ -90,7 +93,7 @@ class IncidentsHook(Hook):
 
 
 class DisplayHook(Hook):
-    """Shows the number of the newest step that has ended."""
+    """Tells the display the number of each step that has ended."""
 
     def __init__(self, display: Display):
         self._display = display
@@ -100,7 +103,9 @@ class DisplayHook(Hook):
 
 
 class MetricsHook(Hook):
-    """Writes the "stage" and "train" events."""
+    """Writes a "stage" event when a stage begins, and a "train" event with the metrics of a step
+    whenever it is called.
+    """
 
     def __init__(self, trainer: Trainer, metrics: MetricsFile):
         self._trainer = trainer
@@ -132,7 +137,9 @@ class MetricsHook(Hook):
 
 
 class DiagnosticsHook(Hook):
-    """Measures every layer in an extra forward pass and writes a "diagnostics" event."""
+    """Measures diagnostics of every layer in an extra forward pass, and writes a "diagnostics"
+    event.
+    """
 
     def __init__(self, run: ResolvedRun, metrics: MetricsFile):
         self._run = run
@@ -158,7 +165,8 @@ class DiagnosticsHook(Hook):
 
 
 class EvaluationHook:
-    """Evaluates the held-out rows and the suites, and writes their events.
+    """Runs the held-out evaluation and the evaluations in `eval.suites`, and writes an event with
+    the results of each.
 
     Attributes:
       heldout_text: name and value of the main metric of the newest held-out evaluation, as text; ""
@@ -231,15 +239,18 @@ class SampleHook:
 class CheckpointHook(Hook):
     """Saves the state, and writes the events of earlier saves."""
 
-    def __init__(self, checkpoints: Checkpoints, metrics: MetricsFile):
+    def __init__(self, checkpoints: Checkpoints, metrics: MetricsFile, last_step: int):
         self._checkpoints = checkpoints
         self._metrics = metrics
+        self._last_step = last_step
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
         self.write_events()
 
     def __call__(self, info: StepInfo) -> None:
-        self._checkpoints.save(info.step, info.state)
+        # The state of the last step is always saved.
+        is_last = info.stopping or info.step == self._last_step
+        self._checkpoints.save(info.step, info.state, may_skip=not is_last)
 
     def write_events(self) -> None:
         """Writes the events of the saves that have ended since the last call."""

@@ -1,5 +1,6 @@
-"""Reads the guards' flags on the host after every step, writes an event for each flag, ends a
-diverging run, and dumps the inputs of the step at which it ended.
+"""Reacts to the flags that the guards in the train step set. It reads the flags on the host after
+every step, writes an event for each flag, ends a diverging run, and writes a dump: the inputs of
+the step at which the run ended.
 
     WORKDIR/dumps/STEP/
       dump.json        reason, documents, code, versions, configuration
@@ -11,6 +12,7 @@ diverging run, and dumps the inputs of the step at which it ended.
 """
 
 import dataclasses
+import io
 import json
 import pathlib
 import shutil
@@ -21,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, GuardConfig, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
@@ -30,6 +33,7 @@ from qwen3next_jax.model.visible_targets import why_no_targets
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import read_arrays, write_arrays
+from qwen3next_jax.runs.folder import run_id
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.sharding.mesh import single_device_mesh
@@ -63,7 +67,10 @@ class Incidents:
         """Makes a reader of flags.
 
         Args:
-          cursors: the first data cursor of every stage of the run.
+          guards: the settings of the guards.
+          model: the model of the run.
+          cursors: for every stage of the run, the place in the training data at which the stage
+            begins to read.
           metrics: the metrics.jsonl to which events are written.
         """
         self._config = guards
@@ -72,11 +79,13 @@ class Incidents:
         self._metrics = metrics
 
     def check(self, step: int, values: dict[str, Any], state: State) -> None:
-        """Reads the flags of a step.
+        """Reads the flags of a step, and writes events about them.
 
         Args:
-          values: the metrics of the step, which must have ended.
-          state: the train state.
+          step: the number of the step. Call this method only when the devices have finished this
+            step.
+          values: the metrics of the step.
+          state: the train state, which becomes an attribute of `Halted`.
 
         Raises:
           Halted: the guards ended the run at this step.
@@ -110,12 +119,12 @@ class Incidents:
             raise Halted(step, reason, spike, state)
 
     def _report_no_targets(self, step: int) -> None:
-        """Reports a batch without a token to predict.
+        """Reports that the batch of a step has no token to predict.
 
         Raises:
-          UserError: it is the first batch of a stage. Then the settings are the likely cause, and
-            the run would learn nothing at a loss of 0. In a later batch the documents may be the
-            cause.
+          UserError: it is the first batch of a stage. The settings are then the likely cause, and
+            the run would train on nothing, with a loss of 0. In a later batch, the documents may be
+            the cause, so this method only writes an event.
         """
         reason = f"its batch has no token to predict: {why_no_targets(self._model)}"
         require(step not in self._first_steps, f"step {step}: {reason}")
@@ -169,15 +178,21 @@ def write_dump(
     Returns:
       The folder of the dump; the names of the documents of every row.
     """
-    folder = pathlib.Path(workdir).absolute() / "dumps" / str(halt.step)
+    folder = to_path(workdir).absolute() / "dumps" / str(halt.step)
+    if isinstance(folder, BucketPath):  # a run that `--restart` moved may have left its dumps here
+        folder = folder.with_name(f"{halt.step}-{(run_id(workdir) or '')[:8]}")
     documents = data.document_names(index)
 
     def write_batch() -> None:
         # An earlier dump of this step has the same content.
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        batches = data.batches(index)
-        np.savez(folder / "batch.npz", **next(batches))
+        if isinstance(folder, BucketPath):
+            folder.remove_tree()
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        batches, content = data.batches(index), io.BytesIO()
+        np.savez(content, **next(batches))
+        (folder / "batch.npz").write_bytes(content.getvalue())
         batches.close()
 
     broadcast_from_process_0(write_batch)
@@ -194,16 +209,19 @@ def write_dump(
             "config": to_dict(config),
         }
         (folder / "dump.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-        manifest.write_manifest(folder)
+        if isinstance(folder, BucketPath):
+            manifest.write_bucket_manifest(folder, folder)
+        else:
+            manifest.write_manifest(folder)
     return folder, documents
 
 
 def read_dump(folder: pathlib.Path) -> Dump:
-    """Reads a dump of `write_dump`.
+    """Reads a dump that `write_dump` wrote.
 
     Raises:
-      UserError: `folder` is not a dump or is damaged, or its model was trained with other versions
-        of modules than those of this code.
+      UserError: `folder` is not a dump or is damaged, or this code has other versions of the
+        model's modules than the code that wrote the dump.
     """
     if not (folder / "dump.json").is_file():
         raise UserError(
@@ -218,7 +236,7 @@ def read_dump(folder: pathlib.Path) -> Dump:
     check_versions(folder, record, config.model, config.optimizer)
     run = resolve_run(config, single_device_mesh())
     state = read_arrays(folder.absolute() / "state", run.abstract_state)
-    batch = dict(np.load(folder / "batch.npz"))
+    batch = dict(np.load(io.BytesIO((folder / "batch.npz").read_bytes())))
     return Dump(
         run,
         state=jax.device_put(jax.device_get(state)),

@@ -9,10 +9,10 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from etils import epath
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, to_dict
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
@@ -36,8 +36,8 @@ class LoadedModel(NamedTuple):
       tokenizer: the model's tokenizer; None if a Hugging Face directory has none.
       step: number of steps for which the model was trained; None for a Hugging Face directory.
       mesh: the mesh over which the parameters are sharded; None for one device.
-      identity: text that identifies the weights: the digest of a checkpoint's manifest, or
-        `stamp_hf` of a Hugging Face directory.
+      identity: text that identifies the weights: the digest of a checkpoint's manifest, or the
+        result of `interop.huggingface.stamp_hf` for a Hugging Face directory.
     """
 
     model: Qwen3Next
@@ -71,7 +71,7 @@ def load_model(
       UserError: `path` is neither a run nor a Hugging Face directory, its files are damaged, or the
         mesh does not fit the devices or the model.
     """
-    folder = epath.Path(path)
+    folder = to_path(path)
     if (folder / "run.json").exists():
         record = read_run(folder)
         config = config_of(record, folder)
@@ -102,8 +102,8 @@ def load_model(
         tokenizer_file = folder / "tokenizer.json"
         config = read_hf_config(folder)
         param_mesh = _make_mesh(str(path), config, mesh, MeshConfig(), devices)
-        # The stamp is read first. If a file changes before the weights are read, the stamp is that
-        # of the old file.
+        # The stamp is made before the weights are read. If a file changes in between, the stamp
+        # does not match the new file.
         identity = stamp_hf(folder)
         model = load_hf(folder, dtype or config.dtype, param_mesh)
         tokenizer = None
@@ -123,7 +123,7 @@ def join_processes(launch: Launch | None, path: str | pathlib.Path) -> Iterator[
       launch: the place of this process among the processes; None: there is only one.
       path: the folder of a run, or a Hugging Face directory.
     """
-    folder = pathlib.Path(path)
+    folder = to_path(path)
     if (folder / "run.json").exists():
         config = read_config(folder)
         parallel, settings = config.parallel, to_dict(config)
@@ -161,8 +161,8 @@ def _make_mesh(
     """
     try:
         mesh = make_mesh(ParallelConfig(mesh=user_mesh or default), devices)
-        # Rows and tokens are padded to multiples of the axes' sizes, so their numbers here always
-        # divide; heads and widths are not padded.
+        # Callers pad rows and tokens to multiples of the axes' sizes, so the numbers given here are
+        # such multiples. Heads and widths are not padded, so their numbers are checked.
         rows = num_shards(mesh, *ROWS)
         check_divides(model, rows, 1024 * mesh.shape["context"], mesh, *split_sizes(model))
     except UserError as error:

@@ -4,22 +4,33 @@ file; a manifest does.
     FOLDER/manifest.json    {"run": ID, "step": N, "piece": bytes,
                              "files": {relative path: [bytes, [SHA-256 of each piece]]}}
 
+In a bucket a digest would cost a download of everything that was just written. There the manifest
+holds the MD5 that the store computed of each object when it was written, as "md5:…", and its key
+"arrays" names the folder of the files, relative to FOLDER. `find_damage` compares these with what
+one listing says; a folder that was copied to a file system is read and digested.
+
 The manifest of a checkpoint names its run (the id in run.json) and its step, so a renamed or copied
-folder is not mistaken for another step or another run. It is written last and atomically, after all
-files are on the disk. Files are digested in pieces, so that several cores share a large file and
-memory holds only one piece per core.
+folder is not mistaken for another step or another run. The manifest is written atomically after all
+other files are on the disk. Digests are computed over pieces of files, so that several cores can
+share the work for a large file.
 """
 
 import concurrent.futures
+import hashlib
 import json
 import os
 import pathlib
+from typing import Any
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
+from qwen3next_jax.common.storage import ABSENT, BucketPath, StoreError, stat_of
 
 NAME = "manifest.json"
-PIECE = 1 << 25  # bytes
+PIECE = 1 << 25  # size of a piece in bytes
+_MD5 = "md5:"  # the beginning of a digest that is an MD5 of a whole file
+
+Folder = pathlib.Path | BucketPath
 
 
 def write_manifest(directory: pathlib.Path, step: int | None = None, run: str | None = None) -> int:
@@ -34,7 +45,7 @@ def write_manifest(directory: pathlib.Path, step: int | None = None, run: str | 
     """
     files = {str(f.relative_to(directory)): f for f in _files(directory)}
     for file in files.values():
-        fsync(file)  # otherwise a power failure could leave the manifest without its files
+        fsync(file)  # without this, a power failure could leave a manifest without its files
     sizes = {name: file.stat().st_size for name, file in files.items()}
     pieces = {name: [] for name in files}
     for name, _, digest in _digests(directory, sizes, PIECE):
@@ -49,9 +60,66 @@ def write_manifest(directory: pathlib.Path, step: int | None = None, run: str | 
     return sum(sizes.values())
 
 
-def find_damage(
-    directory: pathlib.Path, sizes_only: bool = False, run: str | None = None
-) -> str | None:
+def write_bucket_manifest(
+    directory: BucketPath, arrays: BucketPath, step: int | None = None, run: str | None = None
+) -> int:
+    """Writes `directory`/manifest.json, which describes the files in the complete folder `arrays`.
+
+    Args:
+      step, run: as for `write_manifest`.
+
+    Returns:
+      The size of all files in bytes.
+
+    Raises:
+      Conflict: there is a manifest.
+    """
+    files = {}
+    for path, entry in sorted(arrays.entries().items()):
+        if not path.name.startswith(NAME):
+            digest = entry.md5 or hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()
+            files[str(path.relative_to(arrays))] = [entry.size, [_MD5 + digest]]
+    identity = ({"run": run} if run else {}) | ({} if step is None else {"step": step})
+    place = os.path.relpath("/" + arrays.key, "/" + directory.key)
+    record = identity | {"arrays": place, "piece": PIECE, "files": files}
+    (directory / NAME).write(json.dumps(record, indent=1).encode(), replaces=ABSENT)
+    return sum(size for size, _ in files.values())
+
+
+def arrays_folder(directory: Folder) -> Folder:
+    """Returns the folder with the files that the manifest of `directory` names. It is `directory`
+    itself, unless the folder was written to a bucket.
+    """
+    try:
+        place = json_files.read(directory / NAME).get("arrays", "")
+    except StoreError:
+        raise
+    except (OSError, ValueError):
+        place = ""
+    return _resolved(directory, place)
+
+
+def moved_deeper(content: bytes) -> bytes:
+    """Returns the content of a manifest for a place one folder deeper than before, so that it still
+    names the same files. A manifest that is damaged stays as it is.
+    """
+    try:
+        record = json_files.parse(content)
+        record["arrays"] = "../" + record["arrays"]
+    except (ValueError, KeyError, TypeError):
+        return content
+    return json.dumps(record, indent=1).encode()
+
+
+def _resolved(directory: Folder, place: Any) -> Folder:
+    if not place or not isinstance(place, str):
+        return directory
+    if isinstance(directory, BucketPath):
+        return directory / place
+    return pathlib.Path(os.path.normpath(directory / place))
+
+
+def find_damage(directory: Folder, sizes_only: bool = False, run: str | None = None) -> str | None:
     """Compares a folder with its manifest.
 
     Args:
@@ -64,23 +132,29 @@ def find_damage(
     """
     try:
         return _find_damage(directory, sizes_only, run)
+    except StoreError:  # an outage is no damage
+        raise
     except OSError as error:  # a bad sector, or a run that deletes the folder meanwhile
         return f"it cannot be read: {error}"
 
 
-def _find_damage(directory: pathlib.Path, sizes_only: bool, run: str | None) -> str | None:
+def _find_damage(directory: Folder, sizes_only: bool, run: str | None) -> str | None:
     path = directory / NAME
-    if not path.exists():
-        return f"it has no {NAME}: it is being written, or the run died before it was complete"
     try:
         record = json_files.read(path)
+    except FileNotFoundError:
+        return f"it has no {NAME}: it is being written, or the run died before it was complete"
+    except ValueError:
+        return f"{NAME} is damaged"
+    try:
         piece = int(record["piece"])
         sizes = {name: int(size) for name, (size, _) in record["files"].items()}
         expected = [digest for _, of_pieces in record["files"].values() for digest in of_pieces]
         # Every piece needs a digest; otherwise some bytes would not be verified.
-        is_valid = record.keys() - {"run", "step"} == {"piece", "files"} and piece > 0
+        is_valid = record.keys() - {"run", "step", "arrays"} == {"piece", "files"} and piece > 0
         is_valid = is_valid and all(
-            len(d) == len(_pieces(size, piece)) for size, d in record["files"].values()
+            _is_md5(d) or len(d) == len(_pieces(size, piece))
+            for size, d in record["files"].values()
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         is_valid = False
@@ -91,6 +165,10 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool, run: str | None) -> 
         return f"it is a checkpoint of another run ({theirs}; this one is {ours})"
     if "step" in record and str(record["step"]) != directory.name:
         return f"it holds step {record['step']}, by its {NAME}: the folder was renamed or copied"
+    files = _resolved(directory, record.get("arrays"))
+    if isinstance(files, BucketPath):
+        return _find_damage_in_bucket(files, record["files"], piece, sizes_only)
+    directory = files
     present = {str(f.relative_to(directory)): f for f in _files(directory)}
     for name, size in sizes.items():
         if name not in present:
@@ -100,6 +178,13 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool, run: str | None) -> 
     if extra := sorted(present.keys() - sizes.keys()):
         return f"{extra[0]} was added to it"
     if not sizes_only:
+        for name, (_, of_pieces) in record["files"].items():
+            if _is_md5(of_pieces):
+                digest = _MD5 + digests.md5_file(directory / name)
+                sizes.pop(name)
+                if digest != of_pieces[0]:
+                    return f"{name} is not what was written (its MD5 differs)"
+        expected = [digest for digest in expected if not digest.startswith(_MD5)]
         for (name, start, digest), right in zip(
             _digests(directory, sizes, piece), expected, strict=True
         ):
@@ -113,23 +198,70 @@ def _find_damage(directory: pathlib.Path, sizes_only: bool, run: str | None) -> 
     return None
 
 
-def digest(directory: pathlib.Path) -> str | None:
-    """Returns the SHA-256 digest of the manifest, which identifies the content of all files; None
-    if there is no manifest.
+def _is_md5(of_pieces: list[str]) -> bool:
+    return len(of_pieces) == 1 and of_pieces[0].startswith(_MD5)
+
+
+def _find_damage_in_bucket(
+    folder: BucketPath, files: dict[str, Any], piece: int, sizes_only: bool
+) -> str | None:
+    """Compares the objects in `folder` with the entry `files` of a manifest. One listing gives the
+    sizes and the digests of most objects.
+    """
+    present = {str(path.relative_to(folder)): entry for path, entry in folder.entries().items()}
+    present = {name: e for name, e in present.items() if not name.split("/")[-1].startswith(NAME)}
+    for name, (size, of_pieces) in files.items():
+        if name not in present:
+            return f"{name} is missing"
+        entry = present[name]
+        if entry.size != size:
+            return f"{name} has {entry.size} bytes instead of {size}"
+        if sizes_only:
+            continue
+        if _is_md5(of_pieces) and entry.md5:
+            is_same = of_pieces[0] == _MD5 + entry.md5
+        else:  # copied from a file system, or by a program that leaves the store without an MD5
+            content = (folder / name).read_bytes()
+            if _is_md5(of_pieces):
+                found = [_MD5 + hashlib.md5(content, usedforsecurity=False).hexdigest()]
+            else:
+                starts = _pieces(size, piece)
+                found = [digests.sha256(content[start : start + piece]) for start in starts]
+            is_same = found == of_pieces
+        if not is_same:
+            return f"{name} is not what was written (its digest differs)"
+    if extra := sorted(present.keys() - files.keys()):
+        return f"{extra[0]} was added to it"
+    return None
+
+
+def digest(directory: Folder) -> str | None:
+    """Returns the SHA-256 digest of the manifest file; None if there is no manifest, or it cannot
+    be read. The manifest has the digests of all other files, so its own digest identifies the
+    content of the folder.
     """
     try:
+        if isinstance(directory, BucketPath):
+            return digests.sha256((directory / NAME).read_bytes())
         return digests.sha256_file(directory / NAME)
+    except StoreError:
+        raise
     except OSError:
         return None
 
 
-def file_stats(directory: pathlib.Path) -> list[tuple] | None:
+def file_stats(directory: Folder) -> list[tuple] | None:
     """Returns path, inode, size in bytes and modification time of each file in the folder, without
     reading any file. The list changes if a file is replaced, rewritten or removed. Returns None if
     there is no folder.
     """
     try:
-        stats = [(f, f.stat()) for f in sorted(directory.rglob("*"))]
+        if isinstance(directory, BucketPath):
+            stats = [(f, stat_of(e)) for f, e in sorted(directory.entries().items())]
+        else:
+            stats = [(f, f.stat()) for f in sorted(directory.rglob("*"))]
+    except StoreError:
+        raise
     except OSError:  # it is being removed
         return None
     return [(str(f), s.st_ino, s.st_size, s.st_mtime_ns) for f, s in stats] or None
@@ -145,8 +277,8 @@ def _pieces(size: int, piece: int) -> range:
 
 
 def _digests(directory: pathlib.Path, sizes: dict[str, int], piece: int):
-    """Yields (name, offset of the first byte, SHA-256) of every piece in order. One thread per core
-    reads.
+    """Yields (name, offset of the first byte, SHA-256) of every piece of the files in `sizes`, in
+    order. One thread per core reads and digests pieces.
     """
     pieces = [(name, start) for name, size in sizes.items() for start in _pieces(size, piece)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:

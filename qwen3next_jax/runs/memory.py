@@ -1,4 +1,6 @@
-"""Computes the memory that a run needs per device, and reports when a device has less."""
+"""Computes the memory that the train state needs on a device, and turns a lack of memory into an
+error in one line.
+"""
 
 import contextlib
 import os
@@ -14,8 +16,8 @@ from qwen3next_jax.training.state import State
 
 
 def device_bytes(state: State) -> int:
-    """Returns the bytes of `state` on one device. Its leaves need only shape, dtype and
-    sharding.
+    """Returns the bytes of `state` on one device. The leaves of `state` may be abstract arrays with
+    a shape, dtype and sharding.
     """
     return sum(
         int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
@@ -44,8 +46,8 @@ def check_state_fits(state: State) -> None:
 
 @contextlib.contextmanager
 def reports_out_of_memory(stage: Callable[[], ResolvedStage]) -> Iterator[None]:
-    """Turns an out-of-memory error inside the `with` block into a UserError that states how much
-    memory the program requested. `stage` is a function that returns the current stage.
+    """Turns XLA's out-of-memory error inside the `with` block into a UserError. Its message has
+    XLA's message and the settings of the current stage, which the function `stage` returns.
     """
     try:
         yield

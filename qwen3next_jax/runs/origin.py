@@ -1,18 +1,22 @@
-"""Finds the origin of a run's model: the Hugging Face directory or the random weights with which
-its first ancestor began. An export of the run has the file format of that directory.
+"""Finds the origin of a run's model. A run may begin with the weights of another run, its parent,
+and the parent may also have a parent, and so on. The first of these runs began with a Hugging Face
+directory or with random weights: that is the origin. An export of the run has the file format of
+the Hugging Face directory.
 
 The key "source" of `run.json` records the origin, so the folders of the parents need not be kept.
 It is null for random weights; otherwise it has these keys:
 
     path     the path of the Hugging Face directory
     form     its format, a value of `model.hf_form`
-    files `huggingface.stamp_hf` of the directory, if the run itself began with it
+    files    `interop.huggingface.stamp_hf` of the directory, a digest of the names, sizes and times
+             of its files; only if the run itself began with the directory
 """
 
 import pathlib
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import config_of, read_run, run_id, trained_run
 from qwen3next_jax.runs.preflight import Parent, is_run
@@ -37,20 +41,20 @@ def find_origin(path: str | pathlib.Path) -> Origin:
       UserError: only the run.json of a parent could record the origin, and that parent is missing
         or was replaced by another run.
     """
-    folder, visited = pathlib.Path(path), set()
+    folder, visited = to_path(path), set()
     if not (folder / "run.json").exists():
         return Origin(folder)
     while True:
         record = read_run(folder)
         if "source" in record:
             source = record["source"]
-            return Origin(pathlib.Path(source["path"]), source["form"]) if source else Origin(None)
+            return Origin(to_path(source["path"]), source["form"]) if source else Origin(None)
         # The record is from older code, which wrote no source.
         if not (parent := record.get("parent")):
             init_from = config_of(record, folder).train.init_from
-            return Origin(pathlib.Path(init_from) if init_from else None)
+            return Origin(to_path(init_from) if init_from else None)
         visited.add(folder.resolve())
-        child, folder = folder, pathlib.Path(parent["path"])
+        child, folder = folder, to_path(parent["path"])
         require(
             folder.resolve() not in visited and _is_parent(folder, parent),
             f"{folder}: missing, or no longer the run that {child} began with. An export has the "
@@ -60,7 +64,7 @@ def find_origin(path: str | pathlib.Path) -> Origin:
 
 
 def find_source(init_from: str, parent: Parent | None, files: str) -> dict[str, Any]:
-    """Returns the entry {"source": …} for the run.json of a new run; {} if the origin is unknown.
+    """Finds the origin of a new run. Returns it as {"source": …} for run.json; {} if it is unknown.
 
     Args:
       init_from: `train.init_from`.
@@ -72,7 +76,7 @@ def find_source(init_from: str, parent: Parent | None, files: str) -> dict[str, 
     if parent is None:
         from qwen3next_jax.interop.hf_config import read_hf_config
 
-        path, form = str(pathlib.Path(init_from).absolute()), read_hf_config(init_from).hf_form
+        path, form = str(to_path(init_from).absolute()), read_hf_config(init_from).hf_form
         return {"source": {"path": path, "form": form, "files": files}}
     try:
         origin = find_origin(parent["path"])
@@ -83,7 +87,9 @@ def find_source(init_from: str, parent: Parent | None, files: str) -> dict[str, 
 
 
 def stamp_init_from(init_from: str) -> str:
-    """Returns `stamp_hf` of the Hugging Face directory `init_from`; "" if it is not one."""
+    """Returns `stamp_hf` of the Hugging Face directory `init_from`; "" if `init_from` is "" or a
+    run.
+    """
     if not init_from or is_run(init_from):
         return ""
     from qwen3next_jax.interop.huggingface import stamp_hf
@@ -92,8 +98,8 @@ def stamp_init_from(init_from: str) -> str:
 
 
 def check_recorded_files(workdir: pathlib.Path, files: str) -> None:
-    """Checks that the files of a Hugging Face directory are those with which the run in `workdir`
-    began.
+    """Checks that the files of a Hugging Face directory have not been replaced since the run in
+    `workdir` began with them.
 
     Args:
       files: the present `stamp_hf` of the directory; "" skips the check, because the run has a
@@ -124,9 +130,9 @@ def check_files(init_from: str, files: str) -> None:
 
 
 def _is_parent(folder: pathlib.Path, parent: Parent) -> bool:
-    """Whether `folder` still holds the run that `parent` describes. The id in `parent` identifies
-    the run even if its checkpoint was deleted. A `parent` of older code has no id; then the digest
-    of the checkpoint identifies the run.
+    """Whether `folder` still holds the run that the record `parent` describes. If `parent` has the
+    id of the run, ids are compared, so the checkpoint may have been deleted. A record that older
+    code wrote has no id; then the digests of the checkpoint are compared.
     """
     if "run" in parent:
         return run_id(folder) == parent["run"]

@@ -1,8 +1,8 @@
-"""Checks the start of a run without JAX and without reading a large file, so that the user learns
-of a mistake within a second.
+"""Checks whether a run can start, without JAX and without reading a large file, so that the user
+learns of a mistake within a second.
 
-With one process, train.py makes these checks first; `runs.train.train` makes them again on all
-processes together.
+In a run of one process, train.py makes these checks before it loads JAX. `runs.train.train` makes
+them in every run, on all processes together.
 """
 
 import dataclasses
@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, require_path, as_user_error
+from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.common.rooms import require_room
+from qwen3next_jax.common.storage import BucketPath, check_bucket, to_path
 from qwen3next_jax.config import (
     Config,
     DataConfig,
@@ -23,6 +25,7 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.config.compatibility import weights_differ
+from qwen3next_jax.config.registry import TEXT_SOURCES
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.synthetic import TaskTokens
 from qwen3next_jax.data.tokens import load_tokenizer, same_tokens
@@ -41,9 +44,11 @@ from qwen3next_jax.runs.folder import (
 )
 from qwen3next_jax.training.stages import resolve_stages
 
-# The record of a parent in run.json: its path, the step, the digest of the checkpoint's manifest
-# ("manifest"), and the parent's id ("run"), if it has one.
+# The record of a run's parent in run.json, a dict with these keys. "path": the parent's folder.
+# "step": the step of the checkpoint with which the run began. "manifest": the first digits of the
+# digest of the checkpoint's manifest. "run": the parent's id, if it has one.
 Parent = dict[str, Any]
+# Model settings that have no effect on a model without experts.
 EXPERT_SETTINGS = {
     "num_experts_per_tok",
     "moe_intermediate_size",
@@ -52,8 +57,8 @@ EXPERT_SETTINGS = {
     "decoder_sparse_step",
     "mlp_only_layers",
 }
-# Model settings that may differ from those of the model in `train.init_from`, because they change
-# neither shape nor meaning of a parameter.
+# Model settings that may differ between the run and the model in `train.init_from`, because they
+# change neither the shape nor the meaning of a parameter.
 NOT_STRUCTURE = {
     "dtype",
     "mtp_depth",
@@ -74,14 +79,25 @@ def check(
     `data.path`, and `train.init_from`.
 
     Args:
-      restart: whether the run starts anew, whatever `workdir` holds.
+      config: the configuration of the run.
+      workdir: the folder of the run.
+      restart: whether the run begins anew and does not resume the run in `workdir`.
       records: whether this process writes the telemetry of the run.
 
     Raises:
-      UserError: names the first mistake.
+      UserError: a check failed; the message names the first mistake.
     """
-    # This path is longer than any that a run writes, so no save fails because of its path.
+    # This path is longer than any path that a run writes, so no later save fails because its path
+    # is too long.
     require_path(f"--workdir={workdir}", workdir.absolute() / "checkpoints" / ("0" * 200))
+    if isinstance(workdir, BucketPath):
+        require(
+            workdir.scheme == "gs",
+            f"--workdir={workdir}: Orbax writes no checkpoints to s3://: give gs:// or a folder on "
+            "a file system (s3:// may hold prepared data and Hugging Face directories)",
+        )
+        check_bucket(f"--workdir={workdir}", workdir)
+        _check_local_only(config)
     if records:
         _check_packages(config.telemetry)
     restart = restart or is_restart_unfinished(workdir)
@@ -99,24 +115,39 @@ def check(
         (stage.data, stage.sequence_length) for stage in resolve_stages(config)
     ):
         source_of(data).check(data, length, config.model.vocab_size)
+        source_of(data).check_model(data, config.model)
+
+
+def _check_local_only(config: Config) -> None:
+    """Raises UserError if a setting needs a workdir on a file system."""
+    for needed, setting in (
+        (config.telemetry.tensorboard, "telemetry.tensorboard = True"),
+        (config.telemetry.wandb, f"telemetry.wandb = {config.telemetry.wandb!r}"),
+        (config.profile.steps, f"profile.steps = {config.profile.steps!r}"),
+    ):
+        require(
+            not needed,
+            f"{setting}: its files are written to a local --workdir alone: leave it out, or give a "
+            "--workdir on a file system",
+        )
 
 
 def with_tokenizer(
     data: DataConfig, init_from: str, workdir: pathlib.Path, restart: bool = False
 ) -> DataConfig:
-    """Returns `data` with a tokenizer in place of data.tokenizer = "". A resumed run keeps its own
-    tokenizer, a run that begins with a model takes the model's tokenizer, and any other run takes
-    bytes.
+    """Returns `data` with the name of a tokenizer in place of data.tokenizer = "". A resumed run
+    keeps its own tokenizer. A run that begins with the model in `train.init_from` takes that
+    model's tokenizer, and any other new run takes "bytes".
 
     Args:
       init_from: `train.init_from`.
       workdir: the folder of the run.
-      restart: whether the run starts anew, whatever `workdir` holds.
+      restart: whether the run begins anew and does not resume the run in `workdir`.
 
     Raises:
       UserError: the Hugging Face directory `init_from` has no tokenizer.json.
     """
-    if data.tokenizer or data.source != "text":
+    if data.tokenizer or data.source not in TEXT_SOURCES:
         return data
     if before := None if restart else trained_run(workdir):
         name, copy = read_config(workdir).data.tokenizer or "bytes", workdir / "tokenizer"
@@ -160,17 +191,18 @@ def tokenizer_of_model(init_from: str) -> str:
 
 
 def compare_tokens(data: DataConfig, vocab_size: int, init_from: str) -> str:
-    """Compares the token ids of the data with those of the model in `train.init_from`.
+    """Compares the tokenizer of the data with the tokenizer of the model in `train.init_from`.
 
     Args:
       data: the settings of the data, from `with_tokenizer`.
       vocab_size: `model.vocab_size`.
+      init_from: `train.init_from`.
 
     Returns:
       A description of the tokenizer, for the terminal.
 
     Raises:
-      UserError: both have tokenizers of text, and these differ.
+      UserError: the data and the model are both text, and their tokenizers differ.
     """
     path, _ = _split_step(init_from)
     ours = source_of(data).tokenizer_of(data, vocab_size)
@@ -204,7 +236,7 @@ def _check_packages(telemetry: TelemetryConfig) -> None:
         (telemetry.wandb, f"telemetry.wandb = {telemetry.wandb!r}", "wandb", "wandb"),
     ):
         if needed:
-            how = f"pip install 'qwen3next-jax[{extra}]', or leave the setting out"
+            how = f"{how_to_install(extra)}, or leave the setting out"
             with as_user_error(f"{setting} needs the package {package}: {how}", ImportError):
                 importlib.import_module(package)
 
@@ -216,26 +248,29 @@ def is_run(init_from: str) -> bool:
 
 
 def _check_is_there(init_from: str) -> None:
-    """Raises UserError unless `train.init_from` names the folder of a run or a Hugging Face
-    directory.
+    """Raises UserError unless `train.init_from` names a folder that holds run.json or config.json,
+    or has the form RUN@STEP with an existing folder RUN.
     """
     where = f"train.init_from = {init_from}"
     require_path(where, init_from)
     path, step = _split_step(init_from)
-    if step is not None and "://" not in init_from:
+    if isinstance(path, BucketPath):
+        check_bucket(where, path)
+    if step is not None:
         require(path.is_dir(), f"{where}: there is no folder {path}")
         return
     reason = "has neither run.json nor config.json" if path.is_dir() else "does not exist here"
     require(
         (path / "run.json").exists() or (path / "config.json").exists(),
         f"{where}: it {reason}: expected a run (RUN or RUN@STEP) or a Hugging Face directory, "
-        "either local or on a mounted file system",
+        "on a file system or in a bucket",
     )
 
 
 def steps_of_parent(train: TrainConfig) -> int:
-    """Returns the step at which a run begins that takes over the whole state of its parent; 0 for
-    any other run, and if the parent has no checkpoint.
+    """Returns the number of steps of the parent that count as steps of this run: with
+    `train.init_state` = "all", the step of the checkpoint in `train.init_from`. Returns 0 for any
+    other run, or if the parent has no checkpoint.
     """
     if not train.init_from or train.init_state != "all":
         return 0
@@ -247,15 +282,16 @@ def steps_of_parent(train: TrainConfig) -> int:
 def find_parent(
     train: TrainConfig, optimizer: OptimizerConfig, workdir: pathlib.Path, restart: bool = False
 ) -> Parent | None:
-    """Finds the run in `train.init_from` and the checkpoint with which this run begins. A run that
-    was killed before its first checkpoint begins again with the recorded step of the parent, even
-    if the parent has newer checkpoints. Only the sizes of the checkpoint's files are compared here;
-    `Checkpoints.restore` verifies their digests.
+    """Finds the run in `train.init_from`, the parent, and the checkpoint of the parent with which
+    this run begins. If this run was killed before its first checkpoint, it begins again with the
+    same step of the parent, even if the parent has newer checkpoints. This function compares only
+    the sizes of the checkpoint's files; `Checkpoints.restore` verifies their digests.
 
     Args:
+      train: the settings `train` of this run.
       optimizer: the optimizer of this run.
       workdir: the folder of this run.
-      restart: whether this run starts anew, whatever `workdir` holds.
+      restart: whether this run begins anew and does not resume the run in `workdir`.
 
     Returns:
       The record of the parent; None if `train.init_from` names no run, or this run has a
@@ -338,8 +374,8 @@ def _newest_complete_step(workdir: pathlib.Path, steps: Sequence[int], run: str)
 
 
 def describe_damaged_checkpoints(init_from: str, parent: Parent) -> str:
-    """Describes the damaged checkpoints of the parent that are newer than the checkpoint in
-    `parent`. Returns "" if there are none, or if `train.init_from` names a step.
+    """Returns a description of the damaged checkpoints of the parent that are newer than the
+    checkpoint in `parent`; "" if there are none, or if `train.init_from` names a step.
     """
     path, step = _split_step(init_from)
     if step is not None:
@@ -359,23 +395,24 @@ def _split_step(init_from: str) -> tuple[pathlib.Path, int | None]:
     second value is None.
     """
     match = re.fullmatch(r"(.+)@([0-9]{1,18})", init_from)
-    if match is None or pathlib.Path(init_from).exists():
-        return pathlib.Path(init_from), None
-    return pathlib.Path(match[1]), int(match[2])
+    if match is None or to_path(init_from).exists():
+        return to_path(init_from), None
+    return to_path(match[1]), int(match[2])
 
 
 def check_structure(model: ModelConfig, init_from: str, parent: Parent | None = None) -> None:
     """Checks that `model` can take the parameters of the model in `train.init_from`.
 
     Args:
+      model: the model of the run that begins.
       init_from: `train.init_from`.
-      parent: the run in `init_from`; None if it is a Hugging Face directory.
+      parent: the record of the run in `init_from`; None if it is a Hugging Face directory.
 
     Raises:
       UserError: the parameters have other shapes or another meaning.
     """
     if parent:
-        source_model = read_config(pathlib.Path(parent["path"])).model
+        source_model = read_config(to_path(parent["path"])).model
     else:
         require_room("interop", f"train.init_from = {init_from}")
         from qwen3next_jax.interop.hf_config import read_hf_config

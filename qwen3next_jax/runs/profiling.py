@@ -1,5 +1,5 @@
-"""Traces a few steps for xprof (`--config.profile.steps=10:13`). With `profile.memory`, also writes
-a memory profile after these steps.
+"""Records a trace of a few steps for xprof (`--config.profile.steps=10:13`). With `profile.memory`,
+also writes a profile of the devices' memory after these steps.
 """
 
 import pathlib
@@ -31,14 +31,19 @@ class Profiler:
             jax.profiler.stop_trace()
 
     def before(self, step: int, pending: Any) -> None:
-        """Must be called before `step` with `pending`, arrays that earlier steps are computing."""
+        """Starts the trace if `step` is its first step. The training loop must call this method
+        before each step. `pending` has arrays that earlier steps compute, for which it waits.
+        """
         if step in self._config.range and not self._running:
             jax.block_until_ready(pending)
             jax.profiler.start_trace(str(self._folder))
             self._running = True
 
     def after(self, step: int, pending: Any) -> None:
-        """Must be called after `step` with `pending`, arrays that the step computes."""
+        """Stops the trace if `step` is its last step. The training loop must call this method after
+        it has dispatched each step. `pending` has arrays that the step computes, for which it
+        waits.
+        """
         if self._running and step + 1 not in self._config.range:
             jax.block_until_ready(pending)
             jax.profiler.stop_trace()

@@ -15,7 +15,7 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursors, after_rewind
 from qwen3next_jax.training.state import State
 
-MAX_REWINDS = 3  # per checkpoint and process
+MAX_REWINDS = 3  # the largest number of rewinds to the same checkpoint in one process
 
 
 class Rewinder:
@@ -33,13 +33,15 @@ class Rewinder:
         checkpoints: Checkpoints,
         metrics: MetricsFile,
     ):
-        """Makes a rewinder. A rewind to step 0 loads the first state again.
+        """Makes a rewinder. If the run has no checkpoint, a rewind loads the state of step 0 again.
 
         Args:
+          run: the run.
           data: the training data of every stage.
-          cursors: the first data cursor of every stage.
+          cursors: for every stage, the place in the training data at which the stage begins to
+            read.
           parent: the record of the run with which this run began; None if there is none.
-          files: `stamp_hf` of the Hugging Face directory that this run began with; "" if there is
+          files: `stamp_hf` of the Hugging Face directory with which this run began; "" if there is
             none.
           checkpoints: the checkpoints of this run.
           metrics: the file to which the "rewind" event is written.
@@ -54,11 +56,14 @@ class Rewinder:
         self._rewinds: dict[int, int] = {}  # step → number of rewinds to it
 
     def rewind(self, halt: Halted) -> tuple[int, State] | None:
-        """Restores the newest valid checkpoint.
+        """Restores the newest valid checkpoint. The next batch will be the batch after the spike.
+
+        Args:
+          halt: the reason why the guards halted the run. Its state is deleted.
 
         Returns:
-          The step and the state of the checkpoint; the next batch is the one after the spike. None
-          if the run must end.
+          The step and the state of the checkpoint; None if the run must end, because no spike
+          halted it, `guards.on_spike` is not "rewind", or MAX_REWINDS is reached.
         """
         if not halt.spike or self._run.config.guards.on_spike != "rewind":
             return None
@@ -70,7 +75,7 @@ class Rewinder:
         data_offset = after_rewind(
             self._cursors, halt.step, int(halt.state["guards"]["data_offset"]), step
         )
-        # A device may not have memory for two states.
+        # The old state is deleted first, because a device may not have memory for two states.
         jax.tree.map(lambda leaf: leaf.delete(), halt.state)
         if step:
             state = self._checkpoints.restore(step, self._run.abstract_state)

@@ -1,4 +1,4 @@
-"""Starts a run: checks it before its data are prepared, and makes the first train state."""
+"""The start of a run: checks before the data are prepared, and the first train state."""
 
 import dataclasses
 import pathlib
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.rooms import require_room, warn_without
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import Config, EvalConfig, ModelConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import Data, source_of
@@ -26,13 +27,15 @@ SAMPLE_TEMPERATURE = 0.7
 def prepare_start(
     config: Config, mesh: Mesh, workdir: pathlib.Path, restart: bool = False
 ) -> ResolvedRun:
-    """Resolves the settings of a run, and makes all checks that need no data. These are the checks
-    of `preflight`, and checks that `mesh` can split the batches of every stage, that this code has
-    the versions of a trained model's modules, that evaluations and samples can run, and that the
-    tensors of a Hugging Face directory are complete.
+    """Resolves the settings of a run, and makes all checks that need no data.
+
+    These are the checks of `preflight`, and the following. The mesh can split the batches of every
+    stage. If the run resumes, or begins with the weights of another run, this code has the versions
+    of the model's modules with which the weights were trained. The evaluations and the sample can
+    run. If the run begins with a Hugging Face directory, no tensor of it is missing.
 
     Raises:
-      UserError: names the first mistake.
+      UserError: a check failed; the message names the first mistake.
     """
     preflight.check(config, workdir, restart, records=is_process_0())
     is_new = restart or not complete_steps(workdir)
@@ -41,7 +44,7 @@ def prepare_start(
         trained = config_of(record, workdir)
         check_versions(workdir, record, trained.model, trained.optimizer)
     elif parent := preflight.find_parent(config.train, config.optimizer, workdir, restart):
-        folder = pathlib.Path(parent["path"])
+        folder = to_path(parent["path"])
         branching.check_parent_versions(
             folder, read_run(folder), config.model.mtp_depth, config.train.init_state
         )
@@ -60,11 +63,11 @@ def prepare_start(
 
 
 def check_without_devices(config: Config) -> None:
-    """Checks the settings and the files of the data. It needs neither devices nor the folder of a
-    run.
+    """Checks the settings of a run and the files of its data, without devices and without the
+    folder of the run. Sweeps check their points with this function.
 
     Raises:
-      UserError: names the first mistake.
+      UserError: a check failed; the message names the first mistake.
     """
     check_mixers(config.model)
     resolve(OPTIMIZERS, config.optimizer.name, "optimizer.name")
@@ -100,16 +103,18 @@ def start_state(
     parent: preflight.Parent | None = None,
     files: str = "",
 ) -> tuple[State, DataCursor]:
-    """Makes the first state of a run: random weights, or the model in `train.init_from`.
+    """Makes the first state of a run, from random weights or from the model in `train.init_from`.
 
     Args:
+      run: the run.
       data: the training data of every stage.
       parent: the record of the run in `train.init_from`; None if `train.init_from` names no run.
       files: the expected `stamp_hf` of the Hugging Face directory in `train.init_from`; "" skips
         the comparison.
 
     Returns:
-      The train state before the first step, and the data cursor of the first step.
+      The train state before the first step; and a `DataCursor`, the place in the training data at
+      which the run begins to read.
 
     Raises:
       UserError: the files of the model in `train.init_from` changed, are damaged, or have

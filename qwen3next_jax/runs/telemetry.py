@@ -19,9 +19,11 @@ from jax.sharding import Mesh
 from qwen3next_jax.common.errors import UserError, warn
 from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.rooms import warn_without
+from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.common.version import code_commit
 from qwen3next_jax.config import to_dict
 from qwen3next_jax.model.flops import flops_per_token
+from qwen3next_jax.runs.metrics_pieces import MetricsPieces
 from qwen3next_jax.sharding.chips import find_chip
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
@@ -29,8 +31,8 @@ from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 Event = Mapping[str, Any]
 Listener = Callable[[Event], None]
 
-# Events about a process rather than a step. They stay in the file when a run repeats the steps
-# after a checkpoint.
+# Events about a process, not about a step. They stay in the file when a run resumes or rewinds and
+# repeats steps.
 HISTORY = ("start", "stop", "damaged", "rewind", "save_failed", "hook_failed", "changed")
 
 
@@ -43,21 +45,30 @@ class MetricsFile:
     """
 
     def __init__(
-        self, path: pathlib.Path | None, steps_before: int, listeners: Sequence[Listener] = ()
+        self,
+        path: pathlib.Path | None,
+        steps_before: int,
+        listeners: Sequence[Listener] = (),
+        pieces: MetricsPieces | None = None,
     ):
-        """Opens the file and removes the events after step `steps_before`, except those in HISTORY,
-        because this process repeats the steps of the removed events. `start` records the number of
-        repeated steps.
+        """Opens the file and removes events after step `steps_before`, because this process repeats
+        the steps of these events. Events of the kinds in HISTORY stay. `start` records how many
+        steps are repeated.
 
         Args:
           path: the path of metrics.jsonl. None on all processes except process 0: then nothing is
             written and no listener is called.
           steps_before: number of steps of the run that are already taken.
           listeners: functions that are called with each event.
+          pieces: the pieces of the file, if it is in a bucket.
         """
         self._path, self._listeners = path, tuple(listeners)
-        self._file, self._unwritten = None, b""
-        if path is not None:
+        self._file, self._unwritten, self._pieces = None, b"", pieces
+        if pieces is not None:
+            before = self._remove_events_from_pieces(steps_before)
+            lost_steps = max(before["step"] - steps_before, 0)
+            self._previous = {"previous_end": before["end"], "lost_steps": lost_steps}
+        elif path is not None:
             last_step, end = 0, None
             for _, event in iterate_events(path):
                 end = event.get("time", end)
@@ -72,6 +83,8 @@ class MetricsFile:
     def __exit__(self, *exception):
         if self._file is not None:
             os.close(self._file)
+        if self._pieces is not None:
+            self._pieces.close()
         for listener in self._listeners:
             if hasattr(listener, "close"):
                 listener.close()
@@ -110,28 +123,50 @@ class MetricsFile:
             "step": step,
             "time": round(values.pop("time", time.time()), 3),
         } | _finite_or_text(values)
+        line = json.dumps(record).encode() + b"\n"
+        if self._pieces is not None:
+            self._pieces.append(line)
+        else:
+            self._append(line)
+        for listener in self._listeners:
+            listener(record)
+
+    def flush(self) -> None:
+        """Returns when every event so far is in the bucket; a local file has it already."""
+        if self._pieces is not None:
+            self._pieces.flush()
+
+    def _append(self, line: bytes) -> None:
         has_warned = bool(self._unwritten)
-        self._unwritten += json.dumps(record).encode() + b"\n"
+        self._unwritten += line
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
         except OSError as error:
             if not has_warned:
                 warn(f"{self._path}: cannot be written ({error.strerror}); trying again later")
-        for listener in self._listeners:
-            listener(record)
 
     def rewind(self, step: int) -> None:
-        """Removes the events after `step`, except those in HISTORY, because the run repeats these
-        steps.
+        """Removes the events after `step`, because the run repeats their steps. Events of the kinds
+        in HISTORY stay.
         """
-        if self._path is not None:
+        if self._pieces is not None:
+            self._remove_events_from_pieces(step)
+        elif self._path is not None:
             os.close(self._file)
             self._remove_events_after(step)
 
+    def _remove_events_from_pieces(self, last_step: int) -> Event:
+        """Does what `_remove_events_after` does; returns what `MetricsPieces.keep` returns."""
+        return self._pieces.keep(
+            lambda event: event["step"] <= last_step or event["event"] in HISTORY,
+            # Events before this one are about earlier steps.
+            lambda event: event["event"] == "train" and event["step"] <= last_step,
+        )
+
     def _remove_events_after(self, last_step: int) -> None:
-        """Replaces the file by one without the events after `last_step`, except those in HISTORY,
-        and opens it.
+        """Rewrites the file without the events after `last_step`, but with all events of the kinds
+        in HISTORY, and opens it.
 
         Raises:
           UserError: the file cannot be written.
@@ -145,7 +180,7 @@ class MetricsFile:
                     if event["step"] <= last_step or event["event"] in HISTORY
                 )
                 file.flush()
-                os.fsync(file.fileno())  # otherwise a power failure may leave an empty file
+                os.fsync(file.fileno())  # without this, a power failure may leave an empty file
         except OSError as error:
             raise UserError(
                 f"{self._path}: cannot be written ({error.strerror}): make room, or give another "
@@ -184,8 +219,9 @@ class Throughput:
     def measure(
         self, step: int, loss: float, steps: int, seconds: float, data_wait: float
     ) -> dict[str, Any]:
-        """Returns the fields of a "train" event that are not metrics of the step. The fields mfu
-        and memory_limit are None if the chip is unknown.
+        """Returns the fields of a "train" event that are not metrics of the step. "mfu" is None if
+        the peak FLOP/s of the chip are unknown. "memory_limit" is None if the platform does not
+        report the memory of its devices.
 
         Args:
           step: the number of the step.
@@ -217,9 +253,9 @@ class Throughput:
 
 
 def device_memory() -> tuple[int, int | None]:
-    """Returns the peak memory so far and the memory limit, in bytes, of this process's fullest
-    device. On a platform without memory statistics (CPU), returns the peak resident memory of the
-    process and None.
+    """Returns the peak memory use so far and the memory limit, in bytes, of one device of this
+    process: the device with the highest peak. On a platform without memory statistics (CPU),
+    returns the peak resident memory of the process, and None.
     """
     stats = [device.memory_stats() for device in jax.local_devices()]
     stats = [s for s in stats if s and "peak_bytes_in_use" in s]
@@ -232,7 +268,8 @@ def device_memory() -> tuple[int, int | None]:
 
 class ReportWriter:
     """Writes WORKDIR/report.html at every checkpoint and at the end of the run. The checkpoints'
-    reports are written in a thread, because a long metrics.jsonl takes seconds to read.
+    reports are written in a thread, because a long metrics.jsonl takes seconds to read. In a bucket
+    a report would read the whole record over the network, so there is one at the end alone.
     """
 
     def __init__(self, workdir: pathlib.Path):
@@ -240,8 +277,10 @@ class ReportWriter:
         self._thread: threading.Thread | None = None
 
     def __call__(self, event: Event) -> None:
-        # If the thread is still writing a report, this checkpoint gets none; `close` writes the
-        # last one.
+        # If the thread is still writing a report, there is no new report at this checkpoint.
+        # `close` writes a report at the end of the run in any case.
+        if isinstance(self._workdir, BucketPath):
+            return
         if event["event"] == "checkpoint" and not (self._thread and self._thread.is_alive()):
             self._thread = threading.Thread(target=self._write, name="report", daemon=True)
             self._thread.start()
@@ -267,10 +306,10 @@ class ReportWriter:
 
 
 def open_metrics(
-    run: ResolvedRun, workdir: pathlib.Path, steps_before: int, display: Listener
+    run: ResolvedRun, workdir: pathlib.Path, steps_before: int, display: Listener, lock: Any
 ) -> MetricsFile:
     """Opens the run's metrics.jsonl, with the display and the loggers of `config.telemetry` as
-    listeners. Only process 0 writes.
+    listeners. Only process 0 writes. `lock` is the lock of `workdir`.
     """
     if jax.process_index():
         return MetricsFile(None, steps_before)
@@ -281,7 +320,10 @@ def open_metrics(
     if config.telemetry.wandb:
         project = config.telemetry.wandb
         listeners.append(WeightsAndBiases(project, config.name, to_dict(config), workdir))
-    return MetricsFile(workdir / "metrics.jsonl", steps_before, [*listeners, ReportWriter(workdir)])
+    path, pieces = workdir / "metrics.jsonl", None
+    if isinstance(path, BucketPath):
+        pieces = MetricsPieces(path, lock, config.checkpoint.patience)
+    return MetricsFile(path, steps_before, [*listeners, ReportWriter(workdir)], pieces)
 
 
 def describe_environment(mesh: Mesh) -> dict[str, Any]:
@@ -333,7 +375,8 @@ class WeightsAndBiases:
             dir=str(workdir),
             config=settings,
         )
-        # W&B's own step may not decrease, but the step of a resumed run does.
+        # W&B requires that its own step never decreases, but the step of a run decreases when the
+        # run resumes or rewinds. So charts use the value "step" of the events.
         self._run.define_metric("*", step_metric="step")
 
     def __call__(self, event: Event) -> None:
@@ -345,8 +388,8 @@ class WeightsAndBiases:
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """Returns the numbers of an event under names like train/loss. The entries of a list over
-    layers get names like diagnostics/beta/layer_03.
+    """Returns name → value for the numbers of an event, with names such as "train/loss". A list
+    over layers gives one name per layer, such as "diagnostics/beta/layer_03".
     """
     kind = f"suite/{event['suite']}" if event["event"] == "suite" else event["event"]
     result = {}

@@ -1,7 +1,7 @@
 """A training run from start to end: checks, data, folder, state, hooks, loop, exit code.
 
-`training.loop` takes the steps. This file adds what lets a run resume: the folder, checkpoints,
-records, signals, the watchdog and rewinds.
+`training.loop` takes the training steps. This module adds the parts that let a run resume and that
+protect it from faults: the folder, checkpoints, records, signals, the watchdog and rewinds.
 """
 
 import math
@@ -15,12 +15,16 @@ from typing import Any, NamedTuple
 import jax
 
 from qwen3next_jax.common.errors import ExitCode, warn
+from qwen3next_jax.common.installation import shell_command
 from qwen3next_jax.common.events import iterate_events, divergence_reason
+from qwen3next_jax.common.object_stores import set_fsspec_patience
 from qwen3next_jax.common.rooms import has_room
+from qwen3next_jax.common.storage import BucketPath, with_patience
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve
-from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.data.pipeline import Data, TextData
 from qwen3next_jax.data.progress import PreparationProgress
+from qwen3next_jax.data.readers import bad_summary
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.processes.distributed import (
@@ -32,6 +36,7 @@ from qwen3next_jax.processes.distributed import (
 )
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
 from qwen3next_jax.runs import branching, hooks, origin, preflight
+from qwen3next_jax.runs.bucket_checkpoints import BucketCheckpoints
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.display import Display, title
 from qwen3next_jax.runs.folder import (
@@ -40,11 +45,13 @@ from qwen3next_jax.runs.folder import (
     move_aside,
     open_run,
     read_run,
+    run_id,
     is_restart_unfinished,
     complete_steps,
     write_run_record,
 )
 from qwen3next_jax.runs.incidents import Halted, Incidents, write_dump
+from qwen3next_jax.runs.lease import Lease, open_lock
 from qwen3next_jax.runs.memory import check_state_fits, reports_out_of_memory
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.rewind import Rewinder
@@ -86,6 +93,7 @@ def train(
     is one.
 
     Args:
+      config: the configuration of the run.
       workdir: the folder of the run.
       restart: whether the run starts anew; if so, the old files are moved to `workdir`/before-TIME.
       devices: the devices of the run; None: all that JAX finds.
@@ -100,6 +108,7 @@ def train(
       UserError: a setting, a file or a folder is wrong.
     """
     start_time = time.time()
+    workdir = with_patience(workdir, config.checkpoint.patience)
     restart = restart or is_restart_unfinished(workdir)
 
     # ---- Mesh
@@ -112,10 +121,12 @@ def train(
     tokenizer = data[0].tokenizer
 
     # ---- Folder
-    lock = RunLock(workdir)
+    patience = config.checkpoint.patience
+    if isinstance(workdir, BucketPath):
+        set_fsspec_patience(patience)
+    lock = open_lock(workdir, patience, is_process_0())
     opened = _open_folder(run, data, workdir, restart, lock)
-    stage_ends = [stage.last_step for stage in run.stages]
-    with lock, Checkpoints(workdir, run.config.checkpoint, stage_ends) as checkpoints:
+    with lock, _open_checkpoints(workdir, run, lock) as checkpoints:
         saved_step = checkpoints.newest_good_step() or 0
         if saved_step >= run.steps:
             return _end_of_finished_run(run, workdir, saved_step, tokenizer)
@@ -129,17 +140,24 @@ def train(
             Display(
                 _title(run, data, opened, start), run.stages, start.step, is_process_0()
             ) as display,
-            open_metrics(run, workdir, start.step, display) as metrics,
+            open_metrics(run, workdir, start.step, display, lock) as metrics,
             Signals(display.say) as signals,
             Watchdog(workdir, jax.process_index()) as watchdog,
             Profiler(run.config.profile, workdir, metrics.write) as profiler,
         ):
-            metrics.start(start.step, start_time, **describe_environment(run.mesh))
+            if isinstance(checkpoints, BucketCheckpoints):
+                checkpoints.before_manifest = metrics.flush
+            metrics.start(
+                start.step,
+                start_time,
+                bad_records=_bad_records(data),
+                **describe_environment(run.mesh),
+            )
             _record_start(workdir, opened, start, tokenizer, checkpoints, metrics, display)
 
             # ---- Hooks
             trainer = Trainer(run, data, start.cursors, make_step, _hook_error_policy(run, metrics))
-            saving = hooks.CheckpointHook(checkpoints, metrics)
+            saving = hooks.CheckpointHook(checkpoints, metrics, run.steps)
             incidents = Incidents(run.config.guards, run.model, start.cursors, metrics)
             evaluation = _add_hooks(
                 trainer,
@@ -209,8 +227,8 @@ class _OpenedFolder(NamedTuple):
 
     Attributes:
       parent: the record of the run with which a new run begins; None if there is none.
-      files: `stamp_hf`, on this process, of the Hugging Face directory with which a new run begins;
-        "" if there is none.
+      files: `stamp_hf` of the Hugging Face directory with which a new run begins, as this process
+        sees the directory; "" if there is none.
       record: the new content of run.json; {} if it does not change.
       changes: the changes of settings, code and devices since the last start.
     """
@@ -222,7 +240,11 @@ class _OpenedFolder(NamedTuple):
 
 
 def _open_folder(
-    run: ResolvedRun, data: Sequence[Data], workdir: pathlib.Path, restart: bool, lock: RunLock
+    run: ResolvedRun,
+    data: Sequence[Data],
+    workdir: pathlib.Path | BucketPath,
+    restart: bool,
+    lock: RunLock | Lease,
 ) -> _OpenedFolder:
     """Locks the folder, moves an old run to before-TIME if `restart` is true, and compares the run
     with run.json. Process 0 does this for all processes.
@@ -249,6 +271,15 @@ def _open_folder(
     return _OpenedFolder(parent, files, record, changes)
 
 
+def _open_checkpoints(
+    workdir: pathlib.Path | BucketPath, run: ResolvedRun, lock: RunLock | Lease
+) -> Checkpoints:
+    stage_ends = [stage.last_step for stage in run.stages]
+    if isinstance(workdir, BucketPath):
+        return BucketCheckpoints(workdir, run.config.checkpoint, stage_ends, lock)
+    return Checkpoints(workdir, run.config.checkpoint, stage_ends)
+
+
 # ---- State
 
 
@@ -258,7 +289,7 @@ class _Start(NamedTuple):
     Attributes:
       state: the train state before the first step.
       step: number of steps of the run that are already taken.
-      cursors: the first data cursor of every stage.
+      cursors: for every stage, the place in the training data at which the stage begins to read.
       is_new: whether the run has no checkpoint yet.
     """
 
@@ -312,6 +343,19 @@ def _title(run: ResolvedRun, data: Sequence[Data], opened: _OpenedFolder, start:
     return title(run, data[0].describe()["title"], start.step, parent)
 
 
+def _bad_records(data: Sequence[Data]) -> list[list]:
+    """Returns [glob, number of bad records, description] for each glob that has bad records, over
+    the data of all stages.
+    """
+    found = {}
+    for stage in data:
+        for source in stage.describe()["sources"] if isinstance(stage, TextData) else ():
+            if counts := source["bad_records"]:
+                summary = bad_summary(counts, source["bad_places"])
+                found[source["source"]] = [source["source"], sum(counts.values()), summary]
+    return list(found.values())
+
+
 def _record_start(
     workdir: pathlib.Path,
     opened: _OpenedFolder,
@@ -326,6 +370,8 @@ def _record_start(
     if record:
         record = record | {"data": [cursor and cursor._asdict() for cursor in start.cursors]}
     broadcast_from_process_0(lambda: write_run_record(workdir, record, tokenizer, start.is_new))
+    if isinstance(checkpoints, BucketCheckpoints):
+        checkpoints.set_run(broadcast_from_process_0(lambda: run_id(workdir)) or "")
     if start.continues_parent:  # with this checkpoint the branch no longer needs its parent
         checkpoints.save(start.step, start.state)
         checkpoints.wait()
@@ -439,15 +485,17 @@ def _hook_error_policy(
 def _end_of_finished_run(
     run: ResolvedRun, workdir: pathlib.Path, step: int, tokenizer: Tokenizer
 ) -> ExitCode:
-    """Ends a process that finds the run at its last step or after it. Writes nothing."""
+    """Prints the end of a run that had taken its last step before this process began, and returns
+    the exit code. Writes no file.
+    """
     divergence = broadcast_from_process_0(lambda: _recorded_divergence(workdir, step))
     summary = f"{workdir}: already trained to step {step} of {run.steps}."
     return _end_at_last_step(run, workdir, step, divergence, summary, tokenizer)
 
 
 def _recorded_divergence(workdir: pathlib.Path, step: int) -> str:
-    """Returns the reason, from metrics.jsonl, why the run diverged by its last step `step`; "" if
-    it did not.
+    """Returns the reason in metrics.jsonl why the run ended as diverged after its last step,
+    `step`; "" if it did not diverge.
     """
     return divergence_reason(
         (event for _, event in iterate_events(workdir / "metrics.jsonl")), step
@@ -457,8 +505,13 @@ def _recorded_divergence(workdir: pathlib.Path, step: int) -> str:
 def _divergence_at_last_step(
     metrics: Metrics, state: State, evaluation: hooks.EvaluationHook | None
 ) -> str:
-    """Returns the reason why the run diverged in its last steps, which were too few for the guards
-    to end it; "" if it did not diverge. `metrics` and `state` are those of the last step.
+    """Returns the reason why the run diverged in its last steps, if these were too few for the
+    guards to end the run; "" if it did not diverge.
+
+    Args:
+      metrics: the metrics of the last step.
+      state: the train state after the last step.
+      evaluation: the hook that evaluated the last step; None if nothing is evaluated.
     """
     if int(metrics["flags"]) & NON_FINITE:
         return (
@@ -477,7 +530,9 @@ def _end_with_dump(
     workdir: pathlib.Path,
     metrics: MetricsFile,
 ) -> ExitCode:
-    """Ends a halted run with a dump of the inputs of its last step."""
+    """Writes a dump of the inputs of the step at which the guards halted the run, and a "stop"
+    event; prints the reason, and returns the exit code.
+    """
     stage_index = stage_number(cursors, halt.step)
     index = cursors[stage_index].batch(halt.step, int(halt.state["guards"]["data_offset"]))
     folder, documents = write_dump(workdir, trainer.run.config, trainer.data, index, halt)
@@ -493,15 +548,18 @@ def _end_with_dump(
     return _end(
         ExitCode.DIVERGED,
         f"stopped at step {halt.step}: {halt.reason}. Its batch holds {', '.join(names[:8])}"
-        f"{', …' * (len(names) > 8)}. To run the step again: uv run qwen3next replay "
-        f"{shlex.quote(str(folder))}. {_advice(trainer.run)}, or guards.on_spike",
+        f"{', …' * (len(names) > 8)}. To run the step again: "
+        f"{shell_command('replay')} {shlex.quote(str(folder))}. {_advice(trainer.run)}, or "
+        "guards.on_spike",
     )
 
 
 def _end_before_last_step(
     run: ResolvedRun, workdir: pathlib.Path, step: int, is_saved: bool
 ) -> ExitCode:
-    """Ends a run that a signal stopped after `step`, or whose last save failed."""
+    """Prints the end of a run that a signal stopped after `step`, or whose last save failed, and
+    returns the exit code.
+    """
     if not is_saved:
         return _end(
             ExitCode.NOT_SAVED,
@@ -523,7 +581,7 @@ def _end_at_last_step(
     summary: str,
     tokenizer: Tokenizer,
 ) -> ExitCode:
-    """Ends a run at its last step.
+    """Prints the end of a run that has taken its last step, and returns the exit code.
 
     Args:
       divergence: why the run diverged; "" if it did not.
@@ -536,13 +594,13 @@ def _end_at_last_step(
         )
     folder = shlex.quote(str(workdir))
     generate = (
-        f", or uv run qwen3next generate --model={folder} "
+        f", or {shell_command('generate')} --model={folder} "
         f"--prompt={shlex.quote(run.config.eval.sample_prompt)}"
     )
     return _end(
         ExitCode.DONE,
-        f"{summary} Checkpoints and metrics.jsonl are in {workdir}; next: uv run eval.py "
-        f"--workdir={folder}" + generate * tokenizer.reads_text,
+        f"{summary} Checkpoints and metrics.jsonl are in {workdir}; next: "
+        f"{shell_command('eval')} --workdir={folder}" + generate * tokenizer.reads_text,
     )
 
 

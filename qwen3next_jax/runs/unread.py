@@ -2,8 +2,8 @@
 
 A setting is refused only if the user gives it for a new run: on the command line, in a sweep, or in
 the code of the config file. A setting of the config file may lose its effect because the command
-line overrides another setting; that is allowed. For example, `--config.model.num_experts=0` makes
-the sizes of the experts useless. A resumed run may keep all its settings.
+line overrides another setting; that is allowed. For example, `--config.model.num_experts=0` takes
+the effect from the sizes of the experts. A resumed run may keep all its settings.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.folder import read_config
 from qwen3next_jax.training.stages import STAGE_SETTINGS, ResolvedStage, resolve_stages
 
-# Maps a setting to (a function that returns whether a run of a configuration reads the setting, the
-# reason if it does not).
+# Setting → (function that returns whether the setting has an effect on a run of a configuration,
+# the reason if it has none).
 _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
     "model.linear_mixer": (
         lambda c: LINEAR in c.model.pattern,
@@ -79,6 +79,10 @@ _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
         lambda c: any(stage.train.indexer_training != "frozen" for stage in resolve_stages(c)),
         "no stage trains an indexer (train.indexer_training)",
     ),
+    "optimizer.ngram_table": (
+        lambda c: bool(c.model.ple.layer_ids),
+        "no layer has an n-gram embedding (model.ple.layer_ids)",
+    ),
     "model.intermediate_size": (lambda c: c.model.has_dense_mlps, "every layer has experts"),
     # A weight of 0 is allowed without experts, because it says that there is no balance loss.
     "train.balance_loss_weight": (
@@ -110,11 +114,11 @@ _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
 
 
 def unread(config: Config) -> dict[str, str]:
-    """Returns the settings that have no effect on a run of `config`, each with the reason. A
-    setting of a stage is named "train.stages[1].schedule".
+    """Returns setting → reason, for settings that have no effect on a run of `config`. A setting of
+    a stage is named "train.stages[1].schedule".
 
-    This function does not import JAX; `unread_by_layers` finds the settings of mixers and
-    evaluations.
+    This function does not import JAX. It leaves out the settings of mixers and evaluations, which
+    `unread_by_layers` finds.
     """
     unread_settings = {name: why for name, (reads, why) in _CONDITIONS.items() if not reads(config)}
     read = source_of(config.data).settings(config.data)
@@ -132,8 +136,8 @@ def unread(config: Config) -> dict[str, str]:
 
 
 def unread_by_layers(config: Config) -> dict[str, str]:
-    """Returns the settings of mixers and evaluations that have no effect on a run of `config`, each
-    with the reason. It imports JAX.
+    """Returns setting → reason, for settings of mixers and evaluations that have no effect on a run
+    of `config`. This function imports JAX.
     """
     from qwen3next_jax.model.block import has_indexer, unread_by_mixers
 
@@ -170,9 +174,10 @@ def check(
     resumed run may keep the settings in its run.json.
 
     Args:
+      config: the configuration of the run.
       user_input: the settings that the user gave; None if settings without effect are allowed.
       workdir: the folder of the run; None if it has none.
-      restart: whether the run starts anew, whatever `workdir` holds.
+      restart: whether the run begins anew and does not resume the run in `workdir`.
       find: the function that finds settings without effect: `unread` or `unread_by_layers`.
 
     Raises:
@@ -190,8 +195,8 @@ def check(
 
 
 def find_refused(config: Config, user_input: UserInput, find: Finder) -> dict[str, str]:
-    """Returns the settings that the user gave and that have no effect on a run of `config`, each
-    with an error message. Settings with their default value are allowed.
+    """Returns setting → error message, for settings that the user gave and that have no effect on a
+    run of `config`. Settings with their default value are allowed.
     """
     settings, messages = settings_by_name(config), {}
     changed = {
@@ -215,9 +220,10 @@ def find_refused(config: Config, user_input: UserInput, find: Finder) -> dict[st
 
 
 def check_targets(config: Config, resumed: Config | None = None) -> None:
-    """Checks that `data.path` names files and that every row has tokens to predict.
+    """Checks that `data.path` is "" or has a glob, and that every row has tokens to predict.
 
     Args:
+      config: the configuration of the run.
       resumed: the configuration in run.json of a resumed run, whose settings are allowed; None: the
         run is new.
 
@@ -242,7 +248,7 @@ def check_targets(config: Config, resumed: Config | None = None) -> None:
 
 
 def settings_by_name(config: Config) -> dict[str, Any]:
-    """Maps the dotted name of every setting to its value, including the settings of stages."""
+    """Returns dotted name → value for every setting, including the settings of stages."""
     settings = flatten(to_dict(config))
     for i, stage in enumerate(config.train.stages):
         settings |= {
@@ -254,7 +260,9 @@ def settings_by_name(config: Config) -> dict[str, Any]:
 
 
 def _unread_by_profile(profile: ProfileConfig, train: TrainConfig) -> dict[str, str]:
-    """Returns the settings of `profile`, each with the reason, if the parent took its steps."""
+    """Returns setting → reason, for the settings of `profile`, if the run begins after the steps to
+    trace, because its parent has taken them. Returns {} otherwise.
+    """
     if not profile.steps:
         return {}
     taken = preflight.steps_of_parent(train)
@@ -267,8 +275,8 @@ def _unread_by_profile(profile: ProfileConfig, train: TrainConfig) -> dict[str, 
 def _unread_by_stages(
     stages: Sequence[Stage], resolved: Sequence[ResolvedStage], no_weights: str | None
 ) -> dict[str, str]:
-    """Returns the settings of stages that their own stage does not read, and the settings of the
-    run that no stage reads, each with the reason.
+    """Returns setting → reason, for settings of a stage that have no effect on this stage, and for
+    settings of the run that have no effect on any stage.
 
     Args:
       stages: `train.stages`.
@@ -306,7 +314,7 @@ def _unread_by_stages(
 
 
 def _unread_by_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
-    """Returns the settings that the learning-rate schedule does not read, each with the reason."""
+    """Returns setting → reason, for settings that the learning-rate schedule does not read."""
     schedule = optimizer.schedule
     why, unread_settings = f"the schedule is {schedule!r}", {}
     if schedule != "warmup_stable_decay":
@@ -317,14 +325,15 @@ def _unread_by_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
 
 
 def _resumed_config(workdir: pathlib.Path | None, restart: bool) -> Config | None:
-    """Returns the recorded configuration of the run that `workdir` resumes. None if the run begins
-    anew, or if its record cannot be read, which `folder.open_run` reports later.
+    """Returns the configuration in the run.json in `workdir`, which a new process would resume.
+    Returns None if no run is resumed, or if run.json cannot be read; `folder.open_run` reports that
+    error later.
     """
     if workdir is None or restart or not (workdir / "run.json").exists():
         return None
     try:
         return read_config(workdir)
-    except UserError:  # `open_run` raises it again later
+    except UserError:  # `open_run` raises the same error later
         return None
 
 

@@ -1,8 +1,9 @@
-"""Checks that a run was trained with the mathematics that this code has.
+"""Checks that this code computes the modules of a run's model in the same way as the code that
+trained the run.
 
-If the mathematics of a module changes, its `version` is increased. run.json holds the versions of
-the run's model. Weights that were trained with another version would give other results without an
-error, so they are refused.
+The class of a module has a `version`, which is increased if the module computes another function of
+its weights than before. run.json holds the versions of the modules of the run's model. Weights that
+were trained with another version would give other results without an error, so they are refused.
 """
 
 import pathlib
@@ -17,15 +18,15 @@ from qwen3next_jax.config.registry import is_trusted
 
 
 class _Change(NamedTuple):
-    """A change of mathematics that was made before run.json recorded versions.
+    """A change of what a module or an optimizer computes, made before run.json recorded versions.
 
     Attributes:
       name: the module or setting that changed, for messages.
-      trust: the value of --trust with which a user states that a run of unknown code has the new
-        mathematics.
-      commit: the first commit with the new mathematics.
-      in_weights: whether old weights give other results with the new mathematics; if false, only
-        the training of weights gives other results.
+      trust: the value of --trust with which a user states that a run of unknown code was trained
+        after the change.
+      commit: the first commit with the change.
+      in_weights: whether old weights give other results after the change; if false, only training
+        gives other results.
       affects: whether the change affects a run with this model and optimizer. The optimizer is None
         only if `in_weights` is true.
     """
@@ -42,8 +43,8 @@ def _mtp_layer_is(mixer: str) -> Callable[[ModelConfig, OptimizerConfig | None],
 
 
 def _splits_heads_side_by_side(model: ModelConfig, optimizer: OptimizerConfig) -> bool:
-    """Whether Muon orthogonalises each head separately, and one part of some parameter has several
-    heads.
+    """Whether Muon orthogonalises each head separately, and the model has a parameter in which
+    several heads lie side by side.
     """
     from qwen3next_jax.model import declared
 
@@ -83,14 +84,15 @@ def check_versions(
     model: ModelConfig,
     optimizer: OptimizerConfig | None = None,
 ) -> None:
-    """Checks that this code has the mathematics with which a run was trained.
+    """Checks that this code computes the modules of a run's model, and optionally its optimizer, in
+    the same way as the code that trained the run.
 
     Args:
       where: the folder of the record, for messages.
       record: the content of run.json or dump.json; the keys "versions" and "code" are read.
       model: the model of the recorded run.
-      optimizer: the optimizer with which the training of the recorded run continues, whose
-        mathematics is checked too; None if only the weights are used.
+      optimizer: the optimizer with which the training of the recorded run continues, which is then
+        checked, too; None if only the weights are used.
 
     Raises:
       UserError: a version differs, or cannot be derived from the record.

@@ -1,4 +1,4 @@
-"""Fills in the vocabulary size of a model with `model.vocab_size = 0` from the tokenizer."""
+"""Takes the vocabulary size of a model from the tokenizer if `model.vocab_size` is 0."""
 
 import pathlib
 from typing import Any
@@ -10,9 +10,9 @@ def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = N
     """Sets `model.vocab_size` and `model.eos_token_id` if `model.vocab_size` is 0 and the run
     trains on text.
 
-    A resumed run keeps the values in its run.json, without opening its tokenizer or parent. A new
-    run takes them from the tokenizer `data.tokenizer`, or, if that is "", from the tokenizer of the
-    model in `train.init_from`.
+    A resumed run keeps the values in its run.json; its tokenizer and its parent are not read. A new
+    run takes the values from the tokenizer `data.tokenizer`. If that is "", it takes them from the
+    tokenizer of the model in `train.init_from`.
 
     Args:
       values: the settings as a nested dict; it is changed in place.

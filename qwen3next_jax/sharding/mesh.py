@@ -201,14 +201,18 @@ def check_divides(
 def _context_constraints(
     size: Mapping[str, int], length: int, halo: int, whole_rows: Sequence[str]
 ) -> list[_Constraint]:
+    """Returns the constraints on the size of the axis `context`. `check_divides` explains the
+    arguments.
+    """
     return [
         _Constraint(
-            f" splits rows, and {' and '.join(whole_rows)} needs whole ones",
+            f" splits rows over devices, but {' and '.join(whole_rows)} can only process whole "
+            "rows (docs/qwen3_8_flash_next.md says what it would take)",
             lambda n: n == 1 or not whole_rows,
         ),
         # Ring attention gives each device two blocks of a row (`ops.attention.ring`).
         _Constraint(
-            f": twice that does not divide train.sequence_length = {length}",
+            f": expected train.sequence_length = {length} to be a multiple of twice that",
             lambda n: n == 1 or length % (2 * n) == 0,
         ),
         _Constraint(
@@ -222,6 +226,9 @@ def _context_constraints(
 def _tensor_constraints(
     model: ModelConfig, split_by_mixers: Mapping[str, int]
 ) -> list[_Constraint]:
+    """Returns the constraints on the size of the axis `tensor`. `check_divides` explains the
+    arguments.
+    """
     split = dict(split_by_mixers)
     if model.has_experts:
         split["moe_intermediate_size"] = model.moe_intermediate_size

@@ -63,6 +63,9 @@ LOGICAL_AXES: dict[str | None, MeshAxes] = {
     "channels": MeshAxes(storage=FSDP),
     "experts": MeshAxes(compute=(EXPERT,)),
     "router": MeshAxes(storage=(TENSOR,)),
+    # rows and width of a table of which a batch uses only some rows (`sharding.row_tables`)
+    "table_rows": MeshAxes(compute=TOKENS),
+    "table_width": MeshAxes(compute=(TENSOR,)),
     "mlp": MeshAxes(compute=(TENSOR,)),
     # width of an expert, in its output matrix. The storage axes split this dimension, because a TPU
     # would copy the gathered matrix to another layout if they split the last one
@@ -122,7 +125,7 @@ def slice_state_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh)
     dimension of stacked layers, because no scan reads the optimizer's state. If `slice` divides no
     dimension, every slice has the whole array.
     """
-    entries = [_axes(entry) for entry in storage_spec(declared, shape, mesh)]
+    entries = [axes_of(entry) for entry in storage_spec(declared, shape, mesh)]
     for dim, (axes, size) in enumerate(zip(entries, shape)):
         if mesh.shape[SLICE] > 1 and size % num_shards(mesh, *axes, SLICE) == 0:
             entries[dim] = (*axes, SLICE)
@@ -139,8 +142,9 @@ def compute_spec(declared: ShardedParam, shape: tuple[int, ...], mesh: Mesh) -> 
 
 def _spec(dims: list[tuple[str, ...]], shape: tuple[int, ...], mesh: Mesh) -> P:
     """Returns the PartitionSpec of an array of this shape. `dims` lists the candidate mesh axes of
-    each of the array's last dimensions. A candidate splits its dimension if its size divides the
-    dimension and if it splits no earlier dimension.
+    each of the array's last dimensions. A candidate axis splits a dimension if it has more than one
+    device, splits no earlier dimension, and its size, times the sizes of the axes that already
+    split the dimension, divides the dimension.
     """
     entries: list[tuple[str, ...]] = []
     for axes, size in zip([()] * (len(shape) - len(dims)) + dims, shape):
@@ -153,7 +157,8 @@ def _spec(dims: list[tuple[str, ...]], shape: tuple[int, ...], mesh: Mesh) -> P:
     return P(*entries)
 
 
-def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a PartitionSpec, outermost first."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
@@ -187,7 +192,7 @@ def axes_in_program(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str
 
 
 def _spec_in_program(spec: P, mesh: Mesh | AbstractMesh) -> P:
-    return P(*(axes_in_program(mesh, _axes(entry)) for entry in spec))
+    return P(*(axes_in_program(mesh, axes_of(entry)) for entry in spec))
 
 
 def num_shards(mesh: Mesh | None, *axes: str) -> int:
@@ -280,7 +285,7 @@ def axes_to_gather(storage: P, use: P) -> list[tuple[str, ...]]:
     """Returns, for each dimension, the mesh axes that split it in `storage` but not in `use`, outer
     axes first.
     """
-    return [_axes(stored)[len(_axes(used)) :] for stored, used in zip(storage, use)]
+    return [axes_of(stored)[len(axes_of(used)) :] for stored, used in zip(storage, use)]
 
 
 def _gather_steps(storage: P, use: P) -> list[P]:
@@ -296,7 +301,7 @@ def _gather_steps(storage: P, use: P) -> list[P]:
     for dim, axes in enumerate(axes_to_gather(storage, use)):
         for _ in axes:
             entries = list(specs[-1])
-            entries[dim] = _axes(entries[dim])[:-1]
+            entries[dim] = axes_of(entries[dim])[:-1]
             specs.append(P(*entries))
     return specs
 

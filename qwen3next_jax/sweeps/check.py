@@ -12,12 +12,16 @@ from qwen3next_jax.sweeps.points import Point, Sweep
 
 
 def given_settings(sweep: Sweep, point: Point) -> UserInput:
-    """Returns the settings that the command of a point sets."""
+    """Returns the settings that the user gave to a point: the settings in the base file, and the
+    point's overrides.
+    """
     return UserInput(frozenset(point.overrides), pathlib.Path(sweep.base), sweep.base_config)
 
 
 def unread_settings(sweep: Sweep, point: Point) -> dict[str, str]:
-    """Returns the settings that are given to a point but have no effect on it: setting → why."""
+    """Returns setting → why it has no effect, for each setting that the user gave to a point and
+    that has no effect on it.
+    """
     given = given_settings(sweep, point)
     found: dict[str, str] = {}
     for find in (unread.unread, unread.unread_by_layers):
@@ -26,7 +30,8 @@ def unread_settings(sweep: Sweep, point: Point) -> dict[str, str]:
 
 
 def check_settings(sweep: Sweep) -> None:
-    """Checks that each setting has an effect on at least one of the points that it is given to.
+    """Checks that each setting that the user gave has an effect on at least one of the points to
+    which the user gave it.
 
     Raises:
       UserError: a setting has no effect on any of these points, or a point has nothing to train on.

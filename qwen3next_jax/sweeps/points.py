@@ -1,22 +1,22 @@
-"""Reads a sweep file and makes its points. A point is the base configuration with one combination
-of the axes' values, and there is a point for every combination. All points are checked before any
-of them starts.
+"""Reads a sweep file and makes its points. An axis is a list of alternative values. A point is the
+base configuration with one value of each axis, and there is a point for every combination of
+values. All points are checked before any of them starts.
 
 A sweep file is Python with `get_sweep()`, which returns a dictionary:
 
     base      a config file, such as "configs/tiny.py"
     set       {setting: value} for every point; an axis or --set overrides it
     axes      {axis: values}. An axis is a setting with a list of values ("train.seed": [0, 1]);
-              or "ratio" with a list of LINEAR:FULL layers (["3:1", …]); or any other name with
-              {name of a value: {setting: value, …}}. A setting may come from only one of the axes,
-              `match` and --set.
+              or "ratio" with a list of ratios of recurrent to full attention layers (["3:1", …]);
+              or any other name with {name of a value: {setting: value, …}}. No two axes may give
+              the same setting, and an axis may not give a setting that `match` or --set gives.
     match     "parameters" or "flops": chooses the width of each point's MLPs so that the point has
               as many parameters, or FLOPs per token, as the first point; "" (default) changes no
               width
     x         the axis whose values are the x axis of the report's charts; default: the first axis
 
-The name of a point consists of the names of its values on the axes. Its command is train.py with
-overrides.
+The name of a point consists of the names of its values on the axes. The command of a point is
+`train.py` with the base file and the point's settings as overrides.
 """
 
 import dataclasses
@@ -46,10 +46,11 @@ class Point:
     """One run of a sweep.
 
     Attributes:
-      name: the name of the point's folder.
+      name: the name of the point, and of its folder.
       values: axis → the name of the point's value on this axis.
-      overrides: setting → value, for the settings that the point sets on top of the base file.
-      config: the whole configuration.
+      overrides: setting → value, for the settings that the point changes in the base file's
+        configuration.
+      config: the complete configuration of the point.
     """
 
     name: str
@@ -226,7 +227,11 @@ def _two_sources(path: str | pathlib.Path, setting: str, first: str, second: str
 
 
 def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Returns name of each value of an axis → the settings that this value gives."""
+    """Returns, for each value of an axis: name of the value → {setting: value}.
+
+    Raises:
+      UserError: the axis or its values are wrong.
+    """
     if isinstance(axis, str) and re.search(r"[/\x00-\x1f\x7f-\x9f\ud800-\udfff]", axis):
         raise UserError(
             f"{path}: axis {axis!r}: expected a name without '/' and control characters, as it is "
@@ -259,7 +264,11 @@ def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, 
 
 
 def _ratio(value: str, path: str | pathlib.Path) -> dict[str, Any]:
-    """Returns the settings for a ratio of linear to full attention layers, such as "3:1"."""
+    """Returns the settings for a ratio of recurrent to full attention layers, such as "3:1".
+
+    Raises:
+      UserError: the ratio has another form.
+    """
     found = re.fullmatch(r"(\d+):([01])", value)
     if not found or value == "0:0":
         raise UserError(
@@ -325,8 +334,8 @@ def _check_text(name: str, value: Any, where: str) -> None:
 
 
 def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
-    """Raises UserError if there is no setting called `name`. The message may suggest a similar
-    name, of a setting or from `known`.
+    """Raises UserError if there is no setting called `name`. The message may suggest the most
+    similar name of a setting or in `known`.
     """
     settings: Any = default_config()
     if not isinstance(name, str):
@@ -348,6 +357,9 @@ def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
 
 
 def _make_config(base: dict[str, Any], overrides: dict[str, Any], where: str) -> Config:
+    """Returns the configuration of a point: the nested dict `base` with the `overrides`, dotted
+    name → value. Errors begin with `where`.
+    """
     values = _copy(base)
     for name, value in overrides.items():
         _known_setting(name, where)
@@ -378,10 +390,10 @@ def _matching_width(
     to `first` in parameters or FLOPs per token.
 
     Raises:
-      UserError: `model` has more parameters or FLOPs than `first` at any width.
+      UserError: `model` has more parameters or FLOPs than `first` even at the smallest width.
     """
-    # This import loads JAX, which takes time. It is here so that mistakes in the file are reported
-    # before.
+    # This import loads JAX, which takes time. It is here so that mistakes in the sweep file are
+    # reported without that delay.
     from qwen3next_jax.runs.costs import model_size
 
     name = "moe_intermediate_size" if model.has_experts else "intermediate_size"
@@ -404,9 +416,9 @@ def _matching_width(
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Returns every setting with its value in a form that JSON can represent, such as
-    {"model.hidden_size": 64}. "model.layer_types" is the resulting list of layers. It replaces the
-    two settings from which it follows.
+    """Returns dotted name → value for every setting, such as {"model.hidden_size": 64}, with values
+    that JSON can represent. "model.layer_types" lists the kind of every layer, in place of
+    "model.full_attention_interval" and "model.full_attention_placement".
     """
     settings = flatten(_jsonable(to_dict(config))) | {
         "model.layer_types": list(config.model.pattern)
@@ -418,7 +430,8 @@ def settings_of(config: Config) -> dict[str, Any]:
 def check_unchanged(
     sweep: Sweep, before: dict[str, dict[str, Any]], where: str | pathlib.Path
 ) -> None:
-    """Checks that the points are those that were recorded in a folder.
+    """Checks that a sweep has the same points, with the same settings, as the sweep that a folder
+    records.
 
     Args:
       sweep: the sweep with the points.
@@ -455,8 +468,8 @@ def check_unchanged(
 
 
 def manifest(sweep: Sweep) -> dict[str, Any]:
-    """Returns the content of sweep.json. The "config" of a point has every setting, including those
-    of the base file, so that a later change of that file is noticed.
+    """Returns the content of sweep.json. The "config" of a point has every setting. So a later
+    change of the base file is noticed (`check_unchanged`).
     """
     return {
         "base": sweep.base,

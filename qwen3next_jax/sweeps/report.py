@@ -1,14 +1,14 @@
-"""Writes the page about a sweep: findings in words, charts of metrics and costs along the x axis,
-and every point with the command that repeats it.
+"""Writes the report about a sweep: findings in words, charts of metrics and costs over the values
+of the sweep's x axis, a table of the points, and the command that repeats each point.
 """
 
 import html
 import math
-import os
 import pathlib
 from collections.abc import Sequence
 
 from qwen3next_jax.common.metrics import Metric
+from qwen3next_jax.common.storage import write_whole
 from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
 from qwen3next_jax.runs.costs import count_costs
@@ -28,7 +28,7 @@ from qwen3next_jax.sweeps.results import (
     to_json,
 )
 
-# field of `Costs` → its name on the page
+# field of `Costs` → its name in the report
 COSTS = {
     "parameters": "parameters",
     "flops_per_token": "FLOPs per token",
@@ -55,13 +55,11 @@ def write_report(
         "results.json": to_json(sweep, results, commands),
     }
     for name, text in files.items():
-        temporary = workdir / f"{name}.tmp"
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        os.replace(temporary, workdir / name)
+        write_whole(workdir / name, text, errors="backslashreplace")
 
 
 def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], title: str) -> str:
-    """Returns the page as HTML. The arguments are those of `write_report`."""
+    """Returns the page report.html as HTML. `write_report` describes the arguments."""
     done = [result for result in results if result.done]
     sections = {
         "Findings": _findings(sweep, results, done),
@@ -93,6 +91,9 @@ def _subtitle(sweep: Sweep, results: Sequence[Result], done: int) -> str:
 
 
 def _findings(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
+    """Returns the findings as an HTML list, after sentences about points that failed or are not
+    done. `done`: the results of the points that are done.
+    """
     sentences = findings(sweep, done)
     failed = sum(bool(result.failed) and not result.done for result in results)
     if left := len(results) - len(done) - failed:
@@ -111,9 +112,9 @@ def _findings(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -
 
 
 def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
-    """Returns one chart for each kind of metric. If a metric was measured under several conditions
-    ("accuracy/8 pairs", "loss/64-127"), the chart has a line for each condition. The colour shows
-    the condition, and the dash pattern shows the values of the other axes.
+    """Returns one chart for each metric. If a metric was measured under several conditions
+    ("accuracy/8 pairs", "loss/64-127"), its chart has lines for each condition: the colour of a
+    line shows the condition, and its dash pattern shows the values of the axes other than x.
     """
     kinds: dict[tuple[str, bool, Metric], list[tuple[str, str]]] = {}
     for name, metric in all_metrics(done).items():
@@ -141,10 +142,11 @@ def _charts(sweep: Sweep, done: Sequence[Result]) -> str:
 
 
 def _metric_lines(sweep: Sweep, done: Sequence[Result], names: list[tuple[str, str]]) -> list[Line]:
-    """Returns the lines of a chart.
+    """Returns the lines of the chart of one metric.
 
     Args:
-      names: (name of the metric, condition), for each condition under which it was measured.
+      done: the results of the points that are done.
+      names: (name of the metric with its condition, condition), for each condition.
     """
     values = sweep.axes[sweep.x]
     along = {name: metric_along_x(sweep, done, name) for name, _ in names}
@@ -173,7 +175,9 @@ def _metric_lines(sweep: Sweep, done: Sequence[Result], names: list[tuple[str, s
 
 
 def _cost(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:
-    """Returns the charts of the points' costs. A cost that is the same at all points has none."""
+    """Returns the charts of the points' costs. A cost that is the same at all points has no
+    chart.
+    """
     charts = []
     for name, text in COSTS.items():
         lines = along_x(sweep, ((r, r.costs[name]) for r in results))
@@ -193,6 +197,9 @@ def _cost(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> st
 def _cost_chart(
     sweep: Sweep, title: str, lines: dict[str, dict[str, Spread]], note: str = ""
 ) -> str:
+    """Returns a chart over the x axis with a line of means for each entry of `lines`, which
+    `results.along_x` describes.
+    """
     values = sweep.axes[sweep.x]
     drawn = [
         Line(
@@ -210,8 +217,9 @@ def _cost_chart(
 
 
 def _pareto_charts(sweep: Sweep, done: Sequence[Result]) -> list[str]:
-    """Returns charts of each main metric against the bytes of cache per token of context. There is
-    one chart for each line along the x axis on which these bytes differ.
+    """Returns charts of each main metric against the bytes of cache per token of context. The
+    points with the same values on the axes other than x share a chart; there is a chart only if
+    their bytes differ.
     """
     charts = []
     costs = along_x(sweep, ((r, r.costs["cache_bytes_per_token"]) for r in done))

@@ -1,6 +1,7 @@
-"""Reads the results of a sweep's points from the records of their runs, and states findings.
+"""Reads the results of a sweep's points from the records of their runs, and states findings: which
+values of the x axis are best.
 
-Every number comes from a run's metrics.jsonl or follows from its configuration.
+Every number comes from a run's metrics.jsonl or is computed from its configuration.
 """
 
 import contextlib
@@ -34,8 +35,9 @@ class Result:
       step: the last step that the record of the run contains.
       metrics: name → value at the last step of the run, for the metrics of all evaluations, such as
         "heldout loss" or "mqar accuracy/8 pairs"; {} until the point is done.
-      tokens_per_second: the median over the logged steps; NaN before the first logged step.
-      seconds: the wall time of all processes of the run together.
+      tokens_per_second: the median over the "train" events; NaN before the first one.
+      seconds: the wall time in which a process of the run was active, without the time between an
+        end and a restart.
       failed: why the runner gave the point up; "" if it did not.
     """
 
@@ -48,11 +50,14 @@ class Result:
 
     @property
     def done(self) -> bool:
+        """Whether the run has taken its last step and recorded all its evaluations there."""
         return bool(self.metrics)
 
     @property
     def costs(self) -> dict[str, float]:
-        """The costs that follow from the configuration: parameters, FLOPs per token, cache."""
+        """Name → value of the fields of `Costs` except `tokens`, computed from the
+        configuration.
+        """
         config = self.point.config
         costs = count_costs(config)._asdict()
         del costs["tokens"]
@@ -70,7 +75,7 @@ class Spread:
         return statistics.fmean(self.values)
 
     def __str__(self) -> str:
-        """ "0.5" for one seed, "0.5 (0.4 to 0.6, 2 seeds)" for several."""
+        """Returns, for example, "0.5" for one seed, and "0.5 (0.4 to 0.6, 2 seeds)" for several."""
         if len(self.values) == 1:
             return f"{self.mean:.4g}"
         low, high = min(self.values), max(self.values)
@@ -136,8 +141,8 @@ def _final_metrics(
 
 
 def to_csv(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:
-    """Returns the table of points as CSV: axes, state, metrics, costs and command. An apostrophe is
-    put in front of a text that a spreadsheet would execute.
+    """Returns a table of all points as CSV: name, values on the axes, steps, metrics, costs and
+    command. An apostrophe precedes each text that a spreadsheet would read as a formula.
 
     Args:
       commands: name of each point → the command that repeats it.
@@ -185,7 +190,7 @@ def _inert(cell: Any) -> Any:
 
 def to_json(sweep: Sweep, results: Sequence[Result], commands: dict[str, str]) -> str:
     """Returns the points that are done, and the findings, as JSON. `docs/sweeps` contains such
-    files. The arguments are those of `to_csv`.
+    files. `to_csv` describes the arguments.
     """
     done = [r for r in results if r.done]
     points = [
@@ -224,17 +229,23 @@ def seed_axes(sweep: Sweep) -> tuple[str, ...]:
 def metric_along_x(
     sweep: Sweep, results: Iterable[Result], name: str
 ) -> dict[str, dict[str, Spread]]:
-    """Returns the metric `name` along the x axis, in the form of `along_x`."""
+    """Groups the values of the metric `name` as `along_x` does. Results without this metric are
+    left out.
+    """
     measured = [result for result in results if name in result.metrics]
     return along_x(sweep, ((result, result.metrics[name].value) for result in measured))
 
 
 def along_x(sweep: Sweep, values: Iterable[tuple[Result, float]]) -> dict[str, dict[str, Spread]]:
-    """Groups the values of results into lines along the x axis.
+    """Groups values into the lines of a chart over the x axis.
+
+    Args:
+      values: (result, value of a metric or cost at its point).
 
     Returns:
-      label of a line → name of a value of the x axis → the values of the results there, one for
-      each seed. The label names the line's values on all axes other than x and the seeds.
+      label of a line → {name of a value of the x axis: the values of the points there, one for each
+      seed}. The points of a line have the same values on all axes except x and the axes of seeds;
+      the label names these values.
     """
     hidden = (sweep.x, *seed_axes(sweep))
     lines: dict[str, dict[str, list[float]]] = {}
@@ -255,9 +266,9 @@ def all_metrics(results: Iterable[Result]) -> dict[str, Metric]:
 
 
 def main_metrics(results: Iterable[Result]) -> dict[str, Metric]:
-    """Returns the metrics by which points are compared: those that an evaluation declares as main.
-    Of a metric that was measured under several conditions, only the overall value is returned, if
-    there is one.
+    """Returns name → declaration of the metrics by which points are compared. These are the metrics
+    that an evaluation declares as main. If a metric has values under several conditions and also a
+    value over all conditions, only the value over all conditions is returned.
     """
     metrics = all_metrics(results)
     return {
@@ -274,8 +285,9 @@ def metric_title(name: str, metric: Metric) -> str:
 
 
 def findings(sweep: Sweep, results: Sequence[Result]) -> list[str]:
-    """Returns one sentence for each main metric and line of its chart. It says which value of the x
-    axis is best, and whether each seed with this value is better than every seed with another.
+    """Returns one finding for each main metric and each line of its chart: which value of the x
+    axis has the best mean over the seeds, which other values overlap with it, and which are worse
+    at every seed.
     """
     x = sweep.x.rpartition(".")[2]
     sentences = []
@@ -290,6 +302,14 @@ def findings(sweep: Sweep, results: Sequence[Result]) -> list[str]:
 
 
 def _finding(x: str, subject: str, better: str, line: dict[str, Spread]) -> str:
+    """Returns the sentences that compare the values of the x axis on one line of a chart.
+
+    Args:
+      x: the name of the x axis.
+      subject: the name of the metric and of the line, with which the sentences begin.
+      better: "higher" or "lower".
+      line: name of a value of the x axis → the values of the metric there.
+    """
     sign = 1 if better == "higher" else -1
     order = sorted(line, key=lambda value: -sign * line[value].mean)
     best, rest = line[order[0]], order[1:]
@@ -324,10 +344,11 @@ def _listed(values: Sequence[str], line: dict[str, Spread]) -> str:
 
 
 def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[int]:
-    """Returns the indices of the points (cost, metric) that no other point beats in both, by
-    ascending cost.
+    """Returns the indices of the Pareto-optimal points, by ascending cost. These are the points to
+    which no point is superior: at least as good in both cost and metric, and better in one of them.
 
     Args:
+      points: (cost, metric) of each point; a lower cost is better.
       higher: whether a higher metric is better.
     """
     sign = 1 if higher else -1

@@ -1,14 +1,15 @@
 """Runs each point of a sweep in its own process, one after another or several at a time.
 
     WORKDIR/sweep.json          the points; the runner refuses a folder of another sweep
-    WORKDIR/points/NAME/        the folder of a point's run (see README), with its output in log.txt
+    WORKDIR/points/NAME/        the folder of a point's run, with its output in log.txt
     WORKDIR/report.html, results.csv, results.json      rewritten whenever a point ends
 
-A point is done when its metrics.jsonl has the evaluations of the last step, whoever trained it. If
-the runner is stopped, its points save the current step and end; the same command then continues the
-sweep. If the process of a point dies, the runner starts it again from its newest checkpoint, up to
-`retries` times. If a restart would end in the same way (a wrong setting, a diverged run, a full
-disk), the runner gives the point up: it has failed.
+A point is done when its metrics.jsonl has the evaluations of the last step, whether this runner or
+another process trained it. If the runner is stopped, its points save the current step and end; the
+same command then continues the sweep. If the process of a point dies, the runner starts it again
+from its newest checkpoint, up to `retries` times. If a restart would end in the same way (a wrong
+setting, a diverged run, a full disk), the runner does not start the point again: the point has
+failed.
 """
 
 import fcntl
@@ -20,6 +21,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,12 +29,14 @@ from typing import Any, NamedTuple
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError, require
+from qwen3next_jax.common.storage import BucketPath, write_whole
+from qwen3next_jax.runs.lease import Lease
 from qwen3next_jax.sweeps.check import unread_settings
 from qwen3next_jax.sweeps.points import Point, Sweep, as_text, check_unchanged, manifest
 from qwen3next_jax.sweeps.results import is_done
 
 TRAIN = pathlib.Path(__file__).parents[2] / "train.py"
-_POLL = 0.5  # seconds
+_POLL = 0.5  # seconds between two checks of the points' processes
 
 
 def train_arguments(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[str]:
@@ -49,8 +53,8 @@ def train_arguments(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[s
 
 
 def shell_command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> str:
-    """Returns the command of a point for a shell or a cluster's scheduler. It must be run in the
-    current folder of this process.
+    """Returns the command that runs a point, for a shell or a cluster's scheduler. It contains
+    relative paths, so it works only in the current folder of this process.
     """
     train = ["uv", "run", "train.py"]
     if pathlib.Path.cwd() != TRAIN.parent:
@@ -97,9 +101,7 @@ def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
         return
     try:
         (workdir / "points").mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(manifest(sweep), indent=1))
-        os.replace(temporary, path)
+        write_whole(path, json.dumps(manifest(sweep), indent=1))
     except OSError as error:
         raise UserError(
             f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder"
@@ -128,9 +130,9 @@ class Runner:
     Args:
       sweep: the sweep.
       workdir: the folder of the sweep.
-      workers: how many points run at the same time.
-      retries: how often a point whose process died is started again.
-      log: function that is called with a line about every start and end of a point.
+      workers: the number of points that run at the same time.
+      retries: the most times that one point is started again after its process died.
+      log: function that is called with a line of text at every start and end of a point.
       on_point_end: function that is called with {name of a failed point: why} whenever a point has
         ended, and at the end of the sweep. The runner holds the folder's lock during the call.
     """
@@ -151,18 +153,26 @@ class Runner:
         self.starts: dict[str, int] = {}
         self.failed: dict[str, str] = {}
         self._stopping = False
+        self._logs = tempfile.TemporaryDirectory()
 
     def run(self) -> int:
         """Runs the points that are not done.
 
         Returns:
-          the exit code: 0 if every point is done, 1 if a point failed, 130 if the runner was
-          stopped.
+          The exit code: 0 if every point is done, 1 if a point failed, 130 if a signal stopped the
+          runner.
 
         Raises:
           UserError: another runner holds the lock of the folder.
         """
-        lock = self._lock()
+        if isinstance(self.workdir, BucketPath):
+            with Lease(self.workdir, self.workdir.patience) as lease:
+                lease.run_locked(lambda: None)
+                return self._run(os.open(os.devnull, os.O_RDONLY))
+        return self._run(self._lock())
+
+    def _run(self, lock: int) -> int:
+        """Does the work of `run`, and closes the file descriptor `lock`."""
         handlers = {
             number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)
         }
@@ -209,10 +219,13 @@ class Runner:
         return descriptor
 
     def _start(self, point: Point, lock: int) -> None:
-        where = point_folder(self.workdir, point)
-        where.mkdir(parents=True, exist_ok=True)
+        """Starts a process for `point`, which appends its output to the point's log and inherits
+        the file descriptor `lock`.
+        """
+        path = self._log_path(point)
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.starts[point.name] = self.starts.get(point.name, 0) + 1
-        with (where / "log.txt").open("ab") as log:
+        with path.open("ab") as log:
             size = os.fstat(log.fileno()).st_size
             process = subprocess.Popen(
                 [sys.executable, str(TRAIN), *train_arguments(self.sweep, point, self.workdir)],
@@ -229,6 +242,12 @@ class Runner:
         start = self.starts[point.name]
         self.log(f"{point.name}: started" + (f" (start {start})" if start > 1 else ""))
 
+    def _log_path(self, point: Point) -> pathlib.Path:
+        """Returns the local file for the output of a point."""
+        if isinstance(self.workdir, BucketPath):  # uploaded when the point ends
+            return pathlib.Path(self._logs.name) / point.name / "log.txt"
+        return point_folder(self.workdir, point) / "log.txt"
+
     def _collect_ended(self) -> list[Point]:
         """Removes ended processes from `running`. Returns the points to restart."""
         again = []
@@ -237,14 +256,20 @@ class Runner:
             if code is None:
                 continue
             del self.running[ended.point.name]
+            if isinstance(self.workdir, BucketPath):
+                target = point_folder(self.workdir, ended.point) / "log.txt"
+                target.upload(self._log_path(ended.point))
             if self._must_restart(ended, code):
                 again.append(ended.point)
             self.on_point_end(self.failed)
         return again
 
     def _must_restart(self, ended: _Running, code: int) -> bool:
-        """Logs how a point ended, and records the reason if it failed. Returns whether the point
-        must be started again.
+        """Logs how the process of a point ended, and records the reason if the point failed.
+        Returns True if `run` is to start the point again.
+
+        Args:
+          code: the exit code of the process, or minus the number of the signal that killed it.
         """
         name = ended.point.name
         seconds = time.monotonic() - ended.started_at
@@ -256,7 +281,7 @@ class Runner:
             return False
         if (code >= 0 and code not in RESTARTED) or self.starts[name] > self.retries:
             path = point_folder(self.workdir, ended.point) / "log.txt"
-            self.failed[name] = _last_line(path, ended.log_size)
+            self.failed[name] = _last_line(self._log_path(ended.point), ended.log_size)
             self.log(
                 f"{name}: failed with exit code {code}: {self.failed[name]} (all of it: {path})"
             )
@@ -265,15 +290,18 @@ class Runner:
         return True
 
     def _stop(self, number: int, frame: Any) -> None:
-        """Handles a signal. The first lets the points save and end; the second kills them."""
+        """Handles a signal. The first signal makes the points save and end; the second kills their
+        processes.
+        """
         for point in self.running.values():
             point.process.send_signal(signal.SIGKILL if self._stopping else signal.SIGTERM)
         self._stopping = True
 
 
 def _last_line(path: pathlib.Path, begin: int) -> str:
-    """Returns the error that the file contains from byte `begin` on, or else the last line. The
-    bytes before `begin` are the output of earlier processes of the point.
+    """Returns the last line that starts with "error:" in the log `path` from byte `begin` on, or
+    the last line of the log if no line starts so; at most 300 characters. The bytes before `begin`
+    are the output of earlier processes of the point.
     """
     with path.open("rb") as file:
         file.seek(begin)

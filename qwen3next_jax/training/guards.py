@@ -2,9 +2,11 @@
 
 The update is never applied if the loss or the gradient norm is not finite. A spike is a loss or a
 gradient norm whose robust z-score, relative to a window of past steps, exceeds a threshold. The
-setting `guards.on_spike` says what a spike does: its update is applied, or is skipped, or the run
-halts. Once a run has halted, its parameters and its optimizer state no longer change. The host may
-therefore notice the halt one step late, and still finds them as they were before the bad batch.
+setting `guards.on_spike` says what follows a spike: the step's update is applied ("continue") or
+skipped ("skip"), or the step halts the run ("rewind", "stop"). The compiled steps after a halt
+change neither the parameters nor the optimizer state. The host may therefore notice the halt one
+step late, and still finds them as they were before the bad batch. It then returns to a checkpoint
+("rewind") or ends the run ("stop").
 
 The guards keep their state in the train state, so a resumed run makes the same decisions as a run
 that was not interrupted.
@@ -44,8 +46,8 @@ def init_guards(config: GuardConfig) -> dict[str, jax.Array]:
         spikes: int32, the number of steps with a spike.
         halted: int32, 1 after the step that halted the run; 0 before.
         data_offset: int32, the number of batches (of the current stage's size) that rewinds have
-          skipped. In a run with a single stage, the step after `step` steps reads the batch number
-          step + data_offset, counted from 0.
+          skipped. In a run with a single stage, the step after `step` steps reads batch number step
+          + data_offset; the first batch has the number 0.
     """
     counts = ("entries", "skipped", "skipped_in_a_row", "spikes", "halted", "data_offset")
     rings = {name: jnp.zeros(config.window, jnp.float32) for name in ("losses", "grad_norms")}
@@ -141,8 +143,9 @@ def keep_if(skip: jax.Array, old: dict, new: dict) -> dict:
 
 
 def _robust_z(value: jax.Array, window_W: jax.Array, min_median: float) -> jax.Array:
-    """Returns (value - median) / spread for the median of the window [W] and its robust standard
-    deviation, the spread. `min_median`: the number m of the bound of the spread (see above).
+    """Returns (value - median) / spread. The median is that of the window [W]. The spread is the
+    window's robust standard deviation, but at least _MIN_RELATIVE_SPREAD · max(|median|,
+    `min_median`).
     """
     median = jnp.median(window_W)
     spread = _MAD_TO_SIGMA * jnp.median(jnp.abs(window_W - median))

@@ -1,4 +1,4 @@
-"""Indexers of sparse attention that do not train."""
+"""Keeps the indexers of sparse attention constant (`train.indexer_training` = "frozen")."""
 
 import jax
 
@@ -8,8 +8,12 @@ from qwen3next_jax.model import declared
 
 
 def keep_indexers(model: ModelConfig, before: dict, after: dict) -> dict:
-    """The parameters `after` an update, with the indexers' as they were `before`: an optimizer's
-    momentum would move them without a gradient, too.
+    """Returns the parameters `after` an update, but those of indexers as they were `before` it. An
+    indexer's gradient is then 0, but the momentum of earlier steps would still change it.
+
+    Args:
+      model: the settings of the model.
+      before, after: nested dicts of the parameters.
     """
     indexers = {path for path, parameter in declared(model).items() if parameter.kind == "indexer"}
     if not indexers:

@@ -34,14 +34,14 @@ from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.model import declared
 from qwen3next_jax.sharding.batch_layout import BatchLayout
 from qwen3next_jax.sharding.compiler_options import compiler_options
-from qwen3next_jax.training import guards
+from qwen3next_jax.training import guards, lazy_rows
 from qwen3next_jax.training.diagnostics import norms_by_layer
 from qwen3next_jax.training.gradients import Batch, make_gradients
 from qwen3next_jax.training.indexer import keep_indexers
 from qwen3next_jax.training.loss import total_loss
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
 from qwen3next_jax.training.resolve import ResolvedRun
-from qwen3next_jax.training.router_bias import update_router_bias
+from qwen3next_jax.training.router_bias import balance_by_quantile, update_router_bias
 from qwen3next_jax.training.stages import (
     DataCursor,
     DataCursors,
@@ -81,13 +81,14 @@ def make_train_step(
     gradients = make_gradients(run, stage, loss)
     schedule = learning_rate_schedule(stage.optimizer, stage.train.steps, stage.schedule_start)
     optimizer = make_optimizer(stage.optimizer, declared(run.model), schedule, run.compute_mesh)
+    tables = lazy_rows.lazy_tables(run.model, stage.optimizer)
     guard_config = run.config.guards
     shares_updates = run.update_shardings != run.state_shardings["params"]
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         # Compute the gradients of the whole batch, one micro-batch after another.
-        grads, loss_parts, counts = gradients(state["params"], batch)
-        grad_norm = optax.tree.norm(grads)
+        grads, loss_parts, counts, row_grads = gradients(state["params"], batch)
+        grad_norm = optax.tree.norm((grads, {n: g.rows for n, g in row_grads.items()}))
 
         # The guards decide whether the update is skipped, from the loss and the gradient norm.
         skip, guard_state, guard_metrics = guards.check(
@@ -95,16 +96,41 @@ def make_train_step(
         )
 
         # `optimizer` applies clipping, its direction, weight decay and the learning rate.
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        before, own = lazy_rows.split_tables(state["params"], tables)
+        old = {"params": before, "opt_state": state["opt_state"]}
+        if tables:
+            old["opt_state"] = state["opt_state"]["others"]
+        updates, opt_state = optimizer.update(grads, old["opt_state"], before)
         if shares_updates:  # each slice computes a part of the updates; then all get all parts
             updates = jax.lax.with_sharding_constraint(updates, run.update_shardings)
             updates = jax.lax.with_sharding_constraint(updates, run.state_shardings["params"])
-        params = optax.apply_updates(state["params"], updates)
-        params = update_router_bias(
-            run.model, params, loss_parts.get("expert_load"), stage.train.router_bias_rate
-        )
+        params = optax.apply_updates(before, updates)
+        if stage.train.router_bias_update == "quantile":
+            params = balance_by_quantile(run.model, params, loss_parts.pop("required_bias"))
+        else:
+            params = update_router_bias(
+                run.model, params, loss_parts.get("expert_load"), stage.train.router_bias_rate
+            )
         if stage.train.indexer_training == "frozen":
-            params = keep_indexers(run.model, state["params"], params)
+            params = keep_indexers(run.model, before, params)
+
+        # The optimizer, and so the schedule, counts only the steps that were not skipped.
+        learning_rate = schedule(state["step"] - state["guards"]["skipped"])
+        new = guards.keep_if(skip, old, {"params": params, "opt_state": opt_state})
+        if tables:
+            own, rows_state = lazy_rows.update(
+                run.model,
+                stage.optimizer,
+                tables,
+                own,
+                state["opt_state"]["tables"],
+                row_grads,
+                learning_rate,
+                skip,
+                run.compute_mesh,
+            )
+            new["params"] = lazy_rows.join_tables(new["params"], own, tables)
+            new["opt_state"] = {"others": new["opt_state"], "tables": rows_state}
 
         metrics = loss_parts | guard_metrics
         metrics |= {
@@ -112,14 +138,11 @@ def make_train_step(
             "grad_norms": norms_by_layer(run.model, grads),
             "tokens": counts.tokens,
             "flags": metrics["flags"] | guards.NO_TARGETS * ~counts.has_targets,
-            # The optimizer counts only the steps that were not skipped, and so does the schedule.
-            "learning_rate": schedule(state["step"] - state["guards"]["skipped"]),
+            "learning_rate": learning_rate,
         }
         if "indexer_loss" in loss_parts:
             metrics["indexer_loss_weight"] = stage.train.indexer_loss_weight
-        new_state = {
-            "params": guards.keep_if(skip, state["params"], params),
-            "opt_state": guards.keep_if(skip, state["opt_state"], opt_state),
+        new_state = new | {
             "step": state["step"] + 1,
             "guards": guard_state,
         }
@@ -342,8 +365,8 @@ class Trainer:
         Hooks that are due after the same step are called in the order of registration.
 
         If a hook is due after a step, the loop waits until the devices have finished the step. With
-        `every=1`, the host therefore never prepares a step while the devices compute the step
-        before it.
+        `every=1`, the loop therefore never takes the next batch, or dispatches the next step, while
+        the devices still compute.
 
         Args:
           hook: a function of a `StepInfo`, or a `Hook`.

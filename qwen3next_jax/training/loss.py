@@ -118,7 +118,8 @@ def total_loss(
       model: the model.
       batch: tokens and segment_ids, [B, T] int32. The target of a token is the token that follows
         it in the same document. If the batch has target_mask, [B, T] bool, only the tokens that it
-        marks are targets.
+        marks are targets. If it has expert_ids, [B, T, layers, A] int16, the tokens use these
+        experts (`Qwen3Next.features`). layer_rows, if the batch has them: see `Context`.
       train: the weights of the terms of the loss, and `remat`.
       counts: the counts of the whole batch.
       load: [L, E] `expert_load` of the whole batch; None if `batch` is the whole batch, or
@@ -132,6 +133,8 @@ def total_loss(
         top1: the share of targets to which the model gives the highest probability.
         mtp_loss/d, mtp_top1/d: the same for each MTP depth d.
         balance_loss, router_z, expert_load [L, E]: only if a layer has experts.
+        required_bias [L, E, BINS]: the counts of `router.count_required_bias`, only if
+          `train.router_bias_update` is "quantile".
         indexer_loss: only if an indexer is trained.
         total_loss: `total`.
     """
@@ -141,6 +144,9 @@ def total_loss(
         remat=train.remat,
         mesh=mesh,
         indexer=train.indexer_training,
+        layer_rows=batch.get("layer_rows"),
+        count_required_bias=train.router_bias_update == "quantile",
+        expert_ids=batch.get("expert_ids"),
     )
 
     def cross_entropy(hidden_BTD, offset, targets):
@@ -169,6 +175,8 @@ def total_loss(
         router_z = jnp.mean(_per_layer(features, counts, "z"))
         total = total + train.balance_loss_weight * balance + train.router_z_loss_weight * router_z
         parts |= {"balance_loss": balance, "router_z": router_z, "expert_load": own_load}
+        if train.router_bias_update == "quantile":
+            parts["required_bias"] = jnp.concatenate(_summed(features, "required_bias"))
     indexer_losses = [loss / counts.mixer_tokens for loss in features.mixer_losses]
     if features.mtp_mixer_loss is not None:
         indexer_losses.append(features.mtp_mixer_loss / counts.mtp_mixer_tokens)
@@ -183,9 +191,15 @@ def _per_layer(features: Features, counts: Counts, name: str) -> jax.Array:
     tokens of the whole batch. The layer of the MTP module is last. `name`: a key of
     `Features.router`.
     """
-    layers = []
-    if features.router:
-        layers.append(features.router[name] / counts.tokens)
-    if features.mtp_router:
-        layers.append(features.mtp_router[name][None] / counts.mtp_tokens)
-    return jnp.concatenate(layers)
+    tokens = [counts.tokens] * bool(features.router) + [counts.mtp_tokens] * bool(
+        features.mtp_router
+    )
+    return jnp.concatenate([x / n for x, n in zip(_summed(features, name), tokens, strict=True)])
+
+
+def _summed(features: Features, name: str) -> list[jax.Array]:
+    """Returns a router statistic, summed over tokens, of the trunk's layers with experts [L, …] and
+    of the layer of the MTP module [1, …], where there are such layers.
+    """
+    layers = [features.router[name]] if features.router else []
+    return layers + ([features.mtp_router[name][None]] if features.mtp_router else [])

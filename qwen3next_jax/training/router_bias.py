@@ -1,8 +1,15 @@
-"""Updates the router biases, which balance the load of the experts without a balance loss
-(2408.15664). The update depends on how often each expert was chosen, and on no gradient.
+"""Updates the router biases, which balance the load of the experts without a balance loss. Both
+updates depend on the choices of the batch's tokens, and on no gradient.
 
-Letters: L layers with experts (the layer of the multi-token prediction module is last), E experts.
+    sign      Each bias moves by a fixed step towards an even load (2408.15664).
+    quantile  Each bias becomes the one with which its expert would have got its share of the
+              batch's tokens (Kimi K3's report, section 2.3.3, equations 13 and 14).
+
+Letters: L layers with experts (the layer of the multi-token prediction module is last), E experts,
+M bins of a histogram.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +17,7 @@ import jax.numpy as jnp
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model import declared
+from qwen3next_jax.model.router import required_bias_range
 
 
 def update_router_bias(
@@ -29,18 +37,71 @@ def update_router_bias(
     """
     if not model.moe.router_bias:
         return params
-    sparse = [layer for layer, (_, experts) in enumerate(model.layer_kinds) if experts]
     # Differences below 5e-7 count as 0. Loads are sums of float32 quotients, so experts that were
     # chosen equally often may have loads that differ by rounding.
     direction_LE = jnp.sign(jnp.round((jnp.mean(load_LE, axis=-1, keepdims=True) - load_LE) * 1e6))
+    return _map_biases(model, params, lambda bias_LE, rows: bias_LE + rate * direction_LE[rows])
 
-    def update(path, leaf):
+
+def balance_by_quantile(model: ModelConfig, params: dict, counts_LEM: jax.Array) -> dict:
+    """Replaces the router biases by those of `quantile_bias`.
+
+    Args:
+      model: the model's settings; its routers have a bias.
+      params: the model's parameters.
+      counts_LEM: the counts of `router.count_required_bias` over the whole batch.
+    """
+    share = model.num_experts_per_tok / model.num_experts
+    return _map_biases(
+        model, params, lambda bias_LE, rows: quantile_bias(counts_LEM[rows], bias_LE, share)
+    )
+
+
+def quantile_bias(counts_LEM: jax.Array, bias_LE: jax.Array, share: float) -> jax.Array:
+    """Returns the biases [L, E] above which the share `share` of the tokens would have chosen each
+    expert, less their mean over the experts, which changes no choice.
+
+    Within a bin, the tokens count as evenly spread, so a bias is wrong by less than the width of a
+    bin. Layers without tokens keep their biases.
+
+    Args:
+      counts_LEM: the counts of `router.count_required_bias`.
+      bias_LE: the biases with which the tokens were counted.
+      share: the share of the tokens that each expert is to get, 0 … 1.
+    """
+    low_L1, high_L1 = required_bias_range(bias_LE)
+    width_L1 = (high_L1 - low_L1) / counts_LEM.shape[-1]
+    up_to_LEM = jnp.cumsum(counts_LEM, axis=-1)
+    tokens_LE = up_to_LEM[..., -1]
+    wanted_LE = share * tokens_LE
+    bin_LE1 = jnp.argmax(up_to_LEM >= wanted_LE[..., None], axis=-1, keepdims=True)
+    count_LE, total_LE = (
+        jnp.take_along_axis(x, bin_LE1, axis=-1)[..., 0] for x in (counts_LEM, up_to_LEM)
+    )
+    within_LE = (wanted_LE - (total_LE - count_LE)) / jnp.maximum(count_LE, 1)
+    new_LE = low_L1 + width_L1 * (bin_LE1[..., 0] + within_LE)
+    new_LE -= jnp.mean(new_LE, axis=-1, keepdims=True)
+    return jnp.where(tokens_LE > 0, new_LE, bias_LE)
+
+
+def _map_biases(
+    model: ModelConfig, params: dict, update: Callable[[jax.Array, jax.Array], jax.Array]
+) -> dict:
+    """Returns the parameters with other router biases.
+
+    Args:
+      update: a function (biases of some layers [n, E], numbers of these layers among the layers
+        with experts [n]) → new biases [n, E].
+    """
+    sparse = [layer for layer, (_, experts) in enumerate(model.layer_kinds) if experts]
+
+    def new(path, leaf):
         name = path_string(path)
         group, block, *_ = name.split("/") + [""]
         if declared(model)[name].kind != "balance":
             return leaf
         layers = (model.num_hidden_layers,) if group == "mtp" else model.stacks[int(block)]
         rows = jnp.array([sparse.index(layer) for layer in layers])
-        return leaf + rate * direction_LE[rows].reshape(leaf.shape)
+        return update(leaf.reshape(len(layers), -1), rows).reshape(leaf.shape)
 
-    return jax.tree_util.tree_map_with_path(update, params)
+    return jax.tree_util.tree_map_with_path(new, params)

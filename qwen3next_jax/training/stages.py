@@ -45,7 +45,7 @@ class ResolvedStage:
     Attributes:
       name: the stage's name in records; "" if the run has no `train.stages`.
       steps_before: the number of steps of the run before the stage begins.
-      last_step: the last step of the stage, counted from the start of the run.
+      last_step: the number of the stage's last step; the first step of the run has the number 1.
       schedule_start: the number of steps of the run before the stage's learning-rate schedule
         begins.
       train: the stage's settings of the group "train". Two of them differ from the run's:
@@ -159,8 +159,8 @@ def _overrides(stage: Stage, group: str) -> dict[str, Any]:
 
 
 def stage_at(stages: Sequence[ResolvedStage], step: int) -> ResolvedStage:
-    """Returns the stage that contains `step` (counted from 1), or the last stage if the run has
-    fewer steps.
+    """Returns the stage that contains step number `step` of the run, or the last stage if the run
+    has fewer steps. The first step has the number 1.
     """
     return next((stage for stage in stages if step <= stage.last_step), stages[-1])
 
@@ -182,7 +182,7 @@ def open_stages(
     Args:
       stages: the stages of the run.
       vocab_size: the size of the model's vocabulary.
-      progress: called now and then while data are prepared; None: nothing is called.
+      progress: function that is called now and then while data are prepared; None: no function.
     """
     return [
         open_data(stage.data, stage.sequence_length, stage.batch_size, vocab_size, progress)
@@ -213,17 +213,18 @@ class DataCursor(NamedTuple):
     streams: Mapping[str, float] = {}
 
     def batch(self, step: int, data_offset: int) -> int:
-        """Returns which of the stage's batches, counted from 0, a step reads.
+        """Returns the index of the batch that a step reads. The first batch of the stage has the
+        index 0.
 
         Args:
-          step: the step of the run, counted from 1.
+          step: the number of the step; the first step of the run has the number 1.
           data_offset: the number of batches that rewinds have skipped.
         """
         return step - 1 - self.step + data_offset
 
     def advance(self, step: int, data: Data, data_offset: int = 0) -> "DataCursor":
-        """Returns the cursor of the next stage. This cursor must be the cursor of the stage that
-        contains `step`.
+        """Returns the cursor of the next stage. Call this method on the cursor of the stage that
+        contains step number `step` of the run.
 
         Args:
           step: the number of steps of the run before the next stage.
@@ -307,8 +308,9 @@ def first_cursor(cursors: DataCursors) -> DataCursor:
 
 
 def stage_number(cursors: DataCursors, step: int) -> int:
-    """Returns the index of the stage that contains `step` of the run (counted from 1). For steps
-    before the run's first step, returns the index of the run's first stage.
+    """Returns the index of the stage that contains step number `step` of the run. The first stage
+    has the index 0, and the first step of the run has the number 1. For steps before the run's
+    first step, returns the index of the run's first stage.
 
     The train state after a step holds a `data_offset`, which counts batches of the stage that this
     function returns for the step.

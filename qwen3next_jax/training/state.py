@@ -7,6 +7,8 @@ step        int32, the number of steps taken so far
 guards      the state of the numerical guards (see `guards.init_guards`)
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -16,6 +18,7 @@ from jax.sharding import Mesh
 from qwen3next_jax.config import GuardConfig, ModelConfig, OptimizerConfig, SliceState
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.sharding.rules import tree_shardings
+from qwen3next_jax.training import lazy_rows
 from qwen3next_jax.training.guards import init_guards
 from qwen3next_jax.training.optimizer import make_optimizer
 
@@ -44,7 +47,7 @@ def abstract_train_state(
     state = jax.eval_shape(
         lambda params: {
             "params": params,
-            "opt_state": _optimizer(model, optimizer).init(params),
+            "opt_state": _init_optimizer(model, optimizer, params),
             **_step_and_guards(guards),
         },
         params,
@@ -83,18 +86,27 @@ def init_state(
         params = jax.jit(random_params, out_shardings=state_shardings["params"])()
     else:
         params = jax.device_put(params, state_shardings["params"])
-    init = jax.jit(_optimizer(model, optimizer).init, out_shardings=state_shardings["opt_state"])
+    init = jax.jit(
+        lambda params: _init_optimizer(model, optimizer, params),
+        out_shardings=state_shardings["opt_state"],
+    )
     step_and_guards = _step_and_guards(guards)
     return {"params": params, "opt_state": init(params)} | jax.device_put(
         step_and_guards, {name: state_shardings[name] for name in step_and_guards}
     )
 
 
-def _optimizer(model: ModelConfig, optimizer: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns an optimizer that is only used to make its initial state. Its learning rate is 0,
-    because the initial state does not depend on the learning rate.
+def _init_optimizer(model: ModelConfig, config: OptimizerConfig, params: dict) -> Any:
+    """Returns the state of the optimizer. If lazy AdamW updates tables, it is a dict with the
+    entries "tables", the state of lazy AdamW, and "others", that of all other parameters.
     """
-    return make_optimizer(optimizer, declared(model), optax.constant_schedule(0.0))
+    # The initial state does not depend on the learning rate.
+    optimizer = make_optimizer(config, declared(model), optax.constant_schedule(0.0))
+    tables = lazy_rows.lazy_tables(model, config)
+    others, _ = lazy_rows.split_tables(params, tables)
+    if not tables:
+        return optimizer.init(params)
+    return {"others": optimizer.init(others), "tables": lazy_rows.init(tables, params)}
 
 
 def _step_and_guards(guards: GuardConfig) -> dict:

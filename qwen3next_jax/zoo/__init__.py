@@ -1,10 +1,12 @@
-"""Mixers and other parts of a block that the released model does not have: one file for each
-family.
+"""Mixers and other parts of a block that the released Qwen3-Next does not have: one file for each
+family of similar mixers.
 
-The core runs without this folder. `config/registry.py` lists the mixers and parts by name.
+The rest of the package runs without this folder. `config/registry.py` lists the mixers and parts by
+name.
 """
 
-# {name: module} of the operators that can also be imported from `qwen3next_jax.ops`.
+# Name of an operator → the module that defines it. `qwen3next_jax.ops` imports the operator from
+# there when it is asked for this name.
 OPERATORS = {
     "channel_delta_rule": "qwen3next_jax.zoo.ops",
     "fft_convolution": "qwen3next_jax.zoo.hyena",

@@ -1,6 +1,8 @@
-"""Attention of the first translation models: a small network scores every pair of tokens
-(Bahdanau, 1409.0473, A.1.2), or a matrix between queries and keys does (Luong, 1508.04025,
-"general"). Neither uses positions; other layers of the model must do so.
+"""Attention of the first neural translation models. A small network scores every pair of a query
+and a key (Bahdanau, 1409.0473, A.1.2), or a bilinear form qᵀ W k does (Luong, 1508.04025, the score
+"general"). Neither score depends on the positions of the tokens; only the causal mask does. So a
+model with one of these mixers needs another source of positions: recurrent layers, or the setting
+`model.block.positions`.
 
 Letters: B batch, T queries, S keys, C queries of a chunk, D model, N query heads, M key/value
 heads, R = N/M, K head width.
@@ -17,13 +19,15 @@ from qwen3next_jax.sharding.rules import TENSOR, activation_spec, constrain, per
 from qwen3next_jax.zoo.attention_references import places
 
 EXAMPLES = {"bahdanau": {"full_mixer": "bahdanau"}, "luong": {"full_mixer": "luong"}}
-CHUNK = 16  # queries computed at once; each needs a vector of head_dim numbers for every key
+CHUNK = 16  # queries computed at once; each query and key need a vector of head_dim numbers
 
 
 class Bahdanau(Mixer):
-    """o_i = Σ_j softmax_j(uᵀ tanh(q_i + k_j)) v_j for each head, over the tokens j ≤ i.
+    """Bahdanau's attention: o_i = Σ_j softmax_j(uᵀ tanh(q_i + k_j)) v_j for each head, over the
+    tokens j ≤ i, with a learned vector u for each head.
 
-    Diagnostics: first_token_share [N], as in `GatedAttention`.
+    Diagnostics: first_token_share [N], the mean share of attention that the later tokens of a
+    document give to its first token.
     """
 
     cache_kind = "slots"
@@ -38,6 +42,7 @@ class Bahdanau(Mixer):
         self.make_score(make, n, k)
 
     def make_score(self, make, n, k):
+        """Makes the parameter of the score, here u [N, K]."""
         start = lambda shape: jax.random.normal(make.rngs.params(), shape) * k**-0.5
         self.score = make.parameter(start, (n, k), "query_heads .", kind="vector")
 
@@ -60,13 +65,17 @@ class Bahdanau(Mixer):
         return gated_projection(o_BTNK, None, self.o_proj[...], context), diagnostics, cache
 
     def heads(self, x_BTD, weight, context):
-        """x times a matrix [D, heads, K]. The heads are split over `tensor` if it divides them."""
+        """Returns x times the matrix `weight` [D, heads, K], as [B, T, heads, K]. The heads are
+        split over the mesh axis `tensor` if its size divides their number.
+        """
         split = None if weight.shape[-2] % num_shards(context.mesh, TENSOR) else "heads"
         y_BTNK = jnp.einsum("btd,dnk->btnk", x_BTD, weight[...].astype(x_BTD.dtype))
         return constrain(y_BTNK, context.mesh, "batch", context.time, split, None)
 
     def attend(self, q_BTNK, k_BSMK, v_BSMK, context, cached: bool):
-        """o [B, T, N, K]. `cached`: whether keys and values are the slots of a cache."""
+        """Returns the output of the heads, o [B, T, N, K]. If `cached` is true, keys and values are
+        the slots of a cache, and a query sees the slots up to its position.
+        """
         if k_BSMK.shape[2] % num_shards(context.mesh, TENSOR):
             k_BSMK, v_BSMK = (
                 jnp.repeat(x, q_BTNK.shape[2] // x.shape[2], axis=2) for x in (k_BSMK, v_BSMK)
@@ -106,8 +115,8 @@ class Bahdanau(Mixer):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """FLOPs per token of the scores and of the weighted sum of values: a causal query reads
-        (length + 1) / 2 keys on average.
+        """Counts the FLOPs per token of the scores and of the weighted sum of values. A causal
+        query reads (length + 1) / 2 keys on average.
         """
         return 2 * (length + 1) * config.num_attention_heads * config.head_dim
 
@@ -117,8 +126,9 @@ class Bahdanau(Mixer):
 
 
 class Luong(Bahdanau):
-    """o_i = Σ_j softmax_j(q_iᵀ W k_j) v_j for each head, over the tokens j ≤ i. The scores are not
-    divided by √K. Instead W starts with small values.
+    """Luong's attention: o_i = Σ_j softmax_j(q_iᵀ W k_j) v_j for each head, over the tokens j ≤ i,
+    with a learned matrix W [K, K] for each head. The scores are not divided by √K; instead the
+    initial values of W are small.
     """
 
     def make_score(self, make, n, k):
@@ -132,20 +142,27 @@ class Luong(Bahdanau):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """FLOPs per token of the heads' matrices W, the scores and the weighted sum of values."""
+        """Counts the FLOPs per token of the products with W, of the scores, and of the weighted sum
+        of values.
+        """
         matrices = 2 * config.num_attention_heads * config.head_dim**2
         return super().forward_flops(config, length) + matrices
 
 
 def additive_attention(q_BTNK, k_BSMK, v_BSMK, score_NK, at_BT, ids_BT, key_ids_BS):
-    """o [B, T, N, K], computed one chunk of queries after the other. The query in row `at` of the
-    keys sees the keys of its document up to that row.
+    """Computes Bahdanau's attention, one chunk of queries after the other. A query sees the keys of
+    its document up to its own key.
 
     Args:
+      q_BTNK: queries.
+      k_BSMK, v_BSMK: keys and values; N is a multiple of M.
       score_NK: the vector u of each head.
-      at_BT: the row of the keys that belongs to each query.
+      at_BT: for each query, the index along S of its own key.
       ids_BT: the document of each query.
       key_ids_BS: the document of each key.
+
+    Returns:
+      o [B, T, N, K] in the dtype of q.
     """
     time, width = q_BTNK.shape[1], q_BTNK.shape[-1]
     groups, wide = k_BSMK.shape[2], jnp.promote_types(jnp.float32, q_BTNK.dtype)
@@ -172,7 +189,9 @@ def additive_attention(q_BTNK, k_BSMK, v_BSMK, score_NK, at_BT, ids_BT, key_ids_
 
 
 def _scored_attention(config, params, x, scores):
-    """Causal attention with the scores `scores(q, k)` [N, T, T], where q and k are [T, N, K]."""
+    """Returns causal attention [T, D] with the scores that the function `scores` computes: it maps
+    q and k [T, N, K] to [N, T, T].
+    """
     heads = config.num_attention_heads
     qkv = []
     for name in ("q_proj", "k_proj", "v_proj"):

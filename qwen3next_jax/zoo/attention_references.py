@@ -1,9 +1,10 @@
-"""What the float64 references of the attention families share: gated attention for one row [T, D]
-that is one document, computed for every pair of tokens.
+"""Functions that the float64 reference implementations of attention share: gated attention for one
+row [T, D] that is one document, computed for every pair of tokens.
 
-A reference is a function of the ModelConfig, the parameters by name and the row. It is plain
-jax.numpy, so that autodiff computes its gradients. The references rotate only the query, by its
-distance from the key; the mixers rotate queries and keys by their positions.
+A reference is a function (config, params, x): the ModelConfig, the parameters by name, and the row.
+It uses only jax.numpy, so that autodiff computes its gradients. To check the rotary positions in
+another way than the mixers compute them, the references rotate only the query, by its distance from
+the key; the mixers rotate queries and keys by their positions.
 
 Letters: T queries, S keys, D model, N query heads, M key/value heads, K head width.
 """
@@ -16,7 +17,9 @@ import numpy as np
 
 
 def norm(config, x, weight):
-    """The model's norm over the last axis: weight [D], or [2, D] of a LayerNorm."""
+    """Applies the norm `model.block.norm` over the last axis of x. `weight` has the shape [D], or
+    [2, D] (scale and bias) for a LayerNorm.
+    """
     centre = 1 if config.zero_centered_norm else 0
     if config.block.norm == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)
@@ -28,13 +31,21 @@ def norm(config, x, weight):
 
 
 def rms_norm(config, x):
-    """x divided by its root mean square."""
+    """Returns x divided by its root mean square over the last axis."""
     return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + config.rms_norm_eps)
 
 
 def rotated(config, x, distance, theta=None):
-    """x [..., K] with its first R = `rotary_dim` numbers rotated by `distance` [...]. Pair i of
-    these numbers rotates at the frequency θ^(-2i/R). theta: the base θ; None: the model's base.
+    """Rotates the first R = `config.rotary_dim` numbers of x. Numbers i and i + R/2 form a pair,
+    which is rotated by the angle distance · θ^(-2i/R).
+
+    Args:
+      x: [..., K].
+      distance: [...], the number of positions to rotate by.
+      theta: the base θ; None means `config.rope_theta`.
+
+    Returns:
+      The rotated array. The leading axes of x and the axes of `distance` are broadcast together.
     """
     half = config.rotary_dim // 2
     theta = config.rope_theta if theta is None else theta
@@ -47,8 +58,8 @@ def rotated(config, x, distance, theta=None):
 
 
 def places(x):
-    """The positions of queries [T, 1] and keys [1, S], and whether each query sees each key in
-    causal attention [T, S].
+    """Returns the positions of the queries [T, 1], the positions of the keys [1, S], and the causal
+    mask [T, S]: whether each query sees each key. T and S are the length of x.
     """
     t, s = np.arange(len(x))[:, None], np.arange(len(x))[None]
     return t, s, s <= t
@@ -57,17 +68,24 @@ def places(x):
 def gated_attention(
     config, params, x, *, seen, distance=None, theta=None, bias=None, selected=None, sink=None
 ):
-    """Gated attention of one row, with biases if the parameters have them.
+    """Computes gated attention of one row, with biases of the projections if `params` has them.
 
     Args:
+      config: the ModelConfig.
+      params: name of a parameter → its array.
+      x: the row, [T, D].
       seen: [T, S] bool, whether the query sees the key.
-      distance: [T, S], the distance by which the query is rotated for each key; None: no rotation.
-      theta: [T, 1, 1, 1], the base of the rotations for each query; None: the model's base.
-      bias: [N, T, S], added to the scores; or None.
-      selected: ([T, S] bool, n): each query and head also sees the n marked keys with the highest
-        scores; or None.
-      sink: [N], a logit of each head that joins the softmax's denominator but has no value; or
-        None.
+      distance: [T, S], the distance by which the query is rotated for each key; None for no
+        rotation.
+      theta: [T, 1, 1, 1], the base of the rotations for each query; None means `config.rope_theta`.
+      bias: [N, T, S], added to the scores; None adds nothing.
+      selected: the pair (mask [T, S] bool, n). Of the keys for which the mask is true, each query
+        and head also sees the n keys with the highest scores. None selects no keys.
+      sink: [N], a logit s of each head that adds e^s to the softmax's denominator; None adds
+        nothing.
+
+    Returns:
+      The output [T, D].
     """
     settings, width = config.settings_of(config.mixers[0]), config.head_dim
     q = jnp.einsum("td,dnk->tnk", x, params["q_proj"]) + params.get("q_bias", 0)

@@ -20,19 +20,22 @@ EXAMPLES = {
 
 
 class BiasedAttention(BiasedProjections):
-    """`GatedAttention` whose projections have biases; it runs in the fast kernels."""
+    """`GatedAttention` whose projections have biases. The attention itself runs the same kernels as
+    in `GatedAttention`.
+    """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(BiasedProjections.Settings):
-        # the projections that have a bias: those of queries, keys and values ("qkv"), or also that
-        # of the output ("qkvo")
+        # which projections have a bias: the projections of queries, keys and values ("qkv"), or
+        # these and the output projection ("qkvo")
         attention_bias: Literal["qkv", "qkvo"] = "qkv"
 
 
 class SinkAttention(BiasedProjections, PairAttention):
-    """Attention whose softmax has one more term in the denominator, e^s with a learned logit s for
-    each head: p_ij = e^{q_i·k_j} / (e^s + Σ_{j'} e^{q_i·k_j'}). With this term a head can attend to
-    nothing. The fast kernels do not have it, so XLA computes all T × T scores.
+    """Attention in which each head has a learned logit s, which adds a term to the denominator of
+    the softmax: p_ij = e^{s_ij} / (e^s + Σ_{j'} e^{s_ij'}), where s_ij is the score of query i and
+    key j. With this term a head can attend to nothing. The kernels of `ops.attention` do not
+    support the term, so XLA computes all T × T scores.
     """
 
     weights_of = None

@@ -1,5 +1,5 @@
-"""Gated attention whose projections have biases: the base of the families `biased_attention.py` and
-`sliding_window.py`.
+"""The base class of the mixers in `biased_attention.py` and `sliding_window.py`: gated attention
+whose projections can have biases.
 
 Letters: B batch, T time, D model, N query heads, M key/value heads, K head width.
 """
@@ -13,16 +13,16 @@ from qwen3next_jax.model.gated_attention import GatedAttention
 
 
 class BiasedProjections(GatedAttention):
-    """`GatedAttention` with biases: q = W x + b, and likewise for keys, values and output.
-    `attention_bias` chooses the projections that have one. The query's bias is as wide as the
-    query's projection, so that the output gate (if there is one) has a bias, too. Biases start at 0
-    and have no weight decay.
+    """`GatedAttention` with biases: q = W x + b, and likewise for keys, values and the output
+    projection. The setting `attention_bias` says which projections have a bias. The query
+    projection also computes the output gate, if there is one; then the bias of the query projection
+    has entries for the gate, too. Biases start at 0 and have no weight decay.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(GatedAttention.Settings):
-        # the projections that have a bias: those of queries, keys and values ("qkv"), or also that
-        # of the output ("qkvo")
+        # which projections have a bias: none ("none"), the projections of queries, keys and values
+        # ("qkv"), or these and the output projection ("qkvo")
         attention_bias: Literal["none", "qkv", "qkvo"] = "none"
 
     def __init__(self, config, make, layers):
@@ -60,4 +60,5 @@ class BiasedProjections(GatedAttention):
 
 
 def _plus(x, bias):
+    """Returns x + bias in x's dtype."""
     return x + bias.astype(x.dtype)

@@ -1,6 +1,6 @@
-"""Parts of a block that the released model does not have; the settings `model.block.*` name them.
-These are norms, placements of norms, dense MLPs, position embeddings, and scaled rotations for
-contexts longer than the trained one.
+"""Parts of a block that the released model does not have: norms, placements of norms, dense MLPs,
+position embeddings, and scaled rotary positions for texts longer than the training texts. The
+settings `model.block.*` choose among them by name.
 
 Letters: B batch, T time, D model, I width of an MLP.
 """
@@ -22,7 +22,8 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.positions import NoPositions
 from qwen3next_jax.zoo.attention_references import gated_attention, norm, places
 
-# Examples in which every placement, norm and MLP occurs at least once.
+# Settings of example models for the tests. Every placement, norm and MLP of this file occurs in at
+# least one of them.
 EXAMPLES = {
     "gemma": {
         "block": {"placement": "sandwich", "norm": "layer", "mlp": "geglu"},
@@ -43,12 +44,13 @@ EXAMPLES = {
 
 
 class LayerNorm:
-    """LayerNorm (1607.06450): RMSNorm of x − mean(x), plus a bias. The weight [2, D] holds the
-    scale and the bias; with `zero_centered_norm` it holds the scale − 1 and the bias.
+    """LayerNorm (1607.06450): RMSNorm of x − mean(x), plus a bias. Row 0 of the weight [2, D] holds
+    the scale, or the scale − 1 with `model.zero_centered_norm`; row 1 holds the bias.
     """
 
     @staticmethod
     def weight(make: Make, width: int) -> nnx.Param:
+        """Makes the weight [2, width], which starts as a scale of 1 and a bias of 0."""
         centre = 0.0 if make.config.zero_centered_norm else 1.0
         return make.parameter(
             lambda shape: jnp.broadcast_to(jnp.array([[centre], [0.0]]), shape),
@@ -59,7 +61,9 @@ class LayerNorm:
 
     @staticmethod
     def apply(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
-        """The norm of x over the last axis, computed in float32 and returned in the dtype of x."""
+        """Applies the norm over the last axis of x. It is computed in float32 and returned in the
+        dtype of x.
+        """
 
         def normalise(x, weight):
             scale, bias = weight.astype(jnp.float32)
@@ -78,7 +82,9 @@ class LayerNorm:
 
 
 class Post(Block):
-    """N(x + f(x)), as in the Transformer (1706.03762)."""
+    """Norms after the residual sum: N(x + f(x)), as in the Transformer (1706.03762). N is a norm
+    and f is the mixer or the MLP.
+    """
 
     def before(self, x_BTD, part):
         return x_BTD
@@ -88,7 +94,9 @@ class Post(Block):
 
 
 class Olmo2(Block):
-    """x + N(f(x)) (2501.00656)."""
+    """Norms of the outputs of mixer and MLP: x + N(f(x)), as in OLMo 2 (2501.00656). N is a norm
+    and f is the mixer or the MLP.
+    """
 
     def before(self, x_BTD, part):
         return x_BTD
@@ -98,7 +106,9 @@ class Olmo2(Block):
 
 
 class Sandwich(Block):
-    """x + N'(f(N(x))) (2105.13290; Gemma 3)."""
+    """Norms of inputs and outputs of mixer and MLP: x + N'(f(N(x))) (CogView, 2105.13290; Gemma 3).
+    N and N' are norms and f is the mixer or the MLP.
+    """
 
     def __init__(self, config, mixer, sparse, make, layers):
         super().__init__(config, mixer, sparse, make, layers)
@@ -110,9 +120,10 @@ class Sandwich(Block):
 
 
 class Deep(Post):
-    """DeepNorm (2203.00555): N(α x + f(x)) with α = (2 L)^¼ for L layers. The start values of the
-    matrices of MLPs, values and outputs are multiplied by β = (8 L)^-¼. A parameter that holds the
-    matrices of values, queries and keys together starts without the factor.
+    """DeepNorm (2203.00555): N(α x + f(x)) with α = (2 L)^¼ for L layers, where N is a norm and f
+    is the mixer or the MLP. The initial values of the MLP's matrices, the value projection and the
+    output projection are multiplied by β = (8 L)^-¼. A mixer that has one parameter for the
+    projections of queries, keys and values together starts without the factor β on its values.
     """
 
     def __init__(self, config, mixer, sparse, make, layers):
@@ -138,7 +149,7 @@ gelu = functools.partial(jax.nn.gelu, approximate=True)  # the tanh form, as in 
 
 
 class GeGLU(DenseMLP):
-    """down(gelu(gate x) · up x) (2002.05202)."""
+    """The MLP down(gelu(gate x) · up x), where gate, up and down are matrices (2002.05202)."""
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
         gate_up = jnp.einsum("btd,dci->btci", x_BTD, self.gate_up[...].astype(x_BTD.dtype))
@@ -149,7 +160,7 @@ class GeGLU(DenseMLP):
 
 
 class GELU(nnx.Module):
-    """down(gelu(up x))."""
+    """The MLP down(gelu(up x)), where up and down are matrices."""
 
     activation = staticmethod(gelu)
 
@@ -164,19 +175,21 @@ class GELU(nnx.Module):
 
 
 class ReLU(GELU):
-    """down(max(0, up x)) (1706.03762)."""
+    """The MLP down(max(0, up x)), where up and down are matrices (1706.03762)."""
 
     activation = staticmethod(jax.nn.relu)
 
 
 class SquaredReLU(GELU):
-    """down(max(0, up x)²) (2109.08668)."""
+    """The MLP down(max(0, up x)²), where up and down are matrices (2109.08668)."""
 
     activation = staticmethod(lambda x: jnp.square(jax.nn.relu(x)))
 
 
 class NoMLP(nnx.Module):
-    """Returns zeros, for layers that consist of a mixer alone. The norms around it remain."""
+    """An MLP that returns zeros, for layers that consist of a mixer alone. The layer still has the
+    MLP's norms.
+    """
 
     def __init__(self, config: ModelConfig, make: Make):
         pass
@@ -190,7 +203,9 @@ class NoMLP(nnx.Module):
 
 
 class Sinusoidal(NoPositions):
-    """Adds sin and cos of t / 10000^(2i/D), side by side for each i (1706.03762, section 3.5)."""
+    """Adds sin(t / 10000^(2i/D)) to entry 2i and cos(t / 10000^(2i/D)) to entry 2i + 1 of the
+    embedding at position t (1706.03762, section 3.5).
+    """
 
     def __call__(self, x_BTD: jax.Array, positions_BT: jax.Array) -> jax.Array:
         half = self.config.hidden_size // 2
@@ -200,7 +215,12 @@ class Sinusoidal(NoPositions):
 
 
 class Learned(NoPositions):
-    """Adds a learned vector for each position of the context."""
+    """Adds a learned vector to the embedding of each token: the row of its position in a table of
+    `config.context_length` rows.
+
+    Raises (when it is called):
+      UserError: a row has more tokens than the table has positions.
+    """
 
     meaning = ("max_position_embeddings", "yarn_factor")
 
@@ -220,29 +240,32 @@ class Learned(NoPositions):
         return x_BTD + self.table[...][positions_BT].astype(x_BTD.dtype)
 
 
-# ---- rotations stretched to `factor` = yarn_factor times the trained `context`
+# ---- scaled rotary positions for texts `factor` times as long as the trained length `context`
 # --------------------------------------------------------------------------------------------------
-# Like `layers.yarn`, each function returns the factor of the frequency of each of the `half` pairs
-# of dimensions, relative to the frequencies of the base `theta`, and the factor of cos and sin.
+# `factor` is model.yarn_factor, and `context` is model.max_position_embeddings. There are `half`
+# pairs of rotated dimensions. Like `layers.yarn`, each function returns two values: an array [half]
+# by which the frequencies of the base `theta` are multiplied, and a number by which cos and sin are
+# multiplied.
 
 
 def linear(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
-    """Position interpolation (2306.15595): all frequencies are divided by the factor."""
+    """Computes position interpolation (2306.15595): divides all frequencies by `factor`."""
     return np.full(half, 1 / factor, np.float32), 1.0
 
 
 def ntk(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
-    """NTK-aware scaling: the base is multiplied by factor^(R / (R − 2)), R = 2 · half. The fastest
-    pair keeps its frequency, and the frequency of the slowest pair is divided by the factor.
+    """Computes NTK-aware scaling: multiplies the base by factor^(R / (R − 2)), where R = 2 · half
+    is the number of rotated dimensions. The fastest pair keeps its frequency, and the frequency of
+    the slowest pair is divided by `factor`.
     """
     return (factor ** (-np.arange(half) / max(half - 1, 1))).astype(np.float32), 1.0
 
 
 def truncated(half: int, theta: float, factor: float, context: int) -> tuple[np.ndarray, float]:
-    """A truncated basis (Giraffe, 2308.10882). A pair that turns at least once within the trained
-    context keeps its frequency. A slower pair that turns more than once within the stretched
-    context gets the frequency of one turn in that context. The slowest pairs do not turn. The paper
-    does not specify the two limits; this code chooses them.
+    """Computes a truncated basis (Giraffe, 2308.10882). A pair that makes at least one full turn
+    over `context` positions keeps its frequency. A slower pair that makes more than one turn over
+    `context` · `factor` positions gets the frequency of exactly one turn over these. The slowest
+    pairs are not rotated. The paper does not specify the two limits; this code chooses them.
     """
     frequency = theta ** (-np.arange(half) / half)
     once = 2 * math.pi / context
@@ -256,7 +279,9 @@ def truncated(half: int, theta: float, factor: float, context: int) -> tuple[np.
 
 
 def block_reference(config, params, x):
-    """[T, D] → [T, D]: one layer of gated attention and a dense MLP, by the formulas above."""
+    """Computes one layer of gated attention and a dense MLP, [T, D] → [T, D], with the placement of
+    norms in `config`.
+    """
     alpha = (2 * config.num_hidden_layers) ** 0.25
     for part, f in (("mixer", _attention_reference), ("mlp", _mlp_reference)):
         f = functools.partial(f, config, params[part])

@@ -1,12 +1,12 @@
 """Experts other than the released model's SwiGLU, chosen by `model.moe.experts`: experts without a
 gate (Nemotron 3 Nano), and clipped experts with biases (gpt-oss).
 
-The sorted form computes the routed experts, in plain XLA. If the mesh splits the experts, every
-shard gathers the tokens of all shards, computes the contributions of its own experts, and the
-contributions are summed. The buffers of a shard have room for all choices.
+The function `sorted_moe` of `model.expert_forms` computes the routed experts, in plain XLA. If the
+mesh splits the experts, every shard gathers the tokens of all shards and computes the outputs of
+its own experts, and a reduce-scatter sums the outputs. No choice of an expert is dropped.
 
-Letters: R tokens, D model, A choices per token, Q rows sorted by expert, E experts, L experts of
-this shard, I expert width.
+Letters: R tokens, D model, A choices per token, Q rows sorted by expert, E experts of this shard, I
+expert width, F width of a bias.
 """
 
 import functools
@@ -20,7 +20,8 @@ from qwen3next_jax.model.moe import SparseMoE
 from qwen3next_jax.ops.grouped_matmul import grouped_matmul
 from qwen3next_jax.sharding.rules import EXPERT, TENSOR, num_shards
 
-# Every value of `moe.experts`, with the router of a model that has such experts.
+# For each value of `model.moe.experts`, settings of an example model for the tests, with the router
+# that a published model with such experts has.
 EXAMPLES = {
     "swiglu": {},
     "relu2": {
@@ -41,12 +42,16 @@ ALPHA, LIMIT = 1.702, 7.0  # constants of the clipped SwiGLU, as in gpt-oss
 
 
 def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer):
-    """Returns the sorted form (`model.expert_forms`) with the experts that `mlp` computes.
+    """Returns a function with the arguments and the result that `model.expert_forms` describes. It
+    computes the weighted sum of each token's chosen experts; `mlp` computes the experts.
 
     Args:
       mlp: (number of shards of the mesh axis `tensor`, x [Q, D], *experts, group_sizes [E]) →
-        [Q, D], computes the experts of rows that are sorted by expert.
-      mesh, dtype, in_tiles, few_tokens, layer: see `model.expert_forms.expert_form`.
+        [Q, D], computes the experts of rows that are sorted by expert. `experts` are the arrays of
+        the experts' parameters.
+      mesh, layer: see `model.expert_forms.expert_form`.
+      dtype, in_tiles, few_tokens: ignored. They are arguments because the same call is made for
+        every class of experts.
     """
     of_one_layer = functools.partial(
         sorted_moe, mlp=functools.partial(mlp, num_shards(mesh, TENSOR))
@@ -61,8 +66,8 @@ def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer):
 
 
 def _over_shards(run, x_RD, weight_RA, expert_RA, *experts):
-    """Applies `run` to the tokens of all shards along `expert`, with this shard's experts. Returns
-    for this shard's tokens the sum of the results of all shards.
+    """Gathers the tokens of all shards along the mesh axis `expert`, and applies `run` to them with
+    this shard's experts. Returns, for this shard's tokens, the sum over the shards [R, D].
     """
     x_RD, weight_RA, expert_RA = (
         jax.lax.all_gather(a, EXPERT, tiled=True) for a in (x_RD, weight_RA, expert_RA)
@@ -70,8 +75,8 @@ def _over_shards(run, x_RD, weight_RA, expert_RA, *experts):
     count = experts[0].shape[0]
     expert_RA -= jax.lax.axis_index(EXPERT) * count
     here_RA = (expert_RA >= 0) & (expert_RA < count)
-    # Choices of other shards' experts get an index past the last expert. So their rows are sorted
-    # to the end, and belong to no group.
+    # A choice of another shard's expert gets an index past the last expert. `sorted_moe` sorts its
+    # row to the end, where it belongs to no group.
     expert_RA = jnp.where(here_RA, expert_RA, count)
     part_RD = run(x_RD, jnp.where(here_RA, weight_RA, 0), expert_RA, *experts)
     return jax.lax.psum_scatter(part_RD, EXPERT, tiled=True)
@@ -82,8 +87,8 @@ def _over_shards(run, x_RD, weight_RA, expert_RA, *experts):
 
 
 class SquaredReLUExperts(SparseMoE):
-    """Experts and shared expert down(max(0, up x)²) (2109.08668), which have two matrices each and
-    no gate (Nemotron 3 Nano, 2512.20848).
+    """Experts without a gate, as in Nemotron 3 Nano (2512.20848). Each routed expert and the shared
+    expert compute down(max(0, up x)²) (2109.08668) with two matrices, up and down.
     """
 
     expert_parameters = ("expert_up", "expert_down")
@@ -111,6 +116,7 @@ def _squared_relu(x):
 
 
 def _squared_relu_mlp(tensor_shards, x_QD, up_EDI, down_EID, sizes_E):
+    """Computes the routed experts of `SquaredReLUExperts`; the argument `mlp` of `form_of`."""
     hidden_QI = keeping_inputs(_squared_relu, grouped_matmul(x_QD, up_EDI, sizes_E))
     return grouped_matmul(hidden_QI, down_EID, sizes_E)
 
@@ -120,9 +126,10 @@ def _squared_relu_mlp(tensor_shards, x_QD, up_EDI, down_EID, sizes_E):
 
 
 class ClippedSwiGLUExperts(SparseMoE):
-    """Experts down(g σ(1.702 g) (u + 1)) + b, with g = min(gate x + b', 7) and u = up x + b''
-    clipped to -7 … 7, and a bias of the router's logits (gpt-oss, 2508.10925; its published
-    code). The shared expert, which gpt-oss does not have, is SwiGLU. Biases start at 0 and have
+    """The experts of gpt-oss (2508.10925 and its published code). Each routed expert computes
+    down(g σ(1.702 g) (u + 1)) + b, with g = min(gate x + b', 7) and u = up x + b'' clipped to
+    -7 … 7; gate, up and down are matrices, and b, b' and b'' are biases. The router's logits have a
+    bias, too. A shared expert, which gpt-oss does not have, is a SwiGLU. Biases start at 0 and have
     no weight decay.
     """
 
@@ -152,26 +159,37 @@ class ClippedSwiGLUExperts(SparseMoE):
 
 
 def _clipped_swiglu(gate_up):
+    """Returns g σ(1.702 g) (u + 1) [Q, I], with g = min(gate, 7) and u = up clipped to -7 … 7.
+    `gate_up` [Q, 2 I] holds the gate in its first half and up in its second half.
+    """
     gate, up = jnp.split(gate_up, 2, axis=-1)
     gate = jnp.minimum(gate, LIMIT)
     return gate * jax.nn.sigmoid(ALPHA * gate) * (jnp.clip(up, -LIMIT, LIMIT) + 1)
 
 
 def _clipped_swiglu_mlp(tensor_shards, x_QD, gate_up, gate_up_bias, down_EID, bias_ED, sizes_E):
+    """Computes the routed experts of `ClippedSwiGLUExperts`; the argument `mlp` of `form_of`."""
     gate_up = gate_up.reshape(*gate_up.shape[:2], -1)  # [E, D, 2, I] or [E, D, 2·I]
     gate_up_bias = gate_up_bias.reshape(len(sizes_E), -1)
     hidden_QI = keeping_inputs(
         _clipped_swiglu,
         grouped_matmul(x_QD, gate_up, sizes_E) + _of_rows(gate_up_bias, sizes_E, len(x_QD)),
     )
-    # The results of the shards of `tensor` are summed later, so each adds an equal share of it.
+    # The results of the shards along the mesh axis `tensor` are summed later, so each shard adds an
+    # equal share of the bias.
     bias_QD = _of_rows(bias_ED, sizes_E, len(x_QD)) / tensor_shards
     return grouped_matmul(hidden_QI, down_EID, sizes_E) + bias_QD
 
 
 def _of_rows(bias_EF, sizes_E, rows):
-    """Returns the bias of each row's expert, [rows, F], computed as a matrix product. The gradient
-    of the lookup `bias[expert]` would be a scatter-add, which loses most of the sum in bfloat16.
+    """Returns the bias of each row's expert, [rows, F]. It is computed as a product with a one-hot
+    matrix, because the gradient of the lookup `bias[expert]` would be a scatter-add, which in
+    bfloat16 loses most of the sum to rounding.
+
+    Args:
+      bias_EF: the biases of all experts.
+      sizes_E: number of rows of each expert; the rows are sorted by expert.
+      rows: number of rows.
     """
     experts = len(sizes_E)
     expert_Q = jnp.repeat(jnp.arange(experts), sizes_E, total_repeat_length=rows)
@@ -184,8 +202,8 @@ def _of_rows(bias_EF, sizes_E, rows):
 
 
 def experts_reference(config, params, x):
-    """[T, D] → [T, D]: computes all experts for every token; experts that are not chosen have the
-    weight 0.
+    """Computes the mixture of experts of one row, [T, D] → [T, D]. It computes all experts for
+    every token, and gives experts that are not chosen the weight 0.
     """
     c = config.moe
     logits = x @ params["router"] + params.get("logit_bias", 0)

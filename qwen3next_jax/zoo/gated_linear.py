@@ -1,5 +1,8 @@
-"""Linear attention with a decay for each key channel that depends on the token: GLA, HGRN-2 and
-decaying fast weights.
+"""Linear attention in which each key channel of the state has its own decay, computed from the
+token: GLA, HGRN-2 and decaying fast weights.
+
+In the formulas, x is a token's input; q, k and v are its query, key and value; S [K, V] is the
+recurrent state of a head; g is the log decay; o is the output of a head.
 
 Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """
@@ -23,11 +26,14 @@ EXAMPLES = {
     "hgrn2": {"linear_mixer": "hgrn2"},
     "dfw": {"linear_mixer": "dfw"},
 }
-GLA_RANK, GLA_TEMPERATURE = 16, 16  # the values of the paper
+# The rank of the decay's projection and the divisor of the log decay, as in the paper.
+GLA_RANK, GLA_TEMPERATURE = 16, 16
 
 
 class ChannelDecay(Recurrent):
-    """S ← Diag(e^g) S + k vᵀ, o = Sᵀq, without convolution."""
+    """The base class of the mixers in this file: S ← Diag(e^g) S + k vᵀ, o = Sᵀq, without a
+    convolution.
+    """
 
     switches = ()
     convolved = False
@@ -53,7 +59,8 @@ class ChannelDecay(Recurrent):
 
 class GLA(ChannelDecay):
     """Gated linear attention (2312.06635, equations 3–4): g = log σ(W₂ W₁ x + b) / 16 for each
-    key channel, o = Sᵀq / √K. The output gate is a SiLU.
+    key channel, where W₂ W₁ is a projection of rank 16, and o = Sᵀq / √K. The activation of the
+    output gate is a SiLU.
     """
 
     def __init__(self, config, make, layers):
@@ -80,13 +87,14 @@ class GLA(ChannelDecay):
 
 
 class HGRN2(ChannelDecay):
-    """HGRN-2 (2404.07904): each key channel writes with the weight 1 − f, where f is its decay, and
-    the lower bound of f grows with depth.
+    """HGRN-2 (2404.07904): each key channel has a decay f and the key 1 − f. The decay has a lower
+    bound b, which starts higher in deeper layers.
 
-    f = b + (1 − b) σ(W x), g = ln f, k = 1 − f, q = SiLU(W x). There is no output gate. The bound b
-    is a parameter of each layer and channel. It starts at the layer's number divided by the number
-    of layers; in the paper it is a cumulative softmax over the layers, with the same start values.
-    The layer of multi-token prediction has the number of the last layer.
+    f = b + (1 − b) σ(W x), g = ln f, k = 1 − f, q = SiLU(W' x). There is no output gate. The bound
+    b is a parameter of each layer and channel. It starts at the layer's number (from 0) divided by
+    the number of layers, but at least at 0.01. In the paper, b is a cumulative softmax over the
+    layers, with the same initial values. The layer of the multi-token prediction module counts as
+    the last layer.
     """
 
     def __init__(self, config, make, layers):
@@ -119,7 +127,8 @@ class HGRN2(ChannelDecay):
 class DFW(ChannelDecay):
     """Decaying fast weights (2210.04243): each key channel and each value channel has a decay.
 
-    S ← Diag(σ(W x)) S Diag(σ(W' x)) + k vᵀ, o = Sᵀq; then a norm of each head and no output gate.
+    S ← Diag(σ(W x)) S Diag(σ(W' x)) + k vᵀ, o = Sᵀq. A norm of each head follows; there is no
+    output gate.
     """
 
     def __init__(self, config, make, layers):

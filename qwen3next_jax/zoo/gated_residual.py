@@ -45,7 +45,7 @@ class StreamMix(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, make: Make, injects: bool = True):
-        self.config = config
+        self.config, self.injects = config, injects
         require(
             config.block.norm == "rms",
             f"model.block.norm = {config.block.norm!r} with model.block.placement = "
@@ -58,54 +58,57 @@ class StreamMix(nnx.Module):
         if injects:
             self.inject = make.matrix((s, d, s), ". embed -> .")
 
-    def mix(self, h_BTE: jax.Array) -> jax.Array:
-        """Returns the block's input [B, T, D], made from the streams [B, T, S·D]."""
+    def mix(self, h_BTE: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Returns x [B, T, D], the block's input made from the streams [B, T, S·D], and the factors
+        a [B, T, S] float32 of the block's output; None if no block follows.
+        """
+        streams, is_zero_centered = self.config.streams.hc_count, self.config.zero_centered_norm
+        inject_SDZ = self.inject[...] if self.injects else None
 
-        def mixed(h_BTE, norm, down_SDR, up_RSD):
-            n_BTSD = self._normed(h_BTE, norm)
-            inner_BTR = jnp.einsum(
-                "btsd,sdr->btr",
-                n_BTSD,
-                down_SDR.astype(n_BTSD.dtype),
-                preferred_element_type=jnp.float32,
+        def mixed(h_BTE, norm_E, down_SDR, up_RSD, inject_SDZ):
+            # S slices of the streams instead of a dimension S: a TPU would copy every array of the
+            # streams to another layout. The norm's factors are multiplied into small arrays: its
+            # weight into V and A, and the size of each stream into the products.
+            dtype, eps = h_BTE.dtype, self.config.rms_norm_eps
+            scale_SD = norm_E.astype(jnp.float32).reshape(streams, -1) + is_zero_centered
+            weights = (down_SDR,) if inject_SDZ is None else (down_SDR, inject_SDZ)
+            down_SDX = scale_SD[..., None] * jnp.concatenate(weights, axis=-1)
+            slices = jnp.split(h_BTE, streams, axis=-1)
+            sizes, inner_BTX = [], 0.0
+            for h_BTD, down_DX in zip(slices, down_SDX.astype(dtype)):
+                square_BT1 = jnp.mean(jnp.square(h_BTD.astype(jnp.float32)), -1, keepdims=True)
+                sizes.append(jax.lax.rsqrt(square_BT1 + eps))
+                inner_BTX += sizes[-1] * jnp.matmul(
+                    h_BTD, down_DX, preferred_element_type=jnp.float32
+                )
+            rank = down_SDR.shape[-1]
+            inner_BTR = jax.nn.silu(inner_BTX[..., :rank] / streams).astype(dtype)
+            up_RE = up_RSD.astype(dtype).reshape(rank, -1)
+            gate_BTE = jnp.matmul(inner_BTR, up_RE, preferred_element_type=jnp.float32)
+            gates = jnp.split(jax.nn.sigmoid(gate_BTE).astype(dtype), streams, axis=-1)
+            x_BTD = sum(
+                gate_BTD.astype(jnp.float32) * (h_BTD.astype(jnp.float32) * size_BT1 * scale_D)
+                for gate_BTD, h_BTD, size_BT1, scale_D in zip(gates, slices, sizes, scale_SD)
             )
-            inner_BTR = jax.nn.silu(inner_BTR / n_BTSD.shape[2]).astype(n_BTSD.dtype)
-            gate_BTSD = jnp.einsum(
-                "btr,rsd->btsd",
-                inner_BTR,
-                up_RSD.astype(n_BTSD.dtype),
-                preferred_element_type=jnp.float32,
-            )
-            x_BTD = jnp.mean(jax.nn.sigmoid(gate_BTSD) * n_BTSD.astype(jnp.float32), axis=2)
-            return x_BTD.astype(h_BTE.dtype)
+            x_BTD = (x_BTD / streams).astype(dtype)
+            if inject_SDZ is None:
+                return x_BTD, None
+            return x_BTD, 2 * jax.nn.sigmoid(inner_BTX[..., rank:] / streams)
 
-        return keeping_inputs(mixed, h_BTE, self.norm[...], self.down[...], self.up[...])
+        parameters = (self.norm[...], self.down[...], self.up[...], inject_SDZ)
+        return keeping_inputs(mixed, h_BTE, *parameters)
 
-    def write(self, h_BTE: jax.Array, y_BTD: jax.Array) -> jax.Array:
-        """Returns the streams [B, T, S·D] after the block's output [B, T, D] is added to them."""
+    def write(self, h_BTE: jax.Array, y_BTD: jax.Array, a_BTS: jax.Array) -> jax.Array:
+        """Returns the streams [B, T, S·D] after the block's output y [B, T, D] is added to each of
+        them, times its factor in a [B, T, S].
+        """
 
-        def written(h_BTE, y_BTD, norm, inject_SDZ):
-            n_BTSD = self._normed(h_BTE, norm)
-            share_BTZ = jnp.einsum(
-                "btsd,sdz->btz",
-                n_BTSD,
-                inject_SDZ.astype(n_BTSD.dtype),
-                preferred_element_type=jnp.float32,
-            )
-            share_BTZ = 2 * jax.nn.sigmoid(share_BTZ / n_BTSD.shape[2])
-            added_BTSD = share_BTZ[..., None] * y_BTD[:, :, None].astype(jnp.float32)
-            return h_BTE + added_BTSD.astype(h_BTE.dtype).reshape(h_BTE.shape)
+        def written(h_BTE, y_BTD, a_BTS):
+            y_BTD, streams = y_BTD.astype(jnp.float32), a_BTS.shape[-1]
+            added = [(a_BTS[..., s : s + 1] * y_BTD).astype(h_BTE.dtype) for s in range(streams)]
+            return h_BTE + jnp.concatenate(added, axis=-1)
 
-        return keeping_inputs(written, h_BTE, y_BTD, self.norm[...], self.inject[...])
-
-    def _normed(self, h_BTE: jax.Array, norm: jax.Array) -> jax.Array:
-        return stream_norm(h_BTE, norm, self.config)
-
-
-def stream_norm(h_BTE: jax.Array, weight_E: jax.Array, config: ModelConfig) -> jax.Array:
-    """Returns the RMSNorm [B, T, S, D] of the streams, each normalized alone."""
-    shape = (-1, config.hidden_size)
-    return rms_norm(h_BTE.reshape(*h_BTE.shape[:-1], *shape), weight_E.reshape(shape), config)
+        return keeping_inputs(written, h_BTE, y_BTD, a_BTS)
 
 
 class GatedMultiTokenPrediction(MultiTokenPrediction):
@@ -148,11 +151,10 @@ class GatedResidual(Block):
     def make_norm(self, make):
         return StreamMix(self.config, make)
 
-    def before(self, h_BTE, part):
-        return getattr(self, f"{part}_norm").mix(h_BTE)
-
-    def after(self, h_BTE, y_BTD, part):
-        return getattr(self, f"{part}_norm").write(h_BTE, y_BTD)
+    def around(self, h_BTE, part):
+        norm = getattr(self, f"{part}_norm")
+        x_BTD, a_BTS = norm.mix(h_BTE)
+        return x_BTD, lambda y_BTD: norm.write(h_BTE, y_BTD, a_BTS)
 
     @staticmethod
     def enter(x_BTD, config):
@@ -164,7 +166,7 @@ class GatedResidual(Block):
 
     @staticmethod
     def leave(h_BTE, last, config):
-        return last.mix(h_BTE)
+        return last.mix(h_BTE)[0]
 
 
 # ---- reference

@@ -1,6 +1,9 @@
 """Attention over a fixed number of memory slots to which every token writes: gated slot attention
 and attention with bounded-memory control.
 
+In the formulas, x is a token's input; q, k and v are its query, key and value; K and V are the
+widths of a key and of a value.
+
 Letters: B batch, T time, H value heads, M slots.
 """
 
@@ -20,16 +23,18 @@ EXAMPLES = {
     "gsa": {"linear_mixer": "gsa", "mixer": {"slots": 6}},
     "abc": {"linear_mixer": "abc", "mixer": {"slots": 6}},
 }
-GSA_TEMPERATURE = 8  # temperature of the forget gates, as in the paper
+GSA_TEMPERATURE = 8  # divisor of the log of the forget gates, as in the paper
 
 
 class Slots(Recurrent):
-    """A mixer with two states, Sₖ [K, M] of keys and Sᵥ [M, V] of values. Each slot has one decay
-    and one write strength, which are the same in both states:
+    """The base class of mixers whose heads have two states: Sₖ [K, M] holds a key for each slot,
+    and Sᵥ [M, V] holds a value for each slot. A token gives each slot a log decay g [M] and a write
+    strength w [M], which are the same for both states:
 
-    Sₖ ← Sₖ Diag(e^g) + k wᵀ, p = softmax(Sₖᵀq), Sᵥ ← Diag(e^g) Sᵥ + w vᵀ, o = SiLU(Sᵥᵀp); then a
-    norm of each head. There is no convolution and no output gate. A subclass computes g and w in
-    `gates`.
+    Sₖ ← Sₖ Diag(e^g) + k wᵀ, p = softmax(Sₖᵀq), Sᵥ ← Diag(e^g) Sᵥ + w vᵀ, o = SiLU(Sᵥᵀp).
+
+    A norm of each head follows. There is no convolution and no output gate. A subclass computes g
+    and w in `gates`.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -52,9 +57,13 @@ class Slots(Recurrent):
     def gates(self, heads, state):
         """Computes the gates g and w of every slot.
 
+        Args:
+          heads: queries, keys, values, and in the field `g` what `inputs` computed for the gates.
+          state: {name: state before the row}; None if the row begins with empty states.
+
         Returns:
           g, the log decay [B, T, H, M]; w, the write strength [B, T, H, M]; {name: state after the
-          row} of the states that the gates need.
+          row} for the states that only the gates need.
         """
         raise NotImplementedError
 
@@ -93,7 +102,7 @@ class Slots(Recurrent):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """FLOPs per token of the write and the read of both states."""
+        """Counts the FLOPs per token of writing and reading both states."""
         return (
             4
             * config.linear_num_value_heads
@@ -107,7 +116,9 @@ class Slots(Recurrent):
 
 
 class GSA(Slots):
-    """Gated slot attention (2409.07146, equations 7–9): g = log σ(W x) / 8, w = 1 − e^g."""
+    """Gated slot attention (2409.07146, equations 7–9): g = log σ(W x) / 8 is the log decay of a
+    slot, and w = 1 − e^g is its write strength.
+    """
 
     def inputs(self, x_BTD, context) -> Inputs:
         qkv, _ = self.project(x_BTD, context)
@@ -119,11 +130,13 @@ class GSA(Slots):
 
 
 class ABC(Slots):
-    """Attention with bounded-memory control (2110.02488, equations 4 and 9, causal): a slot holds
-    the mean Σ e^{s_j} k_j / Σ e^{s_j} over the document so far, s = W x.
+    """Attention with bounded-memory control (2110.02488, equations 4 and 9, causal). A slot holds
+    weighted means over the tokens j of the document so far: Σ e^{s_j} k_j / Σ e^{s_j} for its key,
+    and the same mean of v_j for its value. The scores of a token are s = W x, one for each slot.
 
-    With z_t = ln Σ_{j ≤ t} e^{s_j}: w = e^{s − z} and g = z_{t−1} − z_t. The sums are stored
-    divided by e^m, where m is the largest s so far.
+    As a recurrence: with z_t = ln Σ_{j ≤ t} e^{s_j}, the write strength is w = e^{s_t − z_t}, and
+    the log decay is g = z_{t−1} − z_t. To avoid overflow, the state "total" holds Σ e^{s_j − m},
+    where m, the state "largest", is the largest s so far.
     """
 
     def inputs(self, x_BTD, context) -> Inputs:
@@ -160,8 +173,8 @@ class ABC(Slots):
     @classmethod
     def init_cache(cls, config, batch, length):
         slots = (batch, config.linear_num_value_heads, cls.settings(config).slots)
-        # "largest" starts at the maximum of no scores, -∞. If it started at 0, e^{s − 0} of much
-        # lower scores would underflow.
+        # "largest" starts at -∞, the maximum of no scores. If it started at 0, e^{s − 0} would
+        # underflow where all scores are far below 0.
         return super().init_cache(config, batch, length) | {
             "largest": jnp.full(slots, -jnp.inf),
             "total": jnp.zeros(slots),
@@ -187,7 +200,9 @@ def gsa_reference(config, params, x):
 
 
 def abc_reference(config, params, x):
-    """ABC without a recurrence: it computes the weight of every token j in each slot at time i."""
+    """Computes ABC without a recurrence: it computes the weight of every token j in each slot at
+    every time i.
+    """
     q, k, v, _ = split_projection(config, params, x)
     s = jnp.einsum("td,dhm->thm", x, params["forget_proj"])
     is_past = np.tril(np.ones((len(x), len(x)), bool))[..., None, None]

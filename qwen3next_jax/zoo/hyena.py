@@ -1,8 +1,9 @@
-"""Hyena (2302.10866, definition 3.1): long convolutions whose filters are functions of the
-distance, and gates between the convolutions.
+"""Hyena (2302.10866, definition 3.1): convolutions as long as the row, with gates between them. A
+small network computes the filters of the convolutions as functions of the distance between tokens.
 
-Letters: B batch, T time, S slots of a cache, D model, H heads of V channels (the heads exist only
-for `tensor` to split them), L distances, C channels of a row (any trailing axes, flattened).
+Letters: B batch, T time, S slots of a cache, D model, H heads of V channels (heads have no meaning
+in Hyena; the mesh axis `tensor` splits the channels by head), L distances, C channels of a row (any
+trailing axes, flattened), W taps of the short convolution or width of the network.
 """
 
 import functools
@@ -23,21 +24,27 @@ ORDER = 2  # number of long convolutions
 BANDS = 8  # number of frequencies whose cosines and sines of the distance are inputs
 WIDTH = 64  # width of the hidden layers
 FREQUENCY = 10.0  # factor of the argument of the hidden layers' sines
-# A channel's window falls to 1 % over a distance between FASTEST and SLOWEST times
-# max_position_embeddings; FLOOR is added to the window.
+# Each filter is multiplied by a window that decays with the distance. At the start of training, the
+# window of the fastest channel falls to 1 % over FASTEST × max_position_embeddings tokens, and the
+# window of the slowest channel over SLOWEST × max_position_embeddings tokens. FLOOR is added to the
+# window.
 FASTEST = 0.3
 SLOWEST = 1.5
 FLOOR = 0.05
-FEW_TOKENS = 8  # cached decoding convolves up to this many tokens by sums, and more by transforms
+# Cached decoding convolves up to this many tokens by sums, and more tokens by Fourier transforms.
+FEW_TOKENS = 8
 
 
 class Hyena(Mixer):
-    """z ← v, then z ← x_n ⊙ (h_n ∗ z + b_n z) for n = 1, 2, with v, x₁, x₂ = conv(W x).
+    """The mixer of Hyena. A projection and a short convolution compute a value v and two gates x₁
+    and x₂ for each channel: v, x₁, x₂ = conv(W x). Then z ← v, and z ← x_n ⊙ (h_n ∗ z + b_n z) for
+    n = 1, 2, where h_n is a filter as long as the row and b_n is a learned number per channel. The
+    output is a projection of z.
 
-    The filter h_n(d) is the output of a network, multiplied by a window e^{-α d} + 0.05. The
-    argument d is the distance divided by max_position_embeddings. There are linear_num_value_heads
-    × linear_value_head_dim channels. A filter is as long as the row, and the cache holds the z of
-    every token.
+    The filter h_n(d) is the output of a network, multiplied by the window e^{-α d} + 0.05, with a
+    learned α per channel; d is the distance in tokens divided by max_position_embeddings. There are
+    linear_num_value_heads × linear_value_head_dim channels. The cache holds the inputs of all three
+    convolutions for every token.
 
     Diagnostics: gate_size [H], the mean of |x₁ x₂| for each head.
     """
@@ -123,7 +130,14 @@ class Hyena(Mixer):
         return y_BTD, diagnostics, cache
 
     def filters(self, length: int, filter_in, filter_hidden, filter_out, window_HV):
-        """The filters [ORDER, L, H, V], float32, for all distances below `length`."""
+        """Computes the filters [ORDER, L, H, V], float32, for the distances 0 to L - 1.
+
+        Args:
+          length: L, the number of distances.
+          filter_in, filter_hidden, filter_out: the weights of the network, [2 BANDS + 1, W], [W, W]
+            and [W, ORDER, H, V].
+          window_HV: the decay rate α of each channel's window.
+        """
         at_L1 = jnp.arange(length)[:, None] / self.config.max_position_embeddings
         angle = 2 * jnp.pi * at_L1 * jnp.arange(BANDS)
         x = jnp.concatenate([at_L1, jnp.cos(angle), jnp.sin(angle)], axis=-1)
@@ -141,9 +155,10 @@ class Hyena(Mixer):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """FLOPs per token of the convolutions: for each a Fourier transform and an inverse
-        transform of at least twice the row, 2.5 n log₂ n operations each, and the product with the
-        transformed filter. The filters are shared by all rows and are not counted.
+        """Counts the FLOPs per token of the long convolutions. Each needs a Fourier transform and
+        an inverse transform of n ≥ 2 `length` points, with 2.5 n log₂ n operations each, and the
+        product with the transformed filter. The computation of the filters is not counted, because
+        all rows share it.
         """
         doubled = 1 << (2 * length - 1).bit_length()
         channels = config.linear_num_value_heads * config.linear_value_head_dim
@@ -160,7 +175,9 @@ class Hyena(Mixer):
 
 
 def convolve_slots(u_BSHC, kernel_WHC, positions_BT):
-    """The short convolution of the tokens in a cache's slots, at `positions`, [B, T, H, C]."""
+    """Applies the short convolution to the tokens in a cache's slots, and returns its output at the
+    positions `positions_BT`, [B, T, H, C].
+    """
     before_BTW = positions_BT[..., None] - jnp.arange(len(kernel_WHC))[::-1]
     taps = jax.vmap(lambda rows, at: rows[jnp.maximum(at, 0)])(u_BSHC, before_BTW)
     taps = jnp.where((before_BTW >= 0)[..., None, None], taps, 0)
@@ -168,13 +185,14 @@ def convolve_slots(u_BSHC, kernel_WHC, positions_BT):
 
 
 def convolve_cache(z_BSHV, filter_SHV, positions_BT):
-    """The long convolution of the tokens in a cache's slots, at `positions`, [B, T, H, V]. A few
-    positions are computed by sums, many by Fourier transforms.
+    """Applies a long convolution to the tokens in a cache's slots, and returns its output at the
+    positions `positions_BT`, [B, T, H, V]. Up to FEW_TOKENS positions are computed by sums, more by
+    Fourier transforms.
     """
     slots = z_BSHV.shape[1]
     if positions_BT.shape[1] > FEW_TOKENS:
         return jax.vmap(lambda y, at: y[at])(fft_convolution(z_BSHV, filter_SHV), positions_BT)
-    # 0 for slots after the position
+    # The zeros are the weights of the slots after the position.
     backwards = jnp.concatenate([filter_SHV[::-1], jnp.zeros_like(filter_SHV)])
 
     def one(z_SHV, at):
@@ -185,7 +203,7 @@ def convolve_cache(z_BSHV, filter_SHV, positions_BT):
 
 
 def hyena_reference(config, params, x):
-    """Hyena with both convolutions computed as sums."""
+    """Computes Hyena with sums in place of Fourier transforms."""
     length = len(x)
     lag = jnp.arange(length)[:, None] / config.max_position_embeddings
     kernel = params["conv_kernel"]
@@ -214,21 +232,23 @@ REFERENCES = {"hyena": hyena_reference}
 
 
 def fft_convolution(x, kernel, *, segment_ids=None, axis_name: str | None = None):
-    """y_t = Σ_{s ≤ t} kernel_{t-s} x_s over the tokens s of the document of t, for each channel
-    separately, computed by Fourier transforms.
+    """Computes the causal convolution y_t = Σ_{s ≤ t} kernel_{t-s} x_s by Fourier transforms, for
+    each channel separately. The sum is over the tokens s of the document of token t.
 
     A transform mixes all tokens of a row, so the documents of a row are transformed one after
-    another. The work is that of one document times the largest number of documents in a row.
+    another. The work is the work for rows of one document, times the largest number of documents in
+    a row.
 
     Args:
       x: [B, T, *channels].
       kernel: [L, *channels], the weight for each distance, from distance 0; L is at least the
         length of the whole row.
-      segment_ids: [B, T] integers or None. Positive and non-decreasing along T; 0 for padding at
-        the end, where y is 0.
-      axis_name: inside `shard_map`, the mesh axis over which T is split in order; the kernel is
-        then that of the whole row. The shards exchange their data, so that each one transforms
-        whole rows of a part of the channels, and exchange the results back.
+      segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, and 0
+        marks padding at the end, where y is 0.
+      axis_name: inside `shard_map`, the mesh axis over which T is split in order; None if T is not
+        split. All shards pass the same kernel, for all distances of the whole row. An all-to-all
+        gives each shard whole rows of a part of the channels, which it transforms; a second
+        all-to-all returns the results.
 
     Returns:
       y: [B, T, *channels] in x's dtype, computed in float32 (float64 for float64).
@@ -270,7 +290,9 @@ def fft_convolution(x, kernel, *, segment_ids=None, axis_name: str | None = None
 
 
 def _number_documents(segment_ids, shape):
-    """The number of each token's document in its row, [B, T], from 1; 0 for padding."""
+    """Returns the number of each token's document, [B, T]. The documents of a row have the numbers
+    1, 2, …; padding has the number 0. If `segment_ids` is None, all tokens have the number 1.
+    """
     if segment_ids is None:
         return jnp.ones(shape, jnp.int32)
     before = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
@@ -280,17 +302,18 @@ def _number_documents(segment_ids, shape):
 
 
 def _by_document(step, start, document_BT, *arrays):
-    """Applies `step` once for each document of a row, to all rows at the same time.
+    """Calls `step` for the first document of all rows, then for the second document of all rows,
+    and so on, and passes the result of each call to the next.
 
     Args:
-      step: (total, whether the token is in the document [B, T, 1], *arrays) → total, where the
-        arrays are 0 outside of the document.
-      start: the first total.
-      document_BT: the number of each token's document in its row, from 1.
+      step: function (result of the previous call, mask [B, T, 1] of the document's tokens, *arrays)
+        → result. The arrays that it gets are 0 outside the document.
+      start: the first argument of the first call.
+      document_BT: the result of `_number_documents`.
       arrays: arrays [B, T, C].
 
     Returns:
-      The last total.
+      The result of the last call.
     """
 
     def one(carry):
@@ -305,8 +328,9 @@ def _by_document(step, start, document_BT, *arrays):
 
 
 def _transforms(time: int):
-    """Two functions: the real Fourier transform along the second-last axis, padded to a power of
-    two of at least 2 · `time` - 1 rows, and the inverse transform back to `time` rows.
+    """Returns two functions. The first computes the real Fourier transform along the second-last
+    axis, padded to a power of two of at least 2 · `time` - 1 entries. The second computes the
+    inverse transform and returns the first `time` entries.
     """
     n = 1 << (2 * time - 1).bit_length()
     there = functools.partial(jnp.fft.rfft, n=n, axis=-2)
@@ -315,6 +339,9 @@ def _transforms(time: int):
 
 @jax.custom_vjp
 def _convolve(x_BTC, kernel_TC, document_BT):
+    """Returns y [B, T, C], the convolution within each document. `document_BT` is the result of
+    `_number_documents`.
+    """
     there, back = _transforms(x_BTC.shape[1])
     transformed = there(kernel_TC)
     return _by_document(

@@ -1,5 +1,8 @@
 """The delta rule with a decay for each key channel: Kimi Delta Attention and Gated DeltaNet-2.
 
+In the formulas, x is a token's input; q, k and v are its query, key and value; S [K, V] is the
+recurrent state of a head; g [K] is the log decay; β is the write strength; o is the head's output.
+
 Letters: B batch, T time, D model, G key heads, H value heads, R = H/G, K/V widths of a key and of
 a value.
 """
@@ -27,8 +30,9 @@ class KDA(Recurrent):
     """Kimi Delta Attention (2510.26692, equation 1): Gated DeltaNet with a decay for each key
     channel. The projections of the decay and of the output gate have low rank.
 
-    S ← Diag(e^g) S, S ← S + β k (v − Sᵀk)ᵀ, o = Sᵀq / √K, with q and k of length 1,
-    g = −e^{A_log} softplus(W₂ W₁ x + b) and β = σ(w x). The output gate is a sigmoid.
+    S ← Diag(e^g) S, S ← S + β k (v − Sᵀk)ᵀ, o = Sᵀq / √K, with q and k normalised to length 1,
+    g = −e^{A_log} softplus(W₂ W₁ x + b), where W₂ W₁ is a projection of low rank, and β = σ(w x).
+    The activation of the output gate is a sigmoid.
     """
 
     switches = ("short_convolution", "linear_conv_kernel_dim", "decay_init")
@@ -44,7 +48,7 @@ class KDA(Recurrent):
         self.gate_down, self.gate_up = make_low_rank(make, v, v)
         init_a_log, init_dt_bias = DECAY_INITS[c.decay_init]
         if c.decay_init == "log_uniform":
-            init_a_log = log_of_uniform(1.0)  # the start values of fla and transformers
+            init_a_log = log_of_uniform(1.0)  # the initial values of fla and transformers
         self.a_log = make.parameter(
             lambda shape: init_a_log(make.rngs.params(), shape), (h,), "value_heads", kind="rate"
         )
@@ -84,12 +88,13 @@ class KDA(Recurrent):
 
 
 class GDN2(KDA):
-    """Gated DeltaNet-2 (2605.22791, equations 10–12): Kimi Delta Attention with separate gates for
-    erasing and writing, which have a value for each channel.
+    """Gated DeltaNet-2 (2605.22791, equations 10–12): Kimi Delta Attention with two gates in place
+    of β. The gate b weighs what is erased from the state, and the gate w weighs what is written.
 
     S ← Diag(e^g) S, S ← S + k (w ⊙ v − Sᵀ(b ⊙ k))ᵀ with b = σ(W x) for each key channel
-    and w = σ(W' x) for each value channel of each value head. With b = w = β this is the recurrence
-    of `KDA`. The output gate is a SiLU. The diagnostic beta is the mean of b and w.
+    and w = σ(W' x) for each value channel of each value head. If all entries of b and w equal β,
+    this is the recurrence of `KDA`. The activation of the output gate is a SiLU. The diagnostic
+    beta is the mean of b and w.
     """
 
     activation = staticmethod(jax.nn.silu)
@@ -97,7 +102,7 @@ class GDN2(KDA):
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
         k, v = config.linear_key_head_dim, config.linear_value_head_dim
-        # replaces the projection of KDA
+        # This matrix replaces the `beta_proj` that KDA makes.
         self.beta_proj = make.matrix(
             (config.hidden_size, config.linear_num_value_heads, k + v),
             "embed -> value_heads .",
@@ -124,10 +129,14 @@ class GDN2(KDA):
 
 
 def _low_rank(params, name, x):
+    """Returns the projection of low rank of x [T, D] by the parameters `name`_down and `name`_up,
+    [T, H, …].
+    """
     return jnp.einsum("tr,rhk->thk", x @ params[f"{name}_down"], params[f"{name}_up"])
 
 
 def _log_decay(params, x):
+    """Returns g [T, H, K] for the inputs x [T, D]."""
     step = jax.nn.softplus(_low_rank(params, "decay", x) + params["dt_bias"])
     return -jnp.exp(params["a_log"])[:, None] * step
 

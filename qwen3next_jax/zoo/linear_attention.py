@@ -1,6 +1,11 @@
 """Linear attention with a decay for each head, or without decay: linear transformers, RetNet,
 lightning attention, gated retention and gated random feature attention.
 
+In the formulas, x is a token's input; q, k and v are its query, key and value; S [K, V] is the
+recurrent state of a head; g is the log decay; β is the write strength; o is the head's output. The
+output Sᵀq is a weighted sum of values. Some mixers divide it by the sum of the weights, zᵀq, where
+z [K] is a second state.
+
 Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """
 
@@ -29,18 +34,20 @@ EXAMPLES = {
     "gated_retention": {"linear_mixer": "gated_retention"},
     "gated_rfa": {"linear_mixer": "gated_rfa"},
 }
-LINEAR_EPSILON = 1e-6  # added to the sum of the weights
-ROTATION_BASE = 10_000.0
+LINEAR_EPSILON = 1e-6  # `Linear` adds it to the sum of the weights before it divides by the sum
+ROTATION_BASE = 10_000.0  # the base of the rotary positions of `Retention`
 GATED_RETENTION_TEMPERATURE = 16.0  # τ of the paper
-# The least absolute value of the sum of the weights of random features: as some features are sines,
-# the sum itself may be 0 or negative.
+# `GatedRFA` divides by the sum of the weights. Some features are sines, so the sum may be 0 or
+# negative; its absolute value is raised to at least this number.
 RFA_EPSILON = 1e-6
 
 
 class ScalarDecay(Recurrent):
-    """S ← e^g S + β k vᵀ, o = Sᵀq, without convolution and without a norm of q and k.
+    """The base class of the mixers in this file: S ← e^g S + β k vᵀ, o = Sᵀq. There is no
+    convolution, and q and k are not normalised.
 
-    If `normalises` is true, a second state z ← e^g z + β k yields the sum of the weights, zᵀq.
+    If `normalises` returns True, there is a second state z [K], z ← e^g z + β k, and a subclass
+    divides o by the sum of the weights, zᵀq.
     """
 
     switches = ("delta_rule",)
@@ -49,7 +56,7 @@ class ScalarDecay(Recurrent):
 
     @classmethod
     def normalises(cls, config) -> bool:
-        """Whether the mixer divides its output by the sum of the weights."""
+        """Returns whether the mixer divides its output by the sum of the weights."""
         return False
 
     @classmethod
@@ -61,7 +68,12 @@ class ScalarDecay(Recurrent):
         return super().recurrence(heads._replace(q=heads.q * heads.q.shape[-1] ** 0.5), state)
 
     def recurrence_and_weight(self, heads: Heads, state):
-        """(o [B, T, H, V] in float32, the sum of the weights zᵀq [B, T, H], the states)."""
+        """Computes the recurrence of S and of z.
+
+        Returns:
+          o [B, T, H, V] in float32; the sum of the weights zᵀq [B, T, H]; {name: state after the
+          row} for both states.
+        """
         o_BTHV, states = ScalarDecay.recurrence(self, heads, state)
         weight_BTH, z_BHK = key_sum(
             heads.q,
@@ -83,7 +95,7 @@ class ScalarDecay(Recurrent):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """FLOPs per token of the state S, and of the write and the read of z."""
+        """Counts the FLOPs per token of writing and reading the states S and z."""
         flops = super().forward_flops(config, length)
         if cls.normalises(config):
             flops += 4 * config.linear_num_value_heads * config.linear_key_head_dim
@@ -91,8 +103,8 @@ class ScalarDecay(Recurrent):
 
 
 class Linear(ScalarDecay):
-    """Linear attention (2006.16236, equations 16–20): the exponential of softmax is replaced by
-    a product of features.
+    """Linear attention (2006.16236, equations 16–20): it replaces the weight e^{q·k} of softmax
+    attention by the product φ(q)·φ(k) of feature vectors.
 
     S ← S + φ(k) vᵀ, z ← z + φ(k), o = Sᵀφ(q) / (zᵀφ(q) + ε), φ = elu + 1. With
     `mixer.feature_map` = "identity" and without `mixer.normaliser`, o is the plain sum Σ v (k·q).
@@ -136,8 +148,9 @@ class Linear(ScalarDecay):
 
 
 class Retention(ScalarDecay):
-    """S ← γ S + k vᵀ, o = Sᵀq / √K, q and k rotated by their positions (2307.08621, equations
-    5–8); then a norm of each head and a SiLU gate. A subclass computes ln γ in `log_decay`.
+    """The base class of RetNet and gated retention: S ← γ S + k vᵀ, o = Sᵀq / √K, where q and k
+    are rotated by their positions (2307.08621, equations 5–8). A norm of each head and a SiLU gate
+    follow. A subclass computes ln γ in `log_decay`.
     """
 
     def __init__(self, config, make, layers):
@@ -146,7 +159,7 @@ class Retention(ScalarDecay):
         self.make_output(make)
 
     def log_decay(self, x_BTD: jax.Array) -> jax.Array:
-        """ln γ, [B, T, H]."""
+        """Returns the log decay ln γ of every token and head, [B, T, H]."""
         raise NotImplementedError
 
     def inputs(self, x_BTD, context) -> Inputs:
@@ -172,8 +185,9 @@ class Retention(ScalarDecay):
 
 
 def _rotate(x_BTGK, positions_BT):
-    """x rotated in the rotate-half form over the whole head. The rotary settings of the model's
-    attention do not apply.
+    """Applies rotary positions with the base ROTATION_BASE to all K dimensions of x; dimension i
+    and dimension i + K/2 form a pair. The settings `rope_theta` and `partial_rotary_factor` do not
+    apply here.
     """
     first, second = jnp.split(x_BTGK.astype(jnp.float32), 2, axis=-1)
     half = first.shape[-1]
@@ -185,8 +199,9 @@ def _rotate(x_BTGK, positions_BT):
 
 
 class RetNet(Retention):
-    """Retention (2307.08621): γ = 1 − 2^(−5−h), the same for every token. The row
-    normalisers of the paper are left out: they cancel in the norm of each head.
+    """Retention (2307.08621): γ = 1 − 2^(−5−h) for head h, the same for every token. The paper also
+    divides each output by a positive number; this code does not, because the norm of each head
+    cancels such a factor.
     """
 
     def log_decay(self, x_BTD):
@@ -196,7 +211,9 @@ class RetNet(Retention):
 
 
 class GatedRetention(Retention):
-    """Gated retention (2405.05254, equation 6): γ = σ(w x)^(1/τ) for each token, τ = 16."""
+    """Gated retention (2405.05254, equation 6): the decay γ = σ(w x)^(1/τ), τ = 16, depends on the
+    token.
+    """
 
     def __init__(self, config, make, layers):
         super().__init__(config, make, layers)
@@ -210,12 +227,12 @@ class GatedRetention(Retention):
 
 
 class Lightning(ScalarDecay):
-    """Lightning attention (MiniMax-01, 2501.08313): the decay is a constant of the head and of
-    the layer.
+    """Lightning attention (MiniMax-01, 2501.08313): each head of each layer has a constant decay,
+    which is not trained.
 
-    q, k, v = SiLU(W x), S ← e^{−s} S + k vᵀ, o = Sᵀq, s = 2^(−8(h+1)/H) (1 − layer/(layers −
-    1 + 1e-5) + 1e-5); then RMSNorm over all heads together and a sigmoid gate. The layer of
-    multi-token prediction has the number layers − 1.
+    q, k, v = SiLU(W x), S ← e^{−s} S + k vᵀ, o = Sᵀq, with s = 2^(−8(h+1)/H) (1 − l/(L − 1 + 1e-5)
+    + 1e-5) for head h of H and layer l of L, both from 0. RMSNorm over all heads together and a
+    sigmoid gate follow. The layer of the multi-token prediction module has the number l = L − 1.
     """
 
     activation = staticmethod(jax.nn.sigmoid)
@@ -251,8 +268,9 @@ class Lightning(ScalarDecay):
 class GatedRFA(ScalarDecay):
     """Gated random feature attention (2103.02143, equations 4 and 7).
 
-    φ(x) = [sin ωx, cos ωx] / √(K/2), where ω ~ N(0, 1) is not trained; q and k have length 1;
-    γ = σ(w x), S ← γ S + (1 − γ) φ(k) vᵀ, z ← γ z + (1 − γ) φ(k), o = Sᵀφ(q) / (zᵀφ(q)).
+    The features of a query or key y are φ(y) = [sin ωy, cos ωy] / √(K/2), where ω [K/2, K] has
+    entries from N(0, 1) and is not trained. q and k are normalised to length 1, γ = σ(w x),
+    S ← γ S + (1 − γ) φ(k) vᵀ, z ← γ z + (1 − γ) φ(k), o = Sᵀφ(q) / (zᵀφ(q)).
     """
 
     def __init__(self, config, make, layers):
@@ -323,7 +341,7 @@ def linear_reference(config, params, x):
 
 
 def _rotated(x):
-    """x [T, H, K] rotated in the rotate-half form over the whole head, with the base 10,000."""
+    """Applies rotary positions with the base 10,000 to all K dimensions of x [T, H, K]."""
     half = x.shape[-1] // 2
     angle = (jnp.arange(len(x))[:, None] * 10_000.0 ** (-jnp.arange(half) / half))[:, None]
     a, b = x[..., :half], x[..., half:]
@@ -333,6 +351,7 @@ def _rotated(x):
 
 
 def _retention(config, params, x, log_decay):
+    """Computes retention of one row, [T, D] → [T, D], with the log decay ln γ [T, H]."""
     q, k, v, gate = split_projection(config, params, x)
     o = outer_product_recurrence(_rotated(q), _rotated(k) * k.shape[-1] ** -0.5, v, log_decay)
     return project_out(params, rms_norm(config, o) * params["norm"] * jax.nn.silu(gate))
@@ -349,7 +368,7 @@ def gated_retention_reference(config, params, x):
 
 
 def lightning_reference(config, params, x):
-    """Lightning attention with the decay of the first layer."""
+    """Computes lightning attention with the decay of the first layer."""
     q, k, v, gate = split_projection(config, params, x)
     h = v.shape[1]
     slope = 2.0 ** (-8 * (jnp.arange(h) + 1) / h) * (1 + 1e-5)

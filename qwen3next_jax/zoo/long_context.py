@@ -1,6 +1,6 @@
 """Variants of gated attention that use its trained weights for texts longer than the training
-texts: with distances limited to the trained ones, with parallel windows, with selected keys, or
-with a rotary base that grows.
+texts. They limit the distances by which queries and keys are rotated, divide a text into parallel
+windows, select keys, or increase the base of the rotary positions with the length of the text.
 
 Letters: B batch, T queries, S keys (slots of the cache), C queries of a chunk, N query heads, M
 key/value heads, H = N // M, K head width, R rotated numbers of a head.
@@ -40,14 +40,16 @@ EXAMPLES = {
 
 
 class ReRoPE(PairAttention):
-    """ReRoPE (Su, 2023): rotations by the distance if it is less than `window`, and by `window` if
-    it is larger. Two sets of scores are computed, for near and for far keys.
+    """ReRoPE (Su, 2023). A query and a key are rotated relative to each other by their distance if
+    it is less than `window`, and by `window` if it is not. The mixer computes two scores for each
+    pair, one for each case, and chooses between them by the distance.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(PairAttention.Settings):
-        # keys nearer than this are rotated by their true distance; for lambda_window and
-        # selected_tokens: number of last keys that a query sees, including its own
+        # a query and a key whose distance is less than this are rotated by their true distance; for
+        # lambda_window and selected_tokens also the number of most recent keys that a query sees,
+        # including its own
         window: Annotated[int, "at least 1"] = 1024
 
     read_time = ("window",)
@@ -61,8 +63,9 @@ class ReRoPE(PairAttention):
         return rotate(k_BSMK, s_BS, self.config), rotate(k_BSMK, far_BS, self.config)
 
     def far_place(self, positions, window):
-        """The positions by which queries or keys are rotated for the far scores. For queries
-        `window` is the setting, for keys it is 0, so that a query and a key are that far apart.
+        """Returns the positions by which queries or keys are rotated for the scores of far keys.
+        For queries, `window` is the setting `window`; for keys it is 0. A query's result minus a
+        key's result is the distance by which the two are rotated relative to each other.
         """
         return jnp.full_like(positions, window)
 
@@ -72,13 +75,13 @@ class ReRoPE(PairAttention):
 
 
 class LeakyReRoPE(ReRoPE):
-    """`ReRoPE` in which the distances d beyond the window are not constant but grow `stretch` times
-    slower: a query and a key are rotated by window + (d - window) / stretch.
+    """`ReRoPE` with slowly growing distances beyond the window: a query and a key whose distance d
+    is at least `window` are rotated relative to each other by window + (d - window) / stretch.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(ReRoPE.Settings):
-        # how much slower distances grow beyond the window
+        # factor by which distances beyond the window grow more slowly than the true distances
         stretch: Annotated[float, "at least 1"] = 16.0
 
     read_time = ("window", "stretch")
@@ -90,7 +93,8 @@ class LeakyReRoPE(ReRoPE):
 
 class LambdaWindow(ReRoPE):
     """The Λ-shaped mask of LM-Infinite (2308.16137): a query sees the last `window` keys
-    and the first `first_tokens` keys of its document, with distances limited to the window.
+    and the first `first_tokens` keys of its document. As in `ReRoPE`, a query and a key are rotated
+    relative to each other by at most `window`.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -109,14 +113,18 @@ class LambdaWindow(ReRoPE):
 
 
 def _lambda_seen(settings, t_BC1, s_B1S):
+    """Returns the mask of `LambdaWindow`, bool [B, C, S]."""
     in_window = t_BC1 - s_B1S < settings.window
     return (s_B1S <= t_BC1) & (in_window | (s_B1S < settings.first_tokens))
 
 
 def _lambda_pairs(settings, length):
+    """Returns the number of pairs for which the mask of `LambdaWindow` is true, in a row of
+    `length` tokens that is one document.
+    """
     window = min(settings.window, length)
-    # A query t ≥ window sees `window` keys, and at most `first_tokens` of the t + 1 - window keys
-    # before these.
+    # A query at t ≥ window sees the last `window` keys, and up to `first_tokens` of the
+    # t + 1 - window keys before them.
     beyond = length - window
     few = min(settings.first_tokens, beyond)
     first = few * (few + 1) / 2 + (beyond - few) * settings.first_tokens
@@ -124,10 +132,10 @@ def _lambda_pairs(settings, length):
 
 
 class SelectedTokens(ReRoPE):
-    """`LambdaWindow` in which each query and head also sees `selected` keys between the first
-    tokens and the window, those with the highest scores. These keys are rotated as if their
-    distance were the window. InfLLM (2402.04617) does the same with blocks of keys; here single
-    keys are selected.
+    """`LambdaWindow` with selected keys: between the first tokens and the window, each query and
+    head also sees the `selected` keys with the highest scores. These keys are rotated as if their
+    distance were `window`. InfLLM (2402.04617) selects blocks of keys; this mixer selects single
+    keys.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -147,8 +155,9 @@ class SelectedTokens(ReRoPE):
 
     @classmethod
     def pairs(cls, config, length):
-        """Half the number of causal pairs, all of which need a score, plus half the number of seen
-        pairs, whose values are summed. (`forward_flops` counts two products for each pair.)
+        """Returns half the number of causal pairs plus half the number of pairs that the mask
+        leaves. `forward_flops` counts two products per pair, a score and a weighted value; here all
+        causal pairs need a score, but only the pairs that the mask leaves have a weighted value.
         """
         s = cls.settings(config)
         causal = length * (length + 1) / 2
@@ -156,14 +165,15 @@ class SelectedTokens(ReRoPE):
 
 
 class ParallelWindows(PairAttention):
-    """Parallel context windows (2212.10947): the first `contexts` × `window` tokens of a document
-    are windows that do not see each other and have the same positions, 0 … `window` - 1. The tokens
-    after the windows have the positions from `window` on and see all windows.
+    """Parallel context windows (2212.10947). The first `contexts` × `window` tokens of a document
+    form `contexts` windows. The tokens of a window have the positions 0 … `window` - 1 and do not
+    see other windows. The tokens after the windows have the positions from `window` on and see all
+    windows.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(PairAttention.Settings):
-        # number of windows
+        # number of windows at the start of a document
         contexts: Annotated[int, "at least 1"] = 1
         # number of tokens of each window
         window: Annotated[int, "at least 1"] = 1024
@@ -171,6 +181,9 @@ class ParallelWindows(PairAttention):
     read_time = ("contexts", "window")
 
     def place(self, position):
+        """Returns the positions by which tokens at the positions `position` of their document are
+        rotated.
+        """
         s = self.settings(self.config)
         in_windows = s.contexts * s.window
         return jnp.where(
@@ -198,15 +211,16 @@ class ParallelWindows(PairAttention):
 
 
 class DynamicNTK(PairAttention):
-    """RoPE whose base grows with the text (dynamic NTK scaling). L is the trained context,
-    `max_position_embeddings`. A query at position t ≥ L is rotated, together with the keys that it
-    reads, with the base θ (f (t + 1) / L - f + 1)^(R / (R - 2)), f = `yarn_factor`. Every token is
-    therefore computed as if it were the last of its text. Implementations that cache rotated keys
-    mix the bases of different lengths instead.
+    """Attention whose rotary base grows with the length of the text (dynamic NTK scaling). L is the
+    trained length, `max_position_embeddings`; f is `yarn_factor`; R is the number of rotated
+    dimensions. A query at position t ≥ L, and the keys that it reads, are rotated with the base
+    θ (f (t + 1) / L - f + 1)^(R / (R - 2)); at t < L the base is θ. So the base of a query depends
+    only on the query's own position, not on the tokens after it. Other implementations cache
+    rotated keys, so that a query meets keys that were rotated with other bases.
     """
 
     switches = ("attention_output_gate", "qk_norm", "yarn_factor")
-    chunk = 8  # each query rotates the keys differently, so that chunk × T rotated keys exist
+    chunk = 8  # each query rotates all keys anew, so memory must hold chunk × T rotated keys
 
     def queries(self, q_BTNK, t_BT):
         return q_BTNK

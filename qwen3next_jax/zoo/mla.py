@@ -1,9 +1,11 @@
-"""Multi-head latent attention (DeepSeek-V2, 2405.04434): keys and values are computed from a latent
-vector that all heads share, and the cache holds the latents.
+"""Multi-head latent attention (DeepSeek-V2, 2405.04434): the keys and values of all heads are
+computed from one latent vector per token, and the cache holds the latent vectors.
+
+A key of a head has two parts: one that the head computes from the latent vector, and one that all
+heads share.
 
 Letters: B batch, T time, S slots, D model, N heads, K head width, L latent width, R width of the
-part of a key that all heads share, P = K - R width of the part of a key that each head has for
-itself, and of a value.
+shared part of a key, P = K - R width of a head's own part of a key, and also of a value.
 """
 
 import dataclasses
@@ -34,25 +36,29 @@ EXAMPLES = {
 
 
 class MLA(Mixer):
-    """q = [q_p | RoPE(q_r)], k = [W c | RoPE(k_r)], v = W' c where the latent
-    c = norm(W'' x) has the width `latent_rank` and all heads have the same k_r. RoPE rotates
-    `partial_rotary_factor` · `head_dim` numbers (0: no positions). The width of k_r is
-    `shared_key_width`, or by default the number of rotated numbers. (Kimi Linear shares numbers
-    that are not rotated.) With `query_rank` the queries are computed from a latent, too.
+    """The mixer of multi-head latent attention. A head has the query q = [q_p | RoPE(q_r)], the key
+    k = [W c | RoPE(k_r)] and the value v = W' c. The latent vector c = norm(W'' x) has the width
+    `latent_rank`. The vector k_r is a projection of x and the same for all heads; its width is
+    `shared_key_width`, or by default the number of rotated dimensions. RoPE rotates the first
+    `partial_rotary_factor` · `head_dim` numbers of q_r and k_r, and leaves the remaining numbers
+    unchanged. (Kimi Linear rotates none.) If `query_rank` is not 0, the queries are computed from a
+    latent vector, too.
 
-    In decoding the query is multiplied by W and the output by W', so that attention runs on the
-    latents, with one key head for all query heads.
+    With a cache, the queries are multiplied by Wᵀ and the outputs by W'. Attention then reads the
+    latent vectors themselves, as a single key head that all query heads share.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings:
-        # width of the latent of a token's keys and values, which the cache holds
+        # width of the latent vector from which a token's keys and values are computed, and which
+        # the cache holds
         latent_rank: Annotated[int, "at least 1"] = 512
-        # width of the queries' latent; 0: queries are computed from the input
+        # width of the latent vector from which queries are computed; 0: queries are computed from
+        # the layer's input
         query_rank: Annotated[int, "0 or more"] = 0
-        # width of the part of each key that all heads share; 0: the number of rotated numbers
+        # width of the part of each key that all heads share; 0: the number of rotated dimensions
         shared_key_width: Annotated[int, "0 or more"] = 0
-        # epsilon of the latents' norms; 0: rms_norm_eps
+        # epsilon of the norms of latent vectors; 0: rms_norm_eps
         latent_norm_eps: Annotated[float, "0 or more"] = 0.0
 
     switches = ("attention_output_gate", "yarn_factor", "block.rope_scaling")
@@ -100,7 +106,7 @@ class MLA(Mixer):
             )
             k_BTNR = jnp.broadcast_to(k_BT1R, (*k_BTNP.shape[:3], shared))
             k_BTNK = jnp.concatenate([k_BTNP, k_BTNR], axis=-1)
-            # the operator takes keys and values of one width
+            # The attention operator requires keys and values of the same width.
             v_BTNK = jnp.pad(v_BTNP, [(0, 0)] * 3 + [(0, shared)])
             q_BTNK = jnp.concatenate([q_BTNP, q_BTNR], axis=-1)
             o_BTNP = attend(q_BTNK, k_BTNK, v_BTNK, context)[..., : c.head_dim - shared]
@@ -113,16 +119,19 @@ class MLA(Mixer):
         return gated_projection(o_BTNP, gate_BTNP, self.o_proj[...], context), diagnostics, cache
 
     def weight(self, name: str, x: jax.Array) -> jax.Array:
+        """Returns the parameter called `name` in the dtype of x."""
         return getattr(self, name)[...].astype(x.dtype)
 
     def norm(self, x, weight):
-        """The norm of a latent."""
+        """Applies the norm to a latent vector, with the epsilon `latent_norm_eps`, or
+        `rms_norm_eps` if that is 0.
+        """
         eps = self.settings(self.config).latent_norm_eps or self.config.rms_norm_eps
         return rms_norm(x, weight[...], dataclasses.replace(self.config, rms_norm_eps=eps))
 
     def queries(self, x_BTD, context):
-        """The parts of the queries that meet the heads' own keys, [B, T, N, P], and the parts that
-        meet the shared key, [B, T, N, R].
+        """Returns two parts of the queries: q_p [B, T, N, P], which is multiplied with a head's own
+        part of a key, and q_r [B, T, N, R], rotated, which is multiplied with the shared part.
         """
         c, plain = self.config, self.config.head_dim - _shared(self.config)
         y = x_BTD
@@ -133,18 +142,29 @@ class MLA(Mixer):
         return q_BTNK[..., :plain], rotate(q_BTNK[..., plain:], context.positions, c)
 
     def latents(self, x_BTD, context):
-        """The latent [B, T, L] and the shared key [B, T, 1, R] of each token."""
+        """Returns the latent vector [B, T, L] and the rotated shared part of the key [B, T, 1, R]
+        of each token.
+        """
         rank = self.settings(self.config).latent_rank
         latent_BTL, k_BTR = jnp.split(x_BTD @ self.weight("kv_down", x_BTD), (rank,), axis=-1)
         k_BT1R = rotate(k_BTR[:, :, None], context.positions, self.config)
         return self.norm(latent_BTL, self.kv_norm), k_BT1R
 
     def attend_latents(self, q_BTNP, q_BTNR, latent_BTL, k_BT1R, context, cache):
-        """(o [B, T, N, P], the cache with these tokens' latents and shared keys)."""
+        """Computes attention on the latent vectors in a cache.
+
+        Args:
+          q_BTNP, q_BTNR: the result of `queries`.
+          latent_BTL, k_BT1R: the result of `latents`, which this method writes into the cache.
+
+        Returns:
+          The outputs of the heads [B, T, N, P]; the cache after these tokens.
+        """
         c, rank = self.config, self.settings(self.config).latent_rank
         k_up_LNP, v_up_LNP = jnp.split(self.weight("kv_up", latent_BTL), 2, axis=-1)
         q_BTNL = jnp.einsum("btnp,lnp->btnl", q_BTNP, k_up_LNP)
-        # the operator scales by the width of the cache, the layer by the width of a head
+        # The operator divides scores by the root of the width of the cached vectors; the layer must
+        # divide them by √K.
         scale = ((rank + _shared(c)) / c.head_dim) ** 0.5
         q = jnp.concatenate([q_BTNL, q_BTNR], axis=-1) * scale
         new = {"latent": jnp.concatenate([latent_BTL[:, :, None], k_BT1R], axis=-1)}
@@ -158,8 +178,8 @@ class MLA(Mixer):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """FLOPs per token of the scores, over head_dim, and of the weighted sum of the values, over
-        their width; a query reads (length + 1) / 2 keys on average.
+        """Counts the FLOPs per token of the scores (K products per key) and of the weighted sum of
+        values (P products per key). A query reads (length + 1) / 2 keys on average.
         """
         return config.num_attention_heads * (2 * config.head_dim - _shared(config)) * (length + 1)
 
@@ -178,12 +198,12 @@ class MLA(Mixer):
             config.rotary_dim <= _shared(config) < config.head_dim,
             f"model.mixer.shared_key_width = {_shared(config)}: expected less "
             f"than model.head_dim = {config.head_dim}, and at least the {config.rotary_dim} "
-            "numbers of it that are rotated",
+            "dimensions that RoPE rotates",
         )
 
 
 def _shared(config) -> int:
-    """Width of the part of each key that all heads share."""
+    """Returns R, the width of the part of each key that all heads share."""
     return MLA.settings(config).shared_key_width or config.rotary_dim
 
 
@@ -198,7 +218,7 @@ def mla_reference(config, params, x):
     latent = plain_rms_norm(config, (x @ params["kv_down"])[:, : s.latent_rank])
     k, v = jnp.split(heads(latent * (1 + params["kv_norm"]), "kv_up"), 2, axis=-1)
     k_shared = (x @ params["kv_down"])[:, s.latent_rank :]
-    # the query is rotated by its distance from each key; the key is not rotated
+    # The reference rotates the query by its distance from each key, and does not rotate the key.
     q_shared = rotated(config, q[:, None, :, plain:], (i - j)[..., None])
     scores = jnp.einsum("ink,jnk->nij", q[..., :plain], k)
     scores = scores + jnp.einsum("ijnr,jr->nij", q_shared, k_shared)

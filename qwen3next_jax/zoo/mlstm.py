@@ -1,7 +1,8 @@
 """mLSTM (xLSTM, 2405.04517, equations 19–27): linear attention with an exponential input gate.
 
-m_t = max(f_t + m_{t−1}, i_t) is subtracted from all exponents, so that none is above 0. The output
-does not depend on m.
+The code subtracts m_t = max(ln σ(f_t) + m_{t−1}, i_t) from all exponents, so that no exponent is
+above 0. Here f_t and i_t are the inputs of the forget gate and of the input gate. The output does
+not depend on m.
 
 Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a value.
 """
@@ -23,9 +24,9 @@ EXAMPLES = {"mlstm": {"linear_mixer": "mlstm"}}
 
 
 class MLSTM(Recurrent):
-    """S ← σ(f) S + e^i k vᵀ, n ← σ(f) n + e^i k, o = Sᵀq / max(|nᵀq|, 1), with k scaled by
-    K^-1/2; then a norm of each head and a sigmoid gate. There is no convolution. The diagnostic
-    beta is the mean of i.
+    """The mixer of mLSTM: S ← σ(f) S + e^i k vᵀ, n ← σ(f) n + e^i k, o = Sᵀq / max(|nᵀq|, 1). Both
+    i and f are linear in the token's input, with a bias; k is scaled by K^-1/2. A norm of each head
+    and a sigmoid gate follow. There is no convolution. The diagnostic beta is the mean of i.
     """
 
     switches = ("delta_rule",)
@@ -66,8 +67,8 @@ class MLSTM(Recurrent):
             log_forget, log_input, initial_state=state and state["largest"], **split
         )
         m = jnp.where(m == -jnp.inf, 0, m)  # m is -∞ in a row without a token
-        # The value of g is clipped to at most 0. The gradient is that of the forget gate, even
-        # where the value is clipped.
+        # g has the value of the log decay after the subtraction of m, clipped to at most 0, and the
+        # gradient of log_forget. Because the output does not depend on m, m needs no gradient.
         g = log_forget + jax.lax.stop_gradient(
             jnp.where(m_before == -jnp.inf, 0, jnp.minimum(log_forget + m_before - m, 0))
             - log_forget
@@ -95,8 +96,8 @@ class MLSTM(Recurrent):
     @classmethod
     def init_cache(cls, config, batch, length):
         cache = super().init_cache(config, batch, length)
-        # Any start value of m is correct. With 0, weights that underflow are negligible beside the
-        # 1 in the denominator.
+        # The output does not depend on the initial value of m. With the initial value 0, weights
+        # that underflow are negligible beside the 1 in the denominator.
         return cache | {
             "normaliser": jnp.zeros(cache["state"].shape[:-1]),
             "largest": jnp.zeros((batch, config.linear_num_value_heads)),
@@ -104,7 +105,7 @@ class MLSTM(Recurrent):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """FLOPs per token of the state S, and of the write and the read of n."""
+        """Counts the FLOPs per token of writing and reading the states S and n."""
         of_n = 4 * config.linear_num_value_heads * config.linear_key_head_dim
         return super().forward_flops(config, length) + of_n
 
@@ -114,7 +115,7 @@ class MLSTM(Recurrent):
 
 
 def mlstm_reference(config, params, x):
-    """The equations as the paper prints them: with e^i itself, not e^(i - m)."""
+    """Computes the equations without the subtraction of m: with e^i, not e^(i - m)."""
     q, k, v, gate = split_projection(config, params, x)
     i = x @ params["input_proj"] + params["input_bias"]
     f = x @ params["forget_proj"] + params["forget_bias"]

@@ -1,9 +1,9 @@
 """An embedding of n-grams that a layer adds to the residual streams before its mixer (the
 per-layer embedding, PLE, of Qwen3.8-Flash-Next; transformers' `qwen4_exp`).
 
-Every head hashes the n-gram that ends at a token, and reads the row with this hash from its own
-part of the table. Let e be the concatenated rows of all heads, and h one residual stream. Then, for
-each stream,
+For every token, every head hashes the n-gram that ends at this token. The hash is the number of a
+row in the head's own part of the table. Let e be the concatenated rows of all heads, and h one
+residual stream. Then, for each stream,
 
     key = norm(K e)     query = norm(h)     value = V e, the same for all streams
     s = <key, query> / √D,  s ← sign(s) √max(|s|, 1e-6),  v = sigmoid(s) · value
@@ -31,12 +31,7 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import save_for_backward
-from qwen3next_jax.sharding.rules import (
-    activation_spec,
-    gather_in_shard,
-    per_shard,
-    storage_spec,
-)
+from qwen3next_jax.sharding import row_tables
 
 Words = tuple[jax.Array, jax.Array]  # the high and the low 32 bits, uint32
 _SMALLEST_SCORE = 1e-6
@@ -60,7 +55,10 @@ class NgramEmbedding(nnx.Module):
         ple, d = config.ple, config.hidden_size
         s = stream_count(config)
         self.table = make.matrix(
-            (ple.rows(number), ple.head_width), "vocab embed", kind="embedding", gathered="operator"
+            (ple.rows(number), ple.head_width),
+            "table_rows table_width",
+            kind="embedding",
+            gathered="operator",
         )
         self.key_proj = make.matrix((ple.embed_dim, s, d), ". -> . embed")
         self.value_proj = make.matrix((ple.embed_dim, d), ". -> embed")
@@ -84,9 +82,14 @@ class NgramEmbedding(nnx.Module):
         c, (before_BK, before_BCE) = self.config, (None, None)
         if cache is not None:
             before_BK, before_BCE = cache["tokens"], cache["conv"]
-        ids_BTH = ngram_ids(c, self.number, context.tokens, context.positions, before_BK)
-        rows_BTP = save_for_backward(self._look_up(ids_BTH, context))
-        e_BTP = rows_BTP.astype(h_BTE.dtype)
+        if context.layer_rows is None:
+            ids_BTH = ngram_ids(c, self.number, context.tokens, context.positions, before_BK)
+            e_BTP = row_tables.look_up(
+                self.table[...], ids_BTH, self.table.declared, context.mesh, context.time, c.dtype
+            )
+        else:
+            e_BTP = context.layer_rows[self.number].astype(h_BTE.dtype)
+        e_BTP = save_for_backward(e_BTP)
         v_BTE = self._gated_value(e_BTP, h_BTE)
         n_BTE = self._per_stream(v_BTE, self.conv_norm[...]).reshape(v_BTE.shape)
         y_BTE = v_BTE + jax.nn.silu(self._convolve(n_BTE, context.positions, before_BCE))
@@ -97,24 +100,6 @@ class NgramEmbedding(nnx.Module):
             "tokens": _window(before_BK, context.tokens, ends, context.return_all_states),
             "conv": _window(before_BCE, n_BTE, ends, context.return_all_states),
         }
-
-    def _look_up(self, ids_BTH: jax.Array, context: Context) -> jax.Array:
-        """Returns the table's rows of all heads, [B, T, P]. On a mesh, every device gathers the
-        whole table (docs/qwen3_8_flash_next.md).
-        """
-        mesh, declared, shape = context.mesh, self.table.declared, self.table.shape
-
-        def look_up(table_VK, ids_BTH):
-            if mesh is not None:
-                table_VK = gather_in_shard(table_VK, declared, shape, mesh, whole=True)
-            rows_BTHK = table_VK[ids_BTH]
-            return rows_BTHK.reshape(*ids_BTH.shape[:2], -1)
-
-        if mesh is None:
-            return look_up(self.table[...], ids_BTH)
-        tokens = activation_spec("batch", context.time, None)
-        in_specs = (storage_spec(declared, shape, mesh), tokens)
-        return per_shard(look_up, mesh, in_specs, tokens)(self.table[...], ids_BTH)
 
     def _per_stream(self, x_BTE: jax.Array, weight_E: jax.Array) -> jax.Array:
         """Returns the RMSNorm [B, T, S, D] of the streams, each normalized alone."""

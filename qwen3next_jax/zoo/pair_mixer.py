@@ -1,5 +1,5 @@
-"""Gated attention with scores or masks that the fast kernels do not support: the base of the
-families `pairwise.py` and `long_context.py`. It computes all T × T scores.
+"""The base class of the mixers in `pairwise.py` and `long_context.py`: gated attention with scores
+or masks that the fast kernels do not support. It computes all T × T scores.
 
 Letters: B batch, T queries, S keys (slots of the cache), C queries of a chunk, N query heads, M
 key/value heads, K head width.
@@ -15,10 +15,10 @@ from qwen3next_jax.zoo.ops.pair_attention import CHUNK, dot, pair_attention
 
 
 class PairAttention(GatedAttention):
-    """The base class of such attention. A subclass overrides `queries` and `keys` (the arrays, or
-    trees of arrays, from which scores are computed), `score` (the scores), `seen` (the mask) and
-    `pairs` (the number of pairs that the mask leaves). The cache holds keys to which no position
-    has been applied.
+    """Gated attention with overridable scores and masks. A subclass may override `queries` and
+    `keys`, which return the arrays, or trees of arrays, from which scores are computed; `score`,
+    which computes the scores; `seen`, which computes the mask; and `pairs`, which counts the pairs
+    that the mask leaves. The cache holds keys that are not rotated.
     """
 
     weights_of = GatedAttention
@@ -26,42 +26,59 @@ class PairAttention(GatedAttention):
     chunk = CHUNK  # number of queries computed at once
 
     def placed(self, x_BTNK, positions_BT):
-        return x_BTNK  # `queries` and `keys` apply the positions
+        return x_BTNK  # unchanged, because `queries` and `keys` rotate
 
     def queries(self, q_BTNK, t_BT):
+        """Returns what `score` takes for the queries q at the positions t: here q, rotated."""
         return rotate(q_BTNK, t_BT, self.config)
 
     def keys(self, k_BSMK, s_BS):
+        """Returns what `score` takes for the keys k at the positions s: here k, rotated."""
         return rotate(k_BSMK, s_BS, self.config)
 
     def per_head(self) -> tuple[jax.Array, ...]:
-        """Arrays [N, …] that are passed to `score` after its other arguments."""
+        """Returns arrays [N, …], such as parameters, that `score` gets after its other
+        arguments.
+        """
         return ()
 
     def score(self, q, k, t_BC1, s_B1S, *per_head):
-        """The scores of a chunk of queries and all keys, [B, N, C, S] float32."""
+        """Computes the scores of a chunk of queries and all keys.
+
+        Args:
+          q: the chunk's part of the result of `queries`, [B, C, N, K] for an array.
+          k: the result of `keys`, [B, S, M, K] for an array.
+          t_BC1, s_B1S: the positions of the queries and keys in their documents.
+          per_head: this device's part of the result of `per_head`.
+
+        Returns:
+          The scores [B, N, C, S], float32.
+        """
         return dot(q, k)
 
     def seen(self, t_BC1, s_B1S):
-        """Whether a query sees a key, bool [B, C, S]; with `self.best` two arrays, as in
-        `pair_attention`.
+        """Returns the mask of a chunk of queries, bool [B, C, S]: whether each query sees each key
+        of its document. `pair_attention` hides the keys of other documents whatever the mask is. If
+        `self.best` is not 0, returns two masks, as the argument `seen` of `pair_attention`
+        explains.
         """
         return s_B1S <= t_BC1
 
     @property
     def best(self) -> int:
+        """The number of keys that each query and head selects by their scores; 0 for none."""
         return 0
 
     def sink_logit(self) -> jax.Array | None:
-        """A logit of each head, [N], that joins the softmax's denominator but has no value; or
+        """Returns a logit s of each head, [N], that adds e^s to the softmax's denominator; or
         None.
         """
         return None
 
     @classmethod
     def pairs(cls, config, length: int) -> float:
-        """The number of pairs (query, key it sees) in a row of `length` tokens that is one
-        document.
+        """Returns the number of pairs of a query and a key that it sees, in a row of `length`
+        tokens that is one document.
         """
         return length * (length + 1) / 2
 
@@ -109,7 +126,7 @@ class PairAttention(GatedAttention):
         return o_BTNK, cache
 
     def diagnostics(self, q_BTNK, k_BTMK, gate_BTNK, context):
-        """The diagnostics of `GatedAttention` except `logit_max`."""
+        """Computes the diagnostics of `GatedAttention` except `logit_max`."""
         first_BT = context.positions == 0
         indicator_BTMK = jnp.broadcast_to(first_BT[:, :, None, None], k_BTMK.shape).astype(
             k_BTMK.dtype
@@ -127,7 +144,7 @@ class PairAttention(GatedAttention):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """FLOPs per token of two products for each key that a query sees: one for the score, one
-        for the weighted sum of values.
+        """Counts the FLOPs per token of two products of K numbers for each key that a query sees:
+        one for the score, one for the weighted sum of values.
         """
         return 4 * config.num_attention_heads * config.head_dim * cls.pairs(config, length) / length

@@ -1,5 +1,5 @@
-"""Gated attention without positions, with other masks, and with a bias that depends on the distance
-of query and key in place of rotations.
+"""Variants of gated attention: without rotary positions, with masks other than the causal one, and
+with a bias that depends on the distance of query and key in place of rotary positions.
 
 Letters: B batch, T queries, S keys (slots of the cache), C queries of a chunk, N query heads, M
 key/value heads, K head width.
@@ -29,8 +29,8 @@ EXAMPLES = {
 
 
 class NoPEAttention(GatedAttention):
-    """`GatedAttention` whose queries and keys are not rotated, for some layers of a model whose
-    other layers have positions (SmolLM3, Llama 4; 2501.18795).
+    """`GatedAttention` whose queries and keys are not rotated. Some models have such layers among
+    layers with positions (SmolLM3, Llama 4; 2501.18795).
     """
 
     switches = ("attention_output_gate", "qk_norm")
@@ -43,16 +43,17 @@ class NoPEAttention(GatedAttention):
 class Masked(PairAttention):
     """Attention with the mask that the setting `mask` names.
 
-    causal: every token sees the tokens before it.
+    causal: every token sees itself and the tokens before it.
     prefix (1905.03197, 1910.10683): the first `prefix_tokens` tokens of a document see each other,
-      as in an encoder; all other tokens see the tokens before them, as in a decoder.
+      as in an encoder; every other token sees itself and the tokens before it, as in a decoder.
     bidirectional: every token sees its whole document.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(PairAttention.Settings):
-        # tokens see the tokens before them (causal); tokens of the prefix also see each other
-        # (prefix); tokens see their whole document (bidirectional)
+        # which tokens a token sees. "causal": itself and the tokens before it. "prefix": the same,
+        # and the first prefix_tokens tokens of a document also see each other. "bidirectional":
+        # all tokens of its document
         mask: Literal["causal", "prefix", "bidirectional"] = "causal"
         # for the mask "prefix": number of tokens at a document's start that see each other
         prefix_tokens: Annotated[int, "0 or more"] = 0
@@ -100,7 +101,7 @@ class Masked(PairAttention):
             f"model.mixer.mask = {mask!r} with model.full_mixer = {config.full_mixer!r} and "
             f"model.mtp_depth = {config.mtp_depth}: the module would see the token that it "
             "predicts: expected mtp_depth = 0, or "
-            "another full_mixer, these layers named by layer_types",
+            "another full_mixer, with this mixer's layers named in model.layer_types",
         )
 
     @classmethod
@@ -113,9 +114,8 @@ class Masked(PairAttention):
 
 
 class ALiBi(Masked):
-    """ALiBi (2108.12409): slope · |distance| is subtracted from the scores. For N = 2^i heads the
-    slope of head n is 2^(-8 (n + 1) / N). For another number of heads the slopes are those for the
-    next lower power of two, followed by every second slope of the next higher power of two.
+    """ALiBi (2108.12409): each head subtracts slope · |distance| from its scores, with a constant
+    slope. `alibi_slopes` returns the slopes.
     """
 
     switches = ("attention_output_gate", "qk_norm")
@@ -145,24 +145,31 @@ class ALiBi(Masked):
 
 
 def alibi_slopes(heads: int) -> list[float]:
+    """Returns the slope of each of N = `heads` heads. If N is a power of two, the heads n = 0 to
+    N - 1 have the slopes 2^(-8 (n + 1) / N). Otherwise let P be the largest power of two below N:
+    the first P heads have the slopes for P heads, and the remaining heads have the first, third,
+    fifth, … slope for 2 P heads.
+    """
     power = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * (n + 1) / power) for n in range(power)]
     return slopes + [2 ** (-8 * (n + 1) / (2 * power)) for n in range(0, 2 * (heads - power), 2)]
 
 
 class T5Bias(Masked):
-    """T5's bias (1910.10683, section 2.1): scores plus a learned number for each head and bucket of
-    distances. One half of the buckets hold a single distance each. The other half cover ranges of
-    distances that grow logarithmically up to `max_distance`. If tokens see later tokens, too, each
-    direction has half of the buckets. Unlike in T5, each layer has its own numbers, and the scores
-    are scaled by K^-1/2.
+    """T5's relative position bias (1910.10683, section 2.1). A bucket is a range of distances; each
+    head adds a learned number for the bucket of the distance to the score. If the mask is causal,
+    all buckets are for earlier keys; otherwise half of them are for earlier keys and half for later
+    keys. The first half of the buckets of one direction hold one distance each. The ranges of the
+    second half grow geometrically up to `max_distance`. In contrast to T5, each layer has its own
+    numbers, and the scores are scaled by K^-1/2.
     """
 
     @dataclasses.dataclass(frozen=True)
     class Settings(Masked.Settings):
         # number of buckets of distances, each with its own learned number
         buckets: Annotated[int, "at least 4"] = 32
-        # larger distances fall into the last bucket; more than half of buckets
+        # distances from this number on fall into the last bucket; must be more than half of the
+        # number of buckets
         max_distance: int = 128
 
         def __post_init__(self):
@@ -175,7 +182,7 @@ class T5Bias(Masked):
 
     switches = ("attention_output_gate", "qk_norm")
     weights_of = None
-    # `mask` is not listed: it determines which distances the buckets hold
+    # `mask` is not listed, because the mask determines the distances that the buckets hold.
     read_time = ("prefix_tokens",)
 
     def __init__(self, config, make, layers):
@@ -205,8 +212,14 @@ class T5Bias(Masked):
 
 
 def t5_bucket(distance: jax.Array, buckets: int, largest: int, both_ways: bool) -> jax.Array:
-    """The buckets of distances [...], query - key. Keys after the query have the second half of
-    the buckets, or bucket 0.
+    """Returns the bucket of each distance, an array of the same shape.
+
+    Args:
+      distance: the position of the query minus the position of the key.
+      buckets: number of buckets.
+      largest: the setting `max_distance`; this distance and larger ones fall into the last bucket.
+      both_ways: whether queries see later keys. If so, keys after the query have the second half of
+        the buckets; otherwise their bucket is 0.
     """
     if both_ways:
         buckets //= 2
@@ -230,6 +243,7 @@ def nope_attention_reference(config, params, x):
 
 
 def _mask(config, x):
+    """Returns the mask of `Masked` for a row x of T tokens, bool [T, T]."""
     s = config.settings_of(config.mixers[0])
     i, j, causal = places(x)
     if s.mask == "prefix":
@@ -261,6 +275,7 @@ def t5_bias_reference(config, params, x):
 
 
 def _bucket(distance, buckets, largest, both_ways):
+    """Computes `t5_bucket` for one distance, in Python."""
     first = 0
     if both_ways:
         buckets //= 2

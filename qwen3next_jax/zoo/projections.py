@@ -1,4 +1,4 @@
-"""Projections and an L2 norm that several families share.
+"""Projections and an L2 norm that several mixers of this folder use.
 
 Letters: B batch, T time, D model, H value heads.
 """
@@ -11,7 +11,7 @@ from qwen3next_jax.model.parameters import Make
 
 
 def make_low_rank(make: Make, rank: int, width: int) -> tuple[nnx.Param, nnx.Param]:
-    """The two matrices [D, rank] and [rank, H, width] of a projection of low rank."""
+    """Makes the two matrices [D, rank] and [rank, H, width] of a projection of low rank."""
     c = make.config
     down = make.matrix((c.hidden_size, rank), "embed -> .")
     up = make.matrix((rank, c.linear_num_value_heads, width), ". -> value_heads .")
@@ -19,8 +19,10 @@ def make_low_rank(make: Make, rank: int, width: int) -> tuple[nnx.Param, nnx.Par
 
 
 def project_to_float32(x_BTD: jax.Array, *matrices: nnx.Param) -> jax.Array:
-    """x multiplied by one matrix after the other, [B, T, …]. The last product is float32; the
-    products before it have the dtype of x.
+    """Multiplies x by one matrix after the other; each product contracts the last axis of x with
+    the first axis of the matrix. Returns an array [B, T, …], which ends with the axes of the last
+    matrix except its first one. The last product is float32; the products before it have the dtype
+    of x.
     """
     for matrix in matrices:
         is_last = matrix is matrices[-1]
@@ -31,6 +33,8 @@ def project_to_float32(x_BTD: jax.Array, *matrices: nnx.Param) -> jax.Array:
 
 
 def l2_normalize(x: jax.Array) -> jax.Array:
-    """x / √(Σ x² + 1e-6) over the last axis, in float32 or the wider dtype of x."""
+    """Returns x / √(Σ x² + 1e-6), with the sum over the last axis. The result is float32, or
+    float64 if x is.
+    """
     x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)

@@ -35,7 +35,7 @@ of a block.
 
 import dataclasses
 import math
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,13 +46,22 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.gated_attention import (
     GatedAttention,
     attend,
+    attention_diagnostics,
     gated_projection,
     write,
 )
 from qwen3next_jax.model.layers import Context, rms_norm, rotate, token_mean
 from qwen3next_jax.ops import blocks
+from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, per_shard, num_shards
 from qwen3next_jax.zoo.attention_references import gated_attention, norm, places, rotated
+from qwen3next_jax.zoo.ops.gathered_attention import (
+    gather_tokens,
+    gathered_attention,
+    queries_at_once,
+    scores,
+    take_rows,
+)
 from qwen3next_jax.zoo.ops.pair_attention import CHUNK, dot
 
 # A configuration for the tests. With this ratio and budget, even short rows can end in an
@@ -69,6 +78,9 @@ EXAMPLES = {
     }
 }
 _HIDDEN = -1e30  # score of a key or block that the query does not see
+# Attention gathers the selected keys if there are more than this many times the budget. With fewer
+# keys, attention to all keys under a mask is faster (docs/qwen3_8_flash_next.md has the times).
+GATHER_BEYOND = 4
 
 
 class Blocks(NamedTuple):
@@ -91,17 +103,35 @@ class Blocks(NamedTuple):
     of_token: jax.Array
 
 
+class Tokens(NamedTuple):
+    """Where the queries and the keys of a call stand.
+
+    Attributes:
+      t: [B, T] int32, the place of each query.
+      s: [B, S] int32, the place of each key.
+      segment: [B, T] int32, the segment id of each query's document; 0 for padding.
+      key_segment: [B, S] int32, the segment id of each key's document; 0 for padding.
+      index: [B, T] int32, the index among the keys of each query's own token.
+    """
+
+    t: jax.Array
+    s: jax.Array
+    segment: jax.Array
+    key_segment: jax.Array
+    index: jax.Array
+
+
 class QSA(GatedAttention):
     """Gated attention to the blocks of keys that an indexer selects.
 
     Besides keys and values, the cache holds the indexer's key of every token and the pooled key of
     every block, which is written when the block becomes complete.
 
-    The diagnostics are those of `GatedAttention`, computed for dense attention, and
-    indexer_overlap []. It compares the blocks that the indexer selects with the equally many blocks
-    to which dense attention gives the largest probabilities, and is the share of the latter that
-    are selected. It is a mean over the counted queries with more complete blocks than the budget
-    allows.
+    The diagnostics are those of `GatedAttention`, about the keys that each query sees, and
+    indexer_overlap []. The overlap compares the blocks that the indexer selects with the equally
+    many blocks to which dense attention gives the largest probabilities, and is the share of the
+    latter that are selected. It is a mean over the counted queries with more complete blocks than
+    the budget allows.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -166,7 +196,15 @@ class QSA(GatedAttention):
             o_BTNK = attend(q_BTNK, k_BTMK, v_BTMK, context)
         diagnostics = {}
         if context.collect_stats:
-            diagnostics = self.diagnostics(q_BTNK, k_BTMK, gate_BTNK, context)
+
+            def attend_as_above(q_BTNK, k_BTMK, v_BTMK):
+                if not is_sparse:
+                    return attend(q_BTNK, k_BTMK, v_BTMK, context)
+                return self._selected_attention(
+                    q_BTNK, k_BTMK, v_BTMK, index_q_BTHI, of_rows, context
+                )
+
+            diagnostics = attention_diagnostics(attend_as_above, q_BTNK, k_BTMK, gate_BTNK, context)
             diagnostics["indexer_overlap"] = self._overlap(
                 q_BTNK, k_BTMK, index_q_BTHI, of_rows, context
             )
@@ -276,19 +314,22 @@ class QSA(GatedAttention):
     def _selected_attention(
         self, q_BTNK, k_BSMK, v_BSMK, index_q_BTHI, of_rows: Blocks, context: Context, s_BS=None
     ):
-        """Runs `selected_attention` with the heads split over the mesh axis `tensor`. Every shard
-        of `tensor` selects the same blocks.
+        """Runs `masked_attention`, or with many keys `selected_attention`, with the heads split
+        over the mesh axis `tensor`. Every shard of `tensor` selects the same blocks.
 
         Args:
           s_BS: the places of the keys; None if the keys are those of the queries' tokens.
         """
+        settings = self.settings(self.config)
+        gathers = k_BSMK.shape[1] > GATHER_BEYOND * settings.indexer_budget
+        attend = selected_attention if gathers else masked_attention
 
         def run(q, k, v, *rest):
-            return selected_attention(q, k, v, *rest, self.settings(self.config))
+            return attend(q, k, v, *rest, settings)
 
         heads = activation_spec("batch", None, "heads")
         return self._on_each_device(run, (q_BTNK, k_BSMK, v_BSMK), heads, context)(
-            index_q_BTHI, of_rows, *_tokens(context, s_BS)
+            index_q_BTHI, of_rows, tokens_of(context, s_BS)
         )
 
     def _indexer_loss(self, q_BTNK, k_BTMK, index_q_BTHI, of_rows: Blocks, context: Context):
@@ -296,15 +337,18 @@ class QSA(GatedAttention):
         if not of_rows.k.shape[1]:  # rows shorter than a block
             return jnp.zeros(())
 
+        settings, axis = self.settings(self.config), self._head_axis(context)
+        dense = context.indexer == "dense"
+        gathers = k_BTMK.shape[1] > GATHER_BEYOND * settings.indexer_budget and not dense
+
         def run(q, k, *rest):
-            settings = self.settings(self.config)
-            return divergence(
-                q, k, *rest, settings, context.indexer == "dense", self._head_axis(context)
-            )
+            if gathers:
+                return selected_divergence(q, k, *rest, settings, axis)
+            return divergence(q, k, *rest, settings, dense, axis)
 
         heads = (jax.lax.stop_gradient(q_BTNK), jax.lax.stop_gradient(k_BTMK))
         kl_BT = self._on_each_device(run, heads, activation_spec("batch"), context)(
-            index_q_BTHI, of_rows, *_tokens(context)
+            index_q_BTHI, of_rows, tokens_of(context)
         )
         counted_BT = self.loss_tokens(
             self.config, context.positions, jnp.ones_like(context.positions, bool)
@@ -323,7 +367,7 @@ class QSA(GatedAttention):
 
         row = activation_spec("batch")
         share_BT = self._on_each_device(run, (q_BTNK, k_BTMK), row, context)(
-            index_q_BTHI, of_rows, *_tokens(context)
+            index_q_BTHI, of_rows, tokens_of(context)
         )
         ratio = settings.indexer_compress_ratio
         has_choice_BT = context.positions + 1 >= settings.indexer_budget + ratio
@@ -351,7 +395,7 @@ class QSA(GatedAttention):
         if keys[0].shape[2] % num_shards(mesh, TENSOR):
             keys = [jnp.repeat(x, q_BTNK.shape[2] // x.shape[2], axis=2) for x in keys]
         by_head, row = activation_spec("batch", None, "heads"), activation_spec("batch")
-        in_specs = (*(by_head,) * len(heads), *(row,) * 6)
+        in_specs = (*(by_head,) * len(heads), row, row, row)
         return lambda *rest: per_shard(run, mesh, in_specs, out_spec)(q_BTNK, *keys, *rest)
 
     @staticmethod
@@ -404,19 +448,20 @@ def _documents(context: Context) -> jax.Array:
     return context.segment_ids
 
 
-def _tokens(context: Context, s_BS: jax.Array | None = None) -> tuple[jax.Array, ...]:
-    """Returns the places of queries [B, T] and of keys [B, S], then the segment ids of the
-    documents of queries [B, T] and of keys [B, S].
-    """
+def tokens_of(context: Context, s_BS: jax.Array | None = None) -> Tokens:
+    """Returns where the queries and the keys stand. `s_BS`: as in `QSA._selected_attention`."""
+    t_BT, segment_BT = context.positions, _documents(context)
     if s_BS is None:
-        return context.positions, context.positions, _documents(context), _documents(context)
-    return context.positions, s_BS, _documents(context), jnp.ones_like(s_BS)
+        index_BT = jnp.broadcast_to(jnp.arange(t_BT.shape[1], dtype=jnp.int32), t_BT.shape)
+        return Tokens(t_BT, t_BT, segment_BT, segment_BT, index_BT)
+    # In a cache, the place of a token is its slot.
+    return Tokens(t_BT, s_BS, segment_BT, jnp.ones_like(s_BS), t_BT)
 
 
-def select_blocks(
+def score_blocks(
     index_q_BCHI: jax.Array, of_rows: Blocks, t_BC: jax.Array, segment_BC: jax.Array, settings
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Selects complete blocks for each query.
+) -> tuple[jax.Array, jax.Array]:
+    """Scores the blocks of every row for each query.
 
     Args:
       index_q_BCHI: the indexer's queries.
@@ -426,19 +471,44 @@ def select_blocks(
       settings: the `QSA.Settings`.
 
     Returns:
-      selected [B, C, G] bool: whether the query selects the block;
       score [B, C, G] float32: the indexer's score of the block;
       visible [B, C, G] bool: whether the block is complete for the query, and of its document.
     """
-    ratio = settings.indexer_compress_ratio
     s_BHCG = jnp.einsum(
         "bchi,bgi->bhcg", index_q_BCHI, of_rows.k, preferred_element_type=jnp.float32
     )
     score_BCG = jnp.sum(jax.nn.relu(s_BHCG), axis=1) * settings.indexer_head_dim**-0.5
-    ended_BCG = of_rows.start[:, None] + ratio - 1 <= t_BC[..., None]
-    visible_BCG = ended_BCG & (of_rows.segment[:, None] == segment_BC[..., None])
-    count = settings.indexer_budget // ratio
+    last_BG = of_rows.start + settings.indexer_compress_ratio - 1
+    visible_BCG = last_BG[:, None] <= t_BC[..., None]
+    return score_BCG, visible_BCG & (of_rows.segment[:, None] == segment_BC[..., None])
+
+
+def select_blocks(
+    index_q_BCHI: jax.Array, of_rows: Blocks, t_BC: jax.Array, segment_BC: jax.Array, settings
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Selects complete blocks for each query. The arguments are those of `score_blocks`.
+
+    Returns:
+      selected [B, C, G] bool: whether the query selects the block;
+      score and visible [B, C, G], as `score_blocks` returns them.
+    """
+    score_BCG, visible_BCG = score_blocks(index_q_BCHI, of_rows, t_BC, segment_BC, settings)
+    count = settings.indexer_budget // settings.indexer_compress_ratio
     return best_blocks(score_BCG, visible_BCG, count), score_BCG, visible_BCG
+
+
+def list_blocks(
+    score_BCG: jax.Array, visible_BCG: jax.Array, settings: "QSA.Settings"
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the blocks that `best_blocks` marks as a list of J blocks for each query: the index
+    of each block [B, C, J], and [B, C, J] bool, whether the entry is a selected block. The other
+    entries are blocks that the query does not see.
+    """
+    count = settings.indexer_budget // settings.indexer_compress_ratio
+    ranked_BCG = jnp.where(visible_BCG, jax.lax.stop_gradient(score_BCG), -jnp.inf)
+    # Of equal scores, top_k returns the one with the lowest index first.
+    best, number_BCJ = jax.lax.top_k(ranked_BCG, min(count, ranked_BCG.shape[-1]))
+    return number_BCJ, best > -jnp.inf
 
 
 def best_blocks(score_BCG: jax.Array, visible_BCG: jax.Array, count: int) -> jax.Array:
@@ -478,43 +548,90 @@ def seen_tokens(
     return tail_BCS | (chosen_BCS & inside_BS[:, None] & same_document_BCS)
 
 
-def selected_attention(
+def blocks_to_read(
+    number_BCJ, is_selected_BCJ, of_rows: Blocks, t_BC, index_BC, settings: "QSA.Settings"
+) -> tuple[jax.Array, jax.Array]:
+    """Returns which keys each query reads: the index of the first key of each of its blocks, and
+    how many keys it reads of the block, both int32 [B, C, J + 1]. The last block is the incomplete
+    one at the end, of 0 to ratio - 1 tokens.
+
+    Args:
+      number_BCJ, is_selected_BCJ: as `list_blocks` returns them.
+      t_BC, index_BC: `t` and `index` of `Tokens`, for these queries.
+    """
+    ratio = settings.indexer_compress_ratio
+    start_BCJ = take_rows(of_rows.last, number_BCJ) - (ratio - 1)
+    tail_BC1 = ((t_BC + 1) % ratio)[..., None]
+    return (
+        jnp.concatenate((start_BCJ, index_BC[..., None] - tail_BC1 + 1), axis=-1),
+        jnp.concatenate((jnp.where(is_selected_BCJ, ratio, 0), tail_BC1), axis=-1),
+    )
+
+
+def masked_attention(
     q_BTNK: jax.Array,
     k_BSMK: jax.Array,
     v_BSMK: jax.Array,
     index_q_BTHI: jax.Array,
     of_rows: Blocks,
-    t_BT: jax.Array,
-    s_BS: jax.Array,
-    segment_BT: jax.Array,
-    segment_BS: jax.Array,
+    tokens: Tokens,
     settings: QSA.Settings,
 ) -> jax.Array:
     """Returns o [B, T, N, K], in v's dtype: attention of each query to the keys that it sees, with
     the softmax in float32.
 
-    It processes the queries chunk by chunk, so memory grows with chunk × S. The work grows with
-    T × S.
+    It multiplies all queries and keys of a row, chunk of queries by chunk, and hides the keys that
+    a query does not see. Memory grows with chunk × S, and work with T × S.
 
     Args:
       q_BTNK, k_BSMK, v_BSMK: attention's queries, keys and values.
       index_q_BTHI: the indexer's queries.
       of_rows: the blocks of every row.
-      t_BT, s_BS: the places of queries and keys.
-      segment_BT, segment_BS: the segment ids of the documents of queries and keys.
+      tokens: where queries and keys stand.
       settings: the settings of the mixer.
     """
 
     def attend_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC):
         selected_BCG, *_ = select_blocks(index_q_BCHI, of_rows, t_BC, segment_BC, settings)
-        seen_BCS = seen_tokens(selected_BCG, of_rows, t_BC, s_BS, segment_BC, segment_BS, settings)
+        seen_BCS = seen_tokens(
+            selected_BCG, of_rows, t_BC, tokens.s, segment_BC, tokens.key_segment, settings
+        )
         p_BNCS = probabilities(q_BCNK, k_BSMK, seen_BCS)
         b, n, c, keys = p_BNCS.shape
         p_BMHCS = p_BNCS.astype(v_BSMK.dtype).reshape(b, v_BSMK.shape[2], -1, c, keys)
         o = jnp.einsum("bmhcs,bsmk->bcmhk", p_BMHCS, v_BSMK, preferred_element_type=jnp.float32)
         return o.reshape(b, c, n, v_BSMK.shape[3]).astype(v_BSMK.dtype)
 
-    return _by_chunks(attend_chunk, q_BTNK, index_q_BTHI, t_BT, segment_BT)
+    return _by_chunks(attend_chunk, q_BTNK, index_q_BTHI, tokens.t, tokens.segment)
+
+
+def selected_attention(
+    q_BTNK: jax.Array,
+    k_BSMK: jax.Array,
+    v_BSMK: jax.Array,
+    index_q_BTHI: jax.Array,
+    of_rows: Blocks,
+    tokens: Tokens,
+    settings: QSA.Settings,
+) -> jax.Array:
+    """Computes `masked_attention` from the selected blocks alone: it gathers their keys and values
+    for each query. Memory grows with T + S. The work of attention grows with T × budget; only the
+    indexer's scores grow with T × S.
+    """
+
+    def list_chunk(index_q_BCHI, t_BC, segment_BC, index_BC):
+        listed = list_blocks(
+            *score_blocks(index_q_BCHI, of_rows, t_BC, segment_BC, settings), settings
+        )
+        return blocks_to_read(*listed, of_rows, t_BC, index_BC, settings)
+
+    # the selection has no gradient, so the backward pass needs its result alone
+    index_q_BTHI, of_rows = jax.lax.stop_gradient((index_q_BTHI, of_rows))
+    start_BTJ, size_BTJ = save_for_backward(
+        _by_chunks(list_chunk, index_q_BTHI, tokens.t, tokens.segment, tokens.index)
+    )
+    ratio = settings.indexer_compress_ratio
+    return gathered_attention(q_BTNK, k_BSMK, v_BSMK, start_BTJ, size_BTJ, ratio)
 
 
 def divergence(
@@ -522,16 +639,13 @@ def divergence(
     k_BTMK: jax.Array,
     index_q_BTHI: jax.Array,
     of_rows: Blocks,
-    t_BT: jax.Array,
-    s_BT: jax.Array,
-    segment_BT: jax.Array,
-    segment_BS: jax.Array,
+    tokens: Tokens,
     settings: QSA.Settings,
     dense: bool,
     head_axis: str | None = None,
 ) -> jax.Array:
     """Returns [B, T] float32: KL(teacher ‖ student) over the blocks of each query; 0 for a query
-    without blocks. The arguments that are not listed are those of `selected_attention`.
+    without blocks. The arguments that are not listed are those of `masked_attention`.
 
     Args:
       dense: whether the loss is that of the mode "dense", over all complete blocks.
@@ -544,14 +658,60 @@ def divergence(
             index_q_BCHI, of_rows, *of_queries, settings
         )
         kept_BCG = visible_BCG if dense else selected_BCG
-        seen_BCS = seen_tokens(kept_BCG, of_rows, t_BC, s_BT, segment_BC, segment_BS, settings)
+        seen_BCS = seen_tokens(
+            kept_BCG, of_rows, t_BC, tokens.s, segment_BC, tokens.key_segment, settings
+        )
         share_BCG = block_shares(q_BCNK, k_BTMK, seen_BCS, kept_BCG, of_rows, settings, head_axis)
-        teacher_BCG = jax.lax.stop_gradient(share_BCG)
-        student_BCG = jax.nn.log_softmax(jnp.where(kept_BCG, score_BCG, _HIDDEN), axis=-1)
-        difference_BCG = jnp.log(jnp.where(teacher_BCG > 0, teacher_BCG, 1)) - student_BCG
-        return jnp.sum(jnp.where(teacher_BCG > 0, teacher_BCG * difference_BCG, 0), axis=-1)
+        return _kl(share_BCG, jnp.where(kept_BCG, score_BCG, _HIDDEN))
 
-    return _by_chunks(of_chunk, q_BTNK, index_q_BTHI, t_BT, segment_BT)
+    return _by_chunks(of_chunk, q_BTNK, index_q_BTHI, tokens.t, tokens.segment)
+
+
+def selected_divergence(
+    q_BTNK: jax.Array,
+    k_BTMK: jax.Array,
+    index_q_BTHI: jax.Array,
+    of_rows: Blocks,
+    tokens: Tokens,
+    settings: QSA.Settings,
+    head_axis: str | None = None,
+) -> jax.Array:
+    """Computes `divergence` in the mode "sparse" from the selected blocks alone, whose keys it
+    gathers for each query. The arguments are those of `divergence`.
+    """
+    ratio, keys = settings.indexer_compress_ratio, k_BTMK.shape[1]
+
+    def of_chunk(q_BCNK, index_q_BCHI, t_BC, segment_BC, index_BC):
+        score_BCG, visible_BCG = score_blocks(index_q_BCHI, of_rows, t_BC, segment_BC, settings)
+        number_BCJ, is_selected_BCJ = list_blocks(score_BCG, visible_BCG, settings)
+        start, size = blocks_to_read(number_BCJ, is_selected_BCJ, of_rows, t_BC, index_BC, settings)
+        token_BCX, seen_BCX = gather_tokens(start, size, ratio, keys)
+        q_BCMHK = q_BCNK.reshape(*q_BCNK.shape[:2], k_BTMK.shape[2], -1, q_BCNK.shape[3])
+        s_BCMHX = scores(q_BCMHK, take_rows(k_BTMK, token_BCX), seen_BCX)
+        p_BCX = jnp.sum(jax.nn.softmax(s_BCMHX, axis=-1), axis=(2, 3))
+        if head_axis is not None:
+            p_BCX = jax.lax.psum(p_BCX, head_axis)
+        # The last entry is the incomplete block, which the loss leaves out.
+        largest_BCJ = jnp.max(p_BCX.reshape(*start.shape, ratio), axis=-1)[..., :-1]
+        largest_BCJ = jnp.where(is_selected_BCJ, largest_BCJ, 0)
+        total_BC1 = jnp.sum(largest_BCJ, axis=-1, keepdims=True)
+        score_BCJ = jnp.take_along_axis(score_BCG, number_BCJ, axis=-1)
+        return _kl(
+            largest_BCJ / jnp.where(total_BC1 > 0, total_BC1, 1),
+            jnp.where(is_selected_BCJ, score_BCJ, _HIDDEN),
+        )
+
+    of_queries = (q_BTNK, index_q_BTHI, tokens.t, tokens.segment, tokens.index)
+    size = queries_at_once(*q_BTNK.shape[:2])
+    return _by_chunks(of_chunk, *of_queries, size=size)
+
+
+def _kl(teacher_BCG: jax.Array, logits_BCG: jax.Array) -> jax.Array:
+    """Returns [B, C], KL(teacher ‖ softmax(logits)), without a gradient to the teacher."""
+    teacher_BCG = jax.lax.stop_gradient(teacher_BCG)
+    student_BCG = jax.nn.log_softmax(logits_BCG, axis=-1)
+    difference_BCG = jnp.log(jnp.where(teacher_BCG > 0, teacher_BCG, 1)) - student_BCG
+    return jnp.sum(jnp.where(teacher_BCG > 0, teacher_BCG * difference_BCG, 0), axis=-1)
 
 
 def overlap(
@@ -559,10 +719,7 @@ def overlap(
     k_BTMK: jax.Array,
     index_q_BTHI: jax.Array,
     of_rows: Blocks,
-    t_BT: jax.Array,
-    s_BT: jax.Array,
-    segment_BT: jax.Array,
-    segment_BS: jax.Array,
+    tokens: Tokens,
     settings: QSA.Settings,
     head_axis: str | None = None,
 ) -> jax.Array:
@@ -576,14 +733,16 @@ def overlap(
         selected_BCG, _, visible_BCG = select_blocks(
             index_q_BCHI, of_rows, t_BC, segment_BC, settings
         )
-        seen_BCS = seen_tokens(visible_BCG, of_rows, t_BC, s_BT, segment_BC, segment_BS, settings)
+        seen_BCS = seen_tokens(
+            visible_BCG, of_rows, t_BC, tokens.s, segment_BC, tokens.key_segment, settings
+        )
         share_BCG = block_shares(
             q_BCNK, k_BTMK, seen_BCS, visible_BCG, of_rows, settings, head_axis
         )
         own_BCG = best_blocks(share_BCG, visible_BCG, count)
         return jnp.sum(own_BCG & selected_BCG, axis=-1) / count
 
-    return _by_chunks(of_chunk, q_BTNK, index_q_BTHI, t_BT, segment_BT)
+    return _by_chunks(of_chunk, q_BTNK, index_q_BTHI, tokens.t, tokens.segment)
 
 
 def block_shares(
@@ -604,9 +763,9 @@ def block_shares(
     return largest_BCG / jnp.where(total_BC1 > 0, total_BC1, 1)
 
 
-def _by_chunks(of_chunk, *of_queries: jax.Array) -> jax.Array:
-    """Applies `of_chunk` to the queries, one chunk at a time. In the forward and in the backward
-    pass, the intermediate arrays of only one chunk are in memory at any time.
+def _by_chunks(of_chunk, *of_queries: jax.Array, size: int = CHUNK) -> Any:
+    """Applies `of_chunk` to the queries, one chunk of `size` at a time. In the forward and in the
+    backward pass, the intermediate arrays of only one chunk are in memory at any time.
     """
 
     @jax.checkpoint
@@ -614,7 +773,7 @@ def _by_chunks(of_chunk, *of_queries: jax.Array) -> jax.Array:
         return carry, of_chunk(*inputs)
 
     time = of_queries[0].shape[1]
-    _, results = blocks.scan(step, None, blocks.to_chunks(of_queries, 1, min(CHUNK, time)))
+    _, results = blocks.scan(step, None, blocks.to_chunks(of_queries, 1, min(size, time)))
     return blocks.from_chunks(results, 1, time)
 
 
@@ -660,12 +819,13 @@ def qsa_reference(config, params, x):
     return gated_attention(config, params, x, seen=seen, distance=i - j)
 
 
-def divergence_reference(config, params, x, dense: bool) -> jax.Array:
-    """Returns the indexer's loss, summed over the queries of one document one by one."""
+def teachers_reference(config, params, x, dense: bool) -> list[tuple[jax.Array, jax.Array]]:
+    """Returns for each query t ≥ ratio - 1 of one document the teacher [blocks] and, [blocks] bool,
+    which blocks it is about.
+    """
     ratio, width = config.settings_of("qsa").indexer_compress_ratio, config.head_dim
-    score, seen = scores_reference(config, params, x), selected_reference(config, params, x)
+    seen, place = selected_reference(config, params, x), np.arange(len(x))
     params, x = jax.lax.stop_gradient((params, x))
-    place = np.arange(len(x))
 
     def heads(name):
         y = jnp.einsum("td,dnk->tnk", x, params[f"{name}_proj"])[..., :width]
@@ -673,8 +833,7 @@ def divergence_reference(config, params, x, dense: bool) -> jax.Array:
 
     readers = config.num_attention_heads // config.num_key_value_heads
     q, k = heads("q"), jnp.repeat(heads("k"), readers, axis=1)
-    count = len(x) // ratio
-    total = 0.0
+    count, teachers = len(x) // ratio, []
     for t in range(ratio - 1, len(x)):
         keys = place <= t if dense else seen[t]
         logits = jnp.einsum("nk,snk->ns", q[t], k) / math.sqrt(width)
@@ -683,11 +842,35 @@ def divergence_reference(config, params, x, dense: bool) -> jax.Array:
         kept = jnp.where(keys, True, False)[: count * ratio : ratio]
         kept &= np.arange(count) < (t + 1) // ratio
         teacher = jnp.where(kept, jnp.max(p, axis=1), 0)
-        teacher = teacher / jnp.sum(teacher)
+        teachers.append((teacher / jnp.sum(teacher), kept))
+    return teachers
+
+
+def divergence_reference(config, params, x, dense: bool) -> jax.Array:
+    """Returns the indexer's loss, summed over the queries of one document one by one."""
+    ratio, total = config.settings_of("qsa").indexer_compress_ratio, 0.0
+    score = scores_reference(config, params, x)
+    for t, (teacher, kept) in enumerate(teachers_reference(config, params, x, dense), ratio - 1):
         student = jax.nn.softmax(jnp.where(kept, score[t], -jnp.inf))
         ratio_of_both = jnp.where(kept, teacher, 1) / jnp.where(kept, student, 1)
         total += jnp.sum(teacher * jnp.log(ratio_of_both))
     return total
+
+
+def overlap_reference(config, params, x) -> float:
+    """Returns indexer_overlap of one document."""
+    s = config.settings_of("qsa")
+    ratio, count = s.indexer_compress_ratio, s.indexer_budget // s.indexer_compress_ratio
+    score, shares = scores_reference(config, params, x), []
+    for t, (teacher, _) in enumerate(teachers_reference(config, params, x, True), ratio - 1):
+        complete = (t + 1) // ratio
+        if complete > count:
+            best, chosen = (
+                set(np.argsort(-np.asarray(a)[:complete], kind="stable")[:count].tolist())
+                for a in (teacher, score[t])
+            )
+            shares.append(len(best & chosen) / count)
+    return float(np.mean(shares))
 
 
 REFERENCES = {"qsa": qsa_reference}

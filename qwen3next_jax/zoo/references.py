@@ -1,10 +1,12 @@
-"""What the float64 references of the families share: the parts of a layer for one row [T, D] that
-is one document, written as plainly as possible.
+"""Functions that the float64 reference implementations of recurrent mixers share: the parts of a
+layer for one row [T, D] that is one document, written as plainly as possible.
 
-A reference is a function of the ModelConfig, the parameters by name and the row. It computes the
-recurrence token by token, as the paper prints it, in the dtype of its arguments; autodiff computes
-its gradients. Every family lists its references and short example settings (`REFERENCES`,
-`EXAMPLES`); tests/zoo/test_mixers.py compares the mixers with the references.
+A reference is a function (config, params, x): the ModelConfig, the parameters by name, and the row.
+It computes the recurrence token by token, as the paper prints it, in the dtype of its arguments;
+autodiff computes its gradients. Every file with mixers has two dicts: `REFERENCES` maps the name of
+a mixer to its reference, and `EXAMPLES` maps the same name to the settings that select the mixer,
+with small values of its own settings. tests/zoo/test_mixers.py adds these settings to a small model
+and compares the mixer with its reference.
 
 Letters: T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
 """
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 def outer_product_recurrence(
     q, k, v, g, beta=None, *, erase=False, erase_key=None, bonus=None, normaliser=False
 ):
-    """S ← e^g S + β k vᵀ, o = Sᵀq, where S [H, K, V] starts at zero.
+    """Computes the recurrence S ← e^g S + β k vᵀ, o = Sᵀq, where S [H, K, V] starts at zero.
 
     Args:
       q, k: queries and keys, [T, H, K].
@@ -25,9 +27,9 @@ def outer_product_recurrence(
       beta: write strength, [T, H]; None for 1.
       erase: whether to compute the delta rule, S ← e^g S, then S ← S + β k (v - Sᵀe)ᵀ.
       erase_key: the key e of the delta rule, [T, H, K]; None for k.
-      bonus: [H, K] or None. With a bonus, a token reads the state before its own decay and write:
-        o = Sᵀq + (Σ q bonus k) v.
-      normaliser: whether to return zᵀq [T, H, 1], too, where z ← e^g z + β k.
+      bonus: [H, K] or None. With a bonus u, a token reads the state before its own decay and write:
+        o = Sᵀq + (Σ_c q_c u_c k_c) v, with S before the token.
+      normaliser: whether to return zᵀq [T, H, 1], too, where z ← e^g z + β k starts at zero.
 
     Returns:
       o [T, H, V], or (o, zᵀq).
@@ -57,9 +59,14 @@ def outer_product_recurrence(
 
 
 def split_projection(config, params, x, convolved=False):
-    """q, k [T, H, K], v [T, H, V] and gate [T, H, V] (or None) from the projection that
-    `Recurrent.make_projection` makes. `convolved`: whether q, k and v pass a convolution and a
-    SiLU.
+    """Computes the projection that `Recurrent.make_projection` makes.
+
+    Args:
+      convolved: whether q, k and v then pass through the short convolution and a SiLU.
+
+    Returns:
+      q [T, H, K], k [T, H, K], v [T, H, V], and the output gate before its activation [T, H, V],
+      or None if the projection has no gate.
     """
     g, h = config.linear_num_key_heads, config.linear_num_value_heads
     k, v = config.linear_key_head_dim, config.linear_value_head_dim
@@ -75,27 +82,29 @@ def split_projection(config, params, x, convolved=False):
 
 
 def causal_convolution(x, kernel):
-    """Σ_w kernel[w] x[t - W + 1 + w] for every channel, with x [T, …] and kernel [W, …]."""
+    """Returns y[t] = Σ_w kernel[w] x[t - W + 1 + w] for every channel, with x [T, …] and kernel
+    [W, …].
+    """
     width = len(kernel)
     padded = jnp.pad(x, [(width - 1, 0)] + [(0, 0)] * (x.ndim - 1))
     return sum(padded[w : w + len(x)] * kernel[w] for w in range(width))
 
 
 def token_before(x):
-    """The row x [T, D] shifted by one token: row t holds x[t - 1], and row 0 holds zeros."""
+    """Returns x [T, D] shifted by one token: row t holds x[t - 1], and row 0 holds zeros."""
     return jnp.pad(x, ((1, 0), (0, 0)))[:-1]
 
 
 def unit(x):
-    """x normalised to length 1 over the last axis."""
+    """Returns x normalised to length 1 over the last axis."""
     return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 def rms_norm(config, x, axis=-1):
-    """x divided by its root mean square over `axis`."""
+    """Returns x divided by its root mean square over `axis`."""
     return x / jnp.sqrt(jnp.mean(x * x, axis=axis, keepdims=True) + config.rms_norm_eps)
 
 
 def project_out(params, o):
-    """The projection of the heads' outputs [T, H, V] back to [T, D]."""
+    """Projects the outputs of the heads [T, H, V] to [T, D]."""
     return jnp.einsum("thv,hvd->td", o, params["out_proj"])

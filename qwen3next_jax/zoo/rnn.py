@@ -1,6 +1,7 @@
-"""Recurrent networks whose state is not linear: the plain one (Elman, 1990) and long short-term
-memory. They can only be computed token by token: each token waits for the one before it, and if a
-row is split over shards, each shard waits for the one before it.
+"""Recurrent networks whose new state is a nonlinear function of the old one: the simple recurrent
+network (Elman, 1990) and long short-term memory (LSTM). The state after a token can only be
+computed from the state before it, so the tokens are computed one after another. If a row is split
+over shards, each shard waits for the final state of the shard before it.
 
 Letters: B batch, T time, D model, H groups of V channels, C = V · number of gates of a cell.
 """
@@ -17,12 +18,13 @@ EXAMPLES = {"rnn": {"linear_mixer": "rnn"}, "lstm": {"linear_mixer": "lstm"}}
 
 
 class RecurrentNetwork(Mixer):
-    """A recurrent network whose states have linear_num_value_heads groups of linear_value_head_dim
-    channels. Each group has its own recurrent matrix U, so that the mesh axis `tensor` can split
-    the groups; with one group this is the textbook's network. The state "h" is projected back to
-    the model's width.
+    """The base class of the networks in this file. A state has linear_num_value_heads groups of
+    linear_value_head_dim channels. Each group has its own recurrent matrix U, so that the mesh axis
+    `tensor` can split the groups; with one group, U is a full matrix as in the original networks.
+    The output is a projection of the state "h" to the model's width.
 
-    A subclass declares the gates and the states of its cell, and computes the cell in `cell`.
+    A subclass declares the names of the gates and states of its cell (`gates`, `states`), and
+    computes the cell in `cell`.
 
     Diagnostics: state_norm [H], ‖h‖ of each group after the last token, averaged over rows.
     """
@@ -31,11 +33,21 @@ class RecurrentNetwork(Mixer):
     states: tuple[str, ...]
 
     def cell(self, state: dict[str, jax.Array], x_BHC: jax.Array) -> dict[str, jax.Array]:
-        """Returns the states after a token. `x_BHC` is W x + U h + b."""
+        """Computes the states after one token.
+
+        Args:
+          state: name of a state → its value before the token, [B, H, V].
+          x_BHC: W x + U h + b, the inputs of all gates side by side.
+
+        Returns:
+          Name of a state → its value after the token.
+        """
         raise NotImplementedError
 
     def init_bias(self, shape: tuple[int, ...]) -> jax.Array:
-        """The start value of b, of shape [H, C] or, for stacked layers, [layers, H, C]."""
+        """Returns the initial value of the bias b. `shape` is [H, C] or, for stacked layers,
+        [layers, H, C].
+        """
         return jnp.zeros(shape)
 
     def __init__(self, config, make, layers):
@@ -102,7 +114,7 @@ class RecurrentNetwork(Mixer):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """FLOPs per token of the product U h."""
+        """Counts the FLOPs per token of the product U h."""
         return 2 * config.linear_num_value_heads * len(cls.gates) * config.linear_value_head_dim**2
 
     @staticmethod
@@ -111,7 +123,7 @@ class RecurrentNetwork(Mixer):
 
 
 class RNN(RecurrentNetwork):
-    """The plain recurrent network (Elman, 1990): h ← tanh(W x + U h + b)."""
+    """The simple recurrent network (Elman, 1990): h ← tanh(W x + U h + b)."""
 
     gates = ("input",)
     states = ("h",)

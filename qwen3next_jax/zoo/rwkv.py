@@ -1,8 +1,8 @@
 """RWKV-4 and RWKV-6: recurrences whose inputs mix each token with the token before it.
 
-Letters: B batch, T time, D model, P number of mixed inputs, E = 2·D (x of a token and of the token
-before it side by side), G key heads, H value heads, K/V widths of a key
-and of a value. In RWKV-4 D is also the number of channels.
+Letters: B batch, T time, D model (in RWKV-4 also the number of channels), P number of mixed inputs,
+E = 2·D (the inputs of a token and of the token before it, side by side), G key heads, H value
+heads, K/V widths of a key and of a value, R rank of the network that computes the mixing weights.
 """
 
 import jax
@@ -32,9 +32,16 @@ RWKV6_MIX_RANK, RWKV6_DECAY_RANK = 32, 64  # the values of the paper
 def token_shift(
     x_BTD: jax.Array, context: Context, before_B1D: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The x of the token before each token, [B, T, D] (zeros for a document's first token), and the
-    x of the row's last token, [B, 1, D]. `before_B1D`: the x before the row's first token; None for
-    zeros.
+    """Shifts x by one token.
+
+    Args:
+      x_BTD: the inputs of the tokens, [B, T, D].
+      context: gives the mesh, the document ids and the axis over which T is split.
+      before_B1D: the x of the token before the row's first token, from a cache; None for zeros.
+
+    Returns:
+      The x of the token before each token, [B, T, D], with zeros for the first token of a document;
+      the x of the row's last token, [B, 1, D].
     """
 
     def run(x, segment_ids, before):
@@ -56,13 +63,14 @@ def token_shift(
 
 
 class RWKV4(Mixer):
-    """RWKV-4 (2305.13048, equations 11–16): for each channel a mean of the values, with weights e^k
-    that decay at a constant rate.
+    """RWKV-4 (2305.13048, equations 11–16). For each channel, the output is a weighted mean of the
+    values so far, times a gate σ(r). A value's weight is e^k, and decays at a constant rate.
 
-    o = σ(r) (Σ_{j<t} e^{k_j − (t−1−j) e^w} v_j + e^{u + k_t} v_t) / (the same sum with v = 1),
-    where r, k and v are projections of μ x + (1 − μ) x₋₁, and x₋₁ is the x of the token before. The
-    sums are stored divided by e^m, m_t = max(m_{t−1} − e^w, k_t). Channels are not split over
-    `tensor`.
+    o = σ(r) (Σ_{j<t} e^{k_j − (t−1−j) e^w} v_j + e^{u + k_t} v_t) / (the same sum with v = 1).
+    The receptance r, the key k and the value v are projections of μ x + (1 − μ) x₋₁, where x₋₁ is
+    the x of the token before; each has its own learned μ [D]. w sets the decay, and u is a bonus
+    for the current token. To avoid overflow, the states hold the two sums divided by e^m, with
+    m_t = max(m_{t−1} − e^w, k_t). Channels are not split over the mesh axis `tensor`.
 
     Diagnostics, for each channel [D]: half_life, ln 2 / e^w; receptance, the mean of σ(r).
     """
@@ -115,7 +123,18 @@ class RWKV4(Mixer):
         return y, diagnostics, cache and dict(zip(RWKV4_STATES, state)) | {"shift": last}
 
     def _weighted_mean(self, k, v, w, bonus, segment_ids, axis_name, state):
-        """(the weighted mean of the values [B, T, D], the states after the row)."""
+        """Computes the weighted mean of the values v [B, T, D] for the keys k [B, T, D].
+
+        Args:
+          k, v: the keys and the values.
+          w: [D], the logarithm of each channel's decay rate.
+          bonus: [D], u.
+          segment_ids, axis_name: as in `linear_scan`.
+          state: the states before the row, in the order of RWKV4_STATES; None for empty states.
+
+        Returns:
+          The mean [B, T, D], float32; the states after the row, in the order of RWKV4_STATES.
+        """
         split = dict(segment_ids=segment_ids, axis_name=axis_name)
         largest, weighted, total = (None, None, None) if state is None else state
         k = k.astype(jnp.float32)
@@ -140,14 +159,14 @@ class RWKV4(Mixer):
     @staticmethod
     def init_cache(config, batch, length):
         states = {name: jnp.zeros((batch, config.hidden_size)) for name in RWKV4_STATES}
-        # "largest" starts at the maximum of no keys, -∞. If it started at 0, e^{k − 0} of much
-        # lower keys would underflow.
+        # "largest" starts at -∞, the maximum of no keys. If it started at 0, e^{k − 0} would
+        # underflow where all keys are far below 0.
         states["largest"] = jnp.full_like(states["largest"], -jnp.inf)
         return states | {"shift": jnp.zeros((batch, 1, config.hidden_size), config.dtype)}
 
     @staticmethod
     def forward_flops(config, length):
-        return 0.0  # all products have a parameter
+        return 0.0  # every matrix product has a parameter, so it is counted from its declaration
 
     @staticmethod
     def halo(config):
@@ -155,14 +174,15 @@ class RWKV4(Mixer):
 
 
 class RWKV6(Recurrent):
-    """RWKV-6 (2404.05892, equations 13–20): a decay for each channel, a bonus for the current
-    token, and five inputs, each of which mixes x with the x₋₁ of the token before in its own
-    proportion.
+    """RWKV-6 (2404.05892, equations 13–20): a recurrence with a decay for each key channel and a
+    bonus u for the current token.
 
-    An input is x + (x₋₁ − x) ⊙ (μ + Δ), where Δ is computed from x and x₋₁ by a network of low
-    rank. g = −e^w, w = w₀ + W₂ tanh(W₁ x_w), where x_w is the input of the decay;
-    o_t = S_{t−1}ᵀr + (Σ r u k) v, S ← Diag(e^g) S + k vᵀ; then a LayerNorm of each head and a SiLU
-    gate. There is no convolution.
+    The decay w, the key k, the value v, the receptance r (the query) and the gate are each computed
+    from an input of their own, x + (x₋₁ − x) ⊙ (μ + Δ). It mixes x with x₋₁, the x of the token
+    before; μ is learned, and a network of low rank computes Δ from x and x₋₁. The log decay
+    is g = −e^w with w = w₀ + W₂ tanh(W₁ x_w), where x_w is the input of the decay. The output of
+    token t is o = S_{t−1}ᵀr + (Σ_c r_c u_c k_c) v, and the state becomes S ← Diag(e^g) S + k vᵀ. A
+    LayerNorm of each head and a SiLU gate follow. There is no convolution.
     """
 
     switches = ()
@@ -203,8 +223,8 @@ class RWKV6(Recurrent):
         return y_BTD, diagnostics, other_states and other_states | {"shift": last}
 
     def mix_inputs(self, x_and_before_BTE: jax.Array) -> jax.Array:
-        """The mixed inputs in the order of RWKV6_INPUTS, [P, B, T, D]. The argument holds x and x₋₁
-        side by side.
+        """Returns the mixed inputs [P, B, T, D], in the order of RWKV6_INPUTS. The argument holds
+        x and x₋₁ side by side.
         """
         x, before = jnp.split(x_and_before_BTE, 2, axis=-1)
         change = before - x
@@ -271,7 +291,7 @@ class RWKV6(Recurrent):
 
 
 def rwkv4_reference(config, params, x):
-    """RWKV-4 with explicit sums over all earlier tokens."""
+    """Computes RWKV-4 with explicit sums over all earlier tokens."""
     before = token_before(x)
     mix = params["mix"]
     r = (mix[0] * x + (1 - mix[0]) * before) @ params["receptance_proj"]

@@ -1,5 +1,6 @@
-"""Attention to a window of keys (2004.05150). The first tokens of a document may stay visible
-beyond the window, and each head may have a sink logit (2309.17453; gpt-oss).
+"""Sliding-window attention: a query sees only the most recent keys (2004.05150). The first tokens
+of a document may stay visible beyond the window (2309.17453), and each head may have a sink logit,
+as in gpt-oss.
 
 Letters: B batch, T queries, S keys, W = window - 1 (the number of keys before the first query), N
 query heads, M key/value heads (query head n reads head n // (N // M)), H = N // M, K head width, C
@@ -43,7 +44,7 @@ class SlidingWindow(BiasedProjections):
         window: Annotated[int, "at least 1"] = 1024
         # number of keys at the start of a document that stay visible beyond the window
         first_tokens: Annotated[int, "0 or more"] = 0
-        # whether each head has a learned logit that joins the softmax's denominator without a value
+        # whether each head has a learned sink logit s, which adds e^s to the softmax's denominator
         sink_logit: bool = False
 
     read_time = ("window", "first_tokens")
@@ -103,7 +104,15 @@ class SlidingWindow(BiasedProjections):
         return o_BTNK, cache
 
     def _cache_after(self, cache, k_BSMK, v_BSMK, k_BTMK, v_BTMK, ids_BT, positions_BT):
-        """The cache after these tokens; padding at their end does not enter it."""
+        """Returns the cache after these tokens, without the padding at their end.
+
+        Args:
+          k_BSMK, v_BSMK: the W cached keys and values, followed by the keys and values of these
+            tokens.
+          k_BTMK, v_BTMK: the keys and values of these tokens.
+          ids_BT: 0 for padding, 1 for other tokens.
+          positions_BT: the position of each token in its document.
+        """
         s = self.settings(self.config)
         last = jax.vmap(
             lambda x, start: jax.lax.dynamic_slice_in_dim(x, start, s.window - 1),
@@ -135,8 +144,8 @@ class SlidingWindow(BiasedProjections):
 
     @classmethod
     def forward_flops(cls, config, length):
-        """FLOPs per token of two products for each key that a query sees: one for the score, one
-        for the weighted sum of values.
+        """Counts the FLOPs per token of two products of K numbers for each key that a query sees:
+        one for the score, one for the weighted sum of values.
         """
         s = cls.settings(config)
         window = min(s.window, length)
@@ -164,8 +173,8 @@ class First(NamedTuple):
     """The first tokens of documents, which stay visible beyond the window.
 
     Attributes:
-      k, v: keys and values [B, S, M, K]; some of the S rows are the first tokens.
-      start: [B, T], for each query the row of k that holds the first token of its document.
+      k, v: keys and values [B, S, M, K], which include the first tokens of all documents.
+      start: [B, T], for each query the index along S of the first token of its document.
       position: [B, T], the position of each query in its document.
       count: F, the number of first tokens of a document that stay visible.
     """
@@ -189,22 +198,23 @@ def window_attention(
     axis_name: str | None = None,
     window: int,
 ):
-    """softmax(K^-1/2 q kᵀ) v over the keys i - window < j ≤ i of a query's document, with a
-    float32 softmax. The queries are computed one chunk after the other, so that work is
-    proportional to T × (window + chunk) and memory to chunk × (window + chunk).
+    """Computes softmax(K^-1/2 q kᵀ) v with a float32 softmax. Query i sees the keys j of its
+    document with i - window < j ≤ i. The queries are computed one chunk after the other, so that
+    work is proportional to T × (window + chunk) and memory to chunk × (window + chunk).
 
     Args:
       q: queries, [B, T, N, K].
-      k, v: keys and values with N % M == 0: [B, W + T, M, K], where the first W = window - 1 rows
-        come before the first query; or [B, T, M, K] if there are no keys before the first query.
+      k, v: keys and values, [B, W + T, M, K], where the first W = window - 1 keys come before the
+        first query; or [B, T, M, K] if there are no keys before the first query. N is a multiple of
+        M.
       segment_ids: [B, T] integers or None, the document of each query.
-      kv_segment_ids: [B, W + T] integers, the document of each key, -1 for a row without a key.
-        None if k has T rows.
-      sink: [N] or None, a logit of each head that joins the softmax's denominator but has no value.
-      first: the first tokens that every query of a document sees; or None.
+      kv_segment_ids: [B, W + T] integers, the document of each key, -1 where there is no key. None
+        if k has T keys.
+      sink: [N] or None, a logit s of each head that adds e^s to the softmax's denominator.
+      first: the first tokens of documents, which stay visible beyond the window; or None.
       axis_name: inside `shard_map`, the mesh axis over which T is split in order. k then has T
-        rows, `first.k` and `first.v` are this shard's rows of k and v, and `first.start` counts
-        rows of the whole row; keys and values of the whole row are gathered.
+        keys, `first.k` and `first.v` are k and v of this shard, and the indices in `first.start`
+        are indices in the whole row. The function gathers the keys and values of the whole row.
       window: the number of keys that a query sees, 1 or more.
 
     Returns:
@@ -268,7 +278,15 @@ def _check_shapes(q, k, v, segment_ids, kv_segment_ids, window):
 
 
 def _attend_chunk(chunk, k_BSMK, v_BSMK, kv_ids_BS, sink, first, window):
-    """o [B, C, N, K] of a chunk of queries. k and v hold the W + C rows that they may see."""
+    """Computes the output o [B, C, N, K] of a chunk of queries.
+
+    Args:
+      chunk: (q [B, C, N, K], document ids [B, C]), and with `first` also `first.start` and
+        `first.position` of these queries.
+      k_BSMK, v_BSMK, kv_ids_BS: the W + C keys that these queries may see, their values and their
+        documents.
+      sink, first, window: as for `window_attention`.
+    """
     q_BCNK, ids_BC, *first_of_chunk = chunk
     groups, width = k_BSMK.shape[2:]
     size, keys = q_BCNK.shape[1], k_BSMK.shape[1]
@@ -303,8 +321,11 @@ def _attend_chunk(chunk, k_BSMK, v_BSMK, kv_ids_BS, sink, first, window):
 
 
 def _rows_of_first(first: First, start_BC, groups, width):
-    """k, v [B, C, F, M, K] of the first tokens of each query's document."""
-    # Rows after the row's end are hidden later: a token that is seen comes before the query.
+    """Returns the keys and the values [B, C, F, M, K] of the first tokens of each query's
+    document.
+    """
+    # If a document has fewer than F tokens, other tokens take the missing places. `_attend_chunk`
+    # hides them, because it shows only tokens that are a window or more before the query.
     index = jnp.clip(start_BC[..., None] + jnp.arange(first.count), 0, first.k.shape[1] - 1)
     flat = index.reshape(index.shape[0], -1, 1, 1)
     return (
@@ -314,8 +335,9 @@ def _rows_of_first(first: First, start_BC, groups, width):
 
 
 def _with_keys_before(k, v, ids, first, before: int, axis_name):
-    """k, v and ids with W = `before` additional rows before the first query, and `first` with the
-    keys and values of the whole row.
+    """Returns k, v and ids with W = `before` more entries before the first query. These entries
+    come from the shards before this one, or are padding at the start of the row. The fourth result
+    is `first` with the keys and values of the whole row.
     """
     start, shard_count = 0, 1
     if axis_name is not None:

@@ -1,8 +1,10 @@
 """State-space models: S4D, Mamba (S6) and Mamba-2.
 
 Letters: B batch, T time, D model, G key heads, H value heads, K/V widths of a key and of a value.
-In S4D and Mamba: H heads of V channels (the heads exist only for `tensor` to split them), N numbers
-in the state of a channel (in S4D: pairs of conjugate numbers), R rank of Δ.
+In S4D and Mamba: H heads of V channels (heads have no meaning there; the mesh axis `tensor` splits
+the channels by head), N numbers in the state of a channel (in S4D: complex numbers, each of which
+stands for itself and its conjugate), R rank of the projection that computes Δ, P = 2 halves of the
+output projection of S4D.
 """
 
 import dataclasses
@@ -43,12 +45,13 @@ class ChannelStates(Mixer):
 
     @dataclasses.dataclass(frozen=True)
     class Settings:
-        # number of real numbers in the state of a channel; in S4D half as many conjugate pairs
+        # number of real numbers in the state of a channel; in S4D the state has half as many
+        # complex numbers, each of which stands for a pair of conjugate numbers
         state_size: Annotated[int, "at least 1"] = 16
 
     @classmethod
     def forward_flops(cls, config, length):
-        """FLOPs per token of the write and the read of all channels' states."""
+        """Counts the FLOPs per token of writing and reading the states of all channels."""
         channels = config.linear_num_value_heads * config.linear_value_head_dim
         return 4 * channels * cls.settings(config).state_size
 
@@ -58,13 +61,15 @@ class ChannelStates(Mixer):
 
 
 class Mamba(ChannelStates):
-    """Mamba (S6, 2312.00752, algorithm 2): the decay of every channel's state and the write to it
+    """Mamba (S6, 2312.00752, algorithm 2). Every channel has a state h [N], whose decay and update
     depend on the token.
 
-    x = SiLU(conv(W x)), Δ = softplus(W₂ W₁ x + b), h ← e^{−Δ e^A} h + Δ x B, y = C h + D x, then
-    y is multiplied by SiLU(z). The released models' convolution has a bias; this one has none.
+    From the layer's input u: x = SiLU(conv(W u)) and z = W' u for each channel. From x: the step
+    Δ = softplus(W₂ W₁ x + b), and the vectors B and C [N]. Then h ← e^{−Δ e^A} h + Δ x B, and
+    y = (C·h + D x) SiLU(z), with a learned A [N] and D for each channel. The convolution of the
+    published Mamba models has a bias; this one has none.
 
-    Diagnostics: step [H], the mean of Δ for each head.
+    Diagnostics: step [H], the mean of Δ over the tokens and the channels of each head.
     """
 
     switches = ("linear_conv_kernel_dim",)
@@ -117,6 +122,10 @@ class Mamba(ChannelStates):
         return y_BTD, diagnostics, cache and {"conv": conv_state, "state": state_BHVN}
 
     def _convolve(self, x_BTHV, context: Context, state):
+        """Applies the convolution and the SiLU to x. Returns the outputs [B, T, H, V] and the
+        inputs that the convolution of the next tokens needs. `state` holds these inputs before the
+        row; None means zeros.
+        """
         rows = activation_spec("batch", context.time, "heads")
         first = activation_spec("batch", None, "heads")
         tokens = activation_spec("batch", context.time)
@@ -137,7 +146,9 @@ class Mamba(ChannelStates):
         )
 
     def _step_write_and_read(self, x_BTHV):
-        """Δ [B, T, H, V] float32, B [B, T, N], C [B, T, N]."""
+        """Computes, from the x of every channel, the step Δ [B, T, H, V] in float32, and the
+        vectors B [B, T, N] and C [B, T, N].
+        """
         n = self.settings(self.config).state_size
         rank = self.step_up.shape[0]
         low_b_c = jnp.einsum("bthv,hvr->btr", x_BTHV, self.x_proj[...].astype(x_BTHV.dtype))
@@ -151,7 +162,9 @@ class Mamba(ChannelStates):
         return jax.nn.softplus(step_BTHV + self.dt_bias[...]), b_BTN, c_BTN
 
     def _scan(self, x_BTHV, step_BTHV, b_BTN, c_BTN, context: Context, state_BHVN):
-        """(C h [B, T, H, V], the last h)."""
+        """Runs the recurrence. Returns C·h of every token, [B, T, H, V], and the last h,
+        [B, H, V, N].
+        """
 
         def run(x, step, b, c, a_log, segment_ids, state):
             def expand(inputs):
@@ -193,15 +206,16 @@ class Mamba(ChannelStates):
 
 
 class S4D(ChannelStates):
-    """S4D (2206.11893, equations 3–5): the decay of every channel's state is complex, constant
-    and learned.
+    """S4D (2206.11893, equations 3–5). Every channel has a complex state h [N], whose complex decay
+    is learned and does not depend on the token.
 
-    h ← e^{Δ A} h + (e^{Δ A} − 1) / A · x, y = 2 Re(C h) + D x, where x = W x_in; then a GELU
-    and a projection with two halves: the sigmoid of the second half multiplies the first half. A
-    starts at −½ + i π n ("S4D-Lin"). The state of each channel has `mixer.state_size` / 2 pairs of
-    conjugate numbers.
+    h ← e^{Δ A} h + (e^{Δ A} − 1) / A · x, y = 2 Re(C·h) + D x, where x is a projection of the
+    layer's input, and A [N], C [N], Δ and D are parameters of each channel. A GELU and a projection
+    with two halves follow; the output is the first half times the sigmoid of the second. Entry n of
+    A starts at −½ + i π n ("S4D-Lin"). N is `mixer.state_size` / 2; the factor 2 in y adds the
+    conjugate of each number of the state.
 
-    Diagnostics: half_life [H], ln 2 / (Δ · −Re A), for each head the longest of its channels.
+    Diagnostics: half_life [H], ln 2 / (Δ · −Re A) in tokens, the longest in each head.
     """
 
     def __init__(self, config, make, layers):
@@ -250,7 +264,9 @@ class S4D(ChannelStates):
         return y_BTD, diagnostics, cache and {"state": state_BHVN}
 
     def _scan(self, x_BTHV, context: Context, state_BHVN):
-        """(2 Re(C h) + D x [B, T, H, V], the last h)."""
+        """Runs the recurrence. Returns 2 Re(C·h) + D x of every token, [B, T, H, V], and the last
+        h, complex [B, H, V, N].
+        """
 
         def run(x, log_step, a_log, a_imag, c, skip, segment_ids, state):
             a = jax.lax.complex(-jnp.exp(a_log), a_imag)
@@ -301,11 +317,13 @@ class S4D(ChannelStates):
 
 
 class Mamba2(Recurrent):
-    """Mamba-2 (2405.21060, state-space duality) in the notation of attention: q is C, k is B, v is
-    x, and the G key heads are the groups of the paper.
+    """Mamba-2 (2405.21060, state-space duality) in the notation of attention: the paper's C is q,
+    its B is k, its x is v, and its groups are the G key heads.
 
-    Δ = softplus(w x + b), S ← e^{−Δ e^A} S + Δ k vᵀ, o = Sᵀq + D v; then RMSNorm of o · SiLU(z)
-    over the heads of a group. The released models' convolution has a bias; this one has none.
+    Δ = softplus(w u + b) for the layer's input u, S ← e^{−Δ e^A} S + Δ k vᵀ, o = Sᵀq + D v, with a
+    learned A and D for each head. RMSNorm of o · SiLU(z) over the heads of a group follows, where z
+    is the output gate. The convolution of the published Mamba-2 models has a bias; this one has
+    none.
     """
 
     switches = (*Recurrent.switches, "decay_init")
@@ -381,7 +399,9 @@ def mamba2_reference(config, params, x):
 
 
 def s4d_reference(config, params, x):
-    """S4D as a convolution: y_t = Σ_l κ_l x_{t−l} + D x_t, κ_l = 2 Re Σ_n C B̄ e^{l Δ A}."""
+    """Computes S4D as a convolution: y_t = Σ_l κ_l x_{t−l} + D x_t with the kernel
+    κ_l = 2 Re Σ_n C_n (e^{Δ A_n} − 1) / A_n e^{l Δ A_n}.
+    """
     x = jnp.einsum("td,dhv->thv", x, params["in_proj"])
     a = jax.lax.complex(-jnp.exp(params["a_log"]), params["a_imag"])
     step = jnp.exp(params["log_step"])[..., None]

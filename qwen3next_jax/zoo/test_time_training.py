@@ -1,6 +1,8 @@
-"""Mixers whose state every token changes by a step of gradient descent: TTT-Linear and Titans.
+"""Mixers that change their recurrent state by one step of gradient descent per token: TTT-Linear
+and Titans.
 
-Both compute the gradients of all tokens of a block at the same state: the state before the block.
+Both divide a document into blocks of `mixer.block` tokens. The gradients of all tokens of a block
+are computed at the state before the block.
 
 Letters: B batch, T time, D model, H value heads, K/V widths of a key and of a value.
 """
@@ -24,9 +26,9 @@ EXAMPLES = {
 
 
 class TrainedState(Recurrent):
-    """The base class of both mixers. The cache has three parts: "state", the state itself; "start",
-    the state at the start of the block, at which the gradients are computed; "count", the number of
-    the block's tokens so far.
+    """The base class of both mixers. The cache has three parts: "state", the current state;
+    "start", the state before the current block, at which the gradients are computed; and "count",
+    the number of tokens of the current block so far.
     """
 
     @dataclasses.dataclass(frozen=True)
@@ -39,10 +41,11 @@ class TrainedState(Recurrent):
 
         Args:
           step: (states, (q [B, H, K], k [B, H, K], v [B, H, V], gates [B, H, …])) → (states,
-            o [B, H, V]), all in float32.
+            o [B, H, V]), all in float32. `states` is a dict of the parts of the cache.
           heads: queries, keys and values.
           gates: the gates of all tokens, [B, T, H, …].
-          state: the states before the row; None: those of `empty_states`.
+          state: the states before the row, a dict of the parts of the cache; None means the states
+            that `empty_states` returns.
 
         Returns:
           o [B, T, H, V]; the states after the row.
@@ -65,8 +68,8 @@ class TrainedState(Recurrent):
         return o_BTHV.astype(heads.v.dtype), state
 
     def after_token(self, states, new_BHKV):
-        """The states after a token, where `new_BHKV` is the new "state". After the last token of a
-        block, "start" is set to it, too, for the gradients of the next block.
+        """Returns the parts of the cache after a token, where `new_BHKV` is the new "state". After
+        the last token of a block, "start" gets this value too, for the gradients of the next block.
         """
         count_BH = states["count"] + 1
         is_last = count_BH == self.settings(self.config).block
@@ -76,7 +79,9 @@ class TrainedState(Recurrent):
 
     @classmethod
     def empty_states(cls, empty_BHKV):
-        """The states before the first token, from a zero state."""
+        """Returns the parts of the cache before the first token. `empty_BHKV` is an array of zeros
+        [B, H, K, V].
+        """
         count_BH = jnp.zeros(empty_BHKV.shape[:2])
         return {"state": empty_BHKV, "start": empty_BHKV, "count": count_BH}
 
@@ -87,11 +92,12 @@ class TrainedState(Recurrent):
 
 
 class TTT(TrainedState):
-    """TTT-Linear (2407.04620): the state is a linear model.
+    """TTT-Linear (2407.04620): the state of a head is a matrix W [K, V], the weights of a linear
+    model f(y; W) = y + LN(Wᵀy) that learns to map keys to values.
 
-    W ← W − η ∇½‖f(k; W) − v‖², o = f(q; W), f(x; W) = x + LN(Wᵀx), η = σ(w x) / K, W₀ learned. A
-    document is divided into blocks of `mixer.block` tokens, and gradients are computed at the W
-    before the block. The cache holds W − W₀. There is no convolution and no output gate. The
+    W ← W − η ∇½‖f(k; W) − v‖², with the gradient at the W before the block, and o = f(q; W). The
+    learning rate η = σ(w x) / K depends on the token's input x. The initial value W₀ is a
+    parameter, and the cache holds W − W₀. There is no convolution and no output gate. The
     diagnostic beta is the mean of η.
     """
 
@@ -159,14 +165,15 @@ class TTT(TrainedState):
 
 
 class Titans(TrainedState):
-    """The long-term memory of Titans (2501.00663, equations 9–14) with a linear memory M, gradients
-    with momentum, and a decay of the memory.
+    """The long-term memory of Titans (2501.00663, equations 9–14). The state of a head is a linear
+    memory M [K, V], which gradient descent with momentum changes, and which decays.
 
-    P ← η P − θ ∇½‖Mᵀk − v‖², M ← (1 − α) M + P, o = Mᵀq, where q and k have length 1, and 1 − α and
-    η are σ(W x + b). A document is divided into blocks of `mixer.block` tokens, and gradients are
-    computed at the M before the block. θ = σ(w x + b) / mixer.block, so that a block of equal keys
-    does not overshoot. With blocks of one token and without momentum this resembles Gated DeltaNet.
-    There is no output gate. The diagnostic beta is the mean of η and θ.
+    P ← η P − θ ∇½‖Mᵀk − v‖², M ← (1 − α) M + P, o = Mᵀq, with the gradient at the M before the
+    block. q and k are normalised to length 1. The token's input x gives the share 1 − α of the
+    memory that is kept, the momentum η, and the learning rate θ: 1 − α and η are σ(W x + b), and
+    θ = σ(w x + b) / mixer.block. The divisor keeps a block of equal keys from overshooting. With
+    blocks of one token and without momentum, this resembles Gated DeltaNet. There is no output
+    gate. The diagnostic beta is the mean of η and θ.
     """
 
     switches = ("short_convolution", "linear_conv_kernel_dim")
@@ -219,7 +226,7 @@ class Titans(TrainedState):
 
 
 def ttt_reference(config, params, x):
-    """TTT with the gradient of every token computed by autodiff, at the state before its block."""
+    """Computes TTT with one autodiff gradient per token, at the state before its block."""
     q, k, v, _ = split_projection(config, params, x)
     block = TTT.settings(config).block
 

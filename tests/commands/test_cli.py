@@ -135,7 +135,7 @@ def test_a_mistake_is_one_line_before_jax_is_loaded(tmp_path, command, message):
     "command",
     [
         ["train.py", "--help"],
-        ["eval.py", "-h"],
+        pytest.param(["eval.py", "-h"], marks=pytest.mark.slow),
         ["-m", "qwen3next_jax", "generate", "--help"],
     ],
     ids=" ".join,

@@ -75,11 +75,11 @@ def all_rows(prepared):
 
 
 def files(folder, *patterns):
-    """Every file but the caches of digests, with its bytes."""
+    """Every file but the caches of digests and the indexes, which hold times, with its bytes."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(pathlib.Path(folder).rglob("*"))
-        if path.is_file() and path.parent.name != "digests"
+        if path.is_file() and path.parent.name not in ("digests", "indexes")
     }
 
 
@@ -158,6 +158,15 @@ def test_a_large_file_gives_several_units_and_workers_the_same_bytes(texts, tmp_
     )
 
 
+@pytest.mark.parametrize("count", [1, 150])
+def test_how_many_tokens_are_packed_at_once_does_not_matter(count, tmp_path, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:count])  # a single document is divided
+    run(f"{tmp_path}/a.jsonl", tmp_path / "p")
+    monkeypatch.setattr(row_groups, "_TOKENS_AT_ONCE", 500)
+    run(f"{tmp_path}/a.jsonl", tmp_path / "q")
+    assert files(tmp_path / "p") == files(tmp_path / "q")
+
+
 def test_ranks_share_the_work(texts, tmp_path):
     with pytest.raises(Unfinished) as unfinished:
         run(texts, tmp_path / "p", share=Share(0, 3))
@@ -165,6 +174,37 @@ def test_ranks_share_the_work(texts, tmp_path):
     with pytest.raises(Unfinished):
         run(texts, tmp_path / "p", share=Share(2, 3))
     run(texts, tmp_path / "p", share=Share(1, 3))  # the last one packs
+    run(texts, tmp_path / "q")
+    assert files(tmp_path / "p") == files(tmp_path / "q")
+
+
+def test_ranks_that_pack_at_once_begin_with_different_rows(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(row_groups, "_GROUP_TOKENS", 2000)
+    source = resolve(texts, "text")
+    tokenize(source, BYTES, Store(tmp_path / "p"))
+    packed, documents = [], row_groups._documents
+
+    def packs(group, *rest):
+        packed.append((rank, group.first))
+        if len(packed) == 1:  # meanwhile, the other rank packs everything that is missing
+            other_rank()
+        yield from documents(group, *rest)
+
+    def other_rank():
+        nonlocal rank
+        rank = 1
+        run(texts, tmp_path / "p", share=Share(1, 2))
+        rank = 0
+
+    monkeypatch.setattr(row_groups, "_documents", packs)
+    rank = 0
+    run(texts, tmp_path / "p", share=Share(0, 2))
+    groups = len(list((tmp_path / "p" / "rows").iterdir()))
+    of_1 = [first for rank, first in packed if rank == 1]
+    assert groups == len(of_1) == 4 and len(packed) == groups + 1
+    assert packed[0] == (0, 0) and of_1 == [1, 3, 2, 0]
+    monkeypatch.undo()
+    monkeypatch.setattr(row_groups, "_GROUP_TOKENS", 2000)
     run(texts, tmp_path / "q")
     assert files(tmp_path / "p") == files(tmp_path / "q")
 
@@ -197,8 +237,9 @@ def test_the_text_is_not_needed_any_more(texts, tmp_path, capsys):
     with pytest.raises(NothingFound, match="no 'texts'"):
         TrainData(DataConfig(path=texts, prepared_dir=f"{tmp_path}/other"), 64, 4)
     next((tmp_path / "p").glob("tokens/*/*.json")).unlink()
+    assert TrainData(config, 64, 4).fingerprint == before.fingerprint  # its rows are all there
     with pytest.raises(UserError, match="corpora/.*its unit .* is missing"):
-        TrainData(config, 64, 4)
+        TrainData(config, 16, 4)
 
 
 def test_digests_of_large_corpora_are_kept_until_a_file_changes(texts, tmp_path, monkeypatch):
@@ -551,6 +592,57 @@ def test_rows_of_another_folder_are_refused(texts, tmp_path):
 
 
 # ---- the reader
+
+
+def test_an_index_opens_the_rows_until_a_file_of_them_changes(texts, tmp_path, monkeypatch):
+    """It says all that the manifests say, and they are read again when it may be wrong."""
+    (tmp_path / "texts" / "a.jsonl").open("a").write('{"text": ""}\n{"text": null}\n')
+    config = DataConfig(
+        path=texts,
+        prepared_dir=f"{tmp_path}/p",
+        heldout_fraction=0.1,
+        bad_records="skip",
+        bad_records_limit=1.0,
+    )
+    monkeypatch.setattr(row_groups, "_GROUP_TOKENS", 4000)
+    monkeypatch.setattr(rows, "_SHARD_BYTES", 5 * 2 * 64)
+    read = []
+    read_metadata = row_groups.read_metadata
+    monkeypatch.setattr(
+        row_groups, "read_metadata", lambda path: read.append(path.name) or read_metadata(path)
+    )
+    before = TrainData(config, 64, 4)
+    folders = sorted(path.name for path in (tmp_path / "p" / "rows").iterdir())
+    assert sorted(read) == folders and len(folders) > 3
+    del read[:]
+    with monkeypatch.context() as patch:
+        patch.setattr(units, "find_unit", None)  # no manifest of a unit is read, either
+        after = TrainData(config, 64, 4)
+    assert read == [] and after.describe() == before.describe()
+    assert after.fingerprint == before.fingerprint
+    assert all_rows(after._prepared[0]) == all_rows(before._prepared[0])
+    assert after.document_names(1) == before.document_names(1)
+    first = tmp_path / "p" / "rows" / folders[0]
+    (index,) = (tmp_path / "p" / "indexes").iterdir()
+    good = index.read_bytes()
+    for change in (
+        lambda: os.utime(first / "train-00000.array_record", (1, 1)),
+        lambda: os.utime(first / "metadata.json", (1, 1)),
+        lambda: index.write_bytes(good[:-100]),
+        lambda: index.write_bytes(good[:900] + bytes([good[900] ^ 1]) + good[901:]),
+        lambda: shutil.rmtree(first),  # and packed again
+    ):
+        change()
+        assert TrainData(config, 64, 4).fingerprint == before.fingerprint
+        assert sorted(read) == folders, change
+        del read[:]
+        assert TrainData(config, 64, 4).fingerprint == before.fingerprint and read == []
+    limited = dataclasses.replace(config, bad_records_limit=0.001)
+    with pytest.raises(UserError, match="a.jsonl:37.*bad_records_limit = 0.001"):
+        TrainData(limited, 64, 4)
+    with (tmp_path / "texts" / "b.jsonl").open("a") as file:
+        file.write('{"text": "more"}\n')
+    assert TrainData(config, 64, 4).fingerprint != before.fingerprint
 
 
 def test_few_shards_are_open_at_once(texts, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.data import token_files
 from qwen3next_jax.data.preparation import prepare, tokenize
 from qwen3next_jax.data.row_groups import Recipe
 from qwen3next_jax.data.sources import resolve
@@ -43,7 +44,33 @@ def datatrove(folder):
     (folder / "a.ds.metadata").write_text("tokenizer")
 
 
+def levanter(folder, ends=None, data=ALL, finished=True):
+    """As levanter's own code does: arrays of 2^54 entries, in shards of compressed chunks."""
+    tensorstore = pytest.importorskip("tensorstore")
+    ends = np.cumsum([len(ids) for ids in ENCODED]) if ends is None else np.array(ends)
+    chunks = {"name": "blosc", "configuration": {"clevel": 5}}
+    sharding = {"chunk_shape": [16], "codecs": [chunks]}
+    for name, values in (
+        ("data", data.astype(np.int32)),
+        ("offsets", np.concatenate([[len(ends)], ends]).astype(np.int64)),
+    ):
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {"driver": "file", "path": f"{folder}/input_ids/{name}/"},
+            "metadata": {
+                "shape": [2**54],
+                "data_type": values.dtype.name,
+                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [256]}},
+                "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+            },
+        }
+        array = tensorstore.open(spec, create=True, delete_existing=True).result()
+        array[: len(values)].write(values).result()
+    (folder / "shard_ledger.json").write_text(json.dumps({"is_finished": finished}))
+
+
 FORMATS = {
+    "levanter": levanter,
     "megatron": megatron,
     "megatron without end tokens": lambda f: megatron(f, [ids[:-1] for ids in ENCODED]),
     "megatron, documents of two sequences": lambda f: megatron(
@@ -60,14 +87,15 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_tokens_give_the_rows_of_their_text(name, tmp_path):
+def test_tokens_give_the_rows_of_their_text(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "_READ_AT_ONCE", 100)
     (tmp_path / "tokens").mkdir()
     FORMATS[name](tmp_path / "tokens")
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
     (tmp_path / "text.jsonl").write_text(lines)
     prepared = [
         prepare([resolve(f"{tmp_path}/{glob}", "text")], BYTES, Recipe(64, 0.2, 0), tmp_path / "p")
-        for glob in ("tokens/*", "text.jsonl")
+        for glob in (f"tokens/{'shard_*' if name == 'levanter' else '*'}", "text.jsonl")
     ]
     assert prepared[0][0].fingerprint == prepared[1][0].fingerprint
     assert prepared[0][0].statistics == prepared[1][0].statistics
@@ -77,7 +105,18 @@ def _short(path):
     path.write_bytes(path.read_bytes()[:-5])
 
 
+def _cut_levanter(folder):
+    (folder / "input_ids" / "data" / "zarr.json").unlink()
+
+
 MISTAKES = {
+    "levanter, not finished": (
+        lambda f: levanter(f, finished=False),
+        lambda f: None,
+        "shard_ledger.json: .*not finished",
+    ),
+    "levanter, cut short": (levanter, _cut_levanter, "input_ids.*not an array"),
+    "levanter, offsets": (lambda f: levanter(f, [5, 3]), lambda f: None, "2 offsets end at 3"),
     "no .bin": (megatron, lambda f: (f / "a.bin").unlink(), "a.idx: .*a.bin is missing beside it"),
     "no index": (datatrove, lambda f: (f / "a.ds.index").unlink(), "a.ds.index is missing"),
     "odd bytes": (megatron, lambda f: _short(f / "a.bin"), "no whole number of tokens of 2 bytes"),

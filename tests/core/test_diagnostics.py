@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from models import numpy_draws
 
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.model.gated_attention import GatedAttention
@@ -54,7 +55,8 @@ BATCH = {
 @pytest.fixture(scope="module")
 def measured():
     graphdef, _ = abstract_model(CONFIG.model)
-    params = resolved(CONFIG).init_state()["params"]
+    with numpy_draws():
+        params = resolved(CONFIG).init_state()["params"]
     step = make_diagnostics_step(CONFIG.model, graphdef, CONFIG.train.gradient_accumulation)
     return graphdef, params, step, jax.device_get(step(params, BATCH))
 

@@ -193,6 +193,9 @@ def test_scanned_layers_equal_the_same_layers_one_by_one(monkeypatch):
     with compiling_for("tpu"):
         assert "unroll=2" in str(jax.make_jaxpr(lambda params: run(params))(params))
     model, x = nnx.merge(graphdef, params), states[0]
+    run_block = jax.jit(
+        lambda graph, p, x: nnx.merge(graph, p)(x, context), static_argnames="graph"
+    )
     context = Context(jnp.broadcast_to(jnp.arange(12, dtype=jnp.int32), (2, 12)))
     for layer in range(config.num_hidden_layers - 1):
         block, place = next(
@@ -201,9 +204,7 @@ def test_scanned_layers_equal_the_same_layers_one_by_one(monkeypatch):
             if layer in layers
         )
         graph, stacked = nnx.split(block)
-        x, _, _ = jax.jit(lambda p, x, graph=graph: nnx.merge(graph, p)(x, context))(
-            jax.tree.map(lambda p, i=place: p[i], stacked), x
-        )
+        x, _, _ = run_block(graph, jax.tree.map(lambda p, i=place: p[i], stacked), x)
         _close(x, states[layer + 1])
 
 

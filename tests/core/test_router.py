@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.config import Config, ModelConfig, TrainConfig
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.moe import choose_experts
-from qwen3next_jax.training.router_bias import update_router_bias
+from qwen3next_jax.model.router import BINS, count_required_bias
+from qwen3next_jax.training.router_bias import quantile_bias, update_router_bias
 
 MODEL = ModelConfig(
     vocab_size=32,
@@ -116,6 +117,74 @@ def test_the_bias_follows_the_load_layer_by_layer():
         np.testing.assert_array_equal(place["mlp"].pop("router_bias"), np.float32(moves[rows]))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(after))
     assert not any(p.decays(True) for p in declared(MODEL).values() if p.kind == "balance")
+
+
+def _skewed_scores(tokens):
+    """Scores [tokens, 8] of which some experts get most, and the mask of 9 tokens in 10."""
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(tokens, 8)) + np.linspace(-2, 2, 8)
+    return (1 / (1 + np.exp(-logits))).astype(np.float32), rng.random(tokens) < 0.9
+
+
+_count = jax.jit(count_required_bias, static_argnums=2)
+_quantile = jax.jit(quantile_bias, static_argnums=2)
+
+
+def test_the_histogram_gives_the_quantile_of_the_required_biases():
+    scores, mask = _skewed_scores(1000)
+    bias = np.linspace(0.3, -0.3, 8).astype(np.float32)
+    # padding does not count, and the counts of micro-batches add up
+    counts = _count(scores, bias, 2, mask)
+    assert counts.dtype == jnp.int32 and np.all(np.sum(counts, axis=1) == mask.sum())
+    first = _count(scores, bias, 2, mask & (np.arange(1000) < 300))
+    np.testing.assert_array_equal(
+        counts, first + _count(scores, bias, 2, mask & (np.arange(1000) >= 300))
+    )
+
+    cutoff = np.sort(scores + bias, axis=1)[:, -3, None]
+    exact = np.quantile((cutoff - scores)[mask], 2 / 8, axis=0, method="inverted_cdf")
+    width = (2 + bias.max() - bias.min()) / BINS
+    got = np.asarray(_quantile(counts[None], bias[None], 2 / 8))[0]
+    # one bin for the quantile, and at most one for the mean that is subtracted
+    np.testing.assert_allclose(got, exact - exact.mean(), rtol=0, atol=2 * width)
+    # a layer without tokens keeps its biases
+    empty = _quantile(np.zeros((1, 8, BINS), np.int32), bias[None], 2 / 8)
+    np.testing.assert_array_equal(empty[0], bias)
+
+
+def test_quantile_balancing_evens_out_the_load():
+    scores, mask = _skewed_scores(2000)
+    bias, loads = np.zeros(8, np.float32), []
+    for _ in range(20):
+        experts = np.argsort(scores + bias, axis=1)[mask, -2:]
+        loads.append(np.bincount(experts.ravel(), minlength=8) / (mask.sum() * 2 / 8))
+        counts = _count(scores, bias, 2, mask)
+        bias = np.asarray(_quantile(counts[None], bias[None], 2 / 8))[0]
+    assert loads[0].max() > 2
+    # Each bias is wrong by less than a bin, and the difference of two by less than two bins. The
+    # bin of the bias itself is left out: it holds the tokens whose next expert this is.
+    width = (2 + bias.max() - bias.min()) / BINS
+    own = ((bias - (bias.min() - 1)) / width).astype(int)[:, None]
+    near = np.take_along_axis(np.asarray(counts), own + [-1, 1], axis=1)
+    np.testing.assert_allclose(loads[-1], 1, rtol=0, atol=2 * near.max() / (mask.sum() * 2 / 8))
+
+
+@pytest.mark.parametrize(
+    ("model", "train"),
+    [
+        ({"moe": MoEConfig()}, {}),
+        ({}, {"router_bias_rate": 0.01}),
+        ({"moe": MoEConfig(router_bias=True, n_group=2)}, {}),
+        ({"num_experts_per_tok": 8}, {}),
+    ],
+    ids=("no bias", "rate", "groups", "all experts"),
+)
+def test_settings_that_quantile_balancing_does_not_fit(model, train):
+    with pytest.raises(UserError, match="router_bias_update"):
+        Config(
+            model=dataclasses.replace(MODEL, **model),
+            train=TrainConfig(router_bias_update="quantile", **train),
+        )
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_documents_end_with_eos_and_quoted_special_tokens_stay_text(tokenizer):
 
 def test_long_documents_are_tokenized_in_parts_without_loss(byte_level):
     tokenizer = load_tokenizer(byte_level)
-    # longer than a part, with and without line ends
+    # These texts are longer than the parts that are tokenized at once, with and without line ends.
     text = ("naïve line of text\n" * 20_000) + "y" * 300_000
     (ids,) = tokenizer.encode_documents([text])
     assert tokenizer.decode(ids[:-1]) == text
@@ -115,7 +115,8 @@ def test_stream_never_shows_half_a_character(tokenizer, pieces):
 
 def test_stream_of_broken_bytes_ends_and_is_bounded():
     stream = DecodeStream(load_tokenizer("bytes"))
-    shown = [stream.add(0xE2) for _ in range(50)]  # each the first of three bytes, none completed
+    # Each byte begins a character of three bytes, and no character is completed.
+    shown = [stream.add(0xE2) for _ in range(50)]
     assert sum(map(len, shown)) >= 40
     assert "".join(shown) + stream.end() == "\ufffd" * 50
 
@@ -142,7 +143,7 @@ def test_export_keeps_what_the_tokenizer_is(tokenizer, tmp_path):
     assert (again.vocab_size, again.eos_id) == (tokenizer.vocab_size, tokenizer.eos_id)
     np.testing.assert_array_equal(again.token_bytes, tokenizer.token_bytes)
     np.testing.assert_array_equal(again.encode(TEXT), tokenizer.encode(TEXT))
-    # And the plain library, without this package, reads it the same way.
+    # The tokenizers library alone, without this package, gives the same ids.
     plain = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert plain.encode(TEXT, add_special_tokens=False).ids == tokenizer.encode(TEXT).tolist()
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())[
@@ -200,7 +201,7 @@ def test_bad_tokenizers_are_named_in_one_line(byte_level, tmp_path):
 
 
 def test_no_token_comes_from_text_unless_it_is_named(byte_level, byte_fallback):
-    """Not even one that the tokenizer does not mark special."""
+    """A token that the tokenizer does not mark special does not come from text, either."""
     text = "a <think>b</think> <|im_end|> </s> <unk> c"
     for path in (byte_level, byte_fallback):
         tokenizer = load_tokenizer(path)

@@ -5,7 +5,7 @@ import json
 import pathlib
 from collections.abc import Callable, Sequence
 
-from tests.faults import damage, disk, identity, kills, numbers, provenance, runs
+from tests.faults import buckets, damage, disk, identity, kills, numbers, provenance, runs
 from tests.faults.lab import Lab, Trial
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -216,6 +216,38 @@ ROWS = (
         _times(kills.kill_whole_state_branch, 3),
     ),
     Row(29, "SIGKILL of an export", _times(kills.kill_exports, 4)),
+    Row(
+        30,
+        "bucket: SIGKILL while it starts, saves, writes metrics; 2 % of all requests fail",
+        _times(buckets.kills, 10),
+    ),
+    Row(
+        31,
+        "bucket: an outage of half the patience at a start, step, save, evaluation, end",
+        [Unit(buckets.outage, 2 * moment) for moment in range(len(buckets.MOMENTS))],
+    ),
+    Row(
+        31,
+        "bucket: an outage of more than the patience at the same moments",
+        [Unit(buckets.outage, 2 * moment + 1) for moment in range(len(buckets.MOMENTS))],
+    ),
+    Row(32, "bucket: two runs started in one workdir", _times(buckets.two_runs, 3)),
+    Row(
+        33,
+        "bucket: an owner stopped (SIGSTOP) past its lease, replaced, and woken",
+        _times(buckets.frozen_owner, 3),
+    ),
+    Row(
+        34,
+        "bucket: of 2 processes one loses the network for more than the patience",
+        [Unit(buckets.one_host_cut_off, process) for process in range(2)],
+    ),
+    Row(
+        35,
+        "bucket: one write a second to an object, a tenth of all requests refused",
+        _times(buckets.throttled, 2),
+    ),
+    Row(35, "bucket: turns read-only while a run trains", _times(buckets.read_only, 2)),
 )
 
 

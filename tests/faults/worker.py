@@ -23,8 +23,10 @@ def main(spec: dict) -> None:
     spec: config (dict), workdir, log; and optionally pace (seconds a batch), progress (a file
     that gets lines "pid N", and "step N" or "save N" as each begins), poison ({batch index:
     mark}), stall (batch index that never comes), devices, launch (flags), restart (progress then
-    gets "move" before each file or folder is moved), cwd (where the process starts).
+    gets "move" before each file or folder is moved), cwd (where the process starts), environment
+    (variables, as of the bucket that the workdir is in).
     """
+    os.environ.update(spec.get("environment", {}))
     output = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -46,6 +48,7 @@ def main(spec: dict) -> None:
 def _train(spec: dict) -> int:
     import jax
 
+    from qwen3next_jax.common.storage import to_path
     from qwen3next_jax.config import Config, from_dict
     from qwen3next_jax.processes import distributed
     from qwen3next_jax.processes.launch import Launch
@@ -65,7 +68,7 @@ def _train(spec: dict) -> int:
         loss = poisoned_loss if spec.get("poison") else total_loss
         return train(
             config,
-            pathlib.Path(spec["workdir"]),
+            to_path(spec["workdir"]),
             spec.get("restart", False),
             make_step=functools.partial(make_train_step, loss=loss),
         )
@@ -73,6 +76,7 @@ def _train(spec: dict) -> int:
 
 def _prepare_faults(spec: dict) -> None:
     from qwen3next_jax.data.pipeline import TextData
+    from qwen3next_jax.runs.bucket_checkpoints import BucketCheckpoints
     from qwen3next_jax.runs.checkpoint import Checkpoints
 
     progress = (
@@ -85,7 +89,7 @@ def _prepare_faults(spec: dict) -> None:
     if spec.get("restart") and progress is not None:
         _tell_moves(progress, spec.get("pace", 0))
     marks = {int(index): mark for index, mark in spec.get("poison", {}).items()}
-    batches, save = TextData.batches, Checkpoints.save
+    batches = TextData.batches
 
     def spoiled(self, start, *share):
         for index, batch in zip(itertools.count(start), batches(self, start, *share)):
@@ -99,13 +103,15 @@ def _prepare_faults(spec: dict) -> None:
                 os.write(progress, f"rows {index} {rows}\nstep {index + 1}\n".encode())
             yield batch
 
-    def told(self, step, state):
+    def told(self, step, state, *options, **more):
         os.write(progress, f"save {step}\n".encode())
-        return save(self, step, state)
+        return save(self, step, state, *options, **more)
 
     TextData.batches = spoiled
     if progress is not None:
-        Checkpoints.save = told
+        folders = BucketCheckpoints if "://" in spec["workdir"] else Checkpoints
+        save = folders.save
+        folders.save = told
 
 
 def _tell_moves(progress: int, pace: float) -> None:

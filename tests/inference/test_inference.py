@@ -17,6 +17,7 @@ from absl import flags
 from absl.testing import flagsaver
 from flax import nnx
 from jax.sharding import NamedSharding
+from models import drawn_model
 
 from qwen3next_jax.commands import generate as generate_command
 from qwen3next_jax.common.errors import UserError
@@ -69,10 +70,6 @@ TOLERANCE = dict(rtol=1e-4, atol=1e-4)
 NEW = 32
 
 
-def make_model(config):
-    return nnx.jit(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))()
-
-
 def jit_method(model, method):
     graphdef, params = nnx.split(model)
     function = jax.jit(lambda params, *args: method(nnx.merge(graphdef, params), *args))
@@ -81,7 +78,7 @@ def jit_method(model, method):
 
 @pytest.fixture(scope="module")
 def model():
-    return make_model(CONFIG)
+    return drawn_model(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +232,7 @@ def test_samples_follow_the_distribution(drafts):
         intermediate_size=32,
     )
     model, batch, options = (
-        make_model(config),
+        drawn_model(config),
         64,
         dict(temperature=0.9, top_k=5, top_p=0.95, min_p=0.02),
     )
@@ -518,7 +515,7 @@ def command(monkeypatch):
 
 def test_command_prints_the_text_and_nothing_else(command, tmp_path, capsys):
     config = dataclasses.replace(CONFIG, num_hidden_layers=2, layer_types=(), mtp_depth=0)
-    model, tokenizer = make_model(config), load_tokenizer("bytes")
+    model, tokenizer = drawn_model(config), load_tokenizer("bytes")
     save_hf(model, tmp_path / "model", tokenizer)
     assert (
         command(model=str(tmp_path / "model"), prompt="x", max_new_tokens=20, temperature=0.0) == 0

@@ -22,6 +22,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from models import drawn_model
 from safetensors.numpy import load_file, save_file
 
 from configs import qwen3_5_0p8b
@@ -122,7 +123,7 @@ VARIANTS = {
 def new_model(**changes) -> Qwen3Next:
     """A small model with random weights, whose settings are SMALL with `changes`."""
     config = dataclasses.replace(SMALL, **{"layer_types": (), **changes})
-    return Qwen3Next(config, rngs=nnx.Rngs(0))
+    return drawn_model(config)
 
 
 def bits(model: Qwen3Next) -> dict[str, tuple]:

@@ -88,8 +88,8 @@ def test_gradients_match_finite_differences(layout):
         f = lambda x, kernel, state: causal_conv1d(
             x, kernel, initial_state=state, segment_ids=jnp.asarray(LAYOUTS[layout])
         )
-        _, pullback = jax.vjp(f, *map(jnp.asarray, primals))
-        gradients = pullback((jnp.asarray(dy), jnp.asarray(dfinal)))
+        pull_back = jax.jit(lambda cotangents, *primals: jax.vjp(f, *primals)[1](cotangents))
+        gradients = pull_back(*jax.tree.map(jnp.asarray, ((dy, dfinal), *primals)))
     h = 1e-5
     for i in range(3):
         shifted = lambda sign: loss(
@@ -125,8 +125,11 @@ def test_the_kernels_interpreted_match_the_products(width, activation, time, doc
                 x, kernel, activation=activation, initial_state=state, segment_ids=ids
             )[0]
 
-        y, pullback = jax.vjp(f, *(jnp.asarray(a, dtype) for a in (x, kernel, state)))
-        return y, *pullback(jnp.asarray(dy, dtype))
+        def pulled_back(dy, *primals):
+            y, pullback = jax.vjp(f, *primals)
+            return y, *pullback(dy)
+
+        return jax.jit(pulled_back)(*(jnp.asarray(a, dtype) for a in (dy, x, kernel, state)))
 
     with jax.enable_x64(True):
         want = both_ways(jnp.float64)

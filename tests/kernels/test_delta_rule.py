@@ -24,6 +24,11 @@ from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.ops.delta_rule import chunked, dispatch
 
 FORMS = ("chunked", "associative", "pallas_tpu")
+# The associative form is a variant of the chunked one: where these have the cases, it is slow.
+every_form = pytest.mark.parametrize(
+    "implementation",
+    ["chunked", pytest.param("associative", marks=pytest.mark.slow), "pallas_tpu"],
+)
 CHUNK = 64
 
 
@@ -140,7 +145,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("implementation", FORMS)
+@every_form
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_hard_inputs(name, dtype, implementation):
@@ -167,9 +172,9 @@ def test_strong_decay_costs_no_more_than_the_docstring_says(implementation):
     "implementation, settings",
     [
         ("chunked", dict()),
-        ("chunked", dict(erase=False)),
+        pytest.param("chunked", dict(erase=False), marks=pytest.mark.slow),
         ("chunked", dict(normalize_qk=False)),
-        ("associative", dict()),
+        pytest.param("associative", dict(), marks=pytest.mark.slow),
         # the norms lie outside the state's pass, in which these two differ
         ("associative", dict(erase=False)),
     ],
@@ -208,7 +213,10 @@ def test_pieces_of_a_long_sequence(dtype, settings, monkeypatch):
 
 @pytest.mark.parametrize(
     "groups, heads, settings",
-    [(2, 2, dict(erase=False)), (1, 3, dict(normalize_qk=False))],
+    [
+        (2, 2, dict(erase=False)),
+        pytest.param(1, 3, dict(normalize_qk=False), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_kernel_without_erasing_or_norm(groups, heads, settings):
@@ -225,6 +233,7 @@ def grid_and_block(inputs):
     return p.grid, p.block_heads
 
 
+@pytest.mark.slow
 def test_kernel_with_many_heads(monkeypatch):
     """Four head pairs in one step, of which the substitutions go in threes here; four value heads a
     key head.
@@ -275,7 +284,7 @@ def test_documents(ids, implementation):
     check(*problem(time=100), implementation, jnp.float32, *BARS[jnp.float32], segment_ids=ids)
 
 
-@pytest.mark.parametrize("implementation", FORMS)
+@every_form
 def test_packed_documents_equal_separate_ones(implementation):
     lengths = (15, 50, 1)  # of which the first two are the halves below
     inputs, cotangents = problem(time=100)
@@ -307,7 +316,7 @@ def test_packed_documents_equal_separate_ones(implementation):
         assert not packed[name][:, start:].any(), name  # padding: zeros, exactly
 
 
-@pytest.mark.parametrize("implementation", FORMS)
+@every_form
 def test_two_halves_chained_by_the_state_are_the_whole(implementation):
     """And the whole, a chunk and one token, is what the recurrence gives."""
     inputs, (do, dfinal) = problem(time=CHUNK + 1)
@@ -354,7 +363,9 @@ def test_the_future_never_changes_the_past_and_runs_repeat_bitwise(implementatio
 
 
 # None is the chunked form here, of which the associative is a variant
-@pytest.mark.parametrize("implementation", ("pallas_tpu", None))
+@pytest.mark.parametrize(
+    "implementation", ("pallas_tpu", pytest.param(None, marks=pytest.mark.slow))
+)
 def test_x64_changes_nothing_for_float32(implementation):
     inputs, cotangents = problem(time=15)  # a length that other tests compile
     want = outputs_and_gradients(

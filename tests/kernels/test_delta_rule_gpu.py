@@ -49,10 +49,15 @@ def races_are_errors():
         yield
 
 
+# The interpreter takes ten seconds for one; the others are slow.
+HARDEST_CASES = ("identical 0.99", "one g -1000")
 BFLOAT16 = functools.partial(check, implementation="pallas_gpu", dtype=jnp.bfloat16)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in HARDEST_CASES)) for name in CASES],
+)
 def test_hard_inputs(name):
     inputs, cotangents, bars = adversarial(name)
     bar, gradient_bar = bars or BARS[jnp.bfloat16]
@@ -61,10 +66,9 @@ def test_hard_inputs(name):
     BFLOAT16(inputs, cotangents, bar=bar, gradient_bar=gradient_bar, segment_ids=one_document)
 
 
-def test_documents_and_padding(monkeypatch):
+def test_documents_and_padding():
     """A document that starts inside a chunk, one that ends with it, one of a token; padding has
-    no gradient; two heads share their keys. The same with each chunk a piece of the row by
-    itself.
+    no gradient; two heads share their keys.
     """
     inputs, cotangents = problem(time=2 * CHUNK, key=64, value=64)
     ids = np.array([[1] * 20 + [3] + [4] * 43 + [6] * 50 + [0] * 14])
@@ -73,7 +77,12 @@ def test_documents_and_padding(monkeypatch):
         inputs, cotangents, jnp.bfloat16, ids, implementation="pallas_gpu"
     )
     assert not any(found[name][0, -14:].any() for name in ("o", "dq", "dk", "dv", "dg", "dbeta"))
-    # the first document goes on where the second piece starts
+
+
+@pytest.mark.slow
+def test_documents_where_each_chunk_is_a_piece_of_the_row(monkeypatch):
+    """The first document goes on where the second piece starts."""
+    inputs, cotangents = problem(time=2 * CHUNK, key=64, value=64)
     ids = np.where(np.arange(2 * CHUNK) < CHUNK + 16, 1, 2)[None]
     monkeypatch.setattr(pallas_gpu.Problem, "best_pieces", lambda p: p.chunks)
     _run.clear_cache()
@@ -218,7 +227,8 @@ def test_other_chips_have_no_kernel(chip, monkeypatch, capsys):
         gated_delta_rule(q, q, q, g=numbers, beta=numbers, implementation="pallas_gpu")
     for _ in range(2):
         jax.eval_shape(functools.partial(gated_delta_rule, g=numbers, beta=numbers), q, q, q)
-    assert capsys.readouterr().err == f"gated delta rule: XLA's form, no kernel: the call {wrong}\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("gated delta rule: ") and line.endswith(wrong)
 
 
 def plant(monkeypatch, spoiled=None, error=None):
@@ -269,7 +279,7 @@ def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monke
     plant(monkeypatch)
     assert verdict("broken") == ""  # the next process tries again
     (tmp_path / "right" / "avoid").touch()
-    assert verdict("right") == f"may take none, by {tmp_path}/right/avoid"
+    assert f"{tmp_path}/right/avoid" in verdict("right")
     (tmp_path / "right" / "avoid").unlink()
 
     # Of two processes, what one of them refuses both refuse.
@@ -319,11 +329,9 @@ def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatc
     gradient, as_it_is = functools.partial(jax.grad, argnums=(0, 1, 2)), lambda f: f
     assert kernels("", gradient) == 5 and kernels("", as_it_is, implementation="pallas_gpu") == 2
     assert kernels("gave another dk", as_it_is) == 0 == kernels("gave another dk", as_it_is)
-    assert capsys.readouterr().err.splitlines() == [
-        "gated delta rule: the kernels for Hopper GPUs, which ran on an H200, jax 0.11.2: "
-        "--config.model.delta_rule=chunked avoids it",
-        "gated delta rule: XLA's form, no kernel: the call gave another dk",
-    ]
+    used, refused = capsys.readouterr().err.splitlines()
+    assert "H200" in used and "--config.model.delta_rule=chunked" in used
+    assert refused.endswith("gave another dk")
 
 
 @pytest.mark.slow

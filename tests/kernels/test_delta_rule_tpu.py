@@ -31,14 +31,14 @@ needs_compiler = pytest.mark.skipif(
 
 RELEASED = {"released": dict(time=4096, key_heads=16, value_heads=32)}
 QUICK = RELEASED | {
-    "float32, x64": dict(dtype="float32", x64=True),
     "share 3, documents and first state": dict(value_heads=6, documents=True, first_state=True),
-    "1 head, chunk 16, float32": dict(
-        key_heads=1, value_heads=1, width=32, value_width=32, dtype="float32"
-    ),
     "K 64, V 256, q float32": dict(width=64, value_width=256, key_dtype="float32"),
 }
 REST = {
+    "float32, x64": dict(dtype="float32", x64=True),
+    "1 head, chunk 16, float32": dict(
+        key_heads=1, value_heads=1, width=32, value_width=32, dtype="float32"
+    ),
     "no erasing, no norm": dict(erase=False, normalize_qk=False),
     "chunk 32": dict(time=32),
     "share 4": dict(value_heads=8),

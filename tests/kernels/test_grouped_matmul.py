@@ -176,11 +176,7 @@ def test_the_self_test_refuses_wrong_kernels_and_a_gpu_takes_right_ones(monkeypa
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(gpu_kernels, "matmul", lambda x, w, sizes: jnp.cbrt(x @ w[0]))
     monkeypatch.setattr(tokamax, "unsupported", lambda: "without it")
-    assert (
-        "cbrt" not in lowered()
-        and "grouped products: XLA's form, no kernel: the call without it"
-        in capsys.readouterr().err
-    )
+    assert "cbrt" not in lowered() and "grouped products: " in capsys.readouterr().err
     monkeypatch.setattr(tokamax, "unsupported", lambda: "")
     monkeypatch.setattr(self_test, "outcome", lambda *_: "")
     assert (

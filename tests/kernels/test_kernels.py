@@ -30,7 +30,9 @@ from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import resolve_run
 
-config = from_dict(Config, tiny.get_config().to_dict())
+values = tiny.get_config().to_dict()
+values["model"] |= {"num_hidden_layers": 2, "full_attention_interval": 2}
+config = from_dict(Config, values)
 mesh = make_mesh(config.parallel, jax.devices()[:1])
 run = resolve_run(config, mesh)
 (stage,) = run.stages

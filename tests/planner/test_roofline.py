@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.ops import attention, gated_delta_rule
 from qwen3next_jax.planner import compiled, hlo, schedule, topology
-from qwen3next_jax.planner.roofline import Network, _delta_rule_seconds, estimate_time
+from qwen3next_jax.planner.estimate import estimate_time
+from qwen3next_jax.planner.roofline import Network, _delta_rule_seconds
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.mesh import make_mesh
 
@@ -434,7 +435,7 @@ def test_a_kernel_lasts_its_schedule_its_products_and_its_copies(tmp_path):
         ("twin.1", "twin.2"), schedule.Schedule(cycles=20, copied=2048 * 6 * 2, whole=True)
     )
     mesh, others = Mesh(np.array(jax.devices()[:1]), ("data",)), 3 * 2**14 / v5p.hbm_bandwidth
-    network = mock.patch("qwen3next_jax.planner.roofline.Network", lambda *_: None)
+    network = mock.patch("qwen3next_jax.planner.estimate.Network", lambda *_: None)
 
     def took(program, cycles):
         with network:

@@ -12,9 +12,12 @@ import pytest
 
 from benchmarks.report import open_in_chromium, write_run
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config import DataConfig
+from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.reporting import runs
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.reporting.runs import DOWN, LOST, OTHER, STARTING, TRAINING
+from qwen3next_jax.runs import train
 
 # This script runs in the page. It finds labels outside their drawing, labels over each other, empty
 # charts, and a page wider than the window; and it points at a chart, which must show values.
@@ -206,6 +209,7 @@ BAD_LINES = [
     '{"event": "start", "step": 0, "time": 5, "devices": "x", "hosts": "many", "commit": 3, '
     '"jax": []}',
     '{"event": ["train"], "step": 2, "time": 1}',
+    '{"event": "start", "step": 0, "time": 5, "bad_records": [["a", "b"]]}',
     '{"event": "heldout", "step": 2, "time": 1, "loss": "x", "bits_per_byte": []}',
     "[" * 10**5,
     '{"event": "x", "step": ' + "1" * 5000 + "}",
@@ -248,6 +252,7 @@ def test_a_record_with_holes_still_gives_a_page(tmp_path):
     """The record has NaN as text, missing values, a single event of a kind, and HTML in names."""
     (tmp_path / "run.json").write_text(json.dumps({"config": {"name": "<b>&"}}))
     events = [
+        {"event": "start", "step": 0, "time": 0, "bad_records": [["a<b.jsonl", 7, "NUL"]]},
         {"event": "train", "step": 1, "time": 1.0, "loss": "nan", "grad_norm": "inf"},
         {
             "event": "diagnostics",
@@ -267,3 +272,24 @@ def test_a_record_with_holes_still_gives_a_page(tmp_path):
         and "<i>" not in text
         and "nan" not in re.findall(r' d="([^"]*)"', text)
     )
+    assert "a&lt;b.jsonl" in text
+
+
+def test_the_page_shows_the_bad_records_of_a_run_s_data(tmp_path):
+    lines = ['{"text": "a document"}', '{"text": null}', '{"text": "another one"}', "{"]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    config = DataConfig(
+        path=f"{tmp_path}/a.jsonl",
+        prepared_dir=f"{tmp_path}/p",
+        bad_records="skip",
+        bad_records_limit=1.0,
+    )
+    stages = [TextData(config, length, 1) for length in (8, 16)]
+    bad_records = train._bad_records(stages)
+    event = {"event": "start", "step": 0, "time": 0.0, "bad_records": bad_records}
+    (tmp_path / "run.json").write_text('{"config": {}}')
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(event))
+    write_report([tmp_path], tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert text.count("2 bad records") == 1  # both stages have the same files
+    assert "a.jsonl:2, a.jsonl:4" in text

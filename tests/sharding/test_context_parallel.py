@@ -132,7 +132,7 @@ def attention_case(time, implementation=None):
     return f, arrays(2, q=(B, time, 4, 8), k=(B, time, 2, 8), v=(B, time, 2, 8))
 
 
-@splits((2, False), (4, True))
+@splits((4, True))
 def test_attention(shards, packed):
     time = 160  # blocks of 20 to 40 queries, no multiple of the key blocks of 64
     f, arguments = attention_case(time)
@@ -191,7 +191,7 @@ def test_delta_rule(shards, packed):
     "packed, settings",
     [
         (True, dict(implementation="recurrent")),
-        (True, dict(implementation="associative")),
+        pytest.param(True, dict(implementation="associative"), marks=pytest.mark.slow),
         (True, dict(implementation="pallas_tpu")),
         (False, dict(erase=False)),
     ],

@@ -29,6 +29,7 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.model import expert_parallelism as exchange
+from qwen3next_jax.model.router import BINS
 from qwen3next_jax.model.row_groups import row_groups
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding
@@ -168,6 +169,36 @@ def test_the_run_equals_that_on_one_device(axes, monkeypatch):
         "even rows go through the layers in two groups"
     )
     _check(axes, depth=1, steps=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "micro_batches"), [({}, 2), *((axes, 1) for axes in SUBSET + PRODUCTS)], ids=str
+)
+def test_quantile_balancing_counts_the_whole_batch(axes, micro_batches):
+    """Micro-batches and meshes give the biases of one device, after two steps."""
+    found = []
+    for own_axes, own_micro_batches in (({}, 1), (axes, micro_batches)):
+        config, mesh = _config_and_mesh(own_axes, 1)
+        train = dataclasses.replace(
+            config.train,
+            router_bias_update="quantile",
+            gradient_accumulation=own_micro_batches,
+            balance_loss_weight=0.0,
+        )
+        config = dataclasses.replace(config, train=train)
+        state = resolved(config, mesh).init_state(_first_params(1))
+        step = step_of(config, mesh)
+        for i in range(2):
+            state, _ = step(state, jax.device_put(_batch(i), batch_sharding(mesh)))
+        blocks = (*state["params"]["layers"].values(), state["params"]["mtp"]["block"])
+        biases = [np.asarray(b["mlp"]["router_bias"]).reshape(-1, 8) for b in blocks]
+        found.append(np.concatenate(biases))
+    assert np.all(np.abs(found[0]).max(axis=1) > 0.01)
+    np.testing.assert_allclose(found[0].mean(axis=1), 0, atol=1e-6)
+    # Sums in another order may move a token over the edge of a bin, and so a bias by less than one.
+    # The range is 2 and the distance of the biases of the step before.
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=3 / BINS)
 
 
 @pytest.mark.slow

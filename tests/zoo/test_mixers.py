@@ -14,6 +14,7 @@ from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from mixer_references import errors, example_of
+from models import drawn_model
 from page import example, line
 
 from qwen3next_jax.common.errors import UserError
@@ -450,7 +451,7 @@ def test_a_model_of_it_rematerialises_resumes_and_drafts(name):
         trained("block", (None,))[0],
     )
 
-    model, prompts = Qwen3Next(layers(name), rngs=nnx.Rngs(0)), [np.arange(5), np.arange(20) % 7]
+    model, prompts = drawn_model(layers(name)), [np.arange(5), np.arange(20) % 7]
     drafted = complete(model, prompts, max_new_tokens=12, speculative=2)
     for row, expected in zip(drafted, complete(model, prompts, max_new_tokens=12), strict=True):
         np.testing.assert_array_equal(row, expected)

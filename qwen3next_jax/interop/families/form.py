@@ -70,7 +70,8 @@ class Form:
         (`model.ple`). `number` counts the layers that have one. None: the form has no such
         embeddings.
       layer_constants: function (config, number) → {name of a tensor: its integers}, for the tensors
-        of the same layer that hold no parameters. The integers follow from the settings.
+        without parameters in the layer that has embedding number `number`. The integers follow from
+        the settings.
     """
 
     name: str

@@ -1,8 +1,10 @@
-"""Qwen3.8-Flash-Next (transformers' `qwen4_exp`): Gated DeltaNet with sigmoid gates, sparse
-attention (`qsa`), several residual streams in place of norms, n-gram embeddings in some layers.
+"""The fields of `config.json` and the tensors of Qwen3.8-Flash-Next in transformers (`qwen4_exp`):
+Gated DeltaNet with sigmoid gates, sparse attention (`qsa`), several residual streams in place of
+norms, and n-gram embeddings in some layers.
 
-The text model stands alone (`qwen4_exp_text`), or in a wrapper beside a vision tower
-(`qwen4_exp`), as Qwen3.5's does. This file knows plugins by their names in `config.registry` alone.
+A directory holds the text model alone (`qwen4_exp_text`), or the text model and a vision tower
+(`qwen4_exp`, called the wrapper here), as with Qwen3.5. This file names the mixer, the residual
+form and the embedding as `config.registry` does, and does not import them.
 """
 
 import dataclasses
@@ -28,13 +30,13 @@ _TEXT = "qwen4_exp_text"
 _INDEXED = "indexed_attention"
 _LAYER_TYPES = {LINEAR: LINEAR, FULL: FULL, _INDEXED: FULL}
 _GATES = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
-# Fields that are settings of the same name and meaning.
+# Fields that have the same name and meaning as a setting of ModelConfig.
 _SAME = tuple(
     name
     for name in qwen3_next.SAME_NAME + qwen3_next.SAME_NAME_IF_MIXTURE
     if name not in ("layer_types", "full_attention_interval")
 )
-# Fields → settings of groups.
+# Fields that have the same name and meaning as a setting of model.streams, and of model.mixer.
 _STREAMS = ("hc_count", "hc_lowrank")
 _INDEXER = (
     "indexer_n_heads",
@@ -42,6 +44,7 @@ _INDEXER = (
     "indexer_budget",
     "indexer_compress_ratio",
 )
+# field → setting of model.ple
 _PLE = {
     "ple_layer_ids": "layer_ids",
     "ple_embed_dim": "embed_dim",
@@ -57,7 +60,7 @@ _PLE = {
         "seed",
     )
 }
-# Where the file says nothing, the sizes of the release.
+# What a field means that is missing in `config.json`: the sizes of the release.
 _DEFAULTS = {
     "vocab_size": 248_320,
     "hidden_size": 2560,
@@ -77,7 +80,7 @@ _SUPPORTED = qwen3_next.SUPPORTED | {
     "norm_topk_prob": (True,),
     "output_gate_type": tuple(_GATES),
 }
-# How many states transformers' cache keeps of convolutions changes nothing.
+# number_of_conv_states is the size of a cache in transformers, which does not change results.
 _IGNORED = frozenset(("number_of_conv_states", "mtp_num_hidden_layers"))
 _SETTINGS = qwen3_next.SETTINGS | {"block", "streams", "ple", "mixer", "output_gate_type"}
 _WIDTH_FIELDS = (
@@ -138,7 +141,7 @@ def _write_text(config: ModelConfig, dtype: str, source: Fields, around: Fields)
         "indexer_kv_heads": 1,
         "norm_topk_prob": True,
         "output_gate_type": "sigmoid" if config.output_gate_type == "sigmoid" else "swish",
-        # the modules that are stored; each depth applies the same one
+        # the number of stored modules: all depths of multi-token prediction share one
         "mtp_num_hidden_layers": min(config.mtp_depth, 1),
     }
 
@@ -149,7 +152,7 @@ def _write_wrapper(config: ModelConfig, dtype: str, source: Fields, around: Fiel
 
 
 def _check(config: ModelConfig) -> None:
-    """Raises UserError for models that transformers' Qwen4Exp refuses or does not have."""
+    """Raises UserError for models that transformers' Qwen4Exp refuses or cannot represent."""
     form = config.hf_form
     block = dataclasses.replace(config.block, placement="pre")
     require(
@@ -195,7 +198,13 @@ def _check(config: ModelConfig) -> None:
 
 
 def _mix(config: ModelConfig, path: str, name: str, injects: bool) -> Iterator[Entry]:
-    """A mix of the residual streams."""
+    """Yields the entries of the parameters of a `StreamMix`.
+
+    Args:
+      path: the path of the `StreamMix` in the parameters.
+      name: the name of its module in transformers.
+      injects: whether a block follows the mix, so that the mix has the parameter `inject`, too.
+    """
     streams, rank = config.streams.hc_count, config.streams.hc_lowrank
     width = streams * config.hidden_size
     yield vector(f"{path}/norm", f"{name}.hc_norm.weight", width)
@@ -227,7 +236,9 @@ def _multi_token_prediction(config: ModelConfig) -> Iterator[Entry]:
 
 
 def _qsa(config: ModelConfig) -> Iterator[Entry]:
-    """Gated attention, and the indexer: all its query heads, then its key head."""
+    """Yields the entries of gated attention and of its indexer. The indexer's projection has the
+    rows of all query heads first, then those of the key head.
+    """
     yield from qwen3_next.gated_attention(config)
     s, name = config.settings_of("qsa"), "self_attn.indexer"
     height = (s.indexer_n_heads + 1) * s.indexer_head_dim
@@ -238,7 +249,9 @@ def _qsa(config: ModelConfig) -> Iterator[Entry]:
 
 
 def _layer_embedding(config: ModelConfig, number: int) -> Iterator[Entry]:
-    """The n-gram embedding of a layer; its table in pieces of as many rows."""
+    """Yields the tensors of a layer's n-gram embedding, whose table is stored in
+    `split_ngram_parts` tensors of equally many rows. `number`: the index of the embedding, from 0.
+    """
     ple, d, width = config.ple, config.hidden_size, config.streams.hc_count * config.hidden_size
     rows = ple.rows(number) // ple.split_ngram_parts
     shards = tuple(
@@ -259,7 +272,9 @@ def _layer_embedding(config: ModelConfig, number: int) -> Iterator[Entry]:
 
 
 def _layer_constants(config: ModelConfig, number: int) -> dict[str, np.ndarray]:
-    """The numbers of a layer's hash functions, which the settings say, too."""
+    """Returns the constants of a layer's hash functions by the name of their tensor. They follow
+    from the settings; an import compares them with the stored ones.
+    """
     ple, name = config.ple, "ple.ple_embedding"
     numbers = {
         "layer_multipliers": ple.multipliers(number, config.vocab_size),

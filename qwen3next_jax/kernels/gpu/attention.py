@@ -1,8 +1,8 @@
 """Attention over packed documents with tokamax's kernels for Hopper GPUs (docs/gpu.md).
 
-Segment ids do not decrease along a row, so the keys of a query's document are consecutive. A query
-attends to the keys from the first key of its document to the last one, or, in causal attention, to
-its own key.
+In a row, segment ids do not decrease before the padding, which is at the end and has the id 0. So
+the keys of a document are consecutive. A query attends to the keys from the first key of its
+document to the document's last key or, in causal attention, to the key of the query's own token.
 
 B batch, T queries, S keys, N query heads, M key/value heads, D head width.
 """
@@ -25,8 +25,8 @@ TOLERANCE = 0.03
 
 
 def is_default(q, k, v, split: bool) -> bool:
-    """Returns False, so that only a call that names these kernels runs them: a training step with
-    them did not end on the GPU (docs/gpu.md).
+    """Returns False, so that only a call that names these kernels runs them. The reason is that a
+    training step with them never finished on the GPU (docs/gpu.md).
     """
     return False
 
@@ -35,7 +35,7 @@ def supports(q, k, v, split: bool) -> str:
     """Returns why the kernels cannot run a call; "" if they can.
 
     Args:
-      q, k, v: the arrays of the call.
+      q, k, v: the queries [B, T, N, D] and the keys and values [B, S, M, D].
       split: whether the sequence is split over a mesh axis. The kernels then get half of a shard's
         tokens at a time.
     """
@@ -50,8 +50,9 @@ def supports(q, k, v, split: bool) -> str:
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """Takes and returns what `ops.attention.xla.forward` does. On a CPU it calls that function,
-    because Pallas' interpreter does not support everything that the kernels use.
+    """Takes and returns the same as `ops.attention.xla.forward`. With `interpret`, that is, on a
+    CPU, it calls `xla.forward`, because Pallas' interpreter does not support everything that the
+    kernels use.
     """
     if interpret:
         return xla.forward(
@@ -82,7 +83,9 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=Fa
 def backward(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
-    """Takes and returns what `ops.attention.xla.backward` does. On a CPU it calls that function."""
+    """Takes and returns the same as `ops.attention.xla.backward`. With `interpret`, that is, on a
+    CPU, it calls `xla.backward`.
+    """
     if interpret:
         return xla.backward(
             *(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do),
@@ -134,7 +137,8 @@ def backward(
 
 def _key_limits(segment_ids, kv_segment_ids):
     """Returns two arrays [B, 1, T]: the index of the first key of each query's document, and one
-    more than the index of its last key. Both are None if a row is one document.
+    more than the index of the document's last key. Padding counts as one more document. Both
+    results are None if `segment_ids` is None, that is, if a row is one document.
 
     The axis of heads has one entry, which holds for all heads. With an entry for each head, tokamax
     0.0.17 would use the limits of a wrong head for the gradients of keys that several query heads

@@ -2,9 +2,9 @@
 for the forward pass and one for the backward pass.
 
 A block of the grid has one warpgroup and computes 32 tokens of 128 or 256 channels; each thread
-computes one or two of these channels. The block computes one token after another. The inputs that a
-token shares with the next one stay in registers, in float32. The block copies its tokens and the W
-- 1 tokens before them to shared memory, in the backward pass also the W - 1 tokens after them.
+computes one or two of these channels. The block computes one token after another. The inputs that
+the next token needs again stay in registers, in float32. The block copies its tokens and the W - 1
+tokens before them to shared memory, in the backward pass also the W - 1 tokens after them.
 
 B batch, T time, W kernel width, D channels.
 """
@@ -44,9 +44,10 @@ def supports(x, kernel, activation) -> str:
 
 
 def is_default(x, kernel, activation) -> bool:
-    """Returns whether a call that names no implementation runs the kernels. It does if rows have at
-    least 32 tokens (decoding has fewer), if the kernels support the call and if they passed their
-    test on this GPU. For rows of 32 tokens or more the function prints the decision once.
+    """Returns whether a call that names no implementation runs the kernels. The call runs them if
+    rows have at least 32 tokens (decoding has fewer), if the kernels support the call and if they
+    passed their test on this GPU. For rows of 32 tokens or more the function prints the decision
+    once.
     """
     if x.shape[1] < TOKENS:
         return False
@@ -114,14 +115,24 @@ def max_error(activation, dtype: str, width: int, interpret: bool = False) -> tu
 
 
 def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
-    """Returns y [B, T, D]. `kernels.tpu.causal_conv1d.forward` describes the arguments."""
+    """Returns y [B, T, D], the outputs of the convolution after the activation.
+
+    Args:
+      activation: "silu" or None.
+      before: [B, W - 1, D], the inputs before the first token.
+      x: [B, T, D], the inputs.
+      kernel: [W, D], the weights of the convolution.
+      ids: [B, W - 1 + T], the document ids of all inputs, 0 for padding at the end; None if a row
+        is one document.
+      interpret: whether a CPU interprets the kernel.
+    """
     call = _Call(activation, before, x, kernel, document_ages(ids, kernel.shape[0]))
     return call(_forward, "forward", [], [jax.ShapeDtypeStruct(x.shape, x.dtype)], 0, interpret)[0]
 
 
 def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
     """Returns the gradients of before, x and kernel, given dy [B, T, D], the gradient of y. The
-    other arguments are those of `forward`.
+    other arguments have the same meaning as in `forward`.
     """
     age = document_ages(ids, kernel.shape[0])
     call = _Call(activation, before, x, kernel, age)
@@ -145,10 +156,13 @@ class _Call:
     """The sizes of one call, and the code that the forward and the backward kernel share.
 
     Attributes:
+      activation: "silu" or None.
       width: W.
-      channels: number of channels of a block.
-      shape: shape of x.
-      has_age: whether rows have documents, so that the kernels take the ages of tokens.
+      channels: number of channels of a block, 128 or 256.
+      shape: [B, T, D], the shape of x.
+      has_age: whether the call has document ids. The kernels then also take the age of each token
+        (`document_ages`).
+      inputs: the arrays that both kernels take: x, before, kernel and, if `has_age`, the ages.
     """
 
     def __init__(self, activation, before, x, kernel, age):
@@ -165,7 +179,7 @@ class _Call:
         Args:
           body: the kernel, a function of this object and of the references.
           name: name of the kernel in a compiled program, after "causal_conv1d_".
-          inputs: the inputs that the kernel takes besides x, before, kernel and age.
+          inputs: the arrays that the kernel takes besides the attribute `inputs`.
           outputs: the shape and dtype of each output.
           after: number of tokens after a block that the kernel reads: W - 1 in the backward pass,
             0 in the forward pass.
@@ -193,8 +207,8 @@ class _Call:
             )(*self.inputs, *inputs)
 
     def block_position(self):
-        """Returns the row of the batch, the index of the block of tokens, the index of the block's
-        first token, and the slice of its channels.
+        """Returns the index of the row of the batch, the index of the block of tokens, the index of
+        the block's first token, and the slice of the block's channels.
         """
         t = jax.lax.axis_index("tokens")
         return (
@@ -205,9 +219,9 @@ class _Call:
         )
 
     def start_copies(self, gmem, before_gmem, age_gmem, xs, ages_ref, arrived):
-        """Starts the copies of a block's inputs, of the W - 1 inputs before it and of the ages of
-        its tokens to shared memory. Returns a function (source, target) that starts one more copy,
-        which `arrived` counts, too.
+        """Starts the copies of a block's inputs, of the W - 1 inputs before the block and of the
+        ages of its tokens to shared memory. Returns a function (source, target) that starts one
+        more copy. The barrier `arrived` counts the copies that have arrived.
         """
         b, t, first, channels = self.block_position()
         copy = lambda source, target: plgpu.copy_gmem_to_smem(source, target, arrived)
@@ -224,12 +238,14 @@ class _Call:
         return copy
 
     def if_same_document(self, x, age, back: int):
-        """Returns x, or zeros if the input `back` tokens earlier belongs to another document."""
+        """Returns zeros if the token is padding, or if the input `back` tokens earlier belongs to
+        another document; otherwise x. `age` is the token's age, None if a row is one document.
+        """
         return x if age is None else x * (age >= back).astype(jnp.float32)
 
     def before_activation(self, weights, taps, age):
-        """Returns the output of a token before the activation: the weighted sum of `taps`, the
-        inputs that the token reads, newest first.
+        """Returns the output of a token before the activation: the sum of `taps`, the W inputs that
+        the output depends on (newest first), times `weights`, the W rows of the kernel.
         """
         return functools.reduce(
             jnp.add,
@@ -242,9 +258,9 @@ class _Call:
 
 def _refs(call, refs, outputs: int, gradient: bool):
     """Splits the references that `_Call` passes to a kernel. Returns x, before, age, dy, the list
-    of outputs, the shared memory for inputs, for results (in the backward pass first for dy) and
-    for ages, the barrier, and the weights in registers. age, dy and the memory for ages are None if
-    the call has none.
+    of outputs, the shared memory for inputs, for results (in the backward pass it first holds dy)
+    and for ages, the barrier, and the weights in registers. age and the memory for ages are None if
+    the call has no document ids; dy is None in the forward pass.
     """
     x, before, kernel, *refs = refs
     age = refs.pop(0) if call.has_age else None
@@ -257,10 +273,12 @@ def _refs(call, refs, outputs: int, gradient: bool):
 
 
 def _row(ref, r):
+    """Returns row r of `ref` in float32."""
     return ref[r].astype(jnp.float32)
 
 
 def _forward(call, *refs):
+    """Computes y of a block, from its first token to its last."""
     x_gmem, before, age_gmem, _, (y_gmem,), xs, ys, ages_ref, arrived, weights = _refs(
         call, refs, 1, False
     )
@@ -283,11 +301,11 @@ def _forward(call, *refs):
 
 
 def _backward(call, *refs):
-    """Computes dx of a block and a sum for the gradient of the kernel, from the last token to the
-    first. It begins with the W - 1 tokens after the block, because their gradients reach the last
-    tokens of the block; for these tokens it computes only the gradient of the activation's input.
-    The last block of a row has no tokens after it. It copies its own last tokens instead and
-    multiplies their gradients by zero.
+    """Computes a block's dx and its part of the gradient of `kernel`, from the block's last token
+    to its first. It begins with the W - 1 tokens after the block, because their outputs depend on
+    the last tokens of the block; for these W - 1 tokens it computes only the gradient of the
+    activation's input. The last block of a row has no tokens after it. It copies its own last
+    tokens instead and multiplies their gradients by zero.
     """
     x_gmem, before, age_gmem, dy_gmem, (dx_gmem, sums_gmem), xs, dys, ages_ref, arrived, weights = (
         _refs(call, refs, 2, True)
@@ -308,7 +326,9 @@ def _backward(call, *refs):
     has_tokens_after = (first + rows < call.shape[1]).astype(jnp.float32)
 
     def gradient(r, taps):
-        """Returns the gradient of the activation's input for token r of the block."""
+        """Returns the gradient of the activation's input for token r. The tokens of the block have
+        r = 0 to TOKENS - 1, the W - 1 tokens after it the next indices.
+        """
         dz = _row(dys, r)
         if call.activation == "silu":
             z = call.before_activation(weights, taps, ages_ref[r] if call.has_age else None)

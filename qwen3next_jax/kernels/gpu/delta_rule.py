@@ -37,9 +37,9 @@ def supports(x: Inputs, settings: Settings, split: bool) -> str:
 
 
 def is_default(x: Inputs, settings: Settings, split: bool) -> bool:
-    """Returns whether a call that names no implementation runs the kernels. It does if rows have
-    more than 32 tokens, if the kernels support the call and if they passed their test on this GPU.
-    For rows of more than 32 tokens the function prints the decision once.
+    """Returns whether a call that names no implementation runs the kernels. The call runs them if
+    rows have more than 32 tokens, if the kernels support the call and if they passed their test on
+    this GPU. For rows of more than 32 tokens the function prints the decision once.
     """
     if x.q.shape[1] <= C // 2:  # XLA takes shorter chunks for such short rows
         return False

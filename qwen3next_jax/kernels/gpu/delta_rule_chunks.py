@@ -2,7 +2,7 @@
 (sm_90a): norms, decays, P beta and the inverse of I + M beta.
 
 A block of the grid has one warpgroup and computes one chunk of a key head and of all its value
-heads. The formulas are those of docs/delta_rule.md, "In terms of E".
+heads. The formulas are in docs/delta_rule.md, "In terms of E".
 
 C = 64 tokens per chunk; a matrix [C, C] has rows i and columns j.
 """
@@ -74,12 +74,13 @@ def scratch(p) -> list:
 
 
 def product_of_parts(p, a, b_refs, meanwhile=lambda: None):
-    """Returns a @ b [C, columns] in float32.
+    """Returns the product of two matrices, [C, columns] in float32. Each matrix is the sum of a
+    high and a low part; the product of the two low parts is left out, because it is negligible.
 
     Args:
       p: the `Problem`.
-      a: the high and the low part of a, in registers.
-      b_refs: [2, …, columns] in shared memory, the high and the low part of b.
+      a: the high and the low part of the left matrix, in registers.
+      b_refs: [2, …, columns] in shared memory, the high and the low part of the right matrix.
       meanwhile: function that is called while the products run.
     """
 
@@ -93,7 +94,7 @@ def product_of_parts(p, a, b_refs, meanwhile=lambda: None):
 
 
 def column_block(n: int):
-    """Returns the slice of the n-th 16 columns."""
+    """Returns the slice of the columns from 16 n to 16 n + 15."""
     return slice(n * NARROW, (n + 1) * NARROW)
 
 
@@ -109,8 +110,8 @@ def block_indices():
 
 
 def select_rows(*arrays):
-    """Returns [C, 16], whose n-th block of 16 rows comes from the n-th array [C, 16]. A block is
-    zero if its array is None or missing.
+    """Returns [C, 16]. Its rows 16 n to 16 n + 15 are the same rows of the array with the index n,
+    [C, 16]. They are zero if this array is None or missing.
     """
     block, result = block_indices()[0], 0.0
     for n, x in enumerate(arrays):
@@ -124,7 +125,9 @@ def diagonal_blocks(x):
 
 
 def inverse_norms(squares):
-    """Returns [C], rsqrt(sum x^2 + 1e-6) of every row of x, given `squares` = x @ x.T, [C, C]."""
+    """Returns [C]: for every row of a matrix x, 1 / sqrt(sum of squares + 1e-6). The argument
+    `squares` is x @ x.T, [C, C].
+    """
     _, i, j = block_indices()
     return jax.lax.rsqrt(
         jnp.sum(jnp.where(i == j, diagonal_blocks(squares), 0.0), axis=1) + chunk_math.NORM_EPSILON
@@ -134,14 +137,14 @@ def inverse_norms(squares):
 def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
     """Writes X = (I + L)^{-1} to `x_refs`, as a high and a low part.
 
-    Like `ladder` in `ops/delta_rule/inverse.py`, it doubles the size m of the inverted diagonal
-    blocks step by step: X <- X + X (-L) X in the lower left quarter of each diagonal block of 2m
-    rows.
+    Like `ladder` in `ops/delta_rule/inverse.py`, it starts with the inverses of diagonal blocks of
+    2 rows and doubles the number m of their rows step by step: it adds X (-L) X to X in the lower
+    left quarter of each diagonal block of 2m rows.
 
     X stays in registers. Until its diagonal blocks have 16 rows, it is an array [C, 16] that holds
-    the four diagonal blocks of 16 rows below each other. A right operand of a product has this
-    layout, too. For a left operand, `to_diagonal` moves the blocks to the diagonal of a matrix
-    [C, C].
+    the four diagonal blocks of 16 rows below each other. As the right operand of a product, X has
+    the same layout in shared memory. For a left operand, `to_diagonal` moves the blocks to the
+    diagonal of a matrix [C, C].
 
     Args:
       p: the `Problem`.
@@ -156,8 +159,9 @@ def unit_lower_inverse(p, l, l_refs, x_refs, diagonal_refs):
     ones = [jnp.where(block == n, 1.0, 0.0).astype(jnp.bfloat16) for n in range(C // NARROW)]
 
     def to_diagonal(parts, first: int = 0):
-        """Moves the four blocks of each array [C, 16] in `parts` to the diagonal of a matrix [C,
-        C]. Leaves out the first `first` blocks of columns of that matrix.
+        """Returns one matrix [C, C] for each array [C, 16] in `parts`. The four blocks of the array
+        are the diagonal blocks of the matrix. The first 16 · `first` columns of the matrix are left
+        out.
         """
         return [jnp.concatenate([x * one for one in ones[first:]], axis=1) for x in parts]
 

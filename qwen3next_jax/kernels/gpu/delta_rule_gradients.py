@@ -1,7 +1,7 @@
 """The Mosaic GPU kernel that computes the gradients of a chunk from the state before the chunk and
 the gradient of the state after it (sm_90a). A block of the grid computes one chunk of a value head.
 
-The formulas are those of docs/delta_rule.md, "In terms of E"; `delta_rule_tiles` defines the tiles
+The formulas are in docs/delta_rule.md, "In terms of E"; `delta_rule_tiles` defines the tiles
 and the rows.
 
 With keys of 64 or 128 channels, a block has one warpgroup, and two blocks share a multiprocessor,
@@ -64,7 +64,7 @@ DG, DBETA, ENTER, LEAVE, CARRIED, INNER_Q, INNER_K = range(7)
 
 
 def warpgroups(p) -> int:
-    """Returns the number of warpgroups of a block."""
+    """Returns the number of warpgroups of a block: 2 for keys of 256 channels, otherwise 1."""
     return 2 if p.key_tiles > 2 else 1
 
 
@@ -122,15 +122,19 @@ def along_rows(x_C):
 
 
 def zero_row():
+    """Returns C zeros in registers."""
     return plgpu.layout_cast(jnp.zeros((C,), jnp.float32), ROW)
 
 
 def zero_pairs():
-    """Returns zeros [C] and zeros [C, C], the results of a call without the delta term."""
+    """Returns zeros [C] and zeros [C, C] in registers. Without the delta term, they stand for the
+    first two results of `_Block.add_products_of_errors`.
+    """
     return zero_row(), plgpu.layout_cast(jnp.zeros((C, C), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def store_tile(ref, x):
+    """Writes x to the tile `ref` of shared memory."""
     ref[...] = x
 
 
@@ -141,7 +145,12 @@ def load_tile(ref):
 
 def decay_of_pairs(rows_ref, row, column):
     """Returns [C, C], the decay from token j (the row) to token i (the column); zero for i < j and
-    between documents. The mask is applied to the exponent, not to the exponential.
+    between documents. The mask is applied to the exponent, because the exponential may overflow
+    where it is masked.
+
+    Args:
+      rows_ref: the 8 rows of `Problem.rows`.
+      row, column: the two results of `indices`.
     """
     mask = (column >= row) & same_document(rows_ref)
     return jnp.exp(jnp.where(mask, along_j(rows_ref, TOTAL_J) - along_i(rows_ref, TOTAL), -jnp.inf))
@@ -164,11 +173,15 @@ def gradient_kernel(p, *refs):
 
 class _Block:
     """One block of the grid. Its methods `start_copies`, `errors`, `gradients_of_pairs`,
-    `queries_and_keys` and `write_gradients` run in this order. Copies and products run while later
-    statements execute, so the order of statements matters.
+    `queries_and_keys` and `write_gradients` run in this order. Copies, and products in
+    accumulators, run while later statements execute, so the order of statements matters.
 
     Attributes:
+      w: the index of this warpgroup.
       own_tiles: the indices of the tiles of 64 key channels that this warpgroup computes.
+      k, do, dv: the tiles of k, dO and dV in shared memory.
+      a: tiles of shared memory. The first two hold the high and the low part of the inverse until
+        `gradients_of_pairs` overwrites them with the gradients of Q K^T and K K^T.
       slots: tiles of shared memory for inputs. The first slots hold the tiles of the state. The
         next slots hold the tiles of the state's gradient, and later the tiles of q. With one
         warpgroup there is one spare slot after them. With two warpgroups there is one slot for v,
@@ -239,32 +252,39 @@ class _Block:
         return self.slots.at[self.dstate_slot(t)]
 
     def value_tile(self, gmem, c: int):
-        """Returns the tile [C, C] of value channels c of an array [B, T, H, V]."""
+        """Returns this chunk's tile [C, C] of an array [B, T, H, V], with the value channels 64 c
+        to 64 c + 63.
+        """
         return gmem.at[self.b, tokens(self.n), self.h, channels(c)]
 
     def state_tile(self, gmem, t: int, c: int):
-        """Returns the tile [C, C] of key channels t and value channels c of an array [N, B, H, K,
-        V].
+        """Returns this chunk's tile [C, C] of an array [N, B, H, K, V], with the key channels from
+        64 t on and the value channels from 64 c on.
         """
         return gmem.at[self.n, self.b, self.h, channels(t), channels(c)]
 
     def key_tile(self, gmem, t: int):
-        """Returns the tile [C, C] of key channels t of an array [B, T, G, K]."""
+        """Returns this chunk's tile [C, C] of an array [B, T, G, K], with the key channels 64 t to
+        64 t + 63.
+        """
         return gmem.at[self.b, tokens(self.n), self.g, channels(t)]
 
     def copy_to_slot(self, slot: int, source, barrier):
+        """Starts the copy of the tile `source` of global memory to a slot."""
         plgpu.copy_gmem_to_smem(source, self.slots.at[slot], barrier)
 
     def copy_state(self, slot: int, t: int, c: int, barrier):
+        """Starts the copy of tile (t, c) of the state to a slot."""
         self.copy_to_slot(slot, self.state_tile(self.states_gmem, t, c), barrier)
 
     def copy_dstate(self, t: int, c: int):
+        """Starts the copy of tile (t, c) of the state's gradient to its slot."""
         self.copy_to_slot(
             self.dstate_slot(t), self.state_tile(self.dstates_gmem, t, c), self.dstates_arrived()
         )
 
     def rebase(self):
-        """Replaces the references to shared memory by those that `rebased` returns."""
+        """Replaces the references to shared memory by the results of `rebased`."""
         self.k, self.do, self.dv, self.a, self.slots = rebased(*self.tiles)
 
     def on_first_warpgroup(self, do):
@@ -288,8 +308,8 @@ class _Block:
 
     def start_copies(self):
         """Starts the copies of k, the factors, the rows, the inverse, all tiles of dO and dV, and,
-        for the first tile of value channels, v, the state and its gradient. Sets rows of sums to
-        zero and waits for k, the factors, the rows and the inverse.
+        for the first tile of value channels, v, the state and its gradient. Sets the sums ENTER,
+        LEAVE and CARRIED to zero. Waits for k, the factors, the rows and the inverse.
         """
 
         @self.on_first_warpgroup
@@ -332,7 +352,8 @@ class _Block:
           error_highs: for each tile of value channels the high part of E, [C, 64]; empty with two
             warpgroups.
           error_dstate: a list of E dS^T [C, 64] for each of this warpgroup's tiles of key channels.
-          pairs: [C, C], E dV^T; in the second of two warpgroups E dO^T.
+          pairs: [C, C], E dV^T, or E dO^T in the second of two warpgroups. Without the delta term
+            it is None with one warpgroup, and zeros in the first of two.
         """
         error_highs, error_dstate, pairs = [], None, None
         for c in range(self.p.value_tiles):
@@ -361,7 +382,8 @@ class _Block:
 
     def errors_of(self, c: int):
         """Returns gamma K S in bfloat16 (None without the delta term) and E in float32, [C, 64]
-        each, for tile c of the value channels.
+        each, for tile c of the value channels. Adds this tile's terms to the sums CARRIED, LEAVE
+        and, with the delta term, ENTER.
         """
         k, dv, a, slots, spare_slot = self.k, self.dv, self.a, self.slots, self.spare_slot
         carried = sum(
@@ -392,7 +414,8 @@ class _Block:
 
     def copy_next_state(self, c: int):
         """Starts copies to the slots that `errors_of` has read: the state for tile c + 1 of the
-        value channels, the low part of dV for tile c and, with two warpgroups, v for tile c + 1.
+        value channels, with the delta term the low part of dV for tile c and, with two warpgroups,
+        v for tile c + 1. After the last tile there is no tile c + 1 to copy.
         """
         for t in self.own_tiles if c < self.last else ():
             self.copy_state(t, t, c + 1, self.states_arrived)
@@ -407,10 +430,10 @@ class _Block:
                 self.copy_to_slot(self.v_slot, self.value_tile(self.v_gmem, c + 1), self.v_arrived)
 
     def copy_next_dstate(self, c: int):
-        """Starts copies to the slots that the products of tile c have read: the gradient of the
-        state for tile c + 1 or, after the last tile, q; with one warpgroup also v. After the last
-        tile it also starts the copy of the first tile of the state that `tile_gradients` needs
-        besides the tiles that are there already.
+        """Starts copies to the slots that the products of tile c of the value channels have read.
+        Before the last tile it copies the gradient of the state and, with one warpgroup, v for tile
+        c + 1. After the last tile it copies q and, if there are several tiles, the tile of the
+        state that `tile_gradients` reads second.
         """
         for t in self.own_tiles:
             if c < self.last:
@@ -431,13 +454,14 @@ class _Block:
 
         Returns:
           Three results: [C], the inner product of each token's row of `ks` (gamma K S) with its row
-          of the low part of dV; the new `pairs`; the new `error_dstate` (see `errors`).
+          of the low part of dV; the new `pairs`; the new `error_dstate` (see `errors`). In the
+          second warpgroup the first result is zeros. Without the delta term it is not used.
         """
         p, do, dv, a, slots = self.p, self.do, self.dv, self.a, self.slots
 
         def to_errors(products, meanwhile=lambda: None):
-            """Returns the first two results. Calls `meanwhile` during the copy of the low part of
-            dV.
+            """Returns the first two results of `add_products_of_errors`. Calls `meanwhile` while
+            the low part of dV is copied.
             """
             if c:
                 products.start(pairs)
@@ -489,8 +513,8 @@ class _Block:
     # ---- the gradients of K K^T and Q K^T, with rows j and columns i
 
     def gradients_of_pairs(self, error_highs, pairs):
-        """Stores the gradients of Q K^T and K K^T in `a`, and their parts of dg and dbeta in the
-        rows of sums.
+        """Computes the gradients of Q K^T and K K^T and stores them in the tiles `a`. Stores dbeta
+        in the sum DBETA and, in the sum DG, all of dg except what `queries_and_keys` adds.
         """
         p, a, k, factors, sums = self.p, self.a, self.k, self.factors, self.sums
 
@@ -561,8 +585,8 @@ class _Block:
 
     def queries_and_keys(self, error_dstate):
         """Returns dQ and dK with the norms held constant, each as a list of [C, 64] for this
-        warpgroup's tiles of key channels. Adds the parts of dg that come from the states to the row
-        DG.
+        warpgroup's tiles of key channels. Adds to the sum DG the parts of dg that come from Q S and
+        from <S, dS'> (CARRIED).
         """
         sums = self.sums
         gradients = [
@@ -580,9 +604,9 @@ class _Block:
         return dq, dk
 
     def tile_gradients(self, i: int, error_dstate, of_q, of_k):
-        """Returns three results for this warpgroup's i-th tile of key channels: [C], the inner
-        products of the rows of q with the part of their gradients that comes through the state; dQ;
-        and dK. In dQ and dK the norms are held constant.
+        """Returns three results for the tile `own_tiles[i]` of key channels: [C], the inner product
+        of each row of q with the part of its gradient that comes through the state; dQ; and dK. In
+        dQ and dK the norms are held constant. `of_q` and `of_k` are accumulators for dQ and dK.
         """
         p, last, factors = self.p, self.last, self.factors
         k, do, dv, a, slots = rebased(*self.tiles)
@@ -617,8 +641,8 @@ class _Block:
     # ---- results
 
     def write_gradients(self, dq, dk):
-        """Applies the backward pass of the L2 norms to dQ and dK and writes the results. Sums dg
-        and dbeta over the warpgroups and writes them.
+        """If q and k are normalised, applies the backward pass of the L2 norms to dQ and dK. Writes
+        dQ and dK. Sums dg and dbeta over the warpgroups and writes them.
         """
         p, sums, factors, own_tiles = self.p, self.sums, self.factors, self.own_tiles
         gradients = [(dq, [self.q(t) for t in own_tiles]), (dk, [self.k.at[t] for t in own_tiles])]

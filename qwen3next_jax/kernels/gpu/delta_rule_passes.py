@@ -38,13 +38,16 @@ def forward(
     interpret: bool = False,
     pieces: int | None = None,
 ):
-    """Computes `Implementation.forward`, always in chunks of 64 tokens.
+    """Computes what `ops.delta_rule.interface.Implementation.forward` describes, always in chunks
+    of 64 tokens.
 
     The argument and the result `inverses` hold the inverses of I + M beta (docs/delta_rule.md) in
     the layout that `to_residual` returns.
 
     Args:
-      pieces: number of pieces into which each row is split; None chooses it.
+      interpret: whether a CPU interprets the kernels.
+      pieces: number of pieces into which each row is split, a divisor of the number of chunks; if
+        None, `Problem.best_pieces` chooses it.
     """
     p = Problem.of(x, settings, pieces, save=save, interpret=interpret)
     q, k, v = (p.pad_time(y) for y in x[:3])
@@ -87,8 +90,8 @@ def backward(
     interpret: bool = False,
     pieces: int | None = None,
 ):
-    """Computes `Implementation.backward`. `inverses` and `pieces` have the meaning that they have
-    in `forward`.
+    """Computes what `ops.delta_rule.interface.Implementation.backward` describes, in chunks of 64
+    tokens. `inverses`, `interpret` and `pieces` have the same meaning as in `forward`.
     """
     p = Problem.of(x, settings, pieces, interpret=interpret)
     q, k, v, do = (p.pad_time(y) for y in (*x[:3], do.astype(x.v.dtype)))
@@ -123,14 +126,14 @@ def backward(
 
 
 def _state_gradients(p: Problem, q, k, v, do, dfinal, chunk_inputs: list) -> dict:
-    """Runs the backward pass of the state.
+    """Runs the pass that carries the gradient of the state from the last chunk to the first.
 
     Args:
       chunk_inputs: the arrays factors, rows, P beta and, with the delta term, the inverses.
 
     Returns:
       dinitial: [pieces · B, H, V, K] float32, the gradient of the state before each piece.
-      dv, dv_low: [B, T, H, V], two bfloat16 arrays whose sum is the gradient of v.
+      dv, dv_low: [B, N C, H, V], two bfloat16 arrays whose sum is the gradient of v.
       dstates: [N, B, H, K, V], the gradient of the state after each chunk.
     """
     outputs = dict(dinitial=_transposed_states(p))
@@ -194,9 +197,9 @@ def transpose(x):
 
 def to_residual(inverses):
     """Converts the inverses [N, B, H, 2, C, C], the high and low parts in bfloat16, to the shape
-    [N, B, ⌈H / 2⌉, C, 2C] and the dtype float32 that every implementation saves. It only
-    reinterprets the bits of two bfloat16 numbers as one float32 number, so the values of the result
-    have no meaning.
+    [N, B, ⌈H / 2⌉, C, 2C] and the dtype float32 that every implementation saves. If H is odd, it
+    adds a head of zeros. The bits of two bfloat16 numbers become the bits of one float32 number, so
+    the float32 numbers have no meaning.
     """
     chunks, batch, heads = inverses.shape[:3]
     x = jax.lax.bitcast_convert_type(inverses.reshape(chunks, batch, heads, C * C, 2), jnp.float32)
@@ -204,7 +207,7 @@ def to_residual(inverses):
 
 
 def from_residual(x, heads: int):
-    """The reverse of `to_residual`."""
+    """Returns the argument of `to_residual` whose result is x. `heads` is H."""
     chunks, batch = x.shape[:2]
     x = x.reshape(chunks, batch, -1, C * C)[:, :, :heads]
     return jax.lax.bitcast_convert_type(x, jnp.bfloat16).reshape(chunks, batch, heads, 2, C, C)

@@ -22,8 +22,8 @@ from qwen3next_jax.ops.delta_rule import chunk_math
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 WIDTHS = (64, 128, 256)  # the head widths that the kernels take
-# The number of streaming multiprocessors of an H100 or H200. A block of a pass of the state uses so
-# much shared memory that it occupies one multiprocessor alone.
+# The number of streaming multiprocessors of an H200 or an H100 SXM. A block of a pass of the state
+# uses so much shared memory that it occupies one multiprocessor alone.
 PROCESSORS = 132
 # The time in which XLA composes the maps of the pieces, as the number of chunks that a pass of the
 # state computes in that time. This is a guess; it has not been timed.
@@ -36,6 +36,14 @@ class Problem:
     """The sizes and static settings of one call.
 
     Attributes:
+      batch: B.
+      chunks: N.
+      key_heads: G.
+      value_heads: H.
+      key: K.
+      value: V.
+      normalize: whether q and k are L2-normalised.
+      erase: whether a write to the state has the delta term (`Settings.erase`).
       save: whether the forward pass writes the state before each chunk.
       interpret: whether a CPU interprets the kernels.
       pieces: number of pieces of equal length into which every row is split in the passes of the
@@ -60,7 +68,7 @@ class Problem:
     @classmethod
     def of(cls, x: Inputs, settings: Settings, pieces: int | None = None, **others) -> "Problem":
         """Returns the problem of a call. If `pieces` is None, `best_pieces` chooses the number of
-        pieces. `others` are further fields of `Problem`.
+        pieces. `others` sets the fields `save` and `interpret`.
         """
         batch, time, key_heads, key = x.q.shape
         value_heads, value = x.v.shape[2:]
@@ -122,7 +130,8 @@ class Problem:
 
     def best_pieces(self) -> int:
         """Returns the number of pieces with which the passes of the state take the least time, or 1
-        if several pieces would save less than a fifth of the time.
+        if several pieces would save less than a fifth of the time. It tries the powers of two up to
+        32 that divide the number of chunks.
 
         The time is estimated as the number of chunks that a multiprocessor computes one after
         another. With several pieces there is an additional pass for the maps, and XLA needs time to
@@ -142,7 +151,7 @@ class Problem:
     # ---- layouts
 
     def shaped(self, *shape, dtype=jnp.bfloat16):
-        """Returns the shape and dtype of an array."""
+        """Returns the shape and dtype of an array as a `jax.ShapeDtypeStruct`."""
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def pad_time(self, x_BT, mode: str = "constant"):
@@ -226,8 +235,8 @@ class Problem:
 
         factors: [B, H, N, 6, C] float32, the rows that `delta_rule_tiles` lists as K_GAMMA, ….
         p: [B, H, N, C, C] bfloat16, P beta.
-        inverses: [N, B, H, 2, C, C] bfloat16, the high and the low part of A; only if the argument
-          `inverses` is True.
+        inverses: [N, B, H, 2, C, C] bfloat16, the high and the low part of the inverse of I + M
+          beta; only if the argument `inverses` is True.
         """
         heads = (self.batch, self.value_heads, self.chunks)
         outputs = dict(
@@ -246,8 +255,8 @@ class Problem:
         )
 
     def run_states(self, kernel, name: str, outputs: dict, scratch, inputs: list) -> dict:
-        """Runs a pass of the state, with one block for every 64 or 128 channels of every value head
-        and piece. Returns its outputs by name.
+        """Runs a pass of the state. The grid has one block for every 64 or 128 value channels of
+        every value head in every piece of every row of the batch. Returns the outputs by name.
 
         Args:
           kernel: `delta_rule_states.forward_kernel` or `backward_kernel`.

@@ -1,4 +1,6 @@
-"""The test that the gated delta rule's kernels for Hopper GPUs must pass on this process's GPU."""
+"""The test of the gated delta rule's kernels for Hopper GPUs on this process's GPU. Calls run the
+kernels by default only if they pass it.
+"""
 
 import functools
 
@@ -28,7 +30,7 @@ def test(
       key: K, the key width.
       value: V, the value width.
       normalize: whether q and k are L2-normalised.
-      erase: whether the write has the delta term.
+      erase: whether the write has the delta term -S^T k.
       split: whether rows are split into pieces.
       interpret: whether a CPU interprets the kernels.
     """
@@ -52,7 +54,7 @@ def max_error(
     gradient in which they differ most, and the relative L2 difference.
 
     The arrays have three chunks, two documents, padding, and one key head with two value heads.
-    With `split` each chunk is a piece. The other arguments are those of `test`.
+    With `split` each chunk is a piece. The arguments have the same meaning as in `test`.
     """
     rng = np.random.default_rng(0)
     time, heads = 2 * C + 6, 2

@@ -1,7 +1,7 @@
 """The Mosaic GPU kernels that pass the state, or its gradient, from chunk to chunk (sm_90a).
 
 A block of the grid computes one or two tiles of 64 value channels of a value head. One warpgroup
-computes each tile, and one more warpgroup copies inputs to shared memory. The formulas are those of
+computes each tile, and one more warpgroup copies inputs to shared memory. The formulas are in
 docs/delta_rule.md, "In terms of E".
 
 States, errors and outputs are transposed here: their rows are value channels, and their columns are
@@ -37,8 +37,8 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
 def forward_kernel(p, *refs):
     """Computes the state of a value head from the first chunk of a piece to the last, and O. A pass
     that computes maps computes no O. In such a pass the first value channels of the state are U,
-    which starts from zero; the others are M, which starts from the identity and gets zeros as
-    values.
+    which starts from zero. The remaining channels are M, which starts from the identity and gets
+    zeros as values.
     """
     _Forward(p, *refs).run()
 
@@ -52,8 +52,8 @@ def backward_kernel(p, *refs):
 
 
 def state_in_shared_memory(p) -> bool:
-    """Whether products read the state from shared memory. They do for keys of more than 128
-    channels, where the state takes half of the registers. Fewer products run at a time then.
+    """Returns whether products read the state from shared memory. They do for keys of more than 128
+    channels, because such a state takes half of the registers. Fewer products run at a time then.
     """
     return p.key > 128
 
@@ -78,8 +78,8 @@ class _StatePass:
     """One block of the grid of a pass of the state. Subclasses compute a chunk.
 
     Attributes:
-      first_to_last: whether the block goes from the first chunk of its piece to the last, or from
-        the last to the first.
+      first_to_last: True if the block goes from the first chunk of its piece to the last; False if
+        it goes from the last chunk to the first.
       b, h: the index of the row of the batch and of the value head.
       w, c: the index of the warpgroup in the block, and of the tile of value channels that it
         computes.
@@ -146,8 +146,8 @@ class _StatePass:
             plgpu.wait_smem_to_gmem(0)
 
     def chunk(self, n, slot, state):
-        """Computes chunk n from the inputs in `slot`. Takes and returns the state, or in the
-        backward pass its gradient, [C, K] float32.
+        """Computes chunk n from the inputs in `slot`. Takes and returns this warpgroup's 64 rows of
+        the transposed state, or in the backward pass of its gradient, [64, K] float32.
         """
         raise NotImplementedError
 
@@ -246,8 +246,8 @@ class _Forward(_StatePass):
         return with_accumulators(self.p, (C, C, C, self.p.key), body)
 
     def products(self, n, slot, state, k_state, outputs, errors, after):
-        """Computes a chunk and returns S', the state after it. The last four arguments are
-        accumulators for K S, O, E and S'.
+        """Computes chunk n and returns S', the state after it, [64, K] like `state`. `k_state`,
+        `outputs`, `errors` and `after` are accumulators for K S, O, E and S'.
         """
         p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
         maps, from_shared = p.computes_maps, state_in_shared_memory(p)
@@ -298,7 +298,9 @@ class _Forward(_StatePass):
         return after.read()
 
     def copy_outputs(self, n, outputs, in_flight: int):
-        """Starts the copy of O to global memory while the last `in_flight` products run."""
+        """Waits for all products except the last `in_flight` ones, then starts the copy of O to
+        global memory. In a pass that computes maps it does nothing.
+        """
         if self.p.computes_maps:
             return
         store_transposed(
@@ -339,8 +341,9 @@ class _Backward(_StatePass):
         return with_accumulators(self.p, (C, C, C, self.p.key), body)
 
     def products(self, n, slot, dstate, k_dstate, p_do, values, before):
-        """Computes a chunk and returns dS, the gradient of the state before it. The last four
-        arguments are accumulators for K dS', (P beta)^T dO, dV and dS.
+        """Computes chunk n and returns dS, the gradient of the state before it, [64, K] like
+        `dstate`, the gradient dS' of the state after it. `k_dstate`, `p_do`, `values` and `before`
+        are accumulators for K dS', (P beta)^T dO, dV and dS.
         """
         p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
         maps, from_shared = p.computes_maps, state_in_shared_memory(p)

@@ -3,10 +3,10 @@ rows that hold one number for each token.
 
 Every matrix is split into tiles of 64 x 64, because a wgmma instruction (the matrix product of a
 warpgroup) computes 64 rows. bfloat16 tiles lie in shared memory, swizzled in the order in which
-wgmma reads them. float32 sums, decays and inverses are in registers. Where the terms of a sum may
-cancel, a float32 operand is split into two bfloat16 parts (`high_and_low`).
+wgmma reads them. float32 sums of products are in registers. Where the terms of a sum may cancel, a
+float32 operand is split into two bfloat16 parts (`high_and_low`).
 
-The formulas are those of docs/delta_rule.md, "In terms of E". A matrix [C, C] has rows i and
+The formulas are in docs/delta_rule.md, "In terms of E". A matrix [C, C] has rows i and
 columns j.
 
 C = 64 tokens of a chunk.
@@ -34,20 +34,24 @@ def tiles(*count, height: int = C, width: int = C, columns: int = C):
     """Returns shared memory for bfloat16 tiles, [*count, height, width].
 
     Args:
-      columns: the number of columns that are swizzled together.
+      count: the sizes of the axes before a tile's own two axes.
+      height: number of rows of a tile.
+      width: number of columns of a tile, a multiple of `columns`.
+      columns: number of columns that are swizzled together.
     """
     transforms = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
     return plgpu.SMEM((*count, height, width), jnp.bfloat16, transforms=transforms)
 
 
 def rows(*count):
-    """Returns shared memory for `count` rows of C float32 numbers."""
+    """Returns shared memory [*count, C] for rows of C float32 numbers."""
     return plgpu.SMEM((*count, C), jnp.float32)
 
 
 class Accumulator:
     """A sum of matrix products, [C, columns] float32 in registers. The left operand of a product
-    may be in registers, too. The products run asynchronously until `read` waits for them.
+    may be in registers or in shared memory; the right operand is in shared memory. The products run
+    asynchronously until `read` waits for them.
     """
 
     def __init__(self, ref):
@@ -64,8 +68,8 @@ class Accumulator:
     def read(self, in_flight: int = 0):
         """Waits for all products except the last `in_flight` ones, then returns the sum.
 
-        Without the barrier, the compiler moves an operation on the sum (a change of sign) to a
-        place before the wait (docs/gpu.md).
+        Without the optimization barrier in this function, the compiler moves an operation on the
+        sum (a change of sign) to a place before the wait (docs/gpu.md).
         """
         x = jax.lax.optimization_barrier(plgpu.wgmma_accumulator_load(self.ref, wait_n=in_flight))
         return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
@@ -102,8 +106,8 @@ def with_accumulators(p, widths, body):
 
 
 def products(*sums):
-    """Returns a list: for every argument, a list of pairs (a, b), the sum of a @ b, [C, columns] in
-    float32.
+    """Returns a list with one sum of matrix products, [C, columns] in float32, for each argument.
+    An argument is a list of pairs (a, b), and its sum is the sum of a @ b over the pairs.
     """
 
     def accumulate(*sum_refs):
@@ -181,7 +185,7 @@ def indices():
 
 
 def channels(i: int):
-    """Returns the slice of the i-th 64 channels."""
+    """Returns the slice of the channels from 64 i to 64 i + 63."""
     return pl.ds(i * C, C)
 
 

@@ -34,14 +34,14 @@ def supports(o, weight, eps: float) -> str:
 
 
 def is_default(o, weight, eps: float) -> bool:
-    """Returns whether a call that names no implementation runs the kernels. It does if the kernels
-    support it and passed their test on this GPU. The function prints the decision once.
+    """Returns whether a call that names no implementation runs the kernels. The call runs them if
+    they support it and passed their test on this GPU. The function prints the decision once.
     """
     return self_test.is_enabled(test(eps, weight.shape[0]), supports(o, weight, eps))
 
 
 def test(eps: float, width: int) -> self_test.SelfTest:
-    """Returns the test for calls with heads of `width` channels."""
+    """Returns the test for calls with heads of `width` channels and with `eps` in the norm."""
     return self_test.SelfTest(
         "norm and gate",
         self_test.AVOID,
@@ -114,7 +114,10 @@ class _Block:
     """The inputs of one block of the grid, in shared memory.
 
     Attributes:
-      at: function that takes the number of a tile of the head's channels and returns the tile's
+      tiles: number of tiles of 64 channels of a head.
+      weight: [V], the norm's weight.
+      targets: the tiles [tiles, C, C] of each input: o, the gate and, in the backward pass, dy.
+      at: function that takes the index of a tile of the head's channels and returns the tile's
         index in arrays [B, T, H · V].
       scale: [C, C], 1 / rms of the rows of o, repeated in all columns.
     """
@@ -136,6 +139,7 @@ class _Block:
         return plgpu.load(self.targets[i].at[c], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
     def o(self, c: int):
+        """Returns tile c of o, [C, C] in float32."""
         return self.load(0, c)
 
     def along_rows(self, x):
@@ -149,6 +153,7 @@ class _Block:
 
 
 def _forward(eps, width, weight_gmem, o_gmem, gate_gmem, y_gmem, o, gate, weight, arrived):
+    """Computes y. In shared memory y overwrites o."""
     block = _Block(eps, width, weight_gmem, (o_gmem, gate_gmem), (o, gate), weight, arrived)
     for c in range(block.tiles):
         x = block.load(1, c)

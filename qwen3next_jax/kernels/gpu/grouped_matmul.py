@@ -36,9 +36,9 @@ def supports(x, weights) -> str:
 
 
 def is_default(x, weights) -> bool:
-    """Returns whether a call that names no implementation runs the kernels. It does if it has at
-    least MIN_ROWS rows, if the kernels support it and if they passed their test on this GPU. For
-    MIN_ROWS rows or more the function prints the decision once.
+    """Returns whether a call that names no implementation runs the kernels. The call runs them if
+    it has at least MIN_ROWS rows, if the kernels support it and if they passed their test on this
+    GPU. For MIN_ROWS rows or more the function prints the decision once.
     """
     if x.shape[0] < MIN_ROWS:
         return False
@@ -66,6 +66,7 @@ def gradients(x_RD, w_EDF, sizes_E, dy_RF):
 
 
 def _config(**sizes):
+    """Returns tokamax's settings of a kernel. `sizes` are `block_m` and `num_stages`."""
     common = tokamax.module("ragged_dot.pallas_mosaic_gpu_common")
     return common.Config(
         block_n=64,

@@ -25,7 +25,7 @@ def module(name: str):
 def unsupported() -> str:
     """Returns why tokamax's kernels cannot run in this process; "" if they can."""
     if importlib.util.find_spec("tokamax") is None:
-        return f"without tokamax, which is not installed: expected {RELEASE} (uv run --extra gpu)"
+        return f"without tokamax, which is not installed: expected {RELEASE} (the extra gpu)"
     if (found := importlib.metadata.version("tokamax")) != RELEASE:
         return f"with tokamax {found}: expected {RELEASE}"
     if jax.__version_info__ < (0, 12):

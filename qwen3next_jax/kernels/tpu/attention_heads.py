@@ -78,7 +78,7 @@ def _call(body, width, inputs, outputs, norm_inputs=(), sums=False, interpret=Fa
     """Runs the kernel `body` over a grid of blocks and returns its outputs.
 
     Args:
-      body: the kernel.
+      body: the kernel, a function of the Pallas references of `norm_inputs`, inputs and outputs.
       width: K.
       inputs: arrays [B, N, T, K] or [B, T, C]; at least one has the shape [B, T, C].
       outputs: one letter for each output, "h" for [B, N, T, K] and "c" for [B, T, C]. The outputs
@@ -145,7 +145,10 @@ def _normed(eps, x):
 
 
 def _rotated(x, cos, sin, half):
-    """Returns x [R, K] with the rotation applied to its first LANES channels."""
+    """Returns x [R, K] with its first LANES channels rotated: channel i becomes x_i cos_i + x_j
+    sin_i. Here j is i + half for i < half, and i - half for larger i. Channels from 2 · half on
+    have the cosine 1 and the sine 0.
+    """
     first = x[:, :LANES]
     # Lane i of `below` holds channel i - half, and lane i of `above` holds channel i + half.
     below, above = pltpu.roll(first, half, 1), pltpu.roll(first, LANES - half, 1)
@@ -155,6 +158,8 @@ def _rotated(x, cos, sin, half):
 
 
 def _norm_and_rotate_kernel(eps, half, weight, cos, sin, x, y):
+    """Computes y [1, N, R, K] from x [1, R, C] for a block of heads."""
+
     def head(h, lanes):
         _, normed = _normed(eps, x[0, :, lanes].astype(jnp.float32))
         y[0, h] = _rotated(normed * weight[...], cos[0], sin[0], half).astype(y.dtype)
@@ -163,6 +168,10 @@ def _norm_and_rotate_kernel(eps, half, weight, cos, sin, x, y):
 
 
 def _norm_and_rotate_gradients_kernel(eps, half, weight, cos, sin, x, dy, dx, dweight):
+    """Computes dx of a block, and adds the block's part of the gradient of the weight to 8 rows of
+    partial sums, `dweight` [8, K].
+    """
+
     @pl.when(grids.first_step())
     def _():
         dweight[...] = jnp.zeros_like(dweight)
@@ -180,6 +189,8 @@ def _norm_and_rotate_gradients_kernel(eps, half, weight, cos, sin, x, dy, dx, dw
 
 
 def _gate_kernel(o, gate, y):
+    """Computes y [1, R, C] from o [1, N, R, K] and gate [1, R, C] for a block of heads."""
+
     def head(h, lanes):
         y[0, :, lanes] = (
             o[0, h].astype(jnp.float32) * jax.nn.sigmoid(gate[0, :, lanes].astype(jnp.float32))
@@ -189,6 +200,8 @@ def _gate_kernel(o, gate, y):
 
 
 def _gate_gradients_kernel(o, gate, dy, do, dgate):
+    """Computes do [1, N, R, K] and dgate [1, R, C] for a block of heads."""
+
     def head(h, lanes):
         sigmoid, d = (
             jax.nn.sigmoid(gate[0, :, lanes].astype(jnp.float32)),

@@ -1,5 +1,6 @@
 """TPU kernels of the causal depthwise convolution with its activation. In the forward pass, and
-again in the backward pass, each array is read from HBM or written to it once.
+again in the backward pass, each array is read from HBM or written to it once, except that the next
+block reads the last EDGE tokens of a block again.
 
 A kernel computes a block in groups of 128 channels, one after another, with products and sums in
 float32 registers. A block also reads the W - 1 tokens before it, which the kernel gets as a second,
@@ -47,7 +48,7 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
       activation: "silu" or None.
       before: [B, W - 1, D], the inputs before the first token.
       x: [B, T, D], the inputs.
-      kernel: [W, D].
+      kernel: [W, D], the weights of the convolution.
       ids: [B, W - 1 + T], the document ids of all inputs, 0 for padding at the end; None if a row
         is one document.
       interpret: whether a CPU interprets the kernel.
@@ -65,7 +66,7 @@ def forward(activation, before, x, kernel, ids, *, interpret: bool = False):
 
 def backward(activation, before, x, kernel, ids, dy, *, interpret: bool = False):
     """Returns the gradients of before, x and kernel, given dy [B, T, D], the gradient of y. The
-    other arguments are those of `forward`.
+    other arguments have the same meaning as in `forward`.
     """
     age, (width, d) = document_ages(ids, kernel.shape[0]), kernel.shape
     call = _Call(x, kernel, age, interpret, backwards=True)
@@ -149,16 +150,16 @@ class _Call:
 
 
 def _taps(first, before, tail, x, width: int, lanes):
-    """Returns W arrays [R, lanes] in float32. The array with the index `back` holds, for each token
+    """Returns W arrays [R, LANES] in float32. The array with the index `back` holds, for each token
     of the block, the input `back` tokens before it.
 
     Args:
       first: whether this is the first block of the row.
-      before: the inputs before the row.
-      tail: the end of the previous block.
-      x: the block.
+      before: [1, EDGE, C], the inputs before the row; read only if `first`.
+      tail: [1, EDGE, C], the last inputs of the previous block.
+      x: [1, R, C], the inputs of the block.
       width: W.
-      lanes: slice of the channels.
+      lanes: slice of LANES channels.
     """
     edge = jnp.where(first, before[0, :, lanes], tail[0, :, lanes]).astype(jnp.float32)
     x = x[0, :, lanes].astype(jnp.float32)
@@ -174,13 +175,16 @@ def _over_lanes(age):
 
 
 def _if_same_document(age, x, back: int):
-    """Returns x [R, lanes], with zeros in the rows of tokens whose input `back` tokens earlier
-    belongs to another document.
+    """Returns x [R, LANES], with zeros in the rows of padding and in the rows of tokens whose input
+    `back` tokens earlier belongs to another document. If `age` is None, it returns x unchanged.
     """
     return x if age is None else jnp.where(age >= back, x, 0.0)
 
 
 def _before_activation(kernel, age, taps, lanes):
+    """Returns [R, LANES], the outputs before the activation: the sum of the arrays `taps` (the
+    result of `_taps`) times the rows of `kernel`, without inputs of other documents.
+    """
     width = kernel.shape[0]
     return sum(
         kernel[width - 1 - back, lanes][None] * _if_same_document(age, x, back)
@@ -189,6 +193,7 @@ def _before_activation(kernel, age, taps, lanes):
 
 
 def _forward(activation, has_age, kernel, *refs):
+    """Computes y of a block."""
     age = _over_lanes(refs[0][0]) if has_age else None
     before, tail, x, y = refs[has_age:]
     first = pl.program_id(2) == 0
@@ -203,6 +208,10 @@ def _forward(activation, has_age, kernel, *refs):
 
 
 def _backward(activation, has_age, kernel, *refs):
+    """Computes dx of a block and adds the block's part of the gradient of `kernel` to `dkernel`,
+    which holds 8 partial sums for each number of `kernel`. The scratch memory `later` passes the
+    gradients of the block's first tokens to the next grid step, which computes the block before.
+    """
     age = _over_lanes(refs[0][0]) if has_age else None
     before, tail, x, dy, dx, dkernel, later = refs[has_age:]
     width, t, blocks = kernel.shape[0], pl.program_id(2), pl.num_programs(2)

@@ -6,7 +6,7 @@ SMALLEST_VMEM = 16 * 2**20  # bytes of VMEM of a TPU v4, assumed if the chip is 
 
 
 def vmem_bytes() -> int:
-    """The bytes of VMEM of one core."""
+    """The bytes of VMEM of one core; SMALLEST_VMEM if the chip is not known."""
     tpu = compile_target().tpu
     return tpu.vmem_capacity_bytes if tpu else SMALLEST_VMEM
 
@@ -17,8 +17,6 @@ def vmem_budget() -> float:
 
 
 def cores() -> int:
-    """The number of cores of the chip, which JAX shows as one device; 1 if the chip is not
-    known.
-    """
+    """The number of cores of one JAX device of the chip; 1 if the chip is not known."""
     tpu = compile_target().tpu
     return tpu.num_cores if tpu else 1

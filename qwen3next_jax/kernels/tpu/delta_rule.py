@@ -35,8 +35,8 @@ def supports(x: Inputs, settings: Settings, split: bool) -> str:
     """Returns why the kernels cannot run a call on the chip; "" if they can.
 
     The answer depends only on shapes, dtypes and the chip, so the forward and the backward pass of
-    a call get the same answer. They must run the same implementation, because the kernels arrange
-    the saved inverses differently from the XLA implementations.
+    a call get the same answer. Both passes have to run the same implementation, because the kernels
+    arrange the saved inverses differently from the XLA implementations.
     """
     if any(array is not None and array.dtype == jnp.float64 for array in x):
         return "has float64 inputs: expected float32 or bfloat16"
@@ -50,7 +50,9 @@ def supports(x: Inputs, settings: Settings, split: bool) -> str:
 def forward(
     x: Inputs, initial_state, inverses, settings: Settings, *, save: bool, interpret: bool = False
 ):
-    """Computes `Implementation.forward`. Without `save` it writes only o and the final state."""
+    """Computes what `ops.delta_rule.interface.Implementation.forward` describes. Without `save` the
+    kernel writes only o and the final state. `interpret` says whether a CPU interprets the kernel.
+    """
     p, v = Problem(x.q, x.v, settings.chunk_size), x.v
     inputs = p.inputs(x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
@@ -73,7 +75,9 @@ def forward(
 
 
 def affine_map(x: Inputs, initial_state, settings: Settings, *, interpret: bool = False):
-    """Computes `Implementation.affine_map`."""
+    """Computes what `ops.delta_rule.interface.Implementation.affine_map` describes. `interpret`
+    says whether a CPU interprets the kernel.
+    """
     p = Problem(x.q, x.v, settings.chunk_size)
     inputs = p.inputs(x)
     inputs["initial_state"] = p.pad_state(initial_state.astype(jnp.float32))
@@ -96,7 +100,9 @@ def affine_map(x: Inputs, initial_state, settings: Settings, *, interpret: bool 
 def backward(
     x: Inputs, states, inverses, do, dfinal, settings: Settings, *, interpret: bool = False
 ):
-    """Computes `Implementation.backward`."""
+    """Computes what `ops.delta_rule.interface.Implementation.backward` describes. `interpret` says
+    whether a CPU interprets the kernel.
+    """
     q, k, v, *_ = x
     p = Problem(q, v, settings.chunk_size)
     inputs = p.inputs(x)
@@ -262,7 +268,11 @@ class _Block:
 
     def for_pairs(self, x):
         """Returns [E, ...], the arrays of the key heads repeated for each of their pairs of value
-        heads. If x has the arrays of pairs already, it returns x.
+        heads.
+
+        Args:
+          x: [J, ...], the arrays of the key heads, or [E, ...] if `shared` is False. An x that has
+            one array for each pair already is returned unchanged.
         """
         count = self.p.heads_per_key
         return jnp.repeat(x, count // 2, axis=0) if self.shared and count > 2 else x
@@ -417,9 +427,10 @@ def _forward_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
 
 
 def _map_kernel(p: Problem, inputs, outputs, settings: Settings, *refs):
-    """Computes U, M, the reads r and the inverses of `Implementation.affine_map`. It runs the
-    forward pass on a state that has U and M side by side along the lanes. M is the final state of a
-    call whose values are zero and whose initial state is the identity, and r are its outputs.
+    """Computes one chunk of `affine_map`: it carries U and M to the next chunk and writes the reads
+    r and the inverses. It runs the forward pass on a state that has U and M side by side along the
+    lanes. M is the final state of a call whose values are zero and whose initial state is the
+    identity, and r are the outputs of that call.
     """
     refs = dict(zip(inputs + outputs, refs))
     _copy_initial_state(p, refs["final"], refs["initial_state"])

@@ -70,7 +70,8 @@ class Tiling:
     @classmethod
     def choose(cls, value_heads: int, *, vmem: int, cores: int, **sizes):
         """Returns the tiling with the largest block that divides the heads, fits in VMEM and, if
-        possible, leaves no core idle.
+        possible, leaves no core idle. A block has at most 32 value heads or, if that is more, the
+        value heads of two key heads.
 
         Args:
           value_heads: number of value heads of the call.
@@ -90,8 +91,8 @@ class Tiling:
             raise NotImplementedError(
                 f"has head widths {sizes['key']} and {sizes['value']} with {per_key} value heads a "
                 "key head: one block of the TPU kernel "
-                f"needs more than {vmem} bytes of VMEM (95 % of the chip's, of "
-                f"{chip.SMALLEST_VMEM} where none is known)"
+                f"needs more than {vmem} bytes of VMEM (95 % of the chip's; of an unknown chip "
+                f"95 % of {chip.SMALLEST_VMEM})"
             )
         return max(fitting, key=lambda x: (min(value_heads // x.block_heads, cores), x.block_heads))
 
@@ -204,8 +205,9 @@ class Problem:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     def flatten(self, x, heads: int):
-        """Rearranges [B, T, heads, width] into [B, N C, heads * padded width], in which each head
-        has a multiple of LANES channels. Pads T, the heads and the channels with zeros.
+        """Rearranges [B, T, heads of the call, width] into [B, N C, heads * padded width]. Pads
+        with zeros the tokens to N C, the heads to `heads`, and the channels of a head to a multiple
+        of LANES.
         """
         width = -(-x.shape[-1] // LANES) * LANES
         x = _pad(x, {1: self.chunks * self.chunk_size, 2: heads, 3: width})

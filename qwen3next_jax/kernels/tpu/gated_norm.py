@@ -80,6 +80,8 @@ def _normed_and_gate(eps, o, gate, lanes):
 
 
 def _forward_kernel(eps, weight, o, gate, y):
+    """Computes y of a block."""
+
     def head(lanes):
         _, normed, silu, _ = _normed_and_gate(eps, o, gate, lanes)
         y[0, :, lanes] = (normed * weight[...] * silu).astype(y.dtype)
@@ -88,6 +90,10 @@ def _forward_kernel(eps, weight, o, gate, y):
 
 
 def _backward_kernel(eps, weight, o, gate, dy, do, dgate, dweight):
+    """Computes do and dgate of a block, and adds the block's part of the gradient of the weight to
+    8 rows of partial sums, `dweight` [8, V].
+    """
+
     @pl.when(grids.first_step())
     def _():
         dweight[...] = jnp.zeros_like(dweight)

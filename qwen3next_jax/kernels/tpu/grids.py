@@ -73,7 +73,9 @@ def call(
 
 
 def first_step():
-    """Whether this is the first grid step of a block of channels."""
+    """Returns whether this is the first grid step of a block of channels: the first block of tokens
+    of the first row of the batch.
+    """
     return (pl.program_id(1) == 0) & (pl.program_id(2) == 0)
 
 

@@ -119,8 +119,8 @@ def pair_columns(rows_EC):
 
 
 def tile_lanes(x_ICX, width: int):
-    """Returns [I, C, width], x [I, C, LANES] repeated along the last axis. `width` must be a
-    multiple of LANES.
+    """Returns [I, C, width], x [I, C, LANES] repeated along the last axis. `width` is a multiple of
+    LANES.
     """
     return jnp.concatenate([x_ICX] * (width // LANES), axis=-1)
 
@@ -147,8 +147,8 @@ class PairProducts:
     """Products with operands of the dtype `operand` and float32 accumulation.
 
     Each operand is a tuple of parts, whose sum is the operand's value (`split`). If `operand` is
-    bfloat16, an operand that must keep more precision has two parts: the rounded value and the
-    rounded remainder. Otherwise it has one part. The product of two operands is the sum of the
+    bfloat16, an operand that needs more precision has two parts: the rounded value and the rounded
+    remainder. Every other operand has one part. The product of two operands is the sum of the
     products of their parts, except the product of the two remainders, which is too small to matter.
     `nn` and `tn` concatenate the parts along the contracted axis, so that the matrix unit computes
     this sum.
@@ -206,8 +206,8 @@ class PairProducts:
         )
 
     def nt(self, xs, y_parts):
-        """Returns a list: for every x [I, R, X] of `xs` the products x y^T of all heads, with y [I,
-        C, X], as pairs [E, R, 2C].
+        """Returns a list: for every x [I, R, X] in `xs` the products x y^T of all heads, with y [I,
+        C, X], as pairs [E, R, 2C]. Every x, and y, is given as a tuple of parts.
         """
         x = jnp.concatenate([concat_pair(part) for x_parts in xs for part in x_parts], axis=-2)
         product = self.plain.nt(
@@ -266,12 +266,12 @@ PAIRS_AT_ONCE = 8  # the number of pairs that are inverted together, to hide lat
 
 
 def pair_inverse(m_ECC, products):
-    """Returns (I + L)^{-1} of each head as pairs [E, C, 2C], where L is the strictly lower part of
-    m.
+    """Returns (I + L)^{-1} of each head as pairs [E, C, 2C], where L is the strictly lower
+    triangular part of the head's matrix in `m_ECC`. `products` is a `PairProducts`.
 
     The vector unit inverts diagonal blocks of 16 rows by substitution. Then neighbouring blocks are
-    merged two by two until one block is left. The matrix unit computes only the rows that change,
-    which are those of every second block.
+    merged two by two until there is one block. The matrix unit computes only the rows that change:
+    the rows of every second block.
     """
     size = m_ECC.shape[-2]
     x = _diagonal_inverse(m_ECC)
@@ -295,8 +295,8 @@ def pair_inverse(m_ECC, products):
 
 
 def _diagonal_inverse(m_ECC):
-    """Returns [E, C, 2C] with the inverses of the diagonal blocks of 16 rows, and zeros elsewhere.
-    For the computation, the diagonal blocks of a pair are packed side by side in two registers,
+    """Returns [E, C, 2C] with the inverses of the diagonal blocks of 16 rows of I + L, and zeros
+    elsewhere. For the computation, the diagonal blocks of a pair lie side by side in an array
     [16, 2C].
     """
     size = m_ECC.shape[1]

@@ -27,8 +27,8 @@ _SUM_TOKENS, _SUM_ROWS = 128, 256  # in `sum_rows`: the tokens of a block and th
 def supports(x, gate_up, tile: int, added: bool) -> str:
     """Returns why the kernels of the experts cannot run these shapes on the chip; "" if they can.
 
-    The widths must be multiples of LANES, and VMEM must hold the weights of one expert, or their
-    gradients.
+    They need a D that is a multiple of LANES times the number of cores, an F that is a multiple of
+    2 LANES, and a VMEM that holds the weights of one expert, or their gradients.
 
     Args:
       x: [P, D].
@@ -55,6 +55,7 @@ def supports(x, gate_up, tile: int, added: bool) -> str:
 
 
 def _dot(a, b, dims=(((1,), (0,)), ((), ()))):
+    """Returns a @ b, or the product with the dimension numbers `dims`, in float32."""
     exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
 
@@ -77,7 +78,8 @@ def _call(
     """Runs `kernel` over the grid and returns its outputs.
 
     Args:
-      kernel: the kernel.
+      kernel: the kernel, a function of the Pallas references of scalars, inputs, outputs and
+        scratch memory.
       scalars: arrays of integers, which the kernel and the index maps of the specifications take.
       inputs: the input arrays.
       in_specs: the block specification of each input.
@@ -158,7 +160,8 @@ def mlp_gradients(
     *dw_before,
     interpret: bool = False,
 ):
-    """Returns the gradients of `mlp`, given dy_PD [P, D]. The other arguments are those of `mlp`.
+    """Returns the gradients of `mlp`, given dy_PD [P, D], the gradient of its result. The other
+    arguments have the same meaning as in `mlp`.
 
     Args:
       dw_before: nothing, or two arrays: earlier gradients of gate_up and down, to which the
@@ -166,7 +169,8 @@ def mlp_gradients(
         are undefined.
 
     Returns:
-      dx [P, D], dweight [P] in float32, dgate_up [E, D, F] and ddown [E, I, D].
+      dx [P, D], dweight [P] in float32, dgate_up [E, D, F] and ddown [E, I, D]. In the tiles with
+      an index of `used` or more, dx is zero and dweight is undefined.
     """
     spec = _Specs(x_PD, gate_up_EDF, down_EID, expert_T)
     p, shape = x_PD.shape[0], jax.ShapeDtypeStruct
@@ -319,7 +323,8 @@ def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
     tile.
 
     Args:
-      rows_PD: [P, D], finite numbers.
+      rows_PD: [P, D]. All numbers have to be finite, because the kernel multiplies the rows of
+        other tokens by zero.
       token_P: [P] integers, ascending, the token of each row. Rows whose token is N or more are
         left out.
       tokens: N.

@@ -25,9 +25,9 @@ def supports(q, k, v, split: bool) -> str:
 
 
 def is_default(q, k, v, split: bool) -> bool:
-    """Returns whether a call that names no implementation runs the kernels. It does if the kernels
-    get at least LANES tokens. Shorter rows are padded to LANES tokens, so most of the work would be
-    on padding.
+    """Returns whether a call that names no implementation runs the kernels. The call runs them if
+    they get at least LANES tokens of a row. Shorter rows are padded to LANES tokens, so much of the
+    work would be on padding.
 
     Args:
       q, k, v: the arrays of the call.
@@ -98,13 +98,16 @@ def _to_splash(x_BTND):
 
 
 def _from_splash(x_BNTD, like):
-    """The reverse of `_to_splash`, in the shape and dtype of `like`."""
+    """Rearranges [B, N, T, D] into [B, T, N, D], without the padding of `_to_splash`, in the shape
+    and dtype of `like`.
+    """
     return x_BNTD[:, :, : like.shape[1], : like.shape[3]].swapaxes(1, 2).astype(like.dtype)
 
 
 def _segments(q, segment_ids, kv_segment_ids, causal):
-    """Returns the document ids of the padded queries and keys. Padded keys get the id -1, to which
-    no query attends. Returns None if the kernels need no ids.
+    """Returns the document ids of the padded queries and keys. The keys that padding adds get the
+    id -1, to which no query attends. Returns None if the call has no ids and either the mask is
+    causal or nothing is padded.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -127,8 +130,8 @@ def _mask_scope(causal: bool):
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """Takes and returns what `ops.attention.xla.forward` does; that function's docstring gives the
-    shapes.
+    """Takes and returns the same as `ops.attention.xla.forward`, whose docstring gives the shapes,
+    but has no argument `block`. `interpret` says whether a CPU interprets the kernel.
     """
     t, n = q.shape[1:3]
     kernel = _kernel(q, n, _length(t), causal, interpret, save_residuals=True)
@@ -180,8 +183,8 @@ def _row_backward(kernel):
 def backward(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
-    """Takes and returns what `ops.attention.xla.backward` does; that function's docstring gives the
-    shapes.
+    """Takes and returns the same as `ops.attention.xla.backward`, whose docstring gives the shapes,
+    but has no argument `block`. `interpret` says whether a CPU interprets the kernels.
     """
     (t, n), chip = q.shape[1:3], compile_target().tpu
     # On a chip with several cores, the cores share only those grid axes of the backward kernels

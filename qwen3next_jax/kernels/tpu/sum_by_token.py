@@ -16,7 +16,9 @@ def supports(rows, shape: tuple[int, int]) -> str:
 
 
 def sum_by_token(rows, choice, shape: tuple[int, int], *, interpret: bool = False):
-    """Returns [N, D], the result of `ops.routed_experts.sum_by_token` for `shape` = (N, A)."""
+    """Returns [N, D], the result of `ops.routed_experts.sum_by_token` for `shape` = (N, A).
+    `interpret` says whether a CPU interprets the kernel.
+    """
     choice = choice.astype(jnp.int32)
     choice, order = jax.lax.sort(
         (choice, jnp.arange(choice.shape[0], dtype=jnp.int32)), num_keys=1, is_stable=False

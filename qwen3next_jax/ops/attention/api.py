@@ -35,15 +35,15 @@ def attention(
       segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
         document, and 0 marks padding at the end. A query attends only to keys of its own segment.
       scale: factor of the scores; None means D^-1/2.
-      implementation: name of the implementation, or None for the platform's best.
-        "xla": computes attention block by block.
-        "splash": runs JAX's kernels on a TPU; a CPU interprets them.
-        "tokamax": runs tokamax's kernels on an H100 or H200, and the same code as "xla" on a CPU. A
-        training step with these kernels did not end when it was tried (docs/gpu.md).
-        None: means "splash" on a TPU for rows of at least 128 tokens, "xla" otherwise.
+      implementation: name of the implementation, or None for the platform's best. "xla" computes
+        attention block by block. "splash" runs JAX's kernels on a TPU; a CPU interprets them.
+        "tokamax" runs tokamax's kernels on an H100 or H200, and the same code as "xla" on a CPU; a
+        training step with these kernels never finished when it was tried (docs/gpu.md). None means
+        "splash" on a TPU for rows of at least 128 tokens (for shards of at least 256 tokens with
+        `axis_name`), and "xla" otherwise.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
         `shard_map`. Every array is then this shard's part, a document has the same id on every
-        shard, and the shard's T must be even.
+        shard, and T is even if the axis has more than one shard.
 
     Returns:
       o: [B, T, N, D] in q's dtype. Rows of padding are finite and give no gradient to other rows.

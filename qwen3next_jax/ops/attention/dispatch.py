@@ -1,6 +1,6 @@
 """Runs the forward and the backward pass of attention with the chosen implementation.
 
-The functions with custom gradients in `api` and `ring` call these passes.
+The functions with custom gradients in `api.py` and `ring.py` call these passes.
 
 B batch, T queries, S keys, N query heads, M key/value heads, D head width.
 """
@@ -13,6 +13,7 @@ from qwen3next_jax.ops.implementations import Chosen, Form
 
 
 def _blockwise(block: int):
+    """Returns the functions of the implementation "xla" by name, for blocks of `block` tokens."""
     return dict(
         forward=functools.partial(xla.forward, block=block),
         backward=functools.partial(xla.backward, block=block),
@@ -64,9 +65,9 @@ def backward(options: Options, inputs, o, logsumexp_BNT, do):
 
     Args:
       inputs: the arrays that `forward` takes.
-      o, logsumexp_BNT: the results of `forward`. They may also be the results of a softmax over
-        these keys and others. Then dk and dv are still right, and dq is the part that comes from
-        these keys.
+      o, logsumexp_BNT: the results of `forward`. They may also be the results of a softmax over the
+        keys in `inputs` and further keys. Then dk and dv are still right, and dq is the part that
+        comes from the keys in `inputs`.
       do: [B, T, N, D], the gradient of o.
     """
     run = options.chosen.function("backward")

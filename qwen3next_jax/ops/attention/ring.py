@@ -243,16 +243,22 @@ def _combine(done, new):
 
 
 def _split_blocks(x, axis: int):
+    """Splits `axis` into the low and the high block, on a new leading axis. Returns None for
+    None.
+    """
     return None if x is None else jnp.stack(jnp.split(x, 2, axis=axis))
 
 
 def _merge_blocks(x, axis: int):
+    """Concatenates the two blocks x[0] and x[1] along `axis`."""
     return jnp.concatenate([x[0], x[1]], axis=axis)
 
 
 def _pick(tree, index):
+    """Returns x[index] for every array x of the tree."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
 def _put(tree, index, new):
+    """Returns the tree with x[index] replaced by the array of `new` for every array x."""
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, index, 0), tree, new)

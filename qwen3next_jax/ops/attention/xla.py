@@ -118,7 +118,8 @@ def _finish(o, largest, total):
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
-    """Computes `dispatch.forward` in blocks of at most `block` queries and `block` keys.
+    """Computes attention as `forward` in `dispatch.py` describes it, in blocks of at most `block`
+    queries and `block` keys.
 
     Args:
       q: [B, T, N, D].
@@ -130,7 +131,8 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
       causal: whether a query attends only to its own token and the tokens before it.
 
     Returns:
-      o [B, T, N, D] in q's dtype, and logsumexp [B, N, T] in float32 (float64 for float64).
+      o [B, T, N, D] in q's dtype, and logsumexp [B, N, T] in float32 (float64 for float64). For a
+      query that may attend to no key, o is 0 and logsumexp is UNSEEN.
     """
     size_q, size_k, position, segment, kv_segment = _plan(
         block, causal, q, k, segment_ids, kv_segment_ids
@@ -181,8 +183,9 @@ def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
 
 
 def backward(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, block, causal):
-    """Computes `dispatch.backward` in the same blocks as `forward`. Returns dq [B, T, N, D], dk and
-    dv [B, S, M, D], given do [B, T, N, D].
+    """Computes the gradients as `backward` in `dispatch.py` describes them, in the same blocks as
+    `forward`. Returns dq [B, T, N, D], dk and dv [B, S, M, D], given do [B, T, N, D], the gradient
+    of o.
     """
     size_q, size_k, position, segment, kv_segment = _plan(
         block, causal, q, k, segment_ids, kv_segment_ids

@@ -43,19 +43,20 @@ def gated_delta_rule(
         S <- exp(g_t) S;   S <- S + beta_t k_t (v_t - S^T k_t)^T;   o_t = K^{-1/2} S^T q_t
 
     Args:
-      q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a
+      q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H is a
         multiple of G.
       v: [B, T, H, V] values.
       g: [B, T, H] log decay, finite and <= 0. The decay over a span of tokens is computed from a
-        difference of running sums within a chunk of 64 tokens, so strong decay costs accuracy: if G
-        is the sum of g over a chunk, the relative error is up to |G| * 3e-7 in float32. To forget
-        everything, -100 is enough (exp(-100) is zero in float32); -inf gives NaN.
+        difference of running sums within a chunk of 64 tokens, so strong decay costs accuracy: if s
+        is the sum of g over a chunk, the relative error is up to |s| * 3e-7 in float32. To forget
+        everything, -100 is enough (exp(-100) is 4e-44); -inf gives NaN.
       beta: [B, T, H] write strength, in (0, 1); up to 2 works.
       initial_state: [B, H, K, V], the state before the first token; None means zeros. With
         `segment_ids` it belongs to the first segment.
-      segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id per
-        document; 0 marks padding, at the end only. The state is reset where the id changes. Padding
-        rows give zeros and get zero gradients.
+      segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
+        document, and 0 marks padding at the end. The state becomes zero where a document starts
+        (for the first document, it stays `initial_state`). The outputs of padding are zeros, and
+        its inputs get zero gradients.
       normalize_qk: whether q and k are first L2-normalised over K in float32: x * rsqrt(sum x^2 +
         1e-6).
       erase: whether the write has the delta term -S^T k_t. Without it the function computes gated
@@ -63,8 +64,9 @@ def gated_delta_rule(
       implementation: one of "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu", or
         None for the platform's best. None means "pallas_tpu" on a TPU if its blocks fit in VMEM,
         "pallas_gpu" on an H100 or H200 if it supports the call and passed its test (docs/gpu.md),
-        and "chunked" otherwise. If a call names one of the two kernels on a CPU, the CPU interprets
-        it. "pallas_gpu" takes bfloat16 heads of 64, 128 or 256 channels and no `axis_name`. On a
+        and "chunked" otherwise. A call that names "pallas_tpu" or "pallas_gpu" also runs on a CPU,
+        which interprets the kernels. "pallas_gpu" takes bfloat16 heads of 64, 128 or 256 channels
+        and no `axis_name`. On a
         TPU "pallas_tpu" does not run under `jax.vmap`, because JAX then gives the copy of the
         initial state a source and a target of different shapes; make the mapped axis part of B
         instead.
@@ -72,8 +74,8 @@ def gated_delta_rule(
         `shard_map`. The arrays are then this shard's parts, and a document has the same id on every
         shard. Only the first shard reads its `initial_state`; other shards ignore theirs, which
         gets no gradient. Every shard returns the final state of the whole row.
-      return_all_states: only for "recurrent": whether `final_state` is [B, T, H, K, V], the state
-        after each token.
+      return_all_states: whether `final_state` is [B, T, H, K, V], the state after each token. Only
+        "recurrent" without `axis_name` does this; otherwise the argument has no effect.
       each: the earlier name of `return_all_states`.
 
     Returns:
@@ -180,7 +182,7 @@ def _run_forward(operator: dispatch.Operator, x: Inputs, initial_state):
 def _run_backward(operator: dispatch.Operator, residuals, cotangents):
     x, initial_state, saved = residuals
     *gradients, dinitial = operator.backward(x, *saved, *cotangents)
-    return x.cast(gradients), dinitial.astype(initial_state.dtype)
+    return x.cast_gradients(gradients), dinitial.astype(initial_state.dtype)
 
 
 _run.defvjp(_run_forward, _run_backward)

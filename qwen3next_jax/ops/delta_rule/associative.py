@@ -5,7 +5,7 @@ affine map, S' = M S + U, and the composition of affine maps is associative. In 
   M = carry I - K^T rho A beta gamma K     U = K^T rho A beta V
   (M2, U2) after (M1, U1) = (M2 M1, M2 U1 + U2)
 
-`context` composes the maps of the shards of a sequence in the same way. M stays in float32 (float64
+`context.py` composes the maps of the shards of a sequence in the same way. M is float32 (float64
 for float64 inputs), because it is a product of many matrices, whose rounding errors compound. If a
 document starts inside a chunk, M of that chunk is zero, because carry is 0, and rho or gamma is 0
 in every row.
@@ -28,7 +28,7 @@ def compose(first, second, exact: Products):
 
 
 def _normalised(k):
-    """Returns k with its scale applied."""
+    """Returns k as one array: for a `Scaled` k, its rows times their scales."""
     return k.column * k.raw if isinstance(k, Scaled) else k
 
 
@@ -79,7 +79,7 @@ def backward_pass(c: Chunk, po, qo, dfinal, dots: Products, exact: Products):
       po: P^T dO, [N, B, H, C, V].
       qo: (gamma Q)^T dO, [N, B, H, K, V].
       dfinal: [B, H, K, V], the gradient of the final state.
-      dots: not used. (The argument is there because `forward_pass` has it, too.)
+      dots: not used. `forward_pass` does not use it, either.
       exact: the products for the maps.
     """
     m, _ = affine_maps(c, exact)

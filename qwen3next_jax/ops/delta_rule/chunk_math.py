@@ -2,9 +2,9 @@
 arrays.
 
 The XLA implementations call all of these functions, with any leading batch dimensions. The TPU
-kernels call only the functions for products, norms and documents, and compute the rest for two
-heads at once (`kernels/tpu/head_pairs.py`). docs/delta_rule.md derives the formulas and uses the
-same names. Row i of a matrix belongs to token i of the chunk:
+kernels call only the functions for products, norms and documents, and compute everything else for
+two heads at once (`kernels/tpu/head_pairs.py`). docs/delta_rule.md derives the formulas and uses
+the same names. Row i of a matrix belongs to token i of the chunk:
 
   gamma    [C, 1]  decay from the chunk's start to row i
   rho      [C, 1]  decay from row i to the chunk's end
@@ -40,10 +40,10 @@ def indices(rows: int, columns: int):
 
 
 def split_precision(x, operand):
-    """Returns a tuple of arrays of dtype `operand` whose sum is x. If `operand` is x's dtype, the
-    tuple is (x,). If `operand` is narrower, the tuple holds x rounded to `operand` and the
-    remainder rounded to `operand`. Their sum is then x, except for the error of the second
-    rounding.
+    """Returns a tuple of arrays of dtype `operand` whose sum is x, exactly or up to rounding. If
+    `operand` is x's dtype, the tuple is (x,). If `operand` is narrower, the tuple holds x rounded
+    to `operand` and the remainder rounded to `operand`; their sum differs from x by the error of
+    the second rounding.
     """
     high = x.astype(operand)
     return (high,) if operand == x.dtype else (high, (x - high.astype(x.dtype)).astype(operand))
@@ -63,6 +63,9 @@ def stack_for_product(x_parts, y_parts, x_axis: int, y_axis: int):
 
 
 def _dot(x, y, x_dim: int, y_dim: int, precision=None):
+    """Returns the product of the matrices x and y [..., rows, columns] in float32 or float64.
+    `x_dim` and `y_dim` say which of their axes is contracted: 0 the rows, 1 the columns.
+    """
     batch = tuple(range(x.ndim - 2))
     wide = jnp.promote_types(jnp.float32, x.dtype)
     return jax.lax.dot_general(
@@ -155,6 +158,7 @@ class Products(typing.NamedTuple):
 
     @property
     def _narrow(self):
+        """Whether operands are bfloat16."""
         return jnp.dtype(self.operand) == jnp.bfloat16
 
     @property
@@ -185,7 +189,8 @@ def lower_mask(size: int, strict: bool = False):
 
 def encode_segments(segment_ids, before=None):
     """Returns signed ids [B, T] for `segment_ids` [B, T], which has 0 for padding at the end. A
-    token keeps the id of its document, and padding gets minus the id of the last document.
+    token keeps the id of its document. Padding gets minus the id of the last document before it, or
+    -1 if there is none.
 
     The absolute value names the document whose state is carried through the position. The sign says
     whether the position holds a token.

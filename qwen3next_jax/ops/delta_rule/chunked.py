@@ -1,18 +1,18 @@
 """The chunked algorithm of the gated delta rule in XLA. It computes the matrices that do not depend
 on the state for all chunks at once. Then it carries the state from chunk to chunk ("state pass").
 
-This module has explicit formulas for the forward and the backward pass (docs/delta_rule.md); `api`
-combines the two passes in one `jax.custom_vjp`. The arrays saved for the backward pass are the
-inputs, the state before every chunk (in the inputs' dtype) and the chunks' inverses: per head, O(T
-(K + V + C)) numbers and one state per chunk. The backward pass recomputes everything else.
+This module has explicit formulas for the forward and the backward pass (docs/delta_rule.md);
+`api.py` combines the two passes in one `jax.custom_vjp`. The arrays saved for the backward pass are
+the inputs, the state before every chunk (in the inputs' dtype) and the chunks' inverses: per head,
+O(T (K + V + C)) numbers and one state per chunk. The backward pass recomputes everything else.
 
 The state pass is a `lax.scan` over the chunks in the implementation "chunked", and a
 `lax.associative_scan` over the chunks' affine maps in the implementation "associative".
 `forward_in_blocks` and `backward_in_blocks` compute a long sequence a few chunks at a time, so that
 the intermediate arrays stay in a CPU's caches, or take a small part of an accelerator's memory.
 
-The functions that `dispatch` lists have the same arguments and results as the methods of
-`interface.Implementation`.
+The functions that `dispatch.py` lists take the arguments and return the results that
+`Implementation` in `interface.py` describes.
 
 N chunks, B batch, G key heads, H value heads, C chunk length, K key width, V value width.
 """
@@ -56,8 +56,8 @@ LIMITS = BlockLimits(1 << 30, 1 << 24)
 
 
 def forward(x: Inputs, initial_state, inverses, settings: Settings, *, save: bool, parallel: bool):
-    """Computes `Implementation.forward`. `parallel` says whether the state pass is an associative
-    scan.
+    """Computes `forward` of `interface.Implementation` for all chunks at once. `parallel` says
+    whether the state pass is an associative scan.
     """
     c, dots, exact = _prepare_chunks(x, inverses, settings)
     states, written, final = _state_pass(
@@ -71,8 +71,8 @@ def forward(x: Inputs, initial_state, inverses, settings: Settings, *, save: boo
 
 
 def affine_map(x: Inputs, initial_state, settings: Settings, *, parallel: bool):
-    """Computes `Implementation.affine_map`. `parallel` says whether the state pass is an
-    associative scan.
+    """Computes `affine_map` of `interface.Implementation` for all chunks at once. `parallel` says
+    whether the state pass is an associative scan.
     """
     c, dots, exact = _prepare_chunks(x, None, settings)
     key, value = x.q.shape[-1], x.v.shape[-1]
@@ -100,8 +100,8 @@ def map_gradient(r, do):
 
 
 def backward(x: Inputs, states, inverses, do, dfinal, settings: Settings, *, parallel: bool):
-    """Computes `Implementation.backward`. `parallel` says whether the state pass is an associative
-    scan.
+    """Computes `backward` of `interface.Implementation` for all chunks at once. `parallel` says
+    whether the state pass is an associative scan.
     """
     c, dots, exact = _prepare_chunks(x, inverses, settings)
     q, k, v, *_, segments = x
@@ -127,7 +127,7 @@ def backward(x: Inputs, states, inverses, do, dfinal, settings: Settings, *, par
 def forward_in_blocks(
     x: Inputs, initial_state, inverses, settings: Settings, *, save: bool, limits: BlockLimits
 ):
-    """Computes `Implementation.forward`, one block of chunks after another."""
+    """Computes `forward` of `interface.Implementation`, one block of chunks after another."""
     size, time = settings.chunk_size, x.v.shape[1]
     chunks = _chunks_of_a_block(limits, x, size)
     if chunks * size >= time:
@@ -150,8 +150,8 @@ def forward_in_blocks(
 def backward_in_blocks(
     x: Inputs, states, inverses, do, dfinal, settings: Settings, *, limits: BlockLimits
 ):
-    """Computes `Implementation.backward`, one block of chunks after another, the last block
-    first.
+    """Computes `backward` of `interface.Implementation`, one block of chunks after another, the
+    last block first.
     """
     size, time = settings.chunk_size, x.v.shape[1]
     chunks = _chunks_of_a_block(limits, x, size)
@@ -195,7 +195,8 @@ def _chunks_of_a_block(limits: BlockLimits, x: Inputs, size: int) -> int:
 def _split_inputs(x: Inputs, length: int):
     """Splits the inputs into blocks of `length` tokens. Returns the inputs as [blocks, B, length,
     …] and booleans [blocks, B]: whether the first token of the block belongs to the same document
-    as the token before it (None if there are no documents).
+    as the token before it. They are True for the first block, and None in place of the array if a
+    row is one document.
 
     The padding of the last block is zero (a decay of 1 and no write), so it does not change the
     state.
@@ -294,12 +295,14 @@ def _from_chunks(x, time: int):
 
 
 def _scaled(raw, column):
+    """Returns `Scaled` rows. `raw` [..., C, K] are the rows and `column` [..., C, 1] the scales."""
     return Scaled(raw, column, jnp.swapaxes(column, -1, -2))
 
 
 def _to_head_pairs(a_NBHCC):
     """Reshapes the inverses [N, B, H, C, C] to [N, B, ceil(H / 2), C, 2C], the shape that all
-    implementations save. The numbers keep their order in memory.
+    implementations save. The numbers keep their order in memory; an odd H gets one more head of
+    zeros. Returns None for None.
     """
     if a_NBHCC is None:
         return None

@@ -4,9 +4,9 @@ Let S be the state before a shard's first token. The state after its last token 
 its outputs are o = o0 + r S, where U, M, o0 and r do not depend on S. The steps are:
 
     1. Every shard computes U, M, r and the inverses of its chunks in one pass (`affine_map`).
-    2. The shards exchange and compose their maps, which gives S of each shard. 3. Every shard runs
-    the forward pass of the implementation from S, with the inverses of step 1. 4. In the backward
-    pass the maps dS = M^T dS' + r^T dO are composed from the last shard to the
+    2. The shards exchange and compose their maps, which gives S of each shard.
+    3. Every shard runs the forward pass of the implementation from S, with the inverses of step 1.
+    4. In the backward pass the maps dS = M^T dS' + r^T dO are composed from the last shard to the
        first, which gives dS', the gradient of S', of each shard.
     5. Every shard runs the backward pass of the implementation from dS'.
 
@@ -52,7 +52,7 @@ def gated_delta_rule_over_axis(
       axis_name: name of the mesh axis over which T is split.
       x: this shard's inputs. Their segments were encoded with `before`
         (`chunk_math.encode_segments`).
-      initial_state: [B, H, K, V]. Only the first shard's is used.
+      initial_state: [B, H, K, V], the state before the row. Only the first shard uses it.
       before: [B], the result of `last_id_before`; None if a row is one document.
     """
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
@@ -149,7 +149,7 @@ def _run_backward(operator: Operator, axis_name, residuals, cotangents):
     ) + Products(m.dtype).nn(transposed, dfinal)
     dleaving = dfinal + compose_over_shards(axis_name, transposed, du, reverse=True)
     *gradients, dinitial = operator.backward(x, states, inverses, do, dleaving)
-    return x.cast(gradients), dinitial.astype(initial_state.dtype), None
+    return x.cast_gradients(gradients), dinitial.astype(initial_state.dtype), None
 
 
 _run.defvjp(_run_forward, _run_backward)

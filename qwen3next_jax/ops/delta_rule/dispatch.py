@@ -1,7 +1,7 @@
 """Lists the XLA implementations of the gated delta rule and chooses the implementation that runs a
 call.
 
-The functions with custom gradients in `api` and `context` call the passes of the chosen
+The functions with custom gradients in `api.py` and `context.py` call the passes of the chosen
 implementation.
 """
 
@@ -36,7 +36,7 @@ FORMS = (
             for name in ("forward", "backward", "affine_map")
         },
     ),
-    # This form has no passes: `api` and `context` call `reference.recurrent`, and JAX
+    # This form has no passes: `api.py` and `context.py` call `reference.recurrent`, and JAX
     # differentiates it.
     Form("recurrent", (), {}),
 )
@@ -68,8 +68,8 @@ class Operator(NamedTuple):
 def choose_operator(
     implementation: str | None, x: Inputs, normalize_qk: bool, erase: bool, axis_name: str | None
 ) -> Operator:
-    """Returns the named implementation, or, if `implementation` is None, the best one for `x` on
-    the platform that the program is compiled for.
+    """Returns the operator with the named implementation. If `implementation` is None, the operator
+    has the best implementation for `x` on the platform that the program is compiled for.
 
     Raises:
       NotImplementedError: the named implementation cannot run `x` on this platform.

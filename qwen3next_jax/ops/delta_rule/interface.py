@@ -2,8 +2,8 @@
 
 An implementation is a module, or a `Form`, with the functions `forward`, `backward` and
 `affine_map`, whose signatures the protocol `Implementation` defines. Only a sequence that is split
-over a mesh axis needs `affine_map`. `dispatch` lists the XLA implementations; the plugin package of
-kernels (`ops.implementations`) lists the Pallas kernels.
+over a mesh axis needs `affine_map`. `dispatch.py` lists the XLA implementations; the plugin package
+of kernels (`ops.implementations`) lists the Pallas kernels.
 
 B batch, T time, G key heads, H value heads, K key width, V value width, C chunk length, N = ⌈T / C⌉
 chunks.
@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     beta: jax.Array  # [B, T, H], the write strength; 0 for padding
     segments: jax.Array | None = None  # [B, T], signed ids, see `chunk_math.encode_segments`
 
-    def cast(self, gradients) -> "Inputs":
+    def cast_gradients(self, gradients) -> "Inputs":
         """Returns `gradients`, the gradients of q, k, v, g and beta, each cast to the dtype of its
         array. The gradient of `segments` is None.
         """
@@ -91,15 +91,15 @@ class Implementation(Protocol):
           settings: the static settings.
 
         Returns:
-          dq, dk, dv, dg and dbeta in the shapes of the inputs, in any dtype (`Inputs.cast` casts
-          them), and the gradient of the initial state [B, H, K, V].
+          (dq, dk, dv, dg and dbeta in the shapes of the inputs, the gradient of the initial state
+          [B, H, K, V]), in any dtype: the caller casts them (`Inputs.cast_gradients`).
         """
 
 
 def chunk_size(x: Inputs) -> int:
     """Returns C, the tokens of a chunk. It is 16 for float32 heads of at most 32 channels and 64
-    for all others. For a sequence that is shorter than 64 tokens it is the smallest power of two
-    that is at least the sequence's length, but at least 16.
+    otherwise. If the sequence is shorter than 64 tokens, 64 is replaced by the smallest power of
+    two that is at least 16 and at least the sequence's length.
 
     For heads of few channels d, the work inside a chunk (about 8 C d operations per token) exceeds
     the work on the state (about 6 d² per token), so short chunks are faster: on 2 CPU cores a

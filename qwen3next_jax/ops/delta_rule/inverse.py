@@ -38,8 +38,9 @@ def ladder(l_CC, exact: Products, size: int):
 
 
 def unit_lower_inverse(l_CC, exact: Products):
-    """Returns (I + L)^{-1}, [..., C, C]; C must be a power of two. `ladder` inverts the diagonal
-    blocks of 16 rows. Then pairs of neighbouring blocks are merged until one block is left.
+    """Returns (I + L)^{-1}, [..., C, C], for a C that is a power of two. `ladder` inverts the
+    diagonal blocks of 16 rows (one block if C is smaller). Then pairs of neighbouring blocks are
+    merged until there is one block.
     """
     size = l_CC.shape[-1]
     base = min(BASE, size)

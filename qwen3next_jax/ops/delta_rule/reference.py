@@ -1,5 +1,5 @@
 """The gated delta rule computed token by token with the recurrence of the paper. Tests compare
-every other implementation with it, and decoding of single tokens runs it.
+every other implementation with it, and decoding of a few tokens at a time runs it.
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024,
 equation 10.
@@ -24,7 +24,7 @@ def recurrent(
       x: the arrays with a time axis.
       initial_state: [B, H, K, V].
       normalize_qk: whether q and k are L2-normalised.
-      erase: whether the write has the delta term.
+      erase: whether the write has the delta term -S^T k.
       return_all_states: whether to return the state after each token.
 
     Returns:

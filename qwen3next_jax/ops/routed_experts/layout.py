@@ -37,7 +37,7 @@ def routed_experts(x, weight, expert, gate_up, down, *, capacity: int):
       x: [N, D], the tokens.
       weight: [N, A], the router's weight of each choice.
       expert: [N, A] integers, the expert of each choice. Numbers below 0 and from E on mean experts
-        on other devices. The choices of a token must differ.
+        on other devices. No token has an expert of this device twice.
       gate_up: [E, D, 2, I] or, flattened, [E, D, F]: the gate and up matrices.
       down: [E, I, D], the down matrices.
       capacity: number of choices for which the layout has room. The result is the same for any
@@ -132,10 +132,10 @@ def sum_by_token(rows, choice, shape: tuple[int, int]):
     """Returns the sum of each token's rows, [N, D], accumulated in float32.
 
     Args:
-      rows: [P, D], finite numbers.
-      choice: [P] integers in any order. The number of a row is n · A + a if the row belongs to
-        choice a of token n. Numbers below Q must differ. Rows with a number of Q or more are left
-        out.
+      rows: [P, D]. All numbers have to be finite, because a kernel may multiply rows by zero.
+      choice: [P] integers in any order, a number for each row. The number is n · A + a if the row
+        belongs to choice a of token n. No two rows have the same number below Q. Rows with a number
+        of Q or more are left out.
       shape: the tuple (N, A).
     """
     chosen = choose("sum_by_token", None, SUM_FORMS, rows=rows, shape=shape)
@@ -284,6 +284,7 @@ def _token(choice, weight_NA):
 
 
 def _rows(x, index):
+    """Returns the rows x[index], for indices that exist."""
     return x.at[index].get(mode="promise_in_bounds")
 
 
@@ -291,6 +292,9 @@ def _rows(x, index):
 
 
 def _products(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E):
+    """Returns the results [P, D] of the weighted SwiGLU experts, in XLA. `sizes_E` is the number of
+    rows of each expert; rows after them are zeros.
+    """
     hidden_PF = grouped_matmul(x_PD, gate_up_EDF, sizes_E)
     return grouped_matmul(
         _weighted_swiglu(hidden_PF.astype(wide(x_PD)), weight_P).astype(x_PD.dtype),
@@ -306,6 +310,9 @@ def _weighted_swiglu(hidden, weight):
 
 
 def _product_gradients(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, dy_PD, *dw_before):
+    """Returns the gradients of x, weight, gate_up and down of `_products`, given dy [P, D].
+    `dw_before`, if given, are earlier gradients of gate_up and down, which are added.
+    """
     _, pullback = jax.vjp(lambda *a: _products(*a, sizes_E), x_PD, weight_P, gate_up_EDF, down_EID)
     dx_PD, dweight_P, *dw = pullback(dy_PD)
     return dx_PD, dweight_P, *(map(jnp.add, dw, dw_before) if dw_before else dw)
@@ -320,6 +327,9 @@ def _mlp_gradients(plan: _Plan, *arguments):
 
 
 def _run(plan: _Plan, name: str, x_PD, gate_up_EDF, down_EID, *gradients):
+    """Runs the function `name` ("mlp" or "mlp_gradients") of the chosen implementation on the rows
+    of the layout. `gradients` are dy and the earlier gradients of the weights; nothing for "mlp".
+    """
     chosen = choose(
         "routed_experts",
         None,

@@ -58,9 +58,8 @@ def pair_attention(
         document.
       segment_ids, kv_segment_ids: [B, T], [B, S] integers or None, the document of each query and
         key. A query sees only keys of its document.
-      best: the number of keys that each query and head selects, those with the highest scores, and
-        sees in addition; 0 selects none. Keys with the same score as the lowest selected key are
-        selected, too.
+      best: the number of keys that each query and head sees in addition: the keys with the highest
+        scores. 0 means none. Keys with the same score as the last of them are seen, too.
       sink: [N] or None, one logit for each head, which enters the denominator of the softmax but
         has no value.
       axis_name: name of the mesh axis over which T and S are split in order, for a call inside

@@ -1,5 +1,6 @@
-"""Scans over time: h ← e^a h + b and m ← max(a + m, b), both elementwise and parallel within a
-chunk, and `token_scan` for any other recurrence, token by token.
+"""Scans over time. `linear_scan` and `expanded_scan` compute h ← e^a h + b, and `max_plus_scan`
+computes m ← max(a + m, b), elementwise and for many tokens in parallel. `token_scan` computes any
+other recurrence, token by token.
 
 At the first token of a document, a is set to −∞. This resets the state exactly, because all
 exponents are sums of a, never differences of sums.
@@ -31,8 +32,8 @@ def linear_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str | 
         `gated_delta_rule`.
 
     Returns:
-      h [B, T, …]; the h before each token [B, T, …] (zero where a document starts); the last h
-      [B, …]. All have the dtype of b.
+      h [B, T, …]; the h before each token [B, T, …] (zero where a is -inf); the last h [B, …]. All
+      have the dtype of b.
 
     Raises:
       ValueError: shapes or dtypes do not fit.
@@ -212,8 +213,7 @@ def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str 
       segment_ids, axis_name: as in `linear_scan`.
 
     Returns:
-      m [B, T, …]; the m before each token [B, T, …] (−∞ where a document starts); the last m
-      [B, …].
+      m [B, T, …]; the m before each token [B, T, …] (−∞ where a is −∞); the last m [B, …].
     """
     a, b = jax.lax.stop_gradient((a, b))
     state = _check(a, b, initial_state, segment_ids, -jnp.inf)
@@ -241,6 +241,9 @@ def max_plus_scan(a, b, *, initial_state=None, segment_ids=None, axis_name: str 
 
 
 def _check(a, b, initial_state, segment_ids, start):
+    """Checks the arguments of a scan. Returns the initial state in b's dtype; if it is None, an
+    array [B, …] filled with `start`.
+    """
     letters = ("B", "T", *b.shape[2:])
     checks.shapes(
         b=(b, letters),
@@ -254,8 +257,8 @@ def _check(a, b, initial_state, segment_ids, start):
 
 
 def _documents(a, b, segment_ids, axis_name, nothing):
-    """Returns (a, b) with a = −∞ where a document starts, and in padding a = 0 and b = `nothing`,
-    so that padding does not change the state.
+    """Returns (a, b) with a = −∞ where `starts` says that the state is reset, and in padding a = 0
+    and b = `nothing`, so that padding does not change the state.
     """
     if segment_ids is None:
         return a, b
@@ -267,8 +270,9 @@ def _documents(a, b, segment_ids, axis_name, nothing):
 
 
 def starts(segment_ids, axis_name):
-    """Returns two boolean arrays [B, T]: whether each token is the first one of a document, and
-    whether it is a token (not padding).
+    """Returns two boolean arrays [B, T]: whether the state is reset before each token, and whether
+    it is a token (not padding). The state is reset before the first token of every document except
+    the document at the start of the row, which continues the initial state.
     """
     earlier = segment_ids[:, :1]
     if axis_name is not None:

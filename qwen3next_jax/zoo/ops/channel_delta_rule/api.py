@@ -62,7 +62,7 @@ def channel_delta_rule(
     The function neither scales nor normalises q and k.
 
     Args:
-      q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H must be a
+      q, k: [B, T, G, K] queries and keys, float32 or bfloat16 (float64 under x64). H is a
         multiple of G.
       v: [B, T, H, V] values.
       g: [B, T, H, K] log decay, <= 0. With -inf the channel is forgotten exactly. Even a very
@@ -81,9 +81,10 @@ def channel_delta_rule(
         erase=False. The decay is then S <- Diag(exp(g_t)) S Diag(exp(value_decay_t)).
       initial_state: [B, H, K, V] or None for zeros. With `segment_ids` it belongs to the first
         segment.
-      segment_ids: [B, T] integers or None. Positive and non-decreasing along T, one id per
-        document; 0 marks padding, at the end only. The state is reset where the id changes. In
-        padding o is 0 and all gradients are 0.
+      segment_ids: [B, T] integers or None. They are positive and non-decreasing along T, one id per
+        document, and 0 marks padding at the end. The state becomes zero where a document starts
+        (for the first document, it stays `initial_state`). In padding o is 0 and all gradients are
+        0.
       implementation: "recurrent" or "chunked". None means "chunked", which is the faster one on
         every platform.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
@@ -237,9 +238,9 @@ def _run(options: Options, x: Inputs, initial_state):
 
 def chunk_size(x: Inputs) -> int:
     """Returns the number of tokens of a chunk, by the rule of
-    `ops.delta_rule.interface.chunk_size`: 64, or 16 for float32 heads of at most 32 channels; for
-    shorter sequences the smallest power of two that is at least the number of tokens, but at least
-    16.
+    `ops.delta_rule.interface.chunk_size`: 16 for float32 heads of at most 32 channels, otherwise
+    64. If the sequence has fewer than 64 tokens, 64 is replaced by the smallest power of two that
+    is at least 16 and at least the number of tokens.
     """
     narrow = max(x.q.shape[-1], x.v.shape[-1]) <= 32 and x.v.dtype == jnp.float32
     return min(16 if narrow else 64, max(16, 1 << (x.q.shape[1] - 1).bit_length()))

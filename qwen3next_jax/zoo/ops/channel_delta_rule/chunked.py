@@ -36,7 +36,7 @@ The terms … come from D and N; they are computed for each level of `ladder`. T
 exponent x is the gradient of a decayed number, such as an entry of K ρ, times the number itself.
 The transpose of the linear function `ladder.exponents` turns the gradients of all exponents into
 dg. The arrays saved for the backward pass are the inputs, the state before each chunk and the
-inverse A of each chunk. Documents need no special treatment here, because `api` has set g = −∞
+inverse A of each chunk. Documents need no special treatment here: `api.py` has set g = −∞
 where a document starts.
 
 In the recurrence, each token corrects the rounding errors of the tokens before it. In a product
@@ -195,9 +195,11 @@ def forward(x: Inputs, initial_state, *, size: int, piece: int, erase: bool, bef
     """Computes the forward pass.
 
     Args:
+      x: the arrays with an axis of tokens.
+      initial_state: [B, H, K, V].
       size: the number of tokens of a chunk.
       piece: the number of chunks that are computed at once.
-      erase: whether the write has the delta term.
+      erase: whether the write has the delta term -S^T e (e is k if there is no erase_key).
       before: whether a token reads the state before its own decay and write.
 
     Returns:
@@ -234,8 +236,15 @@ def backward(
     x: Inputs, states, inverses, do, dfinal, *, size: int, piece: int, erase: bool, before: bool
 ):
     """Returns the gradients of the fields of `Inputs`, in their order, and the gradient of the
-    initial state. The gradient of value_decay is None, and the gradient of erase_key is None if
-    erase_key is.
+    initial state. The gradient of value_decay is None, because this implementation is not used with
+    a value_decay. The gradient of erase_key is None if erase_key is None.
+
+    Args:
+      x: the arrays with an axis of tokens.
+      states, inverses: the last two results of `forward`.
+      do: [B, T, H, V], the gradient of o.
+      dfinal: [B, H, K, V], the gradient of the final state.
+      size, piece, erase, before: the arguments of `forward`.
     """
 
     def one(dstate, inputs):

@@ -24,7 +24,7 @@ def across(run, axis_name: str, x: Inputs, initial_state):
       run: function (inputs, initial state) → (o, final state) for the tokens of one shard.
       axis_name: name of the mesh axis over which T is split.
       x: the arrays of this shard.
-      initial_state: [B, H, K, V]. Only the first shard's is used.
+      initial_state: [B, H, K, V], the state before the row. Only the first shard uses it.
     """
     shard, last = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name) - 1
     (*_, key, value), dtype = initial_state.shape, initial_state.dtype

@@ -42,8 +42,9 @@ class Exponents(typing.NamedTuple):
       reads: the same sums for queries. If a token reads the state before its own decay and write,
         the sums in odd blocks end one row earlier; otherwise they are `levels`.
       enter: [..., C, K], the sum from the chunk's start to each row.
-      reads_enter: [..., C, K], the same for queries. If a token reads the state before its own
-        decay and write, the sums end one row earlier.
+      reads_enter: [..., C, K], the sums for queries. If a token reads the state before its own
+        decay and write, they are the sums `enter`, ended one row earlier; otherwise they are
+        `enter`.
       leave: [..., C, K], the sum from the next row to the chunk's end.
       total: [..., 1, K], the sum over the chunk.
     """

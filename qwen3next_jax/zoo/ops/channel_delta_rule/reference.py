@@ -1,5 +1,5 @@
-"""The delta rule with a decay for each key channel, computed token by token. Tests compare the
-chunked implementation with it, and decoding of single tokens runs it.
+"""The delta rule with a decay for each key channel, computed token by token: the implementation
+"recurrent". Tests compare the chunked implementation with it.
 
 Letters: B batch, T time, H heads, K key width, V value width.
 """
@@ -16,7 +16,7 @@ def recurrent(x: Inputs, initial_state, *, erase: bool, before: bool):
     Args:
       x: the arrays of the call.
       initial_state: [B, H, K, V].
-      erase: whether the write has the delta term.
+      erase: whether the write has the delta term -S^T e (e is k if there is no erase_key).
       before: whether a token reads the state before its own decay and write.
 
     Returns:

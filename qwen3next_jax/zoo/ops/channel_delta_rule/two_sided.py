@@ -61,9 +61,17 @@ def forward(x: Inputs, initial_state, *, size: int, before: bool):
 
 
 def across(run, axis_name: str, x: Inputs, initial_state, before: bool):
-    """Does what `context.across` does, for states that decay on both axes. A loop over the earlier
-    shards computes the state that enters this shard. `before` says whether a token reads the state
-    before its own decay and write.
+    """Runs `run` on a row that is split over the mesh axis `axis_name`, for states that decay on
+    both axes. A loop over the earlier shards computes the state that enters this shard.
+
+    Args:
+      run: function (inputs, initial state) → (outputs, final state) of one shard.
+      x: the inputs of this shard.
+      initial_state: the state before the row; only the first shard uses it.
+      before: whether a token reads the state before its own decay and write.
+
+    Returns:
+      (the outputs of this shard, the final state of the whole row).
     """
     shard, shards = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
     dtype = initial_state.dtype

@@ -1,0 +1,320 @@
+"""Holds the planner against training steps that others measured on TPU pods and published: each row
+is a model, a slice, a batch, a sharding and a remat policy as a configuration of this project,
+predicted by every cost model (docs/planner_validation.md).
+
+    python benchmarks/validation.py                         prints the table
+    python benchmarks/validation.py --compile=llama_8b_v6e  makes the plan of a row again
+
+The plans are in docs/planner/validation. `--compile` takes names of ROWS, separated by commas, and
+compiles them one after another, each in a process of its own: some minutes each on 2 idle cores.
+No TPU takes part. `--programs=FOLDER` writes the compiled programs and their schedules there; a
+program that is there is priced again, not compiled.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+import jax
+
+from qwen3next_jax.common.digests import sha256_json
+from qwen3next_jax.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+    to_dict,
+)
+from qwen3next_jax.config.moe import MoEConfig
+from qwen3next_jax.planner import hlo, schedule
+from qwen3next_jax.planner.calibrated import RATES
+from qwen3next_jax.planner.planning import PROGRAM, make_plan
+from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
+from qwen3next_jax.planner.topology import describe_topology
+from qwen3next_jax.sharding.mesh import make_mesh
+
+PLANS = pathlib.Path(__file__).parents[1] / "docs/planner/validation"
+
+
+class Row(NamedTuple):
+    """A measured training step and the configuration that stands for it.
+
+    Attributes:
+      number: the row of the list of measured steps from which it was taken.
+      what: model and slice, for readers.
+      topology: the slice.
+      data: size of the mesh axis `data`: the number of devices over which FSDP splits.
+      rows, tokens: rows of one device, and tokens of a row.
+      remat: what the backward pass keeps.
+      measured: seconds of a step, of each run that was published.
+      model: settings of the model.
+      source: where the seconds were published.
+      differs: how the measured program differs from the one that is compiled here.
+      seconds: seconds that the compiled program would take more (or, negative, less) without these
+        differences, by arithmetic from its plan; 0: they are not priced.
+    """
+
+    number: str
+    what: str
+    topology: str
+    data: int
+    rows: int
+    tokens: int
+    remat: str
+    measured: tuple[float, ...]
+    model: dict
+    source: str
+    differs: str
+    seconds: float = 0.0
+
+
+def transformer(layers, hidden, heads, key_heads, width, vocabulary, **settings):
+    """Settings of a decoder with grouped-query attention and SwiGLU in every layer."""
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": 128,
+        "intermediate_size": width,
+        "vocab_size": vocabulary,
+        "full_attention_interval": 1,
+        "partial_rotary_factor": 1.0,
+        "attention_output_gate": False,
+        "qk_norm": False,
+        "zero_centered_norm": False,
+        "mtp_depth": 0,
+        "num_experts": 0,
+        "shared_expert_intermediate_size": 0,
+    } | settings
+
+
+LLAMA_8B = transformer(32, 4096, 32, 8, 14_336, 128_256)
+LLAMA_70B = transformer(80, 8192, 64, 8, 28_672, 128_256)
+LLAMA2_70B = LLAMA_70B | {"vocab_size": 32_000}
+MAXTEXT_16B = transformer(32, 4096, 64, 64, 28_672, 32_000)
+QWEN3_235B = transformer(
+    94, 4096, 64, 4, 1, 151_936,
+    qk_norm=True, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
+)  # fmt: skip
+MIXTRAL = transformer(
+    32, 4096, 32, 8, 1, 32_000,
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=14_336,
+)  # fmt: skip
+HUNYUAN3 = transformer(
+    80, 4096, 64, 8, 13_312, 120_832,
+    qk_norm=True, mtp_depth=1, num_experts=192, num_experts_per_tok=8, moe_intermediate_size=1536,
+    shared_expert_intermediate_size=1536, mlp_only_layers=(0,),
+    moe=MoEConfig(scoring_func="sigmoid", router_bias=True, shared_expert_gate=False),
+)  # fmt: skip
+QWEN3_NEXT_DENSE = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "intermediate_size": 12_288,
+    "num_experts": 0,
+    "shared_expert_intermediate_size": 0,
+    "mtp_depth": 0,
+}
+FUSED = "splash's backward pass is one kernel with 5 products (here two with 7)"
+OTHER_EXPERTS = "its experts run in other kernels, with their own tiles"
+ROWS = {
+    "qwen3_next_dense_v5e": Row(
+        "14", "Qwen3-Next, dense 8B, v5e 256 chips", "v5e:16x16", 256, 1, 4096, "full",
+        (2.571,), QWEN3_NEXT_DENSE, "maxtext#4347",
+        "the published text names no widths: those of Qwen3.5-9B with this vocabulary, 8.2 B "
+        "parameters, are assumed; part of its delta rule runs in XLA",
+    ),
+    "maxtext_16b_v5e": Row(
+        "13", "MaxText 16B, v5e 256 chips", "v5e:16x16", 256, 6, 2048, "full",
+        (10.3,), MAXTEXT_16B, "maxtext src/maxtext/configs/tpu/v5e",
+        "published as 120 TFLOP/s a chip, from which the seconds are computed",
+    ),
+    "llama_8b_v6e": Row(
+        "9", "Llama 3.1 8B, v6e 8 chips", "v6e:2x4", 8, 3, 8192, "offload",
+        (3.443,), LLAMA_8B, "tpu-recipes training/trillium",
+        f"{FUSED}: -0.188 s; it offloads q, k, v and the output projection, too (here computed "
+        "again): -0.085 s; gate and up are two matrices (here one, whose gradient is padded): "
+        "-0.061 s; blocks of 2048 in attention (here 1024)",
+        -0.334,
+    ),
+    "llama_70b_v6e": Row(
+        "10", "Llama 3.1 70B, v6e 256 chips", "v6e:16x16", 256, 5, 8192, "offload",
+        (42.66,), LLAMA_70B, "tpu-recipes training/trillium",
+        f"{FUSED}; it offloads q, k and v, too (here computed again)",
+    ),
+    "llama2_70b_v5p": Row(
+        "12", "Llama 2 70B, v5p 64 chips", "v5p:4x4x4", 64, 2, 4096, "full",
+        (2 * 4096 / 692,), LLAMA2_70B, "maxtext",
+        "published as 692 tokens/s a chip; it keeps the results of all products but the MLP's "
+        "first (here everything is computed again)",
+    ),
+    "llama_70b_tpu7x": Row(
+        "8", "Llama 3.1 70B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 2, 8192, "full",
+        (12.20,), LLAMA_70B, "tpu-recipes training/ironwood",
+        f"{FUSED}; it keeps q, k, v, attention's result and layer inputs (here inputs alone); "
+        "first moments in bfloat16",
+    ),
+    "qwen3_235b_tpu7x_256": Row(
+        "6", "Qwen3-235B, TPU7x 256 chips", "tpu7x:4x8x8", 512, 16, 4096, "offload",
+        (30.87,), QWEN3_235B, "tpu-recipes training/ironwood",
+        f"{FUSED}; {OTHER_EXPERTS}",
+    ),
+    "qwen3_235b_tpu7x_64": Row(
+        "5", "Qwen3-235B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
+        (15.86,), QWEN3_235B, "gpu-tpu-pedia Qwen3-235B",
+        f"{FUSED}; {OTHER_EXPERTS}; the clock of the chips was raised; what it keeps for the "
+        "backward pass is not said",
+
+    ),
+    "mixtral_v5p": Row(
+        "11", "Mixtral 8x7B, v5p 64 chips", "v5p:4x4x4", 64, 36, 4096, "full",
+        (48.5,), MIXTRAL, "maxtext",
+        f"published as 251.9 TFLOP/s a chip, from which the seconds are computed; {OTHER_EXPERTS}; "
+        "weights in bfloat16 (here float32)",
+    ),
+    "hunyuan3_v5p": Row(
+        "3", "Hunyuan3 295B, v5p 256 chips", "v5p:4x8x8", 256, 8, 4096 * 2, "offload",
+        (63.17, 63.33, 63.49), HUNYUAN3, "gpu-tpu-pedia Hunyuan3",
+        f"{FUSED}; {OTHER_EXPERTS}",
+    ),
+    "hunyuan3_tpu7x": Row(
+        "4", "Hunyuan3 295B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
+        (16.75,), HUNYUAN3, "gpu-tpu-pedia Hunyuan3",
+        f"{FUSED}; {OTHER_EXPERTS}; first moments and gradients in bfloat16",
+    ),
+}  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--compile", default="", help="names of ROWS")
+    parser.add_argument("--programs", type=pathlib.Path)
+    parser.add_argument("--quick", action="store_true", help="compile at optimization level O1")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    names = [name for name in arguments.compile.split(",") if name]
+    unknown = [name for name in names if name not in ROWS]
+    if unknown:
+        parser.error(f"--compile: no row {', '.join(unknown)}; known: {', '.join(ROWS)}")
+    if arguments.one:
+        return make(names[0], arguments.programs, "O1" if arguments.quick else "")
+    if not names:
+        return show()
+    for name in names:
+        given = ["--quick"] * arguments.quick
+        given += [f"--programs={arguments.programs}"] if arguments.programs else []
+        command = [sys.executable, __file__, "--one", f"--compile={name}", *given]
+        subprocess.run(command, check=True)
+
+
+def show():
+    """Prints the table from the plans that are there, and a line for each that is not."""
+    print(
+        "| row | model, slice | rows × tokens a device, remat | measured s | "
+        + " | ".join(f"`{name}`" for name in COST_MODELS)
+        + " | `calibrated`, differences priced | level |\n"
+        + "|"
+        + "---|" * (len(COST_MODELS) + 6)
+    )
+    raw, priced, missing = {name: [] for name in COST_MODELS}, [], []
+    for name, row in ROWS.items():
+        path, again = PLANS / f"{name}.json", f"python benchmarks/validation.py --compile={name}"
+        if not path.exists():
+            missing.append(f"{name}: no plan {path.name}: {again}")
+            continue
+        plan = json.loads(path.read_text())
+        if plan.get("fingerprint") != fingerprint(row):
+            missing.append(f"{name}: {path.name} is of other settings or rates: {again}")
+            continue
+        measured = statistics.mean(row.measured)
+        errors = {
+            model: plan["estimates"][model]["step_seconds"] / measured - 1 for model in COST_MODELS
+        }
+        seconds = plan["estimates"]["calibrated"]["step_seconds"] + row.seconds
+        for model, error in errors.items():
+            raw[model].append(abs(error))
+        priced.append(abs(seconds / measured - 1))
+        figures = [
+            f"{plan['estimates'][model]['step_seconds']:.3f} ({error:+.1%})"
+            for model, error in errors.items()
+        ]
+        print(
+            f"| {row.number} | {row.what} | {row.rows} × {row.tokens:,}, {row.remat} | "
+            f"{measured:.3f} | {' | '.join(figures)} | {seconds:.3f} "
+            f"({seconds / measured - 1:+.1%}) | {plan['optimization_level']} |"
+        )
+    if priced:
+        medians = [f"`{model}` {statistics.median(errors):.1%}" for model, errors in raw.items()]
+        print(
+            f"\nmedian error of {len(priced)} rows: {', '.join(medians)}, `calibrated` with "
+            f"differences priced {statistics.median(priced):.1%}; largest "
+            f"{max(raw['calibrated']):.1%}, with differences priced {max(priced):.1%}"
+        )
+    print("\n".join(["", *missing]))
+    print("\n| row | measured in | how the measured program differs |\n|---|---|---|")
+    for row in ROWS.values():
+        print(f"| {row.number} | {row.source} | {row.differs} |")
+
+
+def fingerprint(row: Row) -> str:
+    """Returns a digest of what a plan was made of: the run, the slice and the measured rates."""
+    return sha256_json([to_dict(configuration(row)), row.topology, repr(RATES)])
+
+
+def configuration(row: Row) -> Config:
+    """Returns the run of a row."""
+    return Config(
+        name=row.what,
+        model=ModelConfig(**row.model),
+        train=TrainConfig(
+            batch_size=row.rows * row.data, sequence_length=row.tokens, remat=row.remat
+        ),
+        parallel=ParallelConfig(mesh=MeshConfig(data=row.data)),
+    )
+
+
+def make(name: str, programs: pathlib.Path | None, level: str):
+    """Compiles a row, or prices its program again if that is in `programs`; writes its plan."""
+    row, out = ROWS[name], PLANS / f"{name}.json"
+    folder = (programs or pathlib.Path(tempfile.mkdtemp(prefix="schedules-"))) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    schedule.enable_schedule_dump(folder)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_enable_compilation_cache", False)
+    topology = describe_topology(row.topology)
+    config = configuration(row)
+    if (folder / PROGRAM).exists() and out.exists():
+        found = json.loads(out.read_text())
+        program = hlo.parse((folder / PROGRAM).read_text())
+        schedules = schedule.read_schedules(folder, program)
+        mesh = make_mesh(config.parallel, topology.devices)
+        estimates = {
+            model: estimate_time(program, mesh, topology.chip, topology.shape, schedules, model)
+            for model in COST_MODELS
+        }
+    else:
+        plan = make_plan(config, topology, level, folder)
+        found, estimates = plan.as_dict(), plan.estimates
+        print(plan.verdict, plan.reason, round(plan.compile_seconds), "s")
+    found["fingerprint"] = fingerprint(row)
+    found["estimates"] = {
+        model: {"step_seconds": estimate.seconds, "bound_seconds": estimate.bound}
+        for model, estimate in estimates.items()
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    print(name, row.measured, {m: e.seconds for m, e in estimates.items()})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Pages of the site that are made from the code when it is built: settings, commands, exit codes.
+`mkdocs.yml` names this file.
+"""
+
+import ast
+import importlib.util
+import inspect
+
+from mkdocs.structure.files import File
+
+from qwen3next_jax.__main__ import VERBS
+from qwen3next_jax.common.errors import ExitCode
+from qwen3next_jax.config import Config
+from qwen3next_jax.config.describe import list_settings
+
+
+def on_files(files, config):
+    """Adds the generated pages."""
+    for name, text in {
+        "reference/settings.md": _settings(),
+        "reference/commands.md": _commands(),
+        "reference/exit_codes.md": _exit_codes(),
+    }.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def _settings() -> str:
+    lines = [
+        "# Settings",
+        "",
+        "A config file sets them, and `--config.GROUP.NAME=VALUE` overrides one. The settings of "
+        "single mixers are in [the table of mixers](../mixers.md).",
+    ]
+    group = None
+    for name, default, allowed, meaning in list_settings(Config):
+        if name.rpartition(".")[0] != group:
+            group = name.rpartition(".")[0]
+            lines += [
+                "",
+                f"## {group or 'general'}",
+                "",
+                "| setting | default | values | meaning |",
+            ]
+            lines += ["|---|---|---|---|"]
+        cells = (f"`{name}`", f"`{default!r}`", allowed, meaning)
+        lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _commands() -> str:
+    lines = ["# Commands", "", "`qwen3next VERB --help` shows all flags.", ""]
+    for verb, meaning in VERBS.items():
+        source = importlib.util.find_spec(f"qwen3next_jax.commands.{verb}").origin
+        with open(source, encoding="utf-8") as file:
+            doc = ast.get_docstring(ast.parse(file.read())) or ""
+        lines += [f"## {verb}", "", f"To {meaning}.", "", "```text", doc, "```", ""]
+    return "\n".join(lines)
+
+
+def _exit_codes() -> str:
+    """The comments above the members of `ExitCode` are their meanings."""
+    lines = ["# Exit codes", "", "| code | name | meaning |", "|---|---|---|"]
+    comment: list[str] = []
+    for line in inspect.getsource(ExitCode).splitlines():
+        text = line.strip()
+        if text.startswith("#"):
+            comment.append(text.removeprefix("#").strip())
+        elif " = " in text:
+            name = text.partition(" = ")[0]
+            lines.append(f"| {int(ExitCode[name])} | {name} | {' '.join(comment)} |")
+            comment = []
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,243 @@
+"""The commands as Python functions, for scripts and notebooks:
+
+    import qwen3next_jax as qwen3next
+
+    config = qwen3next.load_config("tiny", {"train.steps": 100})
+    run = qwen3next.train(config, "runs/first")
+    steps, losses = run.series("loss")
+    print(qwen3next.generate("runs/first", "def ", max_new_tokens=40))
+
+A mistake raises `UserError`, whose text is the line that the command prints.
+"""
+
+import dataclasses
+import html
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.config import Config, MeshConfig, from_dict, registry
+from qwen3next_jax.config.files import default_of, find_file, load_config_file
+
+
+def load_config(path: str | pathlib.Path, settings: Mapping[str, Any] | None = None) -> Config:
+    """Reads a config file.
+
+    Args:
+      path: the path of the file, or the name of a config that comes with this project, such as
+        "tiny".
+      settings: {dotted name: value} of settings to change, such as {"train.steps": 100}.
+
+    Raises:
+      UserError: the file cannot be read, or a setting does not exist or is not valid.
+    """
+    from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
+
+    values = load_config_file(find_file(path), flag="")
+    for name, value in (settings or {}).items():
+        default_of(name)  # raises if there is no such setting
+        *groups, key = name.split(".")
+        group = values
+        for part in groups:
+            group = group.setdefault(part, {})
+        group[key] = value
+    fill_from_tokenizer(values)
+    registry.trust_user_settings(values)
+    return from_dict(Config, values)
+
+
+def train(config: Config, workdir: str | pathlib.Path, restart: bool = False) -> "Run":
+    """Trains a model, or continues the run in `workdir`, as `qwen3next train` does.
+
+    Args:
+      workdir: the folder of the run.
+      restart: begin a new run; what is in `workdir` moves into a folder before-TIME in it.
+
+    Raises:
+      UserError: the run cannot start, or it ended before its last step; metrics.jsonl says why.
+    """
+    from qwen3next_jax.runs import preflight
+    from qwen3next_jax.runs import train as runs_train
+
+    workdir = pathlib.Path(workdir)
+    preflight.check(config, workdir, restart)
+    code = runs_train.train(config, workdir, restart)
+    if code != ExitCode.DONE:
+        raise UserError(
+            f"{workdir}: the run ended before its last step (exit code {int(code)}, "
+            f"{ExitCode(code).name}): metrics.jsonl in it says why",
+            ExitCode(code),
+        )
+    return Run(workdir)
+
+
+def evaluate(
+    path: str | pathlib.Path,
+    names: Sequence[str] = ("heldout",),
+    config: Config | None = None,
+    step: int | None = None,
+    rows: int | None = None,
+) -> dict[str, dict[str, float]]:
+    """Evaluates a run or a Hugging Face directory, as `qwen3next eval` does, without writing
+    anything.
+
+    Args:
+      path: the folder of a run, or a Hugging Face directory.
+      names: names of evaluations, such as "heldout" and "position".
+      config: the configuration that names the data; None: that of the run.
+      step: the number of steps after which the checkpoint was saved; None: the newest.
+      rows: the number of rows of each evaluation; None: as the evaluation has it.
+
+    Returns:
+      {name of the evaluation: {name of a value: number}}.
+
+    Raises:
+      UserError: an evaluation does not exist or cannot run on this model.
+    """
+    from qwen3next_jax.commands.evaluate import run_evaluations
+    from qwen3next_jax.evals.evaluation import EvalOptions
+
+    options = dataclasses.replace(EvalOptions(), rows=rows)
+    results = run_evaluations(config, pathlib.Path(path), tuple(names), options, step)
+    return {result.name: result.values for result in results}
+
+
+def generate(
+    path: str | pathlib.Path, prompts: str | Sequence[str], step: int | None = None, **options: Any
+) -> str | list[str]:
+    """Continues prompts with a trained model. To continue many prompts one after another, load the
+    model once with `runs.load.load_model` and call `inference.decode.complete`.
+
+    Args:
+      path: the folder of a run, or a Hugging Face directory.
+      prompts: one text, or several.
+      step: the number of steps after which the checkpoint was saved; None: the newest.
+      options: arguments of `inference.decode.generate`, such as temperature=0.8 and seed=1.
+        `max_new_tokens` is 100 unless it is given.
+
+    Returns:
+      The continuation without the prompt; for several prompts a list.
+
+    Raises:
+      UserError: `path` has no model or no tokenizer, or an option is not valid.
+    """
+    from qwen3next_jax.inference.chat import end_tokens
+    from qwen3next_jax.inference.decode import complete
+    from qwen3next_jax.runs.load import load_model
+
+    model, tokenizer, _, mesh, _ = load_model(path, step)
+    if tokenizer is None:
+        raise UserError(f"{path}: no tokenizer.json there: put the model's own beside config.json")
+    ends = end_tokens(pathlib.Path(path), model.config.vocab_size)
+    stop_ids = sorted((ends | {tokenizer.eos_id, model.config.eos_token_id}) - {-1})
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    rows = complete(
+        model,
+        [tokenizer.encode(text) for text in texts],
+        **{"max_new_tokens": 100, "stop_ids": stop_ids, "mesh": mesh} | options,
+    )
+    continued = [tokenizer.decode(row) for row in rows]
+    return continued[0] if isinstance(prompts, str) else continued
+
+
+def plan(config: Config, topology: str, mesh: Mapping[str, int] | None = None) -> Any:
+    """Predicts memory and time of a step on a slice, as `qwen3next plan` does. Compiles the step,
+    which takes minutes for a large model.
+
+    Args:
+      config: a configuration of one stage.
+      topology: the slice, such as "v5p:8x8x8".
+      mesh: {axis: number of devices}; None: as `config` says.
+
+    Returns:
+      A `planner.planning.Plan`; `as_dict()` has its figures.
+
+    Raises:
+      UserError: there is no such topology, or the mesh does not fit it or the model.
+    """
+    from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
+    from qwen3next_jax.planner.topology import describe_topology
+
+    if mesh is not None:
+        parallel = dataclasses.replace(config.parallel, mesh=MeshConfig(**mesh))
+        config = dataclasses.replace(config, parallel=parallel)
+    return make_plan_in_subprocess(config, describe_topology(topology))
+
+
+class Run:
+    """A run, as its folder records it. It is read anew by each call, so a run that goes on shows
+    its newest numbers.
+
+    Attributes:
+      path: the folder.
+
+    Raises:
+      UserError: the folder has no run, or nothing was recorded yet.
+    """
+
+    def __init__(self, path: str | pathlib.Path):
+        self.path = pathlib.Path(path)
+        self._read()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings, as nested dicts."""
+        return self._read().config
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """The steps whose checkpoints are in the folder."""
+        folders = (self.path / "checkpoints").glob("*")
+        return sorted(int(folder.name) for folder in folders if folder.name.isdecimal())
+
+    def series(self, name: str, event: str = "train") -> tuple[np.ndarray, np.ndarray]:
+        """Returns the steps [N] and the values [N] of one metric.
+
+        Args:
+          name: a field of the events, such as "loss".
+          event: the kind of the events: "train", or the name of an evaluation.
+
+        Raises:
+          UserError: no event has this field.
+        """
+        found = [(e["step"], e[name]) for e in self._events(event) if name in e]
+        if not found:
+            known = ", ".join(sorted({name for e in self._events(event) for name in e}))
+            raise UserError(f"{self.path}: no {event!r} event has {name!r}; they have {known}")
+        steps, values = zip(*found, strict=True)
+        return np.array(steps), np.array(values)
+
+    def table(self, event: str = "train") -> dict[str, np.ndarray]:
+        """Returns the numbers of all events of one kind as columns, which pandas.DataFrame takes.
+        A number that an event does not have is NaN.
+        """
+        events = list(self._events(event))
+        names = dict.fromkeys(
+            name
+            for one in events
+            for name, value in one.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        )
+        return {name: np.array([one.get(name, np.nan) for one in events]) for name in names}
+
+    def _events(self, event: str) -> Iterator[dict[str, Any]]:
+        return iter(self._read().events.get(event, ()))
+
+    def _read(self):
+        from qwen3next_jax.reporting.runs import load_run
+
+        return load_run(self.path)
+
+    def __repr__(self) -> str:
+        last = self._read().log[-1].get("step", 0)
+        return f"Run({str(self.path)!r}): step {last}, checkpoints {self.checkpoints}"
+
+    def _repr_html_(self) -> str:
+        """The page of the run, in a notebook."""
+        from qwen3next_jax.reporting.page import render_report
+
+        page = html.escape(render_report([self._read()]), quote=True)
+        return f'<iframe srcdoc="{page}" width="100%" height="640" frameborder="0"></iframe>'

@@ -1,0 +1,422 @@
+"""The requests to Google Cloud Storage and to S3 that `storage.BucketPath` is made of.
+
+An object is a key and bytes. It appears whole or not at all. Every write gives it a new version
+(the generation of Google Cloud Storage, the ETag of S3), and a write may demand the version that it
+replaces, so that of two writers one is refused (RFC 9110, section 13.1; Google Cloud Storage:
+`ifGenerationMatch`).
+
+Every function here makes one request and does not repeat it. `with_retries` repeats requests.
+"""
+
+import base64
+import contextlib
+import errno
+import functools
+import hashlib
+import logging
+import random
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+from qwen3next_jax.common.errors import ExitCode, UserError, error_message, one_line
+
+ABSENT = ""  # the version of an object that does not exist
+_TIMEOUT = 20.0  # seconds in which a request must be answered
+_CONNECTIONS = 64  # of this process to one store
+_FIRST_WAIT, _LONGEST_WAIT = 0.1, 10.0  # seconds between two attempts
+
+
+class Entry(NamedTuple):
+    """An object as a listing describes it.
+
+    Attributes:
+      key: its name in the bucket.
+      size: its bytes.
+      version: the version of its content.
+      md5: the MD5 of its content in hexadecimal digits; "" if the store does not know it.
+      modified: the time of its last write by the clock of the store, in seconds since 1970.
+    """
+
+    key: str
+    size: int
+    version: str
+    md5: str
+    modified: float
+
+
+class Conflict(OSError):
+    """The object has another version than the write demanded: someone else has written it."""
+
+
+class StoreError(OSError, UserError):
+    """An error of a store that says nothing about the content of an object. Commands print it as
+    one line, as they do with every UserError.
+    """
+
+    def __init__(self, number: int, reason: str, url: str):
+        OSError.__init__(self, number, reason, url)
+        self.exit_code = ExitCode.USER_ERROR
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+class Forbidden(StoreError, PermissionError):
+    """The account may not do this (401, 403), or there are no credentials."""
+
+
+class Unavailable(StoreError):
+    """The store did not answer, or asked to try again later (408, 429, 5xx)."""
+
+    def __init__(self, number: int, reason: str, url: str):
+        super().__init__(number, reason, url)
+        self.exit_code = ExitCode.STORAGE
+
+
+class ObjectStore(Protocol):
+    """One bucket.
+
+    All methods may raise Forbidden, Unavailable, and FileNotFoundError, for a missing object or
+    bucket.
+    """
+
+    def read(self, key: str, start: int, stop: int | None) -> bytes:
+        """Returns the bytes of an object from number `start` (the first byte is 0) up to, but not
+        including, number `stop`; to the end if `stop` is None.
+        """
+
+    def stat(self, key: str) -> Entry:
+        """Returns the entry of one object."""
+
+    def list(self, prefix: str, deep: bool, limit: int | None) -> tuple[list[Entry], list[str]]:
+        """Returns the objects whose keys begin with `prefix`, in the order of their keys. Unless
+        `deep`, the objects with a "/" in the rest of their key are left out; the second result then
+        holds the beginnings of these keys, up to this "/". `limit` is the largest number of objects
+        to return; None: all.
+        """
+
+    def write(self, key: str, data: bytes, replaces: str | None) -> str:
+        """Writes an object and returns its version. `replaces` is the version that the object must
+        have, ABSENT if it may not exist; None: any.
+
+        Raises:
+          Conflict: the object has another version.
+        """
+
+    def upload(self, key: str, file: str) -> None:
+        """Writes an object with the content of a local file, which need not fit into memory."""
+
+    def delete(self, key: str) -> None:
+        """Deletes an object."""
+
+
+@functools.cache
+def open_store(scheme: str, bucket: str) -> ObjectStore:
+    """Returns the bucket of gs:// or s3://.
+
+    Raises:
+      UserError: the packages for it are not installed, or there are no credentials.
+    """
+    return {"gs": _GoogleStorage, "s3": _S3}[scheme](bucket)
+
+
+def with_retries(
+    attempt: Callable[[int], Any], patience: float, on_retry: Callable[[], None] = lambda: None
+) -> Any:
+    """Returns `attempt(i)`, i = 0, 1, …. Repeats it while it raises Unavailable, with pauses that
+    double and are drawn at random ("full jitter", so that many hosts do not come back at once).
+
+    Args:
+      attempt: makes a request.
+      patience: the last attempt begins at most this many seconds after the first.
+      on_retry: called before each pause; it may raise an error, which ends the attempts.
+
+    Raises:
+      Unavailable: no attempt succeeded.
+    """
+    end, number, wait = time.monotonic() + patience, 0, _FIRST_WAIT
+    while True:
+        try:
+            return attempt(number)
+        except Unavailable:
+            if time.monotonic() >= end:
+                raise
+        on_retry()
+        time.sleep(min(random.uniform(wait / 2, wait), max(end - time.monotonic(), 0.0)))
+        number, wait = number + 1, min(2 * wait, _LONGEST_WAIT)
+
+
+class _GoogleStorage:
+    """gs://, by the JSON API. google.cloud.storage finds the credentials."""
+
+    def __init__(self, bucket: str):
+        try:
+            import google.auth.exceptions
+            import requests.adapters
+            from google.cloud import storage
+        except ImportError as error:
+            raise UserError(
+                f"gs://{bucket}: gs:// needs the packages gcsfs and google-cloud-storage: pip "
+                "install 'qwen3next-jax[gcs]'"
+            ) from error
+        try:
+            client = storage.Client()
+        except (google.auth.exceptions.GoogleAuthError, OSError) as error:
+            raise UserError(
+                f"gs://{bucket}: no credentials for Google Cloud ({one_line(str(error))}): run "
+                "gcloud auth application-default login, or give the machine a service account"
+            ) from error
+        # By default a session has ten connections, and warns of more.
+        adapter = requests.adapters.HTTPAdapter(pool_maxsize=_CONNECTIONS)
+        client._http.mount("https://", adapter)
+        client._http.mount("http://", adapter)
+        self._client, self._bucket = client, client.bucket(bucket)
+        self._options = {"timeout": _TIMEOUT, "retry": None}
+
+    def read(self, key: str, start: int, stop: int | None) -> bytes:
+        if stop is not None and stop <= start:
+            return b""
+        with self._errors(key):
+            end = None if stop is None else stop - 1
+            return self._bucket.blob(key).download_as_bytes(
+                start=start or None,
+                end=end,
+                raw_download=True,
+                checksum=None if start or stop else "md5",
+                **self._options,
+            )
+
+    def stat(self, key: str) -> Entry:
+        with self._errors(key):
+            blob = self._bucket.blob(key)
+            blob.reload(**self._options)
+            return _entry_of_blob(blob)
+
+    def list(self, prefix: str, deep: bool, limit: int | None) -> tuple[list[Entry], list[str]]:
+        with self._errors(prefix):
+            pages = self._client.list_blobs(
+                self._bucket,
+                prefix=prefix,
+                delimiter=None if deep else "/",
+                max_results=limit,
+                **self._options,
+            )
+            entries = [_entry_of_blob(blob) for blob in pages]
+            return entries, sorted(pages.prefixes)
+
+    def write(self, key: str, data: bytes, replaces: str | None) -> str:
+        with self._errors(key):
+            blob = self._bucket.blob(key)
+            match = None if replaces is None else int(replaces or 0)
+            blob.upload_from_string(
+                data, if_generation_match=match, checksum="md5", **self._options
+            )
+            return str(blob.generation)
+
+    def upload(self, key: str, file: str) -> None:
+        with self._errors(key):
+            self._bucket.blob(key).upload_from_filename(file, checksum="md5", **self._options)
+
+    def delete(self, key: str) -> None:
+        with self._errors(key):
+            self._bucket.blob(key).delete(**self._options)
+
+    @contextlib.contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        """Turns errors of Google's libraries into those that `ObjectStore` names, or else into an
+        OSError.
+        """
+        import google.api_core.exceptions as api
+        import google.auth.exceptions as auth
+        import requests
+
+        url = f"gs://{self._bucket.name}/{key}"
+        try:
+            yield
+        except api.NotFound as error:
+            raise FileNotFoundError(errno.ENOENT, _said(error), url) from error
+        except api.PreconditionFailed as error:
+            raise Conflict(errno.EEXIST, "written by another process", url) from error
+        except (api.Forbidden, api.Unauthorized) as error:
+            raise Forbidden(errno.EACCES, _said(error), url) from error
+        except (api.TooManyRequests, api.ServerError) as error:
+            raise Unavailable(errno.EAGAIN, _said(error), url) from error
+        except api.GoogleAPICallError as error:
+            kind = Unavailable if error.code == 408 else OSError
+            raise kind(errno.EIO, _said(error), url) from error
+        except auth.TransportError as error:
+            raise Unavailable(errno.EAGAIN, one_line(str(error)), url) from error
+        except auth.GoogleAuthError as error:
+            kind = Unavailable if error.retryable else Forbidden
+            raise kind(errno.EACCES, one_line(str(error)), url) from error
+        except (requests.ConnectionError, requests.Timeout) as error:
+            raise Unavailable(errno.EAGAIN, type(error).__name__, url) from error
+        except requests.RequestException as error:  # such as an answer that was cut short
+            raise Unavailable(errno.EAGAIN, type(error).__name__, url) from error
+        except _checksum_errors() as error:
+            raise Unavailable(errno.EIO, "the content arrived damaged", url) from error
+
+
+def _checksum_errors() -> tuple[type[Exception], ...]:
+    from google.cloud.storage.exceptions import DataCorruption, InvalidResponse
+
+    return (DataCorruption, InvalidResponse)
+
+
+def _said(error: Any) -> str:
+    """Returns the code and the message of an answer of Google Cloud Storage in one line."""
+    # The text of an error repeats the request before the answer.
+    found = re.search(r'"message": "([^"]*)"', error.message or "")
+    message = error.errors[0].get("message") if error.errors else found and found[1]
+    return one_line(f"HTTP {error.code.value}: {message or type(error).__name__}")
+
+
+def _entry_of_blob(blob: Any) -> Entry:
+    md5 = base64.b64decode(blob.md5_hash).hex() if blob.md5_hash else ""
+    return Entry(blob.name, blob.size, str(blob.generation), md5, blob.updated.timestamp())
+
+
+class _S3:
+    """s3://, by botocore, which s3fs brings."""
+
+    def __init__(self, bucket: str):
+        try:
+            import botocore.config
+            import botocore.session
+        except ImportError as error:
+            raise UserError(
+                f"s3://{bucket}: s3:// needs the package s3fs: pip install 'qwen3next-jax[s3]'"
+            ) from error
+        self._bucket = bucket
+        self._client = botocore.session.get_session().create_client(
+            "s3",
+            config=botocore.config.Config(
+                connect_timeout=_TIMEOUT,
+                read_timeout=_TIMEOUT,
+                max_pool_connections=_CONNECTIONS,
+                retries={"total_max_attempts": 1},
+            ),
+        )
+
+    def read(self, key: str, start: int, stop: int | None) -> bytes:
+        if stop is not None and stop <= start:
+            return b""
+        asked = {}
+        if start or stop is not None:
+            asked = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"}
+        with self._errors(key):
+            return self._client.get_object(Bucket=self._bucket, Key=key, **asked)["Body"].read()
+
+    def stat(self, key: str) -> Entry:
+        with self._errors(key):
+            head = self._client.head_object(Bucket=self._bucket, Key=key)
+        return _entry_of_s3({"Key": key, "Size": head["ContentLength"]} | head)
+
+    def list(self, prefix: str, deep: bool, limit: int | None) -> tuple[list[Entry], list[str]]:
+        entries, folders, token = [], [], {}
+        delimiter = {} if deep else {"Delimiter": "/"}
+        limits = {} if limit is None else {"MaxKeys": limit}
+        while True:
+            with self._errors(prefix):
+                page = self._client.list_objects_v2(
+                    Bucket=self._bucket, Prefix=prefix, **delimiter, **limits, **token
+                )
+            entries += map(_entry_of_s3, page.get("Contents", ()))
+            folders += [folder["Prefix"] for folder in page.get("CommonPrefixes", ())]
+            if not page.get("IsTruncated") or limit is not None:
+                return entries, sorted(folders)
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def write(self, key: str, data: bytes, replaces: str | None) -> str:
+        condition = {}
+        if replaces is not None:
+            condition = {"IfMatch": replaces} if replaces else {"IfNoneMatch": "*"}
+        with self._errors(key):
+            answer = self._client.put_object(Bucket=self._bucket, Key=key, Body=data, **condition)
+        return answer["ETag"]
+
+    def upload(self, key: str, file: str) -> None:
+        with self._errors(key), open(file, "rb") as body:
+            self._client.put_object(Bucket=self._bucket, Key=key, Body=body)
+
+    def delete(self, key: str) -> None:
+        with self._errors(key):
+            self._client.delete_object(Bucket=self._bucket, Key=key)
+
+    @contextlib.contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        """Turns the errors of botocore into those of `ObjectStore`."""
+        import botocore.exceptions as boto
+
+        url = f"s3://{self._bucket}/{key}"
+        try:
+            yield
+        except boto.ClientError as error:
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            code = error.response.get("Error", {}).get("Code", "")
+            said = f"HTTP {status}: {error_message(error)}"
+            if status == 404:
+                raise FileNotFoundError(errno.ENOENT, said, url) from error
+            if status in (409, 412) and code != "BucketAlreadyExists":
+                raise Conflict(errno.EEXIST, "written by another process", url) from error
+            if status in (401, 403):
+                raise Forbidden(errno.EACCES, said, url) from error
+            kind = Unavailable if status in (408, 429) or status >= 500 else OSError
+            raise kind(errno.EIO, said, url) from error
+        except (boto.NoCredentialsError, boto.PartialCredentialsError) as error:
+            raise Forbidden(errno.EACCES, one_line(str(error)), url) from error
+        except (boto.HTTPClientError, boto.ResponseStreamingError) as error:
+            raise Unavailable(errno.EAGAIN, type(error).__name__, url) from error
+
+
+def _entry_of_s3(entry: dict[str, Any]) -> Entry:
+    tag = entry["ETag"].strip('"')
+    # The ETag of an object that was uploaded in parts, or encrypted by a key, is no MD5.
+    md5 = tag if len(tag) == 32 and not set(tag) - set("0123456789abcdef") else ""
+    return Entry(entry["Key"], entry["Size"], entry["ETag"], md5, entry["LastModified"].timestamp())
+
+
+def md5(data: bytes) -> str:
+    """Returns the MD5 of `data` in hexadecimal digits: the checksum that stores keep of an
+    object. It finds damage; it is no protection from an attacker.
+    """
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+_patience_lock = threading.Lock()
+_patience_of_fsspec = 0.0
+
+
+def set_fsspec_patience(seconds: float) -> None:
+    """Lets gcsfs, with which Orbax makes its small requests through etils, repeat a request for
+    `seconds`, as `with_retries` does. By itself gcsfs gives up after half a minute.
+    """
+    global _patience_of_fsspec
+    with _patience_lock:
+        first, _patience_of_fsspec = not _patience_of_fsspec, seconds
+    if not first:
+        return
+    import fsspec
+    import gcsfs.core
+    import gcsfs.retry
+
+    # It logs every failed attempt with a traceback. What finally fails is an exception.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+
+    class PatientGCSFileSystem(gcsfs.core.GCSFileSystem):
+        cachable = True
+
+        async def _request(self, *args, **options):
+            end = time.monotonic() + _patience_of_fsspec
+            while True:
+                try:
+                    return await super()._request(*args, **options)
+                except Exception as error:
+                    if not gcsfs.retry.is_retriable(error) or time.monotonic() >= end:
+                        raise
+
+    for scheme in ("gs", "gcs"):
+        fsspec.register_implementation(scheme, PatientGCSFileSystem, clobber=True)

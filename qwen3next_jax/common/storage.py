@@ -1,0 +1,367 @@
+"""Folders in a bucket, gs://BUCKET/… or s3://BUCKET/…, beside those of a file system.
+
+`to_path` returns a `pathlib.Path`, or a `BucketPath` with the same methods as far as a bucket has
+them. A bucket has no folders, only objects whose names hold "/". It has no rename, no append and no
+locks; the code that needs those on a file system does something else in a bucket, and asks for the
+type of the path.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import fnmatch
+import io
+import os
+import pathlib
+import posixpath
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from qwen3next_jax.common.errors import ExitCode, UserError, require, require_path
+from qwen3next_jax.common.object_stores import (
+    ABSENT,
+    Conflict,
+    Entry,
+    Forbidden,
+    ObjectStore,
+    StoreError,
+    Unavailable,
+    md5,
+    open_store,
+    with_retries,
+)
+
+SCHEMES = ("gs://", "s3://")
+PATIENCE = 60.0  # seconds for which a request is repeated, unless a run says otherwise
+
+
+def with_patience(path: "pathlib.Path | BucketPath", seconds: float) -> Any:
+    """Returns a path in a bucket with `seconds` as its patience (`BucketPath`); any other path
+    unchanged.
+    """
+    return path.with_patience(seconds) if isinstance(path, BucketPath) else path
+
+
+def is_bucket(path: str | os.PathLike) -> bool:
+    """Whether `path` is in a bucket."""
+    return os.fspath(path).startswith(SCHEMES)
+
+
+def to_path(path: str | os.PathLike, where: str = "") -> "pathlib.Path | BucketPath":
+    """Returns a path of a file system or of a bucket. `where` begins the message of an error, such
+    as "--workdir=".
+
+    Raises:
+      UserError: `path` is a URL of another kind, or names no bucket.
+    """
+    if isinstance(path, (pathlib.Path, BucketPath)):
+        return path
+    text = os.fspath(path)
+    if not is_bucket(text):
+        require(
+            "://" not in text,
+            f"{where}{text}: expected a local folder, one of a file system that is mounted, "
+            "gs://BUCKET/… or s3://BUCKET/…",
+        )
+        return pathlib.Path(text)
+    scheme, _, rest = text.partition("://")
+    bucket, _, key = rest.partition("/")
+    require(bool(bucket.strip()), f"{where}{text}: expected {scheme}://BUCKET/FOLDER")
+    key = posixpath.normpath("/" + key).strip("/")
+    require_path(where + text, f"{scheme}://{bucket}/{key}")
+    return BucketPath(scheme, bucket, key)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class BucketPath:
+    """An object in a bucket, or the folder of all objects whose keys begin with `key` and "/".
+
+    Its methods are those of `pathlib.Path` with the same names, except where their docstrings say
+    something else. A request that the store refuses for the moment (429, 5xx), or does not answer,
+    is repeated for `patience` seconds; then the method raises `Unavailable`, an OSError.
+    """
+
+    scheme: str
+    bucket: str
+    key: str
+    patience: float = dataclasses.field(default=PATIENCE, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.key}" if self.key else "")
+
+    def __repr__(self) -> str:
+        return f"BucketPath({str(self)!r})"
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def __truediv__(self, name: str | os.PathLike) -> "BucketPath":
+        key = posixpath.normpath(posixpath.join("/", self.key, os.fspath(name))).strip("/")
+        return dataclasses.replace(self, key=key)
+
+    # ---- names
+
+    @property
+    def name(self) -> str:
+        return posixpath.basename(self.key)
+
+    @property
+    def stem(self) -> str:
+        return pathlib.PurePosixPath(self.key).stem
+
+    @property
+    def suffix(self) -> str:
+        return pathlib.PurePosixPath(self.key).suffix
+
+    @property
+    def parent(self) -> "BucketPath":
+        return dataclasses.replace(self, key=posixpath.dirname(self.key))
+
+    def with_name(self, name: str) -> "BucketPath":
+        return self.parent / name
+
+    def with_suffix(self, suffix: str) -> "BucketPath":
+        return self.parent / (self.stem + suffix)
+
+    def relative_to(self, other: "BucketPath") -> pathlib.PurePosixPath:
+        """Returns the rest of this path after the folder `other`."""
+        if (self.scheme, self.bucket) != (other.scheme, other.bucket):
+            raise ValueError(f"{self} is not in {other}")
+        return pathlib.PurePosixPath("/" + self.key).relative_to("/" + other.key)
+
+    def absolute(self) -> "BucketPath":
+        return self
+
+    def resolve(self) -> "BucketPath":
+        return self
+
+    def expanduser(self) -> "BucketPath":
+        return self
+
+    def with_patience(self, seconds: float) -> "BucketPath":
+        """Returns this path with `seconds` as its `patience`."""
+        return dataclasses.replace(self, patience=seconds)
+
+    # ---- what there is
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def is_file(self) -> bool:
+        return self.entry() is not None
+
+    def is_dir(self) -> bool:
+        """Whether any object is in this folder."""
+        return bool(self._list(deep=True, limit=1)[0])
+
+    def entry(self) -> Entry | None:
+        """Returns what the store says of the object; None if there is none."""
+        if not self.key:
+            return None
+        try:
+            return self._request(lambda store: store.stat(self.key))
+        except FileNotFoundError:
+            return None
+
+    def stat(self) -> Any:
+        """Returns st_size, st_mtime, st_mtime_ns and, as st_ino, the version of the object."""
+        entry = self.entry()
+        if entry is None:
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self))
+        return stat_of(entry)
+
+    def iterdir(self) -> Iterator["BucketPath"]:
+        """Yields the objects and folders in this folder; nothing if it does not exist."""
+        entries, folders = self._list(deep=False)
+        for key in sorted([entry.key for entry in entries] + [f.rstrip("/") for f in folders]):
+            yield dataclasses.replace(self, key=key)
+
+    def entries(self) -> dict["BucketPath", Entry]:
+        """Returns every object in this folder and in the folders in it."""
+        found, _ = self._list(deep=True)
+        return {dataclasses.replace(self, key=entry.key): entry for entry in found}
+
+    def rglob(self, pattern: str) -> Iterator["BucketPath"]:
+        """Yields the objects whose names match; never a folder."""
+        yield from (path for path in self.entries() if fnmatch.fnmatchcase(path.name, pattern))
+
+    def glob(self, pattern: str) -> Iterator["BucketPath"]:
+        """Yields the objects and folders in this folder whose names match. A pattern with "/" finds
+        only objects.
+        """
+        if "/" not in pattern:
+            yield from (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
+            return
+        parts = pattern.split("/")
+        fixed = [part for part in parts[:-1]]
+        while fixed and any(set(part) & set("*?[") for part in fixed):
+            fixed.pop()
+        base, rest = self / "/".join(fixed), parts[len(fixed) :]
+        for path in base.entries():
+            names = path.relative_to(base).parts
+            if len(names) == len(rest) and all(map(fnmatch.fnmatchcase, names, rest)):
+                yield path
+
+    # ---- content
+
+    def read_bytes(self, start: int = 0, stop: int | None = None) -> bytes:
+        """Returns the bytes of the object from number `start` up to, but not including, number
+        `stop`; to the end if `stop` is None.
+        """
+        return self._request(lambda store: store.read(self.key, start, stop))
+
+    def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return self.read_bytes().decode(encoding, errors)
+
+    def open(self, mode: str = "r", errors: str = "strict") -> Any:
+        """Returns the content as a file for reading; the whole object is read at once."""
+        if mode == "rb":
+            return io.BytesIO(self.read_bytes())
+        require(mode == "r", f"{self}: a bucket has no files that can be opened for writing")
+        return io.StringIO(self.read_text(errors=errors), newline=None)
+
+    def write_bytes(self, data: bytes) -> None:
+        """Writes the object whole, or not at all."""
+        self.write(data)
+
+    def write_text(self, text: str, encoding: str = "utf-8", errors: str = "strict") -> None:
+        self.write(text.encode(encoding, errors))
+
+    def write(self, data: bytes, replaces: str | None = None) -> str:
+        """Writes the object whole, or not at all, and returns its version.
+
+        Args:
+          replaces: the version that the object must have; ABSENT if it may not exist; None: any.
+
+        Raises:
+          Conflict: another process has written the object.
+        """
+
+        def attempt(store: ObjectStore, number: int) -> str:
+            try:
+                return store.write(self.key, data, replaces)
+            except Conflict:
+                # The answer to an attempt before may have been lost after it had succeeded.
+                entry = self.entry() if number else None
+                if entry is None or (entry.size, entry.md5) != (len(data), md5(data)):
+                    raise
+                return entry.version
+
+        store = open_store(self.scheme, self.bucket)
+        return with_retries(lambda number: attempt(store, number), self.patience)
+
+    def upload(self, file: pathlib.Path) -> None:
+        """Writes the object with the content of a local file, whole or not at all."""
+        self._request(lambda store: store.upload(self.key, str(file)))
+
+    def blocks(self, size: int) -> Iterator[bytes]:
+        """Yields the content in blocks of `size` bytes."""
+        for start in range(0, self.stat().st_size, size):
+            yield self.read_bytes(start, start + size)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        try:
+            self._request(lambda store: store.delete(self.key))
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
+        """Does nothing: a folder is there once an object is in it."""
+
+    def remove_tree(self) -> None:
+        """Deletes every object in this folder."""
+        for path in self.entries():
+            path.unlink(missing_ok=True)
+
+    def _list(self, deep: bool, limit: int | None = None) -> tuple[list[Entry], list[str]]:
+        prefix = self.key + "/" if self.key else ""
+        try:
+            return self._request(lambda store: store.list(prefix, deep, limit))
+        except FileNotFoundError:  # the bucket
+            return [], []
+
+    def _request(self, function: Any) -> Any:
+        store = open_store(self.scheme, self.bucket)
+        return with_retries(lambda _: function(store), self.patience)
+
+
+def stat_of(entry: Entry) -> Any:
+    """Returns the size, the modification time and, as st_ino, the version of an object, in fields
+    named as in the result of `os.stat`.
+    """
+    return types.SimpleNamespace(
+        st_size=entry.size,
+        st_mtime=entry.modified,
+        st_mtime_ns=int(entry.modified * 1e9),
+        st_ino=entry.version,
+    )
+
+
+def check_bucket(where: str, path: BucketPath) -> None:
+    """Checks, by one request, that the bucket exists and that this process may list it.
+
+    Raises:
+      UserError: begins with `where`.
+    """
+    name = f"{path.scheme}://{path.bucket}"
+    prefix = path.key + "/" if path.key else ""
+    try:
+        path._request(lambda store: store.list(prefix, True, 1))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{where}: there is no bucket {name}: create it, or name another"
+        ) from error
+    except Forbidden as error:
+        raise UserError(
+            f"{where}: this process may not read {name} ({error.strerror}): give its account the "
+            "right to read and write objects there, or other credentials"
+        ) from error
+    except Unavailable as error:
+        raise UserError(
+            f"{where}: {name} did not answer within {path.patience:g} s ({error.strerror})",
+            ExitCode.STORAGE,
+        ) from error
+
+
+def write_whole(path: pathlib.Path | BucketPath, text: str, errors: str = "strict") -> None:
+    """Writes a text file that appears whole or not at all, as UTF-8."""
+    if isinstance(path, BucketPath):
+        path.write_text(text, errors=errors)
+        return
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8", errors=errors)
+    os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def local_copy(path: pathlib.Path | BucketPath) -> Iterator[pathlib.Path]:
+    """Yields the path of a local file with the content of `path`: itself if it is local."""
+    if not isinstance(path, BucketPath):
+        yield path
+        return
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        copy = pathlib.Path(folder) / path.name
+        copy.write_bytes(path.read_bytes())
+        yield copy
+
+
+__all__ = [
+    "ABSENT",
+    "BucketPath",
+    "Conflict",
+    "Entry",
+    "PATIENCE",
+    "StoreError",
+    "Unavailable",
+    "check_bucket",
+    "is_bucket",
+    "local_copy",
+    "md5",
+    "stat_of",
+    "to_path",
+    "with_patience",
+]

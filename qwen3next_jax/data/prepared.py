@@ -1,0 +1,255 @@
+"""The finished rows of a source, and the index from which they are opened.
+
+To find the rows of a corpus of 15 T tokens without an index, a process would read a manifest for
+each of some 450,000 units and 56,000 folders of rows. The index is one file of some tens of bytes
+per shard. It holds what these manifests say, and the size and modification time of every file that
+holds rows. An index is used only if all of these files still have this size and time; otherwise
+`preparation` reads the manifests, reports what is wrong with them, and writes the index anew.
+"""
+
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from qwen3next_jax.common import digests
+from qwen3next_jax.common.storage import BucketPath
+from qwen3next_jax.data import digest_cache, format_1
+from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, Recipe, Statistics
+from qwen3next_jax.data.rows import RowReader, RowTable
+from qwen3next_jax.data.sources import Source
+from qwen3next_jax.data.store import Store
+from qwen3next_jax.data.tokens import Tokenizer
+
+_FORMAT = 1  # of the index
+_AT_ONCE = 4096  # files whose size and time one thread asks for
+_THREADS = 16  # a network file system answers several requests at once
+
+Root = pathlib.Path | BucketPath
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """The finished rows of one source.
+
+    Attributes:
+      source: the source.
+      format: number of the format in which its rows are stored.
+      fingerprint: hexadecimal digest of everything that determines the rows.
+      statistics: TRAIN or HELDOUT → counts over the rows of this split.
+      rows: TRAIN or HELDOUT → the rows of this split.
+      bad: kind of fault → number of records with it, see `readers.BadRecords`.
+      bad_places: where the first five bad records are, such as "part.jsonl:17".
+      records: number of records, including empty and bad ones; 0 in format 1.
+      empty: number of empty documents.
+    """
+
+    source: Source
+    format: int
+    fingerprint: str
+    statistics: dict[str, Statistics]
+    rows: dict[str, RowReader]
+    bad: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    bad_places: Sequence[str] = ()
+    records: int = 0
+    empty: int = 0
+
+    @property
+    def directories(self) -> list[pathlib.Path]:
+        """The folders that hold the rows."""
+        table = self.rows[TRAIN].table
+        return [table.directory(i) for i in range(len(table.folders))]
+
+    @property
+    def directory(self) -> pathlib.Path:
+        """The folder that holds all rows, directly or in folders of its own."""
+        table = self.rows[TRAIN].table
+        return table.directory(0) if len(table.folders) == 1 else table.root
+
+
+def index_name(
+    store: Store,
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    recipe: Recipe,
+    corpora: Mapping[int, str],
+) -> str | None:
+    """Returns the name, in the store, of the index of all sources of a run.
+
+    Args:
+      store: the folder of prepared data.
+      sources: the sources.
+      tokenizer: the tokenizer of their units.
+      recipe: the recipe of their rows.
+      corpora: index of each source whose text is gone → digest of its tokens.
+
+    Returns:
+      The name, which is a digest of everything that determines the rows of all sources. None if a
+      file was modified so recently that its size and time do not say which bytes it holds.
+    """
+    parts = []
+    for i, source in enumerate(sources):
+        content = corpora[i] if i in corpora else digest_cache.identity(source)
+        if content is None:
+            return None
+        parts.append(
+            [
+                source.name,
+                content,
+                source.text_field,
+                source.on_bad_text,
+                source.bad_records,
+            ]
+        )
+    key = {
+        "format": _FORMAT,
+        "sources": parts,
+        "tokenizer": tokenizer.fingerprint,
+        "parse_tokens": sorted(tokenizer.parse_tokens),
+        "libraries": dict(tokenizer.libraries),
+        "format_1": format_1.folder_names(store),  # one of them may hold the rows of a source
+        **dataclasses.asdict(recipe),
+    }
+    return f"indexes/{digests.sha256_json(key)[:20]}.npz"
+
+
+def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
+    """Writes the index of rows that were just opened.
+
+    Raises:
+      UserError: the folder cannot be written to.
+    """
+    headers, arrays = [], {}
+    for i, one in enumerate(prepared):
+        tables = {side: one.rows[side].table for side in (TRAIN, HELDOUT)}
+        for side, table in tables.items():
+            found = _stats(table.root, table.paths())
+            if found is None:
+                return  # another process has removed a file
+            arrays[f"{i}.{side}.shard_ends"] = table.shard_ends
+            arrays[f"{i}.{side}.rows"] = table.rows
+            arrays[f"{i}.{side}.files"] = found
+        found = _stats(table.root, _metadata_paths(table))
+        if found is None:
+            return
+        arrays[f"{i}.metadata"] = found
+        arrays[f"{i}.folders"] = table.folders
+        arrays[f"{i}.rows_per_record"] = table.rows_per_record
+        arrays[f"{i}.unit_ends"], arrays[f"{i}.origins"] = table.unit_ends, table.origins
+        headers.append(
+            {
+                "fingerprint": one.fingerprint,
+                "dtype": table.dtype,
+                "statistics": {side: dataclasses.asdict(s) for side, s in one.statistics.items()},
+                "bad": dict(one.bad),
+                "bad_places": list(one.bad_places),
+                "records": one.records,
+                "empty": one.empty,
+            }
+        )
+    arrays["header"] = np.frombuffer(json.dumps(headers).encode(), np.uint8)
+    with store.new_file(name) as path, path.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def read_index(
+    store: Store, name: str, sources: Sequence[Source], recipe: Recipe
+) -> list[Prepared] | None:
+    """Opens the rows of all sources from their index.
+
+    Returns:
+      The rows of each source; None if there is no such index, if it is damaged, or if a file with
+      rows is missing or was written to after the index.
+    """
+    try:
+        with store.local(name) as path, np.load(path, allow_pickle=False) as arrays:
+            headers = json.loads(arrays["header"].tobytes())
+            found = [
+                _read_source(store, arrays, i, source, recipe, header)
+                for i, (source, header) in enumerate(zip(sources, headers, strict=True))
+            ]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    return None if None in found else found
+
+
+def _read_source(
+    store: Store,
+    arrays: Mapping[str, np.ndarray],
+    i: int,
+    source: Source,
+    recipe: Recipe,
+    header: Mapping,
+) -> Prepared | None:
+    shared = {
+        key: arrays[f"{i}.{key}"] for key in ("folders", "rows_per_record", "unit_ends", "origins")
+    }
+    rows = {}
+    for side in (TRAIN, HELDOUT):
+        files = arrays[f"{i}.{side}.files"]
+        table = RowTable(
+            root=store.path("rows"),
+            split=side,
+            dtype=header["dtype"],
+            shard_ends=arrays[f"{i}.{side}.shard_ends"],
+            rows=arrays[f"{i}.{side}.rows"],
+            sizes=files[:, 0],
+            **shared,
+        )
+        if not _are_unchanged(table.root, table.paths(), files):
+            return None
+        rows[side] = RowReader(table, recipe.row_length)
+    if not _are_unchanged(table.root, _metadata_paths(table), arrays[f"{i}.metadata"]):
+        return None
+    return Prepared(
+        source,
+        2,
+        header["fingerprint"],
+        {side: Statistics(**counts) for side, counts in header["statistics"].items()},
+        rows,
+        header["bad"],
+        header["bad_places"],
+        header["records"],
+        header["empty"],
+    )
+
+
+def _metadata_paths(table: RowTable) -> Iterator[str]:
+    return (f"{table.root}/{name.decode()}/{METADATA}" for name in table.folders.tolist())
+
+
+def _are_unchanged(root: Root, paths: Iterable[str], before: np.ndarray) -> bool:
+    now = _stats(root, paths)
+    return now is not None and np.array_equal(now, before)
+
+
+def _stats(root: Root, paths: Iterable[str]) -> np.ndarray | None:
+    """Returns int64 [n, 2], the size in bytes and the modification time in nanoseconds of each
+    file; None if one does not exist. In a bucket, one listing of `root` gives the sizes, and a
+    digest of an object's version takes the place of the time.
+    """
+    if isinstance(root, BucketPath):
+        entries = {str(path): entry for path, entry in root.entries().items()}
+        listed = [entries.get(path) for path in paths]
+        if None in listed:
+            return None
+        numbers = [(e.size, int(digests.sha256(str(e.version))[:15], 16)) for e in listed]
+        return np.array(numbers, np.int64).reshape(-1, 2)
+    batches = itertools.batched(paths, _AT_ONCE)
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+        found = list(pool.map(_stats_of_some, batches))
+    return None if None in found else np.array(sum(found, []), np.int64).reshape(-1, 2)
+
+
+def _stats_of_some(paths: Sequence[str]) -> list[tuple[int, int]] | None:
+    try:
+        stats = [os.stat(path) for path in paths]
+    except FileNotFoundError:
+        return None
+    return [(stat.st_size, stat.st_mtime_ns) for stat in stats]

@@ -1,0 +1,316 @@
+"""Texts that a model generated, with the experts that their tokens used: the files, and the data
+source "recorded", which trains on them with the same experts (router replay, 2510.11370).
+
+A file is a safetensors file of one text, with these arrays:
+  tokens          [n], integers: the prompt and the new tokens.
+  routed_experts  [n - 1, layers, A], integers: the experts of each token in each decoder layer, in
+                  the layout in which vLLM and SGLang return them. The last token never enters the
+                  model, so it has none; [n, layers, A] is read, too. A token whose A numbers are -1
+                  is left to the router of that layer. Layers without experts are not read.
+Its metadata, which a file of another program need not have:
+  prompt_tokens   the number of tokens of the prompt, which are no targets; default: 1.
+  model           JSON: the settings `_IDENTITY` of the model that generated the text.
+
+Letters: T tokens of a row, L layers, A experts per token.
+"""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from qwen3next_jax.common import digests
+from qwen3next_jax.common.durable import fsync
+from qwen3next_jax.common.errors import UserError, error_message, require
+from qwen3next_jax.config import DataConfig, ModelConfig
+from qwen3next_jax.data import sources
+from qwen3next_jax.data.pipeline import Batch, Data
+from qwen3next_jax.data.preparation import Progress
+from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
+
+_IDENTITY = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_experts",
+    "num_experts_per_tok",
+)
+
+
+class Record(NamedTuple):
+    """A text, and the experts that its tokens used.
+
+    Attributes:
+      tokens: int32 [n].
+      routed_experts: int16 [n, L, A]; -1 where the router is to choose.
+      prompt_tokens: the number of tokens at the start that are no targets.
+      model: the settings `_IDENTITY` of the model that generated the text; {} if unknown.
+    """
+
+    tokens: np.ndarray
+    routed_experts: np.ndarray
+    prompt_tokens: int
+    model: dict[str, Any]
+
+
+def write_record(
+    folder: pathlib.Path,
+    model: ModelConfig,
+    tokens: np.ndarray,
+    routed_experts: np.ndarray,
+    prompt_tokens: int,
+) -> pathlib.Path:
+    """Writes a text and its experts to a file of `folder`, which is made if it is missing. The
+    file's name is a digest of its content, so no other file is overwritten.
+
+    Args:
+      model: the settings of the model that generated the text.
+      tokens: [n], the prompt and the new tokens.
+      routed_experts: [n - 1, L, A].
+      prompt_tokens: the number of tokens of the prompt.
+
+    Returns:
+      The path of the file.
+    """
+    identity = {name: getattr(model, name) for name in _IDENTITY}
+    content = safetensors.numpy.save(
+        {
+            "tokens": np.ascontiguousarray(tokens, np.int32),
+            "routed_experts": np.ascontiguousarray(routed_experts, np.int16),
+        },
+        {"prompt_tokens": str(prompt_tokens), "model": json.dumps(identity)},
+    )
+    path = folder / f"{digests.sha256(content)[:20]}.safetensors"
+    part = path.with_suffix(f".{os.getpid()}.part")
+    folder.mkdir(parents=True, exist_ok=True)
+    part.write_bytes(content)
+    fsync(part)
+    part.rename(path)
+    return path
+
+
+def read_record(path: os.PathLike) -> Record:
+    """Reads a file.
+
+    Raises:
+      UserError: it is no such file.
+    """
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            names = set(file.keys())
+            missing = {"tokens", "routed_experts"} - names
+            require(
+                not missing,
+                f"{path}: no array {' and '.join(sorted(missing))}: expected a file of recorded "
+                "routing (docs/routing.md)",
+            )
+            tokens, experts = file.get_tensor("tokens"), file.get_tensor("routed_experts")
+        prompt_tokens = int(metadata.get("prompt_tokens", 1))
+        model = dict(json.loads(metadata.get("model", "{}")))
+    except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
+        raise UserError(
+            f"{path}: cannot be read ({error_message(error)}): expected a safetensors file of "
+            "recorded routing (docs/routing.md)"
+        ) from error
+    kinds = tokens.dtype.kind, experts.dtype.kind
+    require(
+        set(kinds) <= set("iu") and tokens.ndim == 1 and experts.ndim == 3 and len(tokens) >= 2,
+        f"{path}: tokens of shape {tokens.shape} and {tokens.dtype}, routed_experts of shape "
+        f"{experts.shape} and {experts.dtype}: expected integers [n] and [n - 1, layers, experts "
+        "per token] with n of 2 or more",
+    )
+    n = len(tokens)
+    require(
+        len(experts) in (n - 1, n),
+        f"{path}: routed_experts of {len(experts)} tokens for {n} tokens: expected {n - 1} or {n}",
+    )
+    require(
+        experts.min(initial=0) >= -1 and experts.max(initial=0) < 2**15,
+        f"{path}: routed_experts holds numbers {experts.min()} … {experts.max()}: expected "
+        f"-1 … {2**15 - 1}",
+    )
+    padded = np.full((n, *experts.shape[1:]), -1, np.int16)
+    padded[: len(experts)] = experts
+    return Record(tokens.astype(np.int64), padded, max(prompt_tokens, 1), model)
+
+
+def check_record(path: os.PathLike, record: Record, model: ModelConfig) -> None:
+    """Raises UserError if the experts of a record cannot be those of `model`."""
+    for name, value in record.model.items():
+        own = getattr(model, name, None)
+        require(
+            value == own,
+            f"{path}: recorded by a model with {name} = {value}, while model.{name} = {own}: "
+            "expected the routing of the model that is trained",
+        )
+    layers, chosen = record.routed_experts.shape[1:]
+    expected = (model.num_hidden_layers, model.num_experts_per_tok)
+    require(
+        (layers, chosen) == expected,
+        f"{path}: routed_experts of {layers} layers and {chosen} experts per token: expected "
+        f"{expected[0]} layers (model.num_hidden_layers) and {expected[1]} experts per token "
+        "(model.num_experts_per_tok)",
+    )
+    kinds = model.layer_kinds[:layers]  # without the layer of multi-token prediction
+    sparse = [layer for layer, (_, experts) in enumerate(kinds) if experts]
+    ids_NLA = np.sort(record.routed_experts[:, sparse], axis=-1)
+    left_NL = np.all(ids_NLA == -1, axis=-1)
+    valid_NL = (ids_NLA[..., 0] >= 0) & (ids_NLA[..., -1] < model.num_experts)
+    valid_NL &= np.all(np.diff(ids_NLA, axis=-1) > 0, axis=-1)
+    wrong = np.argwhere(~left_NL & ~valid_NL)
+    if len(wrong):
+        token, layer = wrong[0].tolist()
+        raise UserError(
+            f"{path}: token {token} uses the experts "
+            f"{record.routed_experts[token, sparse[layer]].tolist()} in layer {sparse[layer]}: "
+            f"expected different numbers 0 … {model.num_experts - 1}, or -1 for all of them"
+        )
+    highest = record.tokens.max()
+    require(
+        0 <= record.tokens.min() and highest < model.vocab_size,
+        f"{path}: tokens {record.tokens.min()} … {highest}: expected 0 … {model.vocab_size - 1} "
+        "(model.vocab_size)",
+    )
+
+
+class RecordedData(Data):
+    """The rows of recorded texts, one text in a row. The new tokens are the targets. Every epoch
+    shuffles the texts anew. A share of `data.heldout_fraction` of the texts, at least one, is held
+    out; evaluations let the routers choose.
+
+    Raises:
+      UserError: there are fewer than two texts, or one is longer than a row.
+    """
+
+    kinds = Data.kinds | {"target_mask": bool}
+
+    def __init__(
+        self,
+        config: DataConfig,
+        sequence_length: int,
+        batch_size: int,
+        vocab_size: int | None = None,
+        progress: Progress | None = None,
+    ):
+        self.tokenizer = self.tokenizer_of(config, vocab_size)
+        self.batch_size, self.sequence_length = batch_size, sequence_length
+        self._seed = config.seed
+        self._labels, self._records, contents = [], [], []
+        for label, path in _find_files(config):
+            record = read_record(path)
+            _check_length(path, record, sequence_length)
+            self._labels.append(label)
+            self._records.append(record)
+            contents.append(digests.sha256_file(path))
+        count = len(self._records)
+        self.heldout_rows = max(1, round(config.heldout_fraction * count))
+        require(
+            count > self.heldout_rows,
+            f"data.path = {config.path!r}: {count} recorded texts, of which {self.heldout_rows} "
+            "held out: expected one more at least",
+        )
+        order = np.random.default_rng(config.seed).permutation(count)
+        self._heldout, self._train = order[: self.heldout_rows], order[self.heldout_rows :]
+        identity = [sorted(contents), config.seed, config.heldout_fraction, sequence_length]
+        self.fingerprint = digests.sha256_json(identity)[:20]
+
+    @staticmethod
+    def tokenizer_of(config: DataConfig, vocab_size: int | None) -> Tokenizer:
+        return load_tokenizer(config.tokenizer or "bytes", vocab_size, config.parse_tokens)
+
+    @classmethod
+    def settings(cls, config: DataConfig) -> tuple[str, ...] | None:
+        return ("path", "tokenizer", "parse_tokens", "heldout_fraction")
+
+    @staticmethod
+    def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
+        for _, path in _find_files(config):
+            _check_length(path, read_record(path), sequence_length)
+
+    @staticmethod
+    def check_model(config: DataConfig, model: ModelConfig) -> None:
+        for _, path in _find_files(config):
+            check_record(path, read_record(path), model)
+
+    def row(self, index: int) -> Batch:
+        return self._row(self._records[self._number(index)])
+
+    def heldout_row(self, index: int) -> Batch:
+        return self._row(self._records[self._heldout[index]])
+
+    def heldout(
+        self, rows: int | None = None, share: Sequence[int] | None = None
+    ) -> Iterator[Batch]:
+        return super().heldout(min(rows or self.heldout_rows, self.heldout_rows), share)
+
+    def names(self, index: int) -> list[str]:
+        return [self._labels[self._number(index)]]
+
+    def describe(self) -> dict[str, Any]:
+        tokens = sum(len(record.tokens) for record in self._records)
+        size = sum(int(self.tokenizer.token_bytes[r.tokens].sum()) for r in self._records)
+        return {
+            "title": f"{len(self._records):,} recorded texts, {tokens:,} tokens",
+            "bits_per_nat": tokens / size / math.log(2) if size else None,
+        }
+
+    def _number(self, index: int) -> int:
+        """Returns the number of the text of training row `index`."""
+        epoch, place = divmod(index, len(self._train))
+        return self._train[
+            np.random.default_rng([self._seed, epoch]).permutation(self._train.size)[place]
+        ]
+
+    def _row(self, record: Record) -> Batch:
+        n, rest = len(record.tokens), self.sequence_length - len(record.tokens)
+        t = np.arange(self.sequence_length)
+        return {
+            "tokens": np.pad(record.tokens, (0, rest)).astype(np.int32),
+            "segment_ids": (t < n).astype(np.int32),
+            "target_mask": (t >= record.prompt_tokens) & (t < n),
+            "expert_ids": np.pad(
+                record.routed_experts, ((0, rest), (0, 0), (0, 0)), constant_values=-1
+            ),
+        }
+
+    def _stack(self, rows: Sequence[Batch], count: int) -> Batch:
+        shape = (count, self.sequence_length, *self._records[0].routed_experts.shape[1:])
+        experts = np.full(shape, -1, np.int16)
+        for b, row in enumerate(rows):
+            experts[b] = row["expert_ids"]
+        plain = [{name: row[name] for name in self.kinds} for row in rows]
+        return super()._stack(plain, count) | {"expert_ids": experts}
+
+
+def _check_length(path: os.PathLike, record: Record, sequence_length: int) -> None:
+    require(
+        len(record.tokens) <= sequence_length,
+        f"{path}: {len(record.tokens)} tokens: expected at most train.sequence_length = "
+        f"{sequence_length}",
+    )
+
+
+def _find_files(config: DataConfig) -> list[tuple[str, pathlib.Path]]:
+    """Returns (label, path) of the files that `data.path` names: globs, or folders whose
+    .safetensors files are taken.
+    """
+    require(
+        bool(config.globs),
+        f"data.path = {config.path!r} with data.source = 'recorded': expected the folder of "
+        "qwen3next generate --record_routing, or a glob",
+    )
+    found = []
+    for glob in config.globs:
+        folder = pathlib.Path(glob)
+        pattern = str(folder / "*.safetensors") if folder.is_dir() else glob
+        found += [
+            (file.label, pathlib.Path(file.path)) for file in sources.resolve(pattern, "").files
+        ]
+    return found

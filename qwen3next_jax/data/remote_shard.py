@@ -1,0 +1,242 @@
+"""Reads rows of a shard that is in a bucket: only the bytes of each row, never the whole shard.
+
+ArrayRecord's own reader needs a local file, and it is what verifies the hash of every chunk. So a
+shard gets a local file of its size that is all hole (it takes no space). Before a row is read, its
+bytes are downloaded and written into their place; after that they are cut out again. The index at
+the end of the shard says where each row is.
+
+An ArrayRecord file is a Riegeli file of one chunk per row, as `rows` writes it, and at its end a
+chunk with the places of all chunks (https://github.com/google/riegeli, riegeli_format.md;
+https://github.com/google/array_record, array_record_writer.cc):
+
+    blocks of 64 KiB, each of which begins with 24 bytes that are not part of any chunk
+    chunk: header of 40 bytes (hash, size, hash, type and number of records, decoded size), data
+    the last block: a chunk whose record holds the place of the index
+"""
+
+import collections
+import ctypes
+import os
+import pathlib
+import struct
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from qwen3next_jax.common.storage import BucketPath
+
+_BLOCK, _BLOCK_HEADER = 1 << 16, 24
+_CHUNK_HEADER = struct.Struct("<QQQQQ")
+_MAGIC = 0x71930E704FDAE05E  # of ArrayRecord's last chunk
+_TAIL = 1 << 20  # bytes of a shard that are read first; they hold the index of some 100,000 rows
+_PAGE = 4096
+_PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
+_CACHE_BYTES = 1 << 28  # of records in the memory of this process
+
+
+class RemoteShard:
+    """An open shard in a bucket. It has the methods of ArrayRecord's reader that `rows` uses.
+
+    Raises:
+      ValueError: the shard has no index that can be read. StoreError: the bucket does not answer.
+    """
+
+    def __init__(self, path: BucketPath, size: int, open_reader: Callable[[pathlib.Path], Any]):
+        """Reads the index.
+
+        Args:
+          path: the shard.
+          size: its bytes.
+          open_reader: opens a local ArrayRecord file.
+        """
+        self._path, self._lock = path, threading.Lock()
+        start = max(size - _TAIL, 0)
+        tail = path.read_bytes(start, size)
+        index = _place_of_index(tail, size)
+        if index < start:
+            start, tail = index, path.read_bytes(index, start) + tail
+        self._places = _places(tail, start, index)
+        folder = tempfile.TemporaryDirectory(prefix="qwen3next-shard-")
+        try:
+            local = pathlib.Path(folder.name) / "shard"
+            with local.open("wb") as file:
+                file.truncate(size)
+            self._file = os.open(local, os.O_RDWR)
+            os.pwrite(self._file, path.read_bytes(0, _BLOCK_HEADER + _CHUNK_HEADER.size), 0)
+            os.pwrite(self._file, tail[index - start :], index)
+            self._reader = open_reader(local)
+            self._index = index
+            self._rows = self._reader.num_records()
+        finally:
+            folder.cleanup()  # the open file stays
+
+    def __del__(self):
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+    def num_records(self) -> int:
+        return self._rows
+
+    def read(self, positions: list[int]) -> list[bytes]:
+        """Returns the records at these positions.
+
+        Raises:
+          IndexError, RuntimeError: a record is damaged or does not exist.
+          StoreError: the bucket does not answer.
+        """
+        return [self._read(position) for position in positions]
+
+    def _read(self, position: int) -> bytes:
+        if (record := _cache.get((self._path, position))) is not None:
+            return record
+        start, stop = self._places[position], self._places[position + 1]
+        data = self._path.read_bytes(start, stop)
+        with self._lock:
+            os.pwrite(self._file, data, start)
+            try:
+                (record,) = self._reader.read([position])
+            finally:
+                self._cut_out(start, stop)
+        _cache.put((self._path, position), record)
+        return record
+
+    def _cut_out(self, start: int, stop: int) -> None:
+        """Frees the pages of these bytes, except those that the index is in."""
+        start, stop = start // _PAGE * _PAGE, -(-stop // _PAGE) * _PAGE
+        stop = min(stop, self._index // _PAGE * _PAGE)
+        if start < _PAGE:  # the file's own header is there
+            start = _PAGE
+        if start < stop:
+            _libc.fallocate(
+                self._file,
+                _PUNCH_HOLE,
+                ctypes.c_int64(start),
+                ctypes.c_int64(stop - start),
+            )
+
+
+_libc = ctypes.CDLL(None)
+
+
+class _Cache:
+    """Records that were read last, of all shards of this process: held-out rows, above all, are
+    read again at every evaluation.
+    """
+
+    def __init__(self, size: int):
+        self._size, self._used = size, 0
+        self._records: collections.OrderedDict[tuple, bytes] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple) -> bytes | None:
+        with self._lock:
+            if key in self._records:
+                self._records.move_to_end(key)
+            return self._records.get(key)
+
+    def put(self, key: tuple, record: bytes) -> None:
+        with self._lock:
+            if key not in self._records:
+                self._used += len(record)
+                self._records[key] = record
+            while self._used > self._size:
+                self._used -= len(self._records.popitem(last=False)[1])
+
+
+_cache = _Cache(_CACHE_BYTES)
+
+
+def _place_of_index(tail: bytes, size: int) -> int:
+    """Returns the place of the index in a shard of `size` bytes; `tail` are its last bytes."""
+    if size % _BLOCK or size < 2 * _BLOCK:
+        raise ValueError(f"{size} bytes are no ArrayRecord file")
+    records = _records(tail, size - len(tail), size - _BLOCK)
+    fields = _fields(records[0])
+    if fields.get(2) != _MAGIC or not 0 < fields.get(1, 0) < size:
+        raise ValueError("it does not end as an ArrayRecord file")
+    return fields[1]
+
+
+def _places(tail: bytes, start: int, index: int) -> list[int]:
+    """Returns the place of every row's chunk, and, last, the end of the last one.
+
+    Args:
+      tail: the bytes of the shard from `start` on.
+      index: the place of the index.
+    """
+    _, *chunks = _records(tail, start, index)  # the first record describes the file
+    entries = [_fields(chunk) for chunk in chunks]
+    if any(entry.get(3, 0) != 1 for entry in entries):
+        raise ValueError("it has chunks of several rows")
+    return [entry.get(1, 0) for entry in entries] + [index]
+
+
+def _records(tail: bytes, start: int, place: int) -> list[bytes]:
+    """Returns the records of the chunk at `place`; `tail` are the bytes from `start` on."""
+    header, place = _without_block_headers(tail, start, place, _CHUNK_HEADER.size)
+    _, size, _, kind, _ = _CHUNK_HEADER.unpack(header)
+    if kind & 0xFF != ord("r") or size > len(tail):
+        raise ValueError("it has no index where it should be")
+    data, _ = _without_block_headers(tail, start, place, size)
+    compression, length = data[:1], 0
+    length, at = _varint(data, 1)
+    sizes = _decompressed(compression, data[at : at + length])
+    values = _decompressed(compression, data[at + length :])
+    records, at, begin = [], 0, 0
+    while at < len(sizes):
+        count, at = _varint(sizes, at)
+        records.append(values[begin : begin + count])
+        begin += count
+    return records
+
+
+def _without_block_headers(tail: bytes, start: int, place: int, count: int) -> tuple[bytes, int]:
+    """Returns `count` bytes of the file from `place` on, without the headers of blocks, and the
+    place after them.
+    """
+    parts = []
+    while count:
+        if place % _BLOCK == 0:
+            place += _BLOCK_HEADER
+        here = min(count, _BLOCK - place % _BLOCK)
+        part = tail[place - start : place - start + here]
+        if place < start or len(part) != here:
+            raise ValueError("it is cut short")
+        parts.append(part)
+        place, count = place + here, count - here
+    return b"".join(parts), place
+
+
+def _decompressed(compression: bytes, data: bytes) -> bytes:
+    if compression == b"\0" or not data:
+        return data
+    if compression != b"z":
+        raise ValueError("its index is compressed by another method than zstd")
+    import pyarrow
+
+    size, at = _varint(data, 0)
+    return pyarrow.Codec("zstd").decompress(data[at:], size).to_pybytes()
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Returns a number of Protocol Buffers' variable length, and the place after it."""
+    value = shift = 0
+    while True:
+        if at >= len(data) or shift > 63:
+            raise ValueError("its index is damaged")
+        value |= (data[at] & 0x7F) << shift
+        shift, at = shift + 7, at + 1
+        if data[at - 1] < 0x80:
+            return value, at
+
+
+def _fields(message: bytes) -> dict[int, int]:
+    """Returns number of field → value, for a Protocol Buffers message of integers."""
+    found, at = {}, 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        if key & 7:
+            raise ValueError("its index is damaged")
+        found[key >> 3], at = _varint(message, at)
+    return found

@@ -1,0 +1,400 @@
+"""The cost model "calibrated": the simulation of `roofline.py` at rates that chips were measured to
+reach, with what the other two cost models leave out.
+
+- An instruction takes the measured seconds for its bytes through HBM, or for the FLOPs of its
+  products, or the cycles of its schedule, whichever are most. Measured seconds include the start of
+  a kernel (`Curve`).
+- A collective takes a start, and then its bytes at the rate that a link was measured to reach.
+- The links along one dimension of the torus are one resource. Collectives over different mesh axes
+  that lie along the same dimension wait for each other.
+- A copy that the compiler started early, and the HBM traffic of a collective (a byte that a chip
+  sends is read once, and a byte that it receives is written once), take only the HBM time that the
+  instructions beside it leave. What is left of a copy at its end is waited for.
+
+`RATES` has the rates and says where each comes from. For a chip without a measurement it uses the
+nearest chip with one, scaled by the published peaks; `ChipRates.sources` says so.
+
+The prediction leaves out the same as the others otherwise: stalls inside a schedule, transfers to
+the host's memory, input data, checkpoints, and an uneven load of the experts.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.planner.compiled import (
+    collective_kind,
+    fused_collective,
+    hbm_bytes,
+    instruction_flops,
+    permuted_pairs,
+    read_collective,
+)
+from qwen3next_jax.planner.hlo import Computation, Instruction, Program
+from qwen3next_jax.planner.roofline import HBM, Costs, Network, Simulation, Timeline
+from qwen3next_jax.planner.schedule import Schedule
+from qwen3next_jax.sharding.chips import CHIPS, Chip
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Measured seconds by size, where a size is a number of FLOPs or of bytes. Seconds between two
+    points are interpolated. Beyond the last point, they grow at the last point's mean rate.
+
+    Attributes:
+      start: seconds of a kernel of size 0, in which no work is done.
+      points: (size, seconds), by size.
+    """
+
+    start: float
+    points: tuple[tuple[float, float], ...]
+
+    def seconds(self, size: float) -> float:
+        """Returns the seconds of one instruction of this size; 0 for size 0."""
+        if not size:
+            return 0.0
+        last_size, last_seconds = self.points[-1]
+        if size >= last_size:
+            return last_seconds * size / last_size
+        sizes, seconds = zip((0.0, self.start), *self.points)
+        return float(np.interp(size, sizes, seconds))
+
+    def scaled(self, factor: float) -> "Curve":
+        """Returns the curve of a chip whose peak rate is `factor` times as high: `factor` times the
+        size takes the same seconds.
+        """
+        return Curve(self.start, tuple((factor * size, seconds) for size, seconds in self.points))
+
+
+@dataclasses.dataclass(frozen=True)
+class ChipRates:
+    """Measured rates of one JAX device of a chip, or of its links.
+
+    Attributes:
+      products: seconds by FLOPs of a matrix product in bfloat16.
+      hbm: seconds by bytes read and written.
+      link_share: the share of a link's published bandwidth that a long transfer reaches.
+      collective_start: seconds before a collective's first byte.
+      sources: {name of a rate: where it was measured, or from which chip it was taken}.
+    """
+
+    products: Curve
+    hbm: Curve
+    link_share: float
+    collective_start: float
+    sources: Mapping[str, str]
+
+
+# microseconds of a kernel that does nothing: what the copies below 16 MB on TPU7x take beyond
+# their bytes at 3,210 GB/s
+_START = 1.7e-6
+_TPU7X_PRODUCTS = Curve(
+    _START,
+    tuple(
+        (2.0 * n**3, 2.0 * n**3 / rate)
+        for n, rate in ((1024, 350e12), (2048, 679e12), (4096, 893e12), (8192, 956e12))
+    ),
+)
+# A copy of an array of `size` bytes reads and writes `size` bytes.
+_TPU7X_HBM = Curve(
+    _START,
+    tuple(
+        (2.0 * size, 2.0 * size / rate)
+        for size, rate in (
+            (2**21, 1379e9),
+            (2**22, 2250e9),
+            (2**23, 2246e9),
+            (2**24, 2757e9),
+            (2**25, 3010e9),
+            (2**26, 3097e9),
+            (2**27, 3177e9),
+            (2**33, 3210e9),
+        )
+    ),
+)
+_V6E_PRODUCTS = Curve(_START, ((2.0 * 8192**3, 1.3288e-3),))
+_MICROBENCHMARKS = "AI-Hypercomputer/tpu-recipes microbenchmarks"
+_PERMUTES = "marin-community/marin#6736, ppermute"
+
+
+def _like(measured: str, name: str, rate: str) -> float:
+    """Returns the published peak rate of a device of the chip `name`, relative to `measured`."""
+    peak = {
+        "products": lambda chip: chip.device_flops,
+        "hbm": lambda chip: chip.hbm_bandwidth / chip.devices_per_chip,
+    }[rate]
+    return peak(CHIPS[name]) / peak(CHIPS[measured])
+
+
+def _unmeasured(rate: str, measured: str) -> str:
+    return f"no {rate} measured: the nearest, {measured}, scaled by the published peaks"
+
+
+def _rates(
+    name: str, link_share: float, collective_start: float, network: str, products: str
+) -> ChipRates:
+    """Returns the rates of a chip without a measured HBM curve of its own.
+
+    Args:
+      network: where the link's rate and the start of a collective were measured.
+      products: where products were measured; "": nowhere.
+    """
+    return ChipRates(
+        products=_V6E_PRODUCTS.scaled(_like("v6e", name, "products")),
+        hbm=_TPU7X_HBM.scaled(_like("tpu7x", name, "hbm")),
+        link_share=link_share,
+        collective_start=collective_start,
+        sources={
+            "products": products or _unmeasured("product", "v6e"),
+            "hbm": _unmeasured("HBM curve", "tpu7x"),
+            "network": network,
+        },
+    )
+
+
+RATES: dict[str, ChipRates] = {
+    "tpu7x": ChipRates(
+        products=_TPU7X_PRODUCTS,
+        hbm=_TPU7X_HBM,
+        # 178.8 of 200 GB/s over two links; 1.6 MB at 71.8 GB/s take 13.5 µs longer than at 178.8
+        link_share=0.894,
+        collective_start=13.5e-6,
+        sources={
+            "products": "AI-Hypercomputer/accelerator-microbenchmarks, gemm",
+            "hbm": f"{_MICROBENCHMARKS}/ironwood/hbm",
+            "network": f"{_MICROBENCHMARKS}/ironwood/collectives, all-gather on 2x2x1",
+        },
+    ),
+    # Its one measured copy, 32 MiB at 1,360 GB/s, takes 2 % longer than the scaled curve says.
+    "v6e": _rates("v6e", 0.868, 2.29e-6, _PERMUTES, f"{_MICROBENCHMARKS}, 8192³ at 827 TFLOP/s"),
+    "v5p": _rates("v5p", 0.863, 4.55e-6, _PERMUTES, ""),
+    "v5e": _rates("v5e", 0.868, 2.29e-6, _unmeasured("link", "v6e"), ""),
+    "v4": _rates("v4", 0.863, 4.55e-6, _unmeasured("link", "v5p"), ""),
+}
+
+
+def rates_of(chip: Chip) -> ChipRates:
+    """Returns the measured rates of a kind of chip.
+
+    Raises:
+      UserError: there are none for this chip, nor a nearest chip.
+    """
+    if chip.name not in RATES:
+        raise UserError(
+            f"--cost_model=calibrated: no measured rates of {chip.name}: expected one of "
+            f"{', '.join(RATES)}; take another cost model"
+        )
+    return RATES[chip.name]
+
+
+class CalibratedTimeline(Timeline):
+    """The simulation of one run of a computation, in which transfers compete.
+
+    Attributes:
+      backlog: {name of the starting instruction: seconds of HBM time that its transfer still
+        needs}, in the order of their starts.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.backlog: dict[str, float] = {}
+
+    def add(self, seconds: float, costs: Costs, times: float = 1) -> None:
+        super().add(seconds, costs, times)
+        self.serve(times * (seconds - costs.waits[HBM]))
+
+    def serve(self, seconds: float) -> None:
+        """Lets the transfers use HBM for `seconds`, the oldest first."""
+        for name in list(self.backlog):
+            used = min(seconds, self.backlog[name])
+            seconds -= used
+            self.backlog[name] -= used
+            if not self.backlog[name]:
+                del self.backlog[name]
+
+    def start_on(
+        self, name: str, seconds: float, resource: str, source: str, dimensions: Sequence[int]
+    ) -> None:
+        """Starts a transfer over the links along `dimensions` of the torus, as soon as all of them
+        are free.
+        """
+        finish = self.free_at(dimensions) + seconds
+        self.occupy(dimensions, finish)
+        self._pending[name] = finish, resource, source
+
+    def free_at(self, dimensions: Sequence[int]) -> float:
+        """Returns the time at which the links along all of these dimensions are free."""
+        return max([self.now, *(self._free[d] for d in dimensions)])
+
+    def occupy(self, dimensions: Sequence[int], until: float) -> None:
+        """Keeps the links along these dimensions busy until a time."""
+        for d in dimensions:
+            self._free[d] = until
+
+    def start_copy(self, name: str, seconds: float, source: str) -> None:
+        """Starts a copy that needs `seconds` of HBM time."""
+        self.backlog[name] = seconds
+        self._pending[name] = self.now, HBM, source
+
+    def rename(self, name: str, new: str) -> bool:
+        self.backlog = {new if key == name else key: left for key, left in self.backlog.items()}
+        return super().rename(name, new)
+
+    def finish(self, name: str) -> bool:
+        if name not in self._pending:
+            return False
+        _, _, source = self._pending[name]
+        before = self.now
+        super().finish(name)
+        self.serve(self.now - before)  # while it waited for the network, HBM was free
+        if name in self.backlog:
+            older = list(self.backlog)[: list(self.backlog).index(name) + 1]
+            left = sum(self.backlog[key] for key in older)
+            self.serve(left)
+            self.wait(left, HBM, source)
+        return True
+
+
+class CalibratedSimulation(Simulation):
+    """Goes through the instructions of a program at measured rates."""
+
+    def __init__(
+        self,
+        program: Program,
+        network: Network,
+        chip: Chip,
+        schedules: Mapping[str, Schedule],
+        cost_model: str,
+        source: Callable[[Instruction], str],
+    ):
+        self.rates = rates_of(chip)
+        measured = dataclasses.replace(
+            chip,
+            link_bandwidth=chip.link_bandwidth * self.rates.link_share,
+            die_bandwidth=chip.die_bandwidth * self.rates.link_share,
+        )
+        network = copy.copy(network)
+        network.chip = measured
+        super().__init__(program, network, measured, schedules, cost_model, source)
+
+    def _timeline(self) -> CalibratedTimeline:
+        return CalibratedTimeline()
+
+    def _product_seconds(self, flops: float) -> float:
+        return self.rates.products.seconds(flops)
+
+    def _hbm_seconds(self, moved: float) -> float:
+        return self.rates.hbm.seconds(moved)
+
+    def _network(self, computation: Computation, instruction: Instruction) -> tuple[str, float]:
+        resource, seconds = super()._network(computation, instruction)
+        return resource, seconds and self.rates.collective_start + seconds
+
+    def _run_collective(
+        self,
+        timeline: CalibratedTimeline,
+        computation: Computation,
+        instruction: Instruction,
+        source: str,
+    ) -> None:
+        resource, seconds = self._network(computation, instruction)
+        dimensions = self._dimensions(computation, instruction)
+        name = instruction.name
+        timeline.start_on(name, seconds, resource, source, dimensions)
+        sent = read_collective(computation, instruction, self.network.mesh).sent
+        if sent:
+            timeline.backlog[name] = self._hbm_rate_seconds(2 * sent)
+        if not instruction.opcode.endswith("-start"):
+            timeline.finish(name)
+
+    def _hbm_rate_seconds(self, moved: float) -> float:
+        """Returns the seconds of a long transfer through HBM: it starts no kernel."""
+        size, seconds = self.rates.hbm.points[-1]
+        return moved * seconds / size
+
+    def _start_call(
+        self,
+        timeline: CalibratedTimeline,
+        instruction: Instruction,
+        seconds: float,
+        resource: str,
+        source: str,
+    ) -> None:
+        dimensions = {
+            d
+            for step in self.program.walk(instruction.called[0])
+            if collective_kind(step.instruction)
+            for d in self._dimensions(step.computation, step.instruction)
+        }
+        if dimensions:
+            timeline.start_on(instruction.name, seconds, resource, source, sorted(dimensions))
+        elif resource == HBM:
+            timeline.start_copy(instruction.name, seconds, source)
+        else:
+            timeline.start(instruction.name, seconds, resource, source)
+
+    def _start_copy(
+        self, timeline: CalibratedTimeline, instruction: Instruction, moved: float, source: str
+    ) -> None:
+        timeline.start_copy(instruction.name, self._hbm_rate_seconds(moved), source)
+
+    def _run_work(
+        self,
+        timeline: CalibratedTimeline,
+        computation: Computation,
+        instruction: Instruction,
+        source: str,
+    ) -> None:
+        seconds_of = self._seconds_of(computation, instruction)
+        if fused := fused_collective(self.program, instruction):
+            resource, seconds = self._network(*fused)
+            dimensions = self._dimensions(*fused)
+            finish = timeline.free_at(dimensions) + seconds
+            timeline.occupy(dimensions, finish)
+            seconds_of[resource] = finish - timeline.now
+        longest = max(seconds_of, key=seconds_of.get)
+        seconds = seconds_of[longest]
+        timeline.wait(
+            seconds,
+            longest,
+            source,
+            hbm_bytes=hbm_bytes(self.program, computation, instruction),
+            flops=instruction_flops(self.program, computation, instruction),
+        )
+        timeline.serve(seconds - seconds_of[HBM])
+
+    def _dimensions(self, computation: Computation, instruction: Instruction) -> tuple[int, ...]:
+        """Returns the dimensions of the torus over whose links a collective sends."""
+        coordinates = self.network.coordinates
+        if collective_kind(instruction) == "collective-permute":
+            at, to = (
+                coordinates.reshape(-1, coordinates.shape[-1])[pairs]
+                for pairs in permuted_pairs(instruction).T
+            )
+            return tuple(int(d) for d in np.flatnonzero(np.any(at != to, axis=0)))
+        return dimensions_along(
+            self.network, read_collective(computation, instruction, self.network.mesh).axes
+        )
+
+
+def dimensions_along(network: Network, axes: Sequence[str]) -> tuple[int, ...]:
+    """Returns the dimensions of the torus along which a group of devices over mesh axes lies."""
+    group = tuple(slice(None) if name in axes else 0 for name in network.mesh.axis_names)
+    places = network.coordinates[group].reshape(-1, network.coordinates.shape[-1])
+    return tuple(int(d) for d in np.flatnonzero(np.ptp(places, axis=0)))
+
+
+def shared_seconds(network: Network, seconds: Mapping[tuple[str, ...], float]) -> float:
+    """Returns the seconds for which the busiest links are needed.
+
+    Args:
+      seconds: {mesh axes: seconds of all collectives over them}.
+    """
+    busy = [0.0] * len(network.shape)
+    for axes, needed in seconds.items():
+        for d in dimensions_along(network, axes):
+            busy[d] += needed
+    return max(*busy, *seconds.values(), 0.0)

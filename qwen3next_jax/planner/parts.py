@@ -1,0 +1,57 @@
+"""Names of the parts of a step for readers. A plan's `parts` are keyed by functions of this
+package; a table that people read sums them by what they compute.
+"""
+
+import re
+from collections.abc import Mapping
+
+from qwen3next_jax.planner.roofline import SourceCost
+
+OTHER = "other"
+# (part, pattern of the keys of `Estimate.by_source` that belong to it, matched at their beginning);
+# the first that matches counts. A key is "file function", or the name of a library's kernel.
+_PARTS = (
+    ("router", r"router|moe (choose|\S*route|_counts|\S*statistics)"),
+    ("shared expert, dense MLPs", r"moe (\S*shared|_swiglu)|block_parts|layers swiglu"),
+    (
+        "experts",
+        r"expert|routed_experts|grouped_matmul|moe|row_groups|sum_by_token|ragged_exchange|decode_moe",
+    ),
+    (
+        "recurrent layers: delta rule",
+        r"(api|dispatch) gated_delta_rule|delta_rule|gated_delta_rule",
+    ),
+    ("recurrent layers: convolution", r"causal_conv1d"),
+    (
+        "recurrent layers: projections, gates",
+        r"gated_deltanet|recurrent|gated_norm|pallas_gated_norm|kda",
+    ),
+    ("attention: scores", r"splash|(api|dispatch) attention|ring|xla attention"),
+    ("attention: projections, norms", r"gated_attention|attention_heads|pallas_heads|mla"),
+    ("head and loss", r"cross_entropy|loss"),
+    ("embedding", r"language_model \S*(embed|look_up)"),
+    ("optimizer, guards", r"optimizer|adamw|muon|guards|gradients|state|diagnostics"),
+    (
+        "weights: gathers, scatters",
+        r"gathering|rules|all-gather|reduce-scatter|all-reduce|all_gather",
+    ),
+    (
+        "layer stack, multi-token prediction",
+        r"language_model|layer_stack|block|multi_token|remat|layers",
+    ),
+)
+
+
+def part_name(source: str) -> str:
+    """Returns the part to which a key of `Estimate.by_source` belongs."""
+    return next((part for part, pattern in _PARTS if re.match(pattern, source)), OTHER)
+
+
+def by_part(by_source: Mapping[str, SourceCost]) -> dict[str, SourceCost]:
+    """Sums the costs of functions by part, the longest first."""
+    sums: dict[str, SourceCost] = {}
+    for source, cost in by_source.items():
+        name = part_name(source)
+        before = sums.get(name, SourceCost(0.0, 0.0, 0.0))
+        sums[name] = SourceCost(*(a + b for a, b in zip(before, cost)))
+    return dict(sorted(sums.items(), key=lambda item: -item[1].seconds))

@@ -1,0 +1,187 @@
+"""Router replay: experts that are recorded while text is generated, and used in training."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config import DataConfig, ModelConfig, TrainConfig
+from qwen3next_jax.data.pipeline import open_data
+from qwen3next_jax.data.recorded import RecordedData, read_record, write_record
+from qwen3next_jax.inference.decode import concatenate_pieces, generate
+from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.training.loss import count_targets, total_loss
+
+MODEL = ModelConfig(
+    vocab_size=257,
+    hidden_size=16,
+    num_hidden_layers=3,
+    full_attention_interval=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    linear_num_key_heads=1,
+    linear_num_value_heads=1,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=8,
+    intermediate_size=16,
+    mlp_only_layers=(0,),
+    mtp_depth=0,
+    initializer_range=0.3,
+    dtype="float32",
+)
+PROMPTS = [np.array([3, 1, 4, 1, 5, 9, 2, 6]), np.array([7])]
+NEW = 6
+
+
+def make_model(config):
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
+    init = jax.jit(lambda: nnx.state(Qwen3Next(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graphdef, init())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model(MODEL)
+
+
+@pytest.fixture(scope="module")
+def recorded(model, tmp_path_factory):
+    """(folder of the files, texts, experts) of sampled continuations."""
+    folder = tmp_path_factory.mktemp("recorded")
+    stream = generate(model, PROMPTS, max_new_tokens=NEW, temperature=1.0, record_routing=True)
+    new = concatenate_pieces(stream, len(PROMPTS))
+    texts = [np.concatenate(pair) for pair in zip(PROMPTS, new)]
+    for text, experts, prompt in zip(texts, stream.routed_experts, PROMPTS):
+        write_record(folder, MODEL, text, experts, len(prompt))
+    return folder, texts, stream.routed_experts
+
+
+def test_generation_records_what_the_forward_pass_chooses(model, recorded):
+    _, texts, experts = recorded
+    features = jax.jit(lambda model, tokens: model.features(tokens, record_routing=True))
+    longest = max(map(len, texts))
+    tokens = np.stack([np.pad(text, (0, longest - len(text))) for text in texts])
+    chosen = np.asarray(features(model, tokens).expert_ids)
+    for row, text, own in zip(chosen, texts, experts):
+        assert own.shape == (len(text) - 1, 3, 2) and own.dtype == np.int16
+        assert np.all(own[:, 0] == -1) and np.all(own[:, 1:] >= 0)  # layer 0 is dense
+        np.testing.assert_array_equal(np.sort(own), np.sort(row[: len(text) - 1]))
+
+
+def test_replayed_logits_are_the_recorded_ones_and_gradients_reach_the_replayed_experts(model):
+    tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 257)
+    rng = np.random.default_rng(0)
+    other = rng.permuted(np.tile(np.arange(8), (2, 16, 3, 1)), axis=-1)[..., :2].astype(np.int16)
+
+    @jax.jit
+    def run(model, expert_ids):
+        features = model.features(tokens, expert_ids=expert_ids, record_routing=True)
+        return features.hidden, features.expert_ids
+
+    hidden, chosen = run(model, jnp.full(other.shape, -1, jnp.int16))
+    unchanged, again = run(model, chosen)
+    np.testing.assert_array_equal(hidden, unchanged)
+    np.testing.assert_array_equal(chosen, again)
+
+    # Some tokens are replayed, the others choose by themselves.
+    half = np.where(np.arange(16)[:, None, None] < 8, other, -1)
+    replayed, used = map(np.asarray, run(model, jnp.asarray(half)))
+    np.testing.assert_array_equal(used[:, :8, 1:], other[:, :8, 1:])
+    assert np.all(used[:, 8:, 1:] >= 0) and not np.array_equal(replayed[:, 0], hidden[:, 0])
+
+    # With all tokens sent to experts 0 and 1, only these two and their scores have gradients.
+    two = jnp.broadcast_to(jnp.arange(2, dtype=jnp.int16), other.shape)
+    unnormed = dataclasses.replace(MODEL, norm_topk_prob=False)
+    graphdef, params = nnx.split(make_model(unnormed))
+    batch = {"tokens": tokens, "segment_ids": jnp.ones_like(tokens), "expert_ids": two}
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        train = TrainConfig(balance_loss_weight=0.0)
+        counts = count_targets(batch, 0)
+        return total_loss(nnx.merge(graphdef, params), batch, train, counts)[0]
+
+    for block in nnx.to_pure_dict(gradient(params))["layers"].values():
+        if "router" in block["mlp"]:
+            of_expert = jnp.abs(block["mlp"]["expert_down"]).sum(axis=(0, 2, 3)) > 0
+            assert of_expert.tolist() == [True] * 2 + [False] * 6
+            assert np.any(block["mlp"]["router"])
+
+
+def test_recorded_texts_are_rows(recorded):
+    folder, texts, experts = recorded
+    data = open_data(DataConfig(source="recorded", path=str(folder)), 16, 2, 257)
+    assert data.heldout_rows == 1
+    (heldout,) = data.heldout()
+    batch = next(iter(data.batches(0)))
+    assert batch["expert_ids"].shape == (2, 16, 3, 2) and batch["expert_ids"].dtype == np.int16
+    assert {len(texts[0]), len(texts[1])} == {
+        int(b["segment_ids"][0].sum()) for b in (batch, heldout)
+    }
+    for i, text in enumerate(texts):
+        n = len(text)
+        row = next(
+            {name: b[name][0] for name in b}
+            for b in (batch, heldout)
+            if b["segment_ids"][0].sum() == n
+        )
+        np.testing.assert_array_equal(row["tokens"], np.pad(text, (0, 16 - n)))
+        np.testing.assert_array_equal(row["expert_ids"][: n - 1], experts[i])
+        assert np.all(row["expert_ids"][n - 1 :] == -1)
+        assert np.flatnonzero(row["target_mask"]).tolist() == list(range(len(PROMPTS[i]), n))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"num_experts": 16}, "num_experts = 8.*16"),
+        ({"num_hidden_layers": 4}, "num_hidden_layers = 3.*4"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok = 2.*1"),
+    ],
+)
+def test_the_experts_of_another_model_are_refused(change, match, recorded):
+    config = DataConfig(source="recorded", path=str(recorded[0]))
+    RecordedData.check_model(config, MODEL)
+    with pytest.raises(UserError, match=match):
+        RecordedData.check_model(config, dataclasses.replace(MODEL, **change))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "match"),
+    [
+        ({"routed_experts": None}, "routed_experts"),
+        ({"routed_experts": np.zeros((5, 3, 2), np.int16)}, "5.*13"),
+        ({"routed_experts": np.zeros((13, 4, 2), np.int16)}, "4 layers.*3 layers"),
+        ({"routed_experts": np.zeros((13, 3, 2), np.int16)}, "token 0.*layer 1"),
+        ({"routed_experts": np.tile(np.int32([1, 8]), (13, 3, 1))}, "token 0.*layer 1"),
+        ({"routed_experts": np.tile(np.int32([1, -1]), (13, 3, 1))}, "token 0.*layer 1"),
+        ({"tokens": np.full(14, 257)}, "257.*256"),
+        ({"tokens": np.zeros(14)}, "float64"),
+    ],
+    ids=("none", "length", "layers", "same", "too high", "half", "vocabulary", "dtype"),
+)
+def test_files_of_other_programs(arrays, match, tmp_path):
+    """Without metadata; vLLM writes 0 for dense layers, and any type of integer."""
+    good = {
+        "tokens": np.arange(14),
+        "routed_experts": np.tile(np.uint8([[0, 0], [1, 7], [4, 2]]), (13, 1, 1)),
+    }
+    config = DataConfig(source="recorded", path=f"{tmp_path}/*.safetensors")
+    safetensors.numpy.save_file(good, tmp_path / "a.safetensors")
+    RecordedData.check_model(config, MODEL)
+    assert read_record(tmp_path / "a.safetensors").prompt_tokens == 1
+    bad = {name: x for name, x in (good | arrays).items() if x is not None}
+    safetensors.numpy.save_file(bad, tmp_path / "b.safetensors")
+    with pytest.raises(UserError, match=match):
+        RecordedData.check_model(config, MODEL)

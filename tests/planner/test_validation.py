@@ -1,0 +1,46 @@
+"""The table of benchmarks/validation.py: it is printed from plans, and says which plan is missing
+or was made of something else.
+"""
+
+import json
+import math
+import pathlib
+import runpy
+
+from qwen3next_jax.sharding.chips import CHIPS
+
+SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/validation.py"
+
+
+def test_a_row_is_predicted_from_its_plan_and_a_missing_or_stale_plan_is_one_line(tmp_path, capsys):
+    script = runpy.run_path(str(SCRIPT))
+    show, rows = script["show"], script["ROWS"]
+    names = list(rows)[:3]
+    chosen = {name: rows[name]._replace(measured=(2.0, 4.0), seconds=-0.3) for name in names}
+    show.__globals__.update(PLANS=tmp_path, ROWS=chosen)
+    plan = {
+        "optimization_level": "O1",
+        "fingerprint": script["fingerprint"](chosen[names[0]]),
+        "estimates": {
+            model: {"step_seconds": seconds}
+            for model, seconds in (("schedule", 3.0), ("roofline", 1.5), ("calibrated", 3.6))
+        },
+    }
+    (tmp_path / f"{names[0]}.json").write_text(json.dumps(plan))
+    (tmp_path / f"{names[1]}.json").write_text(json.dumps(plan))  # of another row: stale
+    show()
+    lines = capsys.readouterr().out.splitlines()
+    row = next(line for line in lines if line.startswith(f"| {chosen[names[0]].number} |"))
+    assert "3.000 (+0.0%) | 1.500 (-50.0%) | 3.600 (+20.0%) | 3.300 (+10.0%)" in row
+    for name in names[1:]:
+        (said,) = (line for line in lines if line.startswith(name))
+        assert f"--compile={name}" in said
+
+
+def test_every_row_is_a_configuration_of_its_slice():
+    script = runpy.run_path(str(SCRIPT))
+    for row in script["ROWS"].values():
+        chip, _, grid = row.topology.partition(":")
+        devices = math.prod(map(int, grid.split("x"))) * CHIPS[chip].devices_per_chip
+        train = script["configuration"](row).train
+        assert row.data == devices and train.batch_size == row.rows * devices

@@ -1,0 +1,267 @@
+"""Runs whose folder is in a bucket: what is written there, who may write, and what faults do."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import threading
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+pytest.importorskip("gcsfs")
+pytest.importorskip("google.cloud.storage")
+
+from qwen3next_jax.commands.verify import verify
+from qwen3next_jax.common import object_stores
+from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.events import read_events
+from qwen3next_jax.common.storage import ABSENT, Conflict, Unavailable, check_bucket, to_path
+from qwen3next_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SyntheticConfig,
+    TrainConfig,
+)
+from qwen3next_jax.data import remote_shard
+from qwen3next_jax.data.pipeline import TextData
+from qwen3next_jax.interop.huggingface import load_hf, save_hf
+from qwen3next_jax.runs.checkpoint import load_trained
+from qwen3next_jax.runs.lease import Lease
+from qwen3next_jax.runs.metrics_pieces import MetricsPieces
+from tests.bucket import Bucket
+from tests.in_process import train
+
+FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "qwen3_5_tiny"
+SECRET = "planted-4f1c9d"
+
+
+@pytest.fixture(scope="module")
+def served():
+    """One bucket for all tests, because TensorStore reads its address once in a process."""
+    with Bucket() as bucket, pytest.MonkeyPatch.context() as patch:
+        for name, value in bucket.environment.items():
+            patch.setenv(name, value)
+        patch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", SECRET)
+        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        object_stores.open_store.cache_clear()
+        yield bucket
+        object_stores.open_store.cache_clear()
+
+
+@pytest.fixture
+def bucket(served):
+    served.objects.clear()
+    served.only = ""
+    served.faults.update(dict.fromkeys(served.faults, 0.0))
+    return served
+
+
+CONFIG = Config(
+    name="nano",
+    model=ModelConfig(
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=1,
+        full_attention_interval=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=0,
+        intermediate_size=16,
+        mtp_depth=0,
+        dtype="float32",
+    ),
+    data=DataConfig(source="mqar", synthetic=SyntheticConfig(pairs=4)),
+    optimizer=OptimizerConfig(schedule="constant", warmup_steps=1),
+    train=TrainConfig(steps=4, batch_size=2, sequence_length=32, log_every=1),
+    checkpoint=CheckpointConfig(every=2, keep_last=2, patience=5),
+    eval=EvalConfig(every=1000, rows=2, sample_tokens=0),
+)
+
+
+def _with_steps(steps):
+    return dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, steps=steps))
+
+
+def _losses(workdir):
+    events = read_events(workdir / "metrics.jsonl")
+    return [(e["step"], e["loss"], e["grad_norm"]) for e in events if e["event"] == "train"]
+
+
+def test_a_run_resumes_bitwise_and_is_read_and_moved_like_a_local_one(bucket, tmp_path, capfd):
+    local, workdir = tmp_path / "local", to_path("gs://bucket/runs/a")
+    assert train(_with_steps(6), local) == ExitCode.DONE
+    assert train(_with_steps(4), workdir) == ExitCode.DONE
+    # What a killed process leaves: metrics after the checkpoint, and arrays without a manifest.
+    piece = to_path("gs://bucket/runs/a/metrics/000000.jsonl")
+    piece.write_bytes(piece.read_bytes() + b'{"event": "train", "step": 5, "time": 1, "loss": 0}\n')
+    run = json.loads((workdir / "run.json").read_text())["id"]
+    (workdir / f"arrays/5-{run[:8]}-0000/d/x").write_bytes(b"left")
+    assert train(_with_steps(6), workdir) == ExitCode.DONE
+    assert _losses(workdir) == _losses(local)
+    assert not bucket.names(f"runs/a/arrays/5-{run[:8]}")
+    assert load_trained(workdir).step == 6
+    assert [damage for _, damage in verify(workdir)] == [None] * 3  # run.json, two checkpoints
+    assert "runs/a/report.html" in bucket.names()
+
+    largest = max(bucket.names("runs/a/arrays/6-"), key=lambda n: len(bucket.objects[n]["data"]))
+    damaged = bytearray(bucket.objects[largest]["data"])
+    damaged[len(damaged) // 2] ^= 1
+    to_path(f"gs://bucket/{largest}").write_bytes(bytes(damaged))
+    assert train(_with_steps(6), workdir) == ExitCode.DONE
+    assert _losses(workdir) == _losses(local)
+    assert any(name.startswith("runs/a/damaged/6-") for name in bucket.names())
+
+    assert train(_with_steps(2), workdir, restart=True) == ExitCode.DONE
+    (before,) = (path for path in workdir.iterdir() if path.name.startswith("before-"))
+    assert load_trained(before).step == 6 and load_trained(workdir).step == 2
+    assert _losses(before) == _losses(local)
+    everything = b"".join(bucket.objects[name]["data"] for name in bucket.names())
+    assert SECRET.encode() not in everything and SECRET not in "".join(capfd.readouterr())
+
+
+def test_one_process_has_the_lease_and_who_lost_it_writes_nothing(bucket, monkeypatch):
+    workdir, ended = to_path("gs://bucket/run"), []
+    patience = 1.2
+    monkeypatch.setattr(Lease, "end_process", lambda self, code, _: ended.append(code))
+    first, second = Lease(workdir, patience), Lease(workdir, patience)
+    first.run_locked(lambda: None)
+    pieces = MetricsPieces(workdir / "metrics.jsonl", first, patience)
+    pieces.append(b'{"event": "train", "step": 1, "time": 1}\n')
+    pieces.flush()
+    with pytest.raises(UserError, match="another process"):
+        second.run_locked(lambda: None)
+    first._done.set()  # frozen: it renews nothing
+    first._thread.join()
+    second.run_locked(lambda: None)
+    content = (workdir / "metrics/000000.jsonl").read_bytes()
+    successor = MetricsPieces(workdir / "metrics.jsonl", second, patience)
+    successor.keep(lambda event: True, lambda event: True)
+    successor.close()
+    pieces.append(b'{"event": "train", "step": 2, "time": 2}\n')
+    with pytest.raises(Conflict):
+        pieces._put(workdir / "metrics/000000.jsonl", b"stale", pieces._version)
+    first._beat()
+    assert set(ended) == {ExitCode.TAKEN_OVER}
+    assert (workdir / "metrics/000000.jsonl").read_bytes() == content
+    pieces._pending = b""
+    pieces.close()
+    second.__exit__()
+    with Lease(workdir, 60) as third:  # released: it does not wait
+        third.run_locked(lambda: None)
+
+
+def test_requests_that_fail_are_repeated_and_writes_are_not_done_twice(bucket):
+    bucket.faults["fail"] = 0.4
+    path, version = to_path("gs://bucket/run/x"), ABSENT
+    for i in range(8):
+        version = path.write(f"{i}".encode(), replaces=version)
+        assert path.read_text() == f"{i}"
+    with pytest.raises(Conflict):
+        path.write(b"other", replaces=ABSENT)
+    bucket.faults["fail"] = 1.0
+    with pytest.raises(Unavailable):
+        path.with_patience(0.3).write(b"never")
+
+
+def test_a_bucket_that_is_absent_or_forbidden_is_one_line(bucket):
+    with pytest.raises(UserError, match="gs://absent"):
+        train(CONFIG, to_path("gs://absent/run"))
+    bucket.faults["forbidden"] = 1.0
+    with pytest.raises(UserError, match="403"):
+        check_bucket("--workdir", to_path("gs://bucket/run"))
+    bucket.faults.update(forbidden=0.0, read_only=1.0)
+    with pytest.raises(UserError, match="403"):
+        train(CONFIG, to_path("gs://bucket/run"))
+    assert not bucket.names()
+
+
+def test_an_object_of_another_program_is_not_overwritten(bucket):
+    (lock := to_path("gs://bucket/run/lock")).write_bytes(b"theirs")
+    with pytest.raises(UserError, match="lock"):
+        train(CONFIG, to_path("gs://bucket/run"))
+    assert lock.read_bytes() == b"theirs"
+
+
+def test_the_loop_does_not_wait_for_an_outage_and_nothing_is_lost(bucket, tmp_path):
+    """The bucket fails from step 3 on, until the loop has taken its last step."""
+    local, workdir = tmp_path / "local", to_path("gs://bucket/run")
+    train(_with_steps(6), local)
+    ended = threading.Event()
+
+    def outage(trainer):
+        def hook(info):
+            if info.step == 3:
+                bucket.faults["fail"] = 1.0
+            if info.step == 6:
+                ended.set()
+                threading.Timer(1.0, bucket.faults.update, [{"fail": 0.0}]).start()
+
+        trainer.add_hook(hook, every=1)
+
+    assert train(_with_steps(6), workdir, add_hooks=outage) == ExitCode.DONE
+    assert ended.is_set() and _losses(workdir) == _losses(local)
+    assert load_trained(workdir).step == 6
+
+
+def test_rows_in_a_bucket_are_the_local_rows_and_damage_is_named(bucket, tmp_path):
+    for i in range(30):
+        (tmp_path / f"{i}.txt").write_text(f"document {i} " * (i + 1))
+    config = DataConfig(path=f"{tmp_path}/*.txt", heldout_fraction=0.2)
+
+    def opened(place):
+        return TextData(dataclasses.replace(config, prepared_dir=str(place)), 64, 4)
+
+    local, remote = opened(tmp_path / "prepared"), opened("gs://bucket/prepared")
+    assert remote.fingerprint == local.fingerprint
+    for ours, theirs in (
+        (remote.batches(2), local.batches(2)),
+        (remote.heldout(), local.heldout()),
+    ):
+        for found, expected, _ in zip(ours, theirs, range(3)):
+            for name, values in expected.items():
+                np.testing.assert_array_equal(found[name], values)
+    (name,) = (name for name in bucket.names("prepared/rows") if "train-00000" in name)
+    content = bytearray(bucket.objects[name]["data"])
+    content[200] ^= 1
+    to_path(f"gs://bucket/{name}").write_bytes(bytes(content))
+    remote_shard._cache = remote_shard._Cache(0)
+    with pytest.raises(UserError, match="damaged"):
+        damaged = opened("gs://bucket/prepared")  # it samples rows for its fingerprint
+        for i in range(damaged.rows):
+            damaged.row(i)
+
+
+def test_a_hugging_face_directory_is_exported_into_a_bucket_and_read_there(bucket, tmp_path):
+    model = load_hf(FIXTURE)
+    save_hf(model, tmp_path / "local")
+    save_hf(model, "gs://bucket/out")
+    for path in (tmp_path / "local").iterdir():
+        assert bucket.objects[f"out/{path.name}"]["data"] == path.read_bytes()
+    written = sorted(os.listdir(tmp_path / "local"))
+    assert bucket.names("out") == [f"out/{name}" for name in written]
+    for found, expected in zip(
+        jax.tree.leaves(nnx.state(load_hf("gs://bucket/out"))),
+        jax.tree.leaves(nnx.state(model)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(found, expected)
+    with pytest.raises(UserError, match="already there"):
+        save_hf(model, "gs://bucket/out")
+    weights = bytearray(bucket.objects["out/model.safetensors"]["data"])
+    weights[-1] ^= 1
+    to_path("gs://bucket/out/model.safetensors").write_bytes(bytes(weights))
+    with pytest.raises(UserError, match="SHA256SUMS"):
+        load_hf("gs://bucket/out")
+
+
+def test_orbax_has_no_s3_and_a_run_there_is_refused():
+    with pytest.raises(UserError, match="s3://"):
+        train(CONFIG, to_path("s3://bucket/run"))
