@@ -7,13 +7,16 @@ for 1 to 8 slices. No TPU takes part.
 
 The model is small, of the released kind; with --released the released one with this number of
 layers. The step is compiled at level O1. The times are those of the planner's roofline model, at
-the network's peaks. `--table` compiles nothing: it prices the whole released model by
-planner/between_slices.py.
+the network's peaks. `--table` compiles nothing: it adds the price of the exchange
+(planner/between_slices.py) to the planned step of the whole released model on one slice, as if
+nothing hid it.
 """
 
 import argparse
 import dataclasses
+import json
 import math
+import pathlib
 
 import jax
 
@@ -29,7 +32,7 @@ from qwen3next_jax.planner.compiled import (
     transfer_between_slices,
 )
 from qwen3next_jax.planner.planning import compile_step, lower_step, traffic
-from qwen3next_jax.planner.roofline import estimate_time
+from qwen3next_jax.planner.estimate import estimate_time
 from qwen3next_jax.planner.topology import Topology, describe_topology
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.mesh import make_mesh
@@ -51,7 +54,11 @@ SMALL = ModelConfig(
 )
 # A gradient of the models here has more bytes on a device; counts, norms and metrics have fewer.
 SMALLEST_GRADIENT = 4096
-TABLE = (("v5p:8x8x8", 2048), ("v6e:16x16", 1024))
+# Slices, with the plan of the released model on one of them at the compiler's default level.
+TABLE = {
+    "v5p:8x8x8": "docs/planner/v5p_8x8x8_16k_default.json",
+    "v6e:16x16": "docs/planner/v6e_16x16_16k_default.json",
+}
 
 
 def main():
@@ -151,8 +158,13 @@ def show(program: hlo.Program, run: ResolvedRun, topology: Topology) -> None:
 
 def print_table() -> None:
     """Prints the price of 1, 2, 4 and 8 slices for the released model."""
-    print("slices of, number, rows, GB sent a chip, s, s in bfloat16, hidden from rows (bfloat16)")
-    for name, rows in TABLE:
+    print(
+        "slices of | number | rows | GB sent a chip | exchange, s (bfloat16) | step, s (bfloat16) "
+        "| tokens/s of one slice times number, % (bfloat16) | hidden from rows (bfloat16)"
+    )
+    for name, file in TABLE.items():
+        plan = json.loads(pathlib.Path(file).read_text())
+        rows, alone = plan["batch_size"], plan["step_seconds"]
         kind, _, grid = name.partition(":")
         shape = tuple(map(int, grid.split("x")))
         chips, chip = math.prod(shape), CHIPS[kind]
@@ -169,9 +181,12 @@ def print_table() -> None:
                 )
                 for dtype in ("float32", "bfloat16")
             ]
+            steps = [alone + crossing.seconds for crossing in found]
             print(
-                f"{name}, {slices}, {rows * slices:,}, {found[0].bytes / 1e9:.3f}, "
-                f"{found[0].seconds:.3f}, {found[1].seconds:.3f}, "
+                f"{name} | {slices} | {rows * slices:,} | {found[0].bytes / 1e9:.3f} | "
+                f"{found[0].seconds:.3f} ({found[1].seconds:.3f}) | "
+                f"{steps[0]:.3f} ({steps[1]:.3f}) | "
+                f"{alone / steps[0]:.1%} ({alone / steps[1]:.1%}) | "
                 f"{found[0].hidden_from_rows:,} ({found[1].hidden_from_rows:,})"
             )
 

@@ -143,7 +143,9 @@ def generate(
     return continued[0] if isinstance(prompts, str) else continued
 
 
-def plan(config: Config, topology: str, mesh: Mapping[str, int] | None = None) -> Any:
+def plan(
+    config: Config, topology: str, mesh: Mapping[str, int] | None = None, slices: int = 1
+) -> Any:
     """Predicts memory and time of a step on a slice, as `qwen3next plan` does. Compiles the step,
     which takes minutes for a large model.
 
@@ -151,6 +153,7 @@ def plan(config: Config, topology: str, mesh: Mapping[str, int] | None = None) -
       config: a configuration of one stage.
       topology: the slice, such as "v5p:8x8x8".
       mesh: {axis: number of devices}; None: as `config` says.
+      slices: number of slices of this shape.
 
     Returns:
       A `planner.planning.Plan`; `as_dict()` has its figures.
@@ -164,7 +167,7 @@ def plan(config: Config, topology: str, mesh: Mapping[str, int] | None = None) -
     if mesh is not None:
         parallel = dataclasses.replace(config.parallel, mesh=MeshConfig(**mesh))
         config = dataclasses.replace(config, parallel=parallel)
-    return make_plan_in_subprocess(config, describe_topology(topology))
+    return make_plan_in_subprocess(config, describe_topology(topology, slices))
 
 
 class Run:

@@ -9,6 +9,7 @@ import importlib.util
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
@@ -17,11 +18,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.config.run import OptimizerConfig
+from qwen3next_jax.planner import hlo
+from qwen3next_jax.planner.compiled import program_collectives
 from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding
-from qwen3next_jax.sharding.slices import add_up_gradients
+from qwen3next_jax.sharding.slices import add_up_gradients, on_each_slice
 from tests.in_process import resolved, shared_step
 
 # A single layer, because test_parallel_equality.py has slices of a whole model (slow).
@@ -215,3 +219,57 @@ def test_slices_of_unequal_shape_are_refused():
     smaller = [d for d in devices if d.slice_index == 0 or d.coords[2] < 2]
     with pytest.raises(UserError, match="slice 0 .*4x4x4.* slice 1 .*4x4x2"):
         make_mesh(ParallelConfig(), smaller)
+
+
+# ---- what crosses between TPU slices
+
+
+def _layers(params, x, counts, mesh):
+    """Gradients of matrix products in bfloat16, stored over `data`: (gradients, {"loss"})."""
+
+    def loss(params):
+        hidden = x
+        for weight in params:
+            weight = jax.lax.with_sharding_constraint(
+                weight.astype(jnp.bfloat16), NamedSharding(mesh, PartitionSpec())
+            )
+            hidden = jax.lax.with_sharding_constraint(
+                jnp.tanh(hidden @ weight), NamedSharding(mesh, PartitionSpec("data"))
+            )
+        return jnp.sum(hidden.astype(jnp.float32) ** 2)
+
+    total, grads = jax.value_and_grad(loss)(params)
+    stored = NamedSharding(mesh, PartitionSpec("data"))
+    return [jax.lax.with_sharding_constraint(grad, stored) for grad in grads], {"loss": total}
+
+
+@needs_libtpu
+def test_gradients_alone_cross_and_all_are_under_way_before_one_is_waited_for():
+    """Compiled for two slices of four chips. Each of three gradients crosses in the dtype asked
+    for, and the loss.
+    """
+    described = describe_topology("v6e:2x2", 2)
+    mesh = make_mesh(ParallelConfig(), described.devices)
+    place = functools.partial(NamedSharding, mesh)
+    stored = [place(PartitionSpec("data"))] * 3
+
+    def step(params, x):
+        grads, parts = on_each_slice(_layers, mesh)(params, x, {})
+        return add_up_gradients(grads, stored, stored, "bfloat16"), parts
+
+    params = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=s) for s in stored]
+    x = jax.ShapeDtypeStruct(
+        (8192, 1024), jnp.bfloat16, sharding=place(PartitionSpec(("slice", "data")))
+    )
+    out = (stored, place(PartitionSpec()))
+    options = compiler_options(ParallelConfig(), mesh)
+    lowered = jax.jit(step, out_shardings=out, compiler_options=options).lower(params, x)
+    program = hlo.parse(lowered.compile().as_text())
+    crossing = [c for c in program_collectives(program, mesh) if "slice" in c.axes]
+    gradients = [c for c in crossing if c.sent > 1000]
+    assert {c.kind for c in crossing} == {"all-reduce"}
+    assert [c.total for c in gradients] == [1024 * 1024 / 4 * 2] * 3
+    assert len(crossing) == 4 and min(c.total for c in crossing) <= 512
+    opcodes = [i.opcode for i in program.computations[program.entry].values()]
+    last_send = max(i for i, opcode in enumerate(opcodes) if opcode == "send")
+    assert last_send < opcodes.index("recv-done")
