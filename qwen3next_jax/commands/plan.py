@@ -91,8 +91,8 @@ def _mesh_of_the_search(config: Config, topology) -> str:
     from qwen3next_jax.planner.search import rank_candidates
     from qwen3next_jax.sharding.mesh import mesh_text
 
-    mesh = mesh_text(config.parallel.mesh.sizes(len(topology.devices)))
-    ranked = rank_candidates(config.model, config.train, topology)
+    mesh = mesh_text(config.parallel.mesh.sizes(len(topology.devices), topology.slices))
+    ranked = rank_candidates(config.model, config.train, topology, parallel=config.parallel)
     fitting = [candidate for candidate in ranked if not candidate.reason]
     found = "finds none that fits"
     if fitting:

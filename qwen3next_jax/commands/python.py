@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from qwen3next_jax.common.errors import ExitCode, UserError
-from qwen3next_jax.config import Config, MeshConfig, from_dict, registry
+from qwen3next_jax.common.errors import ExitCode, UserError, did_you_mean
+from qwen3next_jax.common.storage import to_path, with_patience
+from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, from_dict, registry
 from qwen3next_jax.config.files import default_of, find_file, load_config_file
 
 
@@ -62,7 +63,7 @@ def train(config: Config, workdir: str | pathlib.Path, restart: bool = False) ->
     from qwen3next_jax.runs import preflight
     from qwen3next_jax.runs import train as runs_train
 
-    workdir = pathlib.Path(workdir)
+    workdir = with_patience(to_path(workdir), config.checkpoint.patience)
     preflight.check(config, workdir, restart)
     code = runs_train.train(config, workdir, restart)
     if code != ExitCode.DONE:
@@ -101,7 +102,7 @@ def evaluate(
     from qwen3next_jax.evals.evaluation import EvalOptions
 
     options = dataclasses.replace(EvalOptions(), rows=rows)
-    results = run_evaluations(config, pathlib.Path(path), tuple(names), options, step)
+    results = run_evaluations(config, to_path(path), tuple(names), options, step)
     return {result.name: result.values for result in results}
 
 
@@ -131,7 +132,7 @@ def generate(
     model, tokenizer, _, mesh, _ = load_model(path, step)
     if tokenizer is None:
         raise UserError(f"{path}: no tokenizer.json there: put the model's own beside config.json")
-    ends = end_tokens(pathlib.Path(path), model.config.vocab_size)
+    ends = end_tokens(to_path(path), model.config.vocab_size)
     stop_ids = sorted((ends | {tokenizer.eos_id, model.config.eos_token_id}) - {-1})
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     rows = complete(
@@ -164,6 +165,11 @@ def plan(
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
     from qwen3next_jax.planner.topology import describe_topology
 
+    for axis in mesh or {}:
+        if axis not in MESH_AXES:
+            raise UserError(
+                f"mesh: {axis!r} is not one of {', '.join(MESH_AXES)}{did_you_mean(axis, MESH_AXES)}"
+            )
     if mesh is not None:
         parallel = dataclasses.replace(config.parallel, mesh=MeshConfig(**mesh))
         config = dataclasses.replace(config, parallel=parallel)
@@ -182,7 +188,7 @@ class Run:
     """
 
     def __init__(self, path: str | pathlib.Path):
-        self.path = pathlib.Path(path)
+        self.path = to_path(path)
         self._read()
 
     @property
@@ -193,8 +199,9 @@ class Run:
     @property
     def checkpoints(self) -> list[int]:
         """The steps whose checkpoints are in the folder."""
-        folders = (self.path / "checkpoints").glob("*")
-        return sorted(int(folder.name) for folder in folders if folder.name.isdecimal())
+        from qwen3next_jax.runs.folder import saved_steps
+
+        return saved_steps(self.path)
 
     def series(self, name: str, event: str = "train") -> tuple[np.ndarray, np.ndarray]:
         """Returns the steps [N] and the values [N] of one metric.

@@ -368,8 +368,15 @@ class _S3:
             raise kind(errno.EIO, said, url) from error
         except (boto.NoCredentialsError, boto.PartialCredentialsError) as error:
             raise Forbidden(errno.EACCES, one_line(str(error)), url) from error
-        except (boto.HTTPClientError, boto.ResponseStreamingError) as error:
+        except (
+            boto.HTTPClientError,
+            boto.ConnectionError,
+            boto.IncompleteReadError,
+            boto.ResponseStreamingError,
+        ) as error:
             raise Unavailable(errno.EAGAIN, type(error).__name__, url) from error
+        except boto.BotoCoreError as error:
+            raise OSError(errno.EIO, one_line(str(error)), url) from error
 
 
 def _entry_of_s3(entry: dict[str, Any]) -> Entry:

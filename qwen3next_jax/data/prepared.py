@@ -15,6 +15,7 @@ import os
 import pathlib
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,8 @@ _FORMAT = 1  # of the index
 _AT_ONCE = 4096  # files whose size and time one thread asks for
 _THREADS = 16  # a network file system answers several requests at once
 
-Root = pathlib.Path | BucketPath
+# of a bucket: path of each object → its entry, by one request; None for a local folder
+Listing = Mapping[str, Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,17 +127,17 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
     Raises:
       UserError: the folder cannot be written to.
     """
-    headers, arrays = [], {}
+    headers, arrays, listed = [], {}, _list(store)
     for i, one in enumerate(prepared):
         tables = {side: one.rows[side].table for side in (TRAIN, HELDOUT)}
         for side, table in tables.items():
-            found = _stats(table.root, table.paths())
+            found = _stats(table.paths(), listed)
             if found is None:
                 return  # another process has removed a file
             arrays[f"{i}.{side}.shard_ends"] = table.shard_ends
             arrays[f"{i}.{side}.rows"] = table.rows
             arrays[f"{i}.{side}.files"] = found
-        found = _stats(table.root, _metadata_paths(table))
+        found = _stats(_metadata_paths(table), listed)
         if found is None:
             return
         arrays[f"{i}.metadata"] = found
@@ -167,11 +169,12 @@ def read_index(
       The rows of each source; None if there is no such index, if it is damaged, or if a file with
       rows is missing or was written to after the index.
     """
+    listed = _list(store)
     try:
         with store.local(name) as path, np.load(path, allow_pickle=False) as arrays:
             headers = json.loads(arrays["header"].tobytes())
             found = [
-                _read_source(store, arrays, i, source, recipe, header)
+                _read_source(store, arrays, i, source, recipe, header, listed)
                 for i, (source, header) in enumerate(zip(sources, headers, strict=True))
             ]
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
@@ -186,6 +189,7 @@ def _read_source(
     source: Source,
     recipe: Recipe,
     header: Mapping,
+    listed: Listing,
 ) -> Prepared | None:
     shared = {
         key: arrays[f"{i}.{key}"] for key in ("folders", "rows_per_record", "unit_ends", "origins")
@@ -202,10 +206,10 @@ def _read_source(
             sizes=files[:, 0],
             **shared,
         )
-        if not _are_unchanged(table.root, table.paths(), files):
+        if not _are_unchanged(table.paths(), files, listed):
             return None
         rows[side] = RowReader(table, recipe.row_length)
-    if not _are_unchanged(table.root, _metadata_paths(table), arrays[f"{i}.metadata"]):
+    if not _are_unchanged(_metadata_paths(table), arrays[f"{i}.metadata"], listed):
         return None
     return Prepared(
         source,
@@ -224,22 +228,29 @@ def _metadata_paths(table: RowTable) -> Iterator[str]:
     return (f"{table.root}/{name.decode()}/{METADATA}" for name in table.folders.tolist())
 
 
-def _are_unchanged(root: Root, paths: Iterable[str], before: np.ndarray) -> bool:
-    now = _stats(root, paths)
+def _are_unchanged(paths: Iterable[str], before: np.ndarray, listed: Listing) -> bool:
+    now = _stats(paths, listed)
     return now is not None and np.array_equal(now, before)
 
 
-def _stats(root: Root, paths: Iterable[str]) -> np.ndarray | None:
+def _list(store: Store) -> Listing:
+    """Returns a listing of all rows of a store in a bucket; None for a local store."""
+    root = store.path("rows")
+    if not isinstance(root, BucketPath):
+        return None
+    return {str(path): entry for path, entry in root.entries().items()}
+
+
+def _stats(paths: Iterable[str], listed: Listing) -> np.ndarray | None:
     """Returns int64 [n, 2], the size in bytes and the modification time in nanoseconds of each
-    file; None if one does not exist. In a bucket, one listing of `root` gives the sizes, and a
-    digest of an object's version takes the place of the time.
+    file; None if one does not exist. In a bucket, `listed` has the sizes, and a digest of an
+    object's version takes the place of the time.
     """
-    if isinstance(root, BucketPath):
-        entries = {str(path): entry for path, entry in root.entries().items()}
-        listed = [entries.get(path) for path in paths]
-        if None in listed:
+    if listed is not None:
+        entries = [listed.get(path) for path in paths]
+        if None in entries:
             return None
-        numbers = [(e.size, int(digests.sha256(str(e.version))[:15], 16)) for e in listed]
+        numbers = [(e.size, int(digests.sha256(str(e.version))[:15], 16)) for e in entries]
         return np.array(numbers, np.int64).reshape(-1, 2)
     batches = itertools.batched(paths, _AT_ONCE)
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:

@@ -68,6 +68,7 @@ class BucketCheckpoints(Checkpoints):
     def save(self, step: int, state: State, may_skip: bool = False) -> None:
         # Process 0 decides for all: another one may be done with its part of the save.
         is_saving = self._is_saving
+        may_skip = may_skip and not self._keeps(step)
         if may_skip and broadcast_from_process_0(lambda: self._saving[0] if is_saving() else 0):
             if is_process_0():
                 reason = f"the checkpoint of step {self._saving[0]} is still being written"

@@ -289,11 +289,14 @@ class Checkpoints:
                     self._reread |= {step} - {newest}
                 else:
                     events.append(("damaged", step, {"reason": damage}))
-            elif step not in self._keep_steps and not (
-                self._retention.keep_every and step % self._retention.keep_every == 0
-            ):
+            elif not self._keeps(step):
                 self._delete(step)
         return events
+
+    def _keeps(self, step: int) -> bool:
+        """Whether the checkpoint of this step is never deleted."""
+        every = self._retention.keep_every
+        return step in self._keep_steps or bool(every and step % every == 0)
 
     # ---- files
 

@@ -61,7 +61,7 @@ class Lease:
         self._describe_unsaved: list[Callable[[], str]] = []
 
     def __enter__(self):
-        if self._thread is None:  # a process that does not own the lock
+        if self._thread is None and not self._is_owner:  # the owner begins in `run_locked`
             self._begin()
         return self
 

@@ -153,6 +153,8 @@ def train(
                 bad_records=_bad_records(data),
                 **describe_environment(run.mesh),
             )
+            # A run.json without this event would look like a run whose metrics were lost.
+            metrics.flush()
             _record_start(workdir, opened, start, tokenizer, checkpoints, metrics, display)
 
             # ---- Hooks

@@ -1,6 +1,6 @@
 """Tables of which a batch uses only some rows, on a mesh. The mesh axes that split the tokens of a
-batch split the rows of such a table, and `tensor` splits its width (the logical axes `table_rows`
-and `table_width` of `sharding.rules`). `ops.table_rows` exchanges the rows.
+batch, except `slice`, split the rows of such a table, and `tensor` splits its width (the logical
+axes `table_rows` and `table_width` of `sharding.rules`). `ops.table_rows` exchanges the rows.
 
 If the size of a mesh axis does not divide the number of rows, the devices along this axis hold
 copies.
@@ -22,6 +22,7 @@ from qwen3next_jax.sharding.rules import (
     TOKENS,
     ShardedParam,
     activation_spec,
+    axes_in_program,
     axes_of,
     num_shards,
     per_shard,
@@ -104,7 +105,8 @@ def update(
         rows // num_shards(mesh, *row_axes),
         width // num_shards(mesh, *width_axes),
     )
-    copies = () if mesh is None else tuple(axis for axis in TOKENS if axis not in row_axes)
+    in_program = () if mesh is None else axes_in_program(mesh, TOKENS)
+    copies = tuple(axis for axis in in_program if axis not in row_axes)
 
     def run(state, ids_BTH, d_rows_BTP, *scalars):
         ids_N, gradient_NW = ids_BTH.reshape(-1), d_rows_BTP.reshape(-1, width)

@@ -64,7 +64,7 @@ LOGICAL_AXES: dict[str | None, MeshAxes] = {
     "experts": MeshAxes(compute=(EXPERT,)),
     "router": MeshAxes(storage=(TENSOR,)),
     # rows and width of a table of which a batch uses only some rows (`sharding.row_tables`)
-    "table_rows": MeshAxes(compute=TOKENS),
+    "table_rows": MeshAxes(compute=TOKENS_OF_SLICE),
     "table_width": MeshAxes(compute=(TENSOR,)),
     "mlp": MeshAxes(compute=(TENSOR,)),
     # width of an expert, in its output matrix. The storage axes split this dimension, because a TPU
