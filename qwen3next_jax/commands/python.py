@@ -167,9 +167,8 @@ def plan(
 
     for axis in mesh or {}:
         if axis not in MESH_AXES:
-            raise UserError(
-                f"mesh: {axis!r} is not one of {', '.join(MESH_AXES)}{did_you_mean(axis, MESH_AXES)}"
-            )
+            hint = did_you_mean(axis, MESH_AXES)
+            raise UserError(f"mesh: {axis!r} is not one of {', '.join(MESH_AXES)}{hint}")
     if mesh is not None:
         parallel = dataclasses.replace(config.parallel, mesh=MeshConfig(**mesh))
         config = dataclasses.replace(config, parallel=parallel)

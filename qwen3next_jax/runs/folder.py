@@ -68,8 +68,7 @@ MAY_CHANGE = {
     "config.guards.on_spike": "the reaction to later spikes",
     "config.guards.spike_z": "the threshold for later spikes",
     "config.guards.max_skips": "the number of skipped updates that ends the run",
-    "config.parallel.slice_gradients": "the dtype in which gradients cross between slices; bfloat16 "
-    "rounds them",
+    "config.parallel.slice_gradients": "the rounding of gradients between slices",
     "config.parallel": "the sharding of arrays; values are equal up to the order of sums",
     "config.telemetry": "only the display of the run",
     "config.profile": "only what is traced",
