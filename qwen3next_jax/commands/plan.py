@@ -282,9 +282,9 @@ def _show_search(plans: list, ranked: list, console: Console) -> None:
         console.print(table)
 
 
-def percent(mfu: float | None) -> str:
+def percent(share: float | None) -> str:
     """Formats a share as a percentage; "unknown" for None."""
-    return "unknown" if mfu is None else f"{mfu:.1%}"
+    return "unknown" if share is None else f"{share:.1%}"
 
 
 def show(plan, console: Console) -> None:

@@ -210,7 +210,7 @@ class Run:
           event: the kind of the events: "train", or the name of an evaluation.
 
         Raises:
-          UserError: no event has this field.
+          UserError: no event of this kind has the field `name`.
         """
         found = [(e["step"], e[name]) for e in self._events(event) if name in e]
         if not found:

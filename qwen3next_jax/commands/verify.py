@@ -105,8 +105,8 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
     part.
 
     Raises:
-      UserError: `path` is not a folder that this project writes, or it is a Hugging Face directory
-        without SHA256SUMS.
+      UserError: `path` is neither the folder of a run, nor a Hugging Face directory with
+        SHA256SUMS, nor prepared data; or SHA256SUMS cannot be read.
     """
     if (path / "run.json").exists() or (path / "checkpoints").is_dir():
         return _verify_run(path)

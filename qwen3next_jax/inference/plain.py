@@ -96,6 +96,10 @@ def _decode(
 ) -> tuple[jax.Array, DecodeState]:
     """Runs the model (`Qwen3Next.decode`) on these tokens. Returns its states [B, T, D], and the
     decoding state with the cache, and the recorded experts, after these tokens.
+
+    Args:
+      is_token_BT: [B, T] int32, 1 for a token to process, 0 for a place to ignore; None: all are
+        processed.
     """
     arguments = tokens_BT, positions_BT, state.cache, is_token_BT, mesh
     if state.routing is None:

@@ -4,7 +4,7 @@ trunk (the model without this module) verifies several of them.
 A round, with K drafts per row:
 1. The trunk processes the pending token and the K drafts in one pass.
 2. The trunk accepts the drafts before the first one that it rejects, and chooses one more token
-itself. The accepted drafts and this token are the round's new tokens.
+   itself. The accepted drafts and this token are the round's new tokens.
 3. The module drafts the next K tokens.
 
 Greedy decoding accepts a draft if it is the trunk's own most likely token, so the tokens are the

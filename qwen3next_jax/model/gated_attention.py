@@ -129,10 +129,11 @@ class GatedAttention(Mixer):
         return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
 
     def uses_fused_layout(self, x_BTD: jax.Array, context: Context) -> bool:
-        """Whether the layer uses the kernels of `ops.attention_heads`. Between these kernels and
-        the projections, arrays have all heads side by side in their last axis, [B, T, N·K]. They
-        require the default norm of each head and a gate, and shapes that the platform's kernels
-        support.
+        """Returns whether a call without a cache uses the two kernels of `ops.attention_heads`: one
+        normalises and rotates queries and keys, the other gates the outputs of the heads. Between
+        these kernels and the projections, arrays have all heads side by side in their last axis,
+        [B, T, N·K]. The kernels require `GatedAttention` itself (no subclass), an RMS norm of each
+        head, an output gate, and shapes that the platform's kernels support.
         """
         c, time = (
             self.config,

@@ -117,9 +117,11 @@ class Mixer(nnx.Module):
         """Mixes the tokens of each document.
 
         Args:
-          x_BTD: [B, T, D].
-          context: the inputs that all layers of the forward pass share.
-          cache: the result of `init_cache` or of an earlier call; None in training.
+          x_BTD: [B, T, D], the mixer's input.
+          context: the inputs that the layers of the forward pass share, and a few that belong to
+            this layer.
+          cache: the layer's cache, from `init_cache` or returned by an earlier call; with
+            `in_place`, the caches of all layers that are stacked with this one; None in training.
 
         Returns:
           y [B, T, D]; a dict of small arrays: the diagnostics if `context.collect_stats` is set,

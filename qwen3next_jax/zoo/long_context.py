@@ -2,8 +2,9 @@
 texts. They limit the distances by which queries and keys are rotated, divide a text into parallel
 windows, select keys, or increase the base of the rotary positions with the length of the text.
 
-Letters: B batch, T queries, S keys (slots of the cache), C queries of a chunk, N query heads, M
-key/value heads, H = N // M, K head width, R rotated numbers of a head.
+Letters: B batch, T queries, S keys (the tokens of the row; with a cache, its slots), C queries that
+are computed at once (a chunk), N query heads, M key/value heads, H = N // M, K head width, P pairs
+of rotated numbers of a head.
 """
 
 import dataclasses
@@ -234,9 +235,9 @@ class DynamicNTK(PairAttention):
         length = c.yarn_factor * (t_BC1 + 1.0) / c.max_position_embeddings
         excess = jnp.maximum(length - c.yarn_factor + 1, 1)
         log_base_BC1 = jnp.log(c.rope_theta) + jnp.log(excess) * (rotated / (rotated - 2))
-        frequency_BC1R = jnp.exp(-log_base_BC1[..., None] * jnp.arange(half) / half)
-        angle_BCS1R = ((s_B1S - t_BC1)[..., None] * frequency_BC1R)[:, :, :, None]
-        cos, sin = jnp.cos(angle_BCS1R), jnp.sin(angle_BCS1R)
+        frequency_BC1P = jnp.exp(-log_base_BC1[..., None] * jnp.arange(half) / half)
+        angle_BCS1P = ((s_B1S - t_BC1)[..., None] * frequency_BC1P)[:, :, :, None]
+        cos, sin = jnp.cos(angle_BCS1P), jnp.sin(angle_BCS1P)
 
         parts = jnp.split(k_BSMK.astype(jnp.float32)[:, None], (half, rotated), axis=-1)
         first, second, rest = parts

@@ -223,10 +223,11 @@ def t5_bucket(distance: jax.Array, buckets: int, largest: int, both_ways: bool) 
     """
     if both_ways:
         buckets //= 2
-    exact, far = buckets // 2, np.arange(largest + 1)
-    steps = np.log(np.maximum(far, 1) / exact) / math.log(largest / exact) * (buckets - exact)
+    exact, distances = buckets // 2, np.arange(largest + 1)
+    steps = np.log(np.maximum(distances, 1) / exact) / math.log(largest / exact) * (buckets - exact)
     table = jnp.asarray(
-        np.where(far < exact, far, np.minimum(exact + np.floor(steps), buckets - 1)), jnp.int32
+        np.where(distances < exact, distances, np.minimum(exact + np.floor(steps), buckets - 1)),
+        jnp.int32,
     )
     if not both_ways:
         return table[jnp.clip(distance, 0, largest)]

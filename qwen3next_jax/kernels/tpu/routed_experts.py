@@ -318,9 +318,10 @@ def _gate_and_up(hidden):
 def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
     """Returns the sum of each token's rows, [N, D].
 
-    The kernel multiplies each tile by a matrix [tokens, rows] of ones and zeros, which has a one
-    where the row belongs to the token. It does so for each block of tokens that has rows in the
-    tile.
+    The kernel cuts the rows into tiles of _SUM_ROWS rows, and the tokens into blocks of
+    _SUM_TOKENS tokens. For each block that has rows in a tile, it adds to the block's sums the
+    product of a matrix [_SUM_TOKENS, _SUM_ROWS] and the tile. The matrix has a one where the row
+    belongs to the token, and zeros elsewhere.
 
     Args:
       rows_PD: [P, D]. All numbers have to be finite, because the kernel multiplies the rows of
