@@ -66,8 +66,8 @@ class Mamba(ChannelStates):
 
     From the layer's input u: x = SiLU(conv(W u)) and z = W' u for each channel. From x: the step
     Δ = softplus(W₂ W₁ x + b), and the vectors B and C [N]. Then h ← e^{−Δ e^{A_log}} h + Δ x B,
-    and y = (C·h + D x) SiLU(z), with a learned A_log [N] and D for each channel. The convolution of the
-    published Mamba models has a bias; this one has none.
+    and y = (C·h + D x) SiLU(z), with a learned A_log [N] and D for each channel. The convolution of
+    the published Mamba models has a bias; this one has none.
 
     Diagnostics: step [H], the mean of Δ over the tokens and the channels of each head.
     """
