@@ -165,7 +165,8 @@ class NeedleInAHaystack(Evaluation):
 def task_accuracy(
     scorer: Scorer, task: str, length: int, ids: int, rows: int, pairs: int = 8
 ) -> float:
-    """Returns the share of the tokens to predict in a synthetic task that the model predicts.
+    """Returns the share of the target tokens of a synthetic task for which the model's most likely
+    token is the right one.
 
     Args:
       scorer: computes the model's most likely token at every position.

@@ -251,7 +251,7 @@ class _SpanRecorder:
 
     def add(self, end: float, use: str) -> None:
         """Adds a span with this use, from the end of the last span until `end`, in seconds since
-        1970. If `end` is not later than the last span, nothing is added.
+        1970. If `end` is not later than the end of the last span, nothing is added.
         """
         if end > self._now:
             self.spans.append(Span(self._now - self._start, end - self._start, use))

@@ -30,7 +30,8 @@ XLA_BANNER = 120.0
 
 def title(run: ResolvedRun, corpus: str, steps_before: int, parent: str = "") -> str:
     """Returns the title of the display: the run's name, number of parameters, devices, data and
-    first step. If the run sets compiler options, a second line shows them.
+    first step. If steps are compiled with compiler options, those of the chip or of
+    `parallel.compiler_options`, a second line shows them.
 
     Args:
       run: the run.

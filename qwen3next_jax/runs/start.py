@@ -109,16 +109,18 @@ def start_state(
       run: the run.
       data: the training data of every stage.
       parent: the record of the run in `train.init_from`; None if `train.init_from` names no run.
-      files: the expected `stamp_hf` of the Hugging Face directory in `train.init_from`; "" skips
-        the comparison.
+      files: the digest (`huggingface.stamp_hf`) that the files of the Hugging Face directory in
+        `train.init_from` had when the run was set up; "" skips the comparison.
 
     Returns:
       The train state before the first step; and a `DataCursor`, the place in the training data at
       which the run begins to read.
 
     Raises:
-      UserError: the files of the model in `train.init_from` changed, are damaged, or have
-        parameters of other shapes.
+      UserError: the model in `train.init_from` was replaced since the run was set up, or is
+        damaged; its parameters have other shapes or another meaning than the run's, or it has no
+        multi-token prediction module and the run's model has one; or another version of the code
+        computes one of its modules differently.
     """
     if parent:
         return branching.state_from_parent(run, data, parent)

@@ -222,7 +222,8 @@ def _round(value: float) -> float:
 
 
 def seed_axes(sweep: Sweep) -> tuple[str, ...]:
-    """Returns the axes whose setting is a seed. Charts and findings show means over the seeds."""
+    """Returns the axes that are a setting named `seed`, such as `train.seed`. Charts and
+    findings show means over the seeds."""
     return tuple(axis for axis in sweep.axes if axis.rpartition(".")[2] == "seed")
 
 

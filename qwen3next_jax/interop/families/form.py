@@ -45,7 +45,8 @@ class Form:
         dtype of the stored weights. `text` and `wrapper` are the fields of the text model and of
         the wrapper in the checkpoint with which the model was initialised; {} if there is none.
       check: function (config) that raises UserError for a model that this form cannot store. It is
-        called only if the form has all of the model's mixers and settings.
+        called only after every mixer of the model was found to have entries, and every setting that
+        is neither in `settings` nor in `NOT_IN_FILES` to have its default.
       settings: the names of the settings of `ModelConfig` that config.json holds or that `check`
         checks. All settings that are neither here nor in `NOT_IN_FILES` must have their defaults.
       mixers: name of a mixer (`config.registry.MIXERS`) → the function that yields its entries.

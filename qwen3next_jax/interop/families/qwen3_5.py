@@ -129,6 +129,7 @@ def text_fields_in_wrapper(fields: Fields, where: str) -> Fields:
 
 
 def _write_text(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> Fields:
+    """Returns the fields of config.json for a text model."""
     kind = _MIXTURE if config.num_experts else _DENSE
     fields = qwen3_next.text_model_fields(config, dtype, source, _SAME_NAME[kind])
     return fields | {
