@@ -77,6 +77,8 @@ CONFIG = Config(
 
 
 def with_(**sections):
+    if not sections.get("model", {}).get("num_experts", 1):  # no router to balance
+        sections["train"] = {"router_bias_update": "sign"} | sections.get("train", {})
     groups = {
         name: dataclasses.replace(getattr(CONFIG, name), **changes)
         for name, changes in sections.items()

@@ -623,7 +623,7 @@ def test_rows_of_a_split_table_are_exchanged(axes, spread):
 
 
 def test_context_is_refused():
-    sizes = {"data": 1, "expert": 1, "context": 2, "tensor": 1}
+    sizes = {"slice": 1, "data": 1, "expert": 1, "context": 2, "tensor": 1}
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     with pytest.raises(UserError) as error:
         check_divides(config_of(), 2, 64, mesh, *split_sizes(config_of()))
