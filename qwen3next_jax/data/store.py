@@ -110,6 +110,8 @@ class Store:
         if isinstance(self.root, BucketPath):
             with tempfile.TemporaryDirectory() as folder:
                 yield (path := pathlib.Path(folder))
+                if self.exists(name):
+                    return
                 for file in sorted(path.iterdir(), key=lambda file: file.name == _LAST):
                     self._upload(file, self.root / name / file.name)
             return

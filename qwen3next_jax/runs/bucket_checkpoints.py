@@ -172,7 +172,8 @@ class BucketCheckpoints(Checkpoints):
 
     def _remove_leftovers(self) -> None:
         """Deletes the arrays of this run that no manifest names. A save or a deletion that was
-        killed left them behind.
+        killed left them behind. If a manifest of a step names no arrays because it is damaged, all
+        arrays of this step stay.
         """
         workdir = self.directory.parent
         run = run_id(workdir) or ""
@@ -184,13 +185,21 @@ class BucketCheckpoints(Checkpoints):
         if not attempts:
             return
         steps = {str(step) for step in self.steps()}
-        damaged = {
-            manifest.arrays_folder(folder).name for folder in (workdir / "damaged").iterdir()
+        moved = list((workdir / "damaged").iterdir())
+        damaged = {folder: manifest.arrays_folder(folder) for folder in moved}
+        unreadable = {
+            folder.name.partition("-")[0] for folder, arrays in damaged.items() if arrays == folder
         }
         for step, names in attempts.items():
-            named = set(damaged)
+            if step in unreadable:
+                continue
+            named = {arrays.name for arrays in damaged.values()}
             if step in steps and (len(names) > 1 or damaged):
-                named.add(manifest.arrays_folder(self.directory / step).name)
+                folder = self.directory / step
+                arrays = manifest.arrays_folder(folder)
+                if arrays == folder:
+                    continue
+                named.add(arrays.name)
             elif step in steps:
                 continue
             for name in names:

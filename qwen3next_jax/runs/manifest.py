@@ -88,13 +88,18 @@ def write_bucket_manifest(
 
 def arrays_folder(directory: Folder) -> Folder:
     """Returns the folder with the files that the manifest of `directory` names. It is `directory`
-    itself, unless the folder was written to a bucket.
+    itself, unless the folder was written to a bucket and its manifest can be read.
+
+    Raises:
+      OSError: the bucket does not give the manifest, which may exist.
     """
     try:
         place = json_files.read(directory / NAME).get("arrays", "")
-    except StoreError:
-        raise
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        place = ""
+    except OSError:
+        if isinstance(directory, BucketPath):
+            raise
         place = ""
     return _resolved(directory, place)
 
