@@ -529,10 +529,9 @@ TWO_LAYERS = {"layer_types": (FULL, LINEAR), "num_hidden_layers": 2}
 def test_a_mesh_gives_what_one_device_gives(changes, axes):
     """The loss, the indexers' among it, all gradients, and lazy AdamW's update of the table.
 
-    With other tokens (seed 0) gradients differ by up to 2e-4 on some meshes, with these and with
-    those of seed 30 by less than 1e-6. Where all experts are chosen the tokens of seed 0 agree, too,
-    so two nearly equal scores of the router, which rounding puts in another order, are the likely
-    cause.
+    With the tokens of seed 0, gradients differ by up to 2e-4 on some meshes; with these tokens, and
+    with those of seed 30, by less than 1e-6. Where all experts are chosen, those of seed 0 agree,
+    too. So the likely cause is that rounding swaps two nearly equal scores of the router.
     """
     config = config_of(**changes)
     model = model_of(config)
