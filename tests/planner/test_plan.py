@@ -180,6 +180,7 @@ def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile
         _quick=False,
         _cost_model_flag=None,
         _rules=None,
+        _slices=1,
     ).items():
         monkeypatch.setattr(command_module, flag, types.SimpleNamespace(value=value))
     with pytest.raises(UserError, match=message):
