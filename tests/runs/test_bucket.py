@@ -95,8 +95,8 @@ def _losses(workdir):
     return [(e["step"], e["loss"], e["grad_norm"]) for e in events if e["event"] == "train"]
 
 
-# slow: passes in a process of its own; in the whole suite, after other files in the same process, the
-# arrays that TensorStore had just written were not found once. The cause is not known.
+# slow: passes in a process of its own. In the whole suite, after other files in the same process,
+# the arrays that TensorStore had just written were not found once. The cause is not known.
 @pytest.mark.slow
 def test_a_run_resumes_bitwise_and_is_read_and_moved_like_a_local_one(bucket, tmp_path, capfd):
     local, workdir = tmp_path / "local", to_path("gs://bucket/runs/a")
@@ -193,8 +193,8 @@ def test_an_object_of_another_program_is_not_overwritten(bucket):
     assert lock.read_bytes() == b"theirs"
 
 
-# slow: passes in a process of its own; in the whole suite, after other files in the same process, the
-# arrays that TensorStore had just written were not found once. The cause is not known.
+# slow: passes in a process of its own. In the whole suite, after other files in the same process,
+# the arrays that TensorStore had just written were not found once. The cause is not known.
 @pytest.mark.slow
 def test_the_loop_does_not_wait_for_an_outage_and_nothing_is_lost(bucket, tmp_path):
     """The bucket fails from step 3 on, until the loop has taken its last step."""
