@@ -37,7 +37,7 @@ class Entry(NamedTuple):
       size: its bytes.
       version: the version of its content.
       md5: the MD5 of its content in hexadecimal digits; "" if the store does not know it.
-      modified: the time of its last write by the clock of the store, in seconds since 1970.
+      modified: when it was last written, in seconds since 1970, by the clock of the store.
     """
 
     key: str
