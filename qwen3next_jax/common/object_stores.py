@@ -12,7 +12,6 @@ import base64
 import contextlib
 import errno
 import functools
-import hashlib
 import logging
 import random
 import re
@@ -380,17 +379,9 @@ class _S3:
 
 
 def _entry_of_s3(entry: dict[str, Any]) -> Entry:
-    tag = entry["ETag"].strip('"')
-    # The ETag of an object that was uploaded in parts, or encrypted by a key, is no MD5.
-    md5 = tag if len(tag) == 32 and not set(tag) - set("0123456789abcdef") else ""
-    return Entry(entry["Key"], entry["Size"], entry["ETag"], md5, entry["LastModified"].timestamp())
-
-
-def md5(data: bytes) -> str:
-    """Returns the MD5 of `data` in hexadecimal digits: the checksum that stores keep of an
-    object. It finds damage; it is no protection from an attacker.
-    """
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+    # The ETag is no MD5 if the object is encrypted by a key of KMS or was uploaded in parts, and
+    # its form does not tell.
+    return Entry(entry["Key"], entry["Size"], entry["ETag"], "", entry["LastModified"].timestamp())
 
 
 _patience_lock = threading.Lock()

@@ -27,7 +27,6 @@ from qwen3next_jax.common.object_stores import (
     ObjectStore,
     StoreError,
     Unavailable,
-    md5,
     open_store,
     with_retries,
 )
@@ -244,7 +243,7 @@ class BucketPath:
             except Conflict:
                 # The answer to an attempt before may have been lost after it had succeeded.
                 entry = self.entry() if number else None
-                if entry is None or (entry.size, entry.md5) != (len(data), md5(data)):
+                if entry is None or entry.size != len(data) or self.read_bytes() != data:
                     raise
                 return entry.version
 
@@ -360,7 +359,6 @@ __all__ = [
     "check_bucket",
     "is_bucket",
     "local_copy",
-    "md5",
     "stat_of",
     "to_path",
     "with_patience",

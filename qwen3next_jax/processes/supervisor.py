@@ -23,8 +23,8 @@ from typing import Any
 from absl import flags
 
 from qwen3next_jax.common.child_processes import die_with_parent
-from qwen3next_jax.common.errors import RESTARTED, ExitCode
-from qwen3next_jax.common.storage import BucketPath
+from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError
+from qwen3next_jax.common.storage import BucketPath, Unavailable
 
 # The first and the longest pause before a restart, in seconds. The pause doubles with every start
 # that saves no new checkpoint.
@@ -66,23 +66,27 @@ def supervise(
 
     Returns:
       The exit code of the last child, or `ExitCode.GAVE_UP`.
+
+    Raises:
+      UserError: `workdir` is in a bucket, which does not answer for minutes.
     """
-    old_run = find_run().items() if find_run else ()
     command = list(command) or [
         *(sys.executable, "-m", "qwen3next_jax", "train", *sys.argv[1:]),
         "--max-restarts=0",
     ]
     restarts = fruitless = 0
-    saved_at, _ = _newest_checkpoint(workdir)
     last_flag: list[str] = []
     with _Child() as child:
+        old_run = _ask(find_run, child.stop).items() if find_run else ()
+        saved_at, _ = _ask(lambda: _newest_checkpoint(workdir), child.stop)
         while True:
             code = child.run(command + last_flag)
             if child.stop.is_set() or (code >= 0 and code not in RESTARTED):
                 return code if code >= 0 else 128 - code
             # Progress is measured by the time of the newest checkpoint and not by its step, because
             # a run continues from an earlier step after damaged checkpoints were moved aside.
-            previous, (saved_at, step) = saved_at, _newest_checkpoint(workdir)
+            previous = saved_at
+            saved_at, step = _ask(lambda: _newest_checkpoint(workdir), child.stop)
             fruitless = 0 if saved_at > previous else fruitless + 1
             saved_at = max(saved_at, previous)
             if restarts == max_restarts or fruitless == MAX_FRUITLESS_STARTS:
@@ -96,7 +100,7 @@ def supervise(
             pause = min(FIRST_PAUSE * 2**fruitless, LONGEST_PAUSE)
             begin = f"from step {step}"
             if find_run:
-                old_run_remains = not old_run.isdisjoint(find_run().items())
+                old_run_remains = not old_run.isdisjoint(_ask(find_run, child.stop).items())
                 last_flag = [] if old_run_remains else ["--norestart"]
                 if old_run_remains:
                     begin = "anew: files of the old run are still there"
@@ -150,6 +154,26 @@ class _Child:
             self._early_signal = number
         elif self._process.poll() is None:
             self._process.send_signal(number)
+
+
+def _ask(question: Callable[[], Any], stop: threading.Event) -> Any:
+    """Returns `question()`. If the bucket does not answer, asks again after LONGEST_PAUSE, until
+    `stop` is set, MAX_FRUITLESS_STARTS times in all.
+
+    Raises:
+      UserError: the bucket has not answered.
+    """
+    for left in reversed(range(MAX_FRUITLESS_STARTS)):
+        try:
+            return question()
+        except Unavailable as error:
+            _print(f"{error.filename} does not answer ({error.strerror})")
+            if not left or stop.wait(LONGEST_PAUSE):
+                raise UserError(
+                    f"{error.filename}: did not answer ({error.strerror}): the same command "
+                    "continues the run when it does",
+                    ExitCode.STORAGE,
+                ) from error
 
 
 def _newest_checkpoint(workdir: pathlib.Path) -> tuple[int, int]:

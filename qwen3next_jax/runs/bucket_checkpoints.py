@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from qwen3next_jax.common.errors import ExitCode, one_line, warn
-from qwen3next_jax.common.storage import BucketPath, Conflict
+from qwen3next_jax.common.storage import ABSENT, BucketPath, Conflict
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import (
@@ -137,22 +137,20 @@ class BucketCheckpoints(Checkpoints):
             return 0
         self.before_manifest()
         self._lease.confirm()
+        folder = self.directory / str(step)
         try:
-            return manifest.write_bucket_manifest(
-                self.directory / str(step), arrays, step, self._run
-            )
+            return manifest.write_bucket_manifest(folder, arrays, step, self._run)
         except Conflict:
-            # Either the answer to an earlier attempt was lost, or another process has the lock.
+            # There is a manifest. Ends this process if another one has the lock.
             self._lease.confirm(now=True)
-            folder = self.directory / str(step)
             if f"-{self._process}-" in manifest.arrays_folder(folder).name:
+                # The answer to an earlier attempt was lost.
                 return sum(entry.size for entry in arrays.entries().values())
-            self._lease.end_process(
-                ExitCode.TAKEN_OVER,
-                f"another process has written the checkpoint of step {step}, so this one does not "
-                "train here any more",
+            # A process that had the lock before this one was frozen just before its write.
+            late = (folder / manifest.NAME).entry()
+            return manifest.write_bucket_manifest(
+                folder, arrays, step, self._run, replaces=late.version if late else ABSENT
             )
-            raise
 
     def _describe_unsaved(self) -> str:
         return f"the checkpoint of step {self._saving[0]}" if self._is_saving() else ""

@@ -61,18 +61,23 @@ def write_manifest(directory: pathlib.Path, step: int | None = None, run: str | 
 
 
 def write_bucket_manifest(
-    directory: BucketPath, arrays: BucketPath, step: int | None = None, run: str | None = None
+    directory: BucketPath,
+    arrays: BucketPath,
+    step: int | None = None,
+    run: str | None = None,
+    replaces: str = ABSENT,
 ) -> int:
     """Writes `directory`/manifest.json, which describes the files in the complete folder `arrays`.
 
     Args:
       step, run: as for `write_manifest`.
+      replaces: the version of the manifest that this one replaces; ABSENT if there may be none.
 
     Returns:
       The size of all files in bytes.
 
     Raises:
-      Conflict: there is a manifest.
+      Conflict: there is a manifest of another version.
     """
     files = {}
     for path, entry in sorted(arrays.entries().items()):
@@ -82,7 +87,7 @@ def write_bucket_manifest(
     identity = ({"run": run} if run else {}) | ({} if step is None else {"step": step})
     place = os.path.relpath("/" + arrays.key, "/" + directory.key)
     record = identity | {"arrays": place, "piece": PIECE, "files": files}
-    (directory / NAME).write(json.dumps(record, indent=1).encode(), replaces=ABSENT)
+    (directory / NAME).write(json.dumps(record, indent=1).encode(), replaces)
     return sum(size for size, _ in files.values())
 
 

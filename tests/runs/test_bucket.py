@@ -32,6 +32,7 @@ from qwen3next_jax.config import (
 from qwen3next_jax.data import remote_shard
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.interop.huggingface import load_hf, save_hf
+from qwen3next_jax.processes import supervisor
 from qwen3next_jax.runs.checkpoint import load_trained
 from qwen3next_jax.runs.lease import Lease
 from qwen3next_jax.runs.metrics_pieces import MetricsPieces
@@ -95,9 +96,6 @@ def _losses(workdir):
     return [(e["step"], e["loss"], e["grad_norm"]) for e in events if e["event"] == "train"]
 
 
-# slow: passes in a process of its own. In the whole suite, after other files in the same process,
-# the arrays that TensorStore had just written were not found once. The cause is not known.
-@pytest.mark.slow
 def test_a_run_resumes_bitwise_and_is_read_and_moved_like_a_local_one(bucket, tmp_path, capfd):
     local, workdir = tmp_path / "local", to_path("gs://bucket/runs/a")
     assert train(_with_steps(6), local) == ExitCode.DONE
@@ -161,6 +159,37 @@ def test_one_process_has_the_lease_and_who_lost_it_writes_nothing(bucket, monkey
         third.run_locked(lambda: None)
 
 
+def test_the_owner_replaces_a_manifest_that_an_earlier_owner_wrote_late(bucket):
+    workdir = to_path("gs://bucket/run")
+    late = workdir / "checkpoints/2/manifest.json"
+
+    def write_late(trainer):
+        content = b'{"run": "x", "step": 2, "arrays": "../../arrays/2-x-frozen-0", "files": {}}'
+        trainer.add_hook(lambda info: info.step == 1 and late.write_bytes(content), every=1)
+
+    assert train(_with_steps(2), workdir, add_hooks=write_late) == ExitCode.DONE
+    assert "frozen" not in late.read_text()
+    assert load_trained(workdir).step == 2
+
+
+@pytest.mark.parametrize("failures, outcome", [(2, 0), (3, ExitCode.STORAGE)])
+def test_the_supervisor_asks_again_while_the_bucket_does_not_answer(monkeypatch, failures, outcome):
+    answers = [Unavailable(503, "busy", "gs://bucket/run")] * failures + [(0, 0)]
+
+    def newest_checkpoint(_):
+        if isinstance(answer := answers.pop(0) if len(answers) > 1 else answers[0], Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(supervisor, "_newest_checkpoint", newest_checkpoint)
+    monkeypatch.setattr(supervisor, "LONGEST_PAUSE", 0.0)
+    try:
+        code = supervisor.supervise(to_path("gs://bucket/run"), 1, ["true"])
+    except UserError as error:
+        code = error.exit_code
+    assert code == outcome
+
+
 def test_requests_that_fail_are_repeated_and_writes_are_not_done_twice(bucket):
     bucket.faults["fail"] = 0.4
     path, version = to_path("gs://bucket/run/x"), ABSENT
@@ -193,9 +222,6 @@ def test_an_object_of_another_program_is_not_overwritten(bucket):
     assert lock.read_bytes() == b"theirs"
 
 
-# slow: passes in a process of its own. In the whole suite, after other files in the same process,
-# the arrays that TensorStore had just written were not found once. The cause is not known.
-@pytest.mark.slow
 def test_the_loop_does_not_wait_for_an_outage_and_nothing_is_lost(bucket, tmp_path):
     """The bucket fails from step 3 on, until the loop has taken its last step."""
     local, workdir = tmp_path / "local", to_path("gs://bucket/run")
