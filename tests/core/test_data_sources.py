@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 
+import etils.epath.backend
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
@@ -214,7 +215,16 @@ class FakeBucket(MemoryFileSystem):
         return "/" + path.removeprefix("gs://").removeprefix("gcs://").strip("/")
 
 
-def test_remote_paths_are_read_and_globbed(monkeypatch):
+@pytest.fixture
+def no_cached_filesystem():
+    """etils keeps the first file system that it has opened for gs:// until the process ends."""
+    cached = type(etils.epath.backend.fsspec_backend)._get_filesystem
+    cached.cache_clear()
+    yield
+    cached.cache_clear()
+
+
+def test_remote_paths_are_read_and_globbed(monkeypatch, no_cached_filesystem):
     registry = importlib.import_module("fsspec.registry")._registry
     monkeypatch.setitem(registry, "gs", FakeBucket)
     monkeypatch.setitem(registry, "gcs", FakeBucket)
