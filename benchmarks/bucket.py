@@ -56,7 +56,8 @@ def _ask(path: str, post: bool = False) -> dict:
 
 def _counts() -> list[int]:
     """[requests, bytes up, bytes down] since the last call."""
-    return [sum(row[i] for row in _ask("/_count?reset=1").values()) for i in range(3)]
+    rows = _ask("/_count?reset=1").values()
+    return [sum(row[i] for row in rows) for i in range(3)]
 
 
 def _config(steps: int, every: int):

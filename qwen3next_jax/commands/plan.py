@@ -8,10 +8,12 @@ compiles the real train step for the slice, on a machine that needs no TPU.
     uv run --extra gpu qwen3next plan --config=configs/small.py --topology=h100:1x8
     --mesh=data=8
 
-`--search` ranks meshes, batch sizes, remat policies and micro-batches by estimated time and
-compiles the best five, FSDP alone among them; every candidate has the axis sizes that `--mesh`
-names. `--json` also draws
-the memory of each plan into a .png of the same name. docs/planner.md explains the figures. For GPUs
+`--search` ranks meshes, batch sizes (`--rows`), remat policies and micro-batches by estimated time
+for a token. Of those that should fit into memory it compiles up to five: the best one for each of
+the sizes 1, 2, 4 and 8 of the axis `expert` without `tensor`, then the best of the others. If none
+should fit, it compiles the one that needs the least memory. Every candidate has the axis sizes that
+`--mesh` names; -1 leaves an axis free. `--json` also draws the memory of each plan into a .png of
+the same name. docs/planner.md explains the figures. For GPUs
 (hosts x GPUs per host) the command predicts memory, FLOPs and network traffic, but no times.
 """
 

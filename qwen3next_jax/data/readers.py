@@ -91,8 +91,8 @@ def documents(source: Source) -> Iterator[Document]:
 
 
 def bad_summary(counts: Mapping[str, int], first: Sequence[str] = ()) -> str:
-    """Returns a phrase for messages: the number of bad records of each kind, and where the first of
-    them are.
+    """Returns a phrase for messages: the number of bad records in all and of each kind, and, if
+    `first` is given, where the first of them are.
 
     Args:
       counts: kind of fault → number of records with it.

@@ -28,7 +28,9 @@ class EvalOptions:
     """Options that the user may set for all evaluations.
 
     Attributes:
-      rows: number of rows that each evaluation reads; None: each evaluation's own default.
+      rows: number of rows that an evaluation runs: for mqar, induction, copy and niah under each of
+        their conditions, for the others in all (at most the held-out rows, if the data are text).
+        None: each evaluation's own default.
       lengths: row lengths in tokens, for induction, copy and niah.
       pairs: numbers of key-value pairs in a row, for mqar.
     """

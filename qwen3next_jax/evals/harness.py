@@ -33,10 +33,11 @@ class HarnessModel(TemplateLM):
       tokenizer: the tokenizer of the model.
       max_length: the largest number of tokens of context and continuation together. The beginning
         of a longer context is cut off. The model's context length limits this number.
-      batch_size: number of rows of one forward pass.
+      batch_size: number of rows of one forward pass. If the mesh does not divide it, rows of
+        padding are added.
       mesh: the mesh on which the parameters lie; None for a single device.
-      speculative: number of tokens that the multi-token prediction module drafts per pass when the
-        model generates text; 0: no drafts.
+      speculative: number of tokens that the multi-token prediction module drafts for each pass of
+        the other layers when the model generates text; 0: no drafts.
 
     Raises:
       UserError: the model cannot draft so many tokens.

@@ -6,7 +6,7 @@ the pending token into the cache and chooses the next one. So a prompt of one to
 prefill, and the same program decodes rows of any lengths.
 
 Letters: B batch, T time, D model, V vocabulary, N the most tokens that one call generates per row,
-L trunk layers, A experts per token.
+L layers without those of multi-token prediction, A experts per token.
 """
 
 from typing import NamedTuple

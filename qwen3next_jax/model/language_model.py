@@ -369,8 +369,8 @@ class Qwen3Next(nnx.Module):
         axis of T.
 
         Ids outside the vocabulary give wrong embeddings without an error. If this function is
-        traced under `jax.debug_nans(True)`, such ids end the program with a ValueError from a host
-        callback.
+        traced under `jax.debug_nans(True)`, a host callback raises a ValueError for such ids, which
+        a compiled program reports as a `jax.errors.JaxRuntimeError`.
         """
         if jax.config.jax_debug_nans:
             _check_tokens(tokens, self.config.vocab_size)

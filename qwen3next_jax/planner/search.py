@@ -243,7 +243,7 @@ def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
     memory.
     """
     remat = train.remat
-    operands = layer_bytes(m, experts=False)
+    operands = layer_bytes(m, experts=False)  # of a token in one layer, without its MLP
     # The gathered rows are saved only if the experts gather all rows at once.
     rows = 2 * m.hidden_size * mesh.expert * _gathers_at_once(m, train, mesh)
     attention_layers = sum("attention" in name for name in m.mixers)

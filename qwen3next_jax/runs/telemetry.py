@@ -94,7 +94,8 @@ class MetricsFile:
 
         Args:
           steps_before: number of steps of the run that are already taken.
-          start_time: the time at which the process began, in seconds since 1970.
+          start_time: the time at which `runs.train.train` was called in this process, in seconds
+            since 1970.
           values: the other fields of the event.
         """
         if self._path is not None:

@@ -172,8 +172,11 @@ def check_divides(
       whole_rows: names of the parts of the model that need whole rows on one device.
 
     Raises:
-      UserError: an axis does not divide a dimension. The message names the axis, the dimension, and
-        the nearest sizes that divide it.
+      UserError: a condition on an axis of the mesh does not hold. An axis has to divide the
+        dimensions that it splits, and the product of `slice`, `data` and `expert` the rows; for
+        key/value heads it may also be a multiple. Twice `context` has to divide the row, whose parts
+        have at least `halo` tokens. `context` is 1 if a part of the model needs whole rows, and
+        `expert` is 1 if the model has no experts. The message names the axis and what was expected.
     """
     size = dict(mesh.shape)
     axes = [axis for axis in ("slice", "data", "expert") if size[axis] > 1 or axis != "slice"]

@@ -26,8 +26,9 @@ class Bahdanau(Mixer):
     """Bahdanau's attention: o_i = Σ_j softmax_j(uᵀ tanh(q_i + k_j)) v_j for each head, over the
     tokens j ≤ i, with a learned vector u for each head.
 
-    Diagnostics: first_token_share [N], the mean share of attention that the later tokens of a
-    document give to its first token.
+    Diagnostics: first_token_share [N], the share of attention that a token gives to the first token
+    of its document, averaged over the tokens that count (`Context.stats_mask`) and are not the first
+    of a document.
     """
 
     cache_kind = "slots"

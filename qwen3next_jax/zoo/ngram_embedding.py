@@ -16,8 +16,9 @@ JAX without x64 has no 64-bit integers, so the hash is computed on pairs of uint
 low word. The products are less than 2^63, and every step is exact.
 
 Letters: B batch, T time, S residual streams, D model, E = S·D, P width of all heads' rows together,
-H heads, W taps of the convolution, C = (W - 1) · ngram_size earlier tokens that it reads, K number
-of earlier entries that a cache keeps.
+H heads, W taps of the convolution, C = (W - 1) · ngram_size, the number of tokens from a token back
+to the earliest one that the convolution reads for it, K number of earlier entries that a cache
+keeps.
 """
 
 from typing import Any

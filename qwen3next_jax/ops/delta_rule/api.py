@@ -88,8 +88,9 @@ def gated_delta_rule(
       NotImplementedError: the named implementation cannot run these arrays here.
 
     Values are checked only if this function is traced under `jax.debug_nans(True)`
-    (`JAX_DEBUG_NANS=1` sets it for a whole process). Then a host callback ends the program with a
-    ValueError if g is positive, infinite or NaN, or if ids are out of order or follow padding.
+    (`JAX_DEBUG_NANS=1` sets it for a whole process). Then a host callback raises a ValueError if g
+    is positive, infinite or NaN, or if ids are out of order or follow padding; a compiled program
+    reports it as a `jax.errors.JaxRuntimeError` with the same text.
     """
     return_all_states = return_all_states or each
     # NumPy's float64 arrays become float32 if x64 is off

@@ -101,8 +101,9 @@ def channel_delta_rule(
       ValueError: shapes, dtypes, the implementation's name or the combination of arguments do
         not fit.
 
-    If the function is traced under `jax.debug_nans(True)`, a g or value_decay that is positive or
-    NaN ends the program with a ValueError.
+    If the function is traced under `jax.debug_nans(True)`, a host callback raises a ValueError for
+    a g or value_decay, also of padding, that is positive or NaN; a compiled program reports it as a
+    `jax.errors.JaxRuntimeError`.
     """
     q, k, v, g = map(jnp.asarray, (q, k, v, g))
     _check(
