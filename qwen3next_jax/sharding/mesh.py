@@ -174,9 +174,10 @@ def check_divides(
     Raises:
       UserError: a condition on an axis of the mesh does not hold. An axis has to divide the
         dimensions that it splits, and the product of `slice`, `data` and `expert` the rows; for
-        key/value heads it may also be a multiple. Twice `context` has to divide the row, whose parts
-        have at least `halo` tokens. `context` is 1 if a part of the model needs whole rows, and
-        `expert` is 1 if the model has no experts. The message names the axis and what was expected.
+        key/value heads it may also be a multiple. Twice `context` has to divide the row, and each
+        device needs at least `halo` tokens of it. `context` has to be 1 if a part of the model
+        needs whole rows, and `expert` if the model has no experts. The message names the axis and
+        what was expected.
     """
     size = dict(mesh.shape)
     axes = [axis for axis in ("slice", "data", "expert") if size[axis] > 1 or axis != "slice"]

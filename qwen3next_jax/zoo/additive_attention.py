@@ -27,8 +27,8 @@ class Bahdanau(Mixer):
     tokens j ≤ i, with a learned vector u for each head.
 
     Diagnostics: first_token_share [N], the share of attention that a token gives to the first token
-    of its document, averaged over the tokens that count (`Context.stats_mask`) and are not the first
-    of a document.
+    of its document, averaged over the tokens that count (`Context.stats_mask`) and are not
+    themselves the first of a document.
     """
 
     cache_kind = "slots"
