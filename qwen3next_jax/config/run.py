@@ -242,6 +242,9 @@ class TrainConfig:
     # whether the run ends or continues after an error in a hook that training does not need: an
     # evaluation, a sample, the diagnostics, a hook of your own
     on_hook_error: Literal["stop", "continue"] = "stop"
+    # parameters that training leaves as they are, each entry as conditions such as "kind=norm" or
+    # "name=*/mixer/* layer=0-3" (docs/adapting.md)
+    freeze: tuple[str, ...] = ()
     # seconds that a step may take; after this time the process writes the stacks of its threads to
     # a file and exits; 0: no limit
     step_timeout: float = 1800.0
@@ -263,6 +266,7 @@ class TrainConfig:
             },
         )
         object.__setattr__(self, "hooks", tuple(self.hooks))
+        object.__setattr__(self, "freeze", tuple(self.freeze))
         for name in self.hooks:
             require(
                 is_import_string(name),
@@ -298,6 +302,27 @@ class MuonConfig:
     def __post_init__(self):
         check_bounds(
             self, "optimizer.muon", {"0 or more, less than 1": "momentum", "at least 1": "steps"}
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    # the parameters of the group, as conditions such as "kind=norm" or "layer=0-3"
+    # (docs/adapting.md)
+    parameters: str = ""
+    # the group's learning rate, as a multiple of the run's
+    learning_rate_factor: float = 1.0
+    # the group's weight decay, in place of optimizer.weight_decay; None: the same. It never applies
+    # to parameters that never decay, such as A_log and dt_bias
+    weight_decay: float | None = None
+
+    def __post_init__(self):
+        check_bounds(self, "optimizer.groups", {"a positive number": "learning_rate_factor"})
+        require(
+            self.weight_decay is None or self.weight_decay >= 0,
+            f"optimizer.groups: weight_decay = {self.weight_decay}: expected 0 or more",
         )
 
 
@@ -341,6 +366,9 @@ class OptimizerConfig:
     # in every step. "lazy_adamw": only the rows that the batch uses change, and a row that it does
     # not use keeps its means of gradients. It is for tables much larger than a batch
     ngram_table: Literal["adamw", "lazy_adamw"] = "adamw"
+    # groups of parameters with a learning rate or a weight decay of their own; no parameter may
+    # belong to two of them
+    groups: tuple[ParameterGroup, ...] = ()
 
     def __post_init__(self):
         check_name(OPTIMIZERS, self.name, "optimizer.name")

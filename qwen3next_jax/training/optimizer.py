@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -11,6 +12,9 @@ from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import OptimizerConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.model.parameters import Declared
+
+# A number, or an array that can be broadcast to a parameter.
+Scale = float | np.ndarray
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0) -> optax.Schedule:
@@ -66,6 +70,8 @@ def make_optimizer(
     parameters: Mapping[str, Declared],
     schedule: optax.Schedule,
     mesh: Mesh | None = None,
+    learning_rate_factors: Mapping[str, Scale] = {},
+    weight_decays: Mapping[str, Scale] = {},
 ) -> optax.GradientTransformation:
     """Chains clipping, the direction of the optimizer that `config.name` names, decoupled weight
     decay, and the learning rate.
@@ -82,6 +88,10 @@ def make_optimizer(
       parameters: path of a parameter → its declaration.
       schedule: number of updates so far → learning rate (see `learning_rate_schedule`).
       mesh: the devices that share the optimizer's work; None: one device.
+      learning_rate_factors: path of a parameter → a factor of its learning rate, a number or an
+        array that can be broadcast to the parameter; 1 for all others.
+      weight_decays: path of a parameter → its weight decay, in the same form;
+        `config.weight_decay` for all others. It has no effect on parameters that never decay.
 
     Raises:
       UserError: there is no such optimizer, or it cannot be imported.
@@ -100,10 +110,46 @@ def make_optimizer(
         clip,
         optax.chain(
             direction,
-            optax.add_decayed_weights(config.weight_decay, decay_mask),
-            optax.scale_by_learning_rate(schedule),
+            optax.masked(_decay(config.weight_decay, weight_decays), decay_mask),
+            _scaled(optax.scale_by_learning_rate(schedule), learning_rate_factors),
         ),
     )
+
+
+def _decay(weight_decay: float, weight_decays: Mapping[str, Scale]) -> optax.GradientTransformation:
+    """Returns decoupled weight decay, with the state of `optax.add_decayed_weights`."""
+    same = optax.add_decayed_weights(weight_decay)
+    if not weight_decays:
+        return same
+
+    def update(updates, state, params=None):
+        def decayed(path, update, param):
+            return update + weight_decays.get(path_string(path), weight_decay) * param
+
+        return jax.tree_util.tree_map_with_path(decayed, updates, params), state
+
+    return optax.GradientTransformation(same.init, update)
+
+
+def _scaled(
+    transformation: optax.GradientTransformation, factors: Mapping[str, Scale]
+) -> optax.GradientTransformation:
+    """Returns `transformation`, with the updates of some parameters multiplied by `factors`. The
+    state is that of `transformation`.
+    """
+    if not factors:
+        return transformation
+
+    def update(updates, state, params=None):
+        updates, state = transformation.update(updates, state, params)
+
+        def scaled(path, update):
+            factor = factors.get(path_string(path))
+            return update if factor is None else factor * update
+
+        return jax.tree_util.tree_map_with_path(scaled, updates), state
+
+    return optax.GradientTransformation(transformation.init, update)
 
 
 def _clip(norm: float, parameters: Mapping[str, Declared]) -> optax.GradientTransformation:

@@ -1,0 +1,176 @@
+"""Chooses parameters by conditions, such as "kind=norm" or "layer=0-3 part=v" (docs/adapting.md).
+
+A condition is FIELD=VALUE or FIELD!=VALUE; several conditions, separated by spaces, must all hold.
+A value may list alternatives, separated by "|". The fields:
+
+    name    the path of the parameter, with the wildcards of a shell: name=*/mixer/*. A word without
+            "=" is a name. "*" also matches "/".
+    kind    the kind of the parameter, as it is declared (`model.parameters.Kind`)
+    layer   the number of a layer, or a range of numbers with both ends: layer=0-3|7. The layer of
+            the multi-token prediction module comes after the last layer of the trunk.
+    part    the name of one of the matrices that lie side by side in a parameter: part=v
+
+The parameters of several layers may be stacked in one array, and several matrices may be parts of
+one array, so a choice may cover some layers and some parts of an array.
+"""
+
+import fnmatch
+import math
+import typing
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from qwen3next_jax.common.errors import UserError, did_you_mean, require
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.parameters import Declared, Kind
+
+FIELDS = ("name", "kind", "layer", "part")
+
+
+class Choice(NamedTuple):
+    """What is chosen of one parameter.
+
+    Attributes:
+      cells: bool [layers, parts], whether a layer's part is chosen. `layers` is the number of
+        layers that are stacked in the parameter, 1 without a stack. `parts` is the number of its
+        declared parts, 1 for a single matrix.
+      declared: the declaration of the parameter.
+    """
+
+    cells: np.ndarray
+    declared: Declared
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole parameter is chosen."""
+        return bool(self.cells.all())
+
+    @property
+    def size(self) -> int:
+        """The number of chosen elements."""
+        widths = [part.width for part in self.declared.parts] or [self.declared.shape[-1]]
+        share = (self.cells * np.array(widths)).sum() / (len(self.cells) * sum(widths))
+        return round(self.declared.size * share)
+
+    def expand(self, values: np.ndarray) -> np.ndarray:
+        """Returns `values` [layers, parts] as an array that can be broadcast to the parameter."""
+        declared = self.declared
+        widths = [part.width for part in declared.parts] or [declared.shape[-1]]
+        columns = np.repeat(values, widths, axis=1)
+        inner = (1,) * (len(declared.shape) - 1)
+        return columns.reshape(*declared.stack, *inner, columns.shape[-1])
+
+
+def choose(
+    model: ModelConfig, parameters: Mapping[str, Declared], text: str, setting: str
+) -> dict[str, Choice]:
+    """Chooses parameters.
+
+    Args:
+      model: the settings of the model, which number the layers.
+      parameters: path of a parameter → its declaration.
+      text: the conditions.
+      setting: the name of the setting that holds `text`, for messages.
+
+    Returns:
+      Path of a parameter of which anything is chosen → what is chosen of it.
+
+    Raises:
+      UserError: `text` is not valid, or it chooses nothing.
+    """
+    where = f"{setting} = {text!r}"
+    conditions = [_parsed(word, parameters, where) for word in text.split()]
+    require(bool(conditions), f"{where}: expected conditions such as kind=norm or layer=0-3")
+    chosen = {}
+    for path, declared in parameters.items():
+        cells = np.ones(_grid(declared), bool)
+        for holds in conditions:
+            cells &= holds(path, declared, _layers_of(model, path, declared))
+        if cells.any():
+            chosen[path] = Choice(cells, declared)
+    if not chosen:
+        raise UserError(
+            f"{where}: it chooses no parameter of this model: `qwen3next show CONFIG` lists them, "
+            "such as " + ", ".join(list(parameters)[:3])
+        )
+    return chosen
+
+
+def _grid(declared: Declared) -> tuple[int, int]:
+    return math.prod(declared.stack), max(len(declared.parts), 1)
+
+
+def _layers_of(model: ModelConfig, path: str, declared: Declared) -> list[int | None]:
+    """Returns the number of each layer whose parameters are stacked in this one; None in place of a
+    number for a parameter that belongs to no layer.
+    """
+    group, block, *_ = path.split("/") + [""]
+    count = math.prod(declared.stack)
+    if group == "mtp":
+        return [model.num_hidden_layers] * count
+    layers = model.stacks[int(block)] if group == "layers" else ()
+    return list(layers) if len(layers) == count else [None] * count
+
+
+def _parsed(
+    word: str, parameters: Mapping[str, Declared], where: str
+) -> Callable[[str, Declared, list[int | None]], np.ndarray | bool]:
+    """Parses one condition.
+
+    Returns:
+      A function of a parameter (path, declaration, numbers of its layers) → whether the condition
+      holds, a bool array that can be broadcast to [layers, parts].
+    """
+    field, equals, value = word.partition("=")
+    if not equals:
+        field, value = "name", word
+    negates = field.endswith("!")
+    field = field.removesuffix("!")
+    require(
+        field in FIELDS,
+        f"{where}: {field!r} is no field{did_you_mean(field, FIELDS)}: expected one of "
+        f"{', '.join(FIELDS)}",
+    )
+    values = value.split("|")
+    if field == "kind":
+        kinds = typing.get_args(Kind)
+        for kind in values:
+            require(
+                kind in kinds,
+                f"{where}: no kind {kind!r}{did_you_mean(kind, kinds)}: expected one of "
+                f"{', '.join(kinds)}",
+            )
+    if field == "part":
+        known = sorted({part.name for declared in parameters.values() for part in declared.parts})
+        for part in values:
+            require(
+                part in known,
+                f"{where}: no parameter of this model has a part {part!r}"
+                f"{did_you_mean(part, known)}: expected one of {', '.join(known)}",
+            )
+    numbers = {i for text in values for i in _range(text, where)} if field == "layer" else set()
+
+    def holds(path: str, declared: Declared, layers: list[int | None]) -> np.ndarray | bool:
+        if field == "name":
+            return any(fnmatch.fnmatchcase(path, pattern) for pattern in values)
+        if field == "kind":
+            return declared.kind in values
+        if field == "layer":
+            return np.array([layer in numbers for layer in layers])[:, None]
+        names = [part.name for part in declared.parts] or [""]
+        return np.array([name in values for name in names])[None, :]
+
+    return (lambda *parameter: np.logical_not(holds(*parameter))) if negates else holds
+
+
+def _range(text: str, where: str) -> range:
+    """Returns the layers that "7" or "0-3" stands for."""
+    first, _, last = text.partition("-")
+    last = last or first
+    require(
+        first.isdecimal() and last.isdecimal() and int(first) <= int(last),
+        f"{where}: layer={text}: expected a number, or a range such as 0-3",
+    )
+    return range(int(first), int(last) + 1)
