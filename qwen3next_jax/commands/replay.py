@@ -31,7 +31,6 @@ def main(arguments: list[str]) -> int:
 
     from qwen3next_jax.runs.incidents import read_dump
     from qwen3next_jax.training.gradients import make_gradients
-    from qwen3next_jax.training.lazy_rows import lazy_tables, split_tables
     from qwen3next_jax.training.loop import make_train_step
     from qwen3next_jax.training.stages import stage_at
 
@@ -41,9 +40,8 @@ def main(arguments: list[str]) -> int:
         print(f"row {row}: {', '.join(names)}")
 
     stage = stage_at(dump.run.stages, dump.step)
-    # lazy AdamW's tables have no gradient of their shape
-    tables = lazy_tables(dump.run.model, stage.optimizer)
-    params, _ = split_tables(dump.state["params"], tables)
+    # what is frozen has no gradient, and lazy AdamW's tables have none of their shape
+    params = dump.run.assignment.main(dump.state["params"])
     gradients = jax.device_get(
         jax.jit(make_gradients(dump.run, stage))(dump.state["params"], dump.batch)[0]
     )

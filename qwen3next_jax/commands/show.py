@@ -206,17 +206,20 @@ def _training_table(config: Config, devices: Sequence[int]) -> Table:
     they are split evenly over the devices.
     """
     from qwen3next_jax.sharding.mesh import single_device_mesh
+    from qwen3next_jax.training.assignment import assign
     from qwen3next_jax.training.state import abstract_train_state
 
+    assignment = assign(config.model, config.train.freeze, config.optimizer)
     state = abstract_train_state(
-        config.model, config.optimizer, config.guards, single_device_mesh()
+        config.model, config.optimizer, assignment, config.guards, single_device_mesh()
     )
     parameters, optimizer = _size(state["params"]), _size(state["opt_state"])
+    frozen = _size(assignment.frozen(state["params"]))
     table = Table("training on", box=SIMPLE)
     for name in ("parameters", "gradients", f"{config.optimizer.name}'s state", "together"):
         table.add_column(name, justify="right")
     for number in devices:
-        sizes = [parameters / number, parameters / number, optimizer / number]
+        sizes = [size / number for size in (parameters, parameters - frozen, optimizer)]
         table.add_row(
             f"{number:,} device" + "s, each" * (number > 1), *map(_bytes, sizes), _bytes(sum(sizes))
         )

@@ -50,17 +50,24 @@ class Choice(NamedTuple):
     @property
     def size(self) -> int:
         """The number of chosen elements."""
-        widths = [part.width for part in self.declared.parts] or [self.declared.shape[-1]]
-        share = (self.cells * np.array(widths)).sum() / (len(self.cells) * sum(widths))
-        return round(self.declared.size * share)
+        columns = int((self.cells * np.array(_widths(self.declared))).sum())
+        return self.declared.size // (len(self.cells) * sum(_widths(self.declared))) * columns
 
-    def expand(self, values: np.ndarray) -> np.ndarray:
-        """Returns `values` [layers, parts] as an array that can be broadcast to the parameter."""
-        declared = self.declared
-        widths = [part.width for part in declared.parts] or [declared.shape[-1]]
-        columns = np.repeat(values, widths, axis=1)
-        inner = (1,) * (len(declared.shape) - 1)
-        return columns.reshape(*declared.stack, *inner, columns.shape[-1])
+
+def grid(declared: Declared) -> tuple[int, int]:
+    """Returns (number of stacked layers, number of parts) of a parameter, as in `Choice.cells`."""
+    return math.prod(declared.stack), max(len(declared.parts), 1)
+
+
+def expand(declared: Declared, values: np.ndarray) -> np.ndarray:
+    """Returns `values` [layers, parts] as an array that can be broadcast to the parameter."""
+    columns = np.repeat(values, _widths(declared), axis=1)
+    last = (*(1,) * (len(declared.shape) - 1), columns.shape[-1]) if declared.shape else ()
+    return columns.reshape(*declared.stack, *last)
+
+
+def _widths(declared: Declared) -> list[int]:
+    return [part.width for part in declared.parts] or [(1, *declared.shape)[-1]]
 
 
 def choose(
@@ -85,7 +92,7 @@ def choose(
     require(bool(conditions), f"{where}: expected conditions such as kind=norm or layer=0-3")
     chosen = {}
     for path, declared in parameters.items():
-        cells = np.ones(_grid(declared), bool)
+        cells = np.ones(grid(declared), bool)
         for holds in conditions:
             cells &= holds(path, declared, _layers_of(model, path, declared))
         if cells.any():
@@ -96,10 +103,6 @@ def choose(
             "such as " + ", ".join(list(parameters)[:3])
         )
     return chosen
-
-
-def _grid(declared: Declared) -> tuple[int, int]:
-    return math.prod(declared.stack), max(len(declared.parts), 1)
 
 
 def _layers_of(model: ModelConfig, path: str, declared: Declared) -> list[int | None]:

@@ -68,7 +68,12 @@ def state_from_parent(
     takes_all = config.train.init_state == "all"
     if takes_all:  # reads the guards' state with the parent's settings, as its window may be longer
         wanted = abstract_train_state(
-            run.model, config.optimizer, theirs.guards, run.mesh, config.parallel.slice_state
+            run.model,
+            config.optimizer,
+            run.assignment,
+            theirs.guards,
+            run.mesh,
+            config.parallel.slice_state,
         )
     else:
         wanted = {name: run.abstract_state[name] for name in ("params", "step")}

@@ -349,6 +349,12 @@ def find_parent(
             "state: set both to the same optimizer, or train.init_state = 'weights'",
         )
         require(
+            theirs.train.freeze == train.freeze,
+            f"{where}: its train.freeze is {theirs.train.freeze}, here it is {train.freeze}, so "
+            "its optimizer has the state of other parameters: set both to the same, or "
+            "train.init_state = 'weights'",
+        )
+        require(
             step < train.steps,
             f"{where}: train.steps = {train.steps} includes the {step} steps of that run: give a "
             "larger number, or train.init_state = 'weights'",

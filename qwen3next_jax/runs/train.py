@@ -329,7 +329,7 @@ def _first_state(
     description = broadcast_from_process_0(describe)
     if is_process_0():  # loading can take minutes, and the display starts after it
         print(f"{workdir}: {description}", flush=True)
-        for line in partial_ablations(run.model):
+        for line in (*partial_ablations(run.model), *run.assignment.lines):
             print(line, flush=True)
     if is_new:
         state, cursor = start_state(run, data, opened.parent, opened.files)

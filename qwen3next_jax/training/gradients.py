@@ -1,6 +1,22 @@
-"""Computes the gradients of a batch, all at once or as a sum over micro-batches."""
+"""Computes the gradients of a batch, all at once or as a sum over micro-batches.
 
+Each of k micro-batches holds 1/k of the rows, and the sum of the micro-batches' gradients equals
+the gradient of the whole batch. The balance loss needs an extra pass for this, because it is not a
+sum over rows: it multiplies each token's router probabilities by the expert load of the whole
+batch. With several micro-batches, a forward pass without gradients therefore computes the load
+first. This pass adds up to a third to the time of a step. It is left out if `balance_loss_weight`
+is 0.
+
+On several slices each micro-batch has rows of every slice. A slice adds up the gradients of its
+rows of all micro-batches before the slices add up theirs (`sharding.slices`).
+
+The loss is differentiated by the arrays of the main optimizer (`assignment.Assignment.main`) and by
+the rows that the batch uses of the tables of lazy AdamW; what is frozen takes no gradient.
+"""
+
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +32,11 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage
 
 Batch = dict[str, jax.Array]
-# A function (params, batch) → (gradients, parts of the loss, counts, gradients of the tables that
-# lazy AdamW updates, by the number of the embedding). All four describe the whole batch.
-Gradients = Callable[
-    [dict, Batch], tuple[dict, dict[str, jax.Array], Counts, dict[int, lazy_rows.RowGradient]]
-]
+RowGradients = dict[int, lazy_rows.RowGradient]
+# A function (params, batch) → (gradients of the arrays of the main optimizer, parts of the loss,
+# counts, gradients of the tables that lazy AdamW updates, by the number of the embedding). All four
+# describe the whole batch.
+Gradients = Callable[[dict, Batch], tuple[dict, dict[str, jax.Array], Counts, RowGradients]]
 
 
 def make_gradients(
@@ -28,120 +44,138 @@ def make_gradients(
 ) -> Gradients:
     """Makes the function `gradients(params, batch)` for the batches of `stage`; it is not jitted.
 
-    Each of k micro-batches holds 1/k of the rows, and the sum of the micro-batches' gradients
-    equals the gradient of the whole batch. The balance loss needs an extra pass for this, because
-    it is not a sum over rows: it multiplies each token's router probabilities by the expert load of
-    the whole batch. With several micro-batches, a forward pass without gradients therefore computes
-    the load first. This pass adds up to a third to the time of a step. It is left out if
-    `balance_loss_weight` is 0.
-
-    On several slices each micro-batch has rows of every slice. A slice adds up the gradients of its
-    rows of all micro-batches before the slices add up theirs (`sharding.slices`).
-
     Args:
-      run: the model, its structure, and the mesh.
+      run: the model, its structure, by what its parameters are trained, and the mesh.
       stage: the weights of the loss, and the number of micro-batches.
       loss: a function with the arguments and results of `loss.total_loss`.
 
     Returns:
-      The function. `batch` is {name: [B, T]}; see `loop.make_train_step`.
+      The function. `params` are all parameters; `batch` is {name: [B, T]}; see
+      `loop.make_train_step`.
 
     Raises:
       UserError: lazy AdamW on several slices.
     """
-    config, train = run.model, stage.train
-    tables = lazy_rows.lazy_tables(config, stage.optimizer)
     has_slices = num_shards(run.mesh, SLICE) > 1
     require(
-        not (tables and has_slices),
+        not (run.assignment.tables and has_slices),
         "optimizer.ngram_table = 'lazy_adamw' on several slices: each slice would update other "
         "rows of the table: expected 'adamw', or parallel.mesh.slice = 1",
     )
+    compute = _Gradients(run, stage, loss)
+    of_rows = compute.of_rows_on_slices if has_slices else compute.of_rows
 
-    def micro_batch_gradients(params, batch, counts, mesh, load=None):
-        """Returns ((gradients, parts of the loss), gradients of the tables that lazy AdamW updates)
-        of one micro-batch.
-        """
-        others, own = lazy_rows.split_tables(params, tables)
-        ids, rows = lazy_rows.look_up(config, tables, params, batch, mesh)
+    def gradients(params: dict, batch: Batch):
+        batch = mask_seen_targets(run.model, batch)
+        counts: Counts = count_targets(batch, run.model.mtp_depth, run.model)
+        grads, parts, row_grads = of_rows(params, batch, counts)
+        return run.assignment.without_frozen_parts(grads), parts, counts, row_grads
 
-        def loss_share(others, rows):
-            model = nnx.merge(run.graphdef, lazy_rows.join_tables(others, own, tables))
-            used = batch | {"layer_rows": rows} if tables else batch
-            return loss(model, used, train, counts=counts, load=load, mesh=mesh)
+    return gradients
 
-        run_loss = jax.value_and_grad(loss_share, argnums=(0, 1), has_aux=True)
-        (_, parts), (grads, d_rows) = run_loss(others, rows)
-        of_rows = {
-            number: lazy_rows.RowGradient(ids[number], d.astype(jnp.float32))
-            for number, d in d_rows.items()
-        }
-        return (grads, parts), of_rows
 
-    def micro_batch_load(params, batch, counts, mesh):
-        features = nnx.merge(run.graphdef, params).features(
-            batch["tokens"],
-            batch["segment_ids"],
-            mesh=mesh,
-            indexer=train.indexer_training,
-            expert_ids=batch.get("expert_ids"),
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Gradients:
+    """Computes the gradients of rows. `params` are all parameters, and `counts` the counts of the
+    whole batch, by which a part of its rows has its share of the loss. `mesh` is that of the part
+    of the program that is traced: the devices of a slice if there are several. The results are, of
+    the rows: the gradients of the arrays of the main optimizer, the parts of the loss, and the
+    gradients of the tables that lazy AdamW updates.
+    """
+
+    run: ResolvedRun
+    stage: ResolvedStage
+    loss: Callable
+
+    def of_rows(self, params: dict, batch: Batch, counts: Counts):
+        """Computes the gradients of a whole batch on a single slice."""
+        mesh = self.run.compute_mesh
+        (grads, parts), row_grads = self._of_micro_batches(params, batch, counts, mesh)
+        if mesh is not None:
+            grads = jax.lax.with_sharding_constraint(grads, self.run.update_shardings)
+        return grads, parts, row_grads
+
+    def of_rows_on_slices(self, params: dict, batch: Batch, counts: Counts):
+        """Computes the gradients of a whole batch on several slices, without tables."""
+
+        def of_own_rows(*arguments):
+            return self._of_micro_batches(*arguments)[0]
+
+        grads, parts = on_each_slice(of_own_rows, self.run.mesh)(params, batch, counts)
+        grads = add_up_gradients(
+            grads,
+            self.run.main_shardings,
+            self.run.update_shardings,
+            self.run.config.parallel.slice_gradients,
         )
-        return expert_load(features, config, counts)
+        return grads, parts, {}
 
-    def accumulated_gradients(params, batch, counts, mesh):
-        """Returns ((gradients, parts of the loss), gradients of the tables) of a whole batch."""
-        k = stage.micro_batches
+    def _of_micro_batches(self, params: dict, batch: Batch, counts: Counts, mesh):
+        """Adds up the gradients of the micro-batches. Returns ((gradients, parts of the loss),
+        gradients of the tables).
+        """
+        k = self.stage.micro_batches
         if k == 1:
-            return micro_batch_gradients(params, batch, counts, mesh)
+            return self._of_micro_batch(params, batch, counts, mesh)
         micro_batches = jax.tree.map(
             lambda x: constrain(
                 x.reshape(k, x.shape[0] // k, *x.shape[1:]), mesh, None, "batch", "time"
             ),
             batch,
         )
-        load = None
-        if train.balance_loss_weight and config.has_experts:
-            load, _ = _sum_over(
-                micro_batches, lambda b: (micro_batch_load(params, b, counts, mesh), None)
-            )
-            load = sum_over_slices(load, mesh)
-        total, of_rows = _sum_over(
-            micro_batches, lambda b: micro_batch_gradients(params, b, counts, mesh, load)
+        load = self._load(params, micro_batches, counts, mesh)
+        total, row_grads = _sum_over(
+            micro_batches, lambda b: self._of_micro_batch(params, b, counts, mesh, load)
         )
         # every use of a row in any micro-batch, as uses by more rows of tokens
-        of_rows = jax.tree.map(
+        row_grads = jax.tree.map(
             lambda x: constrain(
                 jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), mesh, "batch", "time", None
             ),
-            of_rows,
+            row_grads,
         )
-        return total, of_rows
+        return total, row_grads
 
-    def gradients_of_slices(params, batch, counts):
-        of_slice = on_each_slice(lambda *args: accumulated_gradients(*args)[0], run.mesh)
-        grads, parts = of_slice(params, batch, counts)
-        grads = add_up_gradients(
-            grads,
-            run.state_shardings["params"],
-            run.update_shardings,
-            run.config.parallel.slice_gradients,
-        )
-        return grads, parts
+    def _of_micro_batch(self, params: dict, batch: Batch, counts: Counts, mesh, load=None):
+        """Differentiates the share of one micro-batch of the loss. Returns as `_of_micro_batches`.
+        `load`: the experts' load in the whole batch; None: that of these rows.
+        """
+        run, assignment = self.run, self.run.assignment
+        ids, rows = lazy_rows.look_up(run.model, assignment.tables, params, batch, mesh)
 
-    def gradients(params: dict, batch: Batch):
-        batch = mask_seen_targets(config, batch)
-        counts: Counts = count_targets(batch, config.mtp_depth, config)
-        if has_slices:
-            grads, parts = gradients_of_slices(params, batch, counts)
-            return grads, parts, counts, {}
-        mesh = run.compute_mesh
-        (grads, parts), of_rows = accumulated_gradients(params, batch, counts, mesh)
-        if mesh is not None:
-            shardings, _ = lazy_rows.split_tables(run.update_shardings, tables)
-            grads = jax.lax.with_sharding_constraint(grads, shardings)
-        return grads, parts, counts, of_rows
+        def loss_share(main: dict, rows: dict[int, jax.Array]):
+            model = nnx.merge(run.graphdef, assignment.replace(params, main))
+            used = batch | {"layer_rows": rows} if rows else batch
+            return self.loss(model, used, self.stage.train, counts=counts, load=load, mesh=mesh)
 
-    return gradients
+        differentiate = jax.value_and_grad(loss_share, argnums=(0, 1), has_aux=True)
+        (_, parts), (grads, d_rows) = differentiate(assignment.main(params), rows)
+        row_grads = {
+            number: lazy_rows.RowGradient(ids[number], d.astype(jnp.float32))
+            for number, d in d_rows.items()
+        }
+        return (grads, parts), row_grads
+
+    def _load(self, params: dict, micro_batches: Batch, counts: Counts, mesh) -> Any:
+        """Computes the experts' load in the whole batch, by a forward pass of every micro-batch.
+        Returns None if no loss needs it.
+        """
+        config, train = self.run.model, self.stage.train
+        if not (train.balance_loss_weight and config.has_experts):
+            return None
+
+        def of_micro_batch(batch):
+            features = nnx.merge(self.run.graphdef, params).features(
+                batch["tokens"],
+                batch["segment_ids"],
+                mesh=mesh,
+                indexer=train.indexer_training,
+                expert_ids=batch.get("expert_ids"),
+            )
+            return expert_load(features, config, counts), None
+
+        load, _ = _sum_over(micro_batches, of_micro_batch)
+        return sum_over_slices(load, mesh)
 
 
 def _sum_over(micro_batches: Batch, f: Callable):

@@ -51,22 +51,6 @@ def lazy_tables(model: ModelConfig, optimizer: OptimizerConfig) -> dict[tuple[st
     }
 
 
-def split_tables(params: dict, tables: Mapping) -> tuple[dict, dict]:
-    """Returns (`params` without the tables, a nested dict with the tables alone)."""
-    others, own = params, {}
-    for path in tables:
-        own = put(own, path, get(params, path))
-        others = _without(others, path)
-    return others, own
-
-
-def join_tables(others: dict, own: dict, tables: Mapping) -> dict:
-    """The inverse of `split_tables`."""
-    for path in tables:
-        others = put(others, path, get(own, path))
-    return others
-
-
 def look_up(
     model: ModelConfig, tables: Mapping, params: dict, batch: dict[str, jax.Array], mesh
 ) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
@@ -176,14 +160,6 @@ def put(tree: dict, path: tuple[str | int, ...], leaf: jax.Array) -> dict:
     """Returns a copy of a nested dict with `leaf` at this path."""
     name, *rest = path
     return tree | {name: put(tree.get(name, {}), tuple(rest), leaf) if rest else leaf}
-
-
-def _without(tree: dict, path: tuple[str | int, ...]) -> dict:
-    """Returns a copy of a nested dict without the leaf at this path."""
-    name, *rest = path
-    if rest:
-        return tree | {name: _without(tree[name], tuple(rest))}
-    return {key: value for key, value in tree.items() if key != name}
 
 
 def _declared(model: ModelConfig, path: tuple[str | int, ...]):

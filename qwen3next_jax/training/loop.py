@@ -31,7 +31,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qwen3next_jax.common.errors import ExitCode, UserError, error_message
 from qwen3next_jax.data.pipeline import Data
-from qwen3next_jax.model import declared
 from qwen3next_jax.sharding.batch_layout import BatchLayout
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.training import guards, lazy_rows
@@ -49,7 +48,7 @@ from qwen3next_jax.training.stages import (
     offset_in_next_stage,
     stage_number,
 )
-from qwen3next_jax.training.state import State
+from qwen3next_jax.training.state import State, join_opt_state, split_opt_state
 
 Metrics = dict[str, Any]
 TrainStep = Callable[[State, Batch], tuple[State, Metrics]]
@@ -80,10 +79,17 @@ def make_train_step(
     """
     gradients = make_gradients(run, stage, loss)
     schedule = learning_rate_schedule(stage.optimizer, stage.train.steps, stage.schedule_start)
-    optimizer = make_optimizer(stage.optimizer, declared(run.model), schedule, run.compute_mesh)
-    tables = lazy_rows.lazy_tables(run.model, stage.optimizer)
+    assignment = run.assignment
+    optimizer = make_optimizer(
+        stage.optimizer,
+        assignment.parameters,
+        schedule,
+        run.compute_mesh,
+        assignment.learning_rate_factors,
+        assignment.weight_decays,
+    )
     guard_config = run.config.guards
-    shares_updates = run.update_shardings != run.state_shardings["params"]
+    shares_updates = run.update_shardings != run.main_shardings
 
     def train_step(state: State, batch: Batch) -> tuple[State, Metrics]:
         # Compute the gradients of the whole batch, one micro-batch after another.
@@ -95,58 +101,65 @@ def make_train_step(
             guard_config, state["guards"], loss_parts["total_loss"], grad_norm
         )
 
-        # `optimizer` applies clipping, its direction, weight decay and the learning rate.
-        before, own = lazy_rows.split_tables(state["params"], tables)
-        old = {"params": before, "opt_state": state["opt_state"]}
-        if tables:
-            old["opt_state"] = state["opt_state"]["others"]
-        updates, opt_state = optimizer.update(grads, old["opt_state"], before)
+        # The main optimizer applies clipping, its direction, weight decay and the learning rate.
+        before = assignment.main(state["params"])
+        old_opt_state, tables_state = split_opt_state(state["opt_state"], assignment)
+        updates, opt_state = optimizer.update(grads, old_opt_state, before)
         if shares_updates:  # each slice computes a part of the updates; then all get all parts
             updates = jax.lax.with_sharding_constraint(updates, run.update_shardings)
-            updates = jax.lax.with_sharding_constraint(updates, run.state_shardings["params"])
-        params = optax.apply_updates(before, updates)
-        if stage.train.router_bias_update == "quantile":
-            params = balance_by_quantile(run.model, params, loss_parts.pop("required_bias"))
-        else:
-            params = update_router_bias(
-                run.model, params, loss_parts.get("expert_load"), stage.train.router_bias_rate
-            )
+            updates = jax.lax.with_sharding_constraint(updates, run.main_shardings)
+        after = optax.apply_updates(before, updates)
+        after = balance_routers(state["params"], after, loss_parts)
         if stage.train.indexer_training == "frozen":
-            params = keep_indexers(run.model, before, params)
+            after = keep_indexers(run.model, before, after)
+        after = assignment.keep_frozen_parts(before, after)
+        opt_state, after = guards.keep_if(skip, (old_opt_state, before), (opt_state, after))
 
-        # The optimizer, and so the schedule, counts only the steps that were not skipped.
+        # Lazy AdamW updates the rows that the batch uses of its tables. The optimizer, and so the
+        # schedule, counts only the steps that were not skipped.
         learning_rate = schedule(state["step"] - state["guards"]["skipped"])
-        new = guards.keep_if(skip, old, {"params": params, "opt_state": opt_state})
-        if tables:
-            own, rows_state = lazy_rows.update(
-                run.model,
-                stage.optimizer,
-                tables,
-                own,
-                state["opt_state"]["tables"],
-                row_grads,
-                learning_rate,
-                skip,
-                run.compute_mesh,
-            )
-            new["params"] = lazy_rows.join_tables(new["params"], own, tables)
-            new["opt_state"] = {"others": new["opt_state"], "tables": rows_state}
+        tables, tables_state = lazy_rows.update(
+            run.model,
+            stage.optimizer,
+            assignment.tables,
+            assignment.of_tables(state["params"]),
+            tables_state,
+            row_grads,
+            learning_rate,
+            skip,
+            run.compute_mesh,
+        )
 
         metrics = loss_parts | guard_metrics
         metrics |= {
             "grad_norm": grad_norm,
-            "grad_norms": norms_by_layer(run.model, grads),
+            "grad_norms": norms_by_layer(run.model, assignment.with_zeros(state["params"], grads)),
             "tokens": counts.tokens,
             "flags": metrics["flags"] | guards.NO_TARGETS * ~counts.has_targets,
             "learning_rate": learning_rate,
         }
         if "indexer_loss" in loss_parts:
             metrics["indexer_loss_weight"] = stage.train.indexer_loss_weight
-        new_state = new | {
+        new_state = {
+            "params": assignment.replace(state["params"], after, tables),
+            "opt_state": join_opt_state(opt_state, tables_state, assignment),
             "step": state["step"] + 1,
             "guards": guard_state,
         }
         return new_state, metrics
+
+    def balance_routers(params: dict, after: dict, loss_parts: dict) -> dict:
+        """Returns the arrays of the main optimizer `after` its update with the routers' biases
+        changed as the load of the experts asks for. `params`: all parameters before the update.
+        """
+        params = assignment.replace(params, after)
+        if stage.train.router_bias_update == "quantile":
+            params = balance_by_quantile(run.model, params, loss_parts.pop("required_bias"))
+        else:
+            params = update_router_bias(
+                run.model, params, loss_parts.get("expert_load"), stage.train.router_bias_rate
+            )
+        return assignment.main(params)
 
     replicated = NamedSharding(run.mesh, PartitionSpec())
     return jax.jit(

@@ -11,11 +11,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from qwen3next_jax.config import Config, ModelConfig
-from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.sharding.mesh import check_divides, compute_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, tree_shardings
 from qwen3next_jax.training import state
+from qwen3next_jax.training.assignment import Assignment, assign
 from qwen3next_jax.training.stages import ResolvedStage, resolve_stages
 from qwen3next_jax.training.state import State, abstract_model, abstract_train_state
 
@@ -29,6 +29,7 @@ class ResolvedRun:
       mesh: the devices of the run.
       stages: the stages of the run in order.
       graphdef: the model without its parameters.
+      assignment: by what each parameter is trained.
       abstract_state: the train state as `jax.ShapeDtypeStruct`s with shardings.
     """
 
@@ -36,6 +37,7 @@ class ResolvedRun:
     mesh: Mesh
     stages: tuple[ResolvedStage, ...]
     graphdef: nnx.GraphDef
+    assignment: Assignment
     abstract_state: State
 
     @property
@@ -64,13 +66,24 @@ class ResolvedRun:
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state)
 
     @functools.cached_property
+    def main_shardings(self) -> dict:
+        """The sharding of the parameters that the main optimizer trains (`Assignment.main`)."""
+        return tree_shardings(self.abstract_main, self.assignment.parameters, self.mesh)
+
+    @functools.cached_property
     def update_shardings(self) -> dict:
-        """The sharding of the parameters' gradients and updates while the optimizer computes with
+        """The sharding of these parameters' gradients and updates while the optimizer computes with
         them: that of its moments.
         """
-        moments = {"opt_state": self.abstract_state["params"]}
+        moments = {"opt_state": self.abstract_main}
         slice_state = self.config.parallel.slice_state
-        return tree_shardings(moments, declared(self.model), self.mesh, slice_state)["opt_state"]
+        parameters = self.assignment.parameters
+        return tree_shardings(moments, parameters, self.mesh, slice_state)["opt_state"]
+
+    @functools.cached_property
+    def abstract_main(self) -> dict:
+        """These parameters as `jax.ShapeDtypeStruct`s without shardings."""
+        return jax.eval_shape(self.assignment.main, self.abstract_state["params"])
 
     def init_state(self, params: dict | None = None) -> State:
         """Returns the train state before the first step. Its parameters are `params`, or random
@@ -80,6 +93,7 @@ class ResolvedRun:
         return state.init_state(
             config.model,
             config.optimizer,
+            self.assignment,
             config.guards,
             self.state_shardings,
             config.train.seed,
@@ -92,7 +106,7 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
 
     Raises:
       UserError: the settings of a stage are not valid, or a size is not divisible by the axes of
-        the mesh that split it.
+        the mesh that split it, or `train.freeze` or `optimizer.groups` is not valid.
     """
     stages = resolve_stages(config)
     for stage in stages:
@@ -104,7 +118,13 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
             *split_sizes(config.model),
         )
     graphdef, _ = abstract_model(config.model)
+    assignment = assign(config.model, config.train.freeze, config.optimizer)
     abstract_state = abstract_train_state(
-        config.model, config.optimizer, config.guards, mesh, config.parallel.slice_state
+        config.model,
+        config.optimizer,
+        assignment,
+        config.guards,
+        mesh,
+        config.parallel.slice_state,
     )
-    return ResolvedRun(config, mesh, stages, graphdef, abstract_state)
+    return ResolvedRun(config, mesh, stages, graphdef, assignment, abstract_state)

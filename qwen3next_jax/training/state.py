@@ -19,6 +19,7 @@ from qwen3next_jax.config import GuardConfig, ModelConfig, OptimizerConfig, Slic
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training import lazy_rows
+from qwen3next_jax.training.assignment import Assignment
 from qwen3next_jax.training.guards import init_guards
 from qwen3next_jax.training.optimizer import make_optimizer
 
@@ -36,18 +37,26 @@ def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, dict]:
 def abstract_train_state(
     model: ModelConfig,
     optimizer: OptimizerConfig,
+    assignment: Assignment,
     guards: GuardConfig,
     mesh: Mesh,
     slice_state: SliceState = "replicated",
 ) -> State:
     """Returns the train state as `jax.ShapeDtypeStruct`s, each with its sharding on `mesh`.
-    `slice_state`: whether the slices share the optimizer's state (`ParallelConfig.slice_state`).
+
+    Args:
+      model: the settings of the model.
+      optimizer: the settings of the optimizer.
+      assignment: by what each parameter is trained.
+      guards: the settings of the guards.
+      mesh: the devices.
+      slice_state: whether the slices share the optimizer's state (`ParallelConfig.slice_state`).
     """
     _, params = abstract_model(model)
     state = jax.eval_shape(
         lambda params: {
             "params": params,
-            "opt_state": _init_optimizer(model, optimizer, params),
+            "opt_state": _init_optimizer(optimizer, assignment, params),
             **_step_and_guards(guards),
         },
         params,
@@ -62,6 +71,7 @@ def abstract_train_state(
 def init_state(
     model: ModelConfig,
     optimizer: OptimizerConfig,
+    assignment: Assignment,
     guards: GuardConfig,
     state_shardings: State,
     seed: int,
@@ -72,6 +82,7 @@ def init_state(
     Args:
       model: the settings of the model.
       optimizer: the settings of the optimizer.
+      assignment: by what each parameter is trained.
       guards: the settings of the guards.
       state_shardings: the sharding of every array of the state.
       seed: the seed of the random parameters, which are the same on every mesh.
@@ -87,7 +98,7 @@ def init_state(
     else:
         params = jax.device_put(params, state_shardings["params"])
     init = jax.jit(
-        lambda params: _init_optimizer(model, optimizer, params),
+        lambda params: _init_optimizer(optimizer, assignment, params),
         out_shardings=state_shardings["opt_state"],
     )
     step_and_guards = _step_and_guards(guards)
@@ -96,17 +107,29 @@ def init_state(
     )
 
 
-def _init_optimizer(model: ModelConfig, config: OptimizerConfig, params: dict) -> Any:
-    """Returns the state of the optimizer. If lazy AdamW updates tables, it is a dict with the
-    entries "tables", the state of lazy AdamW, and "others", that of all other parameters.
-    """
+def _init_optimizer(config: OptimizerConfig, assignment: Assignment, params: dict) -> Any:
+    """Returns the entry "opt_state" of the train state before the first step."""
     # The initial state does not depend on the learning rate.
-    optimizer = make_optimizer(config, declared(model), optax.constant_schedule(0.0))
-    tables = lazy_rows.lazy_tables(model, config)
-    others, _ = lazy_rows.split_tables(params, tables)
-    if not tables:
-        return optimizer.init(params)
-    return {"others": optimizer.init(others), "tables": lazy_rows.init(tables, params)}
+    optimizer = make_optimizer(config, assignment.parameters, optax.constant_schedule(0.0))
+    tables_state = lazy_rows.init(assignment.tables, params)
+    return join_opt_state(optimizer.init(assignment.main(params)), tables_state, assignment)
+
+
+def join_opt_state(main: Any, tables: dict, assignment: Assignment) -> Any:
+    """Returns the entry "opt_state" of the train state, from the state of the main optimizer and
+    that of lazy AdamW. If lazy AdamW updates tables, it is a dict with the entries "tables", the
+    state of lazy AdamW, and "others", that of the main optimizer; otherwise it is the latter.
+    """
+    return {"others": main, "tables": tables} if assignment.tables else main
+
+
+def split_opt_state(opt_state: Any, assignment: Assignment) -> tuple[Any, dict]:
+    """Returns (the state of the main optimizer, that of lazy AdamW), which `join_opt_state`
+    joined; the second is {} if lazy AdamW updates no tables.
+    """
+    if not assignment.tables:
+        return opt_state, {}
+    return opt_state["others"], opt_state["tables"]
 
 
 def _step_and_guards(guards: GuardConfig) -> dict:

@@ -44,6 +44,7 @@ from qwen3next_jax.sharding import row_tables
 from qwen3next_jax.sharding.mesh import check_divides, make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
 from qwen3next_jax.training import lazy_rows
+from qwen3next_jax.training.assignment import assign
 from qwen3next_jax.training.loss import count_targets, total_loss
 from qwen3next_jax.zoo import gated_residual, ngram_embedding, qsa
 from qwen3next_jax.zoo.ops.pair_attention import dot
@@ -540,20 +541,21 @@ def test_a_mesh_gives_what_one_device_gives(changes, axes):
     batch = {"tokens": tokens_of((8, 40), seed=20), "segment_ids": segments}
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)), jax.devices()[:8])
     optimizer = OptimizerConfig(ngram_table="lazy_adamw", clip_norm=1e-3)
-    tables = lazy_rows.lazy_tables(config, optimizer)
+    assignment = assign(config, (), optimizer)
+    tables = assignment.tables
 
     def step(mesh):
-        def loss(others, rows, own, batch):
+        def loss(others, rows, params, batch):
             counts = count_targets(batch, config.mtp_depth, config)
             train = TrainConfig(indexer_training="sparse")
-            model = nnx.merge(graph, lazy_rows.join_tables(others, own, tables))
+            model = nnx.merge(graph, assignment.replace(params, others))
             return total_loss(model, batch | {"layer_rows": rows}, train, counts, mesh=mesh)[0]
 
         def run(params, batch):
-            others, own = lazy_rows.split_tables(params, tables)
+            others, own = assignment.main(params), assignment.of_tables(params)
             ids, rows = lazy_rows.look_up(config, tables, params, batch, mesh)
             value, (d_others, d_rows) = jax.value_and_grad(loss, argnums=(0, 1))(
-                others, rows, own, batch
+                others, rows, params, batch
             )
             gradients = {n: lazy_rows.RowGradient(ids[n], d) for n, d in d_rows.items()}
             state = lazy_rows.init(tables, params)

@@ -1,0 +1,314 @@
+"""Decides by what each parameter is trained: by nothing (`train.freeze`), by lazy AdamW
+(`optimizer.ngram_table`), or by the main optimizer (all others). `resolve.resolve_run` decides this
+once; gradients, the train state and the update step read it here.
+
+What is frozen takes no gradient and has no optimizer state. Two arrays can be frozen in part:
+
+- Several layers may be stacked in one array. The main optimizer then gets an array of the layers
+  that it trains. The backward pass still computes the gradient of every layer of the stack, and the
+  gradients of its frozen layers are dropped.
+- Several matrices may be parts of one array. The main optimizer then gets the whole array, with
+  gradients that are 0 in the frozen parts, and `Assignment.keep_frozen_parts` undoes the update of
+  these parts. They take part in the optimizer's state.
+"""
+
+import dataclasses
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.config import ModelConfig, OptimizerConfig, ParameterGroup
+from qwen3next_jax.model import declared
+from qwen3next_jax.model.parameters import Declared
+from qwen3next_jax.model.selection import Choice, choose, expand, grid
+from qwen3next_jax.training import lazy_rows
+from qwen3next_jax.training.optimizer import Scale
+
+# The most names of arrays that a line of `Assignment.lines` lists.
+NAMES_SHOWN = 4
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Assignment:
+    """By what each parameter is trained. Trees of parameters are nested dicts; "path" is a path
+    such as "layers/0/mixer/q_proj".
+
+    Attributes:
+      parameters: path → declaration, for the arrays that the main optimizer trains, without frozen
+        layers.
+      tables: the result of `lazy_rows.lazy_tables`.
+      trained_layers: path of a stack that is frozen in part → the indices of its other layers.
+      frozen_parts: path of an array of which parts are frozen → bool array, which can be broadcast
+        to the array that the main optimizer trains: whether an element is frozen.
+      learning_rate_factors, weight_decays: the arguments of `optimizer.make_optimizer`.
+      lines: text for the terminal: what each entry of `train.freeze` and `optimizer.groups`
+        chooses, and the number of trained parameters; () if both settings are empty.
+    """
+
+    parameters: Mapping[str, Declared]
+    tables: Mapping[tuple[str | int, ...], int]
+    trained_layers: Mapping[str, np.ndarray]
+    frozen_parts: Mapping[str, np.ndarray]
+    learning_rate_factors: Mapping[str, Scale]
+    weight_decays: Mapping[str, Scale]
+    lines: tuple[str, ...]
+
+    def main(self, tree: dict) -> dict:
+        """Returns the arrays of `tree`, a tree of all parameters, that the main optimizer
+        trains.
+        """
+
+        def of_main(path, leaf):
+            if path not in self.parameters:
+                return None
+            return leaf[self.trained_layers[path]] if path in self.trained_layers else leaf
+
+        return _map(of_main, tree)
+
+    def of_tables(self, tree: dict) -> dict:
+        """Returns the tables of `tree`, a tree of all parameters, that lazy AdamW trains."""
+        return _map(lambda path, leaf: leaf if path in self._table_paths else None, tree)
+
+    def frozen(self, tree: dict) -> dict:
+        """Returns the arrays of `tree`, a tree of all parameters, that nothing trains."""
+        return _map(lambda path, leaf: leaf if self.is_frozen(path) else None, tree)
+
+    def is_frozen(self, path: str) -> bool:
+        """Whether a parameter is frozen as a whole."""
+        return path not in self.parameters and path not in self._table_paths
+
+    def replace(self, tree: dict, main: dict, tables: dict | None = None) -> dict:
+        """Returns `tree`, a tree of all parameters, with the arrays of the main optimizer taken
+        from `main`, and those of lazy AdamW from `tables` unless it is None. Both have the form of
+        the results of `main` and `of_tables`.
+        """
+        main, tables = _leaves(main), _leaves(tables or {})
+
+        def replaced(path, leaf):
+            if path in self.trained_layers:
+                return leaf.at[self.trained_layers[path]].set(main[path])
+            return main.get(path, tables.get(path, leaf))
+
+        return _map(replaced, tree)
+
+    def with_zeros(self, params: dict, main: dict) -> dict:
+        """Returns `main`, such as the gradients of the arrays of the main optimizer, as a tree of
+        all parameters but the tables, with 0 for what is frozen. An array that is frozen as a whole
+        becomes one with a single 0 for each layer.
+        """
+        main = _leaves(main)
+
+        def filled(path, leaf):
+            if path in self.trained_layers:
+                return jnp.zeros_like(leaf).at[self.trained_layers[path]].set(main[path])
+            if path in main or path in self._table_paths:
+                return main.get(path)
+            return jnp.zeros((*leaf.shape[:1], *(1,) * (leaf.ndim - 1)), leaf.dtype)
+
+        return _map(filled, params)
+
+    def without_frozen_parts(self, gradients: dict) -> dict:
+        """Returns the gradients of the arrays of the main optimizer with 0 in frozen parts."""
+
+        def masked(path, leaf):
+            if path not in self.frozen_parts:
+                return leaf
+            return jnp.where(self.frozen_parts[path], 0, leaf)
+
+        return _map(masked, gradients)
+
+    def keep_frozen_parts(self, before: dict, after: dict) -> dict:
+        """Returns the arrays of the main optimizer `after` an update, but their frozen parts as
+        they were `before` it.
+        """
+        before = _leaves(before)
+
+        def kept(path, leaf):
+            if path not in self.frozen_parts:
+                return leaf
+            return jnp.where(self.frozen_parts[path], before[path], leaf)
+
+        return _map(kept, after)
+
+    @property
+    def _table_paths(self) -> set[str]:
+        return {_text(path) for path in self.tables}
+
+
+def assign(model: ModelConfig, freeze: Sequence[str], optimizer: OptimizerConfig) -> Assignment:
+    """Decides by what each parameter of `model` is trained.
+
+    Args:
+      freeze: `train.freeze`.
+      optimizer: the settings of the optimizer.
+
+    Raises:
+      UserError: an entry of `train.freeze` or `optimizer.groups` is not valid, or chooses nothing;
+        the entries of `train.freeze` choose everything; a group chooses everything, only frozen
+        parameters, a parameter of another group, or a table of lazy AdamW; or some of these tables
+        are frozen, but not all.
+    """
+    parameters = declared(model)
+    frozen, lines = _frozen(model, parameters, freeze)
+    tables = _tables(model, optimizer, frozen)
+    table_paths = {_text(path) for path in tables}
+    main, trained_layers, frozen_parts = {}, {}, {}
+    for path, cells in frozen.items():
+        if cells.all() or path in table_paths:
+            continue
+        main[path] = parameters[path]
+        layers = np.flatnonzero(~cells.all(axis=1))
+        if len(layers) < len(cells):
+            trained_layers[path] = layers
+            main[path] = dataclasses.replace(main[path], stack=(len(layers),))
+            cells = cells[layers]
+        if cells.any():
+            frozen_parts[path] = expand(main[path], cells)
+    groups, of_groups = _groups(model, parameters, optimizer.groups, frozen, table_paths)
+    factors, decays = {}, {}
+    for path, numbers in groups.items():
+        numbers = numbers[trained_layers[path]] if path in trained_layers else numbers
+        rates = [1.0] + [group.learning_rate_factor for group in optimizer.groups]
+        factors[path] = _scale(main[path], numbers, rates)
+        own = [group.weight_decay for group in optimizer.groups]
+        common = optimizer.weight_decay
+        values = [common] + [common if decay is None else decay for decay in own]
+        decays[path] = _scale(main[path], numbers, values)
+    factors = {path: factor for path, factor in factors.items() if np.any(factor != 1.0)}
+    decays = {
+        path: decay for path, decay in decays.items() if np.any(decay != optimizer.weight_decay)
+    }
+    lines += of_groups
+    if lines:
+        trained = sum(Choice(~cells, parameters[path]).size for path, cells in frozen.items())
+        total = sum(parameter.size for parameter in parameters.values())
+        lines.append(f"{trained:,} of {total:,} parameters are trained")
+    return Assignment(main, tables, trained_layers, frozen_parts, factors, decays, tuple(lines))
+
+
+def _frozen(
+    model: ModelConfig, parameters: Mapping[str, Declared], freeze: Sequence[str]
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Returns (path of every parameter → bool [layers, parts], whether it is frozen; one line of
+    text for each entry of `freeze`).
+    """
+    frozen = {path: np.zeros(grid(one), bool) for path, one in parameters.items()}
+    lines = []
+    for i, text in enumerate(freeze):
+        setting = f"train.freeze[{i}]"
+        choices = choose(model, parameters, text, setting)
+        for path, choice in choices.items():
+            frozen[path] |= choice.cells
+        lines.append(_line(f"{setting} = {text!r}", choices))
+    require(
+        not all(cells.all() for cells in frozen.values()),
+        f"train.freeze = {list(freeze)}: it chooses every parameter, so nothing is left to train: "
+        "choose fewer, such as kind!=norm for all but the norms",
+    )
+    return frozen, lines
+
+
+def _tables(
+    model: ModelConfig, optimizer: OptimizerConfig, frozen: Mapping[str, np.ndarray]
+) -> dict[tuple[str | int, ...], int]:
+    """Returns the tables of lazy AdamW that are not frozen."""
+    tables = lazy_rows.lazy_tables(model, optimizer)
+    trained = {path: number for path, number in tables.items() if not frozen[_text(path)].any()}
+    require(
+        not trained or trained == tables,
+        "train.freeze chooses some of the tables that lazy AdamW updates: choose all or none, or "
+        "set optimizer.ngram_table = 'adamw'",
+    )
+    return trained
+
+
+def _groups(
+    model: ModelConfig,
+    parameters: Mapping[str, Declared],
+    groups: Sequence[ParameterGroup],
+    frozen: Mapping[str, np.ndarray],
+    table_paths: Container[str],
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Returns (path of a parameter in any group, which is not frozen as a whole → int [layers,
+    parts], 1 + the index of the group, 0 for no group; one line of text for each group).
+    """
+    numbers, lines = {}, []
+    for i, group in enumerate(groups):
+        setting = f"optimizer.groups[{i}].parameters"
+        where = f"{setting} = {group.parameters!r}"
+        choices = choose(model, parameters, group.parameters, setting)
+        require(
+            len(choices) < len(parameters) or not all(c.is_whole for c in choices.values()),
+            f"{where}: it chooses every parameter: set optimizer.learning_rate and "
+            "optimizer.weight_decay instead",
+        )
+        require(
+            any((choice.cells & ~frozen[path]).any() for path, choice in choices.items()),
+            f"{where}: everything that it chooses is frozen (train.freeze): leave the group out",
+        )
+        for path, choice in choices.items():
+            of_path = numbers.setdefault(path, np.zeros(choice.cells.shape, int))
+            require(
+                path not in table_paths,
+                f"{where}: it chooses {path}, which lazy AdamW updates with one rate for all rows: "
+                "choose others, or set optimizer.ngram_table = 'adamw'",
+            )
+            others = of_path[choice.cells]
+            require(
+                not others.any(),
+                f"{where}: {path} is in optimizer.groups[{others.max(initial=1) - 1}] too: choose "
+                "it once",
+            )
+            of_path[choice.cells] = i + 1
+        decay = group.weight_decay
+        effect = f"learning rate × {group.learning_rate_factor:g}"
+        effect += "" if decay is None else f", weight decay {decay:g}"
+        lines.append(_line(f"{where}, {effect}", choices))
+    return {path: of for path, of in numbers.items() if not frozen[path].all()}, lines
+
+
+def _scale(parameter: Declared, numbers: np.ndarray, values: Sequence[float]) -> Scale:
+    """Returns the value of each element of a parameter: a number if all are equal, otherwise an
+    array that can be broadcast to the parameter. `numbers` [layers, parts] indexes `values`.
+    """
+    of_cells = np.asarray(values, np.float32)[numbers]
+    if (numbers == numbers.flat[0]).all():
+        return float(values[numbers.flat[0]])
+    return expand(parameter, of_cells)
+
+
+def _line(what: str, choices: Mapping[str, Choice]) -> str:
+    """Describes what an entry of a setting chooses."""
+    names = [path if c.is_whole else f"parts of {path}" for path, c in choices.items()]
+    listed = ", ".join(names[:NAMES_SHOWN]) + ", …" * (len(names) > NAMES_SHOWN)
+    size = sum(choice.size for choice in choices.values())
+    return f"{what}: {size:,} numbers in {len(names)} arrays ({listed})"
+
+
+def _text(path: tuple[str | int, ...]) -> str:
+    return "/".join(map(str, path))
+
+
+def _map(f: Callable[[str, Any], Any], tree: dict, prefix: str = "") -> dict:
+    """Returns a nested dict with f(path, leaf) in place of every leaf, without the leaves for which
+    that is None, and without dicts that are then empty.
+    """
+    result = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        new = _map(f, value, path + "/") if isinstance(value, dict) else f(path, value)
+        if new is not None and not (isinstance(new, dict) and not new):
+            result[key] = new
+    return result
+
+
+def _leaves(tree: dict, prefix: str = "") -> dict[str, Any]:
+    """Returns path → leaf of a nested dict."""
+    leaves = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        leaves |= _leaves(value, path + "/") if isinstance(value, dict) else {path: value}
+    return leaves
