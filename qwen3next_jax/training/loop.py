@@ -113,11 +113,11 @@ def make_train_step(
         if stage.train.indexer_training == "frozen":
             after = keep_indexers(run.model, before, after)
         after = assignment.keep_frozen_parts(before, after)
+        # The optimizer, and so the schedule, counts only the steps that were not skipped.
+        learning_rate = schedule(state["step"] - state["guards"]["skipped"])
         opt_state, after = guards.keep_if(skip, (old_opt_state, before), (opt_state, after))
 
-        # Lazy AdamW updates the rows that the batch uses of its tables. The optimizer, and so the
-        # schedule, counts only the steps that were not skipped.
-        learning_rate = schedule(state["step"] - state["guards"]["skipped"])
+        # Lazy AdamW updates the rows of its tables that the batch uses.
         tables, tables_state = lazy_rows.update(
             run.model,
             stage.optimizer,
