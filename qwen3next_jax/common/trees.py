@@ -2,7 +2,7 @@
 read settings on machines without JAX.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -29,3 +29,33 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             else {prefix + name: value}
         )
     return leaves
+
+
+def map_leaves(f: Callable[[str, Any], Any], tree: Mapping[Any, Any], prefix: str = "") -> dict:
+    """Returns a nested dict with f(path, leaf) in place of every leaf, such as that of the path
+    "layers/0/mixer/q_proj"; without the leaves for which that is None, and without dicts that are
+    then empty.
+    """
+    result = {}
+    for key, value in tree.items():
+        path = f"{prefix}{key}"
+        is_dict = isinstance(value, Mapping)
+        new = map_leaves(f, value, path + "/") if is_dict else f(path, value)
+        if new is not None and not (is_dict and not new):
+            result[key] = new
+    return result
+
+
+def leaves_by_path(tree: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns path → leaf of a nested dict, with paths such as "layers/0/mixer/q_proj"."""
+    leaves = {}
+    map_leaves(lambda path, leaf: leaves.update({path: leaf}), tree)
+    return leaves
+
+
+def join(first: Mapping[Any, Any], second: Mapping[Any, Any]) -> dict:
+    """Returns a nested dict with the leaves of both nested dicts, which have no leaf in common."""
+    joined = dict(first)
+    for key, value in second.items():
+        joined[key] = join(joined[key], value) if key in joined else value
+    return joined

@@ -1,5 +1,6 @@
 """All settings of a run, as frozen dataclasses with defaults and checks of the values."""
 
+from qwen3next_jax.config.lora import LoRAConfig
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.model import FULL, LINEAR, ModelConfig
 from qwen3next_jax.config.reading import from_dict, to_dict
@@ -33,6 +34,7 @@ __all__ = [
     "DataConfig",
     "EvalConfig",
     "GuardConfig",
+    "LoRAConfig",
     "MeshConfig",
     "MixerConfig",
     "ModelConfig",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.bounds import check_bounds
+from qwen3next_jax.config.lora import LoRAConfig
 from qwen3next_jax.config.mixer import MixerConfig
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.config.ngram import PLEConfig
@@ -166,6 +167,8 @@ class ModelConfig:
     # the parts of the model in which the exported files store all experts of a layer as one tensor,
     # not one tensor per expert: "trunk" (all layers), "mtp" (the multi-token prediction module)
     hf_fused_experts: tuple[Literal["trunk", "mtp"], ...] = ()
+    # low-rank adapters beside the matrices; with them, training changes nothing else
+    lora: LoRAConfig = LoRAConfig()
 
     def __post_init__(self):
         for name in ("layer_types", "mlp_only_layers", "hf_fused_experts"):

@@ -25,6 +25,7 @@ from qwen3next_jax.inference import speculative as drafting
 from qwen3next_jax.inference.cache import round_up_length
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.model.adapters import merged_model
 from qwen3next_jax.model.visible_targets import check_prompts
 from qwen3next_jax.sharding.rules import ROWS, activation_spec, num_shards
 
@@ -136,6 +137,7 @@ def generate(
     if mesh is not None:  # the mesh divides the rows evenly
         prompts = prompts + [prompts[-1]] * (-num_prompts % num_shards(mesh, *ROWS))
 
+    model = merged_model(model)
     graphdef, params = nnx.split(model)
     programs = get_programs(
         graphdef, mesh, sampling.greedy, sampling.filters, speculative, record_routing

@@ -14,6 +14,7 @@ needs, forward and backward, whatever the program does to compute them:
   executes more operations than that, and so does recomputation (remat); the count includes neither,
   so neither raises the MFU.
 - Of the routed experts only the chosen ones count.
+- Adapters (`model.lora`) do not count: the count is that of the model with merged matrices.
 
 The count leaves out everything that is not a matrix product: norms, activations, softmax, the
 depthwise convolution, rotary embedding, the embedding lookup, the optimizer. In the released model
@@ -23,6 +24,7 @@ these are less than 1 % of the operations.
 from typing import NamedTuple
 
 from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.adapters import without_adapters
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.language_model import declared
 from qwen3next_jax.model.parameters import Declared
@@ -67,7 +69,7 @@ def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> dict[s
     """
     head = 2.0 * config.hidden_size * config.vocab_size  # the same if the embedding is the head
     parts = {"head": head, "mtp": config.mtp_depth * head}
-    for path, parameter in declared(config).items():
+    for path, parameter in declared(without_adapters(config)).items():
         if parameter.letters and parameter.kind != "head":
             part = _part(config, path, parameter)
             parts[part] = parts.get(part, 0.0) + 2 * used_by_token(config, parameter) * (

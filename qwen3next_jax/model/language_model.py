@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.adapters import add_adapters, merge_adapters
 from qwen3next_jax.model.block import check_mixers, layer_cache, mixer_class
 from qwen3next_jax.model.layer_stack import run_layers
 from qwen3next_jax.model.layers import Context, document_positions
@@ -132,6 +133,8 @@ class Qwen3Next(nnx.Module):
             )
         if c.mtp_depth:
             self.mtp = block.multi_token_prediction(c, make)
+        if c.lora.rank:
+            add_adapters(self, c, make)
         check_declared(self)
 
     def __repr__(self) -> str:
@@ -479,7 +482,9 @@ class Qwen3Next(nnx.Module):
         states, total, diagnostics = [], {}, []
         if not self.config.mtp_depth:
             return (), {}, [], None
-        state = self.mtp.state(x, hidden)
+        graphdef, params = nnx.split(self.mtp)
+        module = nnx.merge(graphdef, merge_adapters(params, self.config.lora))
+        state = module.state(x, hidden)
         segment_ids = (
             jnp.ones(hidden.shape[:2], jnp.int32)
             if context.segment_ids is None
@@ -487,7 +492,7 @@ class Qwen3Next(nnx.Module):
         )
         for depth in range(self.config.mtp_depth):
             counted = targets_in_document(segment_ids, 2 + depth)
-            graphdef, params = nnx.split(self.mtp)
+            graphdef, params = nnx.split(module)
 
             def apply(params, state, shifted, graphdef=graphdef, counted=counted):
                 params = gather_params(params, context.mesh, self.config.dtype)
@@ -501,8 +506,8 @@ class Qwen3Next(nnx.Module):
             )
             # The norm is not inside `apply`: its gradient needs x, for which remat would compute
             # the whole layer, with the experts, a second time.
-            hidden = self.mtp.leave(x)
-            state = self.mtp.state(x, hidden)
+            hidden = module.leave(x)
+            state = module.state(x, hidden)
             aux.pop("router_logits", None)
             if context.collect_stats:
                 diagnostics.append(aux.pop("diagnostics"))

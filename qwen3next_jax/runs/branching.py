@@ -16,6 +16,7 @@ from typing import Any
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.model.adapters import base_params
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import config_of, read_config, read_run
@@ -77,6 +78,8 @@ def state_from_parent(
         )
     else:
         wanted = {name: run.abstract_state[name] for name in ("params", "step")}
+        if not theirs.model.lora.rank:  # the adapters, if there are any, begin with this run
+            wanted["params"] = base_params(wanted["params"])
     # Only the parameters that the model has are read; a model without MTP skips `mtp`.
     with Checkpoints(folder) as checkpoints:
         state = checkpoints.restore(step, wanted, partial=True, digest=parent["manifest"])

@@ -1,12 +1,19 @@
 """Writes, verifies, deletes and reads the checkpoints of a run.
 
     WORKDIR/checkpoints/STEP/   train state after STEP steps, with a manifest (`runs.manifest`)
+    WORKDIR/frozen/             the parameters that the run does not change, with a manifest
     WORKDIR/damaged/            checkpoints that a resume found damaged
 
 Orbax writes the arrays in a background thread. A checkpoint is complete once it has its manifest.
+
+Parameters that are frozen as a whole are written once, to WORKDIR/frozen, before the first
+checkpoint. The file frozen.json of a checkpoint lists their paths, and has the digest of that
+folder's manifest. A checkpoint without this file holds the whole state; so do all checkpoints in
+buckets.
 """
 
 import concurrent.futures
+import json
 import logging
 import os
 import pathlib
@@ -22,10 +29,13 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 
+from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import ExitCode, UserError, require, warn
 from qwen3next_jax.common.storage import BucketPath, to_path
+from qwen3next_jax.common.trees import join, map_leaves
 from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.model import Qwen3Next, declared
+from qwen3next_jax.model.adapters import merged_model
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
@@ -47,6 +57,7 @@ logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathnam
 # `Checkpoints` reports the failure itself.
 logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
 
+FROZEN = "frozen.json"
 # The prefix of the name of a checkpoint that is being deleted. The folder is renamed before its
 # files are removed, so no reader finds a checkpoint without some of its files.
 _DELETED = ".deleted-"
@@ -74,6 +85,7 @@ class Checkpoints:
         workdir: pathlib.Path,
         retention: CheckpointConfig | None = None,
         keep_steps: Container[int] = (),
+        frozen_paths: frozenset[str] = frozenset(),
     ):
         """Opens the checkpoints of the run in `workdir`.
 
@@ -81,9 +93,12 @@ class Checkpoints:
           retention: the settings that say which checkpoints to keep; None if the caller only reads
             checkpoints.
           keep_steps: steps whose checkpoints are never deleted.
+          frozen_paths: the paths of the parameters that the run does not change.
         """
         self.directory = to_path(workdir).absolute() / "checkpoints"
         self._retention, self._keep_steps = retention, keep_steps
+        self._frozen_paths = frozen_paths
+        self._frozen = self.directory.parent / "frozen"
         self._checkpointer = make_checkpointer(isinstance(self.directory, BucketPath))
         self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: tuple[int, concurrent.futures.Future] | None = None
@@ -172,6 +187,8 @@ class Checkpoints:
             return
         start_time = time.perf_counter()
         try:
+            if self._frozen_paths:
+                state = self._without_frozen(state)
             self._checkpointer.save(
                 self.directory / str(step), args=ocp.args.PyTreeSave(with_text_keys(state))
             )
@@ -227,7 +244,7 @@ class Checkpoints:
         if (step, actual_digest) != self._verified and (damage := self._find_damage(step)):
             raise UserError(f"{where}: damaged: {damage}")
         try:
-            state = read_arrays(manifest.arrays_folder(where), abstract_state, partial)
+            state = self._read_state(where, abstract_state, partial)
         finally:  # this error replaces an error that the reader raised because files changed
             if manifest.file_stats(where) != before:
                 raise UserError(
@@ -255,9 +272,12 @@ class Checkpoints:
         self._checkpointer.wait_until_finished()
         if not is_process_0():
             return []
-        size = manifest.write_manifest(
-            self.directory / str(step), step, run_id(self.directory.parent)
-        )
+        folder = self.directory / str(step)
+        if self._frozen_paths:
+            paths = sorted(self._frozen_paths)
+            record = {"manifest": manifest.digest(self._frozen), "parameters": paths}
+            (folder / FROZEN).write_text(json.dumps(record, indent=1))
+        size = manifest.write_manifest(folder, step, run_id(self.directory.parent))
         saved = (
             "checkpoint",
             step,
@@ -297,6 +317,49 @@ class Checkpoints:
         """Whether the checkpoint of this step is never deleted."""
         every = self._retention.keep_every
         return step in self._keep_steps or bool(every and step % every == 0)
+
+    # ---- frozen parameters
+
+    def _without_frozen(self, state: State) -> State:
+        """Returns `state` without the frozen parameters. Writes them, unless an earlier save of
+        this run did.
+        """
+        trained, frozen = _split(state, self._frozen_paths)
+        run = run_id(self.directory.parent)
+
+        def clear() -> bool:
+            if manifest.find_damage(self._frozen, sizes_only=True, run=run) is None:
+                return False
+            shutil.rmtree(self._frozen, ignore_errors=True)
+            return True
+
+        if broadcast_from_process_0(clear):
+            write_arrays(self._frozen, frozen)
+            if is_process_0():
+                manifest.write_manifest(self._frozen, run=run)
+        return trained
+
+    def _read_state(self, where: pathlib.Path, abstract_state: State, partial: bool) -> State:
+        """Reads the arrays of the checkpoint in `where`, and the frozen parameters.
+
+        Raises:
+          UserError: the frozen parameters are damaged, or those of another run.
+        """
+        if not (where / FROZEN).is_file():
+            return read_arrays(manifest.arrays_folder(where), abstract_state, partial)
+        record = json_files.read(where / FROZEN)
+        trained, frozen = _split(abstract_state, frozenset(record["parameters"]))
+        require(
+            manifest.digest(self._frozen) == record["manifest"],
+            f"{self._frozen}: not the frozen parameters with which {where} was trained (their "
+            "digest differs): put back the folder that was written with this run",
+        )
+        if damage := manifest.find_damage(self._frozen):
+            raise UserError(f"{self._frozen}: damaged: {damage}")
+        state = read_arrays(where, trained, partial)
+        if not frozen["params"]:
+            return state
+        return join(state, read_arrays(self._frozen, frozen, partial=True))
 
     # ---- files
 
@@ -443,6 +506,16 @@ def with_keys_of(restored: Any, pattern: Any) -> Any:
     return restored
 
 
+def _split(state: State, frozen_paths: frozenset[str]) -> tuple[State, State]:
+    """Returns (`state` without the parameters at these paths, a state with these alone)."""
+
+    def only(frozen: bool) -> dict:
+        keep = lambda path, leaf: leaf if (path in frozen_paths) == frozen else None
+        return map_leaves(keep, state["params"])
+
+    return state | {"params": only(False)}, {"params": only(True)}
+
+
 class TrainedModel(NamedTuple):
     """A model from a checkpoint of a run.
 
@@ -462,6 +535,7 @@ def load_trained(
     step: int | None = None,
     mesh: Mesh | None = None,
     record: dict[str, Any] | None = None,
+    merge: bool = True,
 ) -> TrainedModel:
     """Loads the model from a checkpoint of the run in `workdir`.
 
@@ -469,6 +543,8 @@ def load_trained(
       step: number of steps after which the checkpoint was saved; None: the newest valid one.
       mesh: the devices over which the parameters are sharded; None: one device.
       record: the content of run.json; None if the caller has not read it.
+      merge: whether to add the products of adapters (`model.lora`) to their matrices, so that the
+        model has no adapters.
 
     Raises:
       UserError: the checkpoint cannot be loaded, or another run has replaced this one since
@@ -510,4 +586,5 @@ def load_trained(
         for i, leaf in enumerate(leaves):
             leaves[i] = jax.device_put(jax.device_get(leaf))
     digest = digest or manifest.digest(where)  # the manifest may have been written since
-    return TrainedModel(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), step, digest)
+    model = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+    return TrainedModel(merged_model(model) if merge else model, step, digest)

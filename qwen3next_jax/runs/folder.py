@@ -98,6 +98,7 @@ _RUN_FILES = (
     "damaged",
     "dumps",
     "eval",
+    "frozen",
     "profile",
     "report.html",
     "tensorboard",

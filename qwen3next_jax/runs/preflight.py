@@ -19,6 +19,7 @@ from qwen3next_jax.common.storage import BucketPath, check_bucket, to_path
 from qwen3next_jax.config import (
     Config,
     DataConfig,
+    LoRAConfig,
     ModelConfig,
     OptimizerConfig,
     TelemetryConfig,
@@ -69,6 +70,7 @@ NOT_STRUCTURE = {
     "eos_token_id",
     "hf_form",
     "hf_fused_experts",
+    "lora",
 }
 
 
@@ -110,6 +112,14 @@ def check(
         init_from = config.train.init_from
         parent = find_parent(config.train, config.optimizer, workdir, restart)
         check_structure(config.model, init_from, parent)
+        if parent and config.train.init_state == "all":
+            theirs = read_config(to_path(parent["path"])).model.lora
+            require(
+                theirs == config.model.lora,
+                f"train.init_from = {init_from}: its model.lora is {theirs}, here it is "
+                f"{config.model.lora}, so its optimizer has the state of other parameters: set "
+                "both to the same, or train.init_state = 'weights'",
+            )
         compare_tokens(config.data, config.model.vocab_size, init_from)
     for data, length in dict.fromkeys(
         (stage.data, stage.sequence_length) for stage in resolve_stages(config)
@@ -448,6 +458,11 @@ def compare_structure(model: ModelConfig, source_model: ModelConfig, init_from: 
                 f"train.init_from = {init_from}: its {name} is {theirs}, model.{name} "
                 f"= {ours}; set model.{name} to its value"
             )
+    require(
+        source_model.lora in (LoRAConfig(), model.lora),
+        f"train.init_from = {init_from}: it has adapters, with model.lora = {source_model.lora}: "
+        "set model.lora to the same, or begin with its export, which has them merged",
+    )
     if model.mtp_depth and not source_model.mtp_depth:
         raise UserError(
             f"train.init_from = {init_from}: it has no mtp.* tensors; set model.mtp_depth = 0"

@@ -279,7 +279,7 @@ def _open_checkpoints(
     stage_ends = [stage.last_step for stage in run.stages]
     if isinstance(workdir, BucketPath):
         return BucketCheckpoints(workdir, run.config.checkpoint, stage_ends, lock)
-    return Checkpoints(workdir, run.config.checkpoint, stage_ends)
+    return Checkpoints(workdir, run.config.checkpoint, stage_ends, run.assignment.frozen_paths)
 
 
 # ---- State

@@ -13,15 +13,16 @@ What is frozen takes no gradient and has no optimizer state. Two arrays can be f
 """
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.common.errors import require
+from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import ModelConfig, OptimizerConfig, ParameterGroup
 from qwen3next_jax.model import declared
+from qwen3next_jax.model.adapters import is_adapter
 from qwen3next_jax.model.parameters import Declared
 from qwen3next_jax.model.selection import Choice, choose, expand, grid
 from qwen3next_jax.training import lazy_rows
@@ -39,7 +40,8 @@ class Assignment:
     Attributes:
       parameters: path → declaration, for the arrays that the main optimizer trains, without frozen
         layers.
-      tables: the result of `lazy_rows.lazy_tables`.
+      tables: the result of `lazy_rows.lazy_tables`, without frozen tables.
+      frozen_paths: the paths of the arrays that are frozen as a whole.
       trained_layers: path of a stack that is frozen in part → the indices of its other layers.
       frozen_parts: path of an array of which parts are frozen → bool array, which can be broadcast
         to the array that the main optimizer trains: whether an element is frozen.
@@ -50,6 +52,7 @@ class Assignment:
 
     parameters: Mapping[str, Declared]
     tables: Mapping[tuple[str | int, ...], int]
+    frozen_paths: frozenset[str]
     trained_layers: Mapping[str, np.ndarray]
     frozen_parts: Mapping[str, np.ndarray]
     learning_rate_factors: Mapping[str, Scale]
@@ -66,40 +69,36 @@ class Assignment:
                 return None
             return leaf[self.trained_layers[path]] if path in self.trained_layers else leaf
 
-        return _map(of_main, tree)
+        return map_leaves(of_main, tree)
 
     def of_tables(self, tree: dict) -> dict:
         """Returns the tables of `tree`, a tree of all parameters, that lazy AdamW trains."""
-        return _map(lambda path, leaf: leaf if path in self._table_paths else None, tree)
+        return map_leaves(lambda path, leaf: leaf if path in self._table_paths else None, tree)
 
     def frozen(self, tree: dict) -> dict:
         """Returns the arrays of `tree`, a tree of all parameters, that nothing trains."""
-        return _map(lambda path, leaf: leaf if self.is_frozen(path) else None, tree)
-
-    def is_frozen(self, path: str) -> bool:
-        """Whether a parameter is frozen as a whole."""
-        return path not in self.parameters and path not in self._table_paths
+        return map_leaves(lambda path, leaf: leaf if path in self.frozen_paths else None, tree)
 
     def replace(self, tree: dict, main: dict, tables: dict | None = None) -> dict:
         """Returns `tree`, a tree of all parameters, with the arrays of the main optimizer taken
         from `main`, and those of lazy AdamW from `tables` unless it is None. Both have the form of
         the results of `main` and `of_tables`.
         """
-        main, tables = _leaves(main), _leaves(tables or {})
+        main, tables = leaves_by_path(main), leaves_by_path(tables or {})
 
         def replaced(path, leaf):
             if path in self.trained_layers:
                 return leaf.at[self.trained_layers[path]].set(main[path])
             return main.get(path, tables.get(path, leaf))
 
-        return _map(replaced, tree)
+        return map_leaves(replaced, tree)
 
     def with_zeros(self, params: dict, main: dict) -> dict:
         """Returns `main`, such as the gradients of the arrays of the main optimizer, as a tree of
         all parameters but the tables, with 0 for what is frozen. An array that is frozen as a whole
         becomes one with a single 0 for each layer.
         """
-        main = _leaves(main)
+        main = leaves_by_path(main)
 
         def filled(path, leaf):
             if path in self.trained_layers:
@@ -108,7 +107,7 @@ class Assignment:
                 return main.get(path)
             return jnp.zeros((*leaf.shape[:1], *(1,) * (leaf.ndim - 1)), leaf.dtype)
 
-        return _map(filled, params)
+        return map_leaves(filled, params)
 
     def without_frozen_parts(self, gradients: dict) -> dict:
         """Returns the gradients of the arrays of the main optimizer with 0 in frozen parts."""
@@ -118,20 +117,20 @@ class Assignment:
                 return leaf
             return jnp.where(self.frozen_parts[path], 0, leaf)
 
-        return _map(masked, gradients)
+        return map_leaves(masked, gradients)
 
     def keep_frozen_parts(self, before: dict, after: dict) -> dict:
         """Returns the arrays of the main optimizer `after` an update, but their frozen parts as
         they were `before` it.
         """
-        before = _leaves(before)
+        before = leaves_by_path(before)
 
         def kept(path, leaf):
             if path not in self.frozen_parts:
                 return leaf
             return jnp.where(self.frozen_parts[path], before[path], leaf)
 
-        return _map(kept, after)
+        return map_leaves(kept, after)
 
     @property
     def _table_paths(self) -> set[str]:
@@ -153,6 +152,8 @@ def assign(model: ModelConfig, freeze: Sequence[str], optimizer: OptimizerConfig
     """
     parameters = declared(model)
     frozen, lines = _frozen(model, parameters, freeze)
+    if model.lora.rank:
+        lines.insert(0, _freeze_base(model, parameters, frozen))
     tables = _tables(model, optimizer, frozen)
     table_paths = {_text(path) for path in tables}
     main, trained_layers, frozen_parts = {}, {}, {}
@@ -186,7 +187,10 @@ def assign(model: ModelConfig, freeze: Sequence[str], optimizer: OptimizerConfig
         trained = sum(Choice(~cells, parameters[path]).size for path, cells in frozen.items())
         total = sum(parameter.size for parameter in parameters.values())
         lines.append(f"{trained:,} of {total:,} parameters are trained")
-    return Assignment(main, tables, trained_layers, frozen_parts, factors, decays, tuple(lines))
+    frozen_paths = frozenset(path for path, cells in frozen.items() if cells.all())
+    return Assignment(
+        main, tables, frozen_paths, trained_layers, frozen_parts, factors, decays, tuple(lines)
+    )
 
 
 def _frozen(
@@ -209,6 +213,29 @@ def _frozen(
         "choose fewer, such as kind!=norm for all but the norms",
     )
     return frozen, lines
+
+
+def _freeze_base(
+    model: ModelConfig, parameters: Mapping[str, Declared], frozen: dict[str, np.ndarray]
+) -> str:
+    """Freezes, in `frozen`, all parameters but adapters. Returns a description of the adapters.
+
+    Raises:
+      UserError: `train.freeze` chooses all adapters.
+    """
+    adapters = {path for path in parameters if is_adapter(path)}
+    require(
+        not all(frozen[path].all() for path in adapters),
+        "train.freeze chooses all adapters of model.lora, and with adapters nothing else is "
+        "trained: leave it out",
+    )
+    for path in parameters.keys() - adapters:
+        frozen[path][:] = True
+    size = sum(parameters[path].size for path in adapters)
+    return (
+        f"model.lora: {size:,} numbers in {len(adapters) // 2} adapters of rank {model.lora.rank}, "
+        f"scaled by {model.lora.alpha / model.lora.rank:g}; all else is frozen"
+    )
 
 
 def _tables(
@@ -290,25 +317,3 @@ def _line(what: str, choices: Mapping[str, Choice]) -> str:
 
 def _text(path: tuple[str | int, ...]) -> str:
     return "/".join(map(str, path))
-
-
-def _map(f: Callable[[str, Any], Any], tree: dict, prefix: str = "") -> dict:
-    """Returns a nested dict with f(path, leaf) in place of every leaf, without the leaves for which
-    that is None, and without dicts that are then empty.
-    """
-    result = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        new = _map(f, value, path + "/") if isinstance(value, dict) else f(path, value)
-        if new is not None and not (isinstance(new, dict) and not new):
-            result[key] = new
-    return result
-
-
-def _leaves(tree: dict, prefix: str = "") -> dict[str, Any]:
-    """Returns path → leaf of a nested dict."""
-    leaves = {}
-    for key, value in tree.items():
-        path = f"{prefix}{key}"
-        leaves |= _leaves(value, path + "/") if isinstance(value, dict) else {path: value}
-    return leaves

@@ -87,7 +87,8 @@ class ResolvedRun:
 
     def init_state(self, params: dict | None = None) -> State:
         """Returns the train state before the first step. Its parameters are `params`, or random
-        ones from the seed `train.seed` if `params` is None.
+        ones from the seed `train.seed` if `params` is None. `params` may be without the adapters of
+        `model.lora`, which are then random.
         """
         config = self.config
         return state.init_state(

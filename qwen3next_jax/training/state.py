@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.config import GuardConfig, ModelConfig, OptimizerConfig, SliceState
 from qwen3next_jax.model import Qwen3Next, declared
+from qwen3next_jax.model.adapters import base_params, with_adapters
 from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training import lazy_rows
 from qwen3next_jax.training.assignment import Assignment
@@ -86,17 +87,26 @@ def init_state(
       guards: the settings of the guards.
       state_shardings: the sharding of every array of the state.
       seed: the seed of the random parameters, which are the same on every mesh.
-      params: parameters to use instead of random ones; None: random ones.
+      params: parameters to use instead of random ones; they may be without the adapters of
+        `model.lora`, which are then random. None: all are random.
     """
+
+    def random_params() -> dict:
+        module = Qwen3Next(model, rngs=nnx.Rngs(seed))
+        return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+    shardings = state_shardings["params"]
     if params is None:
-
-        def random_params() -> dict:
-            module = Qwen3Next(model, rngs=nnx.Rngs(seed))
-            return nnx.to_pure_dict(nnx.state(module, nnx.Param))
-
-        params = jax.jit(random_params, out_shardings=state_shardings["params"])()
+        params = jax.jit(random_params, out_shardings=shardings)()
+    elif jax.tree.structure(params) == jax.tree.structure(shardings):
+        params = jax.device_put(params, shardings)
     else:
-        params = jax.device_put(params, state_shardings["params"])
+        add_random_adapters = jax.jit(
+            lambda base: with_adapters(base, random_params()),
+            out_shardings=shardings,
+            donate_argnums=0,
+        )
+        params = add_random_adapters(jax.device_put(params, base_params(shardings)))
     init = jax.jit(
         lambda params: _init_optimizer(optimizer, assignment, params),
         out_shardings=state_shardings["opt_state"],

@@ -1,0 +1,277 @@
+"""LoRA (2106.09685): low-rank adapters beside the matrices of the layers (`model.lora`).
+
+A matrix W [in, out] is used as W + s A B with A [in, rank], B [rank, out] and s = alpha / rank. The
+sum is computed in the dtype of the parameters, layer by layer, each time a layer runs. So the
+forward pass is the one of a model with the merged matrix, whatever operator or kernel uses it. It
+costs, for every layer and pass, 2 · rank · in · out operations and the memory of that layer's
+merged matrices; the backward pass computes the gradient of the merged matrix of one layer at a time
+and reduces it to those of A and B.
+
+The declaration of a parameter says which matrices it holds, and each has an A and a B of its own:
+each layer of a stack, each expert, each of several matrices with the same input (gate and up), and
+each part of a fused projection. A and B are parameters like all others. They are in the module that
+has the matrix: those of "mixer/k_proj" have the paths "mixer/k_proj_lora/a" and
+"mixer/k_proj_lora/b", those of the part "query" of "mixer/q_proj" have "mixer/q_proj_lora/query/a"
+and so on. A starts uniform between ±1/√in, and B at 0, as in PEFT.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.common.trees import path_string
+from qwen3next_jax.config import LoRAConfig, ModelConfig
+from qwen3next_jax.model.parameters import Declared, Make, Part
+from qwen3next_jax.model.selection import choose, grid
+
+SUFFIX = "_lora"
+
+
+class Adapter(nnx.Module):
+    """The A and B of one matrix of a layer, or of each of several matrices (layers, experts, gate
+    and up). A has the dimensions of the parameter that the product does not sum over replaced by
+    the rank, and B those that it sums over.
+    """
+
+    def __init__(self, make: Make, matrix: Declared, width: int, rank: int):
+        """Makes the adapter of the part with `width` columns of a parameter."""
+        shape = (*matrix.shape[:-1], width)
+        dims = list(zip(shape, (axis or "." for axis in matrix.axes), matrix.letters, strict=True))
+        experts, inputs, pairs, outputs = (
+            [dim for dim in dims if dim[2] == letter] for letter in "bipo"
+        )
+        bound = 1 / math.sqrt(math.prod(size for size, _, _ in inputs))
+
+        def start(shape):
+            return jax.random.uniform(make.rngs.params(), shape, minval=-bound, maxval=bound)
+
+        self.a = _declared_matrix(make, start, experts, inputs, pairs, [(rank, ".", "o")])
+        self.b = _declared_matrix(make, jnp.zeros, experts, [(rank, ".", "i")], pairs, outputs)
+
+
+def _declared_matrix(make: Make, start, experts, inputs, pairs, outputs) -> nnx.Param:
+    """Makes a parameter with these dimensions, each given as (size, logical axis, letter)."""
+    dims = [axis for _, axis, _ in experts] + ["|"] * bool(experts)
+    dims += [axis for _, axis, _ in inputs] + ["->"] + ["*"] * len(pairs)
+    dims += [axis for _, axis, _ in outputs]
+    shape = [size for size, _, _ in (*experts, *inputs, *pairs, *outputs)]
+    return make.parameter(start, shape, " ".join(dims), kind="matrix")
+
+
+class PartAdapters(nnx.Module):
+    """The adapters of the parts of a fused projection, as attributes with the parts' names."""
+
+
+def add_adapters(model: nnx.Module, config: ModelConfig, make: Make) -> None:
+    """Adds the adapters of `config.lora` to the modules of a model.
+
+    Args:
+      model: the model without adapters.
+      config: the settings of the model.
+      make: makes the parameters.
+
+    Raises:
+      UserError: an entry of `model.lora.targets` is not valid, chooses nothing, chooses a parameter
+        that is not a matrix of a layer, or some layers of a stack but not all; or the rank is
+        larger than a matrix that it chooses.
+    """
+    parameters = {
+        "/".join(map(str, (*path, name))): (module, name, value.declared)
+        for path, module in nnx.iter_modules(model)
+        for name, value in vars(module).items()
+        if isinstance(value, nnx.Param)
+    }
+    declarations = {path: declared for path, (_, _, declared) in parameters.items()}
+    for path, parts in sorted(_targets(config, declarations).items()):
+        module, name, declared = parameters[path]
+        own = make.stacked(*declared.stack)
+        if not declared.parts:
+            adapter = Adapter(own, declared, declared.shape[-1], config.lora.rank)
+        else:
+            adapter = PartAdapters()
+            for part in parts:
+                of_part = Adapter(own, declared, part.width, config.lora.rank)
+                setattr(adapter, part.name, of_part)
+        setattr(module, name + SUFFIX, adapter)
+
+
+def _targets(
+    config: ModelConfig, parameters: Mapping[str, Declared]
+) -> dict[str, tuple[Part, ...]]:
+    """Returns path of a parameter with adapters → its parts that have one."""
+    rank = config.lora.rank
+    targets: dict[str, set[Part]] = {}
+    for i, text in enumerate(config.lora.targets):
+        setting = f"model.lora.targets[{i}]"
+        for path, choice in choose(config, parameters, text, setting).items():
+            declared = choice.declared
+            where = f"{setting} = {text!r}: {path}"
+            require(
+                declared.kind == "matrix" and path.split("/")[0] in ("layers", "mtp"),
+                f"{where} is no matrix of a layer (its kind is {declared.kind!r}): LoRA adapts "
+                "matrices: add kind=matrix",
+            )
+            require(
+                (choice.cells == choice.cells[0]).all(),
+                f"{where} holds several layers, and the entry chooses some of them: expected all "
+                f"{grid(declared)[0]} or none",
+            )
+            parts = declared.parts or (Part("", declared.shape[-1]),)
+            chosen = {part for part, is_in in zip(parts, choice.cells[0]) if is_in}
+            for part in chosen:
+                smallest = min(_matrix_shape(declared, part.width))
+                require(
+                    rank <= smallest,
+                    f"model.lora.rank = {rank}: {path} {part.name} has matrices of "
+                    f"{' × '.join(map(str, _matrix_shape(declared, part.width)))}: expected at "
+                    f"most {smallest}, or other model.lora.targets",
+                )
+            targets[path] = targets.get(path, set()) | chosen
+    return {
+        path: tuple(part for part in parameters[path].parts if part in chosen)
+        for path, chosen in targets.items()
+    }
+
+
+def _matrix_shape(declared: Declared, width: int) -> tuple[int, int]:
+    """Returns the numbers of inputs and outputs of one matrix of a part of `width` columns."""
+    shape = (*declared.shape[:-1], width)
+    return tuple(
+        math.prod(size for size, letter in zip(shape, declared.letters) if letter == wanted)
+        for wanted in "io"
+    )
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a parameter with this path is an A or a B."""
+    return any(name.endswith(SUFFIX) for name in path.split("/"))
+
+
+def without_adapters(config: ModelConfig) -> ModelConfig:
+    """Returns the settings of the model without its adapters."""
+    return dataclasses.replace(config, lora=LoRAConfig())
+
+
+def merge_adapters(params: nnx.State, lora: LoRAConfig) -> nnx.State:
+    """Adds s A B to every matrix that has an adapter.
+
+    Args:
+      params: the parameters of a layer, of stacked layers, or of a model.
+      lora: the settings of the adapters.
+
+    Returns:
+      The parameters with the merged matrices; those of the adapters are unchanged. `params` itself
+      without adapters.
+    """
+    if not lora.rank:
+        return params
+    variables = {path: variable for path, variable in _variables(params)}
+
+    def merged(path, variable):
+        name = path_string(path)
+        if f"{name}{SUFFIX}/a" in variables:
+            adapters = {"": f"{name}{SUFFIX}"}
+        else:
+            parts = [part.name for part in variable.declared.parts]
+            adapters = {part: f"{name}{SUFFIX}/{part}" for part in parts}
+        pairs = {
+            part: (variables[f"{prefix}/a"][...], variables[f"{prefix}/b"][...])
+            for part, prefix in adapters.items()
+            if f"{prefix}/a" in variables
+        }
+        if not pairs:
+            return variable
+        scale = lora.alpha / lora.rank
+        return variable.replace(_merged(variable[...], variable.declared, pairs, scale))
+
+    return jax.tree_util.tree_map_with_path(merged, params, is_leaf=_is_parameter)
+
+
+def _merged(w: jax.Array, declared: Declared, pairs: Mapping[str, Any], scale: float) -> jax.Array:
+    """Returns a parameter `w` with scale · A · B added to its parts. `pairs`: name of a part → (A,
+    B); "" for a parameter without parts.
+    """
+    names = "".join(chr(ord("a") + i) for i in range(len(declared.letters)))
+    of_letter = {
+        letter: "".join(n for n, own in zip(names, declared.letters) if own == letter)
+        for letter in "bipo"
+    }
+    a = of_letter["b"] + of_letter["i"] + of_letter["p"] + "z"
+    b = of_letter["b"] + "z" + of_letter["p"] + of_letter["o"]
+    formula = f"...{a},...{b}->...{names}"
+
+    def product(pair):
+        return scale * jnp.einsum(formula, *pair, precision=jax.lax.Precision.HIGHEST)
+
+    if "" in pairs:
+        return w + product(pairs[""]).astype(w.dtype)
+    columns, begin = [], 0
+    for part in declared.parts:
+        own = w[..., begin : begin + part.width]
+        begin += part.width
+        columns.append(
+            own + product(pairs[part.name]).astype(w.dtype) if part.name in pairs else own
+        )
+    return jnp.concatenate(columns, axis=-1)
+
+
+def merged_model(model: nnx.Module) -> nnx.Module:
+    """Returns the model without adapters that computes what `model` computes: with their products
+    added to its matrices. `model` itself if it has none.
+    """
+    config = model.config
+    if not config.lora.rank:
+        return model
+    plain = without_adapters(config)
+    graphdef, params = nnx.split(
+        nnx.eval_shape(lambda: type(model)(plain, rngs=nnx.Rngs(0))), nnx.Param
+    )
+    own = nnx.state(model, nnx.Param)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, own)
+    is_on_mesh = any(isinstance(one, NamedSharding) for one in jax.tree.leaves(shardings))
+    merge = jax.jit(
+        lambda params: merge_adapters(params, config.lora),
+        out_shardings=shardings if is_on_mesh else None,
+    )
+    merged = merge(own)
+    nnx.replace_by_pure_dict(params, base_params(nnx.to_pure_dict(merged)))
+    return nnx.merge(graphdef, params)
+
+
+def base_params(params: dict) -> dict:
+    """Returns a nested dict of parameters without the adapters."""
+    return {
+        name: base_params(value) if isinstance(value, dict) else value
+        for name, value in params.items()
+        if not str(name).endswith(SUFFIX)
+    }
+
+
+def with_adapters(base: dict, params: dict) -> dict:
+    """Returns `base`, a nested dict of parameters without adapters, with the adapters of `params`,
+    a nested dict of all parameters.
+    """
+
+    def chosen(name, value):
+        if str(name).endswith(SUFFIX):
+            return value
+        return with_adapters(base[name], value) if isinstance(value, dict) else base[name]
+
+    return {name: chosen(name, value) for name, value in params.items()}
+
+
+def _is_parameter(leaf: Any) -> bool:
+    return hasattr(leaf, "declared")
+
+
+def _variables(params: nnx.State) -> Iterator[tuple[str, Any]]:
+    """Yields (path, variable) of all parameters."""
+    for path, variable in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_parameter):
+        yield path_string(path), variable
