@@ -1,0 +1,127 @@
+"""Runs with adapters and frozen parameters: resumed bitwise, saved small, on their own base."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.trees import leaves_by_path
+from qwen3next_jax.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+from qwen3next_jax.model.adapters import is_adapter
+from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
+from tests.in_process import dry_run, resolved, train
+
+MODEL = ModelConfig(
+    vocab_size=64,
+    hidden_size=16,
+    num_hidden_layers=1,
+    full_attention_interval=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    num_experts=0,
+    intermediate_size=16,
+    mtp_depth=0,
+    dtype="float32",
+    max_position_embeddings=64,
+)
+BASE = Config(
+    name="base",
+    model=MODEL,
+    data=DataConfig(source="mqar"),
+    train=TrainConfig(steps=2, batch_size=2, sequence_length=32, log_every=1),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant"),
+    checkpoint=CheckpointConfig(every=2, keep_last=9),
+    eval=EvalConfig(every=100, rows=2, sample_tokens=0),
+)
+LORA = dataclasses.replace(MODEL, lora=LoRAConfig(rank=2))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("base")
+    assert train(BASE, workdir) == 0
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def config(base):
+    return dataclasses.replace(
+        BASE,
+        model=LORA,
+        train=dataclasses.replace(BASE.train, steps=4, init_from=f"{base}@2"),
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(config, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("adapted")
+    assert train(config, workdir) == 0
+    return workdir
+
+
+def _state(config, workdir, step):
+    with Checkpoints(workdir) as checkpoints:
+        return jax.device_get(checkpoints.restore(step, resolved(config).abstract_state))
+
+
+def test_an_adapter_is_saved_small_and_resumes_bitwise(config, base, finished, tmp_path):
+    end = _state(config, finished, 4)
+    begin = leaves_by_path(_state(BASE, base, 2)["params"])
+    for path, leaf in leaves_by_path(end["params"]).items():
+        if not is_adapter(path):
+            np.testing.assert_array_equal(leaf, begin[path])
+    record = json.loads((finished / "checkpoints" / "4" / "frozen.json").read_text())
+    assert set(record["parameters"]) == set(begin)
+    stored = json.loads((finished / "checkpoints" / "4" / "_METADATA").read_text())
+    names = set(stored["tree_metadata"])
+    assert not any("'embedding'" in name for name in names)
+    assert any("k_proj_lora" in name for name in names)
+
+    shutil.copytree(finished, tmp_path / "killed")
+    shutil.rmtree(tmp_path / "killed" / "checkpoints" / "4")
+    assert train(config, tmp_path / "killed") == 0
+    again = _state(config, tmp_path / "killed", 4)
+    jax.tree.map(np.testing.assert_array_equal, end, again)
+
+
+def test_an_adapter_on_another_base_is_refused(config, finished, tmp_path):
+    other = tmp_path / "other"
+    alone = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=""))
+    assert train(alone, other) == 0
+    mixed = tmp_path / "mixed"
+    shutil.copytree(finished, mixed)
+    shutil.rmtree(mixed / "frozen")
+    shutil.copytree(other / "frozen", mixed / "frozen")
+    with pytest.raises(UserError, match="frozen"):
+        load_trained(mixed)
+
+
+def test_the_start_of_a_run_says_what_is_trained(config, tmp_path, capsys):
+    assert dry_run(config, tmp_path / "run") == 0
+    printed = capsys.readouterr().out
+    adapters = sum(
+        leaf.size
+        for path, leaf in leaves_by_path(resolved(config).abstract_state["params"]).items()
+        if is_adapter(path)
+    )
+    assert f"{adapters:,} of " in printed
+
+
+def test_a_branch_with_the_whole_state_has_the_adapters_of_its_parent(config, base, tmp_path):
+    whole = dataclasses.replace(config.train, init_state="all")
+    with pytest.raises(UserError, match="model.lora"):
+        train(dataclasses.replace(config, train=whole), tmp_path)
