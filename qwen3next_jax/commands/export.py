@@ -3,11 +3,16 @@
     qwen3next export --workdir=runs/tiny --out=exported [--step=N]
     [--dtype=bfloat16] [--mesh=data=8]
 
+    qwen3next export --workdir=runs/adapted --out=adapter --adapter
+
 The weights are read onto the run's mesh and written tensor by tensor. If the command is killed, the
 same command continues and keeps the complete files. If the run began with a Hugging Face directory,
 the export has the form of that directory, and its other parts are copied (docs/families.md). --form
 chooses another form, --source says where that directory is now, and --novision leaves out its
 vision tower.
+
+Adapters (model.lora) are merged into their matrices. With --adapter they are written alone, as
+PEFT's adapter_model.safetensors and adapter_config.json (docs/adapting.md).
 """
 
 import dataclasses
@@ -40,6 +45,8 @@ def main() -> int:
     from qwen3next_jax.runs.load import join_processes, load_model
 
     require_new(out)
+    if _adapter.value:
+        return _export_adapter(workdir, out, loading.step)
     with join_processes(loading.launch, workdir):
         source, form = _origin_of(workdir)
         model, tokenizer, step, _, identity = load_model(
@@ -67,6 +74,22 @@ def main() -> int:
             + f"; next: {shell_command('generate')} --model={_out.value} "
             "--prompt='def '"
         )
+    return 0
+
+
+def _export_adapter(workdir: str, out: pathlib.Path, step: int | None) -> int:
+    """Writes the adapters of the run in `workdir`, after `step` steps, as PEFT's files."""
+    from qwen3next_jax.interop.peft import save_adapter
+    from qwen3next_jax.runs.checkpoint import load_adapters
+
+    found = load_adapters(to_path(workdir), step)
+    source, form = _origin_of(workdir)
+    config = dataclasses.replace(found.config, hf_form=_form.value or form or found.config.hf_form)
+    modules = save_adapter(config, found.adapters, out, str(source or ""), found.base_digest)
+    print(
+        f"{_out.value}: adapters of {modules} modules after step {found.step}; load them with "
+        f"PeftModel.from_pretrained(base, {_out.value!r})"
+    )
     return 0
 
 
@@ -108,6 +131,7 @@ _source = flags.DEFINE_string(
     None,
     "the Hugging Face directory that the run began with (default: from the run's configuration)",
 )
+_adapter = flags.DEFINE_bool("adapter", False, "write the run's adapters alone, as PEFT's files")
 _vision = flags.DEFINE_bool(
     "vision", True, "copy the vision tower of that directory, if the form has one"
 )

@@ -33,9 +33,9 @@ from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import ExitCode, UserError, require, warn
 from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.common.trees import join, map_leaves
-from qwen3next_jax.config import CheckpointConfig
+from qwen3next_jax.config import CheckpointConfig, ModelConfig
 from qwen3next_jax.model import Qwen3Next, declared
-from qwen3next_jax.model.adapters import merged_model
+from qwen3next_jax.model.adapters import is_adapter, merged_model
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
@@ -528,6 +528,52 @@ class TrainedModel(NamedTuple):
     model: Qwen3Next
     step: int
     digest: str
+
+
+class TrainedAdapters(NamedTuple):
+    """The adapters of a run (`model.lora`), without the matrices that they adapt.
+
+    Attributes:
+      config: the settings of the model.
+      adapters: nested dict of NumPy arrays.
+      step: number of steps for which the adapters were trained.
+      base_digest: the digest of the manifest of WORKDIR/frozen, which identifies the matrices; ""
+        if the checkpoint holds them itself.
+    """
+
+    config: ModelConfig
+    adapters: dict
+    step: int
+    base_digest: str
+
+
+def load_adapters(workdir: pathlib.Path, step: int | None = None) -> TrainedAdapters:
+    """Loads the adapters from a checkpoint of the run in `workdir`.
+
+    Args:
+      step: number of steps after which the checkpoint was saved; None: the newest valid one.
+
+    Raises:
+      UserError: the model has no adapters, or the checkpoint cannot be loaded.
+    """
+    config = config_of(read_run(workdir), workdir).model
+    require(config.lora.rank > 0, f"{workdir}: its model has no adapters (model.lora.rank = 0)")
+    _, params = abstract_model(config)
+    adapters = map_leaves(lambda path, leaf: leaf if is_adapter(path) else None, params)
+    wanted = {"params": adapters, "step": jax.ShapeDtypeStruct((), np.int32)}
+    shardings = tree_shardings(wanted, declared(config), single_device_mesh())
+    abstract = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        wanted,
+        shardings,
+    )
+    with Checkpoints(workdir) as checkpoints:
+        step = checkpoints.newest_good_step() if step is None else step
+        require(step is not None, f"{workdir}: no valid checkpoint")
+        state = jax.device_get(checkpoints.restore(step, abstract, partial=True))
+    record = checkpoints.directory / str(step) / FROZEN
+    digest = json_files.read(record)["manifest"] if record.is_file() else ""
+    return TrainedAdapters(config, state["params"], step, digest)
 
 
 def load_trained(

@@ -1,0 +1,202 @@
+"""Writes the adapters of a model (`model.lora`) as PEFT's adapter_model.safetensors and
+adapter_config.json.
+
+PEFT adapts a module of transformers with one pair: lora_A [r, in] and lora_B [out, r], and adds
+(lora_alpha / r) · lora_B · lora_A to its weight [out, in]. Here each part of a fused projection has
+a pair of its own. A module that holds n adapted parts gets the rank n · rank: lora_A has the A of
+all parts one below the other, and lora_B is 0 where the rank of a part meets the rows of another.
+The ranks and alphas of modules are in `rank_pattern` and `alpha_pattern`.
+
+transformers' experts, and the multi-token prediction module, are not modules that PEFT adapts in
+this way; their adapters are refused.
+"""
+
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.common.trees import leaves_by_path
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.interop.entries import TensorSlice
+from qwen3next_jax.interop.families import FORMS
+from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters
+from qwen3next_jax.interop.tensor_rows import layer_rows
+from qwen3next_jax.interop.writing import require_new
+from qwen3next_jax.model import declared
+from qwen3next_jax.model.adapters import SUFFIX, is_adapter, without_adapters
+
+# The forms whose models transformers builds of modules that PEFT can adapt.
+FORMS_WITH_MODULES = ("qwen3_next", "qwen3_5_text", "qwen3_5")
+Pair = tuple[np.ndarray, np.ndarray]
+
+
+def save_adapter(
+    config: ModelConfig, adapters: Mapping[str, Any], out: pathlib.Path, base: str, digest: str
+) -> int:
+    """Writes the adapters of a model to the new folder `out`.
+
+    Args:
+      config: the settings of the model.
+      adapters: nested dict of the A and B of the model, as NumPy arrays.
+      out: the folder to write.
+      base: the name or path of the model without adapters, for `base_model_name_or_path`.
+      digest: a digest that identifies the weights of that model, for the metadata of the file.
+
+    Returns:
+      The number of adapted modules.
+
+    Raises:
+      UserError: transformers has no modules for some of the adapters, or `out` is not new.
+    """
+    check_adapters(config)
+    require_new(out)
+    scale = config.lora.alpha / config.lora.rank
+    tensors, ranks = {}, {}
+    for module, (a, b) in _pairs(config, leaves_by_path(adapters)).items():
+        tensors[f"base_model.model.{module}.lora_A.weight"] = np.ascontiguousarray(a)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = np.ascontiguousarray(b)
+        ranks[module] = len(a)
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "r": config.lora.rank,
+        "lora_alpha": config.lora.alpha,
+        "target_modules": sorted(ranks),
+        "rank_pattern": ranks,
+        "alpha_pattern": {module: scale * rank for module, rank in ranks.items()},
+    }
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    safetensors.numpy.save_file(
+        tensors,
+        partial / "adapter_model.safetensors",
+        metadata={"format": "pt", "base_digest": digest},
+    )
+    (partial / "adapter_config.json").write_text(json.dumps(fields, indent=1))
+    os.replace(partial, out)
+    return len(ranks)
+
+
+def check_adapters(config: ModelConfig) -> None:
+    """Checks that transformers has a module for each adapter of the model.
+
+    Raises:
+      UserError: it has not; the message names the adapters, or the form.
+    """
+    plain = without_adapters(config)
+    require(
+        config.lora.rank > 0,
+        "this model has no adapters (model.lora.rank = 0): leave --adapter out",
+    )
+    require(
+        config.hf_form in FORMS_WITH_MODULES,
+        f"PEFT adapts no modules of the form {config.hf_form}: leave --adapter out, which exports "
+        f"the merged weights (PEFT has modules in {', '.join(FORMS_WITH_MODULES)})",
+    )
+    check_hf_form(plain)
+    own = {mixer for mixer, _ in config.layer_kinds} - FORMS[config.hf_form].mixers.keys()
+    require(
+        not own,
+        f"transformers has no modules of the mixers {', '.join(sorted(own))}: leave --adapter out",
+    )
+    refused = [
+        parameter.path
+        for parameter in parameters(plain)
+        if parameter.path in _adapted(config)
+        and (parameter.path.startswith("mtp/") or parameter.declared.experts > 1)
+    ]
+    require(
+        not refused,
+        f"transformers has no module for the adapters of {', '.join(refused)} (experts are one "
+        "array, and there is no multi-token prediction): leave --adapter out, which exports the "
+        "merged weights, or train with other model.lora.targets",
+    )
+
+
+def _adapted(config: ModelConfig) -> set[str]:
+    """Returns the paths of the parameters that have adapters."""
+    return {path.partition(SUFFIX + "/")[0] for path in declared(config) if is_adapter(path)}
+
+
+def _pairs(config: ModelConfig, adapters: Mapping[str, np.ndarray]) -> dict[str, Pair]:
+    """Returns name of a module → (lora_A, lora_B)."""
+    pairs = {}
+    for parameter in parameters(without_adapters(config)):
+        parts = _parts(parameter, adapters)
+        for layer, prefix in enumerate(parameter.prefixes if parts else ()):
+            of_layer = {
+                own: tuple(x[layer] if parameter.declared.stack else x for x in pair)
+                for own, pair in parts.items()
+            }
+            for tensor in parameter.entry.slices:
+                if (pair := _pair_of_tensor(parameter, tensor, of_layer)) is not None:
+                    pairs[prefix + tensor.name.removesuffix(".weight")] = pair
+    return pairs
+
+
+def _parts(parameter: Parameter, adapters: Mapping[str, np.ndarray]) -> dict[tuple[int, int], Pair]:
+    """Returns (first column, last column + 1) of each adapted part of a parameter → its A and B."""
+    prefix, begin, found = parameter.path + SUFFIX, 0, {}
+    columns = parameter.declared.parts or (("", parameter.declared.shape[-1]),)
+    for name, width, *_ in columns:
+        own = f"{prefix}/{name}" if name else prefix
+        if f"{own}/a" in adapters:
+            found[begin, begin + width] = adapters[f"{own}/a"], adapters[f"{own}/b"]
+        begin += width
+    return found
+
+
+def _pair_of_tensor(
+    parameter: Parameter, tensor: TensorSlice, parts: Mapping[tuple[int, int], Pair]
+) -> Pair | None:
+    """Returns lora_A and lora_B of the module with the weight `tensor`, for one layer; None if the
+    tensor holds no adapted part.
+    """
+    shape, letters = parameter.declared.shape, parameter.declared.letters
+    axes, rows = parameter.entry.axes, layer_rows(parameter, tensor)
+    inputs = [axis for axis in axes if letters[axis] == "i"]
+    of_rows = [axis for axis in axes if letters[axis] != "i"]
+    assert list(axes) == of_rows + inputs, f"{tensor.name}: its columns are not the inputs"
+    # the last axis of the parameter as rows of the tensor: its column at each row
+    column = np.broadcast_to(np.arange(shape[-1]), [shape[axis] for axis in sorted(of_rows)])
+    column = column.transpose(np.argsort(np.argsort(of_rows))).ravel()[rows]
+    lora_a, lora_b = [], []
+    for (begin, end), (a, b) in parts.items():
+        is_own = (begin <= column) & (column < end)
+        if not is_own.any():
+            continue
+        lora_a.append(_columns_of_a(parameter, tensor, a).T)
+        lora_b.append(np.zeros((len(column), b.shape[0]), b.dtype))
+        whole = np.zeros([shape[axis] for axis in sorted(of_rows)] + [b.shape[0]], b.dtype)
+        whole[..., begin:end, :] = np.moveaxis(b, 0, -1)
+        order = (*np.argsort(np.argsort(of_rows)), len(of_rows))
+        lora_b[-1][:] = whole.transpose(order).reshape(-1, b.shape[0])[rows]
+    if not lora_a:
+        return None
+    return np.concatenate(lora_a, axis=0), np.concatenate(lora_b, axis=1)
+
+
+def _columns_of_a(parameter: Parameter, tensor: TensorSlice, a: np.ndarray) -> np.ndarray:
+    """Returns A [in, rank] of a tensor, with its inputs in the order of the tensor's columns. Of
+    several matrices with the same input (gate and up) the tensor holds one.
+    """
+    letters, axes = parameter.declared.letters, parameter.entry.axes
+    names = [axis for letter in "ip" for axis in range(len(letters)) if letters[axis] == letter]
+    for position, axis in enumerate(axes):
+        if letters[axis] == "p":
+            a = a.take(tensor.index[position], axis=names.index(axis))
+            names.remove(axis)
+    order = [names.index(axis) for axis in axes if letters[axis] == "i"]
+    return a.transpose(*order, len(order)).reshape(-1, a.shape[-1])

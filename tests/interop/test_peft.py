@@ -1,0 +1,101 @@
+"""PEFT's files against the merged and the unmerged export: for every module of transformers the
+difference of the two weights is what PEFT adds, alpha / r · B A.
+"""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.trees import map_leaves
+from qwen3next_jax.config import LoRAConfig, ModelConfig
+from qwen3next_jax.interop.huggingface import hf_tensors
+from qwen3next_jax.interop.peft import save_adapter
+from qwen3next_jax.model.adapters import base_params, is_adapter, merge_adapters, without_adapters
+from tests.models import drawn_model
+
+LORA = LoRAConfig(rank=2, alpha=3.0, targets=("kind=matrix name!=*/expert_*",))
+MODEL = ModelConfig(
+    vocab_size=32,
+    hidden_size=16,
+    num_hidden_layers=2,
+    full_attention_interval=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=4,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+    shared_expert_intermediate_size=8,
+    mtp_depth=0,
+    dtype="float32",
+    max_position_embeddings=64,
+    lora=LORA,
+)
+
+
+def _exported(config, out):
+    """Writes PEFT's files. Returns (the tensors without, and with the adapters)."""
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: x + 0.1 * rng.normal(size=x.shape).astype(x.dtype),
+        nnx.state(drawn_model(config), nnx.Param),
+    )
+    merged = nnx.to_pure_dict(merge_adapters(params, config.lora))
+    params = jax.device_get(nnx.to_pure_dict(params))
+    adapters = map_leaves(lambda path, leaf: leaf if is_adapter(path) else None, params)
+    save_adapter(config, adapters, out, "base", "digest")
+    plain = without_adapters(config)
+    return hf_tensors(base_params(params), plain), hf_tensors(base_params(merged), plain)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"hf_form": "qwen3_5_text"},
+        {"lora": dataclasses.replace(LORA, targets=("kind=matrix part=v|gate",))},
+    ],
+)
+def test_peft_adds_what_merging_adds(changes, tmp_path):
+    config = dataclasses.replace(MODEL, **changes)
+    before, after = _exported(config, tmp_path / "adapter")
+    pairs = safetensors.numpy.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    fields = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    modules = set()
+    for name, base in before.items():
+        module = name.removesuffix(".weight")
+        key = f"base_model.model.{module}.lora"
+        if f"{key}_A.weight" not in pairs:
+            np.testing.assert_array_equal(after[name], base, err_msg=name)
+            continue
+        modules.add(module)
+        a, b = pairs[f"{key}_A.weight"], pairs[f"{key}_B.weight"]
+        assert fields["rank_pattern"][module] == len(a)
+        scale = fields["alpha_pattern"][module] / len(a)
+        np.testing.assert_allclose(after[name] - base, scale * b @ a, atol=1e-6, err_msg=name)
+    assert modules == set(fields["target_modules"]) and len(pairs) == 2 * len(modules)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"lora": dataclasses.replace(LORA, targets=("kind=matrix",))},  # experts
+        {"mtp_depth": 1},
+        {"hf_form": "kimi_linear"},
+        {"lora": LoRAConfig()},
+    ],
+)
+def test_adapters_without_a_module_are_refused(changes, tmp_path):
+    with pytest.raises(UserError) as error:
+        save_adapter(dataclasses.replace(MODEL, **changes), {}, tmp_path / "adapter", "", "")
+    assert "\n" not in str(error.value)
