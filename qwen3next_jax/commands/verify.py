@@ -3,10 +3,10 @@ exit code is 1 if anything is damaged.
 
     qwen3next verify PATH [PATH …]
 
-A PATH is the folder of a run, whose run.json, tokenizer, checkpoints and dumps are checked; a
-Hugging Face directory with SHA256SUMS; a folder of prepared rows; or `data.prepared_dir`, which
-holds several such folders and the tokens from which their rows were packed. Every row of prepared
-data is read, but not the padding between rows.
+A PATH is the folder of a run, whose run.json, tokenizer, checkpoints, frozen parameters and dumps
+are checked; a Hugging Face directory with SHA256SUMS; a folder of prepared rows; or
+`data.prepared_dir`, which holds several such folders and the tokens from which their rows were
+packed. Every row of prepared data is read, but not the padding between rows.
 
     qwen3next verify PREPARED_DIR --evaluation=GLOB --tokenizer=FILE [--text_field=NAME]
 
@@ -152,6 +152,8 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
         folders = [p for p in (workdir / kind).glob("*") if is_step_name(p.name)]
         for folder in sorted(folders, key=lambda p: int(p.name)):
             yield f"{kind}/{folder.name}", manifest.find_damage(folder, run=run)
+    if (workdir / "frozen").is_dir():
+        yield "frozen", manifest.find_damage(workdir / "frozen", run=record and record.get("id"))
 
 
 def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:

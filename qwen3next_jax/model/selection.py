@@ -99,8 +99,8 @@ def choose(
             chosen[path] = Choice(cells, declared)
     if not chosen:
         raise UserError(
-            f"{where}: it chooses no parameter of this model: `qwen3next show CONFIG` lists them, "
-            "such as " + ", ".join(list(parameters)[:3])
+            f"{where}: it chooses no parameter of this model, whose parameters are, for "
+            "example, " + ", ".join(list(parameters)[:4])
         )
     return chosen
 
