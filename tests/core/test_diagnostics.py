@@ -141,6 +141,7 @@ def test_every_layer_has_its_numbers_and_padding_has_no_part(measured):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 def test_a_mesh_measures_the_same(measured):
     """2 × 2 devices over rows and heads against one, the same numbers in every process's reach."""
     graphdef, params, _, result = measured

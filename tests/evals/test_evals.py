@@ -339,6 +339,7 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     ]
 
 
+@pytest.mark.slow
 def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
     data = open_data(NANO.data, 32, 4, 32)
     graphdef, _ = abstract_model(NANO.model)

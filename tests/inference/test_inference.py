@@ -268,6 +268,7 @@ def test_samples_follow_the_distribution(drafts):
     ) < common.sum() + 5 * np.sqrt(2 * common.sum())
 
 
+@pytest.mark.slow
 def test_rows_stop_one_by_one(model, prompts, greedy):
     free, _ = greedy
     stop = int(free[1][9])

@@ -263,6 +263,7 @@ def test_splash_interpreted_equals_the_plain_softmax(t, d, private, monkeypatch)
     )
 
 
+@pytest.mark.slow
 def test_splash_compiles_for_tpu(v6e):
     """The kernels, not the blockwise form, are in the program that the TPU compiler accepts,
     whether named or chosen.

@@ -149,9 +149,10 @@ def test_the_kernels_interpreted_match_the_products(width, activation, time, doc
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "activation, dtype, width",
-    [("silu", "bfloat16", 4), pytest.param(None, "float32", 2, marks=pytest.mark.slow)],
+    [("silu", "bfloat16", 4), (None, "float32", 2)],
 )
 def test_kernels_for_hopper_interpreted(activation, dtype, width):
     """With documents and as one, with the inputs before the first and all gradients; races are

@@ -245,6 +245,7 @@ def test_kernel_with_many_heads(monkeypatch):
     check(inputs, cotangents, "pallas_tpu", jnp.float32, *BARS[jnp.float32])
 
 
+@pytest.mark.slow
 def test_kernel_with_two_blocks_reads_nothing_unwritten_and_races_nowhere(monkeypatch):
     """Two rows, two blocks of heads, three chunks, documents, in the interpreter of TPU memory:
     every buffer starts as NaN.
@@ -276,6 +277,7 @@ def layouts(draw):
     return np.array([ids + [0] * (100 - len(ids))])
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=9, deadline=None, derandomize=True)
 @hypothesis.given(ids=layouts(), implementation=st.sampled_from(FORMS))
 @hypothesis.example(ids=np.zeros((1, 100), int), implementation="pallas_tpu")

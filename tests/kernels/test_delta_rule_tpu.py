@@ -93,11 +93,10 @@ def kernels_of_cases(chip, names):
     "name, chip",
     [
         *((name, "v6e") for name in QUICK),
-        ("released", "v4"),
         *(
             pytest.param("released", chip, marks=pytest.mark.slow)
             for chip in CHIPS
-            if chip not in ("v4", "v6e")
+            if chip != "v6e"
         ),
     ],
 )

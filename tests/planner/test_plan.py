@@ -338,6 +338,7 @@ def test_real_train_step(plan):
     assert {c.times for c in plan.collectives} >= {1, len(plan.model.stacks[-1])}
 
 
+@pytest.mark.slow
 def test_a_layer_alone_gathers_weights_and_exchanges_rows():
     """benchmarks/block_plan.py, for two devices of a CPU."""
     compile_layer = runpy.run_path(str(ROOT / "benchmarks/block_plan.py"))["compile_layer"]

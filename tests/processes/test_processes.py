@@ -233,6 +233,7 @@ def with_signal_to_one(launch, step):
     return [*environments[:-1], environments[-1] | {"SIGTERM_AT": str(step)}], flags
 
 
+@pytest.mark.slow
 def test_two_processes_interrupted_by_a_signal_to_one_go_on_as_one_process(one, corpus, tmp_path):
     run, note = tmp_path / "run", tmp_path / "shares"
     ended = Processes(

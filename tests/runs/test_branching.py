@@ -112,6 +112,7 @@ def same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, tmp_path):
     theirs, trained, gone = losses(parent), saved(parent, STEPS), tmp_path / "parent"
     shutil.copytree(parent, gone)

@@ -7,6 +7,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 PROGRAM = """
@@ -39,6 +41,7 @@ if __name__ == "__main__":
 """  # noqa: E501
 
 
+@pytest.mark.slow
 def test_nothing_passes_silently_and_what_goes_on_is_bitwise_the_undisturbed_run(tmp_path):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     program = tmp_path / "program.py"  # a file: the processes it starts import it

@@ -187,6 +187,7 @@ def test_a_nan_is_skipped_and_everything_else_goes_on(config, poisoned, tmp_path
     _same(_state(nan, tmp_path / "resumed", 16), _state(nan, tmp_path / "run", 16))
 
 
+@pytest.mark.slow
 def test_a_batch_with_nothing_to_predict_is_said_and_ends_the_run_if_it_is_the_first(
     config, poisoned, tmp_path
 ):
@@ -204,6 +205,7 @@ def test_a_batch_with_nothing_to_predict_is_said_and_ends_the_run_if_it_is_the_f
         assert not _events(tmp_path / "first", "train")
 
 
+@pytest.mark.slow
 def test_too_many_skips_end_the_run_with_a_dump_that_replays(
     config, poisoned, tmp_path, capsys, monkeypatch
 ):

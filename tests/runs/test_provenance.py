@@ -45,7 +45,7 @@ def lab(tmp_path_factory):
     "row, argument",
     [
         pytest.param(provenance.lost_parts, 0, marks=pytest.mark.slow),
-        (provenance.other_steps, 0),
+        pytest.param(provenance.other_steps, 0, marks=pytest.mark.slow),
         (provenance.older_folders, 0),
         (provenance.changing_sources, 0),
         (provenance.links, 0),

@@ -55,6 +55,7 @@ def staged(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_stages_are_the_branches_that_they_stand_for(staged, tmp_path):
     """Each with its row length, batch size and schedule."""
     parent, branches = f"{staged}@10", {}

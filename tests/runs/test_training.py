@@ -283,6 +283,7 @@ def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 256
 
 
+@pytest.mark.slow
 def test_starts_from_a_hugging_face_directory(config, finished, tmp_path, monkeypatch):
     model = load_trained(finished).model
     save_hf(model, tmp_path / "hf", load_tokenizer("bytes"))

@@ -140,7 +140,8 @@ def test_attention(shards, packed):
     assert_equal(results(f, arguments, {}, shards, ids), results(f, arguments, {}, None, ids))
 
 
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [True, False])
 def test_attention_by_splash_kernels(packed):
     time = 64  # blocks of 16, padded to whole lanes
     (f, arguments), (whole, _) = attention_case(time, "splash"), attention_case(time)

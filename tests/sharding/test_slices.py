@@ -110,7 +110,13 @@ SLICED = {
 }
 
 
-@pytest.mark.parametrize("options", SLICED.values(), ids=SLICED)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.slow] * (name == "four"))
+        for name, options in SLICED.items()
+    ],
+)
 def test_slices_are_one_mesh(options):
     """Metrics (losses, the balance loss, counts, norms) and Adam's moments after a step, which are
     the clipped gradient and its square, times constants.

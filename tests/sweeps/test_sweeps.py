@@ -375,6 +375,7 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
             runner.open_sweep(sweep, tmp_path / "v")
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on(tmp_path):
     """One real sweep: the runner is killed while its first point trains, another is at work
     meanwhile, then it finishes.

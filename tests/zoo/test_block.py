@@ -168,13 +168,10 @@ def test_experts_are_their_formula(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name != "clipped_swiglu"))
-        for name in EXPERTS
-        if name != "swiglu"
-    ],
+    [name for name in EXPERTS if name != "swiglu"],
 )
 def test_other_experts_decode_and_split(name):
     """Steps from the cache give what one pass of the model gives; two shards of experts, of
@@ -292,6 +289,7 @@ def test_masks_are_their_dense_forms(name, mixer):
     assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
 
 
+@pytest.mark.slow
 def test_a_prefix_in_one_row_packs_decodes_and_sees_no_target():
     """Two layers under the prefix mask with learned positions and LayerNorm behind: encoder and
     decoder in one row.

@@ -173,9 +173,10 @@ def bars(name, dtype):
     }[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype",
-    [jnp.float64, *(pytest.param(d, marks=pytest.mark.slow) for d in (jnp.float32, jnp.bfloat16))],
+    [jnp.float64, jnp.float32, jnp.bfloat16],
 )
 def test_nine_hard_cases(dtype):
     for name in CASES:
@@ -248,9 +249,8 @@ def documents(name, x, cotangents):
     return dict(o=o, final=final) | {f"d{n}": y for n, y in d.items()}
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "rwkv" else pytest.param(n, marks=pytest.mark.slow) for n in FORMS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMS)
 def test_packed_documents_and_shards_of_a_row_are_each_document_alone(name):
     time = 140
     x, cotangents = form(name, time=time)

@@ -310,12 +310,10 @@ MESHES = {"tensor": {"tensor": 2, "data": 2}, "context": {"context": 2}}
 def on_meshes():
     """Of the released model's two test_parallel_equality.py has the whole model with both axes."""
     every = set(itertools.product((*MIXERS, "retention"), MESHES)) - {("qsa", "context")}  # refused
-    return [
-        pytest.param(*case, marks=() if case == ("kda", "context") else pytest.mark.slow)
-        for case in sorted(every)
-    ]
+    return sorted(every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixer, axis", on_meshes(), indirect=["mixer"])
 def test_a_mesh_gives_what_one_device_gives(mixer, axis):
     name, graph, params = mixer
@@ -457,6 +455,7 @@ def test_a_model_of_it_rematerialises_resumes_and_drafts(name):
         np.testing.assert_array_equal(row, expected)
 
 
+@pytest.mark.slow
 def test_flat_arrays_between_the_kernels_change_nothing(monkeypatch):
     """As GPUs and TPUs have them, here on two shards of the heads and two of the tokens, by
     products in place of the kernels. Lowered for a GPU the program has the kernels of norm and
@@ -662,6 +661,7 @@ def test_flops_and_counts_are_those_of_the_shapes(mixer):
     assert all(not p.decays(True) for path, p in sizes.items() if p.kind == "rate")
 
 
+@pytest.mark.slow
 def test_the_page_s_mixer_trains_on_a_mesh_and_is_not_exported():
     model = dataclasses.replace(
         BASE,

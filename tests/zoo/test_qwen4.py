@@ -224,7 +224,7 @@ def test_sparse_attention_is_its_formula(ratio, budget, length):
     assert {"index_qk_proj", "index_q_norm", "index_k_norm"} <= no_gradient
 
 
-@pytest.mark.parametrize("ratio, budget", [(3, 6), (1, 2)])
+@pytest.mark.parametrize("ratio, budget", [pytest.param(3, 6, marks=pytest.mark.slow), (1, 2)])
 def test_gathered_blocks_are_attention_under_a_mask(ratio, budget):
     """Outputs and all gradients, and the indexer's loss, of packed rows of several lengths. The
     gathered form sums the same products in another order.
@@ -296,6 +296,7 @@ def test_diagnostics_describe_what_attention_sees(budget):
     np.testing.assert_allclose(found["logit_max"], logits.max(axis=(1, 2)), rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_lowest_block():
     """All scores are 0: the first blocks of the document are selected."""
     config = config_of()
@@ -455,7 +456,8 @@ def test_the_indexer_learns_by_its_formula(mode, ratio, budget):
     assert not any(np.any(d) for d in (*d_params.values(), d_x))
 
 
-@pytest.mark.parametrize("mode", [pytest.param("frozen", marks=pytest.mark.slow), "sparse"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["frozen", "sparse"])
 def test_rows_of_two_tokens(mode):
     """Shorter than a block, a convolution and an n-gram: finite losses and gradients."""
     config = config_of(layer_types=(LINEAR, FULL), num_hidden_layers=2)
@@ -519,12 +521,13 @@ ONE_LAYER = {
 TWO_LAYERS = {"layer_types": (FULL, LINEAR), "num_hidden_layers": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes, axes",
     [
         (ONE_LAYER, {"data": 4, "tensor": 2}),
-        pytest.param(TWO_LAYERS, ALL_AXES, marks=pytest.mark.slow),
-        pytest.param(TWO_LAYERS, {"data": 8}, marks=pytest.mark.slow),
+        (TWO_LAYERS, ALL_AXES),
+        (TWO_LAYERS, {"data": 8}),
     ],
 )
 def test_a_mesh_gives_what_one_device_gives(changes, axes):
