@@ -76,6 +76,9 @@ def _skip_if_folder_is_missing():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup(item):
+    for mark in item.iter_markers("needs"):
+        if mark.args[0] in MISSING:
+            pytest.skip(f"qwen3next_jax/{mark.args[0]} is missing")
     return (yield from _skip_if_folder_is_missing())
 
 

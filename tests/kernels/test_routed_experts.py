@@ -35,7 +35,11 @@ ROUTINGS = {
 
 @pytest.mark.parametrize(
     "room, kernels",
-    [(2 * TOKENS, False), (2 * TOKENS, True), (TOKENS // 4, True)],
+    [
+        pytest.param(2 * TOKENS, False, marks=pytest.mark.slow),
+        (2 * TOKENS, True),
+        (TOKENS // 4, True),
+    ],
     ids=("products", "kernels", "loop"),
 )
 def test_any_routing_is_exact(room, kernels, monkeypatch):

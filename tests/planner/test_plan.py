@@ -299,6 +299,7 @@ def plan(request):
     )
 
 
+@pytest.mark.needs("kernels")
 @needs_compiler
 def test_real_train_step(plan):
     assert plan.fits, plan.reason

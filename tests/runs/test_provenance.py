@@ -46,7 +46,7 @@ def lab(tmp_path_factory):
     [
         pytest.param(provenance.lost_parts, 0, marks=pytest.mark.slow),
         pytest.param(provenance.other_steps, 0, marks=pytest.mark.slow),
-        (provenance.older_folders, 0),
+        pytest.param(provenance.older_folders, 0, marks=pytest.mark.slow),
         (provenance.changing_sources, 0),
         (provenance.links, 0),
         (provenance.parquet_pages, 20),

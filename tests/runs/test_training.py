@@ -165,6 +165,7 @@ train(config, pathlib.Path({str(tmp_path / "run")!r}))"""
     )
 
 
+@pytest.mark.slow
 def test_micro_batches_and_remat_change_no_gradient(config):
     """4 micro-batches, recomputed in the backward, against one batch: equal up to the order of
     float32 sums, although the micro-batches are padded unequally and the balance loss is not a

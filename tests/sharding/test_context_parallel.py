@@ -141,6 +141,7 @@ def test_attention(shards, packed):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("kernels")
 @pytest.mark.parametrize("packed", [True, False])
 def test_attention_by_splash_kernels(packed):
     time = 64  # blocks of 16, padded to whole lanes
@@ -191,9 +192,13 @@ def test_delta_rule(shards, packed):
 @pytest.mark.parametrize(
     "packed, settings",
     [
-        (True, dict(implementation="recurrent")),
+        pytest.param(True, dict(implementation="recurrent"), marks=pytest.mark.slow),
         pytest.param(True, dict(implementation="associative"), marks=pytest.mark.slow),
-        (True, dict(implementation="pallas_tpu")),
+        pytest.param(
+            True,
+            dict(implementation="pallas_tpu"),
+            marks=[pytest.mark.slow, pytest.mark.needs("kernels")],
+        ),
         (False, dict(erase=False)),
     ],
     ids=str,
@@ -218,6 +223,7 @@ def test_delta_rule_in_pieces(monkeypatch):
     assert_equal(results(f, by_time, whole, 2, jnp.asarray(layout(160))), want)
 
 
+@pytest.mark.slow
 def test_delta_rule_in_bfloat16():
     """As accurate as on one device: the bars of tests/kernels/test_delta_rule.py against the
     recurrence in float64.
