@@ -1,6 +1,7 @@
 """The commands as a user types them: mistakes cost one line and no compute."""
 
 import ast
+import json
 import os
 import pathlib
 import re
@@ -24,111 +25,148 @@ HF = "tests/fixtures/qwen3_next_tiny"
 GENERATE = ("-m", "qwen3next_jax", "generate", "--prompt=x")
 
 
-def _run(*command, **environment):
+def _run(*command, input=None, **environment):
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
     return subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
         env=environment,
+        input=input,
         capture_output=True,
         text=True,
         timeout=120,
     )
 
 
+# command → text of the one line with which it ends
+MISTAKES = [
+    (["train.py"], "--config is missing: expected a file such as --config=configs/tiny.py"),
+    (
+        ["train.py", TINY, "--config.train.stesp=5"],
+        "--config.train.stesp: no such setting (did you mean 'steps'?)",
+    ),
+    (
+        ["train.py", TINY, "--config.train.steps", "many"],
+        "--config.train.steps=many: expected a whole number",
+    ),
+    (
+        ["train.py", TINY, "--config.train=5"],
+        "--config.train: a group of settings: name one of steps, ",
+    ),
+    (["train.py", TINY, "--workdri=x"], "--workdri: no such flag (did you mean --workdir?)"),
+    (
+        ["train.py", "--config=configs/tiy.py"],
+        "--config=configs/tiy.py: no such file (did you mean 'tiny.py'?)",
+    ),
+    (["train.py", "--config=configs"], "--config=configs: a folder"),
+    (["-m", "qwen3next_jax", "plan", TINY, UNREAD], "eval.suite_rows = 3 has no effect"),
+    (["eval.py", TINY, UNREAD, f"--workdir={HF}"], "eval.suite_rows = 3 has no effect"),
+    (["train.py", TINY, "steps=5"], "unexpected argument 'steps=5'"),
+    (
+        ["train.py", TINY, "--config.model.num_experts_per_tok=9"],
+        "model.num_experts_per_tok = 9: expected 1 … model.num_experts = 8",
+    ),
+    (
+        ["train.py", TINY, "--config.data.path=nowhere/*.txt"],
+        "data.path 'nowhere/*.txt' matches no file: there is no 'nowhere'",
+    ),
+    (
+        ["train.py", TINY, "--config.eval.suite_rows=3"],
+        "eval.suite_rows = 3 has no effect on this run, because eval.suites is empty",
+    ),
+    (
+        ["train.py", TINY, "--config.model.vocab_size=0", f"--config.name={'n' * 300}"],
+        "a name of 300 bytes: expected at most 255",
+    ),
+    (
+        ["train.py", TINY, "--config.name=../../evil"],
+        "name = '../../evil': expected the name of a folder, without '/'",
+    ),
+    (["train.py", TINY, "--workdir=a\udcff\x1b[31m"], r"--workdir=a\udcff\x1b[31m: "),
+    (["train.py", TINY, f"--config.train.init_from={'x' * 300}"], "train.init_from = 'xxx"),
+    (["eval.py"], "--workdir is missing"),
+    (
+        ["eval.py", "--workdir=docs", "--config.data.path=x"],
+        "--config is missing (--config.data.path changes a setting of it)",
+    ),
+    (["eval.py", "--workdir=docs", "--suite=heldut"], "--suite = 'heldut': expected one of "),
+    (
+        ["eval.py", "--workdir=docs"],
+        "--workdir=docs: not the folder of a run, nor a Hugging Face directory (it has neither",
+    ),
+    (
+        [*GENERATE, "--model=nowhere"],
+        "--model=nowhere: not the folder of a run, nor a Hugging Face directory (no such folder)",
+    ),
+    (
+        [*GENERATE, "--model=nowhere", "--max_new_tokens=0"],
+        "--max_new_tokens=0: 0 is not a positive integer",
+    ),
+    (
+        [*GENERATE, "--model=tests/fixtures/qwen3_next_tiny", "--max_new_tokens=99999999"],
+        "expected less than the model's context, 512",
+    ),
+    (
+        [*GENERATE, "--model=nowhere", "--temperature=nan"],
+        "--temperature=nan: expected a finite number",
+    ),
+    (
+        ["-m", "qwen3next_jax", "sweep", "configs/sweeps/mqar.py", "--set=train.stesp=3"],
+        "train.stesp",
+    ),
+    (["-m", "qwen3next_jax", "report", "nowhere"], "nowhere: not the folder of a run"),
+    (
+        ["-m", "qwen3next_jax", "export", "--workdir=nowhere", "--out=x"],
+        "--workdir=nowhere: not the folder of a run",
+    ),
+]
+
+# Runs commands, each in a fork of one process that has loaded what all of them need.
+FORKS = """
+import json, os, runpy, sys
+import qwen3next_jax.commands.cli
+commands, folder = json.load(sys.stdin), sys.argv[1]
+for number, command in enumerate(commands):
+    if not os.fork():
+        for stream in (1, 2):
+            os.dup2(os.open(f"{folder}/{number}.{stream}", os.O_WRONLY | os.O_CREAT), stream)
+        is_module = command[0] == "-m"
+        sys.argv = command[is_module:]
+        run = runpy.run_module if is_module else runpy.run_path
+        run(sys.argv[0], run_name="__main__")
+        sys.exit()
+codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in commands]
+print(set(codes))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """(stdout, stderr) of each command in MISTAKES. All have the exit code 2. An import of JAX
+    fails.
+    """
+    folder = tmp_path_factory.mktemp("answers")
+    (folder / "jax.py").write_text("raise ImportError('JAX was loaded')")
+    commands = json.dumps([command for command, _ in MISTAKES])
+    path = os.pathsep.join((str(folder), str(ROOT)))
+    done = _run("-c", FORKS, str(folder), input=commands, PYTHONPATH=path)
+    assert done.stdout.strip() == "{2}", done.stdout + done.stderr
+    return [
+        [(folder / f"{number}.{stream}").read_text(errors="replace") for stream in (1, 2)]
+        for number in range(len(MISTAKES))
+    ]
+
+
 @pytest.mark.parametrize(
-    "command, message",
-    [
-        (["train.py"], "--config is missing: expected a file such as --config=configs/tiny.py"),
-        (
-            ["train.py", TINY, "--config.train.stesp=5"],
-            "--config.train.stesp: no such setting (did you mean 'steps'?)",
-        ),
-        (
-            ["train.py", TINY, "--config.train.steps", "many"],
-            "--config.train.steps=many: expected a whole number",
-        ),
-        (
-            ["train.py", TINY, "--config.train=5"],
-            "--config.train: a group of settings: name one of steps, ",
-        ),
-        (["train.py", TINY, "--workdri=x"], "--workdri: no such flag (did you mean --workdir?)"),
-        (
-            ["train.py", "--config=configs/tiy.py"],
-            "--config=configs/tiy.py: no such file (did you mean 'tiny.py'?)",
-        ),
-        (["train.py", "--config=configs"], "--config=configs: a folder"),
-        (["-m", "qwen3next_jax", "plan", TINY, UNREAD], "eval.suite_rows = 3 has no effect"),
-        (["eval.py", TINY, UNREAD, f"--workdir={HF}"], "eval.suite_rows = 3 has no effect"),
-        (["train.py", TINY, "steps=5"], "unexpected argument 'steps=5'"),
-        (
-            ["train.py", TINY, "--config.model.num_experts_per_tok=9"],
-            "model.num_experts_per_tok = 9: expected 1 … model.num_experts = 8",
-        ),
-        (
-            ["train.py", TINY, "--config.data.path=nowhere/*.txt"],
-            "data.path 'nowhere/*.txt' matches no file: there is no 'nowhere'",
-        ),
-        (
-            ["train.py", TINY, "--config.eval.suite_rows=3"],
-            "eval.suite_rows = 3 has no effect on this run, because eval.suites is empty",
-        ),
-        (
-            ["train.py", TINY, "--config.model.vocab_size=0", f"--config.name={'n' * 300}"],
-            "a name of 300 bytes: expected at most 255",
-        ),
-        (
-            ["train.py", TINY, "--config.name=../../evil"],
-            "name = '../../evil': expected the name of a folder, without '/'",
-        ),
-        (["train.py", TINY, "--workdir=a\udcff\x1b[31m"], r"--workdir=a\udcff\x1b[31m: "),
-        (["train.py", TINY, f"--config.train.init_from={'x' * 300}"], "train.init_from = 'xxx"),
-        (["eval.py"], "--workdir is missing"),
-        (
-            ["eval.py", "--workdir=docs", "--config.data.path=x"],
-            "--config is missing (--config.data.path changes a setting of it)",
-        ),
-        (["eval.py", "--workdir=docs", "--suite=heldut"], "--suite = 'heldut': expected one of "),
-        (
-            ["eval.py", "--workdir=docs"],
-            "--workdir=docs: not the folder of a run, nor a Hugging Face directory (it has neither",
-        ),
-        (
-            [*GENERATE, "--model=nowhere"],
-            "--model=nowhere: not the folder of a run, nor a Hugging Face directory (no such "
-            "folder)",
-        ),
-        (
-            [*GENERATE, "--model=nowhere", "--max_new_tokens=0"],
-            "--max_new_tokens=0: 0 is not a positive integer",
-        ),
-        (
-            [*GENERATE, "--model=tests/fixtures/qwen3_next_tiny", "--max_new_tokens=99999999"],
-            "expected less than the model's context, 512",
-        ),
-        (
-            [*GENERATE, "--model=nowhere", "--temperature=nan"],
-            "--temperature=nan: expected a finite number",
-        ),
-        (
-            ["-m", "qwen3next_jax", "sweep", "configs/sweeps/mqar.py", "--set=train.stesp=3"],
-            "train.stesp",
-        ),
-        (["-m", "qwen3next_jax", "report", "nowhere"], "nowhere: not the folder of a run"),
-        (
-            ["-m", "qwen3next_jax", "export", "--workdir=nowhere", "--out=x"],
-            "--workdir=nowhere: not the folder of a run",
-        ),
-    ],
-    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+    "number, message",
+    [(number, message) for number, (_, message) in enumerate(MISTAKES)],
+    ids=[" ".join(command) for command, _ in MISTAKES],
 )
-def test_a_mistake_is_one_line_before_jax_is_loaded(tmp_path, command, message):
-    (tmp_path / "jax.py").write_text("raise ImportError('JAX was loaded')")
-    result = _run(*command, PYTHONPATH=str(tmp_path))
-    lines = result.stderr.strip().splitlines()
-    assert result.returncode == 2, result.stderr
-    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], result.stderr
-    assert result.stdout == ""
+def test_a_mistake_is_one_line_before_jax_is_loaded(answers, number, message):
+    stdout, stderr = answers[number]
+    lines = stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0], stderr
+    assert stdout == ""
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,10 @@ GROUPS = {
         "export": 1,
     },
 }
-# The second computes with the experts of qwen3_next_tiny and the mixers of qwen3_5_tiny; how its
+# The third computes with the experts of qwen3_next_tiny and the mixers of qwen3_5_tiny; how its
 # names are read is in test_interop.py.
 SLOW = (
+    "qwen3_5_tiny",
     "qwen3_5_wrapper_tiny",
     "qwen3_5_moe_wrapper_fused_mtp_tiny",
     "qwen3_5_moe_tiny",

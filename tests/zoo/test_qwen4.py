@@ -91,8 +91,8 @@ BASE = ModelConfig(
 VARIANTS = {
     "as released, in small": {},
     "two streams, attention first, two embeddings, longer n-grams, tied": {
-        "layer_types": (FULL, LINEAR, LINEAR, FULL, LINEAR, LINEAR),
-        "num_hidden_layers": 6,
+        "layer_types": (FULL, LINEAR, LINEAR),
+        "num_hidden_layers": 3,
         "streams": StreamsConfig(hc_count=2, hc_lowrank=3),
         "ple": dataclasses.replace(
             BASE.ple, layer_ids=(3, 2), ngram_size=4, embed_dim=18, split_ngram_parts=1
@@ -272,7 +272,8 @@ def test_gathered_blocks_are_attention_under_a_mask(ratio, budget):
         assert all(np.any(leaf) for leaf in jax.tree.leaves(got))
 
 
-@pytest.mark.parametrize("budget", [4, 8])  # gathered, and under a mask
+# gathered, and under a mask
+@pytest.mark.parametrize("budget", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_diagnostics_describe_what_attention_sees(budget):
     """The overlap against its formula, query by query; attention's own from its probabilities."""
     config = config_of(
