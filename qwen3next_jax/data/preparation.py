@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, require, warn
@@ -240,19 +240,11 @@ def tokenize(
         return _read_corpus(source, tokenizer, store)
     cache = DigestCache(store, source)
     parts = [(i, part) for i, file in enumerate(source.files) for part in readers.parts(file)]
-    jobs = []
-    for i, part in parts:
-        file = source.files[i]
-        digest = cache.get(file, part)
-        if not cache.in_use:
-            digest = readers.part_digest(file, part, source.text_field)
-        jobs.append(
-            Job(file, part, source.text_field, source.on_bad_text, source.bad_records, digest)
-        )
-    found: dict[int, Unit] = {}
-    for number, job in enumerate(jobs):
-        if job.digest and (unit := units.find_unit_of(store, job, tokenizer)):
-            found[number] = unit
+    jobs = [
+        Job(source.files[i], part, source.text_field, source.on_bad_text, source.bad_records)
+        for i, part in parts
+    ]
+    found = _finished_units(range(len(jobs)), jobs, cache, tokenizer, store)
     todo = [n for n in range(len(jobs)) if n not in found and n % share.of == share.rank]
     todo.sort(
         key=lambda n: -jobs[n].size
@@ -276,11 +268,40 @@ def tokenize(
         cache.forget_all()  # a file may change and keep its size and modification time
         raise
     if len(found) < len(jobs):
+        # Other processes have made units in the meantime. Each process looks again after its own
+        # share, so the one that ends last finds all units, and packs them.
+        missing = [n for n in range(len(jobs)) if n not in found]
+        cache = DigestCache(store, source)
+        found |= _finished_units(missing, jobs, cache, tokenizer, store)
+    if len(found) < len(jobs):
         raise Unfinished(len(jobs) - len(found), len(jobs))
     corpus = Corpus(source, tuple(parts), tuple(found[n] for n in range(len(jobs))))
     _check_records(corpus)
     _write_corpus(corpus, tokenizer, store)
     return corpus
+
+
+def _finished_units(
+    numbers: Iterable[int],
+    jobs: list[Job],
+    cache: DigestCache,
+    tokenizer: Tokenizer,
+    store: Store,
+) -> dict[int, Unit]:
+    """Returns number of a job → its unit, for those of `numbers` whose units are finished.
+
+    A job's digest is filled in where it is known or cheap: a large local file is not read for it.
+    """
+    found = {}
+    for number in numbers:
+        job = jobs[number]
+        digest = job.digest or cache.get(job.file, job.part)
+        if not digest and (not cache.in_use or sources.is_remote(os.fspath(job.file.path))):
+            digest = readers.part_digest(job.file, job.part, job.text_field)
+        jobs[number] = job = dataclasses.replace(job, digest=digest)
+        if digest and (unit := units.find_unit_of(store, job, tokenizer)):
+            found[number] = unit
+    return found
 
 
 def _make_unit(job: Job, progress: Callable[[int], None], tokenizer: Tokenizer, store: Store):

@@ -209,6 +209,24 @@ def test_ranks_that_pack_at_once_begin_with_different_rows(texts, tmp_path, monk
     assert files(tmp_path / "p") == files(tmp_path / "q")
 
 
+def test_of_ranks_that_run_at_the_same_time_the_last_one_packs(texts, tmp_path, monkeypatch):
+    """Rank 1 makes its units after rank 0 has looked for finished ones."""
+    make, unpacked = units.make_unit, []
+
+    def make_while_rank_1_runs(*arguments):
+        monkeypatch.setattr(units, "make_unit", make)
+        with pytest.raises(Unfinished) as error:
+            run(texts, tmp_path / "p", share=Share(1, 2))
+        unpacked.append(error.value.missing)
+        return make(*arguments)
+
+    monkeypatch.setattr(units, "make_unit", make_while_rank_1_runs)
+    run(texts, tmp_path / "p", share=Share(0, 2))
+    assert unpacked == [2]
+    run(texts, tmp_path / "q")
+    assert files(tmp_path / "p") == files(tmp_path / "q")
+
+
 def test_tasks_of_datatrove_share_the_work(texts, tmp_path):
     config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
     step = PrepareShare(config, 64)
