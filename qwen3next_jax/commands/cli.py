@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from absl import app, flags, logging
 
+from qwen3next_jax.common.installation import has_tpu_chips
 from qwen3next_jax.common.errors import (
     ExitCode,
     UserError,
@@ -414,10 +415,9 @@ def define_launch_flags() -> Callable[[], Launch | None]:
     process = flags.DEFINE_integer("process", None, "number of this process, from 0", lower_bound=0)
 
     def get() -> Launch | None:
-        chips = any(pathlib.Path("/dev").glob("accel[0-9]*")) or any(
-            pathlib.Path("/dev/vfio").glob("[0-9]*")
+        return find_launch(
+            os.environ, coordinator.value, processes.value, process.value, has_tpu_chips()
         )
-        return find_launch(os.environ, coordinator.value, processes.value, process.value, chips)
 
     return get
 

@@ -6,13 +6,15 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from qwen3next_jax.commands.waiting import waiting
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.metrics import Metric, MetricValue, to_metric_values
@@ -76,7 +78,8 @@ def evaluate(
       UserError: as `run_evaluations` does, or a file cannot be written.
     """
     results, wrote = {}, False
-    for result in run_evaluations(config, path, names, options, step, mesh, dtype):
+    during = waiting if is_process_0() else nullcontext
+    for result in run_evaluations(config, path, names, options, step, mesh, dtype, during):
         _print(result.title, to_metric_values(result.values, result.metrics))
         results[result.name] = {"step": result.step} | result.values
         if result.belongs_to_run:
@@ -97,6 +100,7 @@ def run_evaluations(
     step: int | None = None,
     mesh: MeshConfig | None = None,
     dtype: str = "float32",
+    during: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Result]:
     """Yields the results of each evaluation when it ends.
 
@@ -114,6 +118,7 @@ def run_evaluations(
       step: as for `load_model`.
       mesh: as for `load_model`.
       dtype: as for `load_model`.
+      during: shows a text while its block runs.
 
     Raises:
       UserError: an evaluation does not exist or cannot run on this model. This error is raised
@@ -173,7 +178,8 @@ def run_evaluations(
     if other:
         title += f" read with another {', '.join(other)}"
     for name, one in evaluations.items():
-        values = one.run(nnx.to_pure_dict(params))
+        with during(f"{name}: compiling, then evaluating"):
+            values = one.run(nnx.to_pure_dict(params))
         yield Result(name, f"{name} · {title}", step, values, one.metrics, is_run and not other)
 
 

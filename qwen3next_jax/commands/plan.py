@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qwen3next_jax.commands import cli
+from qwen3next_jax.commands.waiting import waiting
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.config import Config, MeshConfig, ParallelConfig
@@ -76,7 +77,8 @@ def main() -> int:
     else:
         if topology.chip.torus and _mesh.value is None:
             console.print(_mesh_of_the_search(config, topology), markup=False)
-        plan = make_plan_in_subprocess(config, topology, level)
+        with waiting(_compiling(config, topology)):
+            plan = make_plan_in_subprocess(config, topology, level)
         plans = [dataclasses.replace(plan, cost_model=cost_model)]
         show(plans[0], console)
     if out:
@@ -100,6 +102,16 @@ def _mesh_of_the_search(config: Config, topology) -> str:
     if fitting:
         found = f"would take {fitting[0].label} (by arithmetic {fitting[0].seconds:.3g} s)"
     return f"no --mesh: planning {mesh}, the configuration's; --search {found}"
+
+
+def _compiling(config: Config, topology) -> str:
+    """Returns what the command says while it compiles."""
+    from qwen3next_jax.sharding.mesh import mesh_text
+
+    mesh = mesh_text(config.parallel.mesh.sizes(len(topology.devices), topology.slices))
+    return (
+        f"compiling a step of {config.name} for {topology.title}, {mesh}: minutes for a large model"
+    )
 
 
 def _largest_stage(stages: Sequence[ResolvedStage]) -> ResolvedStage:
@@ -228,14 +240,14 @@ def search(
         )
     plans = []
     for number, candidate in enumerate(chosen, 1):
-        console.print(
+        text = (
             f"compiling {number} of {len(chosen)}: {candidate.label} (by arithmetic "
-            f"{candidate.seconds:.3g} s)",
-            markup=False,
+            f"{candidate.seconds:.3g} s)"
         )
         parallel = dataclasses.replace(config.parallel, mesh=candidate.mesh)
         candidate_config = dataclasses.replace(config, train=candidate.train, parallel=parallel)
-        plan = make_plan_in_subprocess(candidate_config, topology, level)
+        with waiting(text):
+            plan = make_plan_in_subprocess(candidate_config, topology, level)
         plans.append(dataclasses.replace(plan, cost_model=cost_model))
     plans.sort(
         key=lambda p: (
@@ -387,17 +399,21 @@ def _gpu_summary(plan, device: str) -> str:
 
 
 def _verdict(plan) -> str:
-    """Returns whether a plan fits, and the step by every cost model."""
-    estimate = plan.estimate
-    others = "".join(
-        f", {percent(plan.mfu_in(other.seconds))} ({other.seconds:.4g} s) by {name}"
-        for name, other in plan.estimates.items()
-        if name != plan.cost_model
+    """Returns whether a plan fits, and the range of the step's time and MFU over the cost models,
+    with the values of each.
+    """
+    estimates = plan.estimates.items()
+    times = sorted(estimate.seconds for _, estimate in estimates)
+    slowest, fastest = plan.mfu_in(times[-1]), plan.mfu_in(times[0])
+    each = "; ".join(
+        f"{name} {estimate.seconds:.4g} s, {percent(plan.mfu_in(estimate.seconds))}"
+        for name, estimate in estimates
     )
+    mfu = percent(slowest) if slowest == fastest else f"{percent(slowest)}–{percent(fastest)}"
     return (
-        f"{_fits(plan)} Step {estimate.seconds:.4g} s, bound by {plan.binding}; "
-        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {percent(plan.mfu)} by "
-        f"--cost_model={plan.cost_model}{others}"
+        f"{_fits(plan)} Step {times[0]:.3g}–{times[-1]:.3g} s, MFU {mfu} ({each}). By "
+        f"--cost_model={plan.cost_model}: bound by {plan.binding}, "
+        f"{plan.tokens_per_second:,.0f} tokens/s"
     )
 
 

@@ -1,10 +1,15 @@
 """How this project was installed, for advice that names commands: in a checkout `uv run` makes the
-environment, and an installed package has its command on the PATH.
+environment, and an installed package has its command on the PATH. And what JAX finds here: TPU
+chips, or only the compiler for them.
 """
 
+import importlib.util
 import pathlib
+from collections.abc import MutableMapping
 
 _IN_CHECKOUT = (pathlib.Path(__file__).parents[2] / "pyproject.toml").exists()
+# The device files of NVIDIA's GPUs, of the same in WSL, and of AMD's.
+GPU_DEVICES = tuple(map(pathlib.Path, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
 
 
 def shell_command(verb: str) -> str:
@@ -17,3 +22,28 @@ def how_to_install(extra: str) -> str:
     if _IN_CHECKOUT:
         return f"use `uv run --extra {extra} …`, or run `pip install -e '.[{extra}]'`"
     return f"run `pip install 'qwen3next-jax[{extra}]'`"
+
+
+def has_tpu_chips() -> bool:
+    """Whether this machine may have TPU chips: it has a device file of a kind that TPUs use."""
+    return any(pathlib.Path("/dev").glob("accel[0-9]*")) or any(
+        pathlib.Path("/dev/vfio").glob("[0-9]*")
+    )
+
+
+def skip_absent_tpu(environment: MutableMapping[str, str]) -> None:
+    """Makes JAX leave out TPUs on a machine that has libtpu, the TPU's compiler, but no TPU.
+    Otherwise libtpu prints lines about errors on standard error, although nothing is wrong.
+
+    Call it before JAX is imported. It changes nothing if the user has chosen platforms.
+
+    Args:
+      environment: the environment variables of the process, `os.environ`.
+    """
+    is_chosen = "JAX_PLATFORMS" in environment or "JAX_FORCE_TPU_INIT" in environment
+    if is_chosen or has_tpu_chips() or importlib.util.find_spec("libtpu") is None:
+        return
+    if not any(map(pathlib.Path.exists, GPU_DEVICES)):
+        environment["JAX_PLATFORMS"] = "cpu"
+    elif importlib.util.find_spec("jax_cuda13_plugin"):
+        environment["JAX_PLATFORMS"] = "cuda,cpu"

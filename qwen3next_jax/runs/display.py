@@ -6,7 +6,8 @@ The panel and the lines show only what the events of metrics.jsonl contain.
 import contextlib
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -23,7 +25,7 @@ from qwen3next_jax.sharding.mesh import mesh_text
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
 
-CELL_WIDTH = 24  # number of characters of the longest name and value together
+CELL_WIDTH = 33  # number of characters of the longest name and value together
 # Seconds of compiling after which XLA prints a warning that looks like a failure.
 XLA_BANNER = 120.0
 
@@ -57,6 +59,27 @@ def title(run: ResolvedRun, corpus: str, steps_before: int, parent: str = "") ->
     )
 
 
+class _Wait:
+    """What a run waits for, and since when.
+
+    Args:
+      text: what the run does meanwhile.
+      first: whether it does so for the first time, and therefore compiles.
+    """
+
+    def __init__(self, text: str, first: bool):
+        self.text, self._first = text, first
+        self._since = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._since
+
+    def __str__(self) -> str:
+        compiling = "; compiling first" * (self._first and not self.text.startswith("compiling"))
+        return f"{self.text} {_duration(self.seconds)}{compiling}"
+
+
 class Display:
     """Shows the events of a run: an instance is called with each event. Use it as a context
     manager.
@@ -87,7 +110,14 @@ class Display:
         self._train: dict[str, Any] = {}
         self._heldout: list[str] = []
         self._sample = ""
-        self._checkpoint = "none yet"
+        # The checkpoint that this process began with, or the first one of a run with a parent.
+        self._checkpoint = f"step {steps_before}" if steps_before else "none yet"
+        # The step whose time includes the compilation of its stage's train step.
+        self._compiled_in = steps_before + 1
+        self._step = steps_before
+        self._waits_for: _Wait | None = None
+        self._waited_for: set[str] = set()
+        self._spinner = Spinner("dots")
         self._skipped = 0
         self._faults: list[str] = []
         self._live = None
@@ -101,7 +131,7 @@ class Display:
             )
             self._task = self._progress.add_task("train", total=self._steps, completed=steps_before)
             self._live = Live(
-                console=self._console, refresh_per_second=4, get_renderable=self._render
+                console=self._console, refresh_per_second=4, get_renderable=self.panel
             )
         self._compiling = threading.Timer(
             XLA_BANNER - 10,
@@ -115,10 +145,12 @@ class Display:
         self._compiling.daemon = True
 
     def __enter__(self):
+        self._waits_for = _Wait("compiling the train step", first=True)
         if self._live:
             self._live.start()
         else:
             self.say(self._title)
+            self.say("compiling the train step …")
         self._compiling.start()
         return self
 
@@ -128,10 +160,32 @@ class Display:
             self._live.stop()
 
     def step(self, step: int) -> None:
-        """Moves the progress bar to `step`."""
+        """Moves the progress bar to `step`, the last step that has ended."""
         self._compiling.cancel()
+        self._step = step
+        if self._waits_for and step >= self._compiled_in:
+            self.say_plain(
+                f"step {step}  took {_duration(self._waits_for.seconds)} with its compilation"
+            )
+            self._waits_for = None
         if self._live:
             self._progress.update(self._task, completed=step)
+
+    @contextlib.contextmanager
+    def during(self, text: str, compiles: bool = True) -> Iterator[None]:
+        """Says that the run does not train, but does what `text` says, until the block ends. The
+        panel says so each time. A plain line says so the first time, if the block then `compiles`.
+        """
+        before = self._waits_for
+        first = compiles and text not in self._waited_for
+        self._waited_for.add(text)
+        self._waits_for = _Wait(text, first)
+        if first:
+            self.say_plain(f"step {self._step}  {text}; compiling first …")
+        try:
+            yield
+        finally:
+            self._waits_for = before
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Shows one event of metrics.jsonl."""
@@ -157,6 +211,8 @@ class Display:
             )
             self._heldout.append(line)
         elif kind == "stage":
+            self._compiled_in = step
+            self._waits_for = _Wait(f"compiling the train step of stage {event['stage']}", True)
             shape = f"{event['batch_size']} × {event['sequence_length']:,}"
             line = (
                 f"step {step}  stage {event['stage']} begins: {event['steps']:,} steps of {shape} "
@@ -171,13 +227,20 @@ class Display:
             self._skipped = (
                 event.get("skipped", self._skipped + 1) if kind == "skip" else self._skipped
             )
+            if kind == "rewind":
+                self._compiled_in = event.get("to_step", step) + 1
             if kind == "spike" and event.get("skipped"):
                 return  # a "skip" event says the same
             line = f"step {step}  {FAULTS[kind]}" + (
                 f": {event['reason']}" if event.get("reason") else ""
             )
             self._faults.append(line)
-        if line and not self._live:
+        if line:
+            self.say_plain(line)
+
+    def say_plain(self, line: str) -> None:
+        """Prints a line unless there is a live panel, which shows the same in another form."""
+        if not self._live:
             self.say(line)
 
     def say(self, line: str) -> None:
@@ -187,7 +250,8 @@ class Display:
             self._console.print(line, markup=False, soft_wrap=True)
             sys.stdout.flush()
 
-    def _render(self) -> Panel:
+    def panel(self) -> Panel:
+        """Returns the live panel as it is now."""
         columns = max((self._console.width - 4) // (CELL_WIDTH + 1), 1)
         grid = Table.grid(padding=(0, 1), expand=True)
         for _ in range(columns):
@@ -195,7 +259,12 @@ class Display:
         cells = [Text.assemble((name + " ", "dim"), value) for name, value in self._cells()]
         for i in range(0, len(cells), columns):
             grid.add_row(*cells[i : i + columns])
-        parts: list[Any] = [Text(self._title, style="dim"), self._progress, grid]
+        parts: list[Any] = [Text(self._title, style="dim"), self._progress]
+        if self._waits_for:
+            self._spinner.update(text=Text(str(self._waits_for), style="bold"))
+            parts.append(self._spinner)
+        if cells:
+            parts.append(grid)
         if self._heldout:
             parts += [
                 Text(""),
@@ -217,7 +286,7 @@ class Display:
         """Returns the (name, value) pairs of the newest "train" event that the panel shows."""
         v = self._train
         if not v:
-            return [("compiling the train step", "…")]
+            return []
         cells = [("stage", v["stage"])] if "stage" in v else []
         cells += [
             ("loss", _number(v["loss"], ".4f")),
@@ -233,9 +302,11 @@ class Display:
         if "balance_loss" in v:
             cells += [
                 ("balance", _number(v["balance_loss"], ".3f")),
-                ("busiest expert", f"×{_number(v['busiest_expert'], '.2f')}"),
+                ("busiest expert", f"{_number(v['busiest_expert'], '.2f')} × fair share"),
             ]
-        left = (self._tokens - v["tokens_seen"]) / v["tokens_per_second"]
+        left = "–"  # unknown while the only measured step is one that was also compiled
+        if v["step"] != self._compiled_in:
+            left = _duration((self._tokens - v["tokens_seen"]) / v["tokens_per_second"])
         memory = (
             _scaled(v["memory_bytes"])
             + "B"
@@ -248,7 +319,7 @@ class Display:
             ("tokens/s", f"{v['tokens_per_second']:,.0f}"),
             ("model FLOP/s", _scaled(v["model_flops_per_second"])),
             ("MFU", f"{v['mfu']:.1%}" if v["mfu"] is not None else "–"),
-            ("left", _duration(left)),
+            ("left", left),
             ("memory", memory),
             ("data wait", f"{v['data_wait']:.0%}"),
             ("checkpoint", self._checkpoint),

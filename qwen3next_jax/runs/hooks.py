@@ -2,6 +2,9 @@
 to `training.loop.Trainer`. Each hook is one class and uses no other hook.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import jax
 import numpy as np
 from flax import nnx
@@ -25,6 +28,8 @@ from qwen3next_jax.training.state import State
 # Metrics of the train step that a "train" event leaves out, because they are arrays or, in "flags",
 # bits.
 NOT_LOGGED = ("expert_load", "grad_norms", "flags")
+# Says what the run does while the block runs: `Display.during`.
+During = Callable[..., AbstractContextManager[None]]
 
 
 class WatchdogHook(Hook):
@@ -141,9 +146,10 @@ class DiagnosticsHook(Hook):
     event.
     """
 
-    def __init__(self, run: ResolvedRun, metrics: MetricsFile):
+    def __init__(self, run: ResolvedRun, metrics: MetricsFile, during: During):
         self._run = run
         self._metrics = metrics
+        self._during = during
 
     def stage_begins(self, step: int, stage: ResolvedStage, cursor: DataCursor) -> None:
         run = self._run
@@ -152,13 +158,14 @@ class DiagnosticsHook(Hook):
         )
 
     def __call__(self, info: StepInfo) -> None:
-        measured, grad_norms, expert_load = jax.device_get(
-            (
-                self._measure(info.state["params"], info.batch),
-                info.metrics["grad_norms"],
-                info.metrics.get("expert_load"),
+        with self._during("measuring the layers"):
+            measured, grad_norms, expert_load = jax.device_get(
+                (
+                    self._measure(info.state["params"], info.batch),
+                    info.metrics["grad_norms"],
+                    info.metrics.get("expert_load"),
+                )
             )
-        )
         self._metrics.write(
             "diagnostics", info.step, **summarise(measured, grad_norms, expert_load)
         )
@@ -176,11 +183,17 @@ class EvaluationHook:
     """
 
     def __init__(
-        self, trainer: Trainer, metrics: MetricsFile, config: EvalConfig, tokenizer: Tokenizer
+        self,
+        trainer: Trainer,
+        metrics: MetricsFile,
+        config: EvalConfig,
+        tokenizer: Tokenizer,
+        during: During,
     ):
         from qwen3next_jax.evals import evaluation
 
         self._metrics = metrics
+        self._during = during
         self.heldout_text = ""
         self.heldout_loss = 0.0
         run = trainer.run
@@ -200,13 +213,15 @@ class EvaluationHook:
         from qwen3next_jax.common.metrics import main_values, to_metric_values, event_fields
 
         params = info.state["params"]
-        values = self._heldout.run(params)
+        with self._during("evaluating on held-out text"):
+            values = self._heldout.run(params)
         self.heldout_loss = values["loss"]
         main = main_values(to_metric_values(values, self._heldout.metrics))[:1]
         self.heldout_text = "".join(f"{value.label} {value}" for value in main)
         self._metrics.write("heldout", info.step, **event_fields(values, self._heldout.metrics))
         for name, suite in self._suites.items():
-            measured = event_fields(suite.run(params), suite.metrics)
+            with self._during(f"evaluating {name}"):
+                measured = event_fields(suite.run(params), suite.metrics)
             self._metrics.write("suite", info.step, suite=name, **measured)
 
 
@@ -214,8 +229,14 @@ class SampleHook:
     """Generates a continuation of `eval.sample_prompt` and writes a "sample" event."""
 
     def __init__(
-        self, run: ResolvedRun, metrics: MetricsFile, config: EvalConfig, tokenizer: Tokenizer
+        self,
+        run: ResolvedRun,
+        metrics: MetricsFile,
+        config: EvalConfig,
+        tokenizer: Tokenizer,
+        during: During,
     ):
+        self._during = during
         self._run = run
         self._metrics = metrics
         self._config = config
@@ -225,24 +246,28 @@ class SampleHook:
         from qwen3next_jax.inference.decode import complete
 
         prompt = self._config.sample_prompt
-        new = complete(
-            nnx.merge(self._run.graphdef, info.state["params"]),
-            [self._tokenizer.encode(prompt)],
-            max_new_tokens=self._config.sample_tokens,
-            temperature=SAMPLE_TEMPERATURE,
-            stop_ids=(self._tokenizer.eos_id,),
-            mesh=self._run.compute_mesh,
-        )[0]
+        with self._during("generating a sample"):
+            new = complete(
+                nnx.merge(self._run.graphdef, info.state["params"]),
+                [self._tokenizer.encode(prompt)],
+                max_new_tokens=self._config.sample_tokens,
+                temperature=SAMPLE_TEMPERATURE,
+                stop_ids=(self._tokenizer.eos_id,),
+                mesh=self._run.compute_mesh,
+            )[0]
         self._metrics.write("sample", info.step, text=prompt + self._tokenizer.decode(new))
 
 
 class CheckpointHook(Hook):
     """Saves the state, and writes the events of earlier saves."""
 
-    def __init__(self, checkpoints: Checkpoints, metrics: MetricsFile, last_step: int):
+    def __init__(
+        self, checkpoints: Checkpoints, metrics: MetricsFile, last_step: int, during: During
+    ):
         self._checkpoints = checkpoints
         self._metrics = metrics
         self._last_step = last_step
+        self._during = during
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
         self.write_events()
@@ -250,7 +275,8 @@ class CheckpointHook(Hook):
     def __call__(self, info: StepInfo) -> None:
         # The state of the last step is always saved.
         is_last = info.stopping or info.step == self._last_step
-        self._checkpoints.save(info.step, info.state, may_skip=not is_last)
+        with self._during("saving a checkpoint", compiles=False):
+            self._checkpoints.save(info.step, info.state, may_skip=not is_last)
 
     def write_events(self) -> None:
         """Writes the events of the saves that have ended since the last call."""

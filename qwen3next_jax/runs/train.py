@@ -159,12 +159,13 @@ def train(
 
             # ---- Hooks
             trainer = Trainer(run, data, start.cursors, make_step, _hook_error_policy(run, metrics))
-            saving = hooks.CheckpointHook(checkpoints, metrics, run.steps)
+            saving = hooks.CheckpointHook(checkpoints, metrics, run.steps, display.during)
             incidents = Incidents(run.config.guards, run.model, start.cursors, metrics)
             evaluation = _add_hooks(
                 trainer,
                 metrics,
                 tokenizer,
+                display,
                 required_hooks=(
                     hooks.WatchdogHook(watchdog, run.config.train),
                     hooks.StopHook(trainer, signals),
@@ -417,6 +418,7 @@ def _add_hooks(
     trainer: Trainer,
     metrics: MetricsFile,
     tokenizer: Tokenizer,
+    display: Display,
     required_hooks: Sequence[hooks.Hook],
     add_hooks: Callable[[Trainer], None] | None,
     saving: hooks.CheckpointHook,
@@ -425,6 +427,7 @@ def _add_hooks(
     metrics of a step are written before its checkpoint.
 
     Args:
+      display: shows what the run waits for while a hook works.
       required_hooks: hooks that are called after every step and whose errors end the run.
       add_hooks: adds the caller's hooks; None: there are none.
       saving: the hook that saves checkpoints.
@@ -445,15 +448,17 @@ def _add_hooks(
     )
     if every := config.telemetry.diagnostics_every:
         trainer.add_hook(
-            hooks.DiagnosticsHook(run, metrics), every=every, name="telemetry.diagnostics_every"
+            hooks.DiagnosticsHook(run, metrics, display.during),
+            every=every,
+            name="telemetry.diagnostics_every",
         )
     evaluation = None
     if has_room("evals"):
-        evaluation = hooks.EvaluationHook(trainer, metrics, config.eval, tokenizer)
+        evaluation = hooks.EvaluationHook(trainer, metrics, config.eval, tokenizer, display.during)
         trainer.add_hook(evaluation, every=config.eval.every, at_stage_end=True, name="eval.every")
     if config.eval.sample_tokens and has_room("inference"):
         trainer.add_hook(
-            hooks.SampleHook(run, metrics, config.eval, tokenizer),
+            hooks.SampleHook(run, metrics, config.eval, tokenizer, display.during),
             every=config.eval.every,
             at_stage_end=True,
             name="eval.sample_tokens",

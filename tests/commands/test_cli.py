@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from qwen3next_jax.common import installation
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
 from qwen3next_jax.config.files import apply_overrides, load_config_file
@@ -301,3 +302,16 @@ def test_the_example_in_the_help_of_sweeps_is_a_sweep():
     words = shlex.split(re.sub(r"[\[\]]", "", re.search(r"qwen3next sweep (.*\n.*)", text)[1]))
     name, _, value = words[words.index("--set") + 1].partition("=")
     assert len(load_sweep(ROOT / words[0], {name: ast.literal_eval(value)}).points) == 20
+
+
+@pytest.mark.parametrize(
+    "chips, chosen, platforms",
+    [(False, {}, "cpu"), (True, {}, None), (False, {"JAX_PLATFORMS": ""}, "")],
+)
+def test_a_compiler_for_tpus_alone_is_not_started(tmp_path, monkeypatch, chips, chosen, platforms):
+    monkeypatch.setattr(installation, "has_tpu_chips", lambda: chips)
+    monkeypatch.setattr(installation, "GPU_DEVICES", (tmp_path / "none",))
+    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: name == "libtpu")
+    environment = dict(chosen)
+    installation.skip_absent_tpu(environment)
+    assert environment.get("JAX_PLATFORMS") == platforms

@@ -134,7 +134,7 @@ def _screen(width: int) -> str:
         {"event": "sample", "step": 125, "text": "def f(x):\n    return [bold]x[/]\n"},
     ):
         display(event)
-    console.print(display._render())
+    console.print(display.panel())
     return console.file.getvalue()
 
 
@@ -149,7 +149,7 @@ def test_the_live_display_shows_everything_at_any_width(width):
         "mtp loss 0 2.300",
         "mtp loss 1 nan",
         "balance 1.020",
-        "busiest expert ×2.50",
+        "busiest expert 2.50 × fair share",
         "grad norm 0.871",
         "lr 3.00e-03",
         "tokens 246 k",
@@ -184,6 +184,8 @@ def test_without_a_terminal_the_display_prints_plain_lines(capsys):
         ):
             display(event)
     lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 7 and "compil" in lines[1] and "compil" in lines[2]
+    lines = [lines[0], *lines[3:]]
     assert (
         lines[0] == "title"
         and lines[3] == "step 100  rewound: spike"
@@ -193,6 +195,34 @@ def test_without_a_terminal_the_display_prints_plain_lines(capsys):
         lines[1].startswith("step 120/500  loss 2.0123  bits/byte 2.903")
         and "MFU 40.1%" in lines[1]
     )
+
+
+def test_what_a_run_waits_for_is_said_once_in_lines_and_each_time_in_the_panel(capsys):
+    with Display("title", stages_of(500), 0) as display:
+        display.step(1)
+        for _ in range(2):
+            with display.during("evaluating nothing"):
+                pass
+    assert capsys.readouterr().out.count("evaluating nothing") == 1
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    display = Display("title", stages_of(500), 0, console=console)
+    for _ in range(2):
+        with display.during("evaluating nothing"):
+            console.print(display.panel())
+        console.print(display.panel())
+    assert console.file.getvalue().count("evaluating nothing") == 2
+
+
+def test_a_resumed_run_shows_its_checkpoint_and_no_time_left_of_a_compiled_step():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
+    display = Display("title", stages_of(500), 119, console=console)
+    display(TRAIN)
+    console.print(display.panel())
+    display(TRAIN | {"step": 121})
+    console.print(display.panel())
+    shown = console.file.getvalue()
+    assert shown.count("checkpoint step 119") == 2
+    assert shown.count("left –") == shown.count("left 0:02:50") == 1
 
 
 def test_tensorboard_holds_every_number(tmp_path):
