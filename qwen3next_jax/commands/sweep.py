@@ -38,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     from qwen3next_jax.sweeps.points import load_sweep
 
     sweep = load_sweep(path, changes)
+    for sentence in sweep.overridden:
+        print(sentence, file=sys.stderr, flush=True)
     from rich.console import Console
 
     from qwen3next_jax.sweeps import runner
@@ -111,7 +113,10 @@ _retries = flags.DEFINE_integer(
     "retries", 2, "how often a point that died is started again", lower_bound=0
 )
 _set = flags.DEFINE_multi_string(
-    "set", [], "SETTING=VALUE for every point; may be given several times"
+    "set",
+    [],
+    "SETTING=VALUE for every point, also where the file has another value; may be given several "
+    "times",
 )
 _emit = flags.DEFINE_boolean(
     "emit", False, "print one command per point, for a cluster's scheduler, instead of running them"

@@ -9,7 +9,9 @@ A sweep file is Python with `get_sweep()`, which returns a dictionary:
     axes      {axis: values}. An axis is a setting with a list of values ("train.seed": [0, 1]);
               or "ratio" with a list of ratios of recurrent to full attention layers (["3:1", …]);
               or any other name with {name of a value: {setting: value, …}}. No two axes may give
-              the same setting, and an axis may not give a setting that `match` or --set gives.
+              the same setting, and neither an axis nor --set may give a setting that `match`
+              gives. --set overrides an axis: of an axis that is this setting, its value alone is
+              left.
     match     "parameters" or "flops": chooses the width of each point's MLPs so that the point has
               as many parameters, or FLOPs per token, as the first point; "" (default) changes no
               width
@@ -27,7 +29,7 @@ import re
 from typing import Any
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError, did_you_mean
+from qwen3next_jax.common.errors import UserError, did_you_mean, short_repr
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict, to_dict
 from qwen3next_jax.config.files import call_file, find_file, load_config_file
@@ -71,6 +73,7 @@ class Sweep:
       x: the axis whose values are the x axis of the report's charts.
       match: "parameters", "flops" or "".
       points: every combination of the axes' values.
+      overridden: a sentence for each setting of the file that --set replaces.
     """
 
     base: str
@@ -79,6 +82,7 @@ class Sweep:
     x: str
     match: str
     points: tuple[Point, ...]
+    overridden: tuple[str, ...] = ()
 
 
 def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) -> Sweep:
@@ -97,7 +101,9 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
     axes = {
         axis: _axis_values(axis, values, path) for axis, values in record.get("axes", {}).items()
     }
-    sources = _sources(axes, changes, path)
+    sources = _sources(axes, path) | dict.fromkeys(changes, "--set")
+    overridden = _overridden(record.get("set", {}), axes, changes)
+    axes = {axis: _with_changes(axis, values, changes) for axis, values in axes.items()}
     if not axes:
         raise UserError(
             f"{path}: axes is empty: expected at least one, such as {{'ratio': ['1:1', '3:1']}}"
@@ -137,6 +143,7 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
         x=x,
         match=match,
         points=tuple(points),
+        overridden=overridden,
     )
 
 
@@ -200,21 +207,59 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     return record
 
 
+def _overridden(
+    settings: dict[str, Any], axes: dict[str, dict[str, dict[str, Any]]], changes: dict[str, Any]
+) -> tuple[str, ...]:
+    """Returns a sentence for each setting of the file that --set replaces with another value.
+
+    Args:
+      settings: the settings of all points in the file.
+      axes: axis → name of a value → its settings in the file.
+      changes: the settings of --set.
+    """
+    sentences = []
+    for setting, value in changes.items():
+        places = {"the file": [settings[setting]] if setting in settings else []}
+        for axis, values in axes.items():
+            places[f"axis {axis!r}"] = [v[setting] for v in values.values() if setting in v]
+        for place, given in places.items():
+            replaced = dict.fromkeys(short_repr(v) for v in given if v != value)
+            if replaced:
+                sentences.append(
+                    f"--set {setting}={short_repr(value)} replaces {', '.join(replaced)} of {place}"
+                )
+    return tuple(sentences)
+
+
+def _with_changes(
+    axis: str, values: dict[str, dict[str, Any]], changes: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Returns the values of an axis without the settings that --set gives. If the axis is itself
+    such a setting, its only value is that of --set.
+    """
+    if axis in changes:
+        return {_value_name(changes[axis]): {axis: changes[axis]}}
+    return {
+        name: {setting: v for setting, v in settings.items() if setting not in changes}
+        for name, settings in values.items()
+    }
+
+
 def _sources(
-    axes: dict[str, dict[str, dict[str, Any]]], changes: dict[str, Any], path: str | pathlib.Path
+    axes: dict[str, dict[str, dict[str, Any]]], path: str | pathlib.Path
 ) -> dict[str, str]:
-    """Returns setting → the axis or flag that gives it.
+    """Returns setting → the axis that gives it.
 
     Raises:
-      UserError: two axes or flags give the same setting. The report would show one value, but the
-        point would train with the other.
+      UserError: two axes give the same setting. The report would show one value, but the point
+        would train with the other.
     """
     sources: dict[str, str] = {}
     given = {
         f"axis {axis!r}": {setting for settings in values.values() for setting in settings}
         for axis, values in axes.items()
     }
-    for source, settings in {**given, "--set": set(changes)}.items():
+    for source, settings in given.items():
         for setting in sorted(settings, key=str):
             if setting in sources:
                 raise UserError(_two_sources(path, setting, sources[setting], source))

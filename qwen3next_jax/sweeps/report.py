@@ -86,7 +86,7 @@ def _subtitle(sweep: Sweep, results: Sequence[Result], done: int) -> str:
     return (
         f"{done} of {len(results)} points done · base {sweep.base} · {tokens} tokens a "
         f"point{match} · data seed {seed}: points on the same data see the same rows in the same "
-        "order"
+        "order" + "".join(f" · {sentence}" for sentence in sweep.overridden)
     )
 
 

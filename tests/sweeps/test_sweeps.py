@@ -282,29 +282,39 @@ def test_a_sweep_that_cannot_run_is_refused_in_one_line(tmp_path, record, messag
     assert "\n" not in str(caught.value)
 
 
-def test_what_an_axis_sets_is_not_for_the_command_line_but_what_set_says_is(tmp_path):
+def test_the_command_line_replaces_what_the_file_sets_and_says_so(tmp_path):
     path = sweep_file(
         tmp_path,
         {
             "base": "configs/tiny.py",
             "set": {"train.steps": 3, "train.seed": 7},
-            "axes": {"train.seed": [0, 1]},
+            "axes": {
+                "train.seed": [0, 1],
+                "rate": {
+                    name: {"optimizer.learning_rate": rate, "eval.rows": 8}
+                    for name, rate in {"low": 1e-4, "high": 1e-2}.items()
+                },
+            },
             "match": "flops",
         },
     )
-    assert [
-        (p.config.train.seed, p.config.train.steps)
-        for p in load_sweep(path, {"train.steps": 5}).points
-    ] == [(0, 5), (1, 5)]
-    with pytest.raises(
-        UserError,
-        match="train.seed comes from axis 'train.seed' and from --set: "
-        "leave it out of one of them$",
-    ):
-        load_sweep(path, {"train.seed": 2})
-    with pytest.raises(
-        UserError, match="model.moe_intermediate_size comes from --set and from match"
-    ):
+
+    def points(**changes):
+        sweep = load_sweep(path, {name.replace("__", "."): v for name, v in changes.items()})
+        settings = [
+            (p.config.train.steps, p.config.train.seed, p.config.eval.rows) for p in sweep.points
+        ]
+        return settings, len(sweep.overridden)
+
+    assert points() == ([(3, 0, 8), (3, 0, 8), (3, 1, 8), (3, 1, 8)], 0)
+    assert points(train__steps=5) == ([(5, 0, 8), (5, 0, 8), (5, 1, 8), (5, 1, 8)], 1)
+    # An axis of this setting keeps one value; the file's "set" had another, too.
+    assert points(train__seed=2) == ([(3, 2, 8), (3, 2, 8)], 2)
+    # A value of an axis that gives several settings loses this one alone.
+    assert points(eval__rows=4) == ([(3, 0, 4), (3, 0, 4), (3, 1, 4), (3, 1, 4)], 1)
+    with pytest.raises(UserError, match="rate=low and .*rate=high are the same run"):
+        points(optimizer__learning_rate=1e-3)
+    with pytest.raises(UserError, match="moe_intermediate_size comes from --set and from match"):
         load_sweep(path, {"model.moe_intermediate_size": 64})
 
 
