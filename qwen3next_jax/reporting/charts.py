@@ -43,6 +43,7 @@ class Line:
         of page.css, in place of `colour`; None: `colour` chooses the colour.
       dash: an index into DASHES.
       dots: whether the points are marked.
+      joined: whether a line joins the points.
     """
 
     label: str
@@ -54,6 +55,7 @@ class Line:
     shade: float | None = None
     dash: int = 0
     dots: bool = False
+    joined: bool = True
 
     @property
     def stroke(self) -> str:
@@ -103,6 +105,7 @@ def line_chart(
     *,
     x_label: str = "step",
     log: bool = False,
+    log_x: bool = False,
     from_zero: bool = False,
     fit_late: bool = False,
     references: Sequence[tuple[str, float]] = (),
@@ -114,6 +117,7 @@ def line_chart(
 
     Args:
       log: whether the y axis is logarithmic.
+      log_x: whether the x axis is logarithmic; every x is then positive.
       from_zero: whether the y axis starts at 0.
       fit_late: whether the y axis fits only the values after the first 3 % of x. Larger values
         are cut off, and the note says so.
@@ -139,7 +143,7 @@ def line_chart(
         x_range = -0.5, len(x_names) - 0.5
     else:
         x_range = _nonempty_range(float(xs.min()), float(xs.max()))
-    x = Axis(*x_range, LEFT, WIDTH - RIGHT)
+    x = Axis(*x_range, LEFT, WIDTH - RIGHT, log_x)
     low, high, cut_off = _y_range(lines, references, log, from_zero, fit_late)
     y = Axis(low, high, HEIGHT - BOTTOM, TOP, log)
     if cut_off is not None:
@@ -166,6 +170,7 @@ def line_chart(
         "x": [x.low, x.high, x.begin, x.end],
         "y": [y.low, y.high, y.begin, y.end],
         "log": log,
+        "log_x": log_x,
         "names": list(x_names),
         "label": x_label,
         "lines": [[line.label, line.stroke, _rounded(line.x), _rounded(line.y)] for line in lines],
@@ -555,7 +560,8 @@ def _line_svg(line: Line, x: Axis, y: Axis) -> str:
     px, py = x(line.x), y(np.asarray(line.y, float))
     parts = [_band_svg(line, px, y)]
     style = f'stroke="{line.stroke}"{line.dash_attribute}'
-    parts.append(f'<path class="line" d="{_path(px, py)}" {style}/>')
+    if line.joined:
+        parts.append(f'<path class="line" d="{_path(px, py)}" {style}/>')
     single = len(px) == 1 or np.isfinite(py).sum() == 1
     if line.dots and len(px) <= 60 or single:
         parts += [

@@ -43,7 +43,8 @@
   function lines(data, at) {
     const [low, high, begin, end] = data.x;
     if (at.x < begin - 4 || at.x > end + 4) return null;
-    const x = low + (at.x - begin) / (end - begin) * (high - low);
+    const to = data.log_x ? Math.log : x => x, share = (at.x - begin) / (end - begin);
+    const scaled = to(low) + share * (to(high) - to(low)), x = data.log_x ? Math.exp(scaled) : scaled;
     const found = data.lines.filter(line => line[2].length).map(([label, colour, xs, ys]) => {
       const i = nearest(xs, x);
       return {label, colour, x: xs[i], y: ys[i]};
@@ -53,7 +54,7 @@
     const where = data.names.length ? data.names[Math.round(closest)] : number(closest);
     return {
       rows: [row(data.label, where), ...found.map(f => row(f.label || "value", number(f.y), f.colour))],
-      cursor: begin + (closest - low) / (high - low) * (end - begin),
+      cursor: begin + (to(closest) - to(low)) / (to(high) - to(low)) * (end - begin),
     };
   }
 

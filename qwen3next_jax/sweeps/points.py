@@ -8,6 +8,8 @@ A sweep file is Python with `get_sweep()`, which returns a dictionary:
     set       {setting: value} for every point; an axis or --set overrides it
     axes      {axis: values}. An axis is a setting with a list of values ("train.seed": [0, 1]);
               or "ratio" with a list of ratios of recurrent to full attention layers (["3:1", …]);
+              or "flops" with a list of FLOPs of a whole run ([1e12, …]): each point trains for the
+              steps, `train.steps`, whose FLOPs are closest to the value;
               or any other name with {name of a value: {setting: value, …}}. No two axes may give
               the same setting, and neither an axis nor --set may give a setting that `match`
               gives. --set overrides an axis: of an axis that is this setting, its value alone is
@@ -24,6 +26,7 @@ The name of a point consists of the names of its values on the axes. The command
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import re
 from typing import Any
@@ -129,6 +132,13 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
             if width in sources:
                 raise UserError(_two_sources(path, width, sources[width], "match"))
             overrides[width] = value
+            config = _make_config(base, overrides, where)
+        if isinstance(record["axes"].get("flops"), (list, tuple)):
+            if "train.steps" in sources:
+                raise UserError(
+                    _two_sources(path, "train.steps", sources["train.steps"], "axis 'flops'")
+                )
+            overrides["train.steps"] = _steps_of_flops(config, float(values["flops"]), where)
             config = _make_config(base, overrides, where)
         points.append(Point(name, values, overrides, config))
     _check_distinct(points, path)
@@ -298,8 +308,10 @@ def _axis_values(axis: str, values: Any, path: str | pathlib.Path) -> dict[str, 
         )
     elif axis == "ratio":
         result = {str(value): _ratio(str(value), path) for value in values}
+    elif axis == "flops":
+        result = {_flops_name(value, path): {} for value in values}
     else:
-        _known_setting(axis, f"{path}: axis {axis!r}", known=("ratio",))
+        _known_setting(axis, f"{path}: axis {axis!r}", known=("ratio", "flops"))
         result = {_value_name(value): {axis: value} for value in values}
         if len(result) < len(values):
             raise UserError(f"{path}: axis {axis!r} names a value twice: {values!r}")
@@ -336,6 +348,47 @@ def _check_ratio(ratio: str, layers: int, where: str) -> None:
             f"{where}: ratio {ratio} needs a multiple of {period} layers, but "
             f"model.num_hidden_layers = {layers}: expected {nearest}"
         )
+
+
+def _flops_name(value: Any, path: str | pathlib.Path) -> str:
+    """Returns the name of a value of the axis "flops", from which `float` reads the value.
+
+    Raises:
+      UserError: the value is not a positive number.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and 0 < value < math.inf):
+        raise UserError(
+            f"{path}: axis 'flops' has the value {value!r}: expected the FLOPs of a whole run, a "
+            "positive number, such as 1e15"
+        )
+    text = f"{value:g}"
+    return text if float(text) == value else repr(value)
+
+
+def _steps_of_flops(config: Config, flops: float, where: str) -> int:
+    """Returns the number of steps with which a run of `config` has about `flops` FLOPs.
+
+    Raises:
+      UserError: that is less than half a step, or the run has stages.
+    """
+    from qwen3next_jax.runs.costs import model_size  # loads JAX, as in `_matching_width`
+
+    train = config.train
+    if train.stages:
+        raise UserError(
+            f"{where}: axis 'flops' sets train.steps, but train.stages says how long each stage "
+            "is: leave one of them out"
+        )
+    tokens = train.batch_size * train.sequence_length
+    of_step = tokens * model_size(config.model, train.sequence_length, "flops")
+    steps = round(flops / of_step)
+    if not steps:
+        raise UserError(
+            f"{where}: one step has {of_step:.3g} FLOPs: expected a value of the axis 'flops' of "
+            "at least that, or fewer tokens a step"
+        )
+    return steps
 
 
 def _value_name(value: Any) -> str:

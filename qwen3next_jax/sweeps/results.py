@@ -55,13 +55,8 @@ class Result:
 
     @property
     def costs(self) -> dict[str, float]:
-        """Name → value of the fields of `Costs` except `tokens`, computed from the
-        configuration.
-        """
-        config = self.point.config
-        costs = count_costs(config)._asdict()
-        del costs["tokens"]
-        return costs
+        """Name → value of the fields of `Costs`, computed from the configuration."""
+        return count_costs(self.point.config)._asdict()
 
 
 @dataclasses.dataclass(frozen=True)

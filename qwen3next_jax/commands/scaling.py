@@ -1,0 +1,60 @@
+"""Fits loss against model size and training tokens, over the runs of sweeps, and predicts from it.
+
+    qwen3next scaling runs/sweeps/ladder [SWEEP …] [--size=flops] [--metric="heldout loss"]
+
+Prints the constants of L = E + A / N^α + B / D^β (2203.15556) with intervals, the compute-optimal
+size and number of tokens, and how well the largest run, and the highest budget, are predicted from
+the other runs. Writes scaling.html with charts, and scaling.json, into the folder of the sweep, or
+into the current folder if there are several. Every SWEEP is the folder of a sweep or its
+results.json. Sweeps of several sizes with an axis "flops" also give isoFLOP parabolas, such as
+configs/sweeps/ladder.py.
+"""
+
+import pathlib
+
+from absl import flags
+
+from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.storage import to_path, write_whole
+
+ARGUMENTS = "SWEEP …"  # the positional arguments, for --help
+
+_METRIC = flags.DEFINE_string("metric", "heldout loss", "the metric to fit, as in results.json")
+_SIZE = flags.DEFINE_enum(
+    "size",
+    "parameters",
+    ["parameters", "flops"],
+    "what N counts: all parameters, or FLOPs per token / 6 (models with experts)",
+)
+_RESAMPLES = flags.DEFINE_integer(
+    "resamples", 200, "resampled fits from which intervals are", lower_bound=20
+)
+_SEED = flags.DEFINE_integer("seed", 0, "seed of the resampling", lower_bound=0)
+_OUT = flags.DEFINE_string("out", None, "folder for scaling.html and scaling.json")
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments:
+        raise UserError(
+            "a sweep is missing: expected qwen3next scaling SWEEP [SWEEP …], such as "
+            "runs/sweeps/ladder"
+        )
+    # scipy takes a moment to load.
+    from qwen3next_jax.sweeps.scaling import analyse, read_runs
+    from qwen3next_jax.sweeps.scaling_report import as_json, as_text, page
+
+    paths = [to_path(argument) for argument in arguments]
+    runs = read_runs(paths, _METRIC.value, _SIZE.value)
+    scaling = analyse(runs, _RESAMPLES.value, _SEED.value)
+    print(as_text(scaling, _RESAMPLES.value))
+    alone = paths[0] if paths[0].is_dir() else paths[0].parent
+    folder = alone if len(paths) == 1 else pathlib.Path()
+    folder = to_path(_OUT.value, "--out=") if _OUT.value else folder
+    title = "Scaling: " + " · ".join(path.name for path in paths)
+    try:
+        write_whole(folder / "scaling.html", page(scaling, title, _METRIC.value, _RESAMPLES.value))
+        write_whole(folder / "scaling.json", as_json(scaling))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written to ({error.strerror}): give --out") from error
+    print(f"\n{folder / 'scaling.html'}")
+    return ExitCode.DONE

@@ -1,0 +1,276 @@
+"""Says what `scaling.analyse` found: as text for a terminal, as a page with charts, and as JSON."""
+
+import html
+import json
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from qwen3next_jax.reporting.charts import Line, line_chart, short_number, table
+from qwen3next_jax.reporting.page import document
+from qwen3next_jax.sweeps.scaling import (
+    CONFIDENCE,
+    Interval,
+    LossFit,
+    Prediction,
+    Scaling,
+    ScalingRun,
+    best_size,
+    flops_of_size,
+)
+
+_CURVE_POINTS = 48
+_CURVE_RANGE = (0.5, 100.0)  # of the compute-optimal curves, in budgets of the smallest and largest
+
+
+def sentences(scaling: Scaling, resamples: int) -> list[str]:
+    """Returns what the fits say, and what the data do not tell."""
+    runs = scaling.runs
+    found = [
+        f"{len(runs)} runs: N {_range(run.size for run in runs)}, "
+        f"D {_range(run.tokens for run in runs)} tokens, "
+        f"C {_range(run.flops for run in runs)} FLOPs, "
+        f"L {min(run.loss for run in runs):.4f} to {max(run.loss for run in runs):.4f}. "
+        f"Intervals hold {CONFIDENCE:.0%} of {resamples} resampled fits."
+    ]
+    residuals = [math.log(run.loss / scaling.fit(run.size, run.tokens)) for run in runs]
+    rms = math.sqrt(np.mean(np.square(residuals)))
+    found.append(
+        f"L = E + A / N^α + B / D^β is within {max(map(abs, residuals)):.2%} of every run, "
+        f"{rms:.2%} in the root mean square."
+    )
+    if unknown := [
+        f"{name} ({interval.low:.3g} to {interval.high:.3g})"
+        for name, interval in scaling.intervals.items()
+        if not interval.is_determined
+    ]:
+        found.append(
+            f"The data do not tell {', '.join(unknown)}: values in this range fit about as well. "
+            "More budgets, or longer and larger runs, would tell; until then trust the fit "
+            "between the runs, not far beyond them."
+        )
+    found.append(f"By the fit, the best N grows as C^{_text(scaling.exponent, '.2f')} up to here.")
+    iso = scaling.iso_flop
+    if iso.exponent is not None:
+        found.append(
+            f"By the minima of the isoFLOP parabolas, it grows as C^{_text(iso.exponent, '.2f')}."
+        )
+    if without := [p for p in iso.parabolas if math.isnan(p.best_size)]:
+        found.append(
+            f"At {', '.join(f'{p.flops:.2g}' for p in without)} FLOPs the minimum is not between "
+            "the sizes that were tried."
+        )
+    if not iso.parabolas:
+        found.append("No budget has three sizes, so there are no isoFLOP parabolas.")
+    return found
+
+
+def tables(scaling: Scaling) -> dict[str, tuple[list[str], list[list[str]]]]:
+    """Returns title → (head, rows) of each table."""
+    constants = [
+        [name, f"{i.value:.4g}", f"{i.low:.4g} to {i.high:.4g}", "" if i.is_determined else "no"]
+        for name, i in scaling.intervals.items()
+    ]
+    optima = [
+        [f"{o.flops:.3g}", _text(o.size, ".3g"), _text(o.tokens, ".3g"), _text(o.loss, ".4f")]
+        for o in scaling.optima
+    ]
+    found = {
+        "Constants": (["", "fit", "interval", "determined"], constants),
+        "Compute-optimal": (["FLOPs", "N", "D, tokens", "L"], optima),
+    }
+    for what, predictions in scaling.predictions.items():
+        if not isinstance(predictions, str):
+            found[f"Prediction of {what} from the other runs"] = (
+                ["run", "predicted L", "measured L", "error"],
+                [_prediction_row(prediction) for prediction in predictions],
+            )
+    return found
+
+
+def as_text(scaling: Scaling, resamples: int) -> str:
+    """Returns the sentences and tables for a terminal."""
+    parts = ["\n".join(sentences(scaling, resamples))]
+    for title, (head, rows) in tables(scaling).items():
+        columns = [head, *rows]
+        widths = [max(len(row[i]) for row in columns) for i in range(len(head))]
+        lines = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in columns
+        )
+        parts.append(f"{title}\n" + "\n".join(f"  {line.rstrip()}" for line in lines))
+    for what, predictions in scaling.predictions.items():
+        if isinstance(predictions, str):
+            parts.append(f"No prediction of {what} from the other runs: {predictions}")
+    return "\n\n".join(parts)
+
+
+def as_json(scaling: Scaling) -> str:
+    """Returns all numbers as JSON."""
+    record = {
+        "constants": {name: i._asdict() for name, i in scaling.intervals.items()},
+        "exponent": scaling.exponent._asdict(),
+        "iso_flop_exponent": (e := scaling.iso_flop.exponent) and e._asdict(),
+        "optima": [
+            {"flops": o.flops, **{n: getattr(o, n)._asdict() for n in ("size", "tokens", "loss")}}
+            for o in scaling.optima
+        ],
+        "predictions": {
+            what: found
+            if isinstance(found, str)
+            else [
+                {"run": p.run.name, "measured": p.run.loss, **p.interval._asdict()} for p in found
+            ]
+            for what, found in scaling.predictions.items()
+        },
+        "runs": [run._asdict() for run in scaling.runs],
+    }
+    return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
+
+
+def page(scaling: Scaling, title: str, metric: str, resamples: int) -> str:
+    """Returns the page as HTML."""
+    listed = "".join(f"<li>{html.escape(line)}</li>" for line in sentences(scaling, resamples))
+    runs = [
+        [
+            run.name,
+            f"{run.size:,.0f}",
+            f"{run.tokens:,.0f}",
+            f"{run.flops:.3g}",
+            f"{run.loss:.4f}",
+            f"{scaling.fit(run.size, run.tokens) / run.loss - 1:+.2%}",
+        ]
+        for run in sorted(scaling.runs, key=lambda run: (run.flops, run.size))
+    ]
+    sections = {
+        "Findings": f"<ul>{listed}</ul>",
+        "Charts": f'<div class="charts">{"".join(_charts(scaling, metric))}</div>',
+        **{name: table(head, rows, numeric=True) for name, (head, rows) in tables(scaling).items()},
+        **{
+            f"Prediction of {what} from the other runs": f"<p>{html.escape(found)}</p>"
+            for what, found in scaling.predictions.items()
+            if isinstance(found, str)
+        },
+        "Runs": table(["run", "N", "D, tokens", "C, FLOPs", metric, "fit"], runs, numeric=True),
+    }
+    body = "".join(
+        f'<section id="{name.lower().replace(" ", "-")}"><h2>{html.escape(name)}</h2>{text}'
+        "</section>"
+        for name, text in sections.items()
+    )
+    subtitle = f"{metric} of {len(scaling.runs)} runs, over parameters and tokens"
+    return document(title, subtitle, list(sections), body)
+
+
+def _charts(scaling: Scaling, metric: str) -> list[str]:
+    budgets, sizes, tokens, losses = _optimal_curves(scaling)
+    by_size: dict[float, list[ScalingRun]] = {}
+    for run in sorted(scaling.runs, key=lambda run: (run.size, run.flops)):
+        by_size.setdefault(run.size, []).append(run)
+    measured = [
+        Line(
+            f"N = {short_number(size)}",
+            [run.flops for run in runs],
+            [run.loss for run in runs],
+            shade=i / max(len(by_size) - 1, 1),
+            dots=True,
+        )
+        for i, (size, runs) in enumerate(by_size.items())
+    ]
+    charts = [
+        line_chart(
+            f"{metric[0].upper()}{metric[1:]} over compute",
+            [*measured, _band("compute-optimal, by the fit", budgets, losses, dash=1)],
+            x_label="FLOPs",
+            log=True,
+            log_x=True,
+            note="The band holds 95 % of the resampled fits.",
+        )
+    ]
+    parabolas = scaling.iso_flop.parabolas
+    lines = []
+    for i, parabola in enumerate(parabolas):
+        at = np.geomspace(parabola.runs[0].size, parabola.runs[-1].size, _CURVE_POINTS)
+        lines.append(Line(f"{parabola.flops:.2g} FLOPs", at, parabola(at), colour=i))
+        points = ([run.size for run in parabola.runs], [run.loss for run in parabola.runs])
+        lines.append(Line("measured", *points, colour=i, dots=True, joined=False))
+    if lines:
+        charts.append(
+            line_chart(
+                "IsoFLOP parabolas", lines, x_label="N", log_x=True, note="Dots were measured."
+            )
+        )
+    minima = [(p.flops, p.best_size) for p in parabolas if math.isfinite(p.best_size)]
+    optimal = [_band("by the fit", budgets, sizes)]
+    if minima:
+        optimal.append(
+            Line("minima of the parabolas", *zip(*minima), colour=1, dots=True, joined=False)
+        )
+    if scaling.iso_flop.exponent is not None:
+        through = scaling.iso_flop.factor * np.power(budgets, scaling.iso_flop.exponent.value)
+        optimal.append(Line("line through them", budgets, through, colour=1, dash=1))
+    charts.append(
+        line_chart("Compute-optimal size", optimal, x_label="FLOPs", log=True, log_x=True)
+    )
+    charts.append(
+        line_chart(
+            "Compute-optimal tokens",
+            [_band("by the fit", budgets, tokens)],
+            x_label="FLOPs",
+            log=True,
+            log_x=True,
+        )
+    )
+    return charts
+
+
+def _optimal_curves(scaling: Scaling) -> tuple[np.ndarray, list, list, list]:
+    """Returns budgets, and at each budget the best size, tokens and loss of the fit, followed by
+    those of every resampled fit: each [budgets, 1 + resamples].
+    """
+    flops = [run.flops for run in scaling.runs]
+    budgets = np.geomspace(_CURVE_RANGE[0] * min(flops), _CURVE_RANGE[1] * max(flops), 25)
+    flops_per_token = flops_of_size(scaling.runs)
+    measured = [run.size for run in scaling.runs]
+    limits = min(measured) / 10, max(measured) * 10 * _CURVE_RANGE[1]
+    sizes, tokens, losses = [], [], []
+
+    def add(fits: Sequence[LossFit], budget: float) -> None:
+        best = [best_size(fit, budget, flops_per_token, limits) for fit in fits]
+        used = [budget / flops_per_token(size) for size in best]
+        sizes.append(best)
+        tokens.append(used)
+        losses.append([fit(n, d) for fit, n, d in zip(fits, best, used, strict=True)])
+
+    fits = (scaling.fit, *scaling.resampled[:50])
+    for budget in budgets:
+        add(fits, budget)
+    return budgets, sizes, tokens, losses
+
+
+def _band(label: str, x: Sequence[float], values: Iterable, dash: int = 0) -> Line:
+    """Returns the line of the fit with the band of the resampled fits. `values`: [x, fits]."""
+    values = np.asarray(list(values))
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(values[:, 1:], (tail, 1 - tail), axis=1)
+    return Line(label, x, values[:, 0], low=low, high=high, dash=dash)
+
+
+def _prediction_row(prediction: Prediction) -> list[str]:
+    return [
+        prediction.run.name,
+        _text(prediction.interval, ".4f"),
+        f"{prediction.run.loss:.4f}",
+        f"{prediction.error:+.2%}",
+    ]
+
+
+def _range(values: Iterable[float]) -> str:
+    values = list(values)
+    low, high = (short_number(float(f"{end:.3g}")) for end in (min(values), max(values)))
+    return f"{low} to {high}"
+
+
+def _text(interval: Interval, form: str) -> str:
+    value, low, high = (format(number, form) for number in interval)
+    return f"{value} ({low} to {high})"

@@ -1,0 +1,176 @@
+"""Scaling laws: made data give back what they were made of, and the data that cannot are refused or
+named.
+"""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.runs.costs import count_costs
+from qwen3next_jax.sweeps.points import load_sweep
+from qwen3next_jax.sweeps.scaling import (
+    CONSTANTS,
+    LossFit,
+    ScalingRun,
+    analyse,
+    best_size,
+    fit_loss,
+    flops_of_size,
+    parabolas,
+    predict,
+    read_runs,
+    resample_fits,
+)
+from qwen3next_jax.sweeps.scaling_report import as_json, as_text, page, sentences
+
+CHINCHILLA = LossFit(1.69, 406.4, 410.7, 0.34, 0.28)
+
+
+def ladder(fit=CHINCHILLA, noise=0.0, seed=0, budgets=(1e18, 3e18, 9e18, 2.7e19), sizes=5):
+    """Runs with C = 6 N D, around the best sizes of four budgets."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for flops in budgets:
+        for size in 1.2e8 * math.sqrt(flops / 1e18) * np.geomspace(0.25, 4, sizes):
+            tokens = flops / 6 / size
+            loss = fit(size, tokens) * math.exp(noise * rng.standard_normal())
+            made.append(ScalingRun(f"{flops:g}", float(size), tokens, flops, float(loss)))
+    return made
+
+
+@pytest.mark.parametrize(
+    "fit", [CHINCHILLA, LossFit(0.4, 30.0, 2e4, 0.2, 0.6), LossFit(2.5, 5e4, 60.0, 0.55, 0.15)]
+)
+def test_the_constants_of_exact_data_come_back(fit):
+    assert fit_loss(ladder(fit)).constants == pytest.approx(fit.constants, rel=1e-3)
+
+
+def test_intervals_hold_the_constants_of_noisy_data():
+    """Of 40 intervals that hold their constant in 95 % of cases, 30 or fewer hold it with a
+    probability below 1e-6, were they independent; those of one fit are not, hence not 33.
+    """
+    held = 0
+    for seed in range(8):
+        runs = ladder(noise=3e-3, seed=seed)
+        fits = resample_fits(runs, fit_loss(runs), 40, seed)
+        low, high = np.quantile([fit.constants for fit in fits], (0.025, 0.975), axis=0)
+        held += np.sum((low <= CHINCHILLA.constants) & (CHINCHILLA.constants <= high))
+    assert held > 30
+
+
+def test_the_best_size_is_that_of_the_closed_form():
+    """2203.15556, equation 4, for C = 6 N D."""
+    c = CHINCHILLA
+    runs = ladder()
+    factor = (c.alpha * c.a / (c.beta * c.b)) ** (1 / (c.alpha + c.beta))
+    for flops in (1e18, 1e21):
+        expected = factor * (flops / 6) ** (c.beta / (c.alpha + c.beta))
+        found = best_size(c, flops, flops_of_size(runs), (1e6, 1e12))
+        assert found == pytest.approx(expected, rel=1e-2)
+    found = analyse(runs, resamples=20)
+    assert found.exponent.value == pytest.approx(c.beta / (c.alpha + c.beta), abs=0.01)
+
+
+def test_parabolas_find_the_minimum_between_the_sizes_and_only_there():
+    def budget(flops, best):
+        sizes = np.geomspace(1e6, 1e7, 5)
+        return [
+            ScalingRun("", n, flops / 6 / n, flops * 1.01**i, 3 + 0.1 * math.log(n / best) ** 2)
+            for i, n in enumerate(sizes)
+        ]
+
+    inside, outside = parabolas(budget(1e15, 3e6) + budget(1e16, 2e7))
+    assert inside.best_size == pytest.approx(3e6, rel=1e-6)
+    assert math.isnan(outside.best_size)
+
+
+def test_unseen_runs_are_predicted_within_the_interval():
+    runs = ladder(noise=2e-3, seed=3)
+    (found,) = predict(runs[:-1], runs[-1:], resamples=40, seed=0)
+    assert found.interval.low <= runs[-1].loss <= found.interval.high
+    assert abs(found.error) < 0.02
+
+
+def test_what_the_data_do_not_tell_is_named():
+    """One budget of nearly equal models: no constant is known."""
+    runs = ladder(noise=1e-2, budgets=(1e18, 1.3e18), sizes=4)
+    scaling = analyse(runs, resamples=20)
+    assert not scaling.intervals["E"].is_determined
+    assert "do not tell E" in " ".join(sentences(scaling, 20))
+    told = analyse(ladder(noise=1e-3), resamples=20)
+    assert all(told.intervals[name].is_determined for name in ("E", "α", "β"))
+
+
+def test_text_page_and_json_are_whole():
+    scaling = analyse(ladder(noise=3e-3), resamples=20)
+    assert set(json.loads(as_json(scaling))["constants"]) == set(CONSTANTS)
+    assert "the largest run" in as_text(scaling, 20)
+    text = page(scaling, "title", "heldout loss", 20)
+    assert text.count("<figure") == 4 and "nan" not in text
+
+
+def test_too_few_runs_are_refused():
+    runs = ladder()
+    same_size = [run._replace(size=1e8 * (1 + i % 2)) for i, run in enumerate(runs)]
+    same_tokens = [run._replace(tokens=1e9) for run in runs]
+    in_step = [run._replace(tokens=20 * run.size) for run in runs]
+    for wrong, name in (
+        (runs[:5], "5 runs"),
+        (same_size, "sizes of the model"),
+        (same_tokens, "numbers of tokens"),
+        (in_step, "the numbers of tokens are a power"),
+    ):
+        with pytest.raises(UserError, match=name):
+            analyse(wrong)
+
+
+def test_results_without_counts_are_refused(tmp_path):
+    counts = {"parameters": 10, "tokens": 100, "flops_per_token": 60.0}
+    point = {"point": "a=1", "heldout loss": 2.0, **counts}
+    file = tmp_path / "results.json"
+
+    def write(point):
+        file.write_text(json.dumps({"points": [point]}))
+
+    write(point)
+    assert read_runs([tmp_path], size="flops") == (ScalingRun("a=1", 10.0, 100.0, 6000.0, 2.0),)
+    for name in ("heldout loss", *counts):
+        write({key: value for key, value in point.items() if key != name})
+        with pytest.raises(UserError, match=f"a=1.*{name}"):
+            read_runs([file])
+    for wrong in ("", "[]", '{"points": 3}'):
+        file.write_text(wrong)
+        with pytest.raises(UserError, match="results.json"):
+            read_runs([file])
+
+
+def test_an_axis_of_flops_gives_every_point_its_budget(tmp_path):
+    path = tmp_path / "sweep.py"
+
+    def write(**changes):
+        record = {
+            "base": "configs/tiny.py",
+            "axes": {"flops": [1e12, 5e12], "model.hidden_size": [32, 64]},
+        }
+        path.write_text(f"def get_sweep():\n    return {record | changes!r}\n")
+
+    write()
+    sweep = load_sweep(path)
+    for point in sweep.points:
+        costs, train = count_costs(point.config), point.config.train
+        of_step = costs.flops_per_token * train.batch_size * train.sequence_length
+        flops = costs.flops_per_token * costs.tokens
+        assert abs(flops - float(point.values["flops"])) <= of_step / 2
+        assert point.overrides["train.steps"] == train.steps
+    with pytest.raises(UserError, match="train.steps"):
+        load_sweep(path, {"train.steps": 3})
+    write(set={"train.stages": ({"steps": 3},)})
+    with pytest.raises(UserError, match="train.stages"):
+        load_sweep(path)
+    for value in (0, -1e9, "1e9", 1e3):
+        write(axes={"flops": [value]})
+        with pytest.raises(UserError, match="flops"):
+            load_sweep(path)
