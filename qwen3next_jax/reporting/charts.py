@@ -2,7 +2,8 @@
 inline SVG.
 
 The page that contains a chart must include page.css, which colours it, and page.js, which shows
-its values under the pointer; `page.document` makes such a page.
+its values under the pointer, offers them as CSV, and draws line charts again when the reader asks
+for a logarithmic axis, smoothing or other runs; `page.document` makes such a page.
 """
 
 import base64
@@ -26,6 +27,7 @@ DASHES = ("", "6 3", "2 3", "9 3 2 3")
 # Numbers of larger magnitude than this are not drawn, and numbers of smaller magnitude than its
 # inverse are drawn as 0, because arithmetic with them could overflow.
 LARGEST = 1e100
+LEGEND_LINES = 12  # a chart with more lines has no legend: the page's table of runs names them
 EMPTY = '<p class="empty">nothing recorded yet</p>'
 
 
@@ -44,6 +46,8 @@ class Line:
       dash: an index into DASHES.
       dots: whether the points are marked.
       joined: whether a line joins the points.
+      run: the index of its run on a page of several runs, where readers choose runs; None: the line
+        belongs to no run.
     """
 
     label: str
@@ -56,12 +60,13 @@ class Line:
     dash: int = 0
     dots: bool = False
     joined: bool = True
+    run: int | None = None
 
     @property
     def stroke(self) -> str:
         """The line's colour in CSS."""
         if self.shade is None:
-            return f"var(--series-{self.colour % COLOURS})"
+            return series_colour(self.colour)
         return f"var(--depth-{round((COLOURS - 1) * self.shade)})"
 
     @property
@@ -70,16 +75,24 @@ class Line:
         pattern = DASHES[self.dash % len(DASHES)]
         return f' stroke-dasharray="{pattern}"' if pattern else ""
 
+    @property
+    def run_attribute(self) -> str:
+        """The SVG attribute with the index of the line's run; "" if it belongs to none."""
+        return "" if self.run is None else f' data-run="{self.run}"'
+
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A linear or logarithmic scale that maps the values low … high to begin … end in SVG units."""
+    """A linear or logarithmic scale that maps the values low … high to begin … end in SVG units.
+    Its ticks are whole numbers if `whole` is true.
+    """
 
     low: float
     high: float
     begin: float
     end: float
     log: bool = False
+    whole: bool = False
 
     def __call__(self, value):
         low, high, value = (
@@ -92,9 +105,13 @@ class Axis:
         """Returns about `count` round values on the axis."""
         if self.log:
             return _log_ticks(self.low, self.high, count)
-        rough = (self.high - self.low) / count
+        rough = max((self.high - self.low) / count, 1.0 if self.whole else 0.0)
         power = 10.0 ** math.floor(math.log10(rough))
-        step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
+        step = next(
+            m * power
+            for m in (1, 2, 2.5, 5, 10)
+            if m * power >= rough * 0.999 and not (self.whole and m * power % 1)
+        )
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [round(i * step, 12) for i in range(first, last + 1)]
 
@@ -111,6 +128,7 @@ def line_chart(
     references: Sequence[tuple[str, float]] = (),
     marks: Sequence[tuple[float, str, str]] = (),
     note: str = "",
+    warning: str = "",
     x_names: Sequence[str] = (),
 ) -> str:
     """Draws lines over a common x axis. Returns the figure as HTML.
@@ -124,6 +142,7 @@ def line_chart(
       references: (label, y) of dashed horizontal lines, such as published values.
       marks: (x, text, kind) of vertical lines; the kind, "fault" or "stage", gives their colour.
       note: a sentence under the title.
+      warning: a sentence about what the chart does not allow to compare.
       x_names: names of x = 0, 1, …, shown instead of numbers.
     """
     lines = [
@@ -137,17 +156,16 @@ def line_chart(
     ]
     lines = [line for line in lines if np.isfinite(line.y).any()]
     if not lines:
-        return figure_html(title, note, EMPTY)
+        return figure_html(title, note, EMPTY, warning=warning)
     xs = np.concatenate([np.asarray(line.x, float) for line in lines])
     if x_names:
         x_range = -0.5, len(x_names) - 0.5
     else:
         x_range = _nonempty_range(float(xs.min()), float(xs.max()))
-    x = Axis(*x_range, LEFT, WIDTH - RIGHT, log_x)
+    ends = np.array([float(line.x[i]) for line in lines for i in (0, -1)])
+    x = Axis(*x_range, LEFT, WIDTH - RIGHT, log_x, whole=bool((ends == ends.round()).all()))
     low, high, cut_off = _y_range(lines, references, log, from_zero, fit_late)
     y = Axis(low, high, HEIGHT - BOTTOM, TOP, log)
-    if cut_off is not None:
-        note = f"{note} Begins above the frame, at {short_number(cut_off)}.".lstrip()
     parts = [_axes_svg(x, y, x_label, x_names)]
     for position, text, kind in marks:
         if x.low <= position <= x.high:
@@ -166,20 +184,42 @@ def line_chart(
     parts += [
         _reference_line(label, value, y, [r for _, r in references]) for label, value in references
     ]
-    hover_data = {
-        "x": [x.low, x.high, x.begin, x.end],
-        "y": [y.low, y.high, y.begin, y.end],
-        "log": log,
-        "log_x": log_x,
+    data = {
         "names": list(x_names),
         "label": x_label,
-        "lines": [[line.label, line.stroke, _rounded(line.x), _rounded(line.y)] for line in lines],
+        "log": log,
+        "logX": log_x,
+        "whole": x.whole,
+        "zero": from_zero,
+        "late": cut_off is not None,
+        "references": [list(reference) for reference in references],
+        "marks": [list(mark) for mark in marks],
+        "lines": [_line_data(line) for line in lines],
     }
     legend = "".join(_legend_entry(line) for line in lines)
-    if len(lines) == 1 and not lines[0].label:
+    if len(lines) == 1 and not lines[0].label or len(lines) > LEGEND_LINES:
         legend = ""
-    body = _svg("".join(parts), title) + _json_script(hover_data)
-    return figure_html(title, note, body, legend, "lines")
+    body = _svg("".join(parts), title) + _json_script(data)
+    if cut_off is not None:  # page.js hides this where it draws the whole line
+        body += f'<p class="note cut">Begins above the frame, at {short_number(cut_off)}.</p>'
+    return figure_html(title, note, body, legend, "lines", warning=warning)
+
+
+def _line_data(line: Line) -> dict:
+    """Returns what page.js needs of a line, to show its values and to draw it again."""
+    data = {"label": line.label, "colour": line.stroke, "x": _rounded(line.x, 9)}
+    data["y"] = _rounded(line.y)
+    if _band_height(line) > 0:
+        data |= {"low": _rounded(line.low), "high": _rounded(line.high)}
+    if pattern := DASHES[line.dash % len(DASHES)]:
+        data["dash"] = pattern
+    if line.dots:
+        data["dots"] = True
+    if not line.joined:
+        data["joined"] = False
+    if line.run is not None:
+        data["run"] = line.run
+    return data
 
 
 def heatmap(
@@ -193,27 +233,29 @@ def heatmap(
     diverging: bool = False,
     log: bool = False,
     note: str = "",
+    run: int | None = None,
 ) -> str:
     """Draws a matrix [rows, columns] as colours, with row 0 at the top. NaN is transparent. Returns
     the figure as HTML.
 
     Args:
       rows: the names of the rows.
-      columns: the names of the columns, or increasing numbers.
+      columns: the names of the columns, or increasing whole numbers.
       diverging: whether the values are ratios. If so, the colour scale is logarithmic from 1/4 to 4
         with 1 in the middle, and zeros are black.
       log: whether the colour scale is logarithmic, for values that are not ratios.
+      run: as of a `Line`.
     """
     values = _drawable_values(values)
     if not np.isfinite(values).any():
-        return figure_html(title, note, EMPTY)
+        return figure_html(title, note, EMPTY, run=run)
     index, low, high = _palette_index(values, diverging, log)
     colour_map = _diverging if diverging else _viridis
     box = _Box(LEFT, WIDTH - 74, TOP, HEIGHT - BOTTOM)
     half = box.width / len(columns) / 2  # half the width of a column
     if isinstance(columns, np.ndarray):
         column_range = _nonempty_range(float(columns[0]), float(columns[-1]))
-        scale = Axis(*column_range, box.left + half, box.right - half)
+        scale = Axis(*column_range, box.left + half, box.right - half, whole=True)
         ticks = [(float(scale(tick)), short_number(tick)) for tick in scale.ticks(6)]
         columns = [short_number(column) for column in columns]
     else:
@@ -243,7 +285,7 @@ def heatmap(
         "values": [_rounded(row, 3) for row in values],
     }
     body = _svg("".join(parts), title) + _json_script(hover_data)
-    return figure_html(title, note, body, kind="heat")
+    return figure_html(title, note, body, kind="heat", run=run)
 
 
 class _Box(NamedTuple):
@@ -324,6 +366,8 @@ def stacked_columns(
     colours: Sequence[str],
     marks: Sequence[tuple[float, str]] = (),
     note: str = "",
+    unit: tuple[str, float] | None = None,
+    run: int | None = None,
 ) -> str:
     """Draws shares as stacked columns over wall time. Returns the figure as HTML.
 
@@ -332,12 +376,10 @@ def stacked_columns(
       width: the length of wall time that a column stands for, in seconds.
       colours: the CSS colour of each name.
       marks: (seconds since the start, text) of triangles above the columns.
+      unit: the unit of time, as `unit_of_time` returns it; None: that of the whole length.
+      run: as of a `Line`.
     """
-    unit, scale = next(
-        (u, s)
-        for u, s in (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 1))
-        if width * len(shares) >= 3 * s or s == 1
-    )
+    unit, scale = unit or unit_of_time(width * len(shares))
     x = Axis(0.0, max(width * len(shares) / scale, 1e-9), LEFT, WIDTH - RIGHT)
     y = Axis(0.0, 1.0, HEIGHT - BOTTOM, TOP)
     edges = x(np.arange(len(shares) + 1) * width / scale)
@@ -366,7 +408,20 @@ def stacked_columns(
         for i, (name, colour) in enumerate(zip(names, colours, strict=True))
         if shares[:, i].any()
     )
-    return figure_html(title, note, _svg("".join(parts), title), legend)
+    return figure_html(title, note, _svg("".join(parts), title), legend, run=run)
+
+
+def unit_of_time(seconds: float) -> tuple[str, float]:
+    """Returns the largest unit of which `seconds` are at least three, and its seconds."""
+    units = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0))
+    return next((unit for unit in units if seconds >= 3 * unit[1]), ("seconds", 1.0))
+
+
+def series_colour(number: int) -> str:
+    """Returns the colour in CSS of the series with this number, different for each number."""
+    if number < COLOURS:
+        return f"var(--series-{number})"
+    return f"hsl({number * 137.508 % 360:.0f} 60% 50%)"  # steps of the golden angle
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numeric: bool = False) -> str:
@@ -381,17 +436,28 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numeric: bool = Fa
     )
 
 
-def figure_html(title: str, note: str, body: str, legend: str = "", kind: str = "") -> str:
+def figure_html(
+    title: str,
+    note: str,
+    body: str,
+    legend: str = "",
+    kind: str = "",
+    warning: str = "",
+    run: int | None = None,
+) -> str:
     """Returns a <figure> as HTML.
 
     Args:
-      title, note: plain text.
+      title, note, warning: plain text.
       body, legend: HTML.
       kind: the format of the hover data in `body`, from which page.js shows the values under the
         pointer: "lines", "heat", or "" for a figure without hover data.
+      run: the index of the run that the whole figure is about, on a page of several runs.
     """
+    of_run = "" if run is None else f' data-run="{run}"'
     return (
-        f'<figure data-kind="{kind}"><figcaption>{_escape(title)}</figcaption>'
+        f'<figure data-kind="{kind}"{of_run}><figcaption>{_escape(title)}</figcaption>'
+        + (f'<p class="note warning">{_escape(warning)}</p>' if warning else "")
         + (f'<p class="note">{_escape(note)}</p>' if note else "")
         + (f'<div class="legend">{legend}</div>' if legend else "")
         + f"{body}</figure>"
@@ -449,9 +515,10 @@ def _y_range(
         low, high = _nonempty_range(math.log10(low), math.log10(high))
         margin = 0.04 * (high - low)
         return 10 ** (low - margin), 10 ** (high + margin), cut_off
+    is_positive = low >= 0
     low, high = _nonempty_range(low, high)
     margin = 0.05 * (high - low)
-    if low >= 0:
+    if is_positive:
         return 0.0 if from_zero else max(low - margin, 0.0), high + margin, cut_off
     high += margin
     return low - margin, max(high, 0.0) if from_zero else high, cut_off
@@ -559,13 +626,13 @@ def _line_svg(line: Line, x: Axis, y: Axis) -> str:
     """Draws a line, its band and its points."""
     px, py = x(line.x), y(np.asarray(line.y, float))
     parts = [_band_svg(line, px, y)]
-    style = f'stroke="{line.stroke}"{line.dash_attribute}'
+    style = f'stroke="{line.stroke}"{line.dash_attribute}{line.run_attribute}'
     if line.joined:
         parts.append(f'<path class="line" d="{_path(px, py)}" {style}/>')
     single = len(px) == 1 or np.isfinite(py).sum() == 1
     if line.dots and len(px) <= 60 or single:
         parts += [
-            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{line.stroke}"/>'
+            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{line.stroke}"{line.run_attribute}/>'
             for a, b in zip(px, py)
             if np.isfinite(b)
         ]
@@ -576,15 +643,21 @@ def _band_svg(line: Line, px: np.ndarray, y: Axis) -> str:
     """Draws the band from line.low to line.high. Returns "" if the band has no height, or if it has
     a gap.
     """
-    if line.low is None or line.high is None:
+    if _band_height(line) <= 0:
         return ""
     low, high = np.asarray(line.low, float), np.asarray(line.high, float)
-    if np.nanmax(high - low, initial=0) <= 0:
-        return ""
     upper, lower = _path(px, y(high)), _path(px[::-1], y(low)[::-1])
     if upper.count("M") != 1 or lower.count("M") != 1:
         return ""
-    return f'<path class="band" d="{upper}L{lower[1:]}Z" fill="{line.stroke}"/>'
+    edge = f"{upper}L{lower[1:]}Z"
+    return f'<path class="band" d="{edge}" fill="{line.stroke}"{line.run_attribute}/>'
+
+
+def _band_height(line: Line) -> float:
+    """Returns the largest distance between the edges of the line's band; 0 without a band."""
+    if line.low is None or line.high is None:
+        return 0.0
+    return float(np.nanmax(np.asarray(line.high, float) - np.asarray(line.low, float), initial=0))
 
 
 def _path(px: np.ndarray, py: np.ndarray) -> str:

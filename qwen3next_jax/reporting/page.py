@@ -4,6 +4,7 @@ axes. docs/report.md explains the numbers.
 
 import dataclasses
 import html
+import json
 import pathlib
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
@@ -18,9 +19,11 @@ from qwen3next_jax.reporting.charts import (
     Line,
     heatmap,
     line_chart,
+    series_colour,
     short_number,
     stacked_columns,
     table,
+    unit_of_time,
 )
 from qwen3next_jax.reporting.runs import (
     POINTS,
@@ -30,6 +33,7 @@ from qwen3next_jax.reporting.runs import (
     setting_differences,
     faults,
     goodput,
+    incomparable,
     load_run,
     stages,
     wall_time_spans,
@@ -37,6 +41,8 @@ from qwen3next_jax.reporting.runs import (
 )
 
 MAX_LAYER_LINES = 8  # a model with more layers gets a heatmap instead of a line for each
+MANY_RUNS = 8  # with more runs, the charts that each run has for itself are folded
+MAX_SETTINGS = 6  # settings that differ, in the table of runs; the configuration has all of them
 MAX_SAMPLES = 12  # sampled texts on the page; metrics.jsonl has all of them
 MAX_FAULTS = 200  # faults on the page; metrics.jsonl has all of them
 # (label, value) of published values, which charts show as reference lines. docs/report.md names the
@@ -72,11 +78,10 @@ def render_report(runs: Sequence[Run]) -> str:
         "Recurrent layers": _recurrent_charts(runs),
         "Attention and activations": _attention_charts(runs),
     }
-    sections = {
-        name: f'<div class="charts">{"".join(charts)}</div>'
-        for name, charts in chart_sections.items()
-        if charts
-    }
+    sections = {}
+    if len(runs) > 1:
+        sections["Runs"] = _runs_html(runs)
+    sections |= {name: _charts_html(charts, runs) for name, charts in chart_sections.items()}
     sections["Samples"] = _samples_html(runs)
     sections["Faults and restarts"] = _faults_html(runs)
     sections["Bad records in the data"] = _bad_records_html(runs)
@@ -84,10 +89,27 @@ def render_report(runs: Sequence[Run]) -> str:
     sections = {name: content for name, content in sections.items() if content}
     body = "".join(_section(name, content) for name, content in sections.items())
     return document(
-        " · ".join(run.name for run in runs),
+        " · ".join(run.name for run in runs[:4]) + f" and {len(runs) - 4} more" * (len(runs) > 4),
         _subtitle(runs),
         list(sections),
-        _summary_html(runs) + body,
+        _warnings_html(runs) + (_tiles_html(runs[0]) if len(runs) == 1 else "") + body,
+    )
+
+
+def _charts_html(charts: Sequence[str], runs: Sequence[Run]) -> str:
+    """Returns the charts of a section as HTML. With many runs the charts that are about one run
+    alone are folded.
+    """
+    if not charts:
+        return ""
+    own = [chart for chart in charts if "data-run=" in chart[: chart.index(">")]]
+    if len(runs) <= MANY_RUNS or not own:
+        return f'<div class="charts">{"".join(charts)}</div>'
+    common = [chart for chart in charts if chart not in own]
+    return (
+        f'<div class="charts">{"".join(common)}</div>'
+        f"<details><summary>{len(own)} charts of single runs</summary>"
+        f'<div class="charts">{"".join(own)}</div></details>'
     )
 
 
@@ -122,8 +144,10 @@ def document(title: str, subtitle: str, sections: Sequence[str], body: str) -> s
         'initial-scale=1"><link rel="icon" '
         f'href="data:,"><title>{html.escape(title)}</title><style>{style}</style></head>'
         f"<body><main><header><div><h1>{html.escape(title)}</h1><p>{html.escape(subtitle)}</p></div>"
-        '<button id="theme" type="button">light / '
-        f"dark</button></header><nav>{links}</nav>{body}</main>"
+        '<div class="controls"><label title="exponential moving average of the lines with many '
+        'points">smoothing <input id="smoothing" type="range" min="0" max="0.99" step="0.01" '
+        'value="0"></label><button id="theme" type="button">light / dark</button></div></header>'
+        f"<nav>{links}</nav>{body}</main>"
         f"<script>{script}</script></body></html>\n"
     )
 
@@ -174,26 +198,87 @@ def _subtitle(runs: Sequence[Run]) -> str:
     return " · ".join(parts)
 
 
-def _summary_html(runs: Sequence[Run]) -> str:
-    """Returns the most important numbers: as tiles for one run, as a table for several."""
-    summaries = [_summary(run) for run in runs]
-    if len(runs) == 1:
-        tiles = "".join(
-            '<div class="tile"><b '
-            f'title="{html.escape(value)}">{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
-            for name, value in summaries[0].items()
-        )
-        return f'<div class="tiles">{tiles}</div>'
+def _tiles_html(run: Run) -> str:
+    """Returns the most important numbers of one run as tiles."""
+    tiles = "".join(
+        f'<div class="tile"><b title="{html.escape(value)}">{html.escape(value)}</b>'
+        f"<span>{html.escape(name)}</span></div>"
+        for name, value in _summary(run, unit=None).items()
+    )
+    return f'<div class="tiles">{tiles}</div>'
+
+
+def _runs_html(runs: Sequence[Run]) -> str:
+    """Returns a table with a row for each run: its most important numbers and the settings in which
+    the runs differ. page.js makes it choose, search, sort and colour the runs in all charts.
+    """
+    longest = max((spans[-1][1] for run in runs if (spans := wall_time_spans(run))), default=0.0)
+    summaries = [_summary(run, unit_of_time(longest)) for run in runs]
     names = list(dict.fromkeys(name for summary in summaries for name in summary))
-    rows = [[name, *(summary.get(name, "–") for summary in summaries)] for name in names]
+    differing = [
+        (setting, [_setting_text(value) for value in values])
+        for setting, values in setting_differences(runs)
+        if setting != "name"
+    ]
+    shown = differing[:MAX_SETTINGS]
+    head = ["run", *(name for name, _ in shown), *names]
+    rows = []
+    for r, (run, summary) in enumerate(zip(runs, summaries, strict=True)):
+        cells = "".join(f'<td class="setting">{html.escape(v[r])}</td>' for _, v in shown)
+        cells += "".join(f"<td>{html.escape(summary.get(name, '–'))}</td>" for name in names)
+        rows.append(
+            f'<tr data-run="{r}"><td><label><input type="checkbox" checked>'
+            f'<i style="background:{series_colour(r)}"></i>{html.escape(run.name)}</label></td>'
+            f"{cells}</tr>"
+        )
+    options = "".join(
+        f'<option value="{i}">{html.escape(setting)}</option>'
+        for i, (setting, _) in enumerate(differing)
+    )
+    settings = json.dumps(dict(differing)).replace("<", "\\u003c")
     return (
-        "<div "
-        f'class="overview">{table(["", *(run.name for run in runs)], rows, numeric=True)}</div>'
+        '<div class="chooser"><input id="search" type="search" placeholder="name or setting=value">'
+        f'<label>colour by <select id="colour"><option value="">run</option>{options}</select>'
+        '</label><button id="all" type="button">all</button>'
+        '<button id="none" type="button">none</button><span id="chosen"></span></div>'
+        '<div id="groups" class="legend"></div>'
+        '<div class="scroll"><table id="runs-table" class="numeric"><thead><tr>'
+        + "".join(f"<th>{html.escape(name)}</th>" for name in head)
+        + f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f'<script id="settings" type="application/json">{settings}</script>'
     )
 
 
-def _summary(run: Run) -> dict[str, str]:
-    """Returns the most important numbers of a run: name → newest value, as text."""
+def _warnings_html(runs: Sequence[Run]) -> str:
+    """Returns a sentence for each thing that the charts cannot show or compare."""
+    sentences = []
+    if len(runs) > 1:
+        sentences = [reason.sentence for reason in incomparable(runs).values()]
+    measured = {run.name: _heldout_metric(run) for run in runs}
+    if len(set(filter(None, measured.values()))) > 1:
+        of_runs = "; ".join(f"{name}: {metric}" for name, metric in measured.items() if metric)
+        sentences.append(f"Held-out metrics differ, and have charts of their own ({of_runs}).")
+    for run in runs:
+        if not run.events.get("train"):
+            sentences.append(f"{run.name} has not recorded a training step yet.")
+        elif not measured[run.name] and any(measured.values()):
+            sentences.append(f"{run.name} has not recorded a held-out evaluation.")
+    return "".join(f'<p class="warning">{html.escape(sentence)}</p>' for sentence in sentences)
+
+
+def _heldout_metric(run: Run) -> str:
+    """Returns by which metric the run is judged on held-out rows; "" if it has recorded none."""
+    if run.last("heldout", "bits_per_byte") is not None:
+        return "bits per byte"
+    return "accuracy" if run.last("heldout", "accuracy") is not None else ""
+
+
+def _summary(run: Run, unit: tuple[str, float] | None) -> dict[str, str]:
+    """Returns the most important numbers of a run: name → newest value, as text.
+
+    Args:
+      unit: the unit of the wall time and its seconds; None: what suits this run.
+    """
     spans = wall_time_spans(run)
     faults_of_run = faults(run)
     step, steps = run.last("train", "step"), run.config.get("train", {}).get("steps")
@@ -207,7 +292,7 @@ def _summary(run: Run) -> dict[str, str]:
 
     add("tokens seen", "train", "tokens_seen", short_number)
     add("training loss", "train", "loss", "{:.4f}".format)
-    if run.last("heldout", "bits_per_byte") is not None:
+    if _heldout_metric(run) == "bits per byte":
         add("held-out bits/byte", "heldout", "bits_per_byte", "{:.4f}".format)
     else:
         add("held-out accuracy", "heldout", "accuracy", "{:.1%}".format)
@@ -215,7 +300,8 @@ def _summary(run: Run) -> dict[str, str]:
     add("tokens/s", "train", "tokens_per_second", "{:,.0f}".format)
     add("model FLOP/s", "train", "model_flops_per_second", short_number)
     add("MFU", "train", "mfu", "{:.1%}".format)
-    summary["wall time"] = _duration(spans[-1][1] if spans else 0.0)
+    seconds = spans[-1][1] if spans else 0.0
+    summary["wall time"] = f"{seconds / unit[1]:.3g} {unit[0]}" if unit else _duration(seconds)
     summary["goodput"] = f"{goodput(spans)[TRAINING]:.1%}"
     summary["restarts"] = str(sum(fault.kind == "restart" for fault in faults_of_run))
     summary["skipped updates"] = str(sum(fault.kind == "skip" for fault in faults_of_run))
@@ -252,7 +338,12 @@ def _chart_over_steps(
       marks, options: as in `line_chart`.
     """
     several = len(runs) > 1
-    points = POINTS if len(runs) < 5 else POINTS // 2
+    points = _points(runs)
+    incomparable_runs = incomparable(runs) if several else {}
+    reasons = {reason for _, kind, name in quantities for reason in _depends_on(kind, name)}
+    warnings = [
+        incomparable_runs[reason].short for reason in sorted(reasons & set(incomparable_runs))
+    ]
     lines = []
     for r, run in enumerate(runs):
         for q, (label, kind, name) in enumerate(quantities):
@@ -271,9 +362,31 @@ def _chart_over_steps(
                     colour=r if several else q,
                     dash=q if several else 0,
                     dots=kind != "train",
+                    run=r if several else None,
                 )
             )
-    return line_chart(title, lines, marks=marks, **options) if lines else ""
+    if not lines:
+        return ""
+    return line_chart(title, lines, marks=marks, warning=" ".join(warnings), **options)
+
+
+def _points(runs: Sequence[Run]) -> int:
+    """Returns the largest number of points of a line. With it, a page of many runs stays small."""
+    return min(POINTS, max(4 * POINTS // len(runs), 75))
+
+
+def _depends_on(kind: str, name: str) -> list[str]:
+    """Returns which of the keys of `incomparable` a quantity depends on.
+
+    Args:
+      kind, name: as in the argument `quantities` of `_chart_over_steps`.
+    """
+    name, of_suite = name.partition("/")[0], kind.startswith("suite")
+    is_loss = name in ("loss", "perplexity")
+    # Of the other evaluations only losses are of text; the rest are tasks with tokens of their own.
+    per_token = is_loss or (name in ("accuracy", "top1", "mtp_loss", "mtp_top1") and not of_suite)
+    on_text = kind == "heldout" or (of_suite and is_loss)
+    return ["tokenizer"] * per_token + ["heldout"] * on_text
 
 
 def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
@@ -297,8 +410,11 @@ def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
                 [("", "heldout", "bits_per_byte")],
                 marks,
                 fit_late=True,
-            )
-            or _chart_over_steps("Held-out accuracy", runs, [("", "heldout", "accuracy")], marks),
+            ),
+            # Where every run has bits per byte, accuracy says nothing more.
+            _chart_over_steps("Held-out accuracy", runs, [("", "heldout", "accuracy")], marks)
+            if any(_heldout_metric(run) == "accuracy" for run in runs)
+            else "",
             _chart_over_steps(
                 "MTP loss by depth (nats per token)",
                 runs,
@@ -313,14 +429,18 @@ def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
                 marks,
                 from_zero=True,
                 references=ACCEPTANCE[: len(depths)],
-                note="Share of positions whose drafts so far all match the trunk's greedy tokens.",
+                note="Share of positions whose drafts so far are all what the model itself "
+                "finds most likely.",
             ),
             _chart_over_steps(
                 "Next-token accuracy in training",
                 runs,
                 [
-                    ("trunk", "train", "top1"),
-                    *((f"MTP depth {d}", "train", f"mtp_top1/{d}") for d in depths),
+                    ("next token", "train", "top1"),
+                    *(
+                        (f"MTP depth {d} ({int(d) + 2} tokens ahead)", "train", f"mtp_top1/{d}")
+                        for d in depths
+                    ),
                 ],
                 marks,
                 from_zero=True,
@@ -422,7 +542,8 @@ def _chart_by_group(
     """
     lines = []
     for r, run in enumerate(runs):
-        events = [e for e in run.events.get("diagnostics", ()) if "groups" in e][-2000:]
+        events = [e for e in run.events.get("diagnostics", ()) if "groups" in e]
+        events = events[:: -(-len(events) // _points(runs)) or 1]
         for g, group in enumerate(groups):
             y = [e["groups"].get(group, {}).get(name) for e in events]
             values = [v if isinstance(v, (int, float)) and v > 0 else np.nan for v in y]
@@ -436,6 +557,7 @@ def _chart_by_group(
                         colour=r if len(runs) > 1 else g,
                         dash=g if len(runs) > 1 else 0,
                         dots=True,
+                        run=r if len(runs) > 1 else None,
                     )
                 )
     return line_chart(title, lines, log=True, marks=marks) if lines else ""
@@ -447,10 +569,13 @@ def _speed_charts(runs: Sequence[Run]) -> list[str]:
         _chart_over_steps(
             "Tokens per second", runs, [("", "train", "tokens_per_second")], from_zero=True
         ),
-        _chart_over_steps("Model FLOP/s utilisation", runs, [("", "train", "mfu")], from_zero=True)
-        or _chart_over_steps(
+        _chart_over_steps("Model FLOP/s utilisation", runs, [("", "train", "mfu")], from_zero=True),
+        # Of a chip without a known peak there is no MFU.
+        _chart_over_steps(
             "Model FLOP/s", runs, [("", "train", "model_flops_per_second")], from_zero=True
-        ),
+        )
+        if any(run.last("train", "mfu") is None for run in runs)
+        else "",
         _chart_over_steps(
             "Share of the time spent waiting for data",
             runs,
@@ -461,14 +586,22 @@ def _speed_charts(runs: Sequence[Run]) -> list[str]:
             "Peak memory (bytes)", runs, [("", "train", "memory_bytes")], from_zero=True
         ),
     ]
-    for run in runs:
-        title = "Use of wall time" + (f": {run.name}" if len(runs) > 1 else "")
-        charts.append(_wall_time_chart(title, run))
+    several = len(runs) > 1
+    longest = max((spans[-1][1] for run in runs if (spans := wall_time_spans(run))), default=0.0)
+    for r, run in enumerate(runs):
+        title = "Use of wall time" + (f": {run.name}" if several else "")
+        index = r if several else None
+        charts.append(_wall_time_chart(title, run, unit_of_time(longest), index))
     return _nonempty(charts)
 
 
-def _wall_time_chart(title: str, run: Run) -> str:
-    """Draws how the run used its wall time; returns "" if it recorded none."""
+def _wall_time_chart(title: str, run: Run, unit: tuple[str, float], index: int | None) -> str:
+    """Draws how the run used its wall time; returns "" if it recorded none.
+
+    Args:
+      unit: the unit of time and its seconds.
+      index: the index of the run on a page of several runs.
+    """
     spans = wall_time_spans(run)
     if not spans:
         return ""
@@ -487,6 +620,8 @@ def _wall_time_chart(title: str, run: Run) -> str:
         colours=[f"var(--use-{i})" for i in range(len(USES))],
         marks=marks,
         note=f"{', '.join(total)}. Triangles: faults, restarts and changes of settings.",
+        unit=unit,
+        run=index,
     )
 
 
@@ -558,6 +693,7 @@ def _chart_over_layers(title: str, runs: Sequence[Run], name: str, **options: An
                 values[finite],
                 colour=r,
                 dots=True,
+                run=r,
             )
         )
     return line_chart(title, lines, x_label="layer", x_names=names, **options) if lines else ""
@@ -572,7 +708,10 @@ def _layer_names(run: Run, count: int) -> list[str]:
 
 def _expert_charts(runs: Sequence[Run]) -> list[str]:
     """Returns the charts of the experts' load and of the router."""
-    load_charts = [_load_chart(run, f": {run.name}" if len(runs) > 1 else "") for run in runs]
+    load_charts = [
+        _load_chart(run, f": {run.name}" if len(runs) > 1 else "", r if len(runs) > 1 else None)
+        for r, run in enumerate(runs)
+    ]
     return _nonempty(
         load_charts
         + [
@@ -606,8 +745,10 @@ def _expert_charts(runs: Sequence[Run]) -> list[str]:
     )
 
 
-def _load_chart(run: Run, title_suffix: str) -> str:
-    """Draws the newest load of every expert; returns "" if the run recorded none."""
+def _load_chart(run: Run, title_suffix: str, index: int | None) -> str:
+    """Draws the newest load of every expert; returns "" if the run recorded none. `index`: the
+    index of the run on a page of several runs.
+    """
     load = run.last("diagnostics", "expert_load")
     if not load:
         return ""
@@ -624,6 +765,7 @@ def _load_chart(run: Run, title_suffix: str) -> str:
         column_label="expert",
         diverging=True,
         note="1 is an equal share of the tokens. Black: no token at all.",
+        run=index,
     )
 
 
@@ -715,7 +857,7 @@ def _samples_html(runs: Sequence[Run]) -> str:
     The newest text comes first; the page hides the others until the reader unfolds them.
     """
     parts = []
-    for run in runs:
+    for r, run in enumerate(runs):
         samples = run.events.get("sample", [])
         indices = np.linspace(0, len(samples) - 1, min(MAX_SAMPLES, len(samples)))
         chosen = [samples[i] for i in np.unique(indices.round().astype(int))]
@@ -725,12 +867,15 @@ def _samples_html(runs: Sequence[Run]) -> str:
             f"{html.escape(str(s.get('text', '')))}</pre>"
             for s in reversed(chosen)
         ]
-        parts += texts[:1]
+        earlier = ""
         if len(texts) > 1:
-            parts.append(
+            earlier = (
                 f"<details><summary>{len(texts) - 1} "
                 f"earlier</summary>{''.join(texts[1:])}</details>"
             )
+        if texts:
+            of_run = f' data-run="{r}"' if len(runs) > 1 else ""
+            parts.append(f"<div{of_run}>{texts[0]}{earlier}</div>")
     return "".join(parts)
 
 
@@ -776,10 +921,11 @@ def _configuration_html(runs: Sequence[Run]) -> str:
             if rows
             else "<p>No setting differs.</p>"
         )
-    for run in runs:
+    for r, run in enumerate(runs):
         rows = [[name, _setting_text(value)] for name, value in flatten(run.config).items()]
+        of_run = f' data-run="{r}"' if len(runs) > 1 else ""
         parts.append(
-            "<details><summary>every setting of "
+            f"<details{of_run}><summary>every setting of "
             f"{html.escape(run.name)}</summary>{table(['setting', 'value'], rows)}</details>"
         )
     return "".join(parts)

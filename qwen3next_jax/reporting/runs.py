@@ -70,12 +70,15 @@ class Run:
       config: the settings, as nested dicts.
       log: all events, in the order they were written; only the newest has the field "expert_load".
       events: kind of event → the events of this kind, in the order they were written.
+      tokenizer: what tells the run's tokenizer from others: its fingerprint, or the setting of a
+        run that recorded none.
     """
 
     name: str
     config: dict[str, Any]
     log: list[dict[str, Any]]
     events: dict[str, list[dict[str, Any]]]
+    tokenizer: str = ""
 
     def series(self, kind: str, name: str, points: int = POINTS) -> Series | None:
         """Returns the field `name` of the events of `kind` over steps, reduced to at most `points`
@@ -150,7 +153,8 @@ def load_run(workdir: pathlib.Path) -> Run:
     """
     path = workdir / "run.json"
     try:
-        config = json_files.read(path)["config"]
+        record = json_files.read(path)
+        config = record["config"]
         layers = config.get("model", {}).get("num_hidden_layers", 0)
         steps = config.get("train", {}).get("steps", 0)
         if type(layers) is not int or not 0 <= layers < 10**5:
@@ -179,7 +183,9 @@ def load_run(workdir: pathlib.Path) -> Run:
         raise UserError(
             f"{workdir}: nothing has been recorded yet (metrics.jsonl is absent or empty)"
         )
-    return run_from_events(workdir.resolve().name, config, events)
+    run = run_from_events(workdir.resolve().name, config, events)
+    tokenizer = record.get("tokenizer") or flatten(config).get("data.tokenizer", "")
+    return dataclasses.replace(run, tokenizer=str(tokenizer))
 
 
 def run_from_events(name: str, config: dict[str, Any], events: list[dict[str, Any]]) -> Run:
@@ -337,6 +343,60 @@ def stages(run: Run) -> list[tuple[int, str]]:
         for event in run.events.get("stage", ())
         if event["step"]
     ]
+
+
+# The settings that choose the held-out text and the rows of it that are evaluated.
+HELDOUT_SETTINGS = (
+    "data.source",
+    "data.path",
+    "data.weights",
+    "data.text_field",
+    "data.heldout_fraction",
+    "data.synthetic.pairs",
+    "eval.rows",
+)
+
+
+class Incomparable(NamedTuple):
+    """Why numbers of several runs cannot be compared: in a few words for a chart, and in full."""
+
+    short: str
+    sentence: str
+
+
+def incomparable(runs: Sequence[Run]) -> dict[str, Incomparable]:
+    """Returns why numbers of these runs cannot be compared: with the key "tokenizer" if the runs
+    have different tokenizers, with "heldout" if they were evaluated on different text.
+    """
+    found = {}
+    if len({run.tokenizer for run in runs}) > 1:
+        found["tokenizer"] = Incomparable(
+            "Different tokenizers: not comparable.",
+            f"The runs have different tokenizers ({_grouped(runs, [r.tokenizer for r in runs])}): "
+            "losses per token and accuracies of one tokenizer say nothing about another's. Compare "
+            "bits per byte.",
+        )
+    settings = [flatten(run.config) for run in runs]
+    differing = [name for name in HELDOUT_SETTINGS if len({str(s.get(name)) for s in settings}) > 1]
+    if differing:
+        texts = [", ".join(str(s.get(name)) for name in differing) for s in settings]
+        found["heldout"] = Incomparable(
+            "Different held-out text.",
+            f"The runs were evaluated on different text ({', '.join(differing)}: "
+            f"{_grouped(runs, texts)}): a lower loss may be easier text.",
+        )
+    return found
+
+
+def _grouped(runs: Sequence[Run], keys: Sequence[str]) -> str:
+    """Returns the names of the runs, those with the same key together: "a, b | c". At most three
+    groups, and three runs of each, are named.
+    """
+    groups: dict[str, list[str]] = {}
+    for run, key in zip(runs, keys, strict=True):
+        groups.setdefault(key, []).append(run.name)
+    texts = [", ".join(names[:3]) + ", …" * (len(names) > 3) for names in groups.values()]
+    return " | ".join(texts[:3]) + " | …" * (len(texts) > 3)
 
 
 def setting_differences(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:

@@ -16,7 +16,8 @@ from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.reporting import runs
 from qwen3next_jax.reporting.page import write_report
-from qwen3next_jax.reporting.runs import DOWN, LOST, OTHER, STARTING, TRAINING
+from qwen3next_jax.reporting.charts import Axis
+from qwen3next_jax.reporting.runs import DOWN, LOST, OTHER, STARTING, TRAINING, load_run
 from qwen3next_jax.runs import train
 
 # This script runs in the page. It finds labels outside their drawing, labels over each other, empty
@@ -66,7 +67,11 @@ def folder(tmp_path_factory):
         (("small",), 1280, "light"),
         (("small",), 700, "dark"),
         (("deep",), 1280, "dark"),
-        (("small", "other"), 700, "light"),
+        (
+            ("small", "other"),
+            500,
+            "light",
+        ),  # page.js draws anew: the window is narrower than a chart
     ],
 )
 def test_a_browser_shows_the_page_whole(folder, tmp_path, names, width, theme):
@@ -85,6 +90,105 @@ def test_a_browser_shows_the_page_whole(folder, tmp_path, names, width, theme):
     audit = json.loads(html.unescape(re.search(r'data-audit="([^"]*)"', dom)[1]))
     assert audit["found"] == [] and audit["theme"] == theme
     assert audit["figures"] > 25 and "step" in audit["tip"] and len(audit["tip"]) > 12
+
+
+# This script chooses among many runs as a reader does, and records what the page then shows.
+CHOOSE = """<script>window.addEventListener("load", async () => {
+  const shown = {}, frame = () => new Promise(done => setTimeout(done, 20));
+  const figure = document.querySelector("figure"), lines = () => figure.querySelectorAll("path.line:not(.raw)");
+  const set = async (id, value, kind) => {
+    const part = document.getElementById(id);
+    part.value = value;
+    part.dispatchEvent(new Event(kind));
+    await frame();
+  };
+  const press = name => [...figure.querySelectorAll("button")].find(button => button.textContent === name).click();
+  shown.all = lines().length;
+  await set("search", "seed=1", "input");
+  shown.found = [...new Set([...lines()].map(line => line.dataset.run))];
+  const seed = [...document.querySelectorAll("#colour option")].find(option => option.textContent === "data.seed");
+  await set("colour", seed.value, "change");
+  shown.colours = new Set([...lines()].map(line => line.getAttribute("stroke"))).size;
+  await set("smoothing", 0.9, "input");
+  shown.raw = figure.querySelectorAll("path.raw").length;
+  const before = figure.querySelector("path.raw").getAttribute("d");
+  press("log y");
+  shown.moved = figure.querySelector("path.raw").getAttribute("d") !== before;
+  let file = null;
+  URL.createObjectURL = blob => { file = blob; return "#"; };
+  press("CSV");
+  shown.csv = (await file.text()).trim().split("\\n");
+  location.hash = figure.id + "@51";
+  await frame();
+  shown.held = figure.querySelector(".pinned").textContent;
+  shown.link = location.hash.slice(figure.id.length + 1);
+  document.documentElement.dataset.shown = JSON.stringify(shown);
+});</script>"""  # noqa: E501
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium to open the page in")
+def test_a_reader_chooses_among_many_runs(tmp_path):
+    folders = [tmp_path / f"run{i}" for i in range(12)]
+    for i, folder in enumerate(folders):
+        write_run(folder, steps=200, seed=i)
+        record = json.loads((folder / "run.json").read_text())
+        record["config"]["data"]["seed"] = i // 2
+        (folder / "run.json").write_text(json.dumps(record))
+    page = tmp_path / "page.html"
+    write_report(folders, page)
+    page.write_text(page.read_text().replace("</head>", CHOOSE + "</head>"))
+    dom, _ = open_in_chromium(page, "--dump-dom", "--virtual-time-budget=5000")
+    assert "data-error=" not in dom
+    shown = json.loads(html.unescape(re.search(r'data-shown="([^"]*)"', dom)[1]))
+    assert shown["all"] == 24  # training and held-out loss of each
+    assert shown["found"] == ["2", "3"] and shown["colours"] == 1
+    assert shown["raw"] == 2 and shown["moved"]
+    run = load_run(folders[3])
+    expected = {f'"run3 training",{e["step"]},{e["loss"]:.5g}' for e in run.events["train"]}
+    recorded = {",".join(line.split(",")[:3]) for line in shown["csv"]}
+    assert expected <= recorded and len(shown["csv"]) == 1 + 2 * 2 * len(expected)
+    assert shown["link"] == "@50" and f"{run.events['train'][4]['loss']:.5g}" in shown["held"]
+
+
+def test_runs_that_cannot_be_compared_are_named(tmp_path):
+    def warnings(**changes):
+        folders = []
+        for name, change in changes.items():
+            write_run(tmp_path / name, steps=100)
+            path = tmp_path / name / "run.json"
+            path.write_text(json.dumps(change(json.loads(path.read_text()))))
+            folders.append(tmp_path / name)
+        write_report(folders, tmp_path / "page.html")
+        text = (tmp_path / "page.html").read_text()
+        return re.findall('<p class="warning">(.*?)</p>', text), text.count("note warning")
+
+    def other_text(record):
+        record["config"]["data"]["path"] = "b/*.txt"
+        return record
+
+    assert warnings(a=dict, b=dict) == ([], 0)
+    (tokenizers,), charts = warnings(a=dict, b=lambda record: record | {"tokenizer": "other"})
+    assert "a | b" in tokenizers and charts == 3  # loss, MTP loss, accuracy: not bits per byte
+    (texts,), charts = warnings(a=dict, b=other_text)
+    assert "data.path: a | b" in texts and charts == 3  # loss, bits per byte, drafts
+
+
+def test_a_run_without_some_metrics_is_one_line_on_a_page_of_several(tmp_path):
+    for name, kinds in {"a": "train heldout", "b": "start", "c": "train"}.items():
+        write_run(tmp_path / name, steps=100)
+        path = tmp_path / name / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(x for x in lines if json.loads(x)["event"] in kinds.split()))
+    write_report([tmp_path / name for name in "abc"], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    warnings = re.findall('<p class="warning">(.*?)</p>', text)
+    assert [warning.split()[0] for warning in warnings] == ["b", "c"]
+
+
+def test_ticks_of_steps_are_whole_numbers():
+    for last in (1, 2, 3, 7, 13, 120):
+        ticks = Axis(0, last, 0, 600, whole=True).ticks(6)
+        assert len(ticks) > 1 and all(tick == int(tick) for tick in ticks)
 
 
 def test_no_spike_is_lost_when_a_series_is_shortened():
