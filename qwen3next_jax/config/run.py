@@ -369,9 +369,17 @@ class OptimizerConfig:
     # groups of parameters with a learning rate or a weight decay of their own; no parameter may
     # belong to two of them
     groups: tuple[ParameterGroup, ...] = ()
+    # how start values and learning rates follow the width and depth of the model (docs/widths.md).
+    # "none": not at all. "mup": the width. "completep": the width and the depth
+    scaling: Literal["none", "mup", "completep"] = "none"
+    # model.hidden_size of the model whose start values and learning rates scaling leaves alone
+    base_width: int = 0
+    # completep: model.num_hidden_layers of that model
+    base_depth: int = 0
 
     def __post_init__(self):
         check_name(OPTIMIZERS, self.name, "optimizer.name")
+        self._check_scaling()
         for field in dataclasses.fields(self):
             if field.name in OPTIMIZERS and field.name != self.name:
                 require(
@@ -389,6 +397,24 @@ class OptimizerConfig:
                 "0 … 1": "decay_fraction final_fraction",
             },
         )
+
+    def _check_scaling(self) -> None:
+        needed = {"none": (), "mup": ("base_width",), "completep": ("base_width", "base_depth")}
+        for name in ("base_width", "base_depth"):
+            value = getattr(self, name)
+            if name in needed.get(self.scaling, (name,)):
+                require(
+                    value >= 1,
+                    f"optimizer.{name} = {value}: optimizer.scaling = {self.scaling!r} needs the "
+                    f"{name.removeprefix('base_')} of the model for which the learning rate was "
+                    "chosen: expected a positive number",
+                )
+            else:
+                require(
+                    value == 0,
+                    f"optimizer.{name} = {value}: optimizer.scaling = {self.scaling!r} does not "
+                    "read it: leave it out, or set optimizer.scaling",
+                )
 
 
 @dataclasses.dataclass(frozen=True)

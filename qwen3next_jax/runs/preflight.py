@@ -351,6 +351,16 @@ def find_parent(
     if digest is None:
         damage = damage or "it is being written or deleted"
     require(damage is None, f"{where}: {folder}: damaged: {damage}")
+    scalings = [
+        f"{one.scaling} (base width {one.base_width}, base depth {one.base_depth})"
+        for one in (theirs.optimizer, optimizer)
+    ]
+    require(
+        scalings[0] == scalings[1],
+        f"{where}: its optimizer.scaling is {scalings[0]}, here it is {scalings[1]}: its "
+        "parameters have the sizes of its scaling: set optimizer.scaling, base_width and "
+        "base_depth to its values",
+    )
     if train.init_state == "all":
         require(
             theirs.optimizer.name == optimizer.name,

@@ -12,6 +12,7 @@ from qwen3next_jax.common.storage import write_whole
 from qwen3next_jax.reporting.charts import Line, line_chart, table
 from qwen3next_jax.reporting.page import document
 from qwen3next_jax.runs.costs import count_costs
+from qwen3next_jax.sweeps.learning_rates import Best, best_along_x
 from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import (
     Result,
@@ -64,12 +65,13 @@ def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], ti
     sections = {
         "Findings": _findings(sweep, results, done),
         "Figures": _charts(sweep, done),
+        **_learning_rates(sweep, done),
         "Cost": _cost(sweep, results, done),
         "Points": _points(sweep, results),
         "Commands": _commands(commands),
     }
     body = "".join(
-        f'<section id="{name.lower()}"><h2>{name}</h2>{text}</section>'
+        f'<section id="{name.lower().replace(" ", "-")}"><h2>{name}</h2>{text}</section>'
         for name, text in sections.items()
     )
     return document(title, _subtitle(sweep, results, len(done)), list(sections), body)
@@ -172,6 +174,62 @@ def _metric_lines(sweep: Sweep, done: Sequence[Result], names: list[tuple[str, s
                 )
             )
     return lines
+
+
+def _learning_rates(sweep: Sweep, done: Sequence[Result]) -> dict[str, str]:
+    """Returns the section about the best learning rate along the x axis, by its title; {} for a
+    sweep without it. It is about the first main metric of which lower values are better.
+    """
+    metrics = [name for name, metric in main_metrics(done).items() if metric.better == "lower"]
+    best = best_along_x(sweep, done, metrics[0]) if metrics else {}
+    if not best:
+        return {}
+    x = sweep.x.rpartition(".")[2]
+    title = metric_title(metrics[0], main_metrics(done)[metrics[0]])
+    charts = "".join(_learning_rate_chart(title, x, label, line) for label, line in best.items())
+    sentences, rows = [], []
+    for label, line in best.items():
+        moved = line[-1].moved
+        edge = " (the best was the lowest or highest that was tried)"
+        sentences.append(
+            f"{label + ': ' if label else ''}from {x} {line[0].x} to {line[-1].x} the best "
+            f"learning rate moves by {moved:+.1f} steps of √2"
+            f"{edge if line[0].at_edge or line[-1].at_edge else ''}."
+        )
+        rows += [
+            [
+                label,
+                one.x,
+                f"{one.rate:.3g}" + (" (edge)" if one.at_edge else ""),
+                f"{one.moved:+.1f}",
+            ]
+            for one in line
+        ]
+    listed = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
+    text = table(["", x, "best learning rate", "moved, steps of √2"], rows, numeric=True)
+    return {"Learning rate": f'<ul>{listed}</ul><div class="charts">{charts}</div>{text}'}
+
+
+def _learning_rate_chart(title: str, x: str, label: str, line: Sequence[Best]) -> str:
+    """Returns the chart of a metric over the learning rate, with a line for each value of x."""
+    return line_chart(
+        title + (f" ({label})" if label else ""),
+        [
+            Line(
+                f"{x} {one.x}",
+                one.rates,
+                one.losses,
+                low=one.low,
+                high=one.high,
+                dots=True,
+                shade=i / max(len(line) - 1, 1),
+            )
+            for i, one in enumerate(line)
+        ],
+        x_label="learning rate",
+        log_x=True,
+        note="The best is the minimum of the parabola through the lowest mean and its neighbours.",
+    )
 
 
 def _cost(sweep: Sweep, results: Sequence[Result], done: Sequence[Result]) -> str:

@@ -129,14 +129,17 @@ class Parabola(NamedTuple):
         return np.polyval(self.coefficients, np.log(np.asarray(size) / self.centre))
 
     @property
+    def minimum(self) -> float:
+        """The size at the minimum; NaN if the parabola has none."""
+        c2, c1, _ = self.coefficients
+        return self.centre * math.exp(-c1 / (2 * c2)) if c2 > 0 else math.nan
+
+    @property
     def best_size(self) -> float:
         """The size with the lowest loss. NaN if the minimum is not between the sizes of the runs,
         where the runs do not tell it.
         """
-        c2, c1, _ = self.coefficients
-        if c2 <= 0:
-            return math.nan
-        size = self.centre * math.exp(-c1 / (2 * c2))
+        size = self.minimum
         return size if self.runs[0].size <= size <= self.runs[-1].size else math.nan
 
 
@@ -428,35 +431,33 @@ def parabolas(runs: Sequence[ScalingRun]) -> tuple[Parabola, ...]:
 
 
 def iso_flop(runs: Sequence[ScalingRun], resamples: int, seed: int) -> IsoFlop:
-    """Fits isoFLOP parabolas, and the line N = G C^a through their minima. Its interval is from
-    resampled residuals of the parabolas. Resamples in which fewer than two budgets have a minimum
-    are left out.
+    """Fits isoFLOP parabolas, and the line N = G C^a through those minima that lie between the
+    sizes of the runs. Its interval is from resampled residuals of these parabolas.
     """
     found = parabolas(runs)
-    exponent, factor = _line(found)
-    if math.isnan(exponent):
+    used = [parabola for parabola in found if math.isfinite(parabola.best_size)]
+    if len(used) < 2:
         return IsoFlop(found, None, math.nan)
-    used = [run for parabola in found for run in parabola.runs]
-    fitted = np.concatenate([p([run.size for run in p.runs]) for p in found])
-    residuals = _inflated(np.array([run.loss for run in used]) - fitted, 3 * len(found))
+    exponent, factor = _line(used)
+    runs = [run for parabola in used for run in parabola.runs]
+    fitted = np.concatenate([p([run.size for run in p.runs]) for p in used])
+    residuals = _inflated(np.array([run.loss for run in runs]) - fitted, 3 * len(used))
     rng = np.random.default_rng(seed)
     exponents = []
     for _ in range(resamples):
-        noise = rng.choice(residuals, len(used))
-        made = [run._replace(loss=loss) for run, loss in zip(used, fitted + noise, strict=True)]
+        noise = rng.choice(residuals, len(runs))
+        made = [run._replace(loss=loss) for run, loss in zip(runs, fitted + noise, strict=True)]
         exponents.append(_line(parabolas(made))[0])
     exponents = [value for value in exponents if math.isfinite(value)]
     return IsoFlop(found, _interval(exponent, exponents or [exponent]), factor)
 
 
 def _line(found: Sequence[Parabola]) -> tuple[float, float]:
-    """Returns a and G of N = G C^a through the minima of the parabolas; NaN if fewer than two have
-    a minimum.
-    """
-    minima = [(p.flops, p.best_size) for p in found if math.isfinite(p.best_size)]
-    if len(minima) < 2:
+    """Returns a and G of N = G C^a through the minima of the parabolas; NaN if one has none."""
+    points = np.log([(parabola.flops, parabola.minimum) for parabola in found])
+    if not np.isfinite(points).all():
         return math.nan, math.nan
-    slope, offset = np.polyfit(*np.log(np.array(minima)).T, 1)
+    slope, offset = np.polyfit(*points.T, 1)
     return float(slope), float(np.exp(offset))
 
 

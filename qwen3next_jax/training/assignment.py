@@ -27,6 +27,7 @@ from qwen3next_jax.model.parameters import Declared
 from qwen3next_jax.model.selection import Choice, choose, expand, grid
 from qwen3next_jax.training import lazy_rows
 from qwen3next_jax.training.optimizer import Scale
+from qwen3next_jax.training.scaling import scaling_factors
 
 # The most names of arrays that a line of `Assignment.lines` lists.
 NAMES_SHOWN = 4
@@ -46,6 +47,8 @@ class Assignment:
       frozen_parts: path of an array of which parts are frozen → bool array, which can be broadcast
         to the array that the main optimizer trains: whether an element is frozen.
       learning_rate_factors, weight_decays: the arguments of `optimizer.make_optimizer`.
+      start_factors: path → by what the random start values of the array are multiplied, for the
+        arrays with other factors than 1.
       lines: text for the terminal: what each entry of `train.freeze` and `optimizer.groups`
         chooses, and the number of trained parameters; () if both settings are empty.
     """
@@ -57,6 +60,7 @@ class Assignment:
     frozen_parts: Mapping[str, np.ndarray]
     learning_rate_factors: Mapping[str, Scale]
     weight_decays: Mapping[str, Scale]
+    start_factors: Mapping[str, float]
     lines: tuple[str, ...]
 
     def main(self, tree: dict) -> dict:
@@ -74,6 +78,14 @@ class Assignment:
     def of_tables(self, tree: dict) -> dict:
         """Returns the tables of `tree`, a tree of all parameters, that lazy AdamW trains."""
         return map_leaves(lambda path, leaf: leaf if path in self._table_paths else None, tree)
+
+    def scale_start(self, params: dict) -> dict:
+        """Returns the random start values `params` times their factors."""
+        return (
+            map_leaves(lambda path, leaf: leaf * self.start_factors.get(path, 1), params)
+            if self.start_factors
+            else params
+        )
 
     def frozen(self, tree: dict) -> dict:
         """Returns the arrays of `tree`, a tree of all parameters, that nothing trains."""
@@ -145,7 +157,8 @@ def assign(model: ModelConfig, freeze: Sequence[str], optimizer: OptimizerConfig
       optimizer: the settings of the optimizer.
 
     Raises:
-      UserError: an entry of `train.freeze` or `optimizer.groups` is not valid, or chooses nothing;
+      UserError: `optimizer.scaling` has no rule for the model or the optimizer;
+        an entry of `train.freeze` or `optimizer.groups` is not valid, or chooses nothing;
         the entries of `train.freeze` choose everything; a group chooses everything, only frozen
         parameters, a parameter of another group, or a table of lazy AdamW; or some of these tables
         are frozen, but not all.
@@ -182,6 +195,11 @@ def assign(model: ModelConfig, freeze: Sequence[str], optimizer: OptimizerConfig
     decays = {
         path: decay for path, decay in decays.items() if np.any(decay != optimizer.weight_decay)
     }
+    scaling = scaling_factors(model, optimizer, parameters)
+    for path in scaling.keys() & main.keys():
+        factor = scaling[path].learning_rate
+        decays[path] = decays.get(path, optimizer.weight_decay) / factor
+        factors[path] = factors.get(path, 1.0) * factor
     lines += of_groups
     if lines:
         trained = sum(Choice(~cells, parameters[path]).size for path, cells in frozen.items())
@@ -189,7 +207,15 @@ def assign(model: ModelConfig, freeze: Sequence[str], optimizer: OptimizerConfig
         lines.append(f"{trained:,} of {total:,} parameters are trained")
     frozen_paths = frozenset(path for path, cells in frozen.items() if cells.all())
     return Assignment(
-        main, tables, frozen_paths, trained_layers, frozen_parts, factors, decays, tuple(lines)
+        main,
+        tables,
+        frozen_paths,
+        trained_layers,
+        frozen_parts,
+        factors,
+        decays,
+        {path: factor.start for path, factor in scaling.items()},
+        tuple(lines),
     )
 
 

@@ -93,7 +93,7 @@ def init_state(
 
     def random_params() -> dict:
         module = Qwen3Next(model, rngs=nnx.Rngs(seed))
-        return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+        return assignment.scale_start(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
 
     shardings = state_shardings["params"]
     if params is None:

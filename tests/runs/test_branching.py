@@ -201,6 +201,11 @@ def test_the_whole_state_on_other_data(parent, change, row, anew):
             {"optimizer": {"name": "muon"}},
             "its optimizer.name is 'adamw', here it is 'muon'",
         ),
+        (
+            "{}@20",
+            {"optimizer": {"scaling": "mup", "base_width": 8}},
+            "its optimizer.scaling is none .*, here it is mup",
+        ),
         ("{}", {}, "train.steps = 30 includes the 30 steps"),
     ],
 )

@@ -18,3 +18,12 @@ def direction(
     `training.optimizer.make_optimizer`.
     """
     return optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)
+
+
+def rate_over_width(declared: Declared, of_in: float, of_out: float) -> float:
+    """Returns the factor of the learning rate of a parameter that sums over `of_in` times as many
+    inputs, and has `of_out` times as many outputs, as in a model of the base width: 1 / of_in,
+    because the elements of AdamW's direction have the same size in any model, and a product adds
+    their effects up over the inputs (2203.03466).
+    """
+    return 1 / of_in

@@ -67,6 +67,24 @@ def direction(
     )
 
 
+def rate_over_width(declared: Declared, of_in: float, of_out: float) -> float:
+    """Returns the factor of the learning rate, as `adamw.rate_over_width` does. For matrices it
+    makes the spectral norm of an update follow √(out / in) (2310.17813, condition 1); that of
+    Muon's direction follows √max(in, out).
+    """
+    if declared.kind != "matrix":
+        return adamw.rate_over_width(declared, of_in, of_out)
+
+    def size(letter):
+        return math.prod(n for n, own in zip(declared.shape, declared.letters) if own == letter)
+
+    rows, columns = size("i"), size("o")
+    if declared.parts:
+        columns = columns // declared.shape[-1] * max(_part_widths(declared, per_head=False))
+    of_norm = math.sqrt(max(rows, columns) / max(rows / of_in, columns / of_out))
+    return math.sqrt(of_out / of_in) / of_norm
+
+
 def _muon(
     config: OptimizerConfig, declared: Mapping[str, Declared], mesh: Mesh | None
 ) -> optax.GradientTransformation:

@@ -1,0 +1,152 @@
+"""Settings that models of different widths and depths share (`optimizer.scaling`): how the start
+values and the learning rate of each parameter follow the width and the depth, so that the learning
+rate that is best for a small model is about the best for a large one.
+
+m is the width over `optimizer.base_width`, and l the number of layers over `optimizer.base_depth`.
+A model of the base width and depth is trained as without scaling. For the others, the table gives
+the factors. A parameter's row follows from its declaration: from which of the dimensions that its
+product sums over (in), and which of its product's result (out), grow with the width.
+
+                       in      out     start value   AdamW's rate   Muon's rate
+    hidden matrices    grows   grows   m^-1/2        m^-1           m^-1/2
+    head, router, …    grows   –       m^-1          m^-1           –
+    embedding, …       –       grows   1             1              –
+    norms, rates, …    –       –       1             1              –
+
+"mup" (2203.03466, table 3) has these factors. "completep" (2505.01618) also divides the start value
+and the rate of the matrices that write to the residual stream by l. That paper divides the output
+of each block by l instead; for an optimizer whose update does not depend on the size of the
+gradient both are the same, and here neither the model nor its exports change. Muon's column is the
+spectral condition ‖ΔW‖ ∝ √(out / in) (2310.17813) for updates whose norm is 0.2 √max(in, out);
+what Muon leaves to AdamW has AdamW's factors.
+
+The weight decay of a parameter is divided by the factor of its rate, so that a step shrinks every
+parameter by the same share. Adam's `eps` is not scaled.
+
+All of this assumes that the width of MLPs and the numbers of heads grow with the model's width, and
+the width of a head does not.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from qwen3next_jax.common.errors import require
+from qwen3next_jax.config import ModelConfig, OptimizerConfig
+from qwen3next_jax.config.registry import OPTIMIZERS, resolve
+from qwen3next_jax.model.parameters import Declared
+
+# Logical axes whose sizes grow with the width of the model. A dimension without an axis grows if it
+# is as wide as the model.
+GROWING = (
+    "embed",
+    "embed_out",
+    "query_heads",
+    "key_value_heads",
+    "key_heads",
+    "value_heads",
+    "channels",
+    "mlp",
+    "mlp_in",
+)
+
+
+class Factors(NamedTuple):
+    """What scaling multiplies: the start value of a parameter, and its learning rate."""
+
+    start: float = 1.0
+    learning_rate: float = 1.0
+
+
+def scaling_factors(
+    model: ModelConfig, optimizer: OptimizerConfig, parameters: Mapping[str, Declared]
+) -> dict[str, Factors]:
+    """Returns path of a parameter → its factors, for the parameters with others than 1.
+
+    Args:
+      model: the settings of the model.
+      optimizer: the settings of the optimizer.
+      parameters: path → declaration.
+
+    Raises:
+      UserError: the optimizer or the model has no rule for scaling.
+    """
+    if optimizer.scaling == "none":
+        return {}
+    width = model.hidden_size / optimizer.base_width
+    depth = 1.0
+    if optimizer.scaling == "completep":
+        depth = model.num_hidden_layers / optimizer.base_depth
+    rate_over_width = _rule(model, optimizer)
+    found = {}
+    for path, parameter in parameters.items():
+        of_in, of_out = (
+            width if _grows(parameter, letter, model.hidden_size) else 1.0 for letter in "io"
+        )
+        residual = depth if _writes_to_residual(path, parameter) else 1.0
+        factors = Factors(
+            start=min(1.0, math.sqrt(of_out / of_in)) / math.sqrt(of_in) / residual,
+            learning_rate=rate_over_width(parameter, of_in, of_out) / residual,
+        )
+        if factors != Factors():
+            found[path] = factors
+    return found
+
+
+def _grows(parameter: Declared, letter: str, hidden_size: int) -> bool:
+    """Whether a dimension of the parameter with this letter (`Declared.letters`) grows with the
+    width of the model.
+    """
+    return any(
+        axis in GROWING or not axis and size == hidden_size
+        for size, axis, own in zip(parameter.shape, parameter.axes, parameter.letters)
+        if own == letter
+    )
+
+
+def _writes_to_residual(path: str, parameter: Declared) -> bool:
+    """Whether the parameter is the last matrix of a mixer or an MLP of the trunk."""
+    results = [axis for axis, own in zip(parameter.axes, parameter.letters) if own == "o"]
+    return path.startswith("layers/") and parameter.kind == "matrix" and results == ["embed"]
+
+
+def _rule(
+    model: ModelConfig, optimizer: OptimizerConfig
+) -> Callable[[Declared, float, float], float]:
+    """Returns the optimizer's function `rate_over_width`: (parameter, growth of in, growth of out)
+    → factor of the learning rate.
+
+    Raises:
+      UserError: the optimizer or the model has no rule for scaling.
+    """
+    where = f"optimizer.scaling = {optimizer.scaling!r}"
+    direction = resolve(OPTIMIZERS, optimizer.name, "optimizer.name")
+    module = importlib.import_module(direction.__module__)
+    rule = getattr(module, "rate_over_width", None)
+    require(
+        rule is not None,
+        f"{where} with optimizer.name = {optimizer.name!r}: {module.__name__} has no function "
+        "rate_over_width, so how its learning rate follows the width is not known: expected "
+        "'adamw' or 'muon', or scaling = 'none'",
+    )
+    require(
+        not model.tie_word_embeddings,
+        f"{where} with model.tie_word_embeddings: the head needs another scale than the embedding: "
+        "set model.tie_word_embeddings = False",
+    )
+    require(
+        not model.lora.rank,
+        f"{where} with model.lora: adapters are not scaled: leave one of them out",
+    )
+    require(
+        optimizer.scaling != "completep" or model.block.placement == "pre",
+        f"{where} with model.block.placement = {model.block.placement!r}: it scales what a block "
+        "adds to the residual stream, which is known for placement 'pre' alone: use 'mup'",
+    )
+    require(
+        not (optimizer.name == "muon" and optimizer.muon.per_head),
+        f"{where} with optimizer.muon.per_head: no rule is known for single heads: leave one of "
+        "them out",
+    )
+    return rule

@@ -1,0 +1,276 @@
+"""`optimizer.scaling`: the table of 2203.03466 and 2505.01618, that paper's own form of the model
+trained beside ours, and the sizes of activations over width and depth.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.trees import leaves_by_path, map_leaves
+from qwen3next_jax.config import LoRAConfig, ModelConfig, MuonConfig, OptimizerConfig
+from qwen3next_jax.config.block import BlockConfig
+from qwen3next_jax.config.registry import OPTIMIZERS
+from qwen3next_jax.model import declared
+from qwen3next_jax.runs.folder import may_change
+from qwen3next_jax.training.assignment import assign
+from qwen3next_jax.training.optimizer import make_optimizer
+from qwen3next_jax.training.scaling import Factors, scaling_factors
+from tests.models import drawn_model
+
+HEAD = 8
+# Compiling takes nearly all of the time of these tests.
+jit = functools.partial(
+    jax.jit,
+    compiler_options={
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    },
+)
+
+
+def model(width, layers=2, hybrid=True, **changes):
+    """A model whose heads and MLPs grow with its width. Without recurrent layers it compiles in a
+    fraction of the time.
+    """
+    heads = width // HEAD
+    settings = dict(
+        vocab_size=32,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        full_attention_interval=2 if hybrid else 1,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=HEAD,
+        linear_num_key_heads=heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=HEAD,
+        linear_value_head_dim=HEAD,
+        num_experts=0,
+        mtp_depth=0,
+        dtype="float32",
+        max_position_embeddings=64,
+    )
+    return ModelConfig(**settings | changes)
+
+
+def optimizer(name="adamw", scaling="completep", width=16, depth=2, **changes):
+    base = {"none": {}, "mup": {"base_width": width}}
+    base["completep"] = base["mup"] | {"base_depth": depth}
+    settings = {"learning_rate": 1e-2, "clip_norm": 0.0, "weight_decay": 0.0}
+    return OptimizerConfig(name=name, scaling=scaling, **base[scaling], **settings | changes)
+
+
+def test_at_the_base_size_nothing_changes():
+    config = model(16)
+    for name in OPTIMIZERS:
+        assert scaling_factors(config, optimizer(name), declared(config)) == {}
+        assignment = assign(config, (), optimizer(name))
+        assert not assignment.start_factors and not assignment.learning_rate_factors
+
+
+def test_factors_are_those_of_the_papers():
+    """Four times the width and twice the depth of the base."""
+    config = model(
+        64,
+        4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        mtp_depth=1,
+    )
+    parameters = declared(config)
+    adamw, muon = (
+        scaling_factors(config, optimizer(name), parameters) for name in ("adamw", "muon")
+    )
+    rows = {
+        "embedding": (Factors(), Factors()),
+        "layers/1/mixer_norm": (Factors(), Factors()),
+        "layers/0/mixer/a_log": (Factors(), Factors()),
+        "layers/0/mixer/conv_kernel": (Factors(), Factors()),
+        "head": (Factors(1 / 4, 1 / 4),) * 2,
+        "layers/0/mlp/router": (Factors(1 / 4, 1 / 4),) * 2,
+        "layers/0/mlp/shared_gate": (Factors(1 / 4, 1 / 4),) * 2,
+        "layers/0/mixer/in_proj_qkvz": (Factors(1 / 2, 1 / 4), Factors(1 / 2, 1 / 2)),
+        "layers/1/mixer/q_proj": (Factors(1 / 2, 1 / 4), Factors(1 / 2, 1 / 2)),
+        "layers/0/mlp/expert_gate_up": (Factors(1 / 2, 1 / 4), Factors(1 / 2, 1 / 2)),
+        "layers/0/mlp/expert_down": (Factors(1 / 4, 1 / 8), Factors(1 / 4, 1 / 4)),
+        "layers/0/mixer/out_proj": (Factors(1 / 4, 1 / 8), Factors(1 / 4, 1 / 4)),
+        "layers/1/mixer/o_proj": (Factors(1 / 4, 1 / 8), Factors(1 / 4, 1 / 4)),
+        "mtp/block/mixer/o_proj": (Factors(1 / 2, 1 / 4), Factors(1 / 2, 1 / 2)),
+    }
+    for path, (of_adamw, of_muon) in rows.items():
+        assert path in parameters
+        assert adamw.get(path, Factors()) == pytest.approx(of_adamw), path
+        assert muon.get(path, Factors()) == pytest.approx(of_muon), path
+    decaying = optimizer(weight_decay=0.1)
+    assignment = assign(config, (), decaying)
+    for path, factor in assignment.learning_rate_factors.items():
+        assert assignment.weight_decays[path] * factor == pytest.approx(0.1)
+
+
+def loss(graphdef, params, tokens):
+    logits = nnx.merge(graphdef, params)(tokens[:, :-1]).logits
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def tokens(seed, rows=4, length=17):
+    return jnp.asarray(np.random.default_rng(seed).integers(1, 32, (rows, length)), jnp.int32)
+
+
+@pytest.mark.slow
+def test_completep_is_the_model_of_its_paper():
+    """There the output of each block is divided by the depth and the logits by the width, and the
+    rates and start values of these matrices are not. Three steps of both, with an eps that is
+    nothing beside the gradients, from the same function.
+    """
+    config, one = model(64, 4, hybrid=False), optimizer(eps=1e-30)
+    m, l = 4, 2
+    assignment = assign(config, (), one)
+    graphdef, start = nnx.split(drawn_model(config))
+    start = assignment.scale_start(nnx.to_pure_dict(start))
+    divisors = {
+        path: l if path.endswith(("out_proj", "o_proj", "down")) else m if path == "head" else 1
+        for path in declared(config)
+    }
+
+    def divided(params, power):
+        return map_leaves(lambda path, leaf: leaf / divisors[path] ** power, params)
+
+    def trained(params, loss, factors):
+        adam = make_optimizer(one, declared(config), lambda _: 1e-2, None, factors)
+
+        @jit
+        def step(params, state, batch):
+            updates, state = adam.update(jax.grad(loss)(params, batch), state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = adam.init(params)
+        for i in range(3):
+            params, state = step(params, state, tokens(i))
+        return params
+
+    ours = trained(start, functools.partial(loss, graphdef), assignment.learning_rate_factors)
+    factors = {
+        path: assignment.learning_rate_factors.get(path, 1.0) * divisors[path] for path in divisors
+    }
+    theirs = trained(
+        divided(start, -1), lambda params, batch: loss(graphdef, divided(params, 1), batch), factors
+    )
+    theirs, start = leaves_by_path(divided(theirs, 1)), leaves_by_path(start)
+    for path, leaf in leaves_by_path(ours).items():
+        moved = np.abs(leaf - start[path]).max()
+        assert np.abs(leaf - theirs[path]).max() < 0.02 * moved + 1e-7, path
+
+
+def coordinates(config, one, steps=(1, 10)):
+    """{step: root mean squares over all elements of what the steps added to the output of the last
+    layer, before the final norm, and to the logits}.
+    """
+    assignment = assign(config, (), one)
+    graphdef, params = nnx.split(drawn_model(config))
+    params = assignment.scale_start(nnx.to_pure_dict(params))
+    updater = make_optimizer(
+        one,
+        declared(config),
+        lambda _: one.learning_rate,
+        None,
+        assignment.learning_rate_factors,
+        assignment.weight_decays,
+    )
+
+    @jit
+    def look(params):
+        out = nnx.merge(graphdef, params)(tokens(99), output_hidden_states=True)
+        return out.hidden_states[-2], out.logits
+
+    @jit
+    def step(params, state, batch):
+        updates, state = updater.update(
+            jax.grad(functools.partial(loss, graphdef))(params, batch), state, params
+        )
+        return optax.apply_updates(params, updates), state
+
+    before, state, found = look(params), updater.init(params), {}
+    for i in range(1, max(steps) + 1):
+        params, state = step(params, state, tokens(0))
+        if i in steps:
+            now = look(params)
+            found[i] = [float(jnp.sqrt(jnp.mean((a - b) ** 2))) for a, b in zip(now, before)]
+    return found
+
+
+def ratios(name, scaling, small, large):
+    """How much larger the coordinates are in the large model, [steps, coordinates]."""
+    found = [coordinates(config, optimizer(name, scaling)) for config in (small, large)]
+    return np.array([np.array(found[1][step]) / found[0][step] for step in found[0]])
+
+
+def check_width(name, hybrid):
+    """Between widths 16 and 128 what is learned stays within a factor of √8, half of the way (in
+    exponents) to the 8 by which the logits grow in the first step if every rate is kept.
+    """
+    within = ratios(name, "mup", model(16, hybrid=hybrid), model(128, hybrid=hybrid))
+    assert (within < 8**0.5).all() and (within > 8**-0.5).all(), within
+
+
+def test_activations_do_not_grow_with_the_width():
+    check_width("adamw", hybrid=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_activations_of_a_hybrid_do_not_grow_with_the_width(name):
+    check_width(name, hybrid=True)
+
+
+@pytest.mark.slow
+def test_without_scaling_activations_grow_with_the_width():
+    grown = ratios("adamw", "none", model(16), model(128))
+    assert grown[0, 1] > 8**0.5, grown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_activations_do_not_grow_with_the_depth(name):
+    within = ratios(name, "completep", model(32, 2), model(32, 16))
+    assert (within < 8**0.5).all() and (within > 8**-0.5).all(), within
+
+
+def test_what_has_no_rule_is_refused(monkeypatch):
+    def refused(message, config, one):
+        with pytest.raises(UserError, match=message):
+            scaling_factors(config, one, declared(config))
+
+    config = model(32)
+    refused(
+        "tie_word_embeddings", dataclasses.replace(config, tie_word_embeddings=True), optimizer()
+    )
+    refused("placement", dataclasses.replace(config, block=BlockConfig("post")), optimizer())
+    refused("model.lora", dataclasses.replace(config, lora=LoRAConfig(rank=2)), optimizer())
+    refused("per_head", config, optimizer("muon", muon=MuonConfig(per_head=True)))
+    monkeypatch.setitem(OPTIMIZERS, "mine", f"{__name__}:my_direction")
+    refused("rate_over_width", config, optimizer("mine"))
+    for scaling, settings, name in (
+        ("mup", {}, "base_width = 0"),
+        ("mup", {"base_width": -3}, "base_width = -3"),
+        ("completep", {"base_width": 16}, "base_depth = 0"),
+        ("mup", {"base_width": 16, "base_depth": 2}, "base_depth = 2"),
+        ("none", {"base_width": 16}, "base_width = 16"),
+    ):
+        with pytest.raises(UserError, match=name):
+            OptimizerConfig(scaling=scaling, **settings)
+    assert not may_change("config.optimizer.scaling")
+    assert not may_change("config.optimizer.base_width")
+
+
+def my_direction(config, declared, mesh):
+    return optax.scale_by_sign()

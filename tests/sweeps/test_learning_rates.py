@@ -1,0 +1,68 @@
+"""The best learning rate of a sweep, and how far it moves along the x axis."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qwen3next_jax.common.metrics import to_metric_values
+from qwen3next_jax.evals.heldout import Heldout
+from qwen3next_jax.sweeps.learning_rates import best_along_x, best_rate
+from qwen3next_jax.sweeps.points import load_sweep
+from qwen3next_jax.sweeps.report import report
+from qwen3next_jax.sweeps.results import Result
+
+ROOT = Path(__file__).parents[2]
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+METRIC = "heldout bits_per_byte"
+
+
+def loss(rate, best):
+    return 2 + 0.1 * math.log(rate / best) ** 2
+
+
+@pytest.mark.parametrize("best", [1.5e-3, 3e-3, 7.9e-3])
+def test_the_minimum_of_a_parabola_is_found_between_the_rates(best):
+    found, at_edge = best_rate(RATES, [loss(rate, best) for rate in RATES])
+    assert found == pytest.approx(best) and not at_edge
+
+
+def test_the_minimum_at_an_edge_or_beside_a_divergence_is_a_rate_that_was_tried():
+    assert best_rate(RATES, [1, 2, 3, 4, 5]) == (RATES[0], True)
+    assert best_rate(RATES, [5, 4, 3, 2, 1]) == (RATES[-1], True)
+    assert best_rate(RATES, [3, 2, 1, np.inf, np.inf]) == (RATES[2], False)
+    assert best_rate(RATES, [1.0] * 5)[1]
+    assert best_rate(RATES[:1], [1.0]) == (RATES[0], True)
+
+
+def test_a_report_says_how_far_the_best_rate_moves(tmp_path, monkeypatch):
+    """Without scaling by two octaves, four steps of √2; with it not at all."""
+    monkeypatch.chdir(ROOT)
+    mup = {"optimizer.scaling": "mup", "optimizer.base_width": 64}
+    record = {
+        "base": "configs/tiny.py",
+        "x": "model.hidden_size",
+        "axes": {
+            "scaling": {"none": {}, "mup": mup},
+            "model.hidden_size": [64, 256],
+            "optimizer.learning_rate": list(RATES),
+            "train.seed": [0, 1],
+        },
+    }
+    (tmp_path / "sweep.py").write_text(f"def get_sweep():\n    return {record!r}\n")
+    sweep = load_sweep(tmp_path / "sweep.py")
+    results = []
+    for point in sweep.points:
+        drop = point.config.optimizer.scaling == "none" and point.config.model.hidden_size == 256
+        best = 6e-3 / (4 if drop else 1)
+        value = loss(point.config.optimizer.learning_rate, best) + 0.01 * point.config.train.seed
+        name = METRIC.partition(" ")[2]
+        metrics = {METRIC: to_metric_values({name: value}, Heldout.metrics)[0]}
+        results.append(Result(point, 500, metrics, 100.0, 1.0))
+    found = best_along_x(sweep, results, METRIC)
+    assert [one.moved for one in found["scaling none"]] == pytest.approx([0, -4])
+    assert [one.moved for one in found["scaling mup"]] == pytest.approx([0, 0], abs=1e-9)
+    assert found["scaling mup"][0].high[0] - found["scaling mup"][0].low[0] == pytest.approx(0.01)
+    page = report(sweep, results, {point.name: "" for point in sweep.points}, "widths")
+    assert 'id="learning-rate"' in page and "-4.0 steps" in page
