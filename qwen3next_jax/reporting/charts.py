@@ -36,7 +36,7 @@ class Line:
     """One line of a chart.
 
     Attributes:
-      label: its name in the legend.
+      label: its name in the legend; "": it is not in the legend.
       x: increasing numbers.
       y: a number for each x; NaN leaves a gap.
       low, high: the edges of a band around y, or None for no band.

@@ -193,7 +193,7 @@ def _charts(scaling: Scaling, metric: str) -> list[str]:
         at = np.geomspace(parabola.runs[0].size, parabola.runs[-1].size, _CURVE_POINTS)
         lines.append(Line(f"{parabola.flops:.2g} FLOPs", at, parabola(at), colour=i))
         points = ([run.size for run in parabola.runs], [run.loss for run in parabola.runs])
-        lines.append(Line("measured", *points, colour=i, dots=True, joined=False))
+        lines.append(Line("", *points, colour=i, dots=True, joined=False))
     if lines:
         charts.append(
             line_chart(
