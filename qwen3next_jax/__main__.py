@@ -13,6 +13,7 @@ VERBS = {
     "eval": "evaluate a run or a Hugging Face directory",
     "generate": "continue a prompt, or chat",
     "export": "write a run as a Hugging Face directory",
+    "merge": "write the weighted mean of checkpoints as a run or an export",
     "report": "write a page with the charts of runs",
     "sweep": "run an ablation sweep and write its report",
     "scaling": "fit loss against size and tokens, and predict runs",

@@ -103,7 +103,7 @@ class Checkpoints:
         self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: tuple[int, concurrent.futures.Future] | None = None
         self._events: list[tuple[str, int, dict[str, Any]]] = []
-        # the newest valid step, and the digest of its manifest
+        # the step that was last found valid, and the digest of its manifest
         self._verified: tuple[int, str | None] | None = None
         # steps whose checkpoints were read again, and found valid, after a later one was complete
         self._reread: set[int] = set()
@@ -243,6 +243,7 @@ class Checkpoints:
             )
         if (step, actual_digest) != self._verified and (damage := self._find_damage(step)):
             raise UserError(f"{where}: damaged: {damage}")
+        self._verified = step, actual_digest  # so reading it in parts digests its files once
         try:
             state = self._read_state(where, abstract_state, partial)
         finally:  # this error replaces an error that the reader raised because files changed
@@ -356,8 +357,8 @@ class Checkpoints:
         )
         if damage := manifest.find_damage(self._frozen):
             raise UserError(f"{self._frozen}: damaged: {damage}")
-        state = read_arrays(where, trained, partial)
-        if not frozen["params"]:
+        state = read_arrays(where, trained, partial) if trained else {}
+        if not frozen:
             return state
         return join(state, read_arrays(self._frozen, frozen, partial=True))
 
@@ -507,13 +508,17 @@ def with_keys_of(restored: Any, pattern: Any) -> Any:
 
 
 def _split(state: State, frozen_paths: frozenset[str]) -> tuple[State, State]:
-    """Returns (`state` without the parameters at these paths, a state with these alone)."""
+    """Returns (`state` without the parameters at these paths, a state with these alone). A state
+    without parameters has no entry "params", because Orbax reads no empty dict.
+    """
 
     def only(frozen: bool) -> dict:
         keep = lambda path, leaf: leaf if (path in frozen_paths) == frozen else None
-        return map_leaves(keep, state["params"])
+        params = map_leaves(keep, state["params"])
+        return {"params": params} if params else {}
 
-    return state | {"params": only(False)}, {"params": only(True)}
+    others = {name: value for name, value in state.items() if name != "params"}
+    return others | only(False), only(True)
 
 
 class TrainedModel(NamedTuple):

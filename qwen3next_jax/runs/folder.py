@@ -235,7 +235,8 @@ def open_run(
     if not changes and "format" in before:
         return {}, []
     # A resumed run does not read its parent again.
-    unchanged = {name: before[name] for name in ("parent", "source", "id") if name in before}
+    kept = ("parent", "merged", "source", "id")
+    unchanged = {name: before[name] for name in kept if name in before}
     return now | unchanged | {
         "changes": before.get("changes", []) + [[*change] for change in changes]
     }, changes

@@ -75,7 +75,7 @@ def load_model(
     if (folder / "run.json").exists():
         record = read_run(folder)
         config = config_of(record, folder)
-        param_mesh = _make_mesh(
+        param_mesh = mesh_of_params(
             f"{path}: the mesh of its run does not fit these devices",
             config.model,
             mesh,
@@ -83,16 +83,7 @@ def load_model(
             devices,
         )
         model, step, identity = load_trained(folder, step, param_mesh, record)
-        copy = folder / "tokenizer"
-        data = config.data
-        if copy.exists():
-            data = dataclasses.replace(data, tokenizer=str(copy))
-        tokenizer = source_of(data).tokenizer_of(data, config.model.vocab_size)
-        if tokenizer.fingerprint != record["tokenizer"]:
-            raise UserError(
-                f"{data.tokenizer}: not the tokenizer that {path} was trained with (its "
-                "fingerprint differs from that in run.json): restore the original file"
-            )
+        tokenizer = tokenizer_of_run(folder, record)
         return LoadedModel(model, tokenizer, step, param_mesh, identity)
     if (folder / "config.json").exists():
         if step is not None:
@@ -101,7 +92,7 @@ def load_model(
             )
         tokenizer_file = folder / "tokenizer.json"
         config = read_hf_config(folder)
-        param_mesh = _make_mesh(str(path), config, mesh, MeshConfig(), devices)
+        param_mesh = mesh_of_params(str(path), config, mesh, MeshConfig(), devices)
         # The stamp is made before the weights are read. If a file changes in between, the stamp
         # does not match the new file.
         identity = stamp_hf(folder)
@@ -112,6 +103,25 @@ def load_model(
         return LoadedModel(model, tokenizer, None, param_mesh, identity)
     reason = "no such folder" if not folder.exists() else "it has neither run.json nor config.json"
     raise UserError(f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})")
+
+
+def tokenizer_of_run(folder: pathlib.Path, record: dict[str, Any]) -> Tokenizer:
+    """Loads the tokenizer of the run in `folder`. `record`: the content of its run.json.
+
+    Raises:
+      UserError: the tokenizer is not the one with which the run was trained.
+    """
+    config = config_of(record, folder)
+    copy, data = folder / "tokenizer", config.data
+    if copy.exists():
+        data = dataclasses.replace(data, tokenizer=str(copy))
+    tokenizer = source_of(data).tokenizer_of(data, config.model.vocab_size)
+    if tokenizer.fingerprint != record["tokenizer"]:
+        raise UserError(
+            f"{data.tokenizer}: not the tokenizer that {folder} was trained with (its fingerprint "
+            "differs from that in run.json): restore the original file"
+        )
+    return tokenizer
 
 
 @contextlib.contextmanager
@@ -141,7 +151,7 @@ def join_processes(launch: Launch | None, path: str | pathlib.Path) -> Iterator[
             yield
 
 
-def _make_mesh(
+def mesh_of_params(
     where: str,
     model: ModelConfig,
     user_mesh: MeshConfig | None,

@@ -9,7 +9,6 @@ import dataclasses
 import importlib
 import pathlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, require_path, as_user_error
@@ -186,7 +185,7 @@ def tokenizer_of_model(init_from: str) -> str:
     if not init_from:
         return "bytes"
     _check_is_there(init_from)
-    path, _ = _split_step(init_from)
+    path, _ = split_step(init_from)
     if is_run(init_from):
         copy, name = path / "tokenizer", read_config(path).data.tokenizer
         return str(copy) if copy.exists() else name or "bytes"
@@ -214,7 +213,7 @@ def compare_tokens(data: DataConfig, vocab_size: int, init_from: str) -> str:
     Raises:
       UserError: the data and the model are both text, and their tokenizers differ.
     """
-    path, _ = _split_step(init_from)
+    path, _ = split_step(init_from)
     ours = source_of(data).tokenizer_of(data, vocab_size)
     if (path / "run.json").exists():
         theirs = read_run(path)["tokenizer"]
@@ -253,7 +252,7 @@ def _check_packages(telemetry: TelemetryConfig) -> None:
 
 def is_run(init_from: str) -> bool:
     """Whether `train.init_from` names a run, not a Hugging Face directory."""
-    path, step = _split_step(init_from)
+    path, step = split_step(init_from)
     return step is not None or (path / "run.json").exists()
 
 
@@ -263,7 +262,7 @@ def _check_is_there(init_from: str) -> None:
     """
     where = f"train.init_from = {init_from}"
     require_path(where, init_from)
-    path, step = _split_step(init_from)
+    path, step = split_step(init_from)
     if isinstance(path, BucketPath):
         check_bucket(where, path)
     if step is not None:
@@ -285,7 +284,7 @@ def steps_of_parent(train: TrainConfig) -> int:
     if not train.init_from or train.init_state != "all":
         return 0
     require_path(f"train.init_from = {train.init_from!r}", train.init_from)
-    path, step = _split_step(train.init_from)
+    path, step = split_step(train.init_from)
     return max(complete_steps(path), default=0) if step is None else step
 
 
@@ -314,7 +313,7 @@ def find_parent(
     if not train.init_from or not restart and complete_steps(workdir):
         return None
     _check_is_there(train.init_from)
-    path, step = _split_step(train.init_from)
+    path, step = split_step(train.init_from)
     if not is_run(train.init_from):
         require(
             train.init_state == "weights",
@@ -326,35 +325,20 @@ def find_parent(
         path.resolve() != workdir.resolve(),
         f"{where}: that is the folder of this run: give another --workdir",
     )
-    record, saved = read_run(path), saved_steps(path)
+    record = read_run(path)
     theirs, theirs_id = config_of(record, path), record.get("id", "")
     recorded = read_run(workdir).get("parent", {}) if not restart and is_trained(workdir) else {}
     if step is None:
         step = recorded.get("step")
     if step is None:
-        step = _newest_complete_step(path, saved, theirs_id)
+        step = newest_complete_step(path, theirs_id)
         require(
             step is not None,
             f"{where}: it has no valid checkpoint yet (its checkpoint.every = "
             f"{theirs.checkpoint.every})",
         )
-    require(
-        step in saved,
-        f"{where}: it has no checkpoint of step {step}; saved steps: "
-        f"{', '.join(map(str, saved)) or 'none'}",
-    )
-    folder = path / "checkpoints" / str(step)
-    # The digest is read first. If another checkpoint replaces this one before `find_damage`, the
-    # digest does not match, and `restore` raises an error.
-    digest = manifest.digest(folder)
-    damage = manifest.find_damage(folder, sizes_only=True, run=theirs_id)
-    if digest is None:
-        damage = damage or "it is being written or deleted"
-    require(damage is None, f"{where}: {folder}: damaged: {damage}")
-    scalings = [
-        f"{one.scaling} (base width {one.base_width}, base depth {one.base_depth})"
-        for one in (theirs.optimizer, optimizer)
-    ]
+    digest = find_checkpoint(where, path, step, theirs_id)
+    scalings = [describe_scaling(one) for one in (theirs.optimizer, optimizer)]
     require(
         scalings[0] == scalings[1],
         f"{where}: its optimizer.scaling is {scalings[0]}, here it is {scalings[1]}: its "
@@ -382,17 +366,57 @@ def find_parent(
     return {
         "path": str(path.absolute()),
         "step": step,
-        "manifest": digest[:20],
+        "manifest": digest,
         # If older code began this run, its record of the parent has no id, so none is added here.
         **({"run": theirs_id} if theirs_id and (not recorded or "run" in recorded) else {}),
     }
 
 
-def _newest_complete_step(workdir: pathlib.Path, steps: Sequence[int], run: str) -> int | None:
-    """Returns the largest of `steps` whose checkpoint in `workdir` belongs to `run` and has files
-    of the right sizes; None if there is none.
+def describe_scaling(optimizer: OptimizerConfig) -> str:
+    """Describes `optimizer.scaling`, on which the sizes of a run's parameters depend."""
+    return (
+        f"{optimizer.scaling} (base width {optimizer.base_width}, base depth "
+        f"{optimizer.base_depth})"
+    )
+
+
+def find_checkpoint(where: str, path: pathlib.Path, step: int, run: str) -> str:
+    """Finds a checkpoint of a run. Compares only the sizes of its files with its manifest.
+
+    Args:
+      where: the first words of an error message.
+      path: the folder of the run.
+      step: the number of steps after which the checkpoint was saved.
+      run: the id of the run; "" for a run of older code.
+
+    Returns:
+      The first digits of the digest of the checkpoint's manifest, as records of parents hold them.
+
+    Raises:
+      UserError: there is no such checkpoint, or it is damaged.
     """
-    for step in reversed(steps):
+    saved = saved_steps(path)
+    require(
+        step in saved,
+        f"{where}: it has no checkpoint of step {step}; saved steps: "
+        f"{', '.join(map(str, saved)) or 'none'}",
+    )
+    folder = path / "checkpoints" / str(step)
+    # The digest is read first. If another checkpoint replaces this one before `find_damage`, the
+    # digest does not match, and `restore` raises an error.
+    digest = manifest.digest(folder)
+    damage = manifest.find_damage(folder, sizes_only=True, run=run)
+    if digest is None:
+        damage = damage or "it is being written or deleted"
+    require(damage is None, f"{where}: {folder}: damaged: {damage}")
+    return digest[:20]
+
+
+def newest_complete_step(workdir: pathlib.Path, run: str) -> int | None:
+    """Returns the newest step whose checkpoint in `workdir` belongs to `run` and has files of the
+    right sizes; None if there is none.
+    """
+    for step in reversed(saved_steps(workdir)):
         folder = workdir / "checkpoints" / str(step)
         if manifest.find_damage(folder, sizes_only=True, run=run) is None:
             return step
@@ -403,7 +427,7 @@ def describe_damaged_checkpoints(init_from: str, parent: Parent) -> str:
     """Returns a description of the damaged checkpoints of the parent that are newer than the
     checkpoint in `parent`; "" if there are none, or if `train.init_from` names a step.
     """
-    path, step = _split_step(init_from)
+    path, step = split_step(init_from)
     if step is not None:
         return ""
     damages = {
@@ -416,7 +440,7 @@ def describe_damaged_checkpoints(init_from: str, parent: Parent) -> str:
     )
 
 
-def _split_step(init_from: str) -> tuple[pathlib.Path, int | None]:
+def split_step(init_from: str) -> tuple[pathlib.Path, int | None]:
     """Splits RUN@STEP into (RUN, STEP). Without @STEP, or if a folder is called RUN@STEP, the
     second value is None.
     """

@@ -1,0 +1,120 @@
+"""Merges checkpoints: writes the weighted mean of their parameters as a new run.
+
+    qwen3next merge runs/a@100 runs/a@150 runs/a@200 --out=runs/merged [--weights=1-sqrt]
+    [--mesh=data=8]
+
+    qwen3next merge runs/a@200 runs/b@200 --out=exported --export [--dtype=bfloat16]
+
+RUN alone is the newest checkpoint of a run. The new run has the configuration, the optimizer state,
+the step and the data of the last checkpoint: `train --config=… --workdir=runs/merged` continues it,
+and --config.train.init_from=runs/merged begins a run with its parameters. With --export the mean is
+written as a Hugging Face directory instead.
+
+The decays linear, cosine and 1-sqrt weigh the checkpoints of a run of constant learning rate so
+that they stand in for a decay of the rate from the first checkpoint to the last (WSM, 2507.17634;
+docs/adapting.md).
+"""
+
+import dataclasses
+
+from absl import flags
+
+from qwen3next_jax.commands import cli
+from qwen3next_jax.common import digests
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.installation import shell_command
+from qwen3next_jax.common.storage import to_path
+from qwen3next_jax.config import MeshConfig
+
+ARGUMENTS = "RUN@STEP …"
+
+
+def main(names: list[str]) -> int:
+    if not names:
+        raise UserError("no checkpoints given: expected RUN@STEP RUN@STEP …")
+    if not _out.value:
+        raise UserError("--out is missing: expected the folder to write, such as --out=runs/merged")
+    if _dtype.value and not _export.value:
+        raise UserError("--dtype: the parameters of a run stay float32: add --export, or omit it")
+    out, sizes = to_path(_out.value, "--out="), cli.read_mesh(_mesh.value)
+    launch = get_launch()
+    cli.enable_compilation_cache()
+    # Imported here, so that the user learns of a wrong flag before JAX loads.
+    from qwen3next_jax.interop.writing import require_new
+    from qwen3next_jax.runs import merging
+    from qwen3next_jax.runs.load import join_processes, mesh_of_params
+    from qwen3next_jax.sharding.mesh import single_device_mesh
+
+    if _export.value:
+        require_new(out)
+    else:
+        merging.require_new_run(out)
+    sources = merging.find_sources(names)
+    weights = merging.merge_weights(_weights.value, [source.step for source in sources])
+    last = sources[-1]
+    with join_processes(launch, last.folder):
+        mesh = mesh_of_params(
+            f"{last.folder}: the mesh of its run does not fit these devices",
+            last.config.model,
+            MeshConfig(**sizes) if sizes else None,
+            last.config.parallel.mesh,
+            None,
+        )
+        mesh = mesh or single_device_mesh()
+        for source, weight in zip(sources, weights, strict=True):
+            print(f"{weight:8.4f} × {source.folder} after step {source.step}")
+        if _export.value:
+            _write_export(sources, weights, mesh, out)
+            next_command = f"{shell_command('generate')} --model={_out.value} --prompt='def '"
+        else:
+            merging.write_merged_run(sources, weights, mesh, out)
+            next_command = f"{shell_command('eval')} --workdir={_out.value}"
+        print(f"{_out.value}: merged {len(sources)} checkpoints; next: {next_command}")
+    return 0
+
+
+def _write_export(sources, weights, mesh, out) -> None:
+    """Writes the mean as a Hugging Face directory, in the form of the one that the last run began
+    with. The arguments are those of `merging.write_merged_run`.
+    """
+    from flax import nnx
+
+    from qwen3next_jax.interop.huggingface import save_hf
+    from qwen3next_jax.interop.source import config_for_export
+    from qwen3next_jax.runs import merging
+    from qwen3next_jax.runs.load import tokenizer_of_run
+    from qwen3next_jax.runs.origin import find_origin
+    from qwen3next_jax.training.state import abstract_model
+
+    last = sources[-1]
+    origin = find_origin(last.folder)
+    tokenizer = tokenizer_of_run(last.folder, last.record)
+    state = merging.merged_state(sources, weights, mesh, whole=False)
+    graphdef, _ = abstract_model(last.config.model)
+    model = nnx.merge(graphdef, state["params"])
+    model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
+    model.config = config_for_export(model.config, None, origin.directory, origin.form)
+    has_source = origin.directory is not None and origin.directory.is_dir()
+    save_hf(
+        model,
+        out,
+        tokenizer,
+        dtype=_dtype.value,
+        identity=digests.sha256_json([[s.digest for s in sources], [float(w) for w in weights]]),
+        source=origin.directory if has_source else None,
+    )
+
+
+_out = flags.DEFINE_string("out", None, "new folder to write")
+_weights = flags.DEFINE_string(
+    "weights",
+    "uniform",
+    "uniform; a decay (linear, cosine or 1-sqrt), for checkpoints in the order of training; or a "
+    "number for each checkpoint, such as 1,2,1: their ratios",
+)
+_export = flags.DEFINE_bool("export", False, "write a Hugging Face directory instead of a run")
+_dtype = flags.DEFINE_enum(
+    "dtype", None, ["float32", "bfloat16"], "of the weights of an export, as for qwen3next export"
+)
+_mesh = cli.define_mesh_flag()
+get_launch = cli.define_launch_flags()
