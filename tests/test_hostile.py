@@ -20,7 +20,8 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.data.tokens import ByteTokenizer, load_tokenizer
 from qwen3next_jax.inference.sampling import Sampling, log_probabilities
-from qwen3next_jax.inference.chat import ChatTemplate, end_tokens
+from qwen3next_jax.data.chat_template import ChatTemplate
+from qwen3next_jax.inference.end_tokens import end_tokens
 from qwen3next_jax.interop.checksums import verify_hf
 from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config
 from qwen3next_jax.interop.huggingface import check_hf
@@ -269,7 +270,7 @@ def test_a_chat_template_gives_text_or_one_line(tmp_path_factory, template, spec
     fields = {"chat_template": several if listed else template, "eos_token": special}
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
     messages = [{"role": "user", "content": "hello"}]
-    text = result_or_refusal(lambda: ChatTemplate(folder)(messages))
+    text = result_or_refusal(lambda: ChatTemplate.of_folder(folder, "").prompt(messages))
     assert text is None or 0 < len(text) <= 1 << 20
 
 

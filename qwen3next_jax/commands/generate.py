@@ -37,7 +37,8 @@ def main() -> int:
         )
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.inference import speculative
-    from qwen3next_jax.inference.chat import ChatTemplate, end_tokens
+    from qwen3next_jax.data.chat_template import ChatTemplate
+    from qwen3next_jax.inference.end_tokens import end_tokens
 
     if _speculative.value:
         speculative.check_drafts(config, _speculative.value)
@@ -47,7 +48,10 @@ def main() -> int:
         )
     folder = to_path(_model.value)
     template = (
-        ChatTemplate(folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder)
+        ChatTemplate.of_folder(
+            folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder,
+            "a model that was not trained to chat has none; use --prompt",
+        )
         if _chat.value
         else None
     )
@@ -90,7 +94,7 @@ def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
                 capacity = _cache_capacity(needed, model.config.context_length)
                 return _answer(model, tokenizer, text, request | {"min_cache_length": capacity})
 
-            _chat_loop(template, answer)
+            _chat_loop(template.prompt, answer)
         elif _samples.value == 1:
             _answer(model, tokenizer, text, request, echo=text)
         else:

@@ -172,13 +172,15 @@ def _verify_prepared(
     path: pathlib.Path, folders: list[pathlib.Path], manifests: list[pathlib.Path]
 ) -> Iterator[Finding]:
     from qwen3next_jax.data.store import Store
-    from qwen3next_jax.data.units import find_unit, open_unit
+    from qwen3next_jax.data.units import find_unit, open_unit, open_weights
 
     store = Store(path)
     for manifest in manifests:
         damage = None
         try:
-            open_unit(store, find_unit(store, manifest.stem))
+            unit = find_unit(store, manifest.stem)
+            open_unit(store, unit)
+            open_weights(store, unit)
         except UserError as error:
             damage = str(error)
         yield str(manifest.relative_to(path)), damage

@@ -70,6 +70,11 @@ class DataConfig:
     # the name of the field (of JSON records) or column (of .parquet and .arrow files) that holds
     # the text; one name for all globs of data.path, or a comma-separated name for each
     text_field: str = "text"
+    # the name of the field of JSON records that holds the messages of a conversation, such as
+    # "messages": the tokenizer's chat template writes them, and the loss counts what the assistant
+    # says (docs/data.md); one name for all globs of data.path, or a comma-separated name for each,
+    # empty for a glob of texts; "": all globs are texts
+    messages_field: str = ""
     # what to do with a document that is not UTF-8: end the run, skip the document, or replace each
     # wrong byte by U+FFFD
     on_bad_text: Literal["stop", "skip", "replace"] = "stop"
@@ -138,13 +143,30 @@ class DataConfig:
             f"data.text_field = {self.text_field!r} names {len(self.text_fields)} fields for "
             f"{globs} globs in data.path: expected one for all, or one each",
         )
+        require(
+            len(self.messages_fields) == max(globs, 1),
+            f"data.messages_field = {self.messages_field!r} names {len(self.messages_fields)} "
+            f"fields for {globs} globs in data.path: expected one for all, or one each",
+        )
+        require(
+            bool(globs) or not any(self.messages_fields),
+            f"data.messages_field = {self.messages_field!r} without data.path: expected the files "
+            "that hold the conversations",
+        )
 
     @property
     def text_fields(self) -> tuple[str, ...]:
         """The text field of each glob."""
-        fields = tuple(field.strip() for field in self.text_field.split(","))
-        globs = max(len(self.globs), 1)
-        return fields if len(fields) > 1 else fields * globs
+        return self._for_each_glob(self.text_field)
+
+    @property
+    def messages_fields(self) -> tuple[str, ...]:
+        """The field of the messages in each glob; "" for a glob of texts."""
+        return self._for_each_glob(self.messages_field)
+
+    def _for_each_glob(self, names: str) -> tuple[str, ...]:
+        fields = tuple(field.strip() for field in names.split(","))
+        return fields if len(fields) > 1 else fields * max(len(self.globs), 1)
 
     @property
     def globs(self) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ def find(
     Raises:
       UserError: the folder is damaged, or holds the rows of another source.
     """
-    if tokenizer.parse_tokens or source.bad_records != "stop":
+    if tokenizer.parse_tokens or source.bad_records != "stop" or source.chat:
         return None  # format 1 does not have these settings
     wanted = {"tokenizer": tokenizer.fingerprint, "files": len(source.files)}
     wanted |= dataclasses.asdict(recipe)

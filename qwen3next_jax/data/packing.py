@@ -19,7 +19,8 @@ _BUFFERED_TOKENS = 1 << 24
 class Documents(NamedTuple):
     """Consecutive documents of one unit: D documents with N tokens."""
 
-    tokens: np.ndarray  # unsigned [N], one document after the other, each with its end token
+    # [N], one document after the other, each with its end token; of any dtype (`rows.token_dtype`)
+    tokens: np.ndarray
     ends: np.ndarray  # int64 [D], number of tokens up to the end of each document, inclusive
     unit: int  # index of the unit from which they come
     records: np.ndarray  # int64 [D], number of each document's record in its unit
@@ -30,7 +31,7 @@ class Rows(NamedTuple):
     have at most T tokens in total.
     """
 
-    tokens: np.ndarray  # unsigned [N]; each piece is a slice of this array
+    tokens: np.ndarray  # [N]; each piece is a slice of this array
     ends: np.ndarray  # int64 [R], number of pieces up to the end of each row, inclusive
     starts: np.ndarray  # int64 [P], index in `tokens` of each piece's first token
     lengths: np.ndarray  # int64 [P], number of tokens of each piece, 1 … T
@@ -56,13 +57,23 @@ class Packer:
       row_length: T, number of tokens of a row.
       seed: seed of the order of pieces and rows.
       buffered_tokens: number of tokens that are collected before rows are packed; at least 16 T.
+      keep_whole: whether every document is one piece. Then a document of more than T tokens loses
+        those after its first T, and rows may end with more padding.
 
     Attributes:
-      cut_documents: number of documents that were split into more than one piece.
+      cut_documents: number of documents that were split into more than one piece or lost tokens.
+      dropped_tokens: number of tokens that documents lost.
     """
 
-    def __init__(self, row_length: int, seed: int, buffered_tokens: int = _BUFFERED_TOKENS):
+    def __init__(
+        self,
+        row_length: int,
+        seed: int,
+        buffered_tokens: int = _BUFFERED_TOKENS,
+        keep_whole: bool = False,
+    ):
         self._row_length = row_length
+        self._keep_whole = keep_whole
         self._random = np.random.default_rng(seed)
         self._capacity = max(buffered_tokens, 16 * row_length)
         self._tokens: list[np.ndarray] = []  # the buffered tokens, in several arrays
@@ -70,6 +81,7 @@ class Packer:
         self._pieces: list[_Pieces] = []
         self._buffered = 0
         self.cut_documents = 0
+        self.dropped_tokens = 0
 
     def add(self, documents: Documents) -> Iterator[Rows]:
         """Adds documents. Packs and yields rows whenever enough tokens are buffered."""
@@ -100,7 +112,13 @@ class Packer:
     def _add(self, documents: Documents) -> None:
         """Buffers documents, cut into pieces of at most T tokens."""
         sizes = np.diff(documents.ends, prepend=0)
-        counts = -(-sizes // self._row_length)  # number of pieces of each document
+        if self._keep_whole:
+            kept = np.minimum(sizes, self._row_length)
+            self.cut_documents += int((kept < sizes).sum())
+            self.dropped_tokens += int((sizes - kept).sum())
+            counts = np.ones_like(sizes)
+        else:
+            counts = -(-sizes // self._row_length)  # number of pieces of each document
         number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         before = number * self._row_length  # tokens of the document before each piece
         whole = counts == 1
@@ -176,7 +194,7 @@ class Packer:
             while gap and pool:
                 piece = pool.pop_longest(gap)
                 if piece is None:
-                    if gap <= _LARGEST_GAP * self._row_length:
+                    if self._keep_whole or gap <= _LARGEST_GAP * self._row_length:
                         break
                     piece = pool.pop_longest(self._row_length)
                     self.cut_documents += whole[piece]

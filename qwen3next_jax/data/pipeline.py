@@ -18,6 +18,7 @@ from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config import DataConfig, ModelConfig
 from qwen3next_jax.config.registry import DATA_SOURCES, resolve
 from qwen3next_jax.data import preparation, readers
+from qwen3next_jax.data.conversations import open_chat
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
 from qwen3next_jax.data.rows import PackedRow
 from qwen3next_jax.data.sources import Source
@@ -25,9 +26,10 @@ from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 
 # The arrays of a batch, or of one row (then without the axis B_local, the rows of this process):
 # "tokens", "segment_ids": int32 [B_local, T]. Rows of synthetic tasks also have "target_mask": bool
-# [B_local, T], the tokens that count as targets; in rows of text all tokens count. Recorded rows
-# also have "expert_ids": int16 [B_local, T, layers, experts per token], the experts that the tokens
-# use.
+# [B_local, T], the tokens that count as targets; in rows of text all tokens count. If a glob holds
+# conversations, rows have "loss_weights": float32 [B_local, T], the weight of the loss with which
+# each token is predicted. Recorded rows also have "expert_ids": int16 [B_local, T, layers, experts
+# per token], the experts that the tokens use.
 Batch = dict[str, np.ndarray]
 
 _ENDLESS = 2**62  # rows
@@ -260,6 +262,8 @@ class TextData(Data):
         self._pool = None
         if is_bucket(config.prepared_dir):
             self._pool = concurrent.futures.ThreadPoolExecutor(_ROWS_AT_ONCE, "rows")
+        if any(p.rows[TRAIN].table.weighted for p in self._prepared):
+            self.kinds = Data.kinds | {"loss_weights": np.float32}
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
         self._weights = config.weights or tuple(float(len(p.rows[TRAIN])) for p in self._prepared)
@@ -292,7 +296,10 @@ class TextData(Data):
         sampled = [self.row(i) for i in [*range(_SAMPLED_ROWS), *spread]]
         sampled += [self.heldout_row(i) for i in range(min(_SAMPLED_ROWS, self.heldout_rows))]
         arrays = [row[name] for row in sampled for name in ("tokens", "segment_ids")]
-        return digests.sha256(b"".join(a.astype("<i4").tobytes() for a in arrays))
+        data = b"".join(a.astype("<i4").tobytes() for a in arrays)
+        if "loss_weights" in self.kinds:
+            data += b"".join(row["loss_weights"].astype("<f4").tobytes() for row in sampled)
+        return digests.sha256(data)
 
     @staticmethod
     def tokenizer_of(config: DataConfig, vocab_size: int | None) -> Tokenizer:
@@ -306,6 +313,7 @@ class TextData(Data):
             "path",
             "weights",
             "text_field",
+            "messages_field",
             "on_bad_text",
             "bad_records",
             "bad_records_limit",
@@ -320,7 +328,7 @@ class TextData(Data):
         find_sources(config, load_tokenizer(config.tokenizer, vocab_size, config.parse_tokens))
 
     def row(self, index: int) -> Batch:
-        return _text_row(self._stream[index][1])
+        return self._text_row(self._stream[index][1])
 
     def _read_rows(self, indices: Sequence[int]) -> list[Batch]:
         return (
@@ -329,7 +337,14 @@ class TextData(Data):
 
     def heldout_row(self, index: int) -> Batch:
         source, row = self._heldout_order[index].tolist()
-        return _text_row(self._prepared[source].rows[HELDOUT][row])
+        return self._text_row(self._prepared[source].rows[HELDOUT][row])
+
+    def _text_row(self, row: PackedRow) -> Batch:
+        found = {"tokens": row.tokens, "segment_ids": row.segment_ids}
+        if "loss_weights" in self.kinds:
+            is_text = row.loss_weights is None
+            found["loss_weights"] = row.segment_ids > 0 if is_text else row.loss_weights
+        return found
 
     def heldout(
         self, rows: int | None = None, share: Sequence[int] | None = None
@@ -342,7 +357,9 @@ class TextData(Data):
 
     def describe(self) -> dict[str, Any]:
         """Returns facts about the data. The entries `documents`, `cut_documents`, `bytes` (of UTF-8
-        text), `tokens` and `padding_share` count training and held-out rows together.
+        text), `tokens`, `ignored_tokens` (with the loss weight 0, whose text `bytes` leaves out),
+        `dropped_tokens` (of conversations longer than a row) and `padding_share` count training
+        and held-out rows together.
         """
         parts = [
             {
@@ -359,10 +376,14 @@ class TextData(Data):
         ]
         total = _totals(self._prepared)
         bad = sum(sum(p.bad.values()) for p in self._prepared)
+        counted = total["tokens"] - total["ignored_tokens"]
+        share = ""
+        if total["ignored_tokens"]:
+            share = f" ({counted / total['tokens']:.0%} in the loss)"
         return {
-            "title": f"{total['documents']:,} documents, {total['tokens']:,} tokens"
+            "title": f"{total['documents']:,} documents, {total['tokens']:,} tokens{share}"
             + f", {bad:,} bad records" * (bad > 0),
-            "bits_per_nat": total["tokens"] / total["bytes"] / math.log(2),
+            "bits_per_nat": counted / total["bytes"] / math.log(2) if total["bytes"] else None,
             "fingerprint": self.fingerprint,
             "sequence_length": self.sequence_length,
             **total,
@@ -387,16 +408,15 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
                 config.on_bad_text,
                 config.bad_records,
                 config.bad_records_limit,
+                chat=open_chat(messages, config.tokenizer, tokenizer) if messages else None,
             ),
             tokenizer,
             config.prepared_dir,
         )
-        for glob, field in zip(config.globs or ("",), config.text_fields, strict=True)
+        for glob, field, messages in zip(
+            config.globs or ("",), config.text_fields, config.messages_fields, strict=True
+        )
     ]
-
-
-def _text_row(row: PackedRow) -> Batch:
-    return {"tokens": row.tokens, "segment_ids": row.segment_ids}
 
 
 def _totals(prepared: list[Prepared]) -> dict:
@@ -407,15 +427,18 @@ def _totals(prepared: list[Prepared]) -> dict:
             for split in splits or (TRAIN, HELDOUT)
         )
 
+    stored = total("tokens") - total("dropped")
     return {
         "documents": total("documents"),
         "heldout_documents": total("documents", HELDOUT),
         "cut_documents": total("cut_documents"),
         "bytes": total("text_bytes"),
         "tokens": total("tokens"),
+        "ignored_tokens": total("ignored"),
+        "dropped_tokens": total("dropped"),
         "rows": total("rows", TRAIN),
         "heldout_rows": total("rows", HELDOUT),
-        "padding_share": total("padding") / (total("tokens") + total("padding")),
+        "padding_share": total("padding") / (stored + total("padding")),
     }
 
 

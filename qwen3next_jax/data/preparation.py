@@ -57,7 +57,7 @@ class Corpus:
     @property
     def digest(self) -> str:
         """Digest of all tokens and all `units.DOCUMENT` entries, in their order."""
-        return digests.sha256_json([unit.content for unit in self.units])
+        return digests.sha256_json([unit.identity for unit in self.units])
 
     @property
     def filled(self) -> list[Unit]:
@@ -241,7 +241,14 @@ def tokenize(
     cache = DigestCache(store, source)
     parts = [(i, part) for i, file in enumerate(source.files) for part in readers.parts(file)]
     jobs = [
-        Job(source.files[i], part, source.text_field, source.on_bad_text, source.bad_records)
+        Job(
+            source.files[i],
+            part,
+            source.text_field,
+            source.on_bad_text,
+            source.bad_records,
+            chat=source.chat,
+        )
         for i, part in parts
     ]
     found = _finished_units(range(len(jobs)), jobs, cache, tokenizer, store)
@@ -387,6 +394,7 @@ def _corpus_name(source: Source, tokenizer: Tokenizer) -> str:
         source.bad_records,
         tokenizer.fingerprint,
         sorted(tokenizer.parse_tokens),
+        *([source.chat.identity] if source.chat else []),
     ]
     return f"corpora/{digests.sha256_json(key)[:20]}.json"
 
@@ -455,7 +463,7 @@ def pack(
     Raises:
       UserError: prepared data that are damaged.
     """
-    found = row_groups.groups(corpus.filled, divided)
+    found = row_groups.groups(corpus.filled, divided, keep_whole=corpus.source.chat is not None)
     missing = [
         i
         for i, group in enumerate(found)
@@ -557,7 +565,10 @@ def _divide(
         "on and to hold out; expected at least 2 tokens",
     )
     kept = len(own) - min(heldout, len(own) - 1)
-    return Divided(number, document, kept, int(tokenizer.token_bytes[own[:kept]].sum()))
+    counted = own[:kept]
+    if (weights := units.open_weights(store, filled[number])) is not None:
+        counted = counted[weights[start : start + kept] > 0]
+    return Divided(number, document, kept, int(tokenizer.token_bytes[counted].sum()))
 
 
 def _open_rows(

@@ -107,6 +107,7 @@ def index_name(
                 source.text_field,
                 source.on_bad_text,
                 source.bad_records,
+                *([source.chat.identity] if source.chat else []),
             ]
         )
     key = {
@@ -148,6 +149,7 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
             {
                 "fingerprint": one.fingerprint,
                 "dtype": table.dtype,
+                **({"weighted": True} if table.weighted else {}),
                 "statistics": {side: dataclasses.asdict(s) for side, s in one.statistics.items()},
                 "bad": dict(one.bad),
                 "bad_places": list(one.bad_places),
@@ -201,6 +203,7 @@ def _read_source(
             root=store.path("rows"),
             split=side,
             dtype=header["dtype"],
+            weighted=header.get("weighted", False),
             shard_ends=arrays[f"{i}.{side}.shard_ends"],
             rows=arrays[f"{i}.{side}.rows"],
             sizes=files[:, 0],

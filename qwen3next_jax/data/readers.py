@@ -26,7 +26,7 @@ from etils import epath
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, error_message, warn
-from qwen3next_jax.data import token_files
+from qwen3next_jax.data import conversations, token_files
 from qwen3next_jax.data.sources import Source, SourceFile, content_digest, is_remote
 
 # Larger files are tokenized in several parts. Several workers can then tokenize one file, and when
@@ -50,7 +50,9 @@ class Record(NamedTuple):
     # number, from 0, of the line (JSON lines), element (JSON array) or row in the part; 0 in text
     # files
     number: int
-    text: str | None  # always encodable as UTF-8; None if the line is blank or the record left out
+    # always encodable as UTF-8; None if the line is blank or the record left out; the messages of a
+    # conversation are JSON
+    text: str | None
     position: int  # number of bytes of the part read so far
 
 
@@ -214,6 +216,31 @@ def read_part(file: SourceFile, part: Part, text_field: str, bad: "BadRecords") 
     read = _READERS.get(kind(file), _read_text)
     with _readable(file.path):
         yield from read(file, part, text_field, bad)
+
+
+def read_conversations(
+    file: SourceFile, part: Part, messages_field: str, bad: "BadRecords"
+) -> Iterator[Record]:
+    """Yields the records of a part of a JSON file, each with its messages as
+    `conversations.as_text` writes them. The messages are a conversation
+    (`conversations.find_fault`).
+
+    Raises:
+      UserError: the file is no JSON file, or the file or a record cannot be read.
+    """
+    read = _READERS.get(kind(file))
+    if read not in (_read_json, _read_json_lines):
+        raise UserError(
+            f"{file.path}: data.messages_field = {messages_field!r} reads conversations from "
+            ".jsonl and .json files: expected such a file"
+        )
+    with _readable(file.path):
+        yield from read(file, part, messages_field, bad, messages=True)
+
+
+def place(file: SourceFile, part: Part, record: int) -> "_Place":
+    """Returns the place of a record of a part, which `str` describes for messages."""
+    return _Place(file, part, record)
 
 
 @contextlib.contextmanager
@@ -388,8 +415,11 @@ def _read_text(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -
 
 
 def _read_json_lines(
-    file: SourceFile, part: Part, text_field: str, bad: BadRecords
+    file: SourceFile, part: Part, field: str, bad: BadRecords, messages: bool = False
 ) -> Iterator[Record]:
+    """Yields the records of JSON lines, with the text in `field`; or, if `messages` is true, with
+    the messages in it.
+    """
     with file.path.open("rb") as raw:
         raw.seek(part.start)
         stream, is_compressed = _decompressed(raw, file)
@@ -404,7 +434,7 @@ def _read_json_lines(
                 where = _Place(file, part, number)
                 text = _decoded(line, bad, where, offset)
                 if text is not None:
-                    text = _json_text(text.removeprefix("\ufeff"), text_field, bad, where)
+                    text = _json_text(text.removeprefix("\ufeff"), field, bad, where, messages)
                 offset += len(line)
                 del line  # frees memory: a line may be large
                 position = raw.tell() if is_compressed else offset
@@ -434,14 +464,18 @@ def _ending(file: SourceFile) -> str:
     return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else ""
 
 
-def _read_json(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
-    """Reads a .json file, which holds either JSON lines or one array of records."""
+def _read_json(
+    file: SourceFile, part: Part, field: str, bad: BadRecords, messages: bool = False
+) -> Iterator[Record]:
+    """Reads a .json file, which holds either JSON lines or one array of records, as
+    `_read_json_lines` does.
+    """
     with file.path.open("rb") as raw:
         stream, is_compressed = _decompressed(raw, file)
         try:
             first = stream.read(1 << 12)
             if first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
-                yield from _read_array(file, part, first + stream.read(), text_field, bad)
+                yield from _read_array(file, part, first + stream.read(), field, bad, messages)
                 return
         except _DECOMPRESSION_ERRORS as error:
             if not is_compressed:
@@ -449,11 +483,11 @@ def _read_json(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -
             what = f"damaged {_ending(file)} file ({error_message(error)})"
             bad.leave_out(0, _Place(file, part, 0), "damaged compression", what)
             return
-    yield from _read_json_lines(file, part, text_field, bad)
+    yield from _read_json_lines(file, part, field, bad, messages)
 
 
 def _read_array(
-    file: SourceFile, part: Part, data: bytes, text_field: str, bad: BadRecords
+    file: SourceFile, part: Part, data: bytes, field: str, bad: BadRecords, messages: bool
 ) -> Iterator[Record]:
     where = _Place(file, part, 0)
     content = _decoded(data, bad, where)
@@ -470,7 +504,7 @@ def _read_array(
             what = f"not JSON from element {number + 1} of the array on ({error})"
             bad.leave_out(number, where, "broken JSON", what)
             return
-        text = _json_text(content[found.start(1) : end], text_field, bad, where)
+        text = _json_text(content[found.start(1) : end], field, bad, where, messages)
         number, position = number + 1, end
         yield Record(number - 1, text, file.size * end // len(content))
     if not found:
@@ -481,7 +515,7 @@ def _read_array(
 _NEXT_ELEMENT = re.compile(r"\s*(?:,\s*)?([^\s,])")
 
 
-def _json_text(line: str, field: str, bad: BadRecords, where: _Place) -> str | None:
+def _json_text(line: str, field: str, bad: BadRecords, where: _Place, messages: bool) -> str | None:
     if not line.strip():
         return None
     try:
@@ -492,11 +526,18 @@ def _json_text(line: str, field: str, bad: BadRecords, where: _Place) -> str | N
     if field not in record:
         what = (
             f"no field {field!r}{did_you_mean(field, record)}; it has "
-            f"{', '.join(map(repr, record)) or 'none'}; name the right one with data.text_field"
+            f"{', '.join(map(repr, record)) or 'none'}; name the right one with "
+            f"data.{'messages_field' if messages else 'text_field'}"
         )
         bad.leave_out(where.number, where, "no such field", what)
         return None
-    return _checked(record[field], bad, dataclasses.replace(where, field=field))
+    value, where = record[field], dataclasses.replace(where, field=field)
+    if messages:
+        if fault := conversations.find_fault(value):
+            bad.leave_out(where.number, where, "no conversation", fault)
+            return None
+        value = conversations.as_text(value)
+    return _checked(value, bad, where)
 
 
 def _read_parquet(

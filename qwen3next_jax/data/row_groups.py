@@ -15,9 +15,9 @@ from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.data import store as stores
 from qwen3next_jax.data.packing import Documents, Packer, Rows
-from qwen3next_jax.data.rows import RowWriter
+from qwen3next_jax.data.rows import RowWriter, token_dtype
 from qwen3next_jax.data.store import Store
-from qwen3next_jax.data.units import Unit, open_unit
+from qwen3next_jax.data.units import Unit, open_unit, open_weights
 
 _FORMAT = 2  # raise it when the same units no longer give the same rows
 METADATA = "metadata.json"
@@ -48,11 +48,14 @@ class Statistics:
     """Counts over one split of a source."""
 
     documents: int = 0
-    cut_documents: int = 0  # documents that were split into more than one piece
-    text_bytes: int = 0  # of UTF-8 text
+    # documents that were split into more than one piece, or lost their end
+    cut_documents: int = 0
+    text_bytes: int = 0  # of UTF-8 text, without that of the `ignored` tokens
     tokens: int = 0  # including one end-of-document token per document
     rows: int = 0
     padding: int = 0  # tokens of padding
+    ignored: int = 0  # tokens with the loss weight 0
+    dropped: int = 0  # tokens at the ends of documents that are longer than a row
 
     def __add__(self, other: "Statistics") -> "Statistics":
         mine, others = dataclasses.astuple(self), dataclasses.astuple(other)
@@ -86,6 +89,7 @@ class Group:
     first: int  # index of the first unit, among the units of the source that hold documents
     units: tuple[Unit, ...]
     divided: Divided | None  # its `unit` is the index in the group
+    keep_whole: bool = False  # whether no document is cut: a long one loses its end
 
     @property
     def tokens(self) -> int:
@@ -96,13 +100,19 @@ class Group:
         """The number of bytes of one token."""
         return np.dtype(self.units[0].dtype).itemsize
 
+    @property
+    def weighted(self) -> bool:
+        """Whether a unit has loss weights."""
+        return any(unit.weights for unit in self.units)
 
-def groups(units: Sequence[Unit], divided: Divided | None) -> list[Group]:
+
+def groups(units: Sequence[Unit], divided: Divided | None, keep_whole: bool = False) -> list[Group]:
     """Returns the groups of a source's units, in the order of the units.
 
     Args:
       units: the units of the source that hold documents.
       divided: the divided document of the source; None if there is none.
+      keep_whole: as in `Group`.
     """
     found, first, tokens = [], 0, 0
     for i, unit in enumerate(units):
@@ -110,7 +120,7 @@ def groups(units: Sequence[Unit], divided: Divided | None) -> list[Group]:
         if tokens >= _GROUP_TOKENS or i + 1 == len(units):
             inside = divided is not None and first <= divided.unit <= i
             own = dataclasses.replace(divided, unit=divided.unit - first) if inside else None
-            found.append(Group(first, tuple(units[first : i + 1]), own))
+            found.append(Group(first, tuple(units[first : i + 1]), own, keep_whole))
             first, tokens = i + 1, 0
     return found
 
@@ -119,9 +129,10 @@ def group_key(group: Group, recipe: Recipe) -> str:
     """Returns a digest (20 hexadecimal digits) of everything that determines a group's rows."""
     parts = {
         "format": _FORMAT,
-        "units": [unit.content for unit in group.units],
+        "units": [unit.identity for unit in group.units],
         "divided": group.divided and dataclasses.astuple(group.divided),
         **dataclasses.asdict(recipe),
+        **({"keep_whole": True} if group.keep_whole else {}),
     }
     return digests.sha256_json(parts)[:20]
 
@@ -151,8 +162,12 @@ def pack_group(
     with store.new_folder(folder_name(key)) as directory:
         length = recipe.row_length
         dtype = np.dtype(group.units[0].dtype)
-        writers = {side: RowWriter(directory, side, dtype, length) for side in (TRAIN, HELDOUT)}
-        packers = {side: Packer(length, recipe.seed) for side in (TRAIN, HELDOUT)}
+        stored = token_dtype(dtype.name, group.weighted)
+        writers = {side: RowWriter(directory, side, stored, length) for side in (TRAIN, HELDOUT)}
+        packers = {
+            side: Packer(length, recipe.seed, keep_whole=group.keep_whole)
+            for side in (TRAIN, HELDOUT)
+        }
         counts = {side: dataclasses.asdict(Statistics()) for side in (TRAIN, HELDOUT)}
 
         def write(side: str, packed: Iterable[Rows]) -> None:
@@ -166,12 +181,15 @@ def pack_group(
             counts[side]["documents"] += len(documents.ends)
             counts[side]["text_bytes"] += text_bytes
             counts[side]["tokens"] += len(documents.tokens)
+            if group.weighted:
+                counts[side]["ignored"] += int((documents.tokens["weight"] == 0).sum())
             write(side, packers[side].add(documents))
             done += len(documents.tokens)
             progress(done)
         for side, packer in packers.items():
             write(side, packer.finish())
             counts[side]["cut_documents"] = packer.cut_documents
+            counts[side]["dropped"] = packer.dropped_tokens
         shards = {
             side: [dataclasses.asdict(shard) for shard in writer.close()]
             for side, writer in writers.items()
@@ -181,6 +199,7 @@ def pack_group(
             "fingerprint": key,
             "units": [unit.key for unit in group.units],
             "dtype": dtype.name,
+            **({"weighted": True} if group.weighted else {}),
             "rows_per_record": writers[TRAIN].rows_per_record,
             **dataclasses.asdict(recipe),
             "statistics": counts,
@@ -197,6 +216,7 @@ def _documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Split]:
     """Yields the documents of a group, several at a time, in their order within each split."""
     for number, unit in enumerate(group.units):
         tokens, table = open_unit(store, unit)
+        weights = open_weights(store, unit)
         divided = group.divided if group.divided and group.divided.unit == number else None
         ends = table["end"].astype(np.int64)
         edges = [0]
@@ -209,11 +229,21 @@ def _documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Split]:
         for first, stop in zip(edges, edges[1:]):
             start = int(ends[first - 1]) if first else 0
             some = table[first:stop]
-            own = np.asarray(tokens[start : int(ends[stop - 1])])
+            end = int(ends[stop - 1])
+            own = np.asarray(tokens[start:end])
+            if group.weighted:
+                own = _with_weights(own, 1 if weights is None else weights[start:end])
             if divided and divided.document == first:
                 yield from _both_sides(own, some[0], number, divided)
             else:
                 yield from _by_split(own, some, start, number, recipe.heldout_fraction)
+
+
+def _with_weights(tokens: np.ndarray, weights: np.ndarray | int) -> np.ndarray:
+    """Returns tokens and their loss weights as one array of `rows.token_dtype`."""
+    found = np.empty(len(tokens), token_dtype(tokens.dtype.name, True))
+    found["token"], found["weight"] = tokens, weights
+    return found
 
 
 def _by_split(

@@ -9,6 +9,9 @@ A row consists of, in little-endian order:
     numbers of their records      uint32 [n], see `readers.Record`
     tokens                        uint16 or uint32, as the metadata says; padding is not stored
 
+In folders whose metadata say `weighted`, each token is followed by its loss weight, a float32
+(`token_dtype`); in all others every token has the weight 1.
+
 A record of a shard holds `rows_per_record` rows, one after the other, and the last record of a
 shard may hold fewer. Folders whose metadata have no `rows_per_record` hold one row in each record.
 
@@ -51,12 +54,25 @@ class Shard:
     size: int  # bytes on disk
 
 
+def token_dtype(name: str, weighted: bool) -> np.dtype:
+    """Returns the dtype of a stored token.
+
+    Args:
+      name: name of the dtype of the tokens' ids.
+      weighted: whether each token has a loss weight. Then the dtype has the fields "token" and
+        "weight".
+    """
+    ids = np.dtype(name).newbyteorder("<")
+    return np.dtype([("token", ids), ("weight", "<f4")]) if weighted else ids
+
+
 class PackedRow(NamedTuple):
     """One stored row of T tokens: pieces of documents one after the other, then padding (0)."""
 
     tokens: np.ndarray  # int32 [T]
     segment_ids: np.ndarray  # int32 [T]: 1 in the first piece, 2 in the second, …; 0 in padding
     origins: list[tuple[int, int]]  # (file index, record number) of each piece's document
+    loss_weights: np.ndarray | None = None  # float32 [T], 0 in padding; None: every token has 1
 
 
 class RowWriter:
@@ -65,7 +81,7 @@ class RowWriter:
     Args:
       directory: the folder of the shards.
       split: the split.
-      dtype: the dtype of the tokens in the shards.
+      dtype: `token_dtype` of the tokens in the shards.
       row_length: T, number of tokens of a row.
 
     Attributes:
@@ -74,7 +90,7 @@ class RowWriter:
 
     def __init__(self, directory: pathlib.Path, split: str, dtype: np.dtype, row_length: int):
         self._directory, self._split = directory, split
-        self._dtype = dtype.newbyteorder("<")
+        self._dtype = dtype
         most = max(1, _SHARD_BYTES // (dtype.itemsize * row_length))
         self.rows_per_record = min(max(1, _RECORD_TOKENS // row_length), most)
         self._rows_per_shard = most - most % self.rows_per_record
@@ -164,7 +180,7 @@ class RowTable:
     Attributes:
       root: the folder that holds the folders.
       split: the split; the names of its shards begin with it.
-      dtype: name of the tokens' dtype.
+      dtype: name of the dtype of the tokens' ids.
       folders: bytes [F], names of the folders, in the order of the rows.
       rows_per_record: int64 [F], number of rows of each record in the folder's shards.
       shard_ends: int64 [F], number of shards in the folders up to each folder, inclusive.
@@ -173,6 +189,7 @@ class RowTable:
       unit_ends: int64 [F], number of units in the folders up to each folder, inclusive.
       origins: int64 [U, 2], for each unit: the index of its file, and the number of the file's
         records before the unit. [0, 2] in format 1, whose rows name files instead of units.
+      weighted: whether each token has a loss weight.
     """
 
     root: pathlib.Path
@@ -185,6 +202,7 @@ class RowTable:
     sizes: np.ndarray
     unit_ends: np.ndarray
     origins: np.ndarray
+    weighted: bool = False
 
     @classmethod
     def of(
@@ -222,6 +240,7 @@ class RowTable:
             np.array([shard.size for shard in flat], np.int64),
             np.array(unit_ends, np.int64),
             np.array(origins, np.int64).reshape(-1, 2),
+            metadata[0].get("weighted", False),
         )
 
     def directory(self, folder: int) -> pathlib.Path:
@@ -318,7 +337,7 @@ class RowReader:
     def _decode(
         self, record: bytes, number: int, path: pathlib.Path, position: int, in_record: int
     ) -> PackedRow:
-        dtype = np.dtype(self.table.dtype).newbyteorder("<")
+        dtype = token_dtype(self.table.dtype, self.table.weighted)
         offset = 0
         for _ in range(in_record):  # skips the rows that stand before this one
             pieces = int.from_bytes(record[offset : offset + 4], "little")
@@ -337,6 +356,11 @@ class RowReader:
             )
         tokens_T = np.zeros(self._row_length, np.int32)
         segment_ids_T = np.zeros(self._row_length, np.int32)
+        weights_T = None
+        if self.table.weighted:
+            weights_T = np.zeros(self._row_length, np.float32)
+            weights_T[: len(stored)] = stored["weight"]
+            stored = stored["token"]
         tokens_T[: len(stored)] = stored
         segment_ids_T[: len(stored)] = np.repeat(np.arange(1, pieces + 1, dtype=np.int32), lengths)
         files = units
@@ -346,7 +370,7 @@ class RowReader:
             files, before = self.table.origins[first_unit + units].T
             records = before + records
         origins = list(zip(files.tolist(), records.tolist(), strict=True))
-        return PackedRow(tokens_T, segment_ids_T, origins)
+        return PackedRow(tokens_T, segment_ids_T, origins, weights_T)
 
 
 # (number of the reader, index of the shard) → the open shard; the shard read last is the last entry

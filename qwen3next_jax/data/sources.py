@@ -18,6 +18,7 @@ from etils import epath
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, warn
 from qwen3next_jax.common.installation import how_to_install
+from qwen3next_jax.data.conversations import Chat
 
 STANDARD_LIBRARY = "Python standard library"
 _STDLIB_SKIPPED_DIRECTORIES = {
@@ -109,6 +110,8 @@ class Source:
     # Whether no file matches the glob any more, but the tokens of the files that did are prepared;
     # then the `version` of `files` is unknown.
     text_is_gone: bool = False
+    # of records with messages: how they become tokens; then `text_field` is not read
+    chat: Chat | None = None
 
     @property
     def size(self) -> int:

@@ -19,6 +19,7 @@ from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.storage import is_bucket, to_path
 from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, require, short_repr
 from qwen3next_jax.data import fast_bpe
+from qwen3next_jax.data.chat_template import TemplateFile, read_template
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
@@ -45,12 +46,14 @@ class Tokenizer(Protocol):
       parse_tokens: the added tokens that get their own ids where documents contain them in writing.
       fallback: the same tokenizer with a slower library, for texts to which the faster library
         gives other ids (`fast_bpe.Differs`); None if there is only one library.
+      added_tokens: the texts of all added tokens, which stand outside of the ordinary vocabulary.
       reads_text: whether the ids stand for text; False for the ids of a synthetic task.
     """
 
     reads_text: bool
     libraries: Mapping[str, str]
     parse_tokens: tuple[str, ...]
+    added_tokens: tuple[str, ...]
     fallback: "Tokenizer | None"
     vocab_size: int
     eos_id: int
@@ -75,7 +78,9 @@ class Tokenizer(Protocol):
         """Returns the text of `ids`. Bytes that are not UTF-8 become U+FFFD."""
 
     def save(self, directory: epath.PathLike) -> None:
-        """Writes `tokenizer.json` and `tokenizer_config.json` in the Hugging Face format."""
+        """Writes `tokenizer.json` and `tokenizer_config.json` in the Hugging Face format, and
+        `chat_template.jinja` if the tokenizer has a chat template.
+        """
 
 
 def load_tokenizer(
@@ -123,6 +128,7 @@ class ByteTokenizer:
     reads_text = True
     libraries: Mapping[str, str] = {}
     parse_tokens: tuple[str, ...] = ()
+    added_tokens = (END_OF_TEXT,)
     fallback = None
     vocab_size = 257
     eos_id = 256
@@ -193,15 +199,17 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._eos_token = _eos_token(path, self._tokenizer)
+        self._template = read_template(path.parent)
         self.eos_id = self._tokenizer.token_to_id(self._eos_token)
         self._json = self._tokenizer.to_str()
         self.fingerprint = _fingerprint(self._json, self.eos_id)
-        added = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.added_tokens = tuple(token.content for token in added)
         for token in parse_tokens:
             require(
-                token in added and token != self._eos_token,
+                token in self.added_tokens and token != self._eos_token,
                 f"data.parse_tokens: {token!r} is not an added token of {path}, or ends documents"
-                f"{did_you_mean(token, added)}",
+                f"{did_you_mean(token, self.added_tokens)}",
             )
         self.parse_tokens = tuple(parse_tokens)
         self._may_be_fast = not parse_tokens
@@ -317,7 +325,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def save(self, directory: epath.PathLike) -> None:
-        _save(directory, self._tokenizer.to_str(pretty=True), self._eos_token)
+        _save(directory, self._tokenizer.to_str(pretty=True), self._eos_token, self._template)
 
 
 def _byte_level() -> tokenizers.Tokenizer:
@@ -342,13 +350,22 @@ def _fingerprint(tokenizer_json: str, eos_id: int) -> str:
     return digests.sha256(f"{tokenizer_json}\0{eos_id}")
 
 
-def _save(directory: epath.PathLike, tokenizer_json: str, eos_token: str) -> None:
+def _save(
+    directory: epath.PathLike,
+    tokenizer_json: str,
+    eos_token: str,
+    template: TemplateFile | None = None,
+) -> None:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": eos_token,
         "clean_up_tokenization_spaces": False,
     }
     directory = epath.Path(directory)
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template.text)
+        if template.special["bos_token"]:
+            config["bos_token"] = template.special["bos_token"]
     (directory / "tokenizer.json").write_text(tokenizer_json)
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

@@ -9,21 +9,26 @@ seed, the held-out fraction, or the process that makes the unit.
 
 The file of tokens holds the tokens of one document after the other, as little-endian uint16 or
 uint32, and then a table with one `DOCUMENT` entry per document.
+
+A unit of conversations has a third file, `tokens/ab/<key>.weights`: the loss weight of each token,
+as little-endian float32. In a unit without this file every token has the weight 1.
 """
 
 import array
+import contextlib
 import dataclasses
 import hashlib
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.data import fast_bpe, readers, token_files
+from qwen3next_jax.data import conversations, fast_bpe, readers, token_files
+from qwen3next_jax.data.conversations import Chat
 from qwen3next_jax.data.readers import BadRecords, Part, Record
 from qwen3next_jax.data.sources import SourceFile
 from qwen3next_jax.data.store import Store
@@ -37,7 +42,9 @@ DOCUMENT = np.dtype(
     [
         ("end", "<u8"),  # number of the unit's tokens up to this document's end token, inclusive
         ("hash", "<u8"),  # hash of the text; it decides whether the document is held out
-        ("bytes", "<u8"),  # number of bytes of the text as UTF-8
+        # number of bytes of the text as UTF-8; in a unit with weights, only of the tokens whose
+        # weight is above 0
+        ("bytes", "<u8"),
         ("record", "<u8"),  # number of the document's record in the part, see readers.Record
     ]
 )
@@ -54,6 +61,7 @@ class Job:
       on_bad_text: `data.on_bad_text`.
       bad_records: `data.bad_records`.
       digest: `readers.part_digest` of the part; "" if it is not computed yet.
+      chat: how the conversations of the part become tokens; None: it holds texts.
     """
 
     file: SourceFile
@@ -62,6 +70,7 @@ class Job:
     on_bad_text: str = "stop"
     bad_records: str = "stop"
     digest: str = ""
+    chat: Chat | None = None
 
     @property
     def size(self) -> int:
@@ -81,7 +90,7 @@ class Unit:
     dtype: str  # name of the tokens' dtype
     documents: int
     tokens: int  # number of tokens, including one end-of-document token per document
-    text_bytes: int  # number of bytes of UTF-8 text
+    text_bytes: int  # sum of the `bytes` of its documents
     records: int  # number of lines or rows of the part, including empty ones
     smallest: tuple[int, int]  # (hash, index) of the document with the smallest hash
     largest_hash: int
@@ -89,6 +98,12 @@ class Unit:
     bad: dict[str, int]  # kind of fault → number of records with it, see readers.BadRecords
     bad_first: tuple[tuple[int, str], ...]  # (record, kind of fault) of the first five bad records
     content: str  # SHA-256 of the file with the tokens
+    weights: str = ""  # SHA-256 of the file with the weights; "": there is none
+
+    @property
+    def identity(self) -> str:
+        """A digest of the documents: of their tokens and weights."""
+        return digests.sha256(f"{self.content} {self.weights}") if self.weights else self.content
 
     @property
     def size(self) -> int:
@@ -114,6 +129,8 @@ def unit_key(job: Job, tokenizer: Tokenizer) -> str:
         "parse_tokens": sorted(tokenizer.parse_tokens),
         "libraries": {**tokenizer.libraries, "unicodedata": unicodedata.unidata_version},
     }
+    if job.chat:
+        parts |= {"text_field": "", "chat": job.chat.identity, "libraries": {}}
     return digests.sha256_json(parts)[:32]
 
 
@@ -190,20 +207,29 @@ def _make_unit(
     ends, hashes, sizes, numbers = (array.array("Q") for _ in range(4))
     content = hashlib.sha256()
     count = records = empty = 0
-    with store.new_file(_name(key, "tokens")) as path:
+    with contextlib.ExitStack() as files:
+        # The manifest of a unit is written after both files.
+        weights = (
+            files.enter_context(_weights_file(store, _name(key, "weights"))) if job.chat else None
+        )
+        path = files.enter_context(store.new_file(_name(key, "tokens")))
         with path.open("wb") as file:
 
             def write(data: bytes) -> None:
                 content.update(data)
                 file.write(data)
 
-            for batch in _encoded(job, tokenizer, bad):
+            for batch in encoded_documents(job, tokenizer, bad):
                 records, empty = batch.records, empty + batch.empty
-                for number, text, tokens in batch.documents:
+                for number, text, tokens, loss_weights in batch.documents:
                     count += len(tokens)
                     ends.append(count)
                     hashes.append(text_hash(text))
-                    sizes.append(sum(len(piece.encode()) for piece in _pieces(text)))
+                    if weights:
+                        weights.write(loss_weights)
+                        sizes.append(int(tokenizer.token_bytes[tokens[loss_weights > 0]].sum()))
+                    else:
+                        sizes.append(sum(len(piece.encode()) for piece in _pieces(text)))
                     numbers.append(number)
                     for start in range(0, len(tokens), _WRITTEN_AT_ONCE):
                         some = tokens[start : start + _WRITTEN_AT_ONCE]
@@ -232,36 +258,81 @@ def _make_unit(
         bad=dict(bad.counts),
         bad_first=tuple(bad.first),
         content=content.hexdigest(),
+        weights=weights.digest.hexdigest() if weights else "",
     )
-    store.write_record(_name(key, "json"), dataclasses.asdict(unit))
+    manifest = dataclasses.asdict(unit)
+    if not unit.weights:  # a unit of texts has the manifest that older code wrote
+        del manifest["weights"]
+    store.write_record(_name(key, "json"), manifest)
     return unit
 
 
+class _Weights(NamedTuple):
+    """The file of a unit's weights, while it is written."""
+
+    file: BinaryIO
+    digest: Any
+
+    def write(self, weights: np.ndarray) -> None:
+        data = weights.astype("<f4").tobytes()
+        self.digest.update(data)
+        self.file.write(data)
+
+
+@contextlib.contextmanager
+def _weights_file(store: Store, name: str) -> Iterator[_Weights]:
+    with store.new_file(name) as path, path.open("wb") as file:
+        yield _Weights(file, hashlib.sha256())
+        file.flush()
+
+
 class _Batch(NamedTuple):
-    documents: list[tuple[int, str, np.ndarray]]  # (record, text, ids with the end token)
+    # (record, text, ids with the end token, loss weight of each token; None: all are 1)
+    documents: list[tuple[int, str, np.ndarray, np.ndarray | None]]
     records: int  # number of records of the part read so far
     empty: int  # number of empty documents in this batch
     position: int  # number of bytes of the part read so far
 
 
-def _encoded(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterator[_Batch]:
+def encoded_documents(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterator[_Batch]:
     """Yields the documents of a part, with their texts and tokens, in batches. The text of a
     document in a file of tokens is the decoded tokens, so that the same document is held out
     whether it comes from a file of tokens or of text.
     """
+    if job.chat:
+        yield from _encoded_conversations(job, job.chat, tokenizer, bad)
+        return
     if token_files.kind(job.file.path.name.lower()):
         end = np.array([tokenizer.eos_id], np.int32)
         for number, (ids, position) in enumerate(token_files.read(job.file, tokenizer)):
-            documents = [(number, tokenizer.decode(ids), np.concatenate([ids, end]))]
+            documents = [(number, tokenizer.decode(ids), np.concatenate([ids, end]), None)]
             is_empty = not len(ids)
             yield _Batch(documents[is_empty:], number + 1, int(is_empty), position)
         return
     for batch in _batched(readers.read_part(job.file, job.part, job.text_field, bad)):
         filled = [record for record in batch if record.text]
         tokens = tokenizer.encode_documents([record.text for record in filled])
-        documents = [(r.number, r.text, ids) for r, ids in zip(filled, tokens, strict=True)]
+        documents = [(r.number, r.text, ids, None) for r, ids in zip(filled, tokens, strict=True)]
         empty = sum(record.text == "" for record in batch)
         yield _Batch(documents, batch[-1].number + 1, empty, batch[-1].position)
+
+
+def _encoded_conversations(
+    job: Job, chat: Chat, tokenizer: Tokenizer, bad: BadRecords
+) -> Iterator[_Batch]:
+    """Yields the conversations of a part in batches, as `encoded_documents` yields documents."""
+    for batch in _batched(readers.read_conversations(job.file, job.part, chat.field, bad)):
+        filled = [record for record in batch if record.text]
+        messages = [conversations.parse(record.text) for record in filled]
+        documents = []
+        encoded = conversations.encode(messages, tokenizer, chat.template)
+        for record, one in zip(filled, encoded, strict=True):
+            if one.fault:
+                where = readers.place(job.file, job.part, record.number)
+                bad.leave_out(record.number, where, "no conversation", one.fault)
+            else:
+                documents.append((record.number, one.text, one.tokens, one.weights))
+        yield _Batch(documents, batch[-1].number + 1, 0, batch[-1].position)
 
 
 def text_hash(text: str) -> int:
@@ -341,3 +412,24 @@ def open_unit(store: Store, unit: Unit) -> tuple[np.ndarray, np.ndarray]:
         tokens = np.memmap(local, dtype, "r", shape=(unit.tokens,))
         table = np.fromfile(local, DOCUMENT, offset=unit.tokens * dtype.itemsize)
         return tokens, table
+
+
+def open_weights(store: Store, unit: Unit) -> np.ndarray | None:
+    """Opens the loss weights of a unit's tokens, float32 [unit.tokens], as a memory map; returns
+    None if all are 1.
+
+    Raises:
+      UserError: the file is missing, or its bytes do not have the digest in the manifest.
+    """
+    if not unit.weights:
+        return None
+    path = store.path(_name(unit.key, "weights"))
+    remedy = f"delete {store.path(_name(unit.key, 'json'))} to have it prepared again"
+    if not path.exists():
+        raise UserError(f"{path} is missing: {remedy}")
+    with store.local(_name(unit.key, "weights")) as local:
+        if digests.sha256_file(local) != unit.weights:
+            raise UserError(f"{path} is damaged (its bytes have another digest): {remedy}")
+        if not unit.tokens:
+            return np.zeros(0, np.float32)
+        return np.memmap(local, "<f4", "r", shape=(unit.tokens,))

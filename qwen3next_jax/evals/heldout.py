@@ -19,7 +19,7 @@ from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.evals.evaluation import Evaluation, EvalContext
 from qwen3next_jax.evals.scoring import place_on_mesh
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.model.multi_token_prediction import target_positions
+from qwen3next_jax.model.multi_token_prediction import mask_ignored_targets, target_positions
 from qwen3next_jax.model.visible_targets import mask_seen_targets
 
 Batch = dict[str, jax.Array]
@@ -63,7 +63,8 @@ def make_heldout_step(
     """Returns a jitted function (params, batch, token_bytes) → dict of sums over the tokens of the
     batch. `summarise` turns the sums over all batches into metrics.
 
-    `batch` has the arrays "tokens" and "segment_ids" [B, T] and may have "target_mask" [B, T].
+    `batch` has the arrays "tokens" and "segment_ids" [B, T] and may have "target_mask" [B, T]. If
+    it has "loss_weights" [B, T], the tokens with a weight above 0 count, all alike.
     `token_bytes` [V] int32 is the number of UTF-8 bytes of each token, 0 for special tokens.
 
     Args:
@@ -74,7 +75,7 @@ def make_heldout_step(
     def step(params, batch, token_bytes):
         model: Qwen3Next = nnx.merge(graphdef, params)
         tokens_BT, segment_ids_BT = batch["tokens"], batch["segment_ids"]
-        batch = mask_seen_targets(model.config, batch)
+        batch = mask_seen_targets(model.config, mask_ignored_targets(batch))
         features = model.features(tokens_BT, segment_ids_BT, mesh=mesh)
 
         def predict(hidden_BTD, offset):

@@ -42,8 +42,8 @@ def loss_by_position(
 
     Args:
       scorer: computes the loss of every token.
-      batches: host arrays "tokens" and "segment_ids" [B, T]; "target_mask" [B, T], where present,
-        says which tokens count.
+      batches: host arrays "tokens" and "segment_ids" [B, T]; "target_mask" and "loss_weights"
+        [B, T], where present, say which tokens count: those that are marked, or above 0.
       token_bytes: [V] int32, the number of UTF-8 bytes of each token.
 
     Returns:
@@ -60,6 +60,8 @@ def loss_by_position(
         is_target_BT = same_document_BT & (segment_ids_BT[:, 1:] > 0)
         if "target_mask" in batch:
             is_target_BT &= batch["target_mask"][:, 1:]
+        if "loss_weights" in batch:
+            is_target_BT &= batch["loss_weights"][:, 1:] > 0
         position_BT = _position_in_document(segment_ids_BT)[:, 1:]
         bucket_BT = np.floor(np.log2(np.maximum(position_BT, 1))).astype(int)
         bytes_BT = token_bytes[tokens_BT[:, 1:]]

@@ -145,3 +145,25 @@ def target_positions(batch: dict[str, jax.Array], offset: int) -> jax.Array:
         if "target_mask" in batch
         else inside_BT
     )
+
+
+def mask_ignored_targets(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Returns `batch` with a `target_mask` that excludes tokens with the loss weight 0, and without
+    its `loss_weights`; `batch` itself if it has none.
+    """
+    if "loss_weights" not in batch:
+        return batch
+    counts_BT = batch["loss_weights"] > 0
+    rest = {name: values for name, values in batch.items() if name != "loss_weights"}
+    return rest | {"target_mask": rest.get("target_mask", True) & counts_BT}
+
+
+def target_weights(batch: dict[str, jax.Array], offset: int) -> jax.Array:
+    """Returns [B, T] float32: the weight of the loss with which position t predicts token
+    t + `offset`; 0 where that is no target (`target_positions`). In a batch with `loss_weights`
+    [B, T] it is the weight of token t + `offset`, in all others 1.
+    """
+    weight_BT = target_positions(batch, offset).astype(jnp.float32)
+    if "loss_weights" in batch:
+        weight_BT *= jnp.roll(batch["loss_weights"], -offset, axis=1)
+    return weight_BT

@@ -297,6 +297,7 @@ def _summary(run: Run, unit: tuple[str, float] | None) -> dict[str, str]:
     else:
         add("held-out accuracy", "heldout", "accuracy", "{:.1%}".format)
     add("MTP acceptance", "heldout", "mtp_acceptance/0", "{:.1%}".format)
+    add("tokens in the loss", "train", "target_share", "{:.1%}".format)
     add("tokens/s", "train", "tokens_per_second", "{:,.0f}".format)
     add("model FLOP/s", "train", "model_flops_per_second", short_number)
     add("MFU", "train", "mfu", "{:.1%}".format)
@@ -444,6 +445,15 @@ def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
                 ],
                 marks,
                 from_zero=True,
+            ),
+            _chart_over_steps(
+                "Share of tokens in the loss",
+                runs,
+                [("", "train", "target_share")],
+                marks,
+                from_zero=True,
+                note="With loss weights (conversations), the loss counts tokens with weights above "
+                "0.",
             ),
             _chart_over_steps(
                 "Balance loss",

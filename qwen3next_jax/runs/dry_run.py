@@ -10,6 +10,10 @@ from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.config import Config, DataConfig
 from qwen3next_jax.data import readers
 from qwen3next_jax.data.pipeline import find_sources, source_of
+from qwen3next_jax.data.readers import BadRecords
+from qwen3next_jax.data.sources import Source
+from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.data.units import Job, encoded_documents
 from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
@@ -155,13 +159,30 @@ def _describe_data(config: DataConfig, vocab_size: int) -> str:
     resolved = find_sources(config, tokenizer)
     for source in resolved:
         if not source.text_is_gone:
-            next(readers.documents(source))
+            _read_first(source, tokenizer)
     return (
         f"{sum(len(source.files) for source in resolved):,} files, "
         f"{gigabytes(sum(source.size for source in resolved))}, tokenizer of "
         f"{tokenizer.vocab_size:,} tokens; the first document of "
         f"{'each glob' if len(resolved) > 1 else 'it'} has been read"
     )
+
+
+def _read_first(source: Source, tokenizer: Tokenizer) -> None:
+    """Reads the first document or conversation of a source.
+
+    Raises:
+      UserError: it cannot be read, or the source holds none.
+    """
+    if source.chat is None:
+        next(readers.documents(source))
+        return
+    for file in source.files:
+        job = Job(file, readers.parts(file)[0], "", chat=source.chat)
+        bad = BadRecords(source.on_bad_text, source.bad_records)
+        if next(encoded_documents(job, tokenizer, bad), None):
+            return
+    raise readers.no_text(source, {})
 
 
 def _newest_step(workdir: pathlib.Path) -> int:

@@ -31,6 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qwen3next_jax.common.errors import ExitCode, UserError, error_message
 from qwen3next_jax.data.pipeline import Data
+from qwen3next_jax.model.multi_token_prediction import target_weights
 from qwen3next_jax.sharding.batch_layout import BatchLayout
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.training import guards, lazy_rows
@@ -71,9 +72,10 @@ def make_train_step(
         state: the train state (see the file `state`), with the shardings of
           `run.abstract_state`.
         batch: "tokens" and "segment_ids", int32 [B, T], with `run.batch_sharding`; from some
-          sources of data also "target_mask", bool [B, T].
+          sources of data also "target_mask", bool [B, T], or "loss_weights", float32 [B, T].
         metrics: the parts of the loss (`loss.total_loss`), the metrics of the guards
           (`guards.check`), learning_rate, tokens and grad_norm (before clipping), all scalars;
+          target_share, the share of tokens that the loss counts, if the batch has loss_weights;
           expert_load [layers with experts, experts]; grad_norms (`norms_by_layer` of the gradients
           before clipping).
     """
@@ -138,6 +140,8 @@ def make_train_step(
             "flags": metrics["flags"] | guards.NO_TARGETS * ~counts.has_targets,
             "learning_rate": learning_rate,
         }
+        if "loss_weights" in batch:
+            metrics["target_share"] = (target_weights(batch, 1) > 0).sum() / counts.tokens
         if "indexer_loss" in loss_parts:
             metrics["indexer_loss_weight"] = stage.train.indexer_loss_weight
         new_state = {

@@ -10,9 +10,13 @@ the layer of the MTP module is one of them. indexer_a is the loss with which a l
 attention trains its indexer (`config.TrainConfig.indexer_training`); it is a mean over the tokens
 that `Mixer.loss_tokens` marks.
 
+If the data give loss weights (`data.messages_field`), CE and MTP_d are weighted means: the sum of
+weight × cross-entropy over the targets, divided by the sum of their weights. The losses of routers
+and indexers count all tokens alike.
+
 Each sum over a micro-batch is divided by a count over the whole batch (`Counts`). The counts are
-known before the forward pass, from the segment ids and the target mask. Therefore the results of
-the micro-batches sum to the result of the batch.
+known before the forward pass, from the segment ids, the target mask and the loss weights. Therefore
+the results of the micro-batches sum to the result of the batch.
 
 Letters: B batch, T time, D model, E experts, L layers with experts.
 """
@@ -29,16 +33,17 @@ from qwen3next_jax.model import Features, Qwen3Next
 from qwen3next_jax.model.block import has_indexer, mixer_class
 from qwen3next_jax.model.layers import document_positions
 from qwen3next_jax.sharding.slices import sum_over_slices
-from qwen3next_jax.model.multi_token_prediction import target_positions, targets_in_document
+from qwen3next_jax.model.multi_token_prediction import target_weights, targets_in_document
 
 
 class Counts(NamedTuple):
     """Counts of the whole batch, by which the sums of the loss are divided. All but `has_targets`
-    are float32 scalars of at least 1, so that a batch of padding alone has a loss of 0.
+    are float32 scalars above 0, so that a batch of padding alone has a loss of 0.
 
     Attributes:
-      targets: the number of targets of the next-token loss.
-      mtp_targets: for each MTP depth its number of targets.
+      targets: the sum of the loss weights of the targets of the next-token loss; without loss
+        weights, the number of these targets.
+      mtp_targets: the same for each MTP depth.
       tokens: the number of tokens without padding.
       mtp_tokens: the number of tokens of the MTP module's router statistics, summed over the
         depths; 0 without an MTP module.
@@ -63,7 +68,8 @@ def count_targets(
     """Computes the counts of a batch.
 
     Args:
-      batch: segment_ids [B, T] int32, and target_mask [B, T] bool if the batch has one.
+      batch: segment_ids [B, T] int32, and, if the batch has them, target_mask [B, T] bool and
+        loss_weights [B, T] float32.
       mtp_depth: the number of MTP depths.
       model: the model whose indexer loss is counted as well; None: that loss is not counted.
     """
@@ -71,11 +77,15 @@ def count_targets(
     def total(mask):
         return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
+    def total_weight(offset):
+        found = jnp.sum(target_weights(batch, offset))
+        return jnp.where(found > 0, found, 1.0)
+
     depths = range(mtp_depth)
-    targets = jnp.sum(target_positions(batch, 1), dtype=jnp.float32)
+    targets = jnp.sum(target_weights(batch, 1))
     counts = Counts(
-        jnp.maximum(targets, 1.0),
-        tuple(total(target_positions(batch, 2 + d)) for d in depths),
+        total_weight(1),
+        tuple(total_weight(2 + d) for d in depths),
         total(batch["segment_ids"] > 0),
         sum(
             (total(targets_in_document(batch["segment_ids"], 2 + d)) for d in depths), jnp.zeros(())
@@ -118,7 +128,8 @@ def total_loss(
       model: the model.
       batch: tokens and segment_ids, [B, T] int32. The target of a token is the token that follows
         it in the same document. If the batch has target_mask, [B, T] bool, only the tokens that it
-        marks are targets. If it has expert_ids, [B, T, layers, A] int16, the tokens use these
+        marks are targets. If it has loss_weights, [B, T] float32, they are the weights of the
+        targets. If it has expert_ids, [B, T, layers, A] int16, the tokens use these
         experts (`Qwen3Next.features`). layer_rows, if the batch has them: see `Context`.
       train: the weights of the terms of the loss, and `remat`.
       counts: the counts of the whole batch.
@@ -130,7 +141,7 @@ def total_loss(
       (total, parts). `total` [] is the loss. `parts` has these entries, which sum over
       micro-batches:
         loss: the next-token cross-entropy, in nats.
-        top1: the share of targets to which the model gives the highest probability.
+        top1: the (weighted) share of targets to which the model gives the highest probability.
         mtp_loss/d, mtp_top1/d: the same for each MTP depth d.
         balance_loss, router_z, expert_load [L, E]: only if a layer has experts.
         required_bias [L, E, BINS]: the counts of `router.count_required_bias`, only if
@@ -152,9 +163,9 @@ def total_loss(
     def cross_entropy(hidden_BTD, offset, targets):
         """Returns (cross-entropy, top-1 accuracy), each this batch's share of the whole batch's
         mean. The target of a token is the token `offset` positions later in the same document.
-        `targets`: the number of targets in the whole batch.
+        `targets`: the sum of the weights of the targets in the whole batch.
         """
-        weight_BT = target_positions(batch, offset).astype(jnp.float32) / targets
+        weight_BT = target_weights(batch, offset) / targets
         total, correct_BT, *_ = model.cross_entropy(
             hidden_BTD, jnp.roll(batch["tokens"], -offset, axis=1), weight_BT, mesh
         )

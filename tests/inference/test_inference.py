@@ -23,11 +23,13 @@ from qwen3next_jax.commands import generate as generate_command
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.data.tokens import load_tokenizer
-from qwen3next_jax.inference import chat, complete, decode, generate, plain
+from qwen3next_jax.data import chat_template
+from qwen3next_jax.inference import complete, decode, generate, plain
 from qwen3next_jax.inference.cache import cache_bytes, round_up_length
 from qwen3next_jax.inference.decode import concatenate_pieces
 from qwen3next_jax.inference.sampling import Sampling, log_probabilities
-from qwen3next_jax.inference.chat import ChatTemplate, end_tokens
+from qwen3next_jax.data.chat_template import ChatTemplate
+from qwen3next_jax.inference.end_tokens import end_tokens
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layers import Context
@@ -557,27 +559,28 @@ def test_command_prints_the_text_and_nothing_else(command, tmp_path, capsys):
     ids=lambda value: str(value)[:40],
 )
 def test_chat_templates(template, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "_MAX_CPU_SECONDS", 1)
-    monkeypatch.setattr(chat, "_MAX_BYTES", 1 << 28)
+    monkeypatch.setattr(chat_template, "_MAX_CPU_SECONDS", 1)
+    monkeypatch.setattr(chat_template, "_MAX_BYTES", 1 << 28)
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<E>", "chat_template": template})
     )
+    messages = [{"role": "user", "content": "hello"}]
     if message is None:
-        assert ChatTemplate(tmp_path)([{"role": "user", "content": "hello"}]) == "hello<E>"
+        assert ChatTemplate.of_folder(tmp_path, "").prompt(messages) == "hello<E>"
         return
     with pytest.raises(UserError, match=re.escape(message)):
-        ChatTemplate(tmp_path)([{"role": "user", "content": "hello"}])
+        ChatTemplate.of_folder(tmp_path, "").prompt(messages)
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
 def test_a_chat_template_is_a_regular_file(name, tmp_path):
     os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match=f"{name}: .*FIFO"):
-        ChatTemplate(tmp_path)
+        ChatTemplate.of_folder(tmp_path, "")
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
     with pytest.raises(UserError, match=f"{name}: .*device"):
-        ChatTemplate(tmp_path)
+        ChatTemplate.of_folder(tmp_path, "")
 
 
 def test_all_end_tokens_count(tmp_path):

@@ -1,0 +1,243 @@
+"""Chat templates: programs in jinja2's language, beside a tokenizer, that write a conversation as
+text. Generation renders the prompt of an answer with them, and `data.conversations` renders the
+conversations of training data.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from qwen3next_jax.common import digests, json_files
+from qwen3next_jax.common.errors import UserError, as_user_error
+from qwen3next_jax.common.storage import to_path
+
+# A message of a conversation: "role" and "content", and whatever else the template reads.
+Message = Mapping[str, Any]
+
+_MAX_CHARACTERS = 1 << 20  # the most characters of a template, and of the text that it renders
+# The limits of the process that renders a template: bytes of memory, seconds of processor time, and
+# seconds of elapsed time. The last limit is larger, because other processes may keep the machine
+# busy.
+_MAX_BYTES = 1 << 30
+_MAX_CPU_SECONDS = 10
+_TIMEOUT = 60
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, or why there is none.
+
+    Attributes:
+      text: the text.
+      turns: (index of the first character, end) of each turn of the assistant, in order.
+      fault: what is wrong with the conversation or the template; "" if nothing is.
+    """
+
+    text: str
+    turns: tuple[tuple[int, int], ...] = ()
+    fault: str = ""
+
+
+class TemplateFile(NamedTuple):
+    """A chat template as a tokenizer's folder holds it.
+
+    Attributes:
+      path: the file that holds it.
+      text: the template.
+      special: name → text of the tokens that a template may name: bos_token and eos_token.
+    """
+
+    path: epath.Path
+    text: str
+    special: dict[str, str | None]
+
+
+def read_template(folder: epath.PathLike) -> TemplateFile | None:
+    """Reads chat_template.jinja, or `chat_template` of tokenizer_config.json, in `folder`. Returns
+    None if there is neither.
+
+    Raises:
+      UserError: it cannot be read, or is too long.
+    """
+    folder = to_path(folder)
+    path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    fields = {}
+    if config.exists():
+        with as_user_error(f"{config}: cannot be read", OSError, ValueError):
+            fields = json_files.read(config)
+    if path.exists():
+        text = _read_template_file(path)
+    else:
+        path, text = config, _default_template(fields.get("chat_template"))
+    if not isinstance(text, str):
+        return None
+    if len(text) > _MAX_CHARACTERS:
+        raise UserError(
+            f"{path}: a chat template of more than {_MAX_CHARACTERS} characters: expected at most "
+            "as many"
+        )
+    special = {}
+    for name in ("bos_token", "eos_token"):
+        token = fields.get(name)
+        special[name] = token.get("content") if isinstance(token, dict) else token
+    return TemplateFile(path, text, special)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """The chat template of a tokenizer. It can be pickled.
+
+    A separate process with limited time and memory renders it, in jinja2's sandbox and without
+    access to files.
+    """
+
+    _file: TemplateFile
+
+    @classmethod
+    def of_folder(cls, folder: epath.PathLike, remedy: str) -> "ChatTemplate":
+        """Reads the template of the tokenizer in `folder`, and checks its syntax.
+
+        Args:
+          folder: the folder.
+          remedy: the end of the message if there is none: what to do.
+
+        Raises:
+          UserError: there is no template, or it cannot be read, is too long, or has a syntax error.
+        """
+        file = read_template(folder)
+        if file is None:
+            raise UserError(
+                f"{folder}: no chat template there (chat_template.jinja, or chat_template in "
+                f"tokenizer_config.json): {remedy}"
+            )
+        template = cls(file)
+        template._run({})
+        return template
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Digest of everything that determines the rendered text, but for jinja2's version."""
+        return digests.sha256_json([self._file.text, self._file.special])
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Returns the text that the model continues with its answer to the messages.
+
+        Args:
+          messages: the conversation so far.
+
+        Raises:
+          UserError: the template fails, refuses the messages, does what the sandbox forbids, or
+            renders no text or too much.
+        """
+        (answer,) = self._run({"prompt": list(messages)})
+        rendered = _checked(answer)
+        if rendered.fault:
+            raise UserError(f"{self._file.path}: the chat template {rendered.fault}")
+        return rendered.text
+
+    def conversations(self, conversations: Iterable[Sequence[Message]]) -> list[Rendered]:
+        """Renders whole conversations, and finds the turns of the assistant: what stands in the
+        template's blocks {% generation %}; or, if it has none, the text that a turn adds to the
+        prompt before it.
+
+        Raises:
+          UserError: rendering exceeds a limit of its process.
+        """
+        request = {"conversations": [list(messages) for messages in conversations]}
+        return [_checked(answer) for answer in self._run(request)]
+
+    def _run(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """Runs `render_template` with this request, and returns the entry `rendered` of its answer.
+        An empty request checks the template's syntax.
+
+        Raises:
+          UserError: the template has an error, or exceeds a limit of its process.
+        """
+        request = request | {
+            "template": self._file.text,
+            "special": self._file.special,
+            "seconds": _MAX_CPU_SECONDS,
+            "bytes": _MAX_BYTES,
+            "characters": _MAX_CHARACTERS,
+        }
+        renderer = pathlib.Path(__file__).with_name("render_template.py")
+        # -P: Python must not import the files beside the renderer in place of the standard library.
+        command = [sys.executable, "-P", str(renderer)]
+        where = self._file.path
+        try:
+            process = subprocess.run(
+                command, input=json.dumps(request).encode(), capture_output=True, timeout=_TIMEOUT
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UserError(
+                f"{where}: the chat template takes more than {_TIMEOUT} seconds"
+            ) from error
+        if process.returncode == -signal.SIGXCPU:
+            raise UserError(
+                f"{where}: the chat template takes more than {_MAX_CPU_SECONDS} seconds of "
+                "processor time"
+            )
+        if process.returncode:
+            end = " ".join(process.stderr.decode(errors="replace").split())[-200:]
+            raise UserError(
+                f"{where}: the chat template fails (its process ended with "
+                f"{process.returncode}: {end})"
+            )
+        answer = json.loads(process.stdout)
+        if "error" in answer:
+            raise UserError(f"{where}: the chat template fails ({_short(answer['error'])})")
+        return answer["rendered"]
+
+
+def _checked(answer: Mapping[str, Any]) -> Rendered:
+    """Returns what `render_template` answered for one conversation."""
+    if "refused" in answer:
+        return Rendered("", fault=f"refuses these messages ({_short(answer['refused'])})")
+    if "error" in answer:
+        return Rendered("", fault=f"fails ({_short(answer['error'])})")
+    if "unclear" in answer:
+        return Rendered("", fault=f"does not tell the assistant's turns: {answer['unclear']}")
+    text = answer["text"]
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return Rendered(
+            "", fault="makes a lone surrogate, which no tokenizer can read: correct the template"
+        )
+    if not text or len(text) > _MAX_CHARACTERS:
+        count = f"more than {_MAX_CHARACTERS}" if text else "0"
+        return Rendered("", fault=f"makes {count} characters: expected 1 … {_MAX_CHARACTERS}")
+    return Rendered(text, tuple((start, stop) for start, stop in answer.get("turns", ())))
+
+
+def _short(reason: str) -> str:
+    return " ".join(reason.split())[:200]
+
+
+def _default_template(template: object) -> object:
+    """Returns `template` itself, unless it is a list of named templates. From a list it returns the
+    template named "default", or None if there is none.
+    """
+    if not isinstance(template, list):
+        return template
+    for entry in template:
+        if isinstance(entry, dict) and entry.get("name") == "default":
+            return entry.get("template")
+    return None
+
+
+def _read_template_file(file: epath.Path) -> str:
+    max_bytes = 4 * _MAX_CHARACTERS  # a UTF-8 character has at most 4 bytes
+    with as_user_error(f"{file}: cannot be read", OSError, ValueError):
+        with json_files.open_regular(file) as opened:
+            content = opened.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise ValueError(f"more than {max_bytes >> 20} MiB")
+        return content.decode()

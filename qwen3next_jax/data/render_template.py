@@ -1,0 +1,215 @@
+"""A program that renders a chat template: the prompt of a conversation, or whole conversations with
+the places of the assistant's turns.
+
+It runs in a process of its own because a template may come from an untrusted source, and jinja2's
+sandbox limits neither the time nor the memory that a template takes.
+`chat_template.ChatTemplate` runs this file by its path, so that the process imports jinja2 and
+nothing of this package.
+
+Standard input is a JSON object:
+  template: the template's text.
+  special: the tokenizer's special tokens by name.
+  prompt: a list of messages, for which the prompt of the next answer is rendered; or
+  conversations: a list of lists of messages, which are rendered as they are. Without either, only
+    the template's syntax is checked.
+  seconds, bytes, characters: the limits of processor time, memory and the text of a conversation.
+
+Standard output is a JSON object with `error`, why all of it failed, or with:
+  rendered: a list with an object for the prompt or for each conversation, each with one of:
+    text: the rendered text, cut off one character after the limit. A conversation also has `turns`,
+      a list of [first character, end] for each turn of the assistant.
+    refused: why the template refuses the messages.
+    error: why rendering failed.
+    unclear: why the assistant's turns cannot be told from the rest.
+"""
+
+import json
+import resource
+import sys
+
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+
+# They stand in the rendered text where the block {% generation %} begins and ends. No message that
+# is trained on contains NUL.
+_BEGIN, _END = "\0begin\0", "\0end\0"
+
+
+class Refused(Exception):
+    """Raised when the template calls raise_exception, with which templates refuse messages."""
+
+
+class Unclear(Exception):
+    """Raised if the assistant's turns cannot be told from the rest of a conversation."""
+
+
+class Generation(jinja2.ext.Extension):
+    """The block {% generation %} … {% endgeneration %}, in which templates write what the assistant
+    says. It writes its content between marks if `environment.marks` is true.
+    """
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        self.environment.has_marks = True
+        if not self.environment.marks:
+            return body
+
+        def mark(text: str) -> jinja2.nodes.Output:
+            return jinja2.nodes.Output([jinja2.nodes.TemplateData(text)], lineno=line)
+
+        return [mark(_BEGIN), *body, mark(_END)]
+
+
+class Renderer:
+    """A compiled template.
+
+    Attributes:
+      has_marks: whether the template marks the assistant's turns.
+    """
+
+    def __init__(self, text: str, special: dict, marks: bool, characters: int):
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", Generation],
+        )
+        environment.marks, environment.has_marks = marks, False
+        environment.globals |= {name: value or "" for name, value in special.items()}
+        environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
+            value, ensure_ascii=False, indent=indent
+        )
+        self._template = environment.from_string(text)
+        self.has_marks = environment.has_marks
+        self._characters = characters
+
+    def text(self, messages: list, prompt: bool) -> str:
+        """Returns the rendered text, cut off one character after the limit.
+
+        Args:
+          messages: the messages.
+          prompt: whether the text ends with the beginning of the assistant's next turn.
+
+        Raises:
+          Refused: the template refuses the messages.
+          Exception: any error in the template.
+        """
+        pieces, available = [], self._characters + 1
+        for piece in self._template.generate(messages=messages, add_generation_prompt=prompt):
+            pieces.append(piece[:available])
+            available -= len(pieces[-1])
+            if not available:
+                break
+        return "".join(pieces)
+
+    def conversation(self, messages: list) -> dict:
+        """Returns {"text", "turns"} of a conversation.
+
+        Raises:
+          Unclear: the assistant's turns cannot be told from the rest.
+        """
+        whole = self.text(messages, prompt=False)
+        if len(whole) > self._characters:
+            return {"text": whole, "turns": []}
+        if self.has_marks:
+            return self._between_marks(whole)
+        return {"text": whole, "turns": self._by_turns(messages, whole)}
+
+    def _between_marks(self, whole: str) -> dict:
+        text, turns = "", []
+        for i, piece in enumerate(whole.split(_BEGIN)):
+            inside, found, outside = piece.partition(_END)
+            if i and not found or not i and found or _END in outside:
+                raise Unclear("its blocks {% generation %} do not stand one after the other")
+            if i:
+                turns.append([len(text), len(text) + len(inside)])
+            text += inside + outside
+        return {"text": text, "turns": turns}
+
+    def _by_turns(self, messages: list, whole: str) -> list:
+        """Finds a turn of the assistant as the text that it adds to the prompt before it."""
+        turns = []
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.text(messages[:i], prompt=True)
+            after = self.text(messages[: i + 1], prompt=False)
+            for name, begin, text in (
+                ("the prompt before it", before, after),
+                ("the conversation up to it", after, whole),
+            ):
+                if not text.startswith(begin):
+                    raise Unclear(
+                        f"{name} (message {i + 1}) is not the beginning of what follows, and the "
+                        "template has no {% generation %} blocks"
+                    )
+            turns.append([len(before), len(after)])
+        return turns
+
+
+def render(request: dict) -> list[dict]:
+    """Returns the entry `rendered` of the answer."""
+    limit, conversations = request["characters"], request.get("conversations")
+    marks = conversations is not None
+    renderer = Renderer(request["template"], request["special"], marks, limit)
+    if conversations is not None:
+        return [_guarded(renderer.conversation, messages) for messages in conversations]
+    if request.get("prompt") is None:
+        return []
+    return [_guarded(lambda messages: {"text": renderer.text(messages, True)}, request["prompt"])]
+
+
+def _guarded(render_one, messages: list) -> dict:
+    try:
+        return render_one(messages)
+    except Refused as error:
+        return {"refused": str(error)}
+    except Unclear as error:
+        return {"unclear": str(error)}
+    except MemoryError:
+        raise
+    except Exception as error:
+        return {"error": _describe(error)}
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    _set_limit(resource.RLIMIT_AS, request["bytes"])
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + request["seconds"])
+    try:
+        answer = {"rendered": render(request)}
+    except MemoryError:
+        answer = {"error": f"it needs more than {request['bytes'] >> 20} MiB of memory"}
+    except Exception as error:
+        answer = {"error": _describe(error)}
+    json.dump(answer, sys.stdout)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:1000]
+
+
+def _refuse(message: object):
+    """Implements the function `raise_exception` of templates."""
+    raise Refused(str(message)[:1000])
+
+
+def _set_limit(which: int, maximum: int) -> None:
+    """Lowers the limit of one of this process's resources to `maximum`, or to the system's own
+    limit if that is lower.
+    """
+    _, hard_limit = resource.getrlimit(which)
+    maximum = maximum if hard_limit == resource.RLIM_INFINITY else min(maximum, hard_limit)
+    try:
+        resource.setrlimit(which, (maximum, hard_limit))
+    except (ValueError, OSError):  # macOS cannot limit the address space
+        pass
+
+
+if __name__ == "__main__":
+    main()

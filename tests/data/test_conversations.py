@@ -1,0 +1,292 @@
+"""Conversations: the loss counts what the assistant says, and packed ones equal separate ones."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config import DataConfig, ModelConfig, TrainConfig
+from qwen3next_jax.data.chat_template import ChatTemplate
+from qwen3next_jax.data.pipeline import open_data
+from qwen3next_jax.data.tokens import load_tokenizer
+from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.training.loss import count_targets, total_loss
+
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"
+)
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+START, END = 257, 258
+
+
+@pytest.fixture(scope="module", params=[MARKED, UNMARKED], ids=["marks", "turns"])
+def folder(request, tmp_path_factory):
+    """Bytes, the two tokens of a chat format, and its template."""
+    return make_folder(tmp_path_factory.mktemp("tokenizer"), request.param)
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("tokenizer"), MARKED)
+
+
+def make_folder(folder, template):
+    load_tokenizer("bytes").save(folder)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "chat_template": template})
+    )
+    return folder
+
+
+def says(*contents, **last):
+    roles = ["user", "assistant"] * len(contents)
+    messages = [{"role": r, "content": c} for r, c in zip(roles, contents)]
+    return messages[:-1] + [messages[-1] | last]
+
+
+CONVERSATIONS = [
+    says(f"question {i}", f"ändert {i}", "and?" * (i % 4 + 1), "no" * i + "!") for i in range(30)
+]
+
+
+def config(tmp_path, folder, records=None, **changes):
+    path = tmp_path / "chat.jsonl"
+    records = [{"messages": c} for c in CONVERSATIONS] if records is None else records
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    settings = dict(
+        path=str(path),
+        messages_field="messages",
+        tokenizer=str(folder),
+        prepared_dir=str(tmp_path / "prepared"),
+        heldout_fraction=0.2,
+    )
+    return DataConfig(**settings | changes)
+
+
+def pieces(data):
+    """Returns (tokens, weights) of each conversation in an epoch and in the held-out rows."""
+    rows = [data.row(i) for i in range(data.rows)]
+    rows += [data.heldout_row(i) for i in range(data.heldout_rows)]
+    for row in rows:
+        for segment in range(1, row["segment_ids"].max() + 1):
+            inside = row["segment_ids"] == segment
+            yield row["tokens"][inside], row["loss_weights"][inside]
+
+
+def test_the_assistants_tokens_alone_count_and_none_is_lost(tmp_path, folder):
+    data = open_data(config(tmp_path, folder), 256, 2)
+    wanted = {
+        (
+            "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in c),
+            "".join(m["content"] + "<|im_end|>" for m in c if m["role"] == "assistant"),
+        )
+        for c in CONVERSATIONS
+    }
+    found = set()
+    for tokens, weights in pieces(data):
+        assert set(weights.tolist()) <= {0.0, 1.0}
+        assert tokens[-1] == END and not weights[-1]
+        counted = data.tokenizer.decode(tokens[weights > 0])
+        # By turns, the line break after a turn belongs to it.
+        found.add(
+            (data.tokenizer.decode(tokens[:-1]), counted.replace("<|im_end|>\n", "<|im_end|>"))
+        )
+    assert found == wanted
+    counts = data.describe()
+    assert counts["tokens"] == sum(len(t) for t, _ in pieces(data)) and not counts["dropped_tokens"]
+    assert counts["ignored_tokens"] == sum((w == 0).sum() for _, w in pieces(data))
+
+
+def test_a_prompt_of_generation_is_what_training_saw(tmp_path, folder):
+    """So the first token that counts is the first that generation makes."""
+    data = open_data(config(tmp_path, folder), 256, 2)
+    prompts = {
+        tuple(data.tokenizer.encode(ChatTemplate.of_folder(folder, "").prompt(c[:1])).tolist())
+        for c in CONVERSATIONS[:4]
+    }
+    seen = {tuple(t[: w.argmax()].tolist()) for t, w in pieces(data)}
+    assert prompts <= seen
+
+
+def test_a_long_conversation_keeps_its_beginning_and_no_other_is_cut(tmp_path, marked):
+    whole = {tuple(t.tolist()): w for t, w in pieces(open_data(config(tmp_path, marked), 256, 2))}
+    data = open_data(config(tmp_path, marked), 96, 2)
+    cut = list(pieces(data))
+    assert {tuple(t.tolist()) for t, _ in cut} == {t[:96] for t in whole}
+    dropped = sum(max(len(t) - 96, 0) for t in whole)
+    assert data.describe()["dropped_tokens"] == dropped > 0
+    assert data.describe()["cut_documents"] == sum(len(t) > 96 for t in whole)
+
+
+MODEL = ModelConfig(
+    vocab_size=259,
+    hidden_size=16,
+    num_hidden_layers=2,
+    full_attention_interval=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    num_experts=0,
+    intermediate_size=32,
+    mtp_depth=1,
+    dtype="float32",
+    initializer_range=0.2,
+    max_position_embeddings=256,
+)
+
+
+def test_packed_conversations_have_the_losses_of_separate_ones_with_their_weights(tmp_path, marked):
+    records = [
+        {"messages": says("a", "first answer", weight=0.5)},
+        {"messages": says("what?", "no", "so?", "a longer answer", weight=2)},
+        {"messages": says("c", "third")},
+    ] * 3
+    data = open_data(config(tmp_path, marked, records, heldout_fraction=0.1), 160, 1)
+    rows = [data.row(i) for i in range(data.rows)]
+    packed = next(row for row in rows if len(set(row["segment_ids"].tolist()) - {0}) >= 2)
+    model = Qwen3Next(MODEL, rngs=nnx.Rngs(0))
+    loss = jax.jit(
+        lambda batch: total_loss(model, batch, TrainConfig(), count_targets(batch, 1))[1]
+    )
+    counts = jax.jit(lambda batch: count_targets(batch, 1))
+
+    def measured(row):
+        batch = {name: values[None] for name, values in row.items()}
+        found, of = loss(batch), counts(batch)
+        return (
+            np.array([found["loss"], found["mtp_loss/0"]]),
+            np.array([of.targets, of.mtp_targets[0]]),
+        )
+
+    total, weight = measured(packed)
+    sums, weights = 0, 0
+    for segment in range(1, packed["segment_ids"].max() + 1):
+        n = (inside := packed["segment_ids"] == segment).sum()
+        own = {k: np.pad(v[inside], (0, 160 - n)) for k, v in packed.items()}
+        own["segment_ids"] = (np.arange(160) < n).astype(np.int32)
+        own["loss_weights"] = own["loss_weights"].astype(np.float32)
+        own_loss, own_weight = measured(own)
+        sums, weights = sums + own_loss * own_weight, weights + own_weight
+    np.testing.assert_allclose(weight, weights, rtol=1e-6)
+    np.testing.assert_allclose(total, sums / weights, rtol=1e-5)  # float32, sums of 100 terms
+    ones = packed | {"loss_weights": (packed["segment_ids"] > 0).astype(np.float32)}
+    without = {name: packed[name] for name in ("tokens", "segment_ids")}
+    for one, other in zip(measured(ones), measured(without)):
+        np.testing.assert_array_equal(one, other)  # the weight 1 changes no bit
+    assert not np.allclose(measured(without)[0], total)
+
+
+def test_texts_beside_conversations_count_in_full_and_resume_the_same(tmp_path, marked):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"text {i} " * 9}) + "\n" for i in range(40)))
+    one = config(tmp_path, marked)
+    both = config(
+        tmp_path, marked, path=f"{one.path},{texts}", messages_field="messages,", weights=(1, 1)
+    )
+    data = open_data(both, 128, 2)
+    names = [data.names(i)[0].partition(":")[0] for i in range(8)]
+    assert set(names) == {"chat.jsonl", "texts.jsonl"}
+    for i, name in enumerate(names):
+        row = data.row(i)
+        filled = row["segment_ids"] > 0
+        assert (name == "texts.jsonl") == np.array_equal(row["loss_weights"], filled)
+    batches = iter(data.batches(0))
+    undisturbed = [next(batches) for _ in range(4)]
+    resumed = iter(open_data(both, 128, 2).batches(2))  # opened from the index
+    for batch in undisturbed[2:]:
+        again = next(resumed)
+        assert batch["loss_weights"].dtype == np.float32
+        for name, values in batch.items():
+            np.testing.assert_array_equal(again[name], values)
+
+
+def test_texts_alone_have_the_rows_that_they_had_before_there_were_weights(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one text"}) + "\n")
+    settings = dict(path=str(tmp_path / "a.jsonl"), prepared_dir=str(tmp_path / "prepared"))
+    data = open_data(DataConfig(**settings), 16, 1)
+    assert set(data.row(0)) == set(data.kinds) == {"tokens", "segment_ids"}
+    assert not list(tmp_path.glob("prepared/tokens/*/*.weights"))
+    # The code before loss weights gave these rows this name, and this run this fingerprint.
+    assert [p.name for p in tmp_path.glob("prepared/rows/*")] == ["e1c687a7625d433a5de9"]
+    assert data.fingerprint == "87f8406de133c47ce4d6"
+
+
+BAD = [
+    ({"text": "x"}, "no field 'messages'"),
+    ({"messages": "hello"}, "expected a list of messages"),
+    ({"messages": []}, "empty list"),
+    ({"messages": says("a", "")}, "message 2 is empty"),
+    ({"messages": says("a", "b")[:1]}, "'user'.*expected the role 'assistant'"),
+    ({"messages": says("a", "b")[::-1]}, "message 1 of the role 'assistant' is the first"),
+    ({"messages": says("a", "b")[:1] * 2}, "message 2 of the role 'user' follows"),
+    ({"messages": says("a", "b", weight=-1)}, "weight -1"),
+    ({"messages": says("a", "b", weight=0)}, "no token of it counts"),
+    ({"messages": says("<|im_end|>", "b")}, "message 1 .*'<.im_end.>'.*data.parse_tokens"),
+    ({"messages": says("\0", "b")}, "message 1 contains NUL"),
+]
+
+
+def test_bad_records_end_the_preparation_in_one_line_or_are_left_out(tmp_path, marked):
+    good = [{"messages": c} for c in CONVERSATIONS[:5]]
+    for record, message in BAD:
+        with pytest.raises(UserError, match=rf"chat.jsonl:2\b.*{message}") as error:
+            open_data(config(tmp_path, marked, [good[0], record]), 256, 2)
+        assert "\n" not in str(error.value)
+    records = [*(record for record, _ in BAD), *good]
+    skip = config(tmp_path, marked, records, bad_records="skip", bad_records_limit=0.9)
+    counts = open_data(skip, 256, 2).describe()
+    assert counts["documents"] == 5
+    assert sum(counts["sources"][0]["bad_records"].values()) == len(BAD)
+
+
+@pytest.mark.parametrize(
+    ("template", "changes", "message"),
+    [
+        (None, {}, "no chat template there"),
+        (MARKED, {"tokenizer": "bytes"}, "'bytes' has no chat template"),
+        # It writes the history of a conversation otherwise than the newest turn.
+        (
+            UNMARKED.replace("{{ m.content }}", "{{ m.content if loop.last else '' }}"),
+            {},
+            "turns: .*generation",
+        ),
+        (MARKED.replace("assistant'", "nobody'"), {}, "no token of it counts"),
+    ],
+    ids=["none", "bytes", "history", "no turns"],
+)
+def test_a_template_that_does_not_tell_the_turns_is_refused(tmp_path, template, changes, message):
+    settings = {"tokenizer": str(make_folder(tmp_path, template))} | changes
+    with pytest.raises(UserError, match=message):
+        open_data(config(tmp_path, "", **settings), 256, 2)
+
+
+def test_a_copy_of_the_tokenizer_has_the_template(tmp_path, marked):
+    """A run and an export keep such a copy, and chat with it."""
+    load_tokenizer(str(marked)).save(tmp_path)
+    asked = says("a")[:1]
+    prompts = [ChatTemplate.of_folder(f, "").prompt(asked) for f in (marked, tmp_path)]
+    assert prompts[0] == prompts[1] != ""
+
+
+def test_a_flipped_bit_of_the_weights_is_noticed(tmp_path, marked):
+    open_data(config(tmp_path, marked), 256, 2)
+    (path,) = tmp_path.glob("prepared/tokens/*/*.weights")
+    data = bytearray(path.read_bytes())
+    data[7] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="weights is damaged"):
+        open_data(config(tmp_path, marked), 128, 2)  # other rows from the same unit
