@@ -2,7 +2,6 @@
 transformers for comparison.
 
     python benchmarks/decoding.py [--part=contexts] [--contexts=1024,4096,…]
-        [--plot=docs/decoding.png]
     python benchmarks/decoding.py --part=drafting --model=runs/tiny
     python benchmarks/decoding.py --part=rounds --model=runs/tiny
     python benchmarks/decoding.py --part=replay --model=runs/tiny
@@ -77,7 +76,6 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=262_144)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--new", type=int, default=400)
-    parser.add_argument("--plot")
     parser.add_argument("--python", help="interpreter with torch and transformers")
     args = parser.parse_args()
     cli.keep_freed_memory()  # as the commands do
@@ -145,7 +143,6 @@ def _contexts(args: argparse.Namespace) -> None:
         "attention": _of_equal_size(hybrid, full_attention_interval=1),
         "recurrent": _of_equal_size(hybrid, full_attention_interval=0),
     }
-    measured = {name: {} for name in forms}
     print(
         f"{'':12} {'parameters':>10} {'context':>8} {'prompt tokens/s':>16} {'ms/new token':>13} "
         f"{'states, bytes':>14} {'slots, bytes':>14}"
@@ -166,14 +163,11 @@ def _contexts(args: argparse.Namespace) -> None:
                 for values in zip(*((context / run[1], 1e3 * run[2] / run[4]) for run in runs))
             )
             size = cache_bytes(config, 1, cache_length(prompts, NEW))
-            measured[name][context] = prefill, step, sum(size.values())
             print(
                 f"{name:12} {parameter_counts(config).total:10,} {context:8} {prefill:16,.0f} "
                 f"{step:13.3f} {size['state']:14,} {size['slots']:14,}",
                 flush=True,
             )
-    if args.plot:
-        _plot(measured, args.plot)
 
 
 def _of_equal_size(like: ModelConfig, **changes) -> ModelConfig:
@@ -199,28 +193,6 @@ def _compare_with_forward(model: Qwen3Next, prompt: np.ndarray) -> None:
     assert np.max(behind) <= 1e-3 * np.max(np.abs(logits)), (
         f"cached decoding differs from the forward pass at {np.argmax(behind)}"
     )
-
-
-def _plot(measured: dict, file: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4))
-    for axis, (i, title) in zip(
-        axes, enumerate(("prompt tokens/s", "ms per new token", "bytes of cache"))
-    ):
-        for name, points in measured.items():
-            axis.plot(
-                list(points), [values[i] for values in points.values()], marker="o", label=name
-            )
-        axis.set(title=title, xlabel="tokens of context", xscale="log", yscale="log")
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    print(f"wrote {file}")
 
 
 # ---- drafting

@@ -44,7 +44,8 @@ def main(paths: list[str]) -> int:
     if len(configs) == 2:
         _print_differences(paths, configs, console)
     if _svg.value:
-        _draw(configs[0], pathlib.Path(_svg.value))
+        pathlib.Path(_svg.value).write_text(draw_config(configs[0]))
+        print(f"wrote {_svg.value}")
     return ExitCode.DONE
 
 
@@ -264,8 +265,8 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + name, value
 
 
-def _draw(config: Config, path: pathlib.Path) -> None:
-    """Writes the figure of the model to `path`."""
+def draw_config(config: Config) -> str:
+    """Returns the figure of the model as the text of an SVG file."""
     from qwen3next_jax.model.description import layer_kinds
     from qwen3next_jax.model.flops import parameter_counts
     from qwen3next_jax.reporting.architecture import LayerBox, draw_model
@@ -289,8 +290,7 @@ def _draw(config: Config, path: pathlib.Path) -> None:
         f"{_millions(counts.total)} parameters, {_millions(counts.active)} for a token; width "
         f"{model.hidden_size:,}, vocabulary {model.vocab_size:,}"
     )
-    path.write_text(draw_model(config.name, subtitle, boxes))
-    print(f"wrote {path}")
+    return draw_model(config.name, subtitle, boxes)
 
 
 cli.accept_settings()

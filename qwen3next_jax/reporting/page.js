@@ -86,6 +86,7 @@
 
   // ---- Line charts
 
+  const smoothable = line => !line.dots && line.joined !== false && line.y.length >= 10;
   const smoothed = ys => {  // exponential moving average, without the pull of its start towards 0
     let sum = 0, weight = 0;
     return ys.map(y => {
@@ -192,7 +193,7 @@
       const frame = `y="${TOP - 2}" width="${width}" height="${bottom - TOP + 5}" viewBox="0 ${TOP - 2} ${width} ${bottom - TOP + 5}"`;
       parts.push(`<svg ${frame}>`);
       for (const line of lines) {
-        const soft = chosen.smooth > 0 && !line.dots && line.joined !== false && line.y.length >= 10, of = line.run === undefined ? "" : ` data-run="${line.run}"`;
+        const soft = chosen.smooth > 0 && smoothable(line), of = line.run === undefined ? "" : ` data-run="${line.run}"`;
         const style = `stroke="${colourOf(line)}"${line.dash ? ` stroke-dasharray="${line.dash}"` : ""}${of}`;
         if (line.low && !soft) {
           const upper = path(line.x, line.high), lower = path([...line.x].reverse(), [...line.low].reverse());
@@ -375,7 +376,9 @@
     waiting = true;
     setTimeout(() => { waiting = false; charts.forEach(chart => chart.draw()); });
   };
-  document.getElementById("smoothing").addEventListener("input", event => { chosen.smooth = Number(event.target.value); drawAll(); });
+  const slider = document.getElementById("smoothing");
+  slider.parentElement.hidden = !charts.some(chart => chart.data.lines.some(smoothable));
+  slider.addEventListener("input", event => { chosen.smooth = Number(event.target.value); drawAll(); });
 
   // ---- The table of runs
 

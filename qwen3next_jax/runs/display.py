@@ -187,6 +187,11 @@ class Display:
         finally:
             self._waits_for = before
 
+    def set_elapsed(self, seconds: float) -> None:
+        """Makes the live panel show that the run has taken `seconds` so far, for a recorded run."""
+        for task in self._progress.tasks:
+            task.start_time = self._progress.get_time() - seconds
+
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Shows one event of metrics.jsonl."""
         kind, step = event["event"], event["step"]
