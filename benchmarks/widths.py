@@ -38,7 +38,8 @@ HEAD = 16
 HELD_OUT_ROWS = 128
 
 
-def model(width: int, layers: int) -> ModelConfig:
+def model(width: int, layers: int, start: float) -> ModelConfig:
+    """A dense hybrid; `start`: the standard deviation of its matrices at the base width."""
     heads = width // HEAD
     return ModelConfig(
         vocab_size=256,
@@ -54,6 +55,7 @@ def model(width: int, layers: int) -> ModelConfig:
         linear_key_head_dim=HEAD,
         linear_value_head_dim=HEAD,
         decay_init="log_uniform",
+        initializer_range=start,
         num_experts=0,
         mtp_depth=0,
         rope_theta=10_000.0,
@@ -127,6 +129,7 @@ def main():
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--lowest", type=float, default=1e-3, help="the lowest learning rate")
     parser.add_argument("--rates", type=int, default=7, help="how many, each twice the one before")
+    parser.add_argument("--start", type=float, default=0.02, help="model.initializer_range")
     parser.add_argument("--steps", type=int, default=80)
     arguments = parser.parse_args()
     sizes = [int(size) for size in arguments.sizes.split(",")]
@@ -145,7 +148,8 @@ def main():
         first = None
         for size in sizes:
             begin = time.monotonic()
-            config = model(size, 2) if arguments.axis == "width" else model(64, size)
+            shape = (size, 2) if arguments.axis == "width" else (64, size)
+            config = model(*shape, arguments.start)
             optimizer = OptimizerConfig(
                 name=arguments.optimizer,
                 scaling=scaling,
@@ -172,6 +176,8 @@ def main():
                 "size": size,
                 "scaling": scaling,
                 "optimizer": arguments.optimizer,
+                "start": arguments.start,
+                "steps": arguments.steps,
                 "rates": rates,
                 "losses": found.tolist(),
                 "seconds": round(time.monotonic() - begin),

@@ -128,22 +128,21 @@ def tokens(seed, rows=4, length=17):
 
 @pytest.mark.slow
 def test_completep_is_the_model_of_its_paper():
-    """There the output of each block is divided by the depth and the logits by the width, and the
-    rates and start values of these matrices are not. Three steps of both, with an eps that is
-    nothing beside the gradients, from the same function.
+    """There the output of each block is divided by the depth and the logits by the width; of the
+    parameters only the matrices in layers are scaled, starts by 1/√m and rates by 1/m. Three steps
+    of both, with an eps that is nothing beside the gradients.
     """
     config, one = model(64, 4, hybrid=False), optimizer(eps=1e-30)
     m, l = 4, 2
-    assignment = assign(config, (), one)
-    graphdef, start = nnx.split(drawn_model(config))
-    start = assignment.scale_start(nnx.to_pure_dict(start))
-    divisors = {
-        path: l if path.endswith(("out_proj", "o_proj", "down")) else m if path == "head" else 1
-        for path in declared(config)
+    matrices = {
+        path for path, declaration in declared(config).items() if declaration.kind == "matrix"
     }
+    divisors = {"head": m} | {path: l for path in matrices if path.endswith(("o_proj", "down"))}
+    graphdef, drawn = nnx.split(drawn_model(config))
+    drawn = nnx.to_pure_dict(drawn)
 
-    def divided(params, power):
-        return map_leaves(lambda path, leaf: leaf / divisors[path] ** power, params)
+    def divided(params):
+        return map_leaves(lambda path, leaf: leaf / divisors.get(path, 1), params)
 
     def trained(params, loss, factors):
         adam = make_optimizer(one, declared(config), lambda _: 1e-2, None, factors)
@@ -158,14 +157,15 @@ def test_completep_is_the_model_of_its_paper():
             params, state = step(params, state, tokens(i))
         return params
 
+    assignment = assign(config, (), one)
+    start = assignment.scale_start(drawn)
     ours = trained(start, functools.partial(loss, graphdef), assignment.learning_rate_factors)
-    factors = {
-        path: assignment.learning_rate_factors.get(path, 1.0) * divisors[path] for path in divisors
-    }
     theirs = trained(
-        divided(start, -1), lambda params, batch: loss(graphdef, divided(params, 1), batch), factors
+        map_leaves(lambda path, leaf: leaf * (m**-0.5 if path in matrices else 1), drawn),
+        lambda params, batch: loss(graphdef, divided(params), batch),
+        dict.fromkeys(matrices, 1 / m),
     )
-    theirs, start = leaves_by_path(divided(theirs, 1)), leaves_by_path(start)
+    theirs, start = leaves_by_path(divided(theirs)), leaves_by_path(start)
     for path, leaf in leaves_by_path(ours).items():
         moved = np.abs(leaf - start[path]).max()
         assert np.abs(leaf - theirs[path]).max() < 0.02 * moved + 1e-7, path
