@@ -351,6 +351,7 @@ HELDOUT_SETTINGS = (
     "data.path",
     "data.weights",
     "data.text_field",
+    "data.messages_field",
     "data.heldout_fraction",
     "data.synthetic.pairs",
     "eval.rows",
@@ -377,9 +378,12 @@ def incomparable(runs: Sequence[Run]) -> dict[str, Incomparable]:
             "bits per byte.",
         )
     settings = [flatten(run.config) for run in runs]
-    differing = [name for name in HELDOUT_SETTINGS if len({str(s.get(name)) for s in settings}) > 1]
+    # A setting that an older run does not have is as one that is left empty.
+    differing = [
+        name for name in HELDOUT_SETTINGS if len({str(s.get(name) or "") for s in settings}) > 1
+    ]
     if differing:
-        texts = [", ".join(str(s.get(name)) for name in differing) for s in settings]
+        texts = [", ".join(str(s.get(name) or "") for name in differing) for s in settings]
         found["heldout"] = Incomparable(
             "Different held-out text.",
             f"The runs were evaluated on different text ({', '.join(differing)}: "
