@@ -431,18 +431,22 @@ class Loading(NamedTuple):
     mesh: MeshConfig | None
     dtype: str | None
     launch: Launch | None
+    ema: bool
 
 
 @functools.cache  # several commands in one process may define these flags
 def define_loading_flags() -> Callable[[], Loading]:
-    """Defines `--step`, `--mesh`, `--dtype` and the flags of `define_launch_flags`. Returns a
-    function that returns the values of these flags.
+    """Defines `--step`, `--ema`, `--mesh`, `--dtype` and the flags of `define_launch_flags`.
+    Returns a function that returns the values of these flags.
     """
     step = flags.DEFINE_integer(
         "step",
         None,
         "of a run: the checkpoint after so many steps (default: the newest)",
         lower_bound=0,
+    )
+    ema = flags.DEFINE_bool(
+        "ema", False, "of a run: the moving average of its parameters (train.ema), not the newest"
     )
     mesh = define_mesh_flag()
     dtype = flags.DEFINE_enum(
@@ -457,7 +461,7 @@ def define_loading_flags() -> Callable[[], Loading]:
     def get() -> Loading:
         sizes = read_mesh(mesh.value)
         return Loading(
-            step.value, MeshConfig(**sizes) if sizes else None, dtype.value, get_launch()
+            step.value, MeshConfig(**sizes) if sizes else None, dtype.value, get_launch(), ema.value
         )
 
     return get

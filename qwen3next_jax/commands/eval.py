@@ -63,4 +63,5 @@ def main() -> int:
             loading.step,
             loading.mesh,
             loading.dtype or "float32",
+            loading.ema,
         )

@@ -27,7 +27,7 @@ from qwen3next_jax.data.tokens import Tokenizer, same_tokens
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.processes.distributed import is_process_0, process_0_first
 from qwen3next_jax.runs.folder import read_config
-from qwen3next_jax.runs.load import load_model
+from qwen3next_jax.runs.load import describe_parameters, load_model
 from qwen3next_jax.runs.preflight import tokenizer_of_model
 from qwen3next_jax.training.stages import resolve_stages, stage_at
 from qwen3next_jax.training.state import abstract_model
@@ -63,6 +63,7 @@ def evaluate(
     step: int | None = None,
     mesh: MeshConfig | None = None,
     dtype: str = "float32",
+    ema: bool = False,
 ) -> int:
     """Runs evaluations, and prints the results of each evaluation as a table. Returns the exit
     code.
@@ -70,20 +71,21 @@ def evaluate(
     If there are several processes, all must call this function; process 0 prints and writes.
 
     Args:
-      config, path, names, options, step, mesh, dtype: as for `run_evaluations`.
+      config, path, names, options, step, mesh, dtype, ema: as for `run_evaluations`.
       json_path: path of a file to which the results are written; "" for none. The results of a run
-        are also written to RUN/eval/NAME.json, unless `config` changes settings of the model.
+        are also written to RUN/eval/NAME.json, or NAME_average.json with `ema`, unless `config`
+        changes settings of the model.
 
     Raises:
       UserError: as `run_evaluations` does, or a file cannot be written.
     """
     results, wrote = {}, False
     during = waiting if is_process_0() else nullcontext
-    for result in run_evaluations(config, path, names, options, step, mesh, dtype, during):
+    for result in run_evaluations(config, path, names, options, step, mesh, dtype, ema, during):
         _print(result.title, to_metric_values(result.values, result.metrics))
         results[result.name] = {"step": result.step} | result.values
         if result.belongs_to_run:
-            _write(path / "eval" / f"{result.name}.json", results[result.name])
+            _write(path / "eval" / f"{result.name}{'_average' * ema}.json", results[result.name])
             wrote = True
     if wrote:
         print(f"The same as JSON: {path / 'eval'}")
@@ -100,6 +102,7 @@ def run_evaluations(
     step: int | None = None,
     mesh: MeshConfig | None = None,
     dtype: str = "float32",
+    ema: bool = False,
     during: Callable[[str], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Result]:
     """Yields the results of each evaluation when it ends.
@@ -118,6 +121,7 @@ def run_evaluations(
       step: as for `load_model`.
       mesh: as for `load_model`.
       dtype: as for `load_model`.
+      ema: as for `load_model`.
       during: shows a text while its block runs.
 
     Raises:
@@ -135,7 +139,7 @@ def run_evaluations(
             # "" means the copy of the tokenizer in the run's folder; the original file may be gone.
             data = dataclasses.replace(trained.data, tokenizer="")
             config = dataclasses.replace(trained, data=data)
-    model, tokenizer, step, places, _ = load_model(path, step, mesh, dtype)
+    model, tokenizer, step, places, _ = load_model(path, step, mesh, dtype, ema=ema)
     if tokenizer is None:
         raise UserError(
             f"{path}: no tokenizer.json there: put the model's own beside its config.json"
@@ -175,6 +179,8 @@ def run_evaluations(
     title = str(path)
     if step is not None:
         title += f" after step {step}"
+        if trained.train.ema:
+            title += f", {describe_parameters(ema)}"
     if other:
         title += f" read with another {', '.join(other)}"
     for name, one in evaluations.items():

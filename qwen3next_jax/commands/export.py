@@ -46,11 +46,11 @@ def main() -> int:
 
     require_new(out)
     if _adapter.value:
-        return _export_adapter(workdir, out, loading.step)
+        return _export_adapter(workdir, out, loading.step, loading.ema)
     with join_processes(loading.launch, workdir):
         source, form = _origin_of(workdir)
         model, tokenizer, step, _, identity = load_model(
-            workdir, loading.step, loading.mesh, loading.dtype
+            workdir, loading.step, loading.mesh, loading.dtype, ema=loading.ema
         )
         # A run ends documents with the end token of its tokenizer, whatever id the configuration
         # has.
@@ -66,28 +66,40 @@ def main() -> int:
             source=source if source and source.is_dir() else None,
             vision=_vision.value,
         )
+        which = "" if step is None else _averaged(workdir, loading.ema)
         files = sorted(f for f in out.rglob("*") if f.is_file())
         size = sum(f.stat().st_size for f in files)
         print(
             f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB"
-            + ("" if step is None else f", the model after step {step}")
+            + ("" if step is None else f", the model after step {step}{which}")
             + f"; next: {shell_command('generate')} --model={_out.value} "
             "--prompt='def '"
         )
     return 0
 
 
-def _export_adapter(workdir: str, out: pathlib.Path, step: int | None) -> int:
-    """Writes the adapters of the run in `workdir`, after `step` steps, as PEFT's files."""
+def _averaged(workdir: str, ema: bool) -> str:
+    """Says for a run with `train.ema` which parameters are exported; "" for others."""
+    from qwen3next_jax.runs.folder import read_config
+    from qwen3next_jax.runs.load import describe_parameters
+
+    return f", {describe_parameters(ema)}" if read_config(to_path(workdir)).train.ema else ""
+
+
+def _export_adapter(workdir: str, out: pathlib.Path, step: int | None, ema: bool) -> int:
+    """Writes the adapters of the run in `workdir`, or with `ema` their average, after `step` steps,
+    as PEFT's files.
+    """
     from qwen3next_jax.interop.peft import save_adapter
     from qwen3next_jax.runs.checkpoint import load_adapters
 
-    found = load_adapters(to_path(workdir), step)
+    found = load_adapters(to_path(workdir), step, ema)
     source, form = _origin_of(workdir)
     config = dataclasses.replace(found.config, hf_form=_form.value or form or found.config.hf_form)
     modules = save_adapter(config, found.adapters, out, str(source or ""), found.base_digest)
     print(
-        f"{_out.value}: adapters of {modules} modules after step {found.step}; load them with "
+        f"{_out.value}: adapters of {modules} modules after step {found.step}"
+        f"{_averaged(workdir, ema)}; load them with "
         f"PeftModel.from_pretrained(base, {_out.value!r})"
     )
     return 0

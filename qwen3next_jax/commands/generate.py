@@ -68,7 +68,7 @@ def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
     from qwen3next_jax.runs.load import load_model
 
     model, tokenizer, _, places, _ = load_model(
-        _model.value, loading.step, loading.mesh, loading.dtype or "float32"
+        _model.value, loading.step, loading.mesh, loading.dtype or "float32", ema=loading.ema
     )
     if tokenizer is None:
         raise UserError(

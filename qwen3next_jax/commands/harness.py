@@ -50,7 +50,7 @@ def main() -> int:
         )
     with join_processes(loading.launch, _model.value):
         model, tokenizer, _, places, _ = load_model(
-            _model.value, loading.step, loading.mesh, loading.dtype or "float32"
+            _model.value, loading.step, loading.mesh, loading.dtype or "float32", ema=loading.ema
         )
         if tokenizer is None:
             raise UserError(

@@ -81,6 +81,7 @@ def evaluate(
     config: Config | None = None,
     step: int | None = None,
     rows: int | None = None,
+    ema: bool = False,
 ) -> dict[str, dict[str, float]]:
     """Evaluates a run or a Hugging Face directory, as `qwen3next eval` does, without writing
     anything.
@@ -91,6 +92,7 @@ def evaluate(
       config: the configuration that names the data; None: that of the run.
       step: the number of steps after which the checkpoint was saved; None: the newest.
       rows: the number of rows of each evaluation; None: as the evaluation has it.
+      ema: for a run, whether to evaluate the moving average of its parameters (`train.ema`).
 
     Returns:
       {name of the evaluation: {name of a value: number}}.
@@ -102,7 +104,7 @@ def evaluate(
     from qwen3next_jax.evals.evaluation import EvalOptions
 
     options = dataclasses.replace(EvalOptions(), rows=rows)
-    results = run_evaluations(config, to_path(path), tuple(names), options, step)
+    results = run_evaluations(config, to_path(path), tuple(names), options, step, ema=ema)
     return {result.name: result.values for result in results}
 
 

@@ -212,15 +212,27 @@ def _training_table(config: Config, devices: Sequence[int]) -> Table:
 
     assignment = assign(config.model, config.train.freeze, config.optimizer)
     state = abstract_train_state(
-        config.model, config.optimizer, assignment, config.guards, single_device_mesh()
+        config.model,
+        config.optimizer,
+        assignment,
+        config.guards,
+        single_device_mesh(),
+        has_average=config.train.ema > 0,
     )
     parameters, optimizer = _size(state["params"]), _size(state["opt_state"])
     frozen = _size(assignment.frozen(state["params"]))
     table = Table("training on", box=SIMPLE)
-    for name in ("parameters", "gradients", f"{config.optimizer.name}'s state", "together"):
+    of_state = {
+        "parameters": parameters,
+        "gradients": parameters - frozen,
+        f"{config.optimizer.name}'s state": optimizer,
+    }
+    if "ema" in state:
+        of_state["average (train.ema)"] = _size(state["ema"])
+    for name in (*of_state, "together"):
         table.add_column(name, justify="right")
     for number in devices:
-        sizes = [size / number for size in (parameters, parameters - frozen, optimizer)]
+        sizes = [size / number for size in of_state.values()]
         table.add_row(
             f"{number:,} device" + "s, each" * (number > 1), *map(_bytes, sizes), _bytes(sum(sizes))
         )

@@ -126,7 +126,7 @@ def evaluation_of_event(event: Mapping[str, Any]) -> str:
     """Returns the name of the evaluation that wrote the event; "" if no evaluation did."""
     if event["event"] == "suite":
         return str(event.get("suite", ""))
-    return "heldout" if event["event"] == "heldout" else ""
+    return event["event"] if event["event"] in ("heldout", "heldout_average") else ""
 
 
 def _is_number(value: Any) -> bool:

@@ -256,6 +256,9 @@ class TrainConfig:
     router_bias_update: Literal["sign", "quantile"] = "sign"
     # router_bias_update = "sign": how much one step adds to, or subtracts from, a bias
     router_bias_rate: float = 0.001
+    # decay rate, per step, of an exponential moving average of the parameters, which is evaluated
+    # and saved beside them (docs/adapting.md); 0: no average
+    ema: float = 0.0
     # number of steps between two lines of metrics
     log_every: int = 10
     # functions of your own, each as 'my_package.module:function': the run calls each of them with
@@ -281,6 +284,7 @@ class TrainConfig:
             {
                 "at least 1": "steps batch_size gradient_accumulation log_every",
                 "at least 2": "sequence_length",
+                "0 or more, less than 1": "ema",
                 "0 … 2^32 - 1": "seed",
                 "0 or more": "balance_loss_weight mtp_loss_weight router_z_loss_weight "
                 "indexer_loss_weight "

@@ -614,7 +614,7 @@ def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> 
       compiled: the step as `jax.stages.Compiled`.
       program: the same step, parsed.
       params, opt_state: the state that the step updates in place, as trees of shapes with
-        shardings.
+        shardings; `opt_state` includes the average of the parameters (`train.ema`).
     """
     stats = compiled.memory_analysis()
     parameters, optimizer = shard_bytes(params), shard_bytes(opt_state)

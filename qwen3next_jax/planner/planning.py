@@ -353,9 +353,9 @@ def make_plan(
     if dump_folder:
         (pathlib.Path(dump_folder) / PROGRAM).write_text(text)
         schedules = schedule.read_schedules(dump_folder, program)
-    memory = memory_use(
-        compiled, program, run.abstract_state["params"], run.abstract_state["opt_state"]
-    )
+    state = run.abstract_state
+    beside_params = (state["opt_state"], state.get("ema", {}))
+    memory = memory_use(compiled, program, state["params"], beside_params)
     usable = topology.chip.usable_hbm
     fits = memory.peak <= usable  # at O1 the compiler accepts programs that do not fit
     plan = functools.partial(

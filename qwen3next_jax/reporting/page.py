@@ -296,6 +296,7 @@ def _summary(run: Run, unit: tuple[str, float] | None) -> dict[str, str]:
         add("held-out bits/byte", "heldout", "bits_per_byte", "{:.4f}".format)
     else:
         add("held-out accuracy", "heldout", "accuracy", "{:.1%}".format)
+    add("bits/byte of the average", "heldout_average", "bits_per_byte", "{:.4f}".format)
     add("MTP acceptance", "heldout", "mtp_acceptance/0", "{:.1%}".format)
     add("tokens in the loss", "train", "target_share", "{:.1%}".format)
     add("tokens/s", "train", "tokens_per_second", "{:,.0f}".format)
@@ -386,7 +387,7 @@ def _depends_on(kind: str, name: str) -> list[str]:
     is_loss = name in ("loss", "perplexity")
     # Of the other evaluations only losses are of text; the rest are tasks with tokens of their own.
     per_token = is_loss or (name in ("accuracy", "top1", "mtp_loss", "mtp_top1") and not of_suite)
-    on_text = kind == "heldout" or (of_suite and is_loss)
+    on_text = kind.startswith("heldout") or (of_suite and is_loss)
     return ["tokenizer"] * per_token + ["heldout"] * on_text
 
 
@@ -396,24 +397,36 @@ def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
     depths = {name.removeprefix("mtp_loss/") for name in names}
     depths = sorted((depth for depth in depths if depth.isdecimal()), key=int)
     accepted = [(f"depth {d}", "heldout", f"mtp_acceptance/{d}") for d in depths]
+
+    def with_average(label: str, label_beside: str, metric: str) -> list[tuple[str, str, str]]:
+        """Returns a held-out metric of the parameters, and of their average (train.ema) if a run
+        has measured it.
+        """
+        if not any("heldout_average" in run.events for run in runs):
+            return [(label, "heldout", metric)]
+        average = ("held-out, average", "heldout_average", metric)
+        return [(label_beside, "heldout", metric), average]
+
     return _nonempty(
         (
             _chart_over_steps(
                 "Loss (nats per token)",
                 runs,
-                [("training", "train", "loss"), ("held-out", "heldout", "loss")],
+                [("training", "train", "loss"), *with_average("held-out", "held-out", "loss")],
                 marks,
                 fit_late=True,
             ),
             _chart_over_steps(
                 "Held-out bits per byte",
                 runs,
-                [("", "heldout", "bits_per_byte")],
+                with_average("", "held-out", "bits_per_byte"),
                 marks,
                 fit_late=True,
             ),
             # Where every run has bits per byte, accuracy says nothing more.
-            _chart_over_steps("Held-out accuracy", runs, [("", "heldout", "accuracy")], marks)
+            _chart_over_steps(
+                "Held-out accuracy", runs, with_average("", "held-out", "accuracy"), marks
+            )
             if any(_heldout_metric(run) == "accuracy" for run in runs)
             else "",
             _chart_over_steps(

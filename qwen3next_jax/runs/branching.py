@@ -31,7 +31,7 @@ from qwen3next_jax.training.stages import (
     recorded_cursors,
     stage_number,
 )
-from qwen3next_jax.training.state import State, abstract_train_state
+from qwen3next_jax.training.state import State, abstract_train_state, start_average
 
 
 def state_from_parent(
@@ -75,6 +75,8 @@ def state_from_parent(
             theirs.guards,
             run.mesh,
             config.parallel.slice_state,
+            # An average with another decay rate begins anew.
+            has_average=config.train.ema > 0 and config.train.ema == theirs.train.ema,
         )
     else:
         wanted = {name: run.abstract_state[name] for name in ("params", "step")}
@@ -86,6 +88,9 @@ def state_from_parent(
     if not takes_all:
         first = DataCursor(data[0].fingerprint, data[0].batch_size)
         return run.init_state(state["params"]), first
+    if "ema" in run.state_shardings and "ema" not in state:
+        shardings = run.state_shardings["ema"]
+        state["ema"] = start_average(state["params"], run.assignment, shardings)
     offset = int(state["guards"]["data_offset"])
     their_cursors = recorded_cursors(record, theirs.train.batch_size)
     before, now = _cursors(run.stages, data, step, their_cursors, offset)

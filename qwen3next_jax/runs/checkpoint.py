@@ -33,7 +33,7 @@ from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import ExitCode, UserError, require, warn
 from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.common.trees import join, map_leaves
-from qwen3next_jax.config import CheckpointConfig, ModelConfig
+from qwen3next_jax.config import CheckpointConfig, Config, ModelConfig
 from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.adapters import is_adapter, merged_model
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
@@ -49,6 +49,8 @@ from qwen3next_jax.runs.folder import (
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.sharding.rules import tree_shardings
+from qwen3next_jax.training.assignment import assign
+from qwen3next_jax.training.average import without_paths
 from qwen3next_jax.training.state import State, abstract_model
 
 # Orbax logs every directory that it touches as a warning.
@@ -517,6 +519,8 @@ def _split(state: State, frozen_paths: frozenset[str]) -> tuple[State, State]:
         params = map_leaves(keep, state["params"])
         return {"params": params} if params else {}
 
+    if "params" not in state:
+        return state, {}
     others = {name: value for name, value in state.items() if name != "params"}
     return others | only(False), only(True)
 
@@ -552,20 +556,24 @@ class TrainedAdapters(NamedTuple):
     base_digest: str
 
 
-def load_adapters(workdir: pathlib.Path, step: int | None = None) -> TrainedAdapters:
+def load_adapters(
+    workdir: pathlib.Path, step: int | None = None, ema: bool = False
+) -> TrainedAdapters:
     """Loads the adapters from a checkpoint of the run in `workdir`.
 
     Args:
       step: number of steps after which the checkpoint was saved; None: the newest valid one.
+      ema: whether to load their moving average (`train.ema`) instead.
 
     Raises:
-      UserError: the model has no adapters, or the checkpoint cannot be loaded.
+      UserError: the model has no adapters, or the checkpoint cannot be loaded or has no average.
     """
-    config = config_of(read_run(workdir), workdir).model
+    run_config = config_of(read_run(workdir), workdir)
+    config = run_config.model
     require(config.lora.rank > 0, f"{workdir}: its model has no adapters (model.lora.rank = 0)")
     _, params = abstract_model(config)
     adapters = map_leaves(lambda path, leaf: leaf if is_adapter(path) else None, params)
-    wanted = {"params": adapters, "step": jax.ShapeDtypeStruct((), np.int32)}
+    wanted = _entries_of_params(workdir, run_config, adapters, ema)
     shardings = tree_shardings(wanted, declared(config), single_device_mesh())
     abstract = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -578,7 +586,32 @@ def load_adapters(workdir: pathlib.Path, step: int | None = None) -> TrainedAdap
         state = jax.device_get(checkpoints.restore(step, abstract, partial=True))
     record = checkpoints.directory / str(step) / FROZEN
     digest = json_files.read(record)["manifest"] if record.is_file() else ""
-    return TrainedAdapters(config, state["params"], step, digest)
+    return TrainedAdapters(config, _params_of_entries(state), step, digest)
+
+
+def _entries_of_params(workdir: pathlib.Path, config: Config, params: dict, ema: bool) -> State:
+    """Returns the step and the entries of the train state that hold `params`, or with `ema` their
+    moving average; for both, parameters that are frozen as a whole are in "params".
+
+    Raises:
+      UserError: the run has no average.
+    """
+    step = {"step": jax.ShapeDtypeStruct((), np.int32)}
+    if not ema:
+        return step | {"params": params}
+    require(
+        config.train.ema > 0,
+        f"{workdir}: its run keeps no average of its parameters (train.ema = 0): leave out --ema",
+    )
+    frozen_paths = assign(config.model, config.train.freeze, config.optimizer).frozen_paths
+    frozen = map_leaves(lambda path, leaf: leaf if path in frozen_paths else None, params)
+    average = {"average": without_paths(params, frozen_paths)}
+    return step | {"ema": average} | ({"params": frozen} if frozen else {})
+
+
+def _params_of_entries(state: State) -> dict:
+    """Undoes `_entries_of_params`, for the arrays that were read."""
+    return join(state.get("params", {}), state.get("ema", {}).get("average", {}))
 
 
 def load_trained(
@@ -587,6 +620,7 @@ def load_trained(
     mesh: Mesh | None = None,
     record: dict[str, Any] | None = None,
     merge: bool = True,
+    ema: bool = False,
 ) -> TrainedModel:
     """Loads the model from a checkpoint of the run in `workdir`.
 
@@ -596,10 +630,11 @@ def load_trained(
       record: the content of run.json; None if the caller has not read it.
       merge: whether to add the products of adapters (`model.lora`) to their matrices, so that the
         model has no adapters.
+      ema: whether to load the moving average of the parameters (`train.ema`) instead.
 
     Raises:
-      UserError: the checkpoint cannot be loaded, or another run has replaced this one since
-        `record` was read.
+      UserError: the checkpoint cannot be loaded or has no average, or another run has replaced this
+        one since `record` was read.
     """
     record = read_run(workdir) if record is None else record
     config = config_of(record, workdir)
@@ -619,7 +654,7 @@ def load_trained(
                 f"(checkpoint.every = {config.checkpoint.every})"
             )
         graphdef, params = abstract_model(config.model)
-        wanted = {"params": params, "step": jax.ShapeDtypeStruct((), np.int32)}
+        wanted = _entries_of_params(workdir, config, params, ema)
         abstract = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
             wanted,
@@ -627,9 +662,9 @@ def load_trained(
                 wanted, declared(config.model), single_device_mesh() if mesh is None else mesh
             ),
         )
-        leaves, tree = jax.tree.flatten(
-            checkpoints.restore(step, abstract, partial=True, digest=digest)["params"]
-        )
+        state = checkpoints.restore(step, abstract, partial=True, digest=digest)
+        leaves, tree = jax.tree.flatten(_params_of_entries(state))
+        del state
     # Restored arrays are committed to their device. jit would compile a function for them even if
     # it has compiled the function for uncommitted arrays, so uncommitted copies replace the arrays.
     if mesh is None:

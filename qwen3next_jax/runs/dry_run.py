@@ -97,6 +97,8 @@ def _print_devices(run: ResolvedRun) -> None:
         "optimizer state": device_bytes(opt_state),
         "gradients": device_bytes(params) - device_bytes(run.assignment.frozen(params)),
     }
+    if "ema" in run.abstract_state:
+        sizes["average of the parameters"] = device_bytes(run.abstract_state["ema"])
     limit = device_memory()[1]
     print(
         "Memory of a device: "

@@ -19,6 +19,7 @@ from qwen3next_jax.runs.incidents import Incidents
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.start import SAMPLE_TEMPERATURE
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
+from qwen3next_jax.training.average import averaged_params
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.loop import Hook, Metrics, StepInfo, Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
@@ -172,7 +173,8 @@ class DiagnosticsHook(Hook):
 
 
 class EvaluationHook:
-    """Runs the held-out evaluation and the evaluations in `eval.suites`, and writes an event with
+    """Runs the held-out evaluation, also on the average of the parameters (`train.ema`) if the run
+    has it, and the evaluations in `eval.suites`, and writes an event with
     the results of each.
 
     Attributes:
@@ -219,6 +221,11 @@ class EvaluationHook:
         main = main_values(to_metric_values(values, self._heldout.metrics))[:1]
         self.heldout_text = "".join(f"{value.label} {value}" for value in main)
         self._metrics.write("heldout", info.step, **event_fields(values, self._heldout.metrics))
+        if "ema" in info.state:
+            with self._during("evaluating the average of the parameters"):
+                values = self._heldout.run(averaged_params(params, info.state["ema"]))
+            fields = event_fields(values, self._heldout.metrics)
+            self._metrics.write("heldout_average", info.step, **fields)
         for name, suite in self._suites.items():
             with self._during(f"evaluating {name}"):
                 measured = event_fields(suite.run(params), suite.metrics)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, to_dict
 from qwen3next_jax.data.pipeline import source_of
@@ -36,8 +36,9 @@ class LoadedModel(NamedTuple):
       tokenizer: the model's tokenizer; None if a Hugging Face directory has none.
       step: number of steps for which the model was trained; None for a Hugging Face directory.
       mesh: the mesh over which the parameters are sharded; None for one device.
-      identity: text that identifies the weights: the digest of a checkpoint's manifest, or the
-        result of `interop.huggingface.stamp_hf` for a Hugging Face directory.
+      identity: text that identifies the weights: the digest of a checkpoint's manifest, with " ema"
+        after it if they are the average of the run, or the result of `interop.huggingface.stamp_hf`
+        for a Hugging Face directory.
     """
 
     model: Qwen3Next
@@ -53,6 +54,7 @@ def load_model(
     mesh: MeshConfig | None = None,
     dtype: str | None = "float32",
     devices: Sequence[Any] | None = None,
+    ema: bool = False,
 ) -> LoadedModel:
     """Loads a model. If there are several processes, all must call this function, and each reads
     the shards of its own devices.
@@ -66,10 +68,11 @@ def load_model(
       dtype: dtype of the parameters of a Hugging Face directory, as for `load_hf`; None for the
         dtype in its config.json. The parameters of a run are float32.
       devices: the devices of the mesh; None: all that JAX finds.
+      ema: for a run, whether to load the moving average of its parameters (`train.ema`).
 
     Raises:
-      UserError: `path` is neither a run nor a Hugging Face directory, its files are damaged, or the
-        mesh does not fit the devices or the model.
+      UserError: `path` is neither a run nor a Hugging Face directory, its files are damaged, `ema`
+        is true but it has no average, or the mesh does not fit the devices or the model.
     """
     folder = to_path(path)
     if (folder / "run.json").exists():
@@ -82,14 +85,20 @@ def load_model(
             config.parallel.mesh,
             devices,
         )
-        model, step, identity = load_trained(folder, step, param_mesh, record)
+        model, step, identity = load_trained(folder, step, param_mesh, record, ema=ema)
         tokenizer = tokenizer_of_run(folder, record)
+        identity += " ema" * ema
         return LoadedModel(model, tokenizer, step, param_mesh, identity)
     if (folder / "config.json").exists():
         if step is not None:
             raise UserError(
                 f"{path}: a Hugging Face directory has no steps: leave out --step={step}"
             )
+        require(
+            not ema,
+            f"{path}: a Hugging Face directory has one set of parameters and no average beside it: "
+            "leave out --ema",
+        )
         tokenizer_file = folder / "tokenizer.json"
         config = read_hf_config(folder)
         param_mesh = mesh_of_params(str(path), config, mesh, MeshConfig(), devices)
@@ -103,6 +112,11 @@ def load_model(
         return LoadedModel(model, tokenizer, None, param_mesh, identity)
     reason = "no such folder" if not folder.exists() else "it has neither run.json nor config.json"
     raise UserError(f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})")
+
+
+def describe_parameters(ema: bool) -> str:
+    """Says which parameters of a run with `train.ema` were loaded."""
+    return "the average of its parameters (--ema)" if ema else "not the average (--noema)"
 
 
 def tokenizer_of_run(folder: pathlib.Path, record: dict[str, Any]) -> Tokenizer:

@@ -42,7 +42,7 @@ from qwen3next_jax.runs.preflight import (
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.training.assignment import Assignment, assign
-from qwen3next_jax.training.state import State, abstract_train_state
+from qwen3next_jax.training.state import State, abstract_train_state, start_average
 
 # Arrays are read in groups of at most this many bytes; a larger array is read alone.
 GROUP_BYTES = 1 << 30
@@ -243,14 +243,15 @@ def merged_state(
       group_bytes: arrays of the checkpoints before the last are read in groups of this size.
 
     Returns:
-      The state: parameters with the weights of `weights`; all other entries are those of the last
-      checkpoint.
+      The state: parameters with the weights of `weights`, at which an average of the parameters
+      (`train.ema`) begins anew; all other entries are those of the last checkpoint.
 
     Raises:
       UserError: a checkpoint is damaged, or was replaced since it was found.
     """
     last = sources[-1]
-    abstract = _abstract_state(last.config, _assignment(last.config), mesh)
+    assignment = _assignment(last.config)
+    abstract = _abstract_state(last.config, assignment, mesh)
     if not whole:
         abstract = {name: abstract[name] for name in ("params", "step")}
     with contextlib.ExitStack() as stack:
@@ -260,7 +261,8 @@ def merged_state(
             source = sources[number]
             return readers[number].restore(source.step, wanted, partial, source.digest)
 
-        state = read(-1, abstract, partial=not whole)
+        average = abstract.pop("ema", None)
+        state = read(-1, abstract, partial=True)
         merged = leaves_by_path(state["params"])
         for paths in _groups(abstract["params"], group_bytes) if len(sources) > 1 else ():
             wanted = {"params": _only(abstract["params"], paths)}
@@ -270,7 +272,11 @@ def merged_state(
                 theirs = leaves_by_path(read(number, wanted, partial=True)["params"])
                 total = _add_difference(total, weight, theirs, base)
             merged |= _add(base, total)
-    return state | {"params": map_leaves(lambda path, _: merged[path], state["params"])}
+    state["params"] = map_leaves(lambda path, _: merged[path], state["params"])
+    if average:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, average)
+        state["ema"] = start_average(state["params"], assignment, shardings)
+    return state
 
 
 def _groups(params: dict, group_bytes: int) -> Iterator[list[str]]:
@@ -319,6 +325,7 @@ def _abstract_state(config: Config, assignment: Assignment, mesh: Mesh) -> State
         config.guards,
         mesh,
         config.parallel.slice_state,
+        has_average=config.train.ema > 0,
     )
 
 

@@ -35,6 +35,7 @@ from qwen3next_jax.model.multi_token_prediction import target_weights
 from qwen3next_jax.sharding.batch_layout import BatchLayout
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.training import guards, lazy_rows
+from qwen3next_jax.training.average import update_average
 from qwen3next_jax.training.diagnostics import norms_by_layer
 from qwen3next_jax.training.gradients import Batch, make_gradients
 from qwen3next_jax.training.indexer import keep_indexers
@@ -150,6 +151,10 @@ def make_train_step(
             "step": state["step"] + 1,
             "guards": guard_state,
         }
+        if stage.train.ema:
+            new_state["ema"] = update_average(
+                state["ema"], stage.train.ema, new_state["params"], skip
+            )
         return new_state, metrics
 
     def balance_routers(params: dict, after: dict, loss_parts: dict) -> dict:

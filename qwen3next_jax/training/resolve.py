@@ -127,5 +127,6 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
         config.guards,
         mesh,
         config.parallel.slice_state,
+        has_average=config.train.ema > 0,
     )
     return ResolvedRun(config, mesh, stages, graphdef, assignment, abstract_state)

@@ -5,6 +5,7 @@ params      the parameters: a nested dict of float32 arrays, as `nnx.to_pure_dic
 opt_state   the state of the optimizer (optax)
 step        int32, the number of steps taken so far
 guards      the state of the numerical guards (see `guards.init_guards`)
+ema         the moving average of the parameters (see the file `average`); only with `train.ema`
 """
 
 from typing import Any
@@ -21,6 +22,7 @@ from qwen3next_jax.model.adapters import base_params, with_adapters
 from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training import lazy_rows
 from qwen3next_jax.training.assignment import Assignment
+from qwen3next_jax.training.average import init_average
 from qwen3next_jax.training.guards import init_guards
 from qwen3next_jax.training.optimizer import make_optimizer
 
@@ -42,6 +44,7 @@ def abstract_train_state(
     guards: GuardConfig,
     mesh: Mesh,
     slice_state: SliceState = "replicated",
+    has_average: bool = False,
 ) -> State:
     """Returns the train state as `jax.ShapeDtypeStruct`s, each with its sharding on `mesh`.
 
@@ -52,6 +55,7 @@ def abstract_train_state(
       guards: the settings of the guards.
       mesh: the devices.
       slice_state: whether the slices share the optimizer's state (`ParallelConfig.slice_state`).
+      has_average: whether the state has the average of the parameters (`train.ema`).
     """
     _, params = abstract_model(model)
     state = jax.eval_shape(
@@ -59,6 +63,7 @@ def abstract_train_state(
             "params": params,
             "opt_state": _init_optimizer(optimizer, assignment, params),
             **_step_and_guards(guards),
+            **({"ema": init_average(params, assignment.frozen_paths)} if has_average else {}),
         },
         params,
     )
@@ -85,7 +90,8 @@ def init_state(
       optimizer: the settings of the optimizer.
       assignment: by what each parameter is trained.
       guards: the settings of the guards.
-      state_shardings: the sharding of every array of the state.
+      state_shardings: the sharding of every array of the state, which has the average of the
+        parameters if this has it.
       seed: the seed of the random parameters, which are the same on every mesh.
       params: parameters to use instead of random ones; they may be without the adapters of
         `model.lora`, which are then random. None: all are random.
@@ -112,9 +118,20 @@ def init_state(
         out_shardings=state_shardings["opt_state"],
     )
     step_and_guards = _step_and_guards(guards)
-    return {"params": params, "opt_state": init(params)} | jax.device_put(
+    state = {"params": params, "opt_state": init(params)} | jax.device_put(
         step_and_guards, {name: state_shardings[name] for name in step_and_guards}
     )
+    if "ema" not in state_shardings:
+        return state
+    return state | {"ema": start_average(params, assignment, state_shardings["ema"])}
+
+
+def start_average(params: dict, assignment: Assignment, shardings: dict) -> dict:
+    """Returns the entry "ema" of the train state before the first update that it counts."""
+    start = jax.jit(
+        lambda params: init_average(params, assignment.frozen_paths), out_shardings=shardings
+    )
+    return start(params)
 
 
 def _init_optimizer(config: OptimizerConfig, assignment: Assignment, params: dict) -> Any:

@@ -1,0 +1,145 @@
+"""The moving average of the parameters (`train.ema`): values, meshes, checkpoints, evaluation."""
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qwen3next_jax.commands.evaluate import run_evaluations
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.events import read_events
+from qwen3next_jax.common.trees import leaves_by_path
+from qwen3next_jax.config import MeshConfig, ParallelConfig
+from qwen3next_jax.evals.evaluation import EvalOptions
+from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
+from qwen3next_jax.runs.load import load_model
+from qwen3next_jax.runs.merging import find_sources, merged_state
+from qwen3next_jax.sharding.mesh import make_mesh, single_device_mesh
+from qwen3next_jax.training.average import init_average, update_average
+from tests.in_process import resolved, train
+from tests.runs.test_merging import CONFIG
+
+STEPS, DECAY = 6, 0.7
+
+
+def _config(**settings):
+    settings = {"batch_size": 4, "ema": DECAY} | settings
+    return dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, **settings))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(folder of a run, its parameters after each step)."""
+    workdir, params = tmp_path_factory.mktemp("runs") / "run", []
+
+    def add_hooks(trainer):
+        trainer.add_hook(lambda info: params.append(jax.device_get(info.state["params"])))
+
+    assert train(_config(), workdir, add_hooks=add_hooks) == 0
+    return workdir, params
+
+
+def _saved(config, workdir, step=STEPS):
+    with Checkpoints(workdir) as checkpoints:
+        return jax.device_get(checkpoints.restore(step, resolved(config).abstract_state))
+
+
+def test_the_average_is_the_weighted_mean_of_the_parameters_after_each_update(run):
+    workdir, params = run
+    saved = _saved(_config(), workdir)
+    assert saved["ema"]["updates"] == STEPS
+    average, last = leaves_by_path(saved["ema"]["average"]), leaves_by_path(saved["params"])
+    assert set(last) - set(average) == {"embedding"}  # it is frozen
+    weights = DECAY ** np.arange(STEPS)[::-1]
+    for path, leaf in average.items():
+        history = np.stack([leaves_by_path(one)[path] for one in params]).astype(np.float64)
+        exact = np.tensordot(weights / weights.sum(), history, axes=1)
+        # Each update rounds the average three times.
+        tolerance = 3 * STEPS * np.finfo(np.float32).eps * np.abs(history).max(axis=0)
+        assert (np.abs(leaf - exact) <= tolerance).all(), path
+    loaded = jax.device_get(load_trained(workdir, ema=True).model.embedding[...])
+    np.testing.assert_array_equal(loaded, last["embedding"])
+
+
+def test_a_skipped_update_does_not_count():
+    start = {"a": jnp.array([1.0, 2.0])}
+    ema, skip = init_average(start, ()), jnp.array(True)
+    skipped = update_average(ema, 0.9, {"a": jnp.array([5.0, jnp.inf])}, skip)
+    assert skipped["updates"] == 0
+    np.testing.assert_array_equal(skipped["average"]["a"], start["a"])
+    taken = update_average(skipped, 0.9999, {"a": jnp.array([7.0, 9.0])}, ~skip)
+    np.testing.assert_allclose(taken["average"]["a"], [7.0, 9.0], rtol=1e-6)
+
+
+def test_the_average_changes_nothing_else_and_without_it_the_state_is_as_before(run, tmp_path):
+    off = _config(ema=0.0)
+    assert train(off, tmp_path) == 0
+    state, averaged = _saved(off, tmp_path), _saved(_config(), run[0])
+    assert set(state) == {"params", "opt_state", "step", "guards"} == set(averaged) - {"ema"}
+    for name in state:
+        jax.tree.map(np.testing.assert_array_equal, state[name], averaged[name])
+    with pytest.raises(UserError, match="train.ema"):
+        load_trained(tmp_path, ema=True)
+
+
+def test_a_killed_run_resumes_with_the_same_average(run, tmp_path):
+    workdir = tmp_path / "killed"
+    shutil.copytree(run[0], workdir)
+    shutil.rmtree(workdir / "checkpoints" / str(STEPS))
+    assert train(_config(), workdir) == 0
+    states = _saved(_config(), run[0]), _saved(_config(), workdir)
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+@pytest.mark.slow
+def test_the_average_on_a_mesh_is_that_of_one_device(run, tmp_path):
+    parallel = ParallelConfig(mesh=MeshConfig(data=4, tensor=2))
+    config = dataclasses.replace(_config(), parallel=parallel)
+    mesh_run = resolved(config, make_mesh(parallel, jax.devices()[:8]))
+    shardings = mesh_run.state_shardings
+    of_params = leaves_by_path(shardings["params"])
+    for path, sharding in leaves_by_path(shardings["ema"]["average"]).items():
+        assert sharding == of_params[path]
+    assert train(config, tmp_path) == 0
+    states = _saved(_config(), run[0]), _saved(config, tmp_path)
+    averages = [leaves_by_path(state["ema"]["average"]) for state in states]
+    for path, leaf in averages[0].items():
+        np.testing.assert_allclose(averages[1][path], leaf, atol=1e-5)
+
+
+def test_the_average_is_evaluated_beside_the_parameters(run):
+    workdir, _ = run
+    events = {event["event"]: event for event in read_events(workdir / "metrics.jsonl")}
+    losses = {}
+    for name, ema in (("heldout", False), ("heldout_average", True)):
+        options = EvalOptions(CONFIG.eval.rows)
+        (result,) = run_evaluations(None, workdir, options=options, ema=ema)
+        losses[name] = result.values["loss"]
+        assert "--ema" in result.title or not ema
+        # Both are sums of the same float32 losses, perhaps in another order.
+        np.testing.assert_allclose(events[name]["loss"], losses[name], rtol=1e-5)
+    assert abs(losses["heldout"] / losses["heldout_average"] - 1) > 1e-4
+    assert load_model(workdir).identity != load_model(workdir, ema=True).identity
+
+
+def test_the_average_of_a_merged_run_begins_anew(run):
+    workdir, _ = run
+    sources = find_sources([f"{workdir}@2", f"{workdir}@{STEPS}"])
+    state = jax.device_get(merged_state(sources, [0.5, 0.5], single_device_mesh()))
+    assert state["ema"]["updates"] == 0
+    params = leaves_by_path(state["params"])
+    for path, leaf in leaves_by_path(state["ema"]["average"]).items():
+        np.testing.assert_array_equal(leaf, params[path])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", [DECAY, 0.5])
+def test_a_branch_takes_over_an_average_with_the_same_decay_rate(run, tmp_path, decay):
+    branch = {"init_from": f"{run[0]}@{STEPS}", "init_state": "all"}
+    config = _config(steps=STEPS + 2, ema=decay, **branch)
+    assert train(config, tmp_path) == 0
+    taken_over = STEPS if decay == DECAY else 0
+    assert _saved(config, tmp_path, STEPS + 2)["ema"]["updates"] == taken_over + 2
