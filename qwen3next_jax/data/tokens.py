@@ -122,6 +122,25 @@ def same_tokens(one: str, other: str) -> bool:
     return one == other or {one, other} == {ByteTokenizer.fingerprint, _saved_bytes()}
 
 
+def extends(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether the tokenizer `one` is `other` with further added tokens, such as those of a chat
+    format: then it gives all other text the same ids.
+    """
+    ours, theirs = (
+        json.loads(_byte_level().to_str() if isinstance(t, ByteTokenizer) else t.json)
+        for t in (one, other)
+    )
+    added, before = ours.pop("added_tokens"), theirs.pop("added_tokens")
+    for content in (ours, theirs):
+        content.pop("post_processor", None)  # documents are encoded without it
+    new = [token for token in added if token not in before]
+    return (
+        ours == theirs
+        and all(token in added for token in before)
+        and all(token["id"] >= other.vocab_size for token in new)
+    )
+
+
 class ByteTokenizer:
     """The tokenizer whose ids 0 … 255 are the bytes of UTF-8 text; id 256 ends a document."""
 
@@ -201,8 +220,8 @@ class HuggingFaceTokenizer:
         self._eos_token = _eos_token(path, self._tokenizer)
         self._template = read_template(path.parent)
         self.eos_id = self._tokenizer.token_to_id(self._eos_token)
-        self._json = self._tokenizer.to_str()
-        self.fingerprint = _fingerprint(self._json, self.eos_id)
+        self.json = self._tokenizer.to_str()
+        self.fingerprint = _fingerprint(self.json, self.eos_id)
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.added_tokens = tuple(token.content for token in added)
         for token in parse_tokens:
@@ -220,7 +239,7 @@ class HuggingFaceTokenizer:
         if not self._may_be_fast:
             return None
         bytes_of = {character: byte for byte, character in enumerate(_byte_characters())}
-        return fast_bpe.table(json.loads(self._json), bytes_of)
+        return fast_bpe.table(json.loads(self.json), bytes_of)
 
     @functools.cached_property
     def _fast(self) -> Any:
@@ -247,7 +266,7 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
-        decoder = json.loads(self._json).get("decoder") or {}
+        decoder = json.loads(self.json).get("decoder") or {}
         kinds = {step.get("type") for step in [decoder, *decoder.get("decoders", ())]}
         added = self._tokenizer.get_added_tokens_decoder()
         sizes = np.zeros(self.vocab_size, np.int32)
@@ -269,7 +288,7 @@ class HuggingFaceTokenizer:
         """The same tokenizer, without the added tokens that are not in `parse_tokens`. It encodes
         them as ordinary text where a text contains them in writing.
         """
-        content = json.loads(self._json)
+        content = json.loads(self.json)
         content["added_tokens"] = [
             token for token in content["added_tokens"] if token["content"] in self.parse_tokens
         ]

@@ -32,6 +32,7 @@ from qwen3next_jax.training.stages import (
     stage_number,
 )
 from qwen3next_jax.training.state import State, abstract_train_state, start_average
+from qwen3next_jax.training.vocabulary import grow_vocabulary, with_vocabulary
 
 
 def state_from_parent(
@@ -82,12 +83,14 @@ def state_from_parent(
         wanted = {name: run.abstract_state[name] for name in ("params", "step")}
         if not theirs.model.lora.rank:  # the adapters, if there are any, begin with this run
             wanted["params"] = base_params(wanted["params"])
+        grown = wanted["params"]
+        wanted["params"] = with_vocabulary(grown, run.model, theirs.model.vocab_size)
     # Only the parameters that the model has are read; a model without MTP skips `mtp`.
     with Checkpoints(folder) as checkpoints:
         state = checkpoints.restore(step, wanted, partial=True, digest=parent["manifest"])
     if not takes_all:
         first = DataCursor(data[0].fingerprint, data[0].batch_size)
-        return run.init_state(state["params"]), first
+        return run.init_state(grow_vocabulary(state["params"], grown, run.model)), first
     if "ema" in run.state_shardings and "ema" not in state:
         shardings = run.state_shardings["ema"]
         state["ema"] = start_average(state["params"], run.assignment, shardings)
@@ -135,9 +138,16 @@ def describe(run: ResolvedRun, data: Sequence[Data], parent: Parent | None) -> s
         older = preflight.describe_damaged_checkpoints(config.train.init_from, parent)
         beginning = f"{parent['path']} after step {parent['step']}{older}"
     tokens = compare_tokens(config.data, run.model.vocab_size, config.train.init_from)
+    before = preflight.source_model(config.train.init_from, parent).vocab_size
+    growth = ""
+    if before < run.model.vocab_size:
+        growth = (
+            f"; its vocabulary of {before:,} grows to {run.model.vocab_size:,}: the new rows of "
+            "embedding and head begin as the mean of the old ones"
+        )
     text = f"beginning with {beginning}, reading {tokens}: its weights"
     if config.train.init_state == "weights":
-        return f"{text} (step 0, new optimizer state, the first batch of the data)"
+        return f"{text} (step 0, new optimizer state, the first batch of the data){growth}"
     folder = to_path(parent["path"])
     theirs = read_config(folder)
     their_cursors = recorded_cursors(read_run(folder), theirs.train.batch_size)

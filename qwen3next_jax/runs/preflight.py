@@ -28,7 +28,7 @@ from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.registry import TEXT_SOURCES
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.synthetic import TaskTokens
-from qwen3next_jax.data.tokens import load_tokenizer, same_tokens
+from qwen3next_jax.data.tokens import Tokenizer, extends, load_tokenizer, same_tokens
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
     check_settings,
@@ -112,7 +112,14 @@ def check(
         parent = find_parent(config.train, config.optimizer, workdir, restart)
         check_structure(config.model, init_from, parent)
         if parent and config.train.init_state == "all":
-            theirs = read_config(to_path(parent["path"])).model.lora
+            model = read_config(to_path(parent["path"])).model
+            require(
+                model.vocab_size == config.model.vocab_size,
+                f"train.init_from = {init_from}: its vocab_size is {model.vocab_size}, here it is "
+                f"{config.model.vocab_size}, so its optimizer has no state for the new tokens: set "
+                "both to the same, or train.init_state = 'weights'",
+            )
+            theirs = model.lora
             require(
                 theirs == config.model.lora,
                 f"train.init_from = {init_from}: its model.lora is {theirs}, here it is "
@@ -225,6 +232,11 @@ def compare_tokens(data: DataConfig, vocab_size: int, init_from: str) -> str:
         is_text = bool(theirs)
     if same_tokens(ours.fingerprint, theirs):
         return f"its tokenizer ({data.tokenizer})" if ours.reads_text else "its ids"
+    if is_text and ours.reads_text and extends(ours, theirs_tokenizer := _tokenizer_of(path)):
+        return (
+            f"its tokenizer with {ours.vocab_size - theirs_tokenizer.vocab_size} further tokens "
+            f"({data.tokenizer})"
+        )
     require(
         not is_text or not ours.reads_text,
         f"train.init_from = {init_from}: it was trained with another tokenizer than "
@@ -236,6 +248,14 @@ def compare_tokens(data: DataConfig, vocab_size: int, init_from: str) -> str:
     if not theirs:
         return f"{what} (it has no tokenizer to compare with)"
     return f"OTHER TOKENS than it was trained on ({what})"
+
+
+def _tokenizer_of(folder: pathlib.Path) -> Tokenizer:
+    """Returns the tokenizer of the text model in `folder`, a run or a Hugging Face directory."""
+    if not (folder / "run.json").exists():
+        return load_tokenizer(str(folder / "tokenizer.json"))
+    copy = folder / "tokenizer"
+    return load_tokenizer(str(copy) if copy.exists() else read_config(folder).data.tokenizer)
 
 
 def _check_packages(telemetry: TelemetryConfig) -> None:
@@ -461,14 +481,22 @@ def check_structure(model: ModelConfig, init_from: str, parent: Parent | None = 
     Raises:
       UserError: the parameters have other shapes or another meaning.
     """
-    if parent:
-        source_model = read_config(to_path(parent["path"])).model
-    else:
-        require_room("interop", f"train.init_from = {init_from}")
-        from qwen3next_jax.interop.hf_config import read_hf_config
+    compare_structure(model, source_model(init_from, parent), init_from)
 
-        source_model = read_hf_config(init_from)
-    compare_structure(model, source_model, init_from)
+
+def source_model(init_from: str, parent: Parent | None = None) -> ModelConfig:
+    """Returns the settings of the model in `train.init_from`.
+
+    Args:
+      init_from: `train.init_from`.
+      parent: the record of the run in `init_from`; None if it is a Hugging Face directory.
+    """
+    if parent:
+        return read_config(to_path(parent["path"])).model
+    require_room("interop", f"train.init_from = {init_from}")
+    from qwen3next_jax.interop.hf_config import read_hf_config
+
+    return read_hf_config(init_from)
 
 
 def compare_structure(model: ModelConfig, source_model: ModelConfig, init_from: str) -> None:
@@ -479,8 +507,11 @@ def compare_structure(model: ModelConfig, source_model: ModelConfig, init_from: 
       UserError: the parameters have other shapes or another meaning.
     """
     for name in weights_differ(model, source_model):
+        # The vocabulary may grow (training/vocabulary.py), but the hashes of n-grams depend on it.
+        grows = name == "vocab_size" and model.vocab_size > source_model.vocab_size
         if (
             name not in NOT_STRUCTURE
+            and (not grows or model.ple.layer_ids)
             and (name != "intermediate_size" or model.has_dense_mlps)
             and (name not in EXPERT_SETTINGS or model.has_experts)
         ):

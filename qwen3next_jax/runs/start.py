@@ -21,6 +21,7 @@ from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import DataCursor, resolve_stages
 from qwen3next_jax.training.state import State
+from qwen3next_jax.training.vocabulary import grow_vocabulary, with_vocabulary
 
 SAMPLE_TEMPERATURE = 0.7
 
@@ -137,6 +138,8 @@ def start_state(
 
     check_files()
     preflight.check_structure(run.model, init_from)
-    params = load_params(init_from, base_params(run.abstract_state["params"]))
+    grown = base_params(run.abstract_state["params"])
+    vocab_size = preflight.source_model(init_from).vocab_size
+    params = load_params(init_from, with_vocabulary(grown, run.model, vocab_size))
     check_files()  # they may have been replaced while they were read
-    return run.init_state(params), cursor
+    return run.init_state(grow_vocabulary(params, grown, run.model)), cursor

@@ -12,7 +12,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig, ModelConfig, TrainConfig
 from qwen3next_jax.data.chat_template import ChatTemplate
 from qwen3next_jax.data.pipeline import open_data
-from qwen3next_jax.data.tokens import load_tokenizer
+from qwen3next_jax.data.tokens import extends, load_tokenizer
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.training.loss import count_targets, total_loss
 
@@ -173,6 +173,12 @@ def test_packed_conversations_have_the_losses_of_separate_ones_with_their_weight
         )
 
     total, weight = measured(packed)
+    # By hand: token t + 1 is predicted at t, with its own weight.
+    tokens, segments = packed["tokens"][None], packed["segment_ids"][None]
+    log_p = jax.nn.log_softmax(model(tokens, segments).logits[0, :-1].astype(np.float32))
+    own = packed["loss_weights"][1:] * (segments[0, 1:] == segments[0, :-1])
+    nll = -log_p[np.arange(159), packed["tokens"][1:]]
+    np.testing.assert_allclose(total[0], (own * nll).sum() / own.sum(), rtol=1e-5)
     sums, weights = 0, 0
     for segment in range(1, packed["segment_ids"].max() + 1):
         n = (inside := packed["segment_ids"] == segment).sum()
@@ -280,6 +286,17 @@ def test_a_copy_of_the_tokenizer_has_the_template(tmp_path, marked):
     asked = says("a")[:1]
     prompts = [ChatTemplate.of_folder(f, "").prompt(asked) for f in (marked, tmp_path)]
     assert prompts[0] == prompts[1] != ""
+
+
+def test_further_added_tokens_alone_extend_a_tokenizer(tmp_path, marked):
+    longer, plain = load_tokenizer(str(marked)), load_tokenizer("bytes")
+    assert extends(longer, plain) and extends(longer, longer) and not extends(plain, longer)
+    content = json.loads((marked / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]  # two bytes swap their ids
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    assert not extends(load_tokenizer(str(tmp_path)), plain)
 
 
 def test_a_flipped_bit_of_the_weights_is_noticed(tmp_path, marked):

@@ -21,7 +21,12 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.model.adapters import is_adapter
+from qwen3next_jax.runs.branching import describe
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
+from qwen3next_jax.runs.preflight import check, find_parent
+from qwen3next_jax.runs.start import prepare_start, start_state
+from qwen3next_jax.sharding.mesh import make_mesh
+from qwen3next_jax.training.stages import open_stages
 from tests.in_process import dry_run, resolved, train
 
 MODEL = ModelConfig(
@@ -125,3 +130,45 @@ def test_a_branch_with_the_whole_state_has_the_adapters_of_its_parent(config, ba
     whole = dataclasses.replace(config.train, init_state="all")
     with pytest.raises(UserError, match="model.lora"):
         train(dataclasses.replace(config, train=whole), tmp_path)
+
+
+def test_a_vocabulary_grows_by_the_mean_of_its_rows(base, tmp_path):
+    grown = dataclasses.replace(
+        BASE,
+        model=dataclasses.replace(MODEL, vocab_size=MODEL.vocab_size + 3),
+        train=dataclasses.replace(BASE.train, init_from=str(base)),
+    )
+    run = prepare_start(grown, make_mesh(grown.parallel, jax.devices()[:1]), tmp_path)
+    parent = find_parent(grown.train, grown.optimizer, tmp_path)
+    data = open_stages(run.stages, grown.model.vocab_size)
+    assert f"{MODEL.vocab_size} grows to {grown.model.vocab_size}" in describe(run, data, parent)
+    state, _ = start_state(run, data, parent)
+    old = leaves_by_path(_state(BASE, base, 2)["params"])
+    changed = set()
+    for path, leaf in leaves_by_path(jax.device_get(state["params"])).items():
+        if leaf.shape == old[path].shape:
+            np.testing.assert_array_equal(leaf, old[path])
+            continue
+        changed.add(path)
+        axis = int(leaf.shape[0] == old[path].shape[0])  # [tokens, width] or [width, tokens]
+        rows = np.moveaxis(leaf, axis, 0)
+        np.testing.assert_array_equal(rows[:-3], np.moveaxis(old[path], axis, 0))
+        mean = np.mean(old[path], axis, dtype=np.float64)
+        np.testing.assert_allclose(rows[-3:], [mean] * 3, atol=1e-6)  # float32 sums of values < 1
+    assert len(changed) == 2  # the embedding and the head
+
+
+@pytest.mark.parametrize(
+    ("more", "init_state", "message"),
+    [(-1, "weights", "vocab_size"), (1, "all", "vocab_size.*init_state = 'weights'")],
+)
+def test_a_vocabulary_neither_shrinks_nor_grows_with_the_optimizer(
+    base, tmp_path, more, init_state, message
+):
+    model = dataclasses.replace(MODEL, vocab_size=MODEL.vocab_size + more)
+    changes = dict(steps=4, init_from=str(base), init_state=init_state)
+    changed = dataclasses.replace(
+        BASE, model=model, train=dataclasses.replace(BASE.train, **changes)
+    )
+    with pytest.raises(UserError, match=message):
+        check(changed, tmp_path)
