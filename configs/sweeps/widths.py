@@ -3,7 +3,7 @@
     uv run qwen3next sweep configs/sweeps/widths.py --workers=2
 
 Time: 6 minutes on 2 cores of a CPU machine that others used too.
-Result: the best rate moves by -6.7 steps of √2 without and by -2.2 with muP. The best of width 32 is
+Result: the best rate moves by -6.7 steps of √2 without and by -2.2 with muP. That of width 32 is
 the highest that was tried, and nearly as good at a quarter of it: one seed does not tell steps.
 
 The section "Learning rate" of its report says how far the best rate moves from width 32 to 128. At
