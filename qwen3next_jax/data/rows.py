@@ -37,7 +37,6 @@ import numpy as np
 from qwen3next_jax.common.errors import UserError, error_message, as_user_error
 from qwen3next_jax.common.storage import BucketPath, StoreError
 from qwen3next_jax.data.packing import Rows
-from qwen3next_jax.data.remote_shard import RemoteShard
 
 _SHARD_BYTES = 1 << 28  # uncompressed
 _MOST_OPEN = 256  # shards; an open shard takes some 200 KB of memory
@@ -434,6 +433,8 @@ def _check_size(path: pathlib.Path, shard: Shard) -> None:
 def _open_shard(path: pathlib.Path | BucketPath, shard: Shard, rows_per_record: int) -> Any:
     expected = -(-shard.rows // rows_per_record)
     if isinstance(path, BucketPath):
+        from qwen3next_jax.data.remote_shard import RemoteShard
+
         try:
             reader = RemoteShard(path, shard.size, open_array_record)
         except ValueError as error:

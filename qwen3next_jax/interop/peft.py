@@ -30,7 +30,7 @@ from qwen3next_jax.interop.layout import Parameter, check_hf_form, parameters
 from qwen3next_jax.interop.tensor_rows import layer_rows
 from qwen3next_jax.interop.writing import require_new
 from qwen3next_jax.model import declared
-from qwen3next_jax.model.adapters import SUFFIX, is_adapter, without_adapters
+from qwen3next_jax.model.adapter_names import SUFFIX, is_adapter, without_adapters
 
 # The forms whose models transformers builds of modules that PEFT can adapt.
 FORMS_WITH_MODULES = ("qwen3_next", "qwen3_5_text", "qwen3_5")

@@ -15,7 +15,6 @@ has the matrix: those of "mixer/k_proj" have the paths "mixer/k_proj_lora/a" and
 and so on. A starts uniform between ±1/√in, and B at 0, as in PEFT.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,10 +27,9 @@ from jax.sharding import NamedSharding
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import LoRAConfig, ModelConfig
+from qwen3next_jax.model.adapter_names import SUFFIX, base_params, without_adapters
 from qwen3next_jax.model.parameters import Declared, Make, Part
 from qwen3next_jax.model.selection import choose, grid
-
-SUFFIX = "_lora"
 
 
 class Adapter(nnx.Module):
@@ -149,16 +147,6 @@ def _matrix_shape(declared: Declared, width: int) -> tuple[int, int]:
     )
 
 
-def is_adapter(path: str) -> bool:
-    """Whether a parameter with this path is an A or a B."""
-    return any(name.endswith(SUFFIX) for name in path.split("/"))
-
-
-def without_adapters(config: ModelConfig) -> ModelConfig:
-    """Returns the settings of the model without its adapters."""
-    return dataclasses.replace(config, lora=LoRAConfig())
-
-
 def merge_adapters(params: nnx.State, lora: LoRAConfig) -> nnx.State:
     """Adds s A B to every matrix that has an adapter.
 
@@ -167,11 +155,8 @@ def merge_adapters(params: nnx.State, lora: LoRAConfig) -> nnx.State:
       lora: the settings of the adapters.
 
     Returns:
-      The parameters with the merged matrices; those of the adapters are unchanged. `params` itself
-      without adapters.
+      The parameters with the merged matrices; those of the adapters are unchanged.
     """
-    if not lora.rank:
-        return params
     variables = {path: variable for path, variable in _variables(params)}
 
     def merged(path, variable):
@@ -243,28 +228,6 @@ def merged_model(model: nnx.Module) -> nnx.Module:
     merged = merge(own)
     nnx.replace_by_pure_dict(params, base_params(nnx.to_pure_dict(merged)))
     return nnx.merge(graphdef, params)
-
-
-def base_params(params: dict) -> dict:
-    """Returns a nested dict of parameters without the adapters."""
-    return {
-        name: base_params(value) if isinstance(value, dict) else value
-        for name, value in params.items()
-        if not str(name).endswith(SUFFIX)
-    }
-
-
-def with_adapters(base: dict, params: dict) -> dict:
-    """Returns `base`, a nested dict of parameters without adapters, with the adapters of `params`,
-    a nested dict of all parameters.
-    """
-
-    def chosen(name, value):
-        if str(name).endswith(SUFFIX):
-            return value
-        return with_adapters(base[name], value) if isinstance(value, dict) else base[name]
-
-    return {name: chosen(name, value) for name, value in params.items()}
 
 
 def _is_parameter(leaf: Any) -> bool:

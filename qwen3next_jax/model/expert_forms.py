@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from qwen3next_jax.model.expert_parallelism import expert_parallel_moe, local_moe
 from qwen3next_jax.ops import expert_mlp
 from qwen3next_jax.ops.decode_moe import decode_moe
 from qwen3next_jax.ops.preferences import experts_in_caches
@@ -44,16 +43,20 @@ def expert_form(
       layer: None, or the number of the layer whose experts are wanted. In the second case, which
         occurs in decoding, the form gets the weights of all layers of the stack.
     """
-    if num_shards(mesh, EXPERT) > 1:
+    is_split = num_shards(mesh, EXPERT) > 1
+    if not is_split and not in_tiles:
+        if layer is not None:
+            return functools.partial(_decode_with_stack, layer)
+        if few_tokens:
+            return _decode_or_sorted if experts_in_caches() else sorted_moe
+        if dtype.itemsize >= 4:
+            return sorted_moe
+    from qwen3next_jax.model.expert_parallelism import expert_parallel_moe, local_moe
+
+    if is_split:
         return functools.partial(expert_parallel_moe, axis=EXPERT, axes=TOKENS_OF_SLICE)
     if in_tiles:
         return local_moe
-    if layer is not None:
-        return functools.partial(_decode_with_stack, layer)
-    if few_tokens:
-        return _decode_or_sorted if experts_in_caches() else sorted_moe
-    if dtype.itemsize >= 4:
-        return sorted_moe
     # In bfloat16 use `local_moe`, which saves only its inputs for the backward pass.
     return functools.partial(local_moe, form=sorted_moe if experts_in_caches() else None)
 

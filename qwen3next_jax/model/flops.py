@@ -24,7 +24,7 @@ these are less than 1 % of the operations.
 from typing import NamedTuple
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.adapters import without_adapters
+from qwen3next_jax.model.adapter_names import without_adapters
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.language_model import declared
 from qwen3next_jax.model.parameters import Declared

@@ -21,8 +21,6 @@ from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import attention, attention_heads
 from qwen3next_jax.ops.blocks import save_for_backward
-from qwen3next_jax.ops.cached_attention import cached_attention
-from qwen3next_jax.ops.cached_attention import write as write_in_place
 from qwen3next_jax.sharding.rules import (
     CONTEXT,
     TENSOR,
@@ -339,6 +337,8 @@ def attend(
         if shared:
             k, v = (_own_head(x, q, n // m) for x in (k, v))
         if q_positions is not None:
+            from qwen3next_jax.ops.cached_attention import cached_attention
+
             return cached_attention(q, k[None], v[None], 0, q_positions)
         return attention(q, k, v, segment_ids=segment_ids, axis_name=context.time_axis)
 
@@ -381,6 +381,9 @@ def attend_cached(
     Returns:
       o [B, T, N, K]; the cache with the new keys and values.
     """
+    from qwen3next_jax.ops.cached_attention import cached_attention
+    from qwen3next_jax.ops.cached_attention import write as write_in_place
+
     mesh, (n, m) = context.mesh, (q_BTNK.shape[2], next(iter(new.values())).shape[2])
     shared = m % num_shards(mesh, TENSOR) != 0
 

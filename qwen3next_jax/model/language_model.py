@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.adapters import add_adapters, merge_adapters
 from qwen3next_jax.model.block import check_mixers, layer_cache, mixer_class
 from qwen3next_jax.model.layer_stack import run_layers
 from qwen3next_jax.model.layers import Context, document_positions
@@ -134,6 +133,8 @@ class Qwen3Next(nnx.Module):
         if c.mtp_depth:
             self.mtp = block.multi_token_prediction(c, make)
         if c.lora.rank:
+            from qwen3next_jax.model.adapters import add_adapters
+
             add_adapters(self, c, make)
         check_declared(self)
 
@@ -483,7 +484,11 @@ class Qwen3Next(nnx.Module):
         if not self.config.mtp_depth:
             return (), {}, [], None
         graphdef, params = nnx.split(self.mtp)
-        module = nnx.merge(graphdef, merge_adapters(params, self.config.lora))
+        if self.config.lora.rank:
+            from qwen3next_jax.model.adapters import merge_adapters
+
+            params = merge_adapters(params, self.config.lora)
+        module = nnx.merge(graphdef, params)
         state = module.state(x, hidden)
         segment_ids = (
             jnp.ones(hidden.shape[:2], jnp.int32)

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.adapters import merge_adapters
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.remat import rematerialized
@@ -169,7 +168,10 @@ def _run_blocks(
     """
 
     def apply(block_params, x_BTD, block_cache, expert_ids, graphdef):
-        block_params = merge_adapters(block_params, config.lora)
+        if config.lora.rank:
+            from qwen3next_jax.model.adapters import merge_adapters
+
+            block_params = merge_adapters(block_params, config.lora)
         block = nnx.merge(graphdef, gather_params(block_params, context.mesh, config.dtype))
         own = context._replace(layer=number, expert_ids=expert_ids)
         x_BTD, aux, block_cache = block(x_BTD, own, block_cache)

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model import expert_parallelism
 from qwen3next_jax.sharding.rules import CONTEXT, EXPERT, ROWS, constrain, num_shards
 
 
@@ -32,6 +31,10 @@ def row_groups(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
       mesh: the devices; None: one device.
     """
     split = num_shards(mesh, EXPERT)
+    if split == 1:
+        return 1
+    from qwen3next_jax.model import expert_parallelism
+
     rows, time = (
         x_BTD.shape[0] // num_shards(mesh, *ROWS),
         x_BTD.shape[1] // num_shards(mesh, CONTEXT),
@@ -43,7 +46,7 @@ def row_groups(x_BTD: jax.Array, config: ModelConfig, mesh: Mesh | None) -> int:
         config.num_experts // split,
         x_BTD.dtype,
     )
-    return groups if 1 < split <= expert_parallelism.GATHERED_SHARDS and rows % groups == 0 else 1
+    return groups if split <= expert_parallelism.GATHERED_SHARDS and rows % groups == 0 else 1
 
 
 def split_rows(x_BTD: jax.Array, context: Any, groups: int) -> list[tuple[jax.Array, Any]]:

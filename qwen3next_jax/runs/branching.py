@@ -16,7 +16,7 @@ from typing import Any
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.data.pipeline import Data
-from qwen3next_jax.model.adapters import base_params
+from qwen3next_jax.model.adapter_names import base_params
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import config_of, read_config, read_run

@@ -35,7 +35,7 @@ from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.common.trees import join, map_leaves
 from qwen3next_jax.config import CheckpointConfig, Config, ModelConfig
 from qwen3next_jax.model import Qwen3Next, declared
-from qwen3next_jax.model.adapters import is_adapter, merged_model
+from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
@@ -673,4 +673,8 @@ def load_trained(
             leaves[i] = jax.device_put(jax.device_get(leaf))
     digest = digest or manifest.digest(where)  # the manifest may have been written since
     model = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
-    return TrainedModel(merged_model(model) if merge else model, step, digest)
+    if merge and config.model.lora.rank:
+        from qwen3next_jax.model.adapters import merged_model
+
+        model = merged_model(model)
+    return TrainedModel(model, step, digest)

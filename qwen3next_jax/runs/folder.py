@@ -35,7 +35,6 @@ from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
-from qwen3next_jax.runs import bucket_restart
 from qwen3next_jax.training.stages import (
     STAGE_SETTINGS,
     ResolvedStage,
@@ -485,6 +484,8 @@ def move_aside(workdir: pathlib.Path) -> None:
       UserError: the folder cannot be written to, or a file would replace another one.
     """
     if isinstance(workdir, BucketPath):
+        from qwen3next_jax.runs import bucket_restart
+
         bucket_restart.move_aside(workdir)
         return
     partial = _partial_move(workdir)
@@ -517,6 +518,8 @@ def is_restart_unfinished(workdir: pathlib.Path) -> bool:
     the next start moves them too, with or without --restart.
     """
     if isinstance(workdir, BucketPath):
+        from qwen3next_jax.runs import bucket_restart
+
         return bucket_restart.is_unfinished(workdir)
     return _partial_move(workdir) is not None
 

@@ -27,7 +27,6 @@ from qwen3next_jax.config import (
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.registry import TEXT_SOURCES
 from qwen3next_jax.data.pipeline import source_of
-from qwen3next_jax.data.synthetic import TaskTokens
 from qwen3next_jax.data.tokens import Tokenizer, extends, load_tokenizer, same_tokens
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
@@ -223,6 +222,8 @@ def compare_tokens(data: DataConfig, vocab_size: int, init_from: str) -> str:
     path, _ = split_step(init_from)
     ours = source_of(data).tokenizer_of(data, vocab_size)
     if (path / "run.json").exists():
+        from qwen3next_jax.data.synthetic import TaskTokens
+
         theirs = read_run(path)["tokenizer"]
         is_text = theirs != TaskTokens(read_config(path).model.vocab_size).fingerprint
         copy = f" (a copy is in {path / 'tokenizer'}, unless it is bytes)"

@@ -23,7 +23,6 @@ from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.common.version import code_commit
 from qwen3next_jax.config import to_dict
 from qwen3next_jax.model.flops import flops_per_token
-from qwen3next_jax.runs.metrics_pieces import MetricsPieces
 from qwen3next_jax.sharding.chips import find_chip
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage, tokens_seen
@@ -49,7 +48,7 @@ class MetricsFile:
         path: pathlib.Path | None,
         steps_before: int,
         listeners: Sequence[Listener] = (),
-        pieces: MetricsPieces | None = None,
+        pieces: Any = None,
     ):
         """Opens the file and removes events after step `steps_before`, because this process repeats
         the steps of these events. Events of the kinds in HISTORY stay. `start` records how many
@@ -323,6 +322,8 @@ def open_metrics(
         listeners.append(WeightsAndBiases(project, config.name, to_dict(config), workdir))
     path, pieces = workdir / "metrics.jsonl", None
     if isinstance(path, BucketPath):
+        from qwen3next_jax.runs.metrics_pieces import MetricsPieces
+
         pieces = MetricsPieces(path, lock, config.checkpoint.patience)
     return MetricsFile(path, steps_before, [*listeners, ReportWriter(workdir)], pieces)
 

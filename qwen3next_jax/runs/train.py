@@ -36,7 +36,6 @@ from qwen3next_jax.processes.distributed import (
 )
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
 from qwen3next_jax.runs import branching, hooks, origin, preflight
-from qwen3next_jax.runs.bucket_checkpoints import BucketCheckpoints
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.display import Display, title
 from qwen3next_jax.runs.folder import (
@@ -145,7 +144,7 @@ def train(
             Watchdog(workdir, jax.process_index()) as watchdog,
             Profiler(run.config.profile, workdir, metrics.write) as profiler,
         ):
-            if isinstance(checkpoints, BucketCheckpoints):
+            if isinstance(workdir, BucketPath):
                 checkpoints.before_manifest = metrics.flush
             metrics.start(
                 start.step,
@@ -279,6 +278,8 @@ def _open_checkpoints(
 ) -> Checkpoints:
     stage_ends = [stage.last_step for stage in run.stages]
     if isinstance(workdir, BucketPath):
+        from qwen3next_jax.runs.bucket_checkpoints import BucketCheckpoints
+
         return BucketCheckpoints(workdir, run.config.checkpoint, stage_ends, lock)
     return Checkpoints(workdir, run.config.checkpoint, stage_ends, run.assignment.frozen_paths)
 
@@ -373,7 +374,7 @@ def _record_start(
     if record:
         record = record | {"data": [cursor and cursor._asdict() for cursor in start.cursors]}
     broadcast_from_process_0(lambda: write_run_record(workdir, record, tokenizer, start.is_new))
-    if isinstance(checkpoints, BucketCheckpoints):
+    if isinstance(workdir, BucketPath):
         checkpoints.set_run(broadcast_from_process_0(lambda: run_id(workdir)) or "")
     if start.continues_parent:  # with this checkpoint the branch no longer needs its parent
         checkpoints.save(start.step, start.state)

@@ -17,7 +17,6 @@ from jax.sharding import AxisType, Mesh
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MESH_AXES, MeshConfig, ModelConfig, ParallelConfig
-from qwen3next_jax.sharding.torus import place_experts_in_blocks
 
 
 def make_mesh(config: ParallelConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -114,6 +113,8 @@ def _grid_of_slices(sizes: dict[str, int], slices: Sequence[Sequence[Any]]) -> n
             tuple(within.values()), devices, allow_split_physical_axes=True
         )
         if devices[0].platform == "tpu":
+            from qwen3next_jax.sharding.torus import place_experts_in_blocks
+
             grid = np.stack([place_experts_in_blocks(part) for part in grid])
         grids.append(grid)
     rows = [np.concatenate(grids[i : i + along_data], 1) for i in range(0, len(grids), along_data)]

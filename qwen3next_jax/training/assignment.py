@@ -22,10 +22,9 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import ModelConfig, OptimizerConfig, ParameterGroup
 from qwen3next_jax.model import declared
-from qwen3next_jax.model.adapters import is_adapter
+from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.model.parameters import Declared
 from qwen3next_jax.model.selection import Choice, choose, expand, grid
-from qwen3next_jax.training import lazy_rows
 from qwen3next_jax.training.optimizer import Scale
 from qwen3next_jax.training.scaling import scaling_factors
 
@@ -268,7 +267,11 @@ def _tables(
     model: ModelConfig, optimizer: OptimizerConfig, frozen: Mapping[str, np.ndarray]
 ) -> dict[tuple[str | int, ...], int]:
     """Returns the tables of lazy AdamW that are not frozen."""
-    tables = lazy_rows.lazy_tables(model, optimizer)
+    if optimizer.ngram_table != "lazy_adamw":
+        return {}
+    from qwen3next_jax.training import lazy_rows
+
+    tables = lazy_rows.lazy_tables(model)
     trained = {path: number for path, number in tables.items() if not frozen[_text(path)].any()}
     require(
         not trained or trained == tables,

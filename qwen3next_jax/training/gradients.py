@@ -26,13 +26,12 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.visible_targets import mask_seen_targets
 from qwen3next_jax.sharding.rules import SLICE, constrain, num_shards
 from qwen3next_jax.sharding.slices import add_up_gradients, on_each_slice, sum_over_slices
-from qwen3next_jax.training import lazy_rows
 from qwen3next_jax.training.loss import Counts, count_targets, expert_load, total_loss
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage
 
 Batch = dict[str, jax.Array]
-RowGradients = dict[int, lazy_rows.RowGradient]
+RowGradients = dict[int, Any]  # values: `lazy_rows.RowGradient`
 # A function (params, batch) → (gradients of the arrays of the main optimizer, parts of the loss,
 # counts, gradients of the tables that lazy AdamW updates, by the number of the embedding). All four
 # describe the whole batch.
@@ -141,7 +140,11 @@ class _Gradients:
         `load`: the experts' load in the whole batch; None: that of these rows.
         """
         run, assignment = self.run, self.run.assignment
-        ids, rows = lazy_rows.look_up(run.model, assignment.tables, params, batch, mesh)
+        ids, rows, row_grads = {}, {}, {}
+        if assignment.tables:
+            from qwen3next_jax.training import lazy_rows
+
+            ids, rows = lazy_rows.look_up(run.model, assignment.tables, params, batch, mesh)
 
         def loss_share(main: dict, rows: dict[int, jax.Array]):
             model = nnx.merge(run.graphdef, assignment.replace(params, main))
@@ -150,10 +153,8 @@ class _Gradients:
 
         differentiate = jax.value_and_grad(loss_share, argnums=(0, 1), has_aux=True)
         (_, parts), (grads, d_rows) = differentiate(assignment.main(params), rows)
-        row_grads = {
-            number: lazy_rows.RowGradient(ids[number], d.astype(jnp.float32))
-            for number, d in d_rows.items()
-        }
+        for number, d in d_rows.items():
+            row_grads[number] = lazy_rows.RowGradient(ids[number], d.astype(jnp.float32))
         return (grads, parts), row_grads
 
     def _load(self, params: dict, micro_batches: Batch, counts: Counts, mesh) -> Any:

@@ -37,12 +37,10 @@ class RowGradient(NamedTuple):
     rows: jax.Array
 
 
-def lazy_tables(model: ModelConfig, optimizer: OptimizerConfig) -> dict[tuple[str | int, ...], int]:
-    """Returns path of a table in the parameters → number of its embedding, for all tables that lazy
-    AdamW updates; {} with `optimizer.ngram_table` = "adamw".
+def lazy_tables(model: ModelConfig) -> dict[tuple[str | int, ...], int]:
+    """Returns path of a table in the parameters → number of its embedding, for all tables of the
+    model's n-gram embeddings.
     """
-    if optimizer.ngram_table != "lazy_adamw":
-        return {}
     stacks = {layers[0]: j for j, layers in enumerate(model.stacks)}
     layers = sorted(i - 1 for i in model.ple.layer_ids)
     return {

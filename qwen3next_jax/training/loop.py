@@ -34,7 +34,7 @@ from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.model.multi_token_prediction import target_weights
 from qwen3next_jax.sharding.batch_layout import BatchLayout
 from qwen3next_jax.sharding.compiler_options import compiler_options
-from qwen3next_jax.training import guards, lazy_rows
+from qwen3next_jax.training import guards
 from qwen3next_jax.training.average import update_average
 from qwen3next_jax.training.diagnostics import norms_by_layer
 from qwen3next_jax.training.gradients import Batch, make_gradients
@@ -120,18 +120,21 @@ def make_train_step(
         learning_rate = schedule(state["step"] - state["guards"]["skipped"])
         opt_state, after = guards.keep_if(skip, (old_opt_state, before), (opt_state, after))
 
-        # Lazy AdamW updates the rows of its tables that the batch uses.
-        tables, tables_state = lazy_rows.update(
-            run.model,
-            stage.optimizer,
-            assignment.tables,
-            assignment.of_tables(state["params"]),
-            tables_state,
-            row_grads,
-            learning_rate,
-            skip,
-            run.compute_mesh,
-        )
+        tables = {}
+        if assignment.tables:  # lazy AdamW updates the rows of its tables that the batch uses
+            from qwen3next_jax.training import lazy_rows
+
+            tables, tables_state = lazy_rows.update(
+                run.model,
+                stage.optimizer,
+                assignment.tables,
+                assignment.of_tables(state["params"]),
+                tables_state,
+                row_grads,
+                learning_rate,
+                skip,
+                run.compute_mesh,
+            )
 
         metrics = loss_parts | guard_metrics
         metrics |= {

@@ -18,9 +18,8 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.config import GuardConfig, ModelConfig, OptimizerConfig, SliceState
 from qwen3next_jax.model import Qwen3Next, declared
-from qwen3next_jax.model.adapters import base_params, with_adapters
+from qwen3next_jax.model.adapter_names import base_params, with_adapters
 from qwen3next_jax.sharding.rules import tree_shardings
-from qwen3next_jax.training import lazy_rows
 from qwen3next_jax.training.assignment import Assignment
 from qwen3next_jax.training.average import init_average
 from qwen3next_jax.training.guards import init_guards
@@ -138,7 +137,11 @@ def _init_optimizer(config: OptimizerConfig, assignment: Assignment, params: dic
     """Returns the entry "opt_state" of the train state before the first step."""
     # The initial state does not depend on the learning rate.
     optimizer = make_optimizer(config, assignment.parameters, optax.constant_schedule(0.0))
-    tables_state = lazy_rows.init(assignment.tables, params)
+    tables_state = {}
+    if assignment.tables:
+        from qwen3next_jax.training import lazy_rows
+
+        tables_state = lazy_rows.init(assignment.tables, params)
     return join_opt_state(optimizer.init(assignment.main(params)), tables_state, assignment)
 
 

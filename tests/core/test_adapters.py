@@ -21,7 +21,8 @@ from qwen3next_jax.config import (
     ParallelConfig,
     TrainConfig,
 )
-from qwen3next_jax.model.adapters import base_params, is_adapter, merge_adapters, merged_model
+from qwen3next_jax.model.adapter_names import base_params, is_adapter
+from qwen3next_jax.model.adapters import merge_adapters, merged_model
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding
 from tests.in_process import resolved, shared_step

@@ -16,7 +16,8 @@ from qwen3next_jax.common.trees import map_leaves
 from qwen3next_jax.config import LoRAConfig, ModelConfig
 from qwen3next_jax.interop.huggingface import hf_tensors
 from qwen3next_jax.interop.peft import save_adapter
-from qwen3next_jax.model.adapters import base_params, is_adapter, merge_adapters, without_adapters
+from qwen3next_jax.model.adapter_names import base_params, is_adapter, without_adapters
+from qwen3next_jax.model.adapters import merge_adapters
 from tests.models import drawn_model
 
 LORA = LoRAConfig(rank=2, alpha=3.0, targets=("kind=matrix name!=*/expert_*",))

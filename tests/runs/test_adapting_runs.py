@@ -20,7 +20,7 @@ from qwen3next_jax.config import (
     OptimizerConfig,
     TrainConfig,
 )
-from qwen3next_jax.model.adapters import is_adapter
+from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.runs.branching import describe
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.preflight import check, find_parent

@@ -481,7 +481,7 @@ def test_lazy_adamw_is_adamw_for_the_rows_of_every_batch():
     """Rows 0 and 5 are used in every step, row 2 in the second of three, the others never."""
     config = config_of(hf_form="")
     settings = OptimizerConfig(ngram_table="lazy_adamw", clip_norm=0.5, weight_decay=0.3)
-    tables = lazy_rows.lazy_tables(config, settings)
+    tables = lazy_rows.lazy_tables(config)
     (path,) = tables
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)

@@ -10,7 +10,7 @@ import functools
 import jax
 
 from qwen3next_jax.ops import blocks, checks
-from qwen3next_jax.ops.attention import dispatch, ring
+from qwen3next_jax.ops.attention import dispatch
 from qwen3next_jax.ops.implementations import choose
 
 IMPLEMENTATIONS = ("xla", "splash", "tokamax")
@@ -60,6 +60,8 @@ def attention(
     )
     options = dispatch.Options(chosen, q.shape[-1] ** -0.5 if scale is None else float(scale))
     if axis_name is not None and jax.lax.axis_size(axis_name) > 1:
+        from qwen3next_jax.ops.attention import ring
+
         return ring.attention(options, axis_name, q, k, v, segment_ids)
     return _operator(options, q, k, v, segment_ids, segment_ids)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops import checks
 from qwen3next_jax.ops.blocks import save_for_backward
-from qwen3next_jax.ops.delta_rule import chunk_math, context, dispatch, reference
+from qwen3next_jax.ops.delta_rule import chunk_math, dispatch
 from qwen3next_jax.ops.delta_rule.interface import Inputs
 
 IMPLEMENTATIONS = ("recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu")
@@ -103,6 +103,8 @@ def gated_delta_rule(
         initial_state = jnp.zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), wide)
     initial_state = initial_state.astype(wide)
     segments = before = None
+    if axis_name is not None:
+        from qwen3next_jax.ops.delta_rule import context
     if axis_name is not None and segment_ids is not None:
         before = context.last_id_before(segment_ids, axis_name)
     if segment_ids is not None:
@@ -114,6 +116,8 @@ def gated_delta_rule(
     if axis_name is not None:
         return context.gated_delta_rule_over_axis(operator, axis_name, x, initial_state, before)
     if operator.chosen.name == "recurrent":
+        from qwen3next_jax.ops.delta_rule import reference
+
         return reference.recurrent(
             x,
             initial_state,

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks
-from qwen3next_jax.ops.delta_rule import associative, chunk_math, inverse
+from qwen3next_jax.ops.delta_rule import chunk_math, inverse
 from qwen3next_jax.ops.delta_rule.chunk_math import Chunk, Documents, Products, Scaled
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
@@ -340,6 +340,8 @@ def _without_pairs(c: Chunk) -> Chunk:
 def _state_pass(c: Chunk, initial_state, dots: Products, exact: Products, parallel: bool):
     """Returns the state before each chunk, V' of each chunk, and the final state."""
     if parallel:
+        from qwen3next_jax.ops.delta_rule import associative
+
         states, final = associative.forward_pass(c, initial_state, dots, exact)
         return states, _written(c, states, dots, exact)[0], final
 
@@ -357,6 +359,8 @@ def _state_pass_backward(c: Chunk, do, dfinal, dots: Products, exact: Products, 
     """
     po, qo = dots.tn(c.p, do), dots.tn(c.q, c.decay.gamma * do)
     if parallel:
+        from qwen3next_jax.ops.delta_rule import associative
+
         dstates, dinitial = associative.backward_pass(c, po, qo, dfinal, dots, exact)
         dwritten = chunk_math.written_backward(po, c.k, dstates, c.decay, dots)
         dr, dread = _residual_backward(c, dwritten, exact)
