@@ -10,7 +10,7 @@ import pathlib
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
     pathlib.Path(__file__).parents[1] / "runs" / "test_compilation_cache"
 )
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Nearly all of the suite's time is compilation, and a third of that is LLVM's optimisation, which
 # these flags turn off. Without LLVM's expensive passes, and without splitting a program into 32
