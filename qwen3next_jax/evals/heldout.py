@@ -146,8 +146,8 @@ def summarise(total: dict[str, float]) -> dict[str, float]:
       loss: nats per token.
       perplexity: per token.
       accuracy: the share of targets that are the trunk's most likely token.
-      bits_per_byte: the loss in bits per UTF-8 byte of the text; absent for synthetic tasks, whose
-        tokens have no bytes.
+      bits_per_byte: the loss in bits per UTF-8 byte of the predicted tokens; absent if they have no
+        bytes, as in synthetic tasks.
       targets, bytes: the number of tokens that were predicted, and of their UTF-8 bytes.
       mtp_loss/d: nats per token, for each MTP depth d from 0.
       mtp_acceptance/d: the share of positions at which the drafts of depths 0 … d all match the

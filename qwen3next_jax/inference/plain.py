@@ -114,8 +114,9 @@ def _decode(
 def prefill(
     model: Qwen3Next, mesh: Mesh | None, state: DecodeState, tokens_BT: jax.Array, begin
 ) -> DecodeState:
-    """Writes the tokens [B, T] of a chunk of the prompts into the cache. The chunk begins at
-    position `begin`. In each row, only the tokens before the pending token are written.
+    """Runs the model on the tokens [B, T] of a chunk of the prompts, which writes them into the
+    cache. The chunk begins at position `begin`. In each row, only the tokens before the pending
+    token are written.
     """
     positions_BT = jnp.broadcast_to(
         begin + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape
@@ -135,7 +136,8 @@ def advance(
     sampling: Sampling,
     seed: jax.Array,
 ) -> tuple[DecodeState, Emitted]:
-    """Takes `steps` steps (at most MAX_STEPS), or fewer if every row ends before.
+    """Takes `steps` steps, or fewer if every row ends before. The caller must not ask for more than
+    MAX_STEPS.
 
     Args:
       model: the model.

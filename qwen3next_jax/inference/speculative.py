@@ -171,7 +171,8 @@ def advance(
     sampling: Sampling,
     seed: jax.Array,
 ) -> tuple[DraftState, Emitted]:
-    """Takes `rounds` rounds (at most MAX_ROUNDS), or fewer if every row ends before.
+    """Takes `rounds` rounds, or fewer if every row ends before. The caller must not ask for more
+    than MAX_ROUNDS.
 
     `plain.advance` explains the other arguments.
     """

@@ -100,7 +100,8 @@ class Run:
         return sorted(name for name in names if name.startswith(prefix))
 
     def layers(self, name: str, points: int = 120) -> tuple[np.ndarray, np.ndarray] | None:
-        """Returns the values of a quantity that "diagnostics" events record for every layer.
+        """Returns the values of a quantity that "diagnostics" events record for every layer. Events
+        with another number of layers than the newest are left out.
 
         Args:
           name: the name of the quantity.

@@ -32,7 +32,8 @@ class Profiler:
 
     def before(self, step: int, pending: Any) -> None:
         """Starts the trace if `step` is its first step. The training loop must call this method
-        before each step. `pending` has arrays that earlier steps compute, for which it waits.
+        before each step. Before it starts the trace, it waits for the arrays of `pending`, which
+        earlier steps compute.
         """
         if step in self._config.range and not self._running:
             jax.block_until_ready(pending)
@@ -41,8 +42,8 @@ class Profiler:
 
     def after(self, step: int, pending: Any) -> None:
         """Stops the trace if `step` is its last step. The training loop must call this method after
-        it has dispatched each step. `pending` has arrays that the step computes, for which it
-        waits.
+        it has dispatched each step. Before it stops the trace, it waits for the arrays of
+        `pending`, which the step computes.
         """
         if self._running and step + 1 not in self._config.range:
             jax.block_until_ready(pending)

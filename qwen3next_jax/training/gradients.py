@@ -49,7 +49,7 @@ def make_gradients(
       loss: a function with the arguments and results of `loss.total_loss`.
 
     Returns:
-      The function. `params` are all parameters; `batch` is {name: [B, T]}; see
+      The function. `params` are all parameters; `batch` is {name: [B, T, …]}; see
       `loop.make_train_step`.
 
     Raises:
@@ -75,11 +75,12 @@ def make_gradients(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Gradients:
-    """Computes the gradients of rows. `params` are all parameters, and `counts` the counts of the
-    whole batch, by which a part of its rows has its share of the loss. `mesh` is that of the part
-    of the program that is traced: the devices of a slice if there are several. The results are, of
-    the rows: the gradients of the arrays of the main optimizer, the parts of the loss, and the
-    gradients of the tables that lazy AdamW updates.
+    """Computes the gradients of some or all rows of a batch. `params` are all parameters. `counts`
+    are those of the whole batch: the sums over the rows are divided by them, so that the losses of
+    all parts of the batch add up to its loss. `mesh` is that of the part of the program that is
+    traced: the devices of one slice if there are several slices. The results are, of the rows: the
+    gradients of the arrays of the main optimizer, the parts of the loss, and the gradients of the
+    tables that lazy AdamW updates.
     """
 
     run: ResolvedRun
@@ -126,7 +127,7 @@ class _Gradients:
         total, row_grads = _sum_over(
             micro_batches, lambda b: self._of_micro_batch(params, b, counts, mesh, load)
         )
-        # every use of a row in any micro-batch, as uses by more rows of tokens
+        # [k, B / k, T, …] → [B, T, …]: the gradients of all uses of table rows, as of one batch
         row_grads = jax.tree.map(
             lambda x: constrain(
                 jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:]), mesh, "batch", "time", None
@@ -136,8 +137,9 @@ class _Gradients:
         return total, row_grads
 
     def _of_micro_batch(self, params: dict, batch: Batch, counts: Counts, mesh, load=None):
-        """Differentiates the share of one micro-batch of the loss. Returns as `_of_micro_batches`.
-        `load`: the experts' load in the whole batch; None: that of these rows.
+        """Differentiates what one micro-batch contributes to the loss. Returns what
+        `_of_micro_batches` returns, for this micro-batch. `load`: the experts' load in the
+        whole batch; None: `total_loss` computes it from these rows.
         """
         run, assignment = self.run, self.run.assignment
         ids, rows, row_grads = {}, {}, {}

@@ -73,10 +73,12 @@ def make_train_step(
         state: the train state (see the file `state`), with the shardings of
           `run.abstract_state`.
         batch: "tokens" and "segment_ids", int32 [B, T], with `run.batch_sharding`; from some
-          sources of data also "target_mask", bool [B, T], or "loss_weights", float32 [B, T].
+          sources of data also "target_mask", bool [B, T], "loss_weights", float32 [B, T], or
+          "expert_ids", int16 [B, T, layers, A] (see `loss.total_loss`).
         metrics: the parts of the loss (`loss.total_loss`), the metrics of the guards
           (`guards.check`), learning_rate, tokens and grad_norm (before clipping), all scalars;
           target_share, the share of tokens that the loss counts, if the batch has loss_weights;
+          indexer_loss_weight, if an indexer is trained;
           expert_load [layers with experts, experts]; grad_norms (`norms_by_layer` of the gradients
           before clipping).
     """
@@ -231,7 +233,8 @@ class Hook:
 
     def before_step(self, step: int, pending: Metrics) -> None:
         """Called before `step`, after its batch was read. `pending` holds the metrics of the step
-        before it, whose arrays the devices may still be computing; {} before the first step.
+        before it, whose arrays the devices may still be computing; {} before the first step after a
+        start or a rewind.
         """
 
     def after_dispatch(self, step: int, pending: Metrics) -> None:

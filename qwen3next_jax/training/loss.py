@@ -7,8 +7,8 @@ CE is the cross-entropy of the next token, and MTP_d the cross-entropy of multi-
 depth d; both are means over the targets of the whole batch. balance_l and z_l are the balance loss
 and the z-loss of a router, means over the batch's tokens; l runs over the layers with experts, and
 the layer of the MTP module is one of them. indexer_a is the loss with which a layer of sparse
-attention trains its indexer (`config.TrainConfig.indexer_training`); it is a mean over the tokens
-that `Mixer.loss_tokens` marks.
+attention trains its indexer (`config.TrainConfig.indexer_training`), a mean over the tokens that
+`Mixer.loss_tokens` marks; a runs over these layers.
 
 If the data give loss weights (`data.messages_field`), CE and MTP_d are weighted means: the sum of
 weight × cross-entropy over the targets, divided by the sum of their weights. The losses of routers
@@ -38,19 +38,20 @@ from qwen3next_jax.model.multi_token_prediction import target_weights, targets_i
 
 class Counts(NamedTuple):
     """Counts of the whole batch, by which the sums of the loss are divided. All but `has_targets`
-    are float32 scalars above 0, so that a batch of padding alone has a loss of 0.
+    are float32. A count of 0 becomes 1, so that a batch of padding alone has a loss of 0.
 
     Attributes:
       targets: the sum of the loss weights of the targets of the next-token loss; without loss
         weights, the number of these targets.
-      mtp_targets: the same for each MTP depth.
+      mtp_targets: the same for each MTP depth; () without an MTP module.
       tokens: the number of tokens without padding.
       mtp_tokens: the number of tokens of the MTP module's router statistics, summed over the
         depths; 0 without an MTP module.
       has_targets: bool, whether the next-token loss has any target.
       mixer_tokens: the number of tokens of the indexer loss in one layer; None if no mixer of the
         model has such a loss.
-      mtp_mixer_tokens: the same for the layer of the MTP module, summed over the depths.
+      mtp_mixer_tokens: the same for the layer of the MTP module, summed over the depths; 0 without
+        an MTP module.
     """
 
     targets: jax.Array
@@ -133,8 +134,10 @@ def total_loss(
         experts (`Qwen3Next.features`). layer_rows, if the batch has them: see `Context`.
       train: the weights of the terms of the loss, and `remat`.
       counts: the counts of the whole batch.
-      load: [L, E] `expert_load` of the whole batch; None if `batch` is the whole batch, or
-        all that a slice has of it.
+      load: [L, E] `expert_load` of the whole batch. None: it is computed from `batch`, which then
+        is the whole batch, or all rows of it that this slice has. It is None for a micro-batch too
+        if `train.balance_loss_weight` is 0; the parts "balance_loss" then do not sum to that of the
+        batch.
       mesh: the devices that share the batch; None: one device.
 
     Returns:

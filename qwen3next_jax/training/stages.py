@@ -272,7 +272,7 @@ def place_cursors(
     Args:
       stages: the stages of the run.
       data: the data of every stage; this function calls their method `begin`.
-      first: the cursor with which the run begins.
+      first: the cursor with which the run begins to read, even if it is resumed at a later step.
     """
     cursors: list[DataCursor | None] = []
     for stage, rows in zip(stages, data, strict=True):

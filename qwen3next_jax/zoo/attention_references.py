@@ -17,8 +17,8 @@ import numpy as np
 
 
 def norm(config, x, weight):
-    """Applies the norm `model.block.norm` over the last axis of x. `weight` has the shape [D], or
-    [2, D] (scale and bias) for a LayerNorm.
+    """Applies the norm `model.block.norm` over the last axis of x, n numbers. `weight` has the
+    shape [n], or [2, n] (scale and bias) for a LayerNorm.
     """
     centre = 1 if config.zero_centered_norm else 0
     if config.block.norm == "layer":

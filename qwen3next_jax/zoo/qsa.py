@@ -645,7 +645,8 @@ def divergence(
     head_axis: str | None = None,
 ) -> jax.Array:
     """Returns [B, T] float32: KL(teacher ‖ student) over the blocks of each query; 0 for a query
-    without blocks. The arguments that are not listed are those of `masked_attention`.
+    without blocks. The arguments that are not listed are those of `masked_attention`; `tokens` says
+    where queries and keys stand (`Tokens`).
 
     Args:
       dense: whether the loss is that of the mode "dense", over all complete blocks.

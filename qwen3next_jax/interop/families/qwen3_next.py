@@ -115,8 +115,8 @@ def _write(config: ModelConfig, dtype: str, source: Fields, wrapper: Fields) -> 
 def text_model_fields(
     config: ModelConfig, dtype: str, source: Fields, same_name: Collection[str]
 ) -> Fields:
-    """Returns the fields of the text model that Qwen3-Next and Qwen3.5 have in common, and the
-    fields that are copied from the source.
+    """Returns the fields of the text model that Qwen3-Next, Qwen3.5 and Qwen3.8-Flash-Next have in
+    common, and the fields that are copied from the source.
 
     Args:
       config: the model's settings.

@@ -219,7 +219,8 @@ def zero_unless_continued(continues_B, state_BHKV):
     Args:
       continues_B: [B] booleans, whether the next token belongs to the same document as the state;
         None means that it does in all rows.
-      state_BHKV: [B, H, K, V], the state before the next token.
+      state_BHKV: [B, H, K, V], the state before the next token; or its gradient, or a map of
+        states, which is zeroed in the same way.
     """
     if continues_B is None:
         return state_BHKV
