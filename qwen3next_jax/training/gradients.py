@@ -26,7 +26,13 @@ from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.visible_targets import mask_seen_targets
 from qwen3next_jax.sharding.rules import SLICE, constrain, num_shards
 from qwen3next_jax.sharding.slices import add_up_gradients, on_each_slice, sum_over_slices
-from qwen3next_jax.training.loss import Counts, count_targets, expert_load, total_loss
+from qwen3next_jax.training.loss import (
+    Counts,
+    balance_loss,
+    count_targets,
+    expert_load,
+    total_loss,
+)
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage
 
@@ -68,6 +74,9 @@ def make_gradients(
         batch = mask_seen_targets(run.model, batch)
         counts: Counts = count_targets(batch, run.model.mtp_depth, run.model)
         grads, parts, row_grads = of_rows(params, batch, counts)
+        if "router_probability" in parts:
+            probability = parts.pop("router_probability")
+            parts["balance_loss"] = balance_loss(parts["expert_load"], probability)
         return run.assignment.without_frozen_parts(grads), parts, counts, row_grads
 
     return gradients

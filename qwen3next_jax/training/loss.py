@@ -115,6 +115,17 @@ def expert_load(features: Features, config: ModelConfig, counts: Counts) -> jax.
     return jax.lax.stop_gradient(stacked * (config.num_experts / config.num_experts_per_tok))
 
 
+def balance_loss(load: jax.Array, probability: jax.Array) -> jax.Array:
+    """Returns the balance loss [] of a batch, the mean over the layers: 1 if experts are perfectly
+    balanced (docs/design.md).
+
+    Args:
+      load: [L, E] `expert_load` of the whole batch.
+      probability: [L, E] the mean over the batch of the probability that the router gives.
+    """
+    return jnp.mean(jnp.sum(load * probability, axis=-1))
+
+
 def total_loss(
     model: Qwen3Next,
     batch: dict[str, jax.Array],
@@ -135,9 +146,8 @@ def total_loss(
       train: the weights of the terms of the loss, and `remat`.
       counts: the counts of the whole batch.
       load: [L, E] `expert_load` of the whole batch. None: it is computed from `batch`, which then
-        is the whole batch, or all rows of it that this slice has. It is None for a micro-batch too
-        if `train.balance_loss_weight` is 0; the parts "balance_loss" then do not sum to that of the
-        batch.
+        is the whole batch, or all rows of it that this slice has. For a micro-batch it may be None
+        if `train.balance_loss_weight` is 0.
       mesh: the devices that share the batch; None: one device.
 
     Returns:
@@ -146,7 +156,8 @@ def total_loss(
         loss: the next-token cross-entropy, in nats.
         top1: the (weighted) share of targets to which the model gives the highest probability.
         mtp_loss/d, mtp_top1/d: the same for each MTP depth d.
-        balance_loss, router_z, expert_load [L, E]: only if a layer has experts.
+        router_z, and [L, E] expert_load and router_probability, from whose sums over the batch
+          `balance_loss` computes the balance loss: only if a layer has experts.
         required_bias [L, E, BINS]: the counts of `router.count_required_bias`, only if
           `train.router_bias_update` is "quantile".
         indexer_loss: only if an indexer is trained.
@@ -185,10 +196,11 @@ def total_loss(
     if features.router or features.mtp_router:
         own_load = expert_load(features, model.config, counts)
         load = sum_over_slices(own_load, mesh) if load is None else load
-        balance = jnp.mean(jnp.sum(load * _per_layer(features, counts, "probability"), axis=-1))
+        probability = _per_layer(features, counts, "probability")
+        balance = balance_loss(load, probability)
         router_z = jnp.mean(_per_layer(features, counts, "z"))
         total = total + train.balance_loss_weight * balance + train.router_z_loss_weight * router_z
-        parts |= {"balance_loss": balance, "router_z": router_z, "expert_load": own_load}
+        parts |= {"router_z": router_z, "expert_load": own_load, "router_probability": probability}
         if train.router_bias_update == "quantile":
             parts["required_bias"] = jnp.concatenate(_summed(features, "required_bias"))
     indexer_losses = [loss / counts.mixer_tokens for loss in features.mixer_losses]

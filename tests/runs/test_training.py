@@ -166,13 +166,17 @@ train(config, pathlib.Path({str(tmp_path / "run")!r}))"""
 
 
 @pytest.mark.slow
-def test_micro_batches_and_remat_change_no_gradient(config):
+@pytest.mark.parametrize("balance_loss_weight", [0.1, 0])
+def test_micro_batches_and_remat_change_no_gradient(config, balance_loss_weight):
     """4 micro-batches, recomputed in the backward, against one batch: equal up to the order of
     float32 sums, although the micro-batches are padded unequally and the balance loss is not a
     sum over rows.
     """
     train_config = dataclasses.replace(
-        config.train, balance_loss_weight=0.1, router_z_loss_weight=0.01, mtp_loss_weight=0.3
+        config.train,
+        balance_loss_weight=balance_loss_weight,
+        router_z_loss_weight=0.01,
+        mtp_loss_weight=0.3,
     )
     rng = np.random.default_rng(0)
     inside = np.arange(64) < np.array([[64], [1], [40], [7]])
