@@ -129,6 +129,7 @@ def trained(config, steps, mesh=None, params=None, seeds=lambda step: step):
     return jax.device_get(state), jax.device_get(metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_eight_devices_train_the_adapters_that_one_trains(name):
     config = with_(CONFIG, optimizer={"name": name})
@@ -148,6 +149,7 @@ def test_eight_devices_train_the_adapters_that_one_trains(name):
     assert sum(sizes) <= 2 * adapters + 4
 
 
+@pytest.mark.slow
 def test_adapters_of_full_rank_fit_what_the_matrices_fit():
     """60 steps on one batch: the full run trains the same matrices, all of them 16 × 16."""
     model = dataclasses.replace(

@@ -156,6 +156,7 @@ def _leaves(tree):
     return jax.tree_util.tree_leaves_with_path(tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_eight_devices_freeze_what_one_freezes(name):
     config = with_(FREEZE, GROUPS, name=name)

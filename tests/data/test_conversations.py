@@ -175,7 +175,8 @@ def test_packed_conversations_have_the_losses_of_separate_ones_with_their_weight
     total, weight = measured(packed)
     # By hand: token t + 1 is predicted at t, with its own weight.
     tokens, segments = packed["tokens"][None], packed["segment_ids"][None]
-    log_p = jax.nn.log_softmax(model(tokens, segments).logits[0, :-1].astype(np.float32))
+    logits = jax.jit(lambda *batch: model(*batch).logits)(tokens, segments)
+    log_p = jax.nn.log_softmax(logits[0, :-1].astype(np.float32))
     own = packed["loss_weights"][1:] * (segments[0, 1:] == segments[0, :-1])
     nll = -log_p[np.arange(159), packed["tokens"][1:]]
     np.testing.assert_allclose(total[0], (own * nll).sum() / own.sum(), rtol=1e-5)

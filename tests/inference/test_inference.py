@@ -219,6 +219,7 @@ def test_filters_keep_the_tokens_that_their_descriptions_say():
     assert (filtered(logits, Sampling(1.0, min_p=1e-3)) > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_samples_follow_the_distribution(drafts):
     """A χ² test compares the frequencies of the first three tokens with the probabilities of the

@@ -66,6 +66,7 @@ def recorded(model, tmp_path_factory):
     return folder, texts, stream.routed_experts
 
 
+@pytest.mark.slow
 def test_generation_records_what_the_forward_pass_chooses(model, recorded):
     _, texts, experts = recorded
     features = jax.jit(lambda model, tokens: model.features(tokens, record_routing=True))

@@ -173,7 +173,7 @@ def test_strong_decay_costs_no_more_than_the_docstring_says(implementation):
     [
         ("chunked", dict()),
         pytest.param("chunked", dict(erase=False), marks=pytest.mark.slow),
-        ("chunked", dict(normalize_qk=False)),
+        pytest.param("chunked", dict(normalize_qk=False), marks=pytest.mark.slow),
         pytest.param("associative", dict(), marks=pytest.mark.slow),
         # the norms lie outside the state's pass, in which these two differ
         ("associative", dict(erase=False)),
@@ -197,7 +197,12 @@ def test_exact_in_float64(settings, implementation):
 
 
 @pytest.mark.parametrize(
-    "dtype, settings", [(jnp.float64, dict()), (jnp.bfloat16, dict(erase=False))], ids=str
+    "dtype, settings",
+    [
+        (jnp.float64, dict()),
+        pytest.param(jnp.bfloat16, dict(erase=False), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_pieces_of_a_long_sequence(dtype, settings, monkeypatch):
     inputs, cotangents = problem(batch=2, time=2 * CHUNK + 7)

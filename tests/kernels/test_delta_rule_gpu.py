@@ -54,6 +54,7 @@ QUICK_CASE = "one g -1000"
 BFLOAT16 = functools.partial(check, implementation="pallas_gpu", dtype=jnp.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name != QUICK_CASE)) for name in CASES],

@@ -38,7 +38,7 @@ ROUTINGS = {
     [
         pytest.param(2 * TOKENS, False, marks=pytest.mark.slow),
         (2 * TOKENS, True),
-        (TOKENS // 4, True),
+        pytest.param(TOKENS // 4, True, marks=pytest.mark.slow),
     ],
     ids=("products", "kernels", "loop"),
 )

@@ -74,6 +74,7 @@ def test_a_skipped_update_does_not_count():
     np.testing.assert_allclose(taken["average"]["a"], [7.0, 9.0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_average_changes_nothing_else_and_without_it_the_state_is_as_before(run, tmp_path):
     off = _config(ema=0.0)
     assert train(off, tmp_path) == 0

@@ -150,6 +150,7 @@ def begun(config, mesh=None):
     return start_state(run, opened(run), parent)
 
 
+@pytest.mark.slow
 def test_the_weights_alone_begin_another_run_on_other_devices(parent):
     config = with_(
         train={"init_from": str(parent), "sequence_length": 64, "batch_size": 8},

@@ -136,6 +136,7 @@ def test_slices_are_one_mesh(options):
         assert len(parts) == len(shards) * on_slices or moment.size < 8
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_slices(tmp_path):
     """One slice, two that share the moments, four, one: four steps as on one."""
     runs = ({}, SLICED["two, moments split, micro-batches"], SLICED["four"], {})

@@ -191,7 +191,10 @@ def test_packed_documents_are_as_separate_ones_and_the_cache_continues_them(mixe
 SCORES = {"abc": "forget_proj", "rwkv4": "key_proj", "mlstm": "input_proj"}
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("abc", marks=pytest.mark.slow), *(name for name in SCORES if name != "abc")],
+)
 def test_the_cache_continues_scores_of_any_size(name):
     """Of hundreds either way, from the model's cache before the first token."""
     config = dataclasses.replace(base(name), layer_types=(name, name))

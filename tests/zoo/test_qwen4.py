@@ -273,6 +273,7 @@ def test_gathered_blocks_are_attention_under_a_mask(ratio, budget):
 
 
 # gathered, and under a mask
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [pytest.param(4, marks=pytest.mark.slow), 8])
 def test_diagnostics_describe_what_attention_sees(budget):
     """The overlap against its formula, query by query; attention's own from its probabilities."""
@@ -412,7 +413,7 @@ def test_drafts_give_the_plain_text(name, drafts):
     "mode, ratio, budget",
     [
         ("sparse", 4, 8),
-        ("dense", 3, 6),
+        pytest.param("dense", 3, 6, marks=pytest.mark.slow),
         pytest.param("dense", 4, 8, marks=pytest.mark.slow),
         pytest.param("sparse", 3, 6, marks=pytest.mark.slow),
         pytest.param("dense", 1, 64, marks=pytest.mark.slow),
