@@ -161,7 +161,9 @@ def _prompt_text() -> str:
 
 
 def _check_flags() -> None:
-    """Raises UserError if flags contradict each other, before anything is loaded."""
+    """Raises UserError, before the model is loaded, if flags contradict each other, or if one has a
+    value that is wrong for every model.
+    """
     for flag in (_temperature, _top_p, _min_p):
         if not math.isfinite(flag.value):
             raise UserError(f"--{flag.name}={flag.value}: expected a finite number")

@@ -135,8 +135,8 @@ def escape_lines(text: str) -> str:
 
 
 def out_of_memory(error: RuntimeError) -> str:
-    """Returns XLA's message about the memory that it could not allocate; "" if `error` has another
-    cause.
+    """Returns, in one line, XLA's message about the memory that it could not allocate; "" if
+    `error` has another cause.
     """
     _, found, said = str(error).partition("RESOURCE_EXHAUSTED: ")
     return one_line(said) if found else ""

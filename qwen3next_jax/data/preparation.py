@@ -460,6 +460,16 @@ def pack(
     groups of its own share. So processes that call it at the same time seldom pack the same group,
     and no process waits for another.
 
+    Args:
+      corpus: the source with its units.
+      divided: the document of the source that is divided between the two splits; None: there is
+        none, and each document is trained on or held out by its hash.
+      recipe: the recipe of the rows.
+      store: where the units are, and where the rows are written.
+      progress: called with (what is packed, bytes of the tokens packed, bytes of all tokens).
+      workers: the most processes that pack; None: as many as there are cores to use.
+      share: the share of the groups with which this process begins.
+
     Raises:
       UserError: prepared data that are damaged.
     """

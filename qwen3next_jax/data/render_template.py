@@ -67,6 +67,13 @@ class Generation(jinja2.ext.Extension):
 class Renderer:
     """A compiled template.
 
+    Args:
+      text: the template.
+      special: {name of a special token, such as "eos_token": its text or None}, which the template
+        may read.
+      marks: whether the blocks {% generation %} of the template write marks around their content.
+      characters: the most characters that a rendered text may have; `text` cuts a longer one.
+
     Attributes:
       has_marks: whether the template marks the assistant's turns.
     """

@@ -73,7 +73,8 @@ class Divided:
       document: index of the document in its unit.
       train_tokens: number of the document's first tokens, without the end token, that are trained
         on; the tokens after them are held out. Either part may be empty.
-      train_bytes: number of bytes of UTF-8 text that the first `train_tokens` tokens stand for.
+      train_bytes: number of bytes of UTF-8 text that the first `train_tokens` tokens stand for; in
+        a unit with weights, only of those whose weight is above 0.
     """
 
     unit: int

@@ -381,8 +381,9 @@ _reader_numbers = itertools.count()
 
 
 def _opened(key: tuple[int, int], open_it: Callable[[], Any]) -> Any:
-    """Returns the open shard `key`. Opens it if necessary, and then drops the shards that were read
-    longest ago. A dropped shard closes when the last thread that reads it has finished.
+    """Returns the open shard `key`. If it is not open, it is opened with `open_it`; of more than
+    `_MOST_OPEN` open shards, those that were read longest ago are then dropped. A dropped shard
+    closes when the last thread that reads it has finished.
     """
     with _open_lock:
         if key in _open:

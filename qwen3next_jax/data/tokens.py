@@ -169,6 +169,9 @@ class ByteTokenizer:
         return documents
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of the bytes `ids`, with END_OF_TEXT for the end of a document. Bytes
+        that are not UTF-8, and ids that the tokenizer does not have, become the character U+FFFD.
+        """
         invalid = b"\xff"  # this byte occurs in no UTF-8 text
         special = {self.eos_id: END_OF_TEXT.encode()}
         return b"".join(bytes([i]) if i < 256 else special.get(i, invalid) for i in ids).decode(

@@ -320,8 +320,10 @@ def _read_into(buffer: memoryview, descriptor: int, position: int) -> bool:
 
 
 def _file_identity(status: os.stat_result) -> tuple[int, ...]:
-    """Returns numbers that identify a state of a file: at least one of them changes when the file
-    is replaced or rewritten. For an object in a bucket `status` is `storage.stat_of` of it.
+    """Returns what identifies a state of a file: its device, inode, size and time of modification.
+    When the file is replaced or rewritten, at least one of them changes, unless a file that is
+    rewritten in place keeps its size and gets its old time back. For an object in a bucket `status`
+    is `storage.stat_of` of it, with the object's version in place of the inode.
     """
     return getattr(status, "st_dev", 0), status.st_ino, status.st_size, status.st_mtime_ns
 

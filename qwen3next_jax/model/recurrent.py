@@ -125,7 +125,8 @@ class Recurrent(Mixer):
         """Runs the recurrence over the tokens of each row.
 
         Args:
-          heads: queries, keys, values and gates.
+          heads: queries, keys, values, decay and write strength, and what else the recurrence
+            reads. The gate of the output is not among them: `finish` applies it.
           state: {name: state before these tokens}, with the names of `init_cache`; None: all states
             are 0.
 

@@ -442,7 +442,7 @@ def out_of_memory(message: str) -> tuple[float, float]:
 
 
 def _compiler_version(chip: Chip) -> dict[str, str]:
-    """Returns {package of the compiler for the chip: its installed version}."""
+    """Returns {package with which JAX compiles for the chip: its installed version}."""
     import importlib.metadata
 
     name = "libtpu" if chip.torus else "jax-cuda13-plugin"

@@ -4,8 +4,13 @@
 
 A thread writes the newest piece again every few seconds, with the lines that came since, until it
 has `_PIECE` bytes; then the next piece begins. So a killed process loses the events of a few
-seconds, and the number of pieces depends on the bytes alone. Every write demands the version that
-this process wrote before, so a process that lost the run's lock cannot change the record.
+seconds, and the number of pieces depends on the bytes alone.
+
+Every write demands the version of the piece that this process wrote or read last. If the piece has
+another version, it is written only if this process still has the run's lock, and if the piece holds
+a beginning of what is to be written: then the answer to an earlier write was lost. `keep`, with
+which a process begins, writes the newest piece again. From then on a process that had the lock
+before cannot change the record.
 """
 
 import threading

@@ -335,6 +335,7 @@ def _worst_of(spread: Spread, sign: int) -> float:
 
 
 def _listed(values: Sequence[str], line: dict[str, Spread]) -> str:
+    """Returns the values with the mean of the metric at each: "a (1.2), b (1.3) and c (1.4)"."""
     parts = [f"{value} ({line[value].mean:.4g})" for value in values]
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 

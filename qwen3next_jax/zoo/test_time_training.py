@@ -135,7 +135,7 @@ class TTT(TrainedState):
         start_HKV, scale_HV, shift_HV = (x.astype(jnp.float32) for x in heads.weights)
         eps = self.config.rms_norm_eps
 
-        def f(x_BHK, w_BHKV):
+        def f(x_BHK, w_BHKV):  # w is W − W₀
             y = jnp.einsum("bhkv,bhk->bhv", start_HKV + w_BHKV, x_BHK)
             y = y - jnp.mean(y, axis=-1, keepdims=True)
             scaled = scale_HV * y

@@ -89,7 +89,7 @@ def _muon(
     config: OptimizerConfig, declared: Mapping[str, Declared], mesh: Mesh | None
 ) -> optax.GradientTransformation:
     """Returns the transformation of gradients to Muon's direction. All parameters have to be
-    matrices.
+    of the kind "matrix".
     """
     beta = config.muon.momentum
 
@@ -116,7 +116,8 @@ def orthogonalised(
     the result for a matrix of full rank have a root mean square of about UPDATE_RMS.
 
     Args:
-      tree: gradients or momenta, with the structure of the parameters; all of them are matrices.
+      tree: gradients or momenta, at the paths of their parameters. It has parameters of the kind
+        "matrix" alone; each array may hold several matrices.
       declared: path of a parameter → its declaration.
       config: the settings of the optimizer.
       mesh: the devices that share the work; None: one device.
