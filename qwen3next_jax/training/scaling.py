@@ -27,6 +27,7 @@ All of this assumes that the width of MLPs and the numbers of heads grow with th
 the width of a head does not.
 """
 
+import dataclasses
 import importlib
 import math
 from collections.abc import Callable, Mapping
@@ -35,10 +36,11 @@ from typing import NamedTuple
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig, OptimizerConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
+from qwen3next_jax.model import declared
 from qwen3next_jax.model.parameters import Declared
 
 # Logical axes whose sizes grow with the width of the model. A dimension without an axis grows if it
-# is as wide as the model.
+# is larger in a model whose `hidden_size` is larger, and all else equal.
 GROWING = (
     "embed",
     "embed_out",
@@ -79,14 +81,15 @@ def scaling_factors(
     if optimizer.scaling == "completep":
         depth = model.num_hidden_layers / optimizer.base_depth
     rate_over_width = _rule(model, optimizer)
+    wider = declared(dataclasses.replace(model, hidden_size=2 * model.hidden_size))
     found = {}
     for path, parameter in parameters.items():
         of_in, of_out = (
-            width if _grows(parameter, letter, model.hidden_size) else 1.0 for letter in "io"
+            width if _grows(parameter, wider[path], letter) else 1.0 for letter in "io"
         )
         residual = depth if _writes_to_residual(path, parameter) else 1.0
         factors = Factors(
-            start=min(1.0, math.sqrt(of_out / of_in)) / math.sqrt(of_in) / residual,
+            start=1 / (math.sqrt(of_in) if of_out == of_in else of_in) / residual,
             learning_rate=rate_over_width(parameter, of_in, of_out) / residual,
         )
         if factors != Factors():
@@ -94,13 +97,16 @@ def scaling_factors(
     return found
 
 
-def _grows(parameter: Declared, letter: str, hidden_size: int) -> bool:
+def _grows(parameter: Declared, wider: Declared, letter: str) -> bool:
     """Whether a dimension of the parameter with this letter (`Declared.letters`) grows with the
-    width of the model.
+    width of the model. `wider`: the declaration of the same parameter in a model that differs in
+    its width alone.
     """
     return any(
-        axis in GROWING or not axis and size == hidden_size
-        for size, axis, own in zip(parameter.shape, parameter.axes, parameter.letters)
+        axis in GROWING or not axis and size != of_wider
+        for size, of_wider, axis, own in zip(
+            parameter.shape, wider.shape, parameter.axes, parameter.letters
+        )
         if own == letter
     )
 

@@ -117,6 +117,33 @@ def test_factors_are_those_of_the_papers():
         assert assignment.weight_decays[path] * factor == pytest.approx(0.1)
 
 
+def test_a_narrower_model_has_the_inverse_factors():
+    """What a model of width 64 has for the base 16, and one of width 16 for the base 64."""
+    for name in ("adamw", "muon"):
+        wide, narrow = (
+            scaling_factors(model(width), optimizer(name, width=80 - width), declared(model(width)))
+            for width in (64, 16)
+        )
+        assert wide.keys() == narrow.keys()
+        for path, factors in wide.items():
+            inverse = Factors(*(1 / factor for factor in factors))
+            assert narrow[path] == pytest.approx(inverse), path
+
+
+def test_a_rank_that_is_as_large_as_the_width_does_not_grow():
+    """The latent vector of MLA: its width is a setting of its own."""
+
+    def latent(rank):
+        mixer = {"latent_rank": rank, "shared_key_width": 4}
+        config = model(64, full_mixer="mla", mixer=mixer)
+        return scaling_factors(config, optimizer(), declared(config))
+
+    assert latent(64) == latent(65)
+    rwkv = model(64, linear_mixer="rwkv4")
+    found = scaling_factors(rwkv, optimizer(depth=2), declared(rwkv))
+    assert found["layers/0/mixer/key_proj"] == pytest.approx(Factors(1 / 2, 1 / 4))
+
+
 def loss(graphdef, params, tokens):
     logits = nnx.merge(graphdef, params)(tokens[:, :-1]).logits
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
