@@ -11,6 +11,7 @@ configs/sweeps/ladder.py.
 """
 
 import pathlib
+import sys
 
 from absl import flags
 
@@ -40,11 +41,13 @@ def main(arguments: list[str]) -> int:
             "runs/sweeps/ladder"
         )
     # scipy takes a moment to load.
-    from qwen3next_jax.sweeps.scaling import analyse, read_runs
+    from qwen3next_jax.sweeps.scaling import analyse, missing_points, read_runs
     from qwen3next_jax.sweeps.scaling_report import as_json, as_text, page
 
     paths = [to_path(argument) for argument in arguments]
     runs = read_runs(paths, _METRIC.value, _SIZE.value)
+    for sentence in missing_points(paths):
+        print(sentence, file=sys.stderr)
     scaling = analyse(runs, _RESAMPLES.value, _SEED.value)
     print(as_text(scaling, _RESAMPLES.value))
     alone = paths[0] if paths[0].is_dir() else paths[0].parent

@@ -90,12 +90,17 @@ class Interval(NamedTuple):
 
 
 class Optimum(NamedTuple):
-    """The best use of `flops` FLOPs: the size, the number of tokens, and the loss."""
+    """The best use of `flops` FLOPs: the size, the number of tokens, and the loss.
+
+    `at_end` is true if the size is the smallest or the largest that was searched: by the fit, ever
+    smaller or ever larger models are better, and there is no best size.
+    """
 
     flops: float
     size: Interval
     tokens: Interval
     loss: Interval
+    at_end: bool
 
 
 class Prediction(NamedTuple):
@@ -196,25 +201,54 @@ def read_runs(
         C = 6 N D.
 
     Raises:
-      UserError: a file cannot be read, or a run has no such metric, or no count of parameters,
-        tokens or FLOPs.
+      UserError: a file cannot be read; a run has no such metric, or no count of parameters, tokens
+        or FLOPs; or the paths hold a run twice.
     """
-    runs = []
-    for given in paths:
-        path = given / "results.json" if given.is_dir() else given
-        try:
-            points = json_files.read(path)["points"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path}: cannot be read as the results of a sweep: expected the folder of a sweep "
-                "(runs/sweeps/NAME), or its results.json"
-            ) from error
-        require(
-            isinstance(points, list) and all(isinstance(point, dict) for point in points),
-            f"{path}: points: expected a list of objects",
-        )
-        runs += [_read_run(point, metric, size, path) for point in points]
+    runs: list[ScalingRun] = []
+    for path, record in map(_read_results, paths):
+        for point in record["points"]:
+            run = _read_run(point, metric, size, path)
+            require(
+                run not in runs,
+                f"{path}: point {run.name} is there twice, with the same loss: as two runs it would "
+                "make the intervals too narrow: give every sweep once",
+            )
+            runs.append(run)
     return tuple(runs)
+
+
+def missing_points(paths: Sequence[pathlib.Path]) -> list[str]:
+    """Returns a sentence for each sweep of which points are missing, because they failed or are not
+    done. The arguments and errors are those of `read_runs`.
+    """
+    sentences = []
+    for path, record in map(_read_results, paths):
+        axes = record.get("axes", {}).values()
+        count, done = math.prod(map(len, axes)), len(record["points"])
+        if axes and done < count:
+            sentences.append(
+                f"{path}: {count - done} of {count} points failed or are not done: the fit is "
+                "without them"
+            )
+    return sentences
+
+
+def _read_results(given: pathlib.Path) -> tuple[pathlib.Path, dict[str, Any]]:
+    """Returns the path and the content of the results.json of a sweep."""
+    path = given / "results.json" if given.is_dir() else given
+    try:
+        record = json_files.read(path)
+        points = record["points"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: cannot be read as the results of a sweep: expected the folder of a sweep "
+            "(runs/sweeps/NAME), or its results.json"
+        ) from error
+    require(
+        isinstance(points, list) and all(isinstance(point, dict) for point in points),
+        f"{path}: points: expected a list of objects",
+    )
+    return path, record
 
 
 def _read_run(point: dict[str, Any], metric: str, size: str, path: pathlib.Path) -> ScalingRun:
@@ -523,10 +557,11 @@ def analyse(runs: Sequence[ScalingRun], resamples: int = 200, seed: int = 0) -> 
     sizes = [run.size for run in runs]
     highest = max(run.flops for run in runs)
 
+    def limits(flops: float) -> tuple[float, float]:
+        return min(sizes) / _EXTRAPOLATED, max(sizes) * _EXTRAPOLATED * max(flops / highest, 1.0)
+
     def optimum(one: LossFit, flops: float) -> tuple[float, float, float]:
-        scale = (flops / highest) if flops > highest else 1.0
-        limits = min(sizes) / _EXTRAPOLATED, max(sizes) * _EXTRAPOLATED * scale
-        size = best_size(one, flops, flops_per_token, limits)
+        size = best_size(one, flops, flops_per_token, limits(flops))
         tokens = flops / flops_per_token(size)
         return size, tokens, float(one(size, tokens))
 
@@ -534,7 +569,9 @@ def analyse(runs: Sequence[ScalingRun], resamples: int = 200, seed: int = 0) -> 
     for flops in (highest, 10 * highest, 100 * highest):
         resampled = zip(*(optimum(one, flops) for one in fits))
         best = optimum(fit, flops)
-        optima.append(Optimum(flops, *map(_interval, best, resampled)))
+        low, high = limits(flops)
+        at_end = not 1.01 * low < best[0] < high / 1.01
+        optima.append(Optimum(flops, *map(_interval, best, resampled), at_end))
 
     def slope(one: LossFit) -> float:
         ends = [optimum(one, factor * highest)[0] for factor in (0.1, 1.0)]

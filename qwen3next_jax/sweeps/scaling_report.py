@@ -50,7 +50,15 @@ def sentences(scaling: Scaling, resamples: int) -> list[str]:
             "More budgets, or longer and larger runs, would tell; until then trust the fit "
             "between the runs, not far beyond them."
         )
-    found.append(f"By the fit, the best N grows as C^{_text(scaling.exponent, '.2f')} up to here.")
+    if without := [optimum for optimum in scaling.optima if optimum.at_end]:
+        found.append(
+            f"At {', '.join(f'{optimum.flops:.2g}' for optimum in without)} FLOPs the fit has no best "
+            "N: the one in the table is the end of the search."
+        )
+    if not scaling.optima[0].at_end:
+        found.append(
+            f"By the fit, the best N grows as C^{_text(scaling.exponent, '.2f')} up to here."
+        )
     iso = scaling.iso_flop
     if iso.exponent is not None:
         found.append(
@@ -73,7 +81,12 @@ def tables(scaling: Scaling) -> dict[str, tuple[list[str], list[list[str]]]]:
         for name, i in scaling.intervals.items()
     ]
     optima = [
-        [f"{o.flops:.3g}", _text(o.size, ".3g"), _text(o.tokens, ".3g"), _text(o.loss, ".4f")]
+        [
+            f"{o.flops:.3g}",
+            _text(o.size, ".3g") + " (end of the search)" * o.at_end,
+            _text(o.tokens, ".3g"),
+            _text(o.loss, ".4f"),
+        ]
         for o in scaling.optima
     ]
     found = {
@@ -112,7 +125,11 @@ def as_json(scaling: Scaling) -> str:
         "exponent": scaling.exponent._asdict(),
         "iso_flop_exponent": (e := scaling.iso_flop.exponent) and e._asdict(),
         "optima": [
-            {"flops": o.flops, **{n: getattr(o, n)._asdict() for n in ("size", "tokens", "loss")}}
+            {
+                "flops": o.flops,
+                **{n: getattr(o, n)._asdict() for n in ("size", "tokens", "loss")},
+                "at_end": o.at_end,
+            }
             for o in scaling.optima
         ],
         "predictions": {

@@ -19,6 +19,7 @@ from qwen3next_jax.sweeps.scaling import (
     best_size,
     fit_loss,
     flops_of_size,
+    missing_points,
     parabolas,
     predict,
     read_runs,
@@ -104,6 +105,15 @@ def test_what_the_data_do_not_tell_is_named():
     assert all(told.intervals[name].is_determined for name in ("E", "α", "β"))
 
 
+def test_a_fit_without_a_best_size_is_named():
+    """The loss does not depend on the size, so ever smaller models are better."""
+    flat = LossFit(1.69, 1e-9, 410.7, 0.34, 0.28)
+    scaling = analyse(ladder(flat), resamples=20)
+    assert scaling.optima[0].at_end and not analyse(ladder(), resamples=20).optima[2].at_end
+    text = " ".join(sentences(scaling, 20))
+    assert "no best N" in text and "grows as" not in text
+
+
 def test_text_page_and_json_are_whole():
     scaling = analyse(ladder(noise=3e-3), resamples=20)
     assert set(json.loads(as_json(scaling))["constants"]) == set(CONSTANTS)
@@ -135,8 +145,14 @@ def test_results_without_counts_are_refused(tmp_path):
     def write(point):
         file.write_text(json.dumps({"points": [point]}))
 
+    axes = {"a": ["1", "2"], "train.seed": ["0", "1"]}
+    file.write_text(json.dumps({"axes": axes, "points": [point]}))
+    assert ["3 of 4" in sentence for sentence in missing_points([tmp_path])] == [True]
     write(point)
+    assert missing_points([tmp_path]) == []
     assert read_runs([tmp_path], size="flops") == (ScalingRun("a=1", 10.0, 100.0, 6000.0, 2.0),)
+    with pytest.raises(UserError, match="a=1.*twice"):
+        read_runs([tmp_path, file])
     for name in ("heldout loss", *counts):
         write({key: value for key, value in point.items() if key != name})
         with pytest.raises(UserError, match=f"a=1.*{name}"):
