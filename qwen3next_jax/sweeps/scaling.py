@@ -210,8 +210,8 @@ def read_runs(
             run = _read_run(point, metric, size, path)
             require(
                 run not in runs,
-                f"{path}: point {run.name} is there twice, with the same loss: as two runs it would "
-                "make the intervals too narrow: give every sweep once",
+                f"{path}: point {run.name} is there twice, with the same loss: as two runs it "
+                "would make the intervals too narrow: give every sweep once",
             )
             runs.append(run)
     return tuple(runs)

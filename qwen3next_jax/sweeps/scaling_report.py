@@ -52,8 +52,8 @@ def sentences(scaling: Scaling, resamples: int) -> list[str]:
         )
     if without := [optimum for optimum in scaling.optima if optimum.at_end]:
         found.append(
-            f"At {', '.join(f'{optimum.flops:.2g}' for optimum in without)} FLOPs the fit has no best "
-            "N: the one in the table is the end of the search."
+            f"At {', '.join(f'{optimum.flops:.2g}' for optimum in without)} FLOPs the fit has no "
+            "best N: the one in the table is the end of the search."
         )
     if not scaling.optima[0].at_end:
         found.append(
