@@ -263,7 +263,8 @@ def merged_state(
 
         average = abstract.pop("ema", None)
         state = read(-1, abstract, partial=True)
-        merged = leaves_by_path(state["params"])
+        # Nothing else may refer to an array that is replaced, or two models would be in memory.
+        merged = leaves_by_path(state.pop("params"))
         for paths in _groups(abstract["params"], group_bytes) if len(sources) > 1 else ():
             wanted = {"params": _only(abstract["params"], paths)}
             base = {path: merged[path] for path in paths}
@@ -272,7 +273,7 @@ def merged_state(
                 theirs = leaves_by_path(read(number, wanted, partial=True)["params"])
                 total = _add_difference(total, weight, theirs, base)
             merged |= _add(base, total)
-    state["params"] = map_leaves(lambda path, _: merged[path], state["params"])
+    state["params"] = map_leaves(lambda path, _: merged[path], abstract["params"])
     if average:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, average)
         state["ema"] = start_average(state["params"], assignment, shardings)

@@ -21,6 +21,7 @@ from qwen3next_jax.config import (
     ParallelConfig,
     TrainConfig,
 )
+from qwen3next_jax.runs import merging
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import read_run, write_run
 from qwen3next_jax.runs.merging import (
@@ -128,6 +129,18 @@ def test_a_merge_is_the_weighted_mean_on_any_mesh_and_in_any_groups(run):
     others = (_merged(run, steps, weights, mesh), _merged(run, steps, weights, group_bytes=1))
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, merged, other)
+
+
+def test_replaced_arrays_do_not_stay_in_memory(run, monkeypatch):
+    add, counts = merging._add, []
+
+    def counted(base, total):
+        counts.append(len(jax.live_arrays()))
+        return add(base, total)
+
+    monkeypatch.setattr(merging, "_add", counted)
+    _merged(run, (2, 4), (0.5, 0.5), whole=False, group_bytes=1)
+    assert len(counts) > 5 and counts[-1] - counts[0] <= 2  # the group before
 
 
 def test_a_merged_run_goes_on_and_resumes_bitwise(run, tmp_path):
