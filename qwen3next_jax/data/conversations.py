@@ -8,7 +8,8 @@ A record of JSON has a list of messages in the field `data.messages_field`:
 The first message may have the role "system" or "developer". After it, "user" and "assistant" take
 turns; messages of the role "tool" may stand between two messages of the assistant. The last message
 is the assistant's. A message of the assistant may have a "weight", a number of 0 or more: the loss
-weight of its tokens, 1 by default. All else in a message is the template's to read.
+weight of its tokens, 1 by default. All else in a message is the template's to read. A record with
+"tools" beside its messages is refused, because the text would not say which tools there are.
 
 The text of a turn is encoded by itself, and so is the text between two turns, as generation encodes
 its prompt. A conversation ends with the tokenizer's end token, whose loss weight is 0.
@@ -113,6 +114,18 @@ def find_fault(messages: Any) -> str:
         before = role
     if before != "assistant":
         return f"ends with a message of the role {before!r}: expected the role 'assistant'"
+    return ""
+
+
+def find_unread(record: dict[str, Any]) -> str:
+    """Returns what a record has beside its messages that the assistant's turns depend on and the
+    text would lack; "" if it has nothing such.
+    """
+    if record.get("tools"):
+        return (
+            "stands beside 'tools', which are not written into the text: expected their "
+            "description in the first message, with the role 'system', and no 'tools'"
+        )
     return ""
 
 

@@ -533,7 +533,7 @@ def _json_text(line: str, field: str, bad: BadRecords, where: _Place, messages: 
         return None
     value, where = record[field], dataclasses.replace(where, field=field)
     if messages:
-        if fault := conversations.find_fault(value):
+        if fault := conversations.find_fault(value) or conversations.find_unread(record):
             bad.leave_out(where.number, where, "no conversation", fault)
             return None
         value = conversations.as_text(value)

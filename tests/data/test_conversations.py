@@ -244,6 +244,7 @@ BAD = [
     ({"messages": says("a", "b", weight=0)}, "no token of it counts"),
     ({"messages": says("<|im_end|>", "b")}, "message 1 .*'<.im_end.>'.*data.parse_tokens"),
     ({"messages": says("\0", "b")}, "message 1 contains NUL"),
+    ({"messages": says("a", "b"), "tools": [{"name": "f"}]}, "'tools'"),
 ]
 
 
