@@ -92,15 +92,18 @@ def _export_adapter(workdir: str, out: pathlib.Path, step: int | None, ema: bool
     """
     from qwen3next_jax.interop.peft import save_adapter
     from qwen3next_jax.runs.checkpoint import load_adapters
+    from qwen3next_jax.runs.origin import find_base
 
+    base = to_path(_source.value, "--source=") if _source.value else find_base(workdir)
     found = load_adapters(to_path(workdir), step, ema)
-    source, form = _origin_of(workdir)
+    _, form = _origin_of(workdir)
     config = dataclasses.replace(found.config, hf_form=_form.value or form or found.config.hf_form)
-    modules = save_adapter(config, found.adapters, out, str(source or ""), found.base_digest)
+    modules = save_adapter(config, found.adapters, out, str(base or ""), found.base_digest)
+    described = base or "an export of the model with which the run began"
     print(
         f"{_out.value}: adapters of {modules} modules after step {found.step}"
         f"{_averaged(workdir, ema)}; load them with "
-        f"PeftModel.from_pretrained(base, {_out.value!r})"
+        f"PeftModel.from_pretrained(base, {_out.value!r}), where base is {described}"
     )
     return 0
 

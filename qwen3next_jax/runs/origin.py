@@ -63,6 +63,48 @@ def find_origin(path: str | pathlib.Path) -> Origin:
         )
 
 
+def find_base(workdir: str | pathlib.Path) -> pathlib.Path | None:
+    """Finds the Hugging Face directory with the matrices that the adapters of a run (`model.lora`)
+    adapt: that with which the run began, or its parent if the parent has the same adapters.
+
+    Returns:
+      The directory, which may no longer exist; None if the run began with random weights, or with a
+      parent that had changed the matrices, or that is no longer there.
+
+    Raises:
+      UserError: the vocabulary grew when the run began, so no directory has its embedding.
+    """
+    folder = to_path(workdir)
+    record = read_run(folder)
+    tokens = config_of(record, folder).model.vocab_size
+    while parent := record.get("parent"):
+        folder = to_path(parent["path"])
+        if not (folder / "run.json").exists() or not _is_parent(folder, parent):
+            return None
+        record = read_run(folder)
+        theirs = config_of(record, folder).model
+        _require_same_vocabulary(folder, theirs.vocab_size, tokens)
+        if not theirs.lora.rank:
+            return None
+    if not (source := record.get("source")):
+        return None
+    path = to_path(source["path"])
+    if (path / "config.json").exists():
+        from qwen3next_jax.interop.hf_config import read_hf_config
+
+        _require_same_vocabulary(path, read_hf_config(path).vocab_size, tokens)
+    return path
+
+
+def _require_same_vocabulary(base: pathlib.Path, theirs: int, ours: int) -> None:
+    require(
+        theirs == ours,
+        f"--adapter: the run has a vocabulary of {ours:,}, its base {base} one of {theirs:,}, so "
+        "PEFT would load the adapters beside an embedding without the new tokens: leave --adapter "
+        "out, which exports the merged weights",
+    )
+
+
 def find_source(init_from: str, parent: Parent | None, files: str) -> dict[str, Any]:
     """Finds the origin of a new run. Returns it as {"source": …} for run.json; {} if it is unknown.
 

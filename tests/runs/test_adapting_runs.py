@@ -23,6 +23,8 @@ from qwen3next_jax.config import (
 from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.runs.branching import describe
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
+from qwen3next_jax.runs.folder import read_run, write_run
+from qwen3next_jax.runs.origin import find_base
 from qwen3next_jax.runs.preflight import check, find_parent
 from qwen3next_jax.runs.start import prepare_start, start_state
 from qwen3next_jax.sharding.mesh import make_mesh
@@ -113,6 +115,30 @@ def test_an_adapter_on_another_base_is_refused(config, finished, tmp_path):
     shutil.copytree(other / "frozen", mixed / "frozen")
     with pytest.raises(UserError, match="frozen"):
         load_trained(mixed)
+
+
+def test_the_base_of_an_adapter_is_the_directory_that_holds_its_matrices(base, finished, tmp_path):
+    """And not one whose weights a run trained further before the adapters."""
+    hf = tmp_path / "hf"
+    record = {"source": {"path": str(hf), "form": "qwen3_next"}}
+    of_base, of_adapters = read_run(base), read_run(finished)
+
+    def copy(name, of, parent=None, vocab_size=MODEL.vocab_size):
+        (folder := tmp_path / name).mkdir()
+        of = json.loads(json.dumps(of))
+        of["config"]["model"]["vocab_size"] = vocab_size
+        of.pop("parent", None)
+        if parent:
+            own = {"path": str(parent), "step": 2, "manifest": "", "run": read_run(parent)["id"]}
+            of["parent"] = own
+        write_run(folder, of | record)
+        return folder
+
+    trained, direct = copy("trained", of_base), copy("direct", of_adapters)
+    assert find_base(copy("on_trained", of_adapters, trained)) is None
+    assert find_base(direct) == find_base(copy("further", of_adapters, direct)) == hf
+    with pytest.raises(UserError, match=f"{MODEL.vocab_size}"):
+        find_base(copy("grown", of_adapters, trained, MODEL.vocab_size + 3))
 
 
 def test_the_start_of_a_run_says_what_is_trained(config, tmp_path, capsys):
