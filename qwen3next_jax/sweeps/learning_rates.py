@@ -67,7 +67,8 @@ def best_along_x(sweep: Sweep, results: Sequence[Result], metric: str) -> dict[s
     `optimizer.learning_rate` beside it.
 
     Args:
-      results: the results of the points that are done.
+      results: the results of all points. A rate at which a point failed, such as a seed that
+        diverged, has an infinite loss; one of which a point is not done yet is left out.
       metric: the name of a metric of which lower values are better.
 
     Returns:
@@ -80,7 +81,7 @@ def best_along_x(sweep: Sweep, results: Sequence[Result], metric: str) -> dict[s
     seeds = seed_axes(sweep)
     groups: dict[str, dict[str, dict[float, list[float]]]] = {}
     for result in results:
-        if metric not in result.metrics:
+        if result.done and metric not in result.metrics:
             continue
         at = result.point.values
         label = ", ".join(
@@ -89,13 +90,19 @@ def best_along_x(sweep: Sweep, results: Sequence[Result], metric: str) -> dict[s
             if axis not in (sweep.x, AXIS, *seeds)
         )
         rates = groups.setdefault(label, {}).setdefault(at[sweep.x], {})
-        loss = result.metrics[metric].value
+        loss = math.inf if result.failed else math.nan  # NaN: not done yet
+        if result.done:
+            loss = result.metrics[metric].value
         rates.setdefault(result.point.config.optimizer.learning_rate, []).append(loss)
     found: dict[str, list[Best]] = {}
     for label, by_x in groups.items():
         for x in sweep.axes[sweep.x]:
-            by_rate = by_x.get(x, {})
-            if len(by_rate) < 2:
+            by_rate = {
+                rate: losses
+                for rate, losses in by_x.get(x, {}).items()
+                if not np.isnan(losses).any()
+            }
+            if len(by_rate) < 2 or not np.isfinite([np.mean(v) for v in by_rate.values()]).any():
                 continue
             rates = tuple(sorted(by_rate))
             losses = tuple(float(np.mean(by_rate[rate])) for rate in rates)

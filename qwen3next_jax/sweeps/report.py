@@ -65,7 +65,7 @@ def report(sweep: Sweep, results: Sequence[Result], commands: dict[str, str], ti
     sections = {
         "Findings": _findings(sweep, results, done),
         "Figures": _charts(sweep, done),
-        **_learning_rates(sweep, done),
+        **_learning_rates(sweep, results, done),
         "Cost": _cost(sweep, results, done),
         "Points": _points(sweep, results),
         "Commands": _commands(commands),
@@ -176,12 +176,15 @@ def _metric_lines(sweep: Sweep, done: Sequence[Result], names: list[tuple[str, s
     return lines
 
 
-def _learning_rates(sweep: Sweep, done: Sequence[Result]) -> dict[str, str]:
+def _learning_rates(
+    sweep: Sweep, results: Sequence[Result], done: Sequence[Result]
+) -> dict[str, str]:
     """Returns the section about the best learning rate along the x axis, by its title; {} for a
-    sweep without it. It is about the first main metric of which lower values are better.
+    sweep without it. It is about the first main metric of which lower values are better. `done`:
+    the results of the points that are done.
     """
     metrics = [name for name, metric in main_metrics(done).items() if metric.better == "lower"]
-    best = best_along_x(sweep, done, metrics[0]) if metrics else {}
+    best = best_along_x(sweep, results, metrics[0]) if metrics else {}
     if not best:
         return {}
     x = sweep.x.rpartition(".")[2]
@@ -228,7 +231,8 @@ def _learning_rate_chart(title: str, x: str, label: str, line: Sequence[Best]) -
         ],
         x_label="learning rate",
         log_x=True,
-        note="The best is the minimum of the parabola through the lowest mean and its neighbours.",
+        note="The best is the minimum of the parabola through the lowest mean and its neighbours. "
+        "Rates at which a point failed have no dot.",
     )
 
 

@@ -1,5 +1,6 @@
 """The best learning rate of a sweep, and how far it moves along the x axis."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -64,5 +65,16 @@ def test_a_report_says_how_far_the_best_rate_moves(tmp_path, monkeypatch):
     assert [one.moved for one in found["scaling none"]] == pytest.approx([0, -4])
     assert [one.moved for one in found["scaling mup"]] == pytest.approx([0, 0], abs=1e-9)
     assert found["scaling mup"][0].high[0] - found["scaling mup"][0].low[0] == pytest.approx(0.01)
+    # Where a seed of the best rate failed, the best is another; where it is not done, nothing is
+    # said of this rate.
+    assert found["scaling mup"][0].rate == pytest.approx(6e-3)
+    places = ("mup", "64", "0.008", "1")
+    (one,) = (i for i, r in enumerate(results) if tuple(r.point.values.values()) == places)
+    left_out = dataclasses.replace(results[one], metrics={})
+    results[one] = dataclasses.replace(left_out, failed="diverged")
+    best = best_along_x(sweep, results, METRIC)["scaling mup"][0]
+    assert best.losses[3] == np.inf and (best.rate, best.at_edge) == (4e-3, False)
+    results[one] = left_out
+    assert best_along_x(sweep, results, METRIC)["scaling mup"][0].rates == (*RATES[:3], RATES[4])
     page = report(sweep, results, {point.name: "" for point in sweep.points}, "widths")
     assert 'id="learning-rate"' in page and "-4.0 steps" in page
