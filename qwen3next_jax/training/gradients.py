@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from qwen3next_jax.common.errors import require
 from qwen3next_jax.model.visible_targets import mask_seen_targets
 from qwen3next_jax.sharding.rules import SLICE, constrain, num_shards
 from qwen3next_jax.sharding.slices import add_up_gradients, on_each_slice, sum_over_slices
@@ -57,16 +56,8 @@ def make_gradients(
     Returns:
       The function. `params` are all parameters; `batch` is {name: [B, T, …]}; see
       `loop.make_train_step`.
-
-    Raises:
-      UserError: lazy AdamW on several slices.
     """
     has_slices = num_shards(run.mesh, SLICE) > 1
-    require(
-        not (run.assignment.tables and has_slices),
-        "optimizer.ngram_table = 'lazy_adamw' on several slices: each slice would update other "
-        "rows of the table: expected 'adamw', or parallel.mesh.slice = 1",
-    )
     compute = _Gradients(run, stage, loss)
     of_rows = compute.of_rows_on_slices if has_slices else compute.of_rows
 

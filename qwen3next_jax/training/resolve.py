@@ -10,10 +10,11 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import Config, ModelConfig
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.sharding.mesh import check_divides, compute_mesh
-from qwen3next_jax.sharding.rules import batch_sharding, tree_shardings
+from qwen3next_jax.sharding.rules import SLICE, batch_sharding, num_shards, tree_shardings
 from qwen3next_jax.training import state
 from qwen3next_jax.training.assignment import Assignment, assign
 from qwen3next_jax.training.stages import ResolvedStage, resolve_stages
@@ -107,7 +108,8 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
 
     Raises:
       UserError: the settings of a stage are not valid, or a size is not divisible by the axes of
-        the mesh that split it, or `train.freeze` or `optimizer.groups` is not valid.
+        the mesh that split it, or `train.freeze` or `optimizer.groups` is not valid, or
+        lazy AdamW would update tables on several slices.
     """
     stages = resolve_stages(config)
     for stage in stages:
@@ -120,6 +122,11 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
         )
     graphdef, _ = abstract_model(config.model)
     assignment = assign(config.model, config.train.freeze, config.optimizer)
+    require(
+        not (assignment.tables and num_shards(mesh, SLICE) > 1),
+        "optimizer.ngram_table = 'lazy_adamw' on several slices: each slice would update other "
+        "rows of the table: expected 'adamw', or parallel.mesh.slice = 1",
+    )
     abstract_state = abstract_train_state(
         config.model,
         config.optimizer,

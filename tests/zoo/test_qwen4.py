@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from qwen3next_jax import ModelConfig, Qwen3Next, load_hf, save_hf
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
+    Config,
     FULL,
     LINEAR,
     MeshConfig,
@@ -46,6 +47,7 @@ from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
 from qwen3next_jax.training import lazy_rows
 from qwen3next_jax.training.assignment import assign
 from qwen3next_jax.training.loss import count_targets, total_loss
+from qwen3next_jax.training.resolve import resolve_run
 from qwen3next_jax.zoo import gated_residual, ngram_embedding, qsa
 from qwen3next_jax.zoo.ops.pair_attention import dot
 
@@ -521,6 +523,18 @@ ONE_LAYER = {
     "ple": dataclasses.replace(BASE.ple, layer_ids=(1,)),
 }
 TWO_LAYERS = {"layer_types": (FULL, LINEAR), "num_hidden_layers": 2}
+
+
+def test_slices_do_not_share_a_table_of_lazy_adamw():
+    config = Config(
+        model=config_of(**ONE_LAYER),
+        optimizer=OptimizerConfig(ngram_table="lazy_adamw"),
+        train=TrainConfig(batch_size=8, sequence_length=16),
+        parallel=ParallelConfig(mesh=MeshConfig(slice=2)),
+    )
+    mesh = make_mesh(config.parallel, jax.devices())
+    with pytest.raises(UserError, match=r"optimizer\.ngram_table.*parallel\.mesh\.slice"):
+        resolve_run(config, mesh)
 
 
 @pytest.mark.slow
