@@ -23,9 +23,9 @@ from qwen3next_jax.common.storage import to_path
 Message = Mapping[str, Any]
 
 _MAX_CHARACTERS = 1 << 20  # the most characters of a template, and of the text that it renders
-# The limits of the process that renders a template: bytes of memory, seconds of processor time, and
-# seconds of elapsed time. The last limit is larger, because other processes may keep the machine
-# busy.
+# The limits of the process that renders a template: bytes of memory; and for each conversation
+# seconds of processor time, and seconds of elapsed time. The last limit is larger, because other
+# processes may keep the machine busy.
 _MAX_BYTES = 1 << 30
 _MAX_CPU_SECONDS = 10
 _TIMEOUT = 60
@@ -171,13 +171,14 @@ class ChatTemplate:
         # -P: Python must not import the files beside the renderer in place of the standard library.
         command = [sys.executable, "-P", str(renderer)]
         where = self._file.path
+        timeout = _TIMEOUT * max(len(request.get("conversations", ())), 1)
         try:
             process = subprocess.run(
-                command, input=json.dumps(request).encode(), capture_output=True, timeout=_TIMEOUT
+                command, input=json.dumps(request).encode(), capture_output=True, timeout=timeout
             )
         except subprocess.TimeoutExpired as error:
             raise UserError(
-                f"{where}: the chat template takes more than {_TIMEOUT} seconds"
+                f"{where}: the chat template takes more than {timeout} seconds"
             ) from error
         if process.returncode == -signal.SIGXCPU:
             raise UserError(

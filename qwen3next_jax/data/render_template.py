@@ -12,7 +12,8 @@ Standard input is a JSON object:
   prompt: a list of messages, for which the prompt of the next answer is rendered; or
   conversations: a list of lists of messages, which are rendered as they are. Without either, only
     the template's syntax is checked.
-  seconds, bytes, characters: the limits of processor time, memory and the text of a conversation.
+  seconds, bytes, characters: the limits of the processor time of the prompt or of each
+    conversation, of memory, and of the text of a conversation.
 
 Standard output is a JSON object with `error`, why all of it failed, or with:
   rendered: a list with an object for the prompt or for each conversation, each with one of:
@@ -164,7 +165,11 @@ def render(request: dict) -> list[dict]:
     marks = conversations is not None
     renderer = Renderer(request["template"], request["special"], marks, limit)
     if conversations is not None:
-        return [_guarded(renderer.conversation, messages) for messages in conversations]
+        found = []
+        for messages in conversations:
+            _limit_time(request["seconds"])
+            found.append(_guarded(renderer.conversation, messages))
+        return found
     if request.get("prompt") is None:
         return []
     return [_guarded(lambda messages: {"text": renderer.text(messages, True)}, request["prompt"])]
@@ -186,8 +191,7 @@ def _guarded(render_one, messages: list) -> dict:
 def main() -> None:
     request = json.load(sys.stdin)
     _set_limit(resource.RLIMIT_AS, request["bytes"])
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + request["seconds"])
+    _limit_time(request["seconds"])
     try:
         answer = {"rendered": render(request)}
     except MemoryError:
@@ -206,9 +210,15 @@ def _refuse(message: object):
     raise Refused(str(message)[:1000])
 
 
+def _limit_time(seconds: int) -> None:
+    """Ends this process when it has used so many more seconds of processor time."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds)
+
+
 def _set_limit(which: int, maximum: int) -> None:
-    """Lowers the limit of one of this process's resources to `maximum`, or to the system's own
-    limit if that is lower.
+    """Sets the limit of one of this process's resources to `maximum`, or to the system's own limit
+    if that is lower.
     """
     _, hard_limit = resource.getrlimit(which)
     maximum = maximum if hard_limit == resource.RLIM_INFINITY else min(maximum, hard_limit)

@@ -10,6 +10,7 @@ from flax import nnx
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig, ModelConfig, TrainConfig
+from qwen3next_jax.data import chat_template
 from qwen3next_jax.data.chat_template import ChatTemplate
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.tokens import extends, load_tokenizer
@@ -288,6 +289,14 @@ def test_a_copy_of_the_tokenizer_has_the_template(tmp_path, marked):
     asked = says("a")[:1]
     prompts = [ChatTemplate.of_folder(f, "").prompt(asked) for f in (marked, tmp_path)]
     assert prompts[0] == prompts[1] != ""
+
+
+@pytest.mark.slow
+def test_the_limit_of_time_is_one_of_each_conversation(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat_template, "_MAX_CPU_SECONDS", 2)
+    template = ChatTemplate.of_folder(make_folder(tmp_path, UNMARKED), "")
+    long = says(*["x" * 50] * 300)  # by turns, the time grows with the square of their number
+    assert not any(one.fault for one in template.conversations([long] * 14))
 
 
 def test_further_added_tokens_alone_extend_a_tokenizer(tmp_path, marked):
