@@ -89,7 +89,6 @@ def test_stages_are_the_branches_that_they_stand_for(staged, tmp_path):
     assert last["learning_rate"] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "step", [9, pytest.param(20, marks=pytest.mark.slow), pytest.param(21, marks=pytest.mark.slow)]
 )
