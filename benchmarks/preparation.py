@@ -1,9 +1,10 @@
 """What preparing data costs: tokens per CPU second, memory, two workers against one, kills, an
 appended file, a second row length, opening the index of 15 T tokens; and datatrove's own tokenizing
-step on the same lines, where it is installed.
+step and Megatron-LM's tool on the same lines, where they are installed.
 
     python benchmarks/preparation.py --tokenizer=DIR [--megabytes=1000] [--kills=10]
     python benchmarks/preparation.py --ranks=qwen.tiktoken --tokenizer=DIR   # makes DIR first
+    python benchmarks/preparation.py … --megatron="python Megatron-LM/tools/preprocess_data.py"
 
 The input is made from the Python files of this installation, as .jsonl, .jsonl.gz, .jsonl.zst and
 .parquet. `qwen.tiktoken` is in the package `dashscope`. Each pass runs in a process of its own.
@@ -16,6 +17,8 @@ import json
 import os
 import pathlib
 import random
+import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -268,12 +271,48 @@ def make_index(folder: pathlib.Path) -> None:
     write_index(Store(folder), "index.npz", [one])
 
 
+def run_megatron(
+    command: list[str], file: pathlib.Path, tokenizer: pathlib.Path, folder: pathlib.Path
+) -> dict:
+    """Tokenizes `file` with one worker. Returns the number of tokens, the CPU seconds, and those
+    of the start, which a run over a single line takes and which do not count.
+    """
+    folder.mkdir()
+    line = folder / "line.jsonl"
+    with file.open() as lines:
+        line.write_text(next(lines))
+
+    def used(source: pathlib.Path, name: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        options = {
+            "input": source,
+            "output-prefix": folder / name,
+            "tokenizer-type": "HuggingFaceTokenizer",
+            "tokenizer-model": tokenizer,
+            "workers": 1,
+        }
+        arguments = [f"--{key}={value}" for key, value in options.items()]
+        result = subprocess.run(
+            [*command, *arguments, "--append-eod"], capture_output=True, text=True
+        )
+        if result.returncode:
+            sys.exit(result.stderr[-3000:])
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return sum(after[:2]) - sum(before[:2])
+
+    start = used(line, "line")
+    seconds = used(file, "all")
+    size = (folder / "all_text_document.bin").stat().st_size
+    return {"tokens": size // 4, "cpu": seconds - start, "start": start}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokenizer", type=pathlib.Path, required=True)
     parser.add_argument("--ranks", type=pathlib.Path)
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--megatron", help="command of Megatron-LM's tools/preprocess_data.py")
     parser.add_argument("--no-index", action="store_true", help="leave out the index of 15 T")
     args = parser.parse_args()
     if args.ranks:
@@ -345,6 +384,14 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> None:
             _DATATROVE, folder / "small", "*.jsonl", tokenizer / "tokenizer.json", folder / "dt"
         )
         print(f"  by datatrove's DocumentTokenizer {speed(theirs)}")
+    if args.megatron:
+        theirs = run_megatron(
+            shlex.split(args.megatron), folder / "small" / "000.jsonl", tokenizer, folder / "meg"
+        )
+        print(
+            f"  by Megatron-LM's preprocess_data.py {speed(theirs)}, without "
+            f"{theirs['start']:.1f} s of CPU of its start"
+        )
     if not args.no_index:
         make_index(folder / "index")
         size = (folder / "index" / "index.npz").stat().st_size
