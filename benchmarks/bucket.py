@@ -1,13 +1,12 @@
 """What a run in a bucket costs: requests and bytes of a start, a step, a save and a report, the
 time of a step, and the speed of rows.
 
-    uv run --extra gcs python -m benchmarks.bucket [--delay=0.01] [--rows]
+    uv run --extra gcs python -m benchmarks.bucket [--delay=0.01] [--rows [--row_length=4096]]
 
 The bucket is `tests.bucket` in a process of its own, which waits `--delay` seconds before each
 answer. Without `--rows`: a nano run is resumed when its folder has 1, 100 and 1,000 checkpoints
 (those before the newest five have a manifest alone, which is all that a start looks at), and then
-trained in a local folder for comparison. With `--rows`: rows of 4,096 tokens are read in random
-order.
+trained in a local folder for comparison. With `--rows`: rows are read in random order.
 """
 
 import argparse
@@ -29,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--delay", type=float, default=0.01, help="seconds before each answer")
     parser.add_argument("--rows", action="store_true", help="measure the speed of rows")
+    parser.add_argument("--row_length", type=int, default=4096, help="tokens of a row")
     options = parser.parse_args()
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.bucket"], stdout=subprocess.PIPE, text=True
@@ -39,7 +39,7 @@ def main() -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         print(f"delay {options.delay:g} s, load {os.getloadavg()[0]:.1f}")
         if options.rows:
-            rows(options.delay)
+            rows(options.delay, options.row_length)
         else:
             requests(options.delay)
     finally:
@@ -177,13 +177,13 @@ def _step_times(train) -> None:
         )
 
 
-def rows(delay: float) -> None:
+def rows(delay: float, length: int) -> None:
     import numpy as np
 
     from qwen3next_jax.config import DataConfig
     from qwen3next_jax.data.pipeline import TextData
 
-    length, batch, batches = 4096, 8, 60
+    batch, batches = 8, 60
     with tempfile.TemporaryDirectory() as folder:
         random = np.random.default_rng(0)
         for i in range(40):
