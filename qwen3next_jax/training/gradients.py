@@ -66,6 +66,7 @@ def make_gradients(
         counts: Counts = count_targets(batch, run.model.mtp_depth, run.model)
         grads, parts, row_grads = of_rows(params, batch, counts)
         if "router_probability" in parts:
+            # A product of two sums over the batch, which micro-batches cannot add up one by one.
             probability = parts.pop("router_probability")
             parts["balance_loss"] = balance_loss(parts["expert_load"], probability)
         return run.assignment.without_frozen_parts(grads), parts, counts, row_grads
