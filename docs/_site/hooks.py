@@ -1,10 +1,12 @@
-"""Pages of the site that are made from the code when it is built: settings, commands, exit codes.
-`mkdocs.yml` names this file.
+"""Pages of the site that are made from the code when it is built (settings, commands, exit codes),
+and the list of notes. `mkdocs.yml` names this file.
 """
 
 import ast
 import importlib.util
 import inspect
+import pathlib
+import re
 
 from mkdocs.structure.files import File
 
@@ -12,6 +14,18 @@ from qwen3next_jax.__main__ import VERBS
 from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.describe import list_settings
+
+
+def on_config(config):
+    """Lists the notes in the navigation, the newest first, by their dates and headings."""
+    notes = sorted((pathlib.Path(config["docs_dir"]) / "notes").glob("*.md"), reverse=True)
+    listed = []
+    for note in notes:
+        heading = note.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        title = re.sub(r", \d+ \w+ \d{4}$", "", heading)  # the date is in front
+        listed.append({f"{note.name[:10]} {title}": f"notes/{note.name}"})
+    config["nav"].append({"Notes": listed})
+    return config
 
 
 def on_files(files, config):
