@@ -6,6 +6,7 @@ files whose colours follow the reader's light or dark page.
 | picture | drawn from |
 |---|---|
 | `qwen3_next_80b_a3b.svg` | the config, as `qwen3next show qwen3_next_80b_a3b --svg` draws it |
+| `gated_deltanet.svg`, … (one for each part of the model) | the same config, by part_figures.py |
 | `page.svg` | the report of the run in docs/pictures/tiny |
 | `terminal.svg` | the last events of this run, as the live panel shows them |
 | `sweep.svg` | docs/sweeps/ratio.json |
@@ -33,6 +34,7 @@ from absl import app, flags
 from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
+from benchmarks.part_figures import draw_parts
 from qwen3next_jax.commands.show import draw_config
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import find_file, load_config_file
@@ -58,6 +60,7 @@ def draw_pictures() -> dict[str, str]:
     config = from_dict(Config, load_config_file(find_file("qwen3_next_80b_a3b")))
     return {
         "qwen3_next_80b_a3b.svg": draw_config(config),
+        **draw_parts(config.model),
         "page.svg": draw_page(run),
         "terminal.svg": draw_terminal(run),
         "sweep.svg": draw_sweep(json.loads((DOCS / "sweeps" / "ratio.json").read_text())),
