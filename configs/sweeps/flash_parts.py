@@ -1,0 +1,53 @@
+"""Takes the parts of Qwen3.8-Flash-Next away one at a time, at equal FLOPs: the loss on bytes of
+Python. 11 models × 3 seeds; 4 layers of width 128, rows of 512 bytes, indexer trained.
+
+    uv run qwen3next sweep configs/sweeps/flash_parts.py --workers=11
+
+The seeds are the first axis, so that the models with the first seed run first.
+"""
+
+# Attention to all keys. It has no indexer, so the indexer's settings are those of the package.
+ALL_KEYS = {
+    "model.full_mixer": "gated_attention",
+    "model.mixer.indexer_n_heads": 4,
+    "model.mixer.indexer_head_dim": 128,
+    "model.mixer.indexer_budget": 2048,
+    "train.indexer_training": "frozen",
+}
+PARTS = {
+    "released": {},
+    "2 streams": {"model.streams.hc_count": 2},
+    "1 stream": {"model.streams.hc_count": 1},
+    "no streams": {"model.block.placement": "pre"},
+    "no n-grams": {"model.ple.layer_ids": ()},
+    "budget 16": {"model.mixer.indexer_budget": 16},
+    "budget 32": {"model.mixer.indexer_budget": 32},
+    "budget 128": {"model.mixer.indexer_budget": 128},
+    "all keys": ALL_KEYS,
+    "SiLU gate": {"model.output_gate_type": "silu"},
+    "none of them": ALL_KEYS
+    | {
+        "model.block.placement": "pre",
+        "model.ple.layer_ids": (),
+        "model.output_gate_type": "silu",
+    },
+}
+
+
+def get_sweep():
+    return {
+        "base": "configs/qwen3_8_flash_tiny.py",
+        "set": {
+            "train.batch_size": 16,
+            "train.sequence_length": 512,
+            "train.indexer_training": "sparse",
+            "train.log_every": 50,
+            "eval.every": 100_000,
+            "eval.sample_tokens": 0,
+            "eval.suites": ("position",),
+            "checkpoint.every": 100_000,
+            "telemetry.diagnostics_every": 0,
+        },
+        "x": "part",
+        "axes": {"flops": [6e13], "train.seed": [0, 1, 2], "part": PARTS},
+    }
