@@ -1,9 +1,15 @@
-"""The README and the docs: their links lead somewhere, and their commands exist."""
+"""The README and the docs: their links lead somewhere, and their commands are right.
+`documented_commands` says how a command is checked.
+"""
 
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
+from documented_commands import check, commands_of, mistakes, pages
 
 from qwen3next_jax.__main__ import VERBS
 
@@ -41,3 +47,62 @@ def test_commands_exist(page):
     files = r"(?:--config=|sweep |python )((?:configs|benchmarks|examples)/[\w/]+\.py)\b"
     for file in re.findall(files, text):
         assert (ROOT / file).exists(), file
+
+
+def test_commands_parse():
+    """Every command is understood by its own flags and config, or says what it needs."""
+    number, found = check(pages())
+    assert number > 50 and found == []
+
+
+@pytest.mark.parametrize(
+    "block, mistake",
+    [
+        ("uv run train.py --config=configs/tiny.py --config.train.stepz=3", "stepz"),
+        ("uv run train.py --config=configs/tiny.py --config.train.steps=x", "whole number"),
+        ("uv run train.py --config=configs/tiny.py \\\n    --config.mixer.window=8", "mixer"),
+        ("uv run train.py --config=configs/tiny.py --config.model.mixer.window=8", "window"),
+        ("uv run train.py --config=configs/tinny.py", "tinny"),
+        ("uv run --extra gpus eval.py --workdir=runs/tiny", "gpus"),
+        ("ls runs && qwen3next eval --workdir=runs/a --suites=mqar  # needs a run", "suites"),
+        ("qwen3next evaluate --workdir=runs/a", "no such verb"),
+        ("python benchmarks/mixers.py --lairs", "lairs"),
+        ("python -m tests.fault --record", "no such file"),
+        ("sbatch deploy/slurm.sh", "what it needs"),
+    ],
+)
+def test_a_wrong_command_is_found(block, mistake):
+    found = mistakes(list(commands_of(f"```bash\n{block}\n```\n", "page.md")))
+    assert len(found) == 1 and mistake in found[0], found
+
+
+@pytest.mark.slow
+def test_the_first_commands_run(tmp_path):
+    """The commands of README.md and docs/start.md that need nothing but the project and the run
+    that they make, in their order, with three steps instead of the config's.
+    """
+    commands: list[list[str]] = []
+    for page in (ROOT / "README.md", ROOT / "docs" / "start.md"):
+        for command in commands_of(page.read_text(), page.name):
+            words = [word for word in command.words if word not in ("uv", "run")]
+            of_tiny = re.search(r"configs/tiny\.py|runs/(tiny|half_attention)", " ".join(words))
+            if of_tiny and words not in commands and "--extra" not in words:
+                commands.append(words)
+    assert len(commands) >= 5
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    for command in commands:
+        if command[0] in ("train.py", "eval.py"):
+            command = ["qwen3next", command[0].removesuffix(".py"), *command[1:]]
+        words = [word.replace("/tmp/", f"{tmp_path}/") for word in command[1:]]
+        if words[0] == "train":
+            words = [word.replace("configs/", f"{ROOT}/configs/") for word in words]
+            words += ["--config.train.steps=3", "--config.eval.every=3"]
+        done = subprocess.run(
+            [sys.executable, "-m", "qwen3next_jax", *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr[-2000:]}"
