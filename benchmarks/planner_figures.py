@@ -1,5 +1,6 @@
-"""Prints the tables of docs/notes/2026-11-23-planner.md and of remat in docs/parallel.md, and plots
-step time against chips, from the plans of docs/planner.
+"""Prints the tables of docs/notes/2026-11-23-planner.md and of remat in
+docs/notes/2026-11-26-many-devices.md, and plots step time against chips, from the plans of
+docs/planner.
 
     python benchmarks/planner_figures.py [--compile=v6e_16x16_default,v5e_16x16 | --compile=all]
     [--scaling=docs/planner/scaling.png]

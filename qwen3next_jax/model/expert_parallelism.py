@@ -2,7 +2,8 @@
 back. Every token is computed, however unevenly the experts are chosen; no token is dropped.
 
 If the experts are split over the mesh axis `expert`, the tokens travel by one of two exchanges. The
-number of shards along the axis decides which one (docs/parallel.md has the arithmetic):
+number of shards along the axis decides which one (docs/notes/2026-11-26-many-devices.md has the
+arithmetic):
 
 - The gathered exchange, for up to `GATHERED_SHARDS` shards: every shard gathers the tokens of all
   shards and computes what its own experts contribute to each token. A reduce-scatter sums the
