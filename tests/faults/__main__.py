@@ -3,7 +3,7 @@
 
 Every trial's outcome is appended to runs/faults/trials.jsonl as it ends, and a second start goes
 on where the first one was ended. `--record` writes docs/fault_table.json and the table in
-docs/reliability.md.
+docs/reference/faults.md.
 """
 
 import argparse

@@ -20,6 +20,7 @@ COLUMNS = (
     "bitwise afterwards",
     "plain stack",
 )
+PAGE = DOCS / "reference" / "faults.md"
 BEGIN, END = "<!-- fault table -->\n", "<!-- end of the fault table -->"
 
 
@@ -313,8 +314,8 @@ def render(records: list[dict]) -> str:
 
 
 def write_docs(known: dict[str, dict]) -> None:
-    """Writes docs/fault_table.json and puts the table into docs/reliability.md; rows of which no
-    trial is known here stay as they are.
+    """Writes docs/fault_table.json and puts the table into docs/reference/faults.md; rows of
+    which no trial is known here stay as they are.
     """
     before = {
         (record["row"], record["fault"]): record
@@ -325,7 +326,6 @@ def write_docs(known: dict[str, dict]) -> None:
         for record in summary(known)
     ]
     (DOCS / "fault_table.json").write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n")
-    page = DOCS / "reliability.md"
-    text = page.read_text()
+    text = PAGE.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(before + BEGIN + "\n" + render(records) + "\n" + END + after)
+    PAGE.write_text(before + BEGIN + "\n" + render(records) + "\n" + END + after)

@@ -3,6 +3,7 @@ on resume.
 """
 
 import dataclasses
+import json
 import pathlib
 import re
 import subprocess
@@ -20,6 +21,7 @@ from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import MAY_CHANGE, RunLock, open_run, read_run, write_run
 from qwen3next_jax.training.stages import DataCursor
+from tests.faults import table
 
 ROOT = pathlib.Path(__file__).parents[2]
 STATE = {"w": jnp.arange(1000.0)}
@@ -216,6 +218,8 @@ def test_the_documents_tables_are_those_of_the_code():
     assert re.findall(r"^\| `([a-z_.]+)` \| (.*) \|$", page, re.M) == list(MAY_CHANGE.items())
     codes = {int(code) for code in re.findall(r"^\| (\d+) \| [^|]* \| [^|]* \|$", page, re.M)}
     assert codes == {int(code) for code in ExitCode}
+    records = json.loads((ROOT / "docs" / "fault_table.json").read_text())
+    assert table.BEGIN + "\n" + table.render(records) in table.PAGE.read_text()
 
 
 def test_what_is_moved_aside_does_not_fill_the_disk(tmp_path):
