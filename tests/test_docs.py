@@ -12,6 +12,7 @@ import pytest
 from documented_commands import check, commands_of, mistakes, pages
 
 from qwen3next_jax.__main__ import VERBS
+from qwen3next_jax.common.events import iterate_events
 
 ROOT = pathlib.Path(__file__).parents[1]
 PLUGINS = [ROOT / "qwen3next_jax" / name for name in ("kernels", "zoo")]
@@ -74,6 +75,15 @@ def test_commands_parse():
 def test_a_wrong_command_is_found(block, mistake):
     found = mistakes(list(commands_of(f"```bash\n{block}\n```\n", "page.md")))
     assert len(found) == 1 and mistake in found[0], found
+
+
+def test_the_page_of_metrics_has_every_field_that_a_run_wrote():
+    """By the recorded run in docs/pictures/tiny."""
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    named = set(re.findall(r"`([\w/]+)`", page))
+    for event in iterate_events(ROOT / "docs" / "pictures" / "tiny" / "metrics.jsonl"):
+        fields = {re.sub(r"/\d+$", "/d", name) for name in event[1]}
+        assert {event[1]["event"], *fields} <= named, {event[1]["event"], *fields} - named
 
 
 @pytest.mark.slow

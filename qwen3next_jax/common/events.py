@@ -3,7 +3,7 @@
 In a bucket, where nothing can be appended to an object, the lines are in numbered pieces
 (`runs.metrics_pieces`): WORKDIR/metrics/000000.jsonl, …
 
-docs/report.md lists the events and their fields.
+docs/reference/metrics.md lists the events and their fields.
 """
 
 import concurrent.futures

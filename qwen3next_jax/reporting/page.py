@@ -45,8 +45,8 @@ MANY_RUNS = 8  # with more runs, the charts that each run has for itself are fol
 MAX_SETTINGS = 6  # settings that differ, in the table of runs; the configuration has all of them
 MAX_SAMPLES = 12  # sampled texts on the page; metrics.jsonl has all of them
 MAX_FAULTS = 200  # faults on the page; metrics.jsonl has all of them
-# (label, value) of published values, which charts show as reference lines. docs/report.md names the
-# sources.
+# (label, value) of published values, which charts show as reference lines.
+# docs/reference/metrics.md names the sources.
 SINKS = (("without output gate .467", 0.467), ("with gate .048", 0.048))
 ACTIVATIONS = (("without output gate 1053", 1053.0), ("with gate 94", 94.0))
 MASSIVE = (("massive: 1000 × the median", 1000.0),)

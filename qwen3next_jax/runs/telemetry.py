@@ -1,5 +1,5 @@
 """Writes `metrics.jsonl`, the record of a run. The terminal, TensorBoard, Weights & Biases and
-report.html show the events of this file. docs/report.md describes the events.
+report.html show the events of this file. docs/reference/metrics.md describes the events.
 """
 
 import json

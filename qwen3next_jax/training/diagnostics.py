@@ -3,8 +3,8 @@
 
 Each module of the model decides what it measures, and its class documents the names of the
 quantities. The functions here turn the measurements of all layers into lists with one entry per
-layer. The entry is None if the layer does not measure the quantity. docs/report.md explains the
-quantities and lists published values of them.
+layer. The entry is None if the layer does not measure the quantity. docs/reference/metrics.md
+explains the quantities and lists published values of them.
 
 Letters: L layers (the layer of the MTP module, if there is one, is last), N heads, E experts, S
 layers with experts.
