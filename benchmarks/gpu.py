@@ -1,24 +1,26 @@
 """For whoever has an H100 or H200: are the kernels right there, how fast are they, and how fast
 is a training step?
 
-    uv run --extra gpu python benchmarks/gpu.py [--parts=operator,training] [--config
-    configs/small.py] [--json gpu.json] python benchmarks/gpu.py --interpret          the same
-    code on a CPU, tiny and interpreted: its times say nothing
+    uv run --extra gpu python benchmarks/gpu.py [--parts=operator,training]
+        [--config configs/small.py] [--json gpu.json]
+    python benchmarks/gpu.py --interpret     the same code on a CPU, tiny and interpreted: its
+                                             times say nothing
 
 Parts, the cheapest and most important first:
 
     correctness   the kernels that are timed, against the recurrence in float64 (on the CPU) and
-                  the XLA form (on the device) operator      the delta rule's kernels, forward,
-                  and forward and backward, at 1 x 32,768 and 4 x 8,192 tokens, 16 key and 32
-                  value
-                  heads of 128, bfloat16, beside the least time that the bytes and products leave
-                  (docs/gpu.md)
+                  the XLA form (on the device)
+    operator      the delta rule's kernels, forward, and forward and backward, at 1 x 32,768 and
+                  4 x 8,192 tokens, 16 key and 32 value heads of 128, bfloat16, beside the least
+                  time that the bytes and products leave (docs/notes/2026-11-26-gpu.md)
     training      the config's training step with all kernels: tokens/s, MFU against 989 TFLOP/s,
-                  memory, time by kernel layer         forward and backward of one recurrent
-                  layer of the config with kernels, with kernels and arrays by head (docs/gpu.md)
-                  and in XLA; of norm and gate, convolution and experts with kernels and in XLA
+                  memory, time by kernel
+    layer         forward and backward of one recurrent layer of the config with kernels, with
+                  kernels and arrays by head, and in XLA; of norm and gate, convolution and
+                  experts with kernels and in XLA
     peers         `operator` of flash-linear-attention (`fla`, torch) and jax-linear-attention
-                  (`jla`), where they can be imported xla           `operator` in XLA alone
+                  (`jla`), where they can be imported
+    xla           `operator` in XLA alone
     training_xla  the training step in XLA alone
     widths        `correctness` for heads of all other widths
     tokamax       its attention and grouped products against the XLA form, and attention's time
