@@ -11,7 +11,7 @@ files whose colours follow the reader's light or dark page.
 | `terminal.svg` | the last events of this run, as the live panel shows them |
 | `sweep.svg` | docs/sweeps/ratio.json |
 | `plan.svg` | docs/planner/v5p_8x8x8_default.json |
-| `decoding.svg` | the table of decoding in docs/results.md |
+| `decoding.svg` | docs/results/decoding.json |
 
 A test compares the pictures with what this command draws. The run in docs/pictures/tiny was
 
@@ -67,7 +67,7 @@ def draw_pictures() -> dict[str, str]:
         "plan.svg": draw_plan(
             json.loads((DOCS / "planner" / "v5p_8x8x8_default.json").read_text())
         ),
-        "decoding.svg": draw_decoding((DOCS / "results.md").read_text()),
+        "decoding.svg": draw_decoding(json.loads((DOCS / "results" / "decoding.json").read_text())),
     }
 
 
@@ -204,26 +204,22 @@ def draw_plan(plan: dict) -> str:
     return _svg(drawn, 142 + -(-len(parts) // 2) * 22, title)
 
 
-def draw_decoding(results: str) -> str:
-    """Draws the table of decoding of docs/results.md: time of a prompt and of a new token, and the
-    cache, over the tokens of context.
+def draw_decoding(results: dict) -> str:
+    """Draws the table of decoding: time of a prompt and of a new token, and the cache, over the
+    tokens of context.
 
     Args:
-      results: the text of docs/results.md.
+      results: the record docs/results/decoding.json.
     """
-    head, *rows = re.findall(r"^\| (context \| .*|[\d,]+ \| .* B) \|$", results, re.MULTILINE)
-    names = [
-        name.partition(":")[0] if i else "hybrid" for i, name in enumerate(head.split(" | ")[1:])
-    ]
-    cells = [row.split(" | ") for row in rows]
-    contexts = [_number(row[0]) for row in cells]
+    rows = results["rows"]
+    contexts, names = (list(dict.fromkeys(column)) for column in list(zip(*rows))[:2])
     figures = []
-    for i, title in enumerate(("prompt tokens/s", "ms a new token", "bytes of cache")):
+    for i, title in enumerate(results["columns"][2:], start=2):
         lines = [
             Line(
-                name,
-                contexts,
-                [_number(row[1 + n].split(", ")[i]) for row in cells],
+                name.partition(" 3:1")[0],
+                [_number(context) for context in contexts],
+                [_number(row[i]) for row in rows if row[1] == name],
                 colour=n,
                 dots=True,
             )
@@ -235,8 +231,8 @@ def draw_decoding(results: str) -> str:
 
 
 def _number(cell: str) -> float:
-    """Reads a number of a table: "77,824 B"."""
-    return float(cell.split()[0].replace(",", ""))
+    """Reads a number of a table: "77,824"."""
+    return float(cell.replace(",", ""))
 
 
 # ---- Parts of pictures

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from qwen3next_jax.common.errors import ExitCode, UserError, error_message, one_line
+from qwen3next_jax.common.installation import how_to_install
 
 ABSENT = ""  # the version of an object that does not exist
 _TIMEOUT = 20.0  # seconds in which a request must be answered
@@ -158,8 +159,8 @@ class _GoogleStorage:
             from google.cloud import storage
         except ImportError as error:
             raise UserError(
-                f"gs://{bucket}: gs:// needs the packages gcsfs and google-cloud-storage: pip "
-                "install 'qwen3next-jax[gcs]'"
+                f"gs://{bucket}: gs:// needs the packages gcsfs and google-cloud-storage: "
+                f"{how_to_install('gcs')}"
             ) from error
         try:
             client = storage.Client()
@@ -287,7 +288,7 @@ class _S3:
             import botocore.session
         except ImportError as error:
             raise UserError(
-                f"s3://{bucket}: s3:// needs the package s3fs: pip install 'qwen3next-jax[s3]'"
+                f"s3://{bucket}: s3:// needs the package s3fs: {how_to_install('s3')}"
             ) from error
         self._bucket = bucket
         self._client = botocore.session.get_session().create_client(

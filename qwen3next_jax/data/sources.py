@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from etils import epath
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, warn
+from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, error_message, warn
 from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.data.conversations import Chat
 
@@ -263,16 +263,15 @@ def _remote_files(path: str) -> list[SourceFile]:
         raise UserError(
             f"data.path {path!r}: expected a local path or one of {', '.join(_REMOTE_SCHEMES)}"
         )
-    with (
-        as_user_error(
-            f"data.path {path!r}: {scheme}:// needs another package: {how_to_install('remote')}",
-            ImportError,
-        ),
-        # the library of every object store raises errors of its own
-        as_user_error(f"data.path {path!r}: cannot be listed", Exception),
-    ):
+    try:
         filesystem, pattern = fsspec.core.url_to_fs(path)
         found = filesystem.glob(pattern, detail=True)
+    except ImportError as error:  # fsspec names the package, but not an extra of this project
+        raise UserError(
+            f"data.path {path!r}: {scheme}:// needs another package: {how_to_install('remote')}"
+        ) from error
+    except Exception as error:  # the library of every object store raises errors of its own
+        raise UserError(f"data.path {path!r}: cannot be listed ({error_message(error)})") from error
     root = filesystem._strip_protocol(_fixed_part(path)).strip("/") + "/"
     return [
         SourceFile(

@@ -250,6 +250,13 @@ def test_remote_paths_are_read_and_globbed(monkeypatch, no_cached_filesystem):
     with monkeypatch.context() as patch, pytest.raises(UserError, match="Name or service not"):
         patch.setattr(FakeBucket, "glob", unreachable)
         resolve("gs://bucket/data/*", "text")
+
+    def not_installed(*_, **__):
+        raise ImportError("Install gcsfs to access GCS")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="--extra remote"):
+        patch.setattr(FakeBucket, "glob", not_installed)
+        resolve("gs://bucket/data/*", "text")
     with monkeypatch.context() as patch, pytest.raises(UserError, match="a.txt.*Name or service"):
         patch.setattr(FakeBucket, "_open", unreachable)
         patch.setattr(FakeBucket, "cat_file", unreachable)

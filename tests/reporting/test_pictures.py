@@ -1,10 +1,13 @@
-"""The pictures in docs/pictures are what benchmarks/pictures.py draws of the records in docs/."""
+"""The pictures in docs/pictures are what benchmarks/pictures.py draws of the records in docs/, and
+docs/results.md is what benchmarks/results.py writes of them.
+"""
 
 import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from benchmarks import results
 from benchmarks.pictures import DOCS, draw_pictures
 
 
@@ -32,6 +35,29 @@ def test_the_pictures_load_nothing_and_every_colour_is_defined(drawn):
             set(re.findall(pattern, svg)) for pattern in (r"var\((--[\w-]+)", r"(--[\w-]+):")
         )
         assert used <= defined, name
+
+
+def test_the_results_are_current():
+    """Otherwise run `python benchmarks/results.py`."""
+    assert (DOCS / "results.md").read_text() == results.page()
+    for name in results.SECTIONS:
+        record = results.read(name)
+        assert all(len(row) == len(record["columns"]) for row in record.get("rows", ())), name
+
+
+def test_a_printed_table_becomes_a_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "DOCS", tmp_path)
+    (tmp_path / "results").mkdir()
+    printed = "warming up\n| a | b |\n|---|---|\n| 1 | 2 |\n"
+    results.store("muon", printed, "python x.py", results.this_machine())
+    record = results.read("muon")
+    assert (record["columns"], record["rows"]) == (["a", "b"], [["1", "2"]])
+    assert "| 1 | 2 |" in results.section(record)
+    with pytest.raises(ValueError, match="no table"):
+        results.store("muon", "nothing\n", "python x.py", "")
+    (tmp_path / "results" / "unknown.json").write_text("{}")
+    with pytest.raises(ValueError, match="no place for unknown"):
+        results.page()
 
 
 def _text(svg: str) -> list[str]:
