@@ -1,7 +1,7 @@
 """Every mixer of config/registry.py: errors against its paper's recurrence in float64, time
 of a training step of configs/tiny.py.
 
-    python benchmarks/mixers.py                       # the errors, as rows of docs/mixers.md
+    python benchmarks/mixers.py                       # the errors, as rows of a table
     python benchmarks/mixers.py --steps=8 [names …]   # instead: the time of a step, over that
     with Gated DeltaNet, in turns python benchmarks/mixers.py --layers [names …]    # instead: a
     layer (of kda) over one of Gated DeltaNet, forward and backward

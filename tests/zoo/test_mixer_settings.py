@@ -1,11 +1,13 @@
 """The group `model.mixer`: values that the mixers of the model declare.
 
-python tests/zoo/test_mixer_settings.py prints the table of docs/mixers.md.
+python tests/zoo/test_mixer_settings.py writes the tables of docs/mixers.md anew.
 """
 
 import dataclasses
 import json
 import pathlib
+import re
+import sys
 from typing import Annotated
 
 import pytest
@@ -106,7 +108,11 @@ def test_what_a_mixer_says_of_its_settings_is_so(name):
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "mixers.md"
 
 
-def table() -> str:
+WORDS = 40  # of a mixer's description on the page
+BEGIN, END = "<!-- {} -->\n", "<!-- end of {} -->"
+
+
+def settings() -> str:
     """Every setting with its default, what it may be, its meaning and the mixers that read it."""
     readers = {}
     for mixer, own in mixer_settings().items():
@@ -117,14 +123,48 @@ def table() -> str:
         name, default, allowed, meaning = setting
         allowed = allowed or {bool: "True, False", int: "a whole number"}[type(default)]
         rows.append(f"| `{name}` | {default} | {allowed} | {meaning} | {', '.join(mixers)} |")
-    return "\n".join(rows)
+    return "\n".join(rows) + "\n"
 
 
-def test_the_page_has_every_setting_as_the_mixers_declare_it():
+def mixers() -> str:
+    """Every mixer with the beginning of its docstring, its sources and its file."""
+    rows = ["| mixer | what it is | memory | source | file |", "|---|---|---|---|---|"]
+    for name in MIXERS:
+        mixer = mixer_class(name)
+        doc = " ".join(mixer.__doc__.partition("\n\n")[0].split())
+        sentences = re.split(r"(?<=\.) (?=[A-Z`])", doc)
+        text = sentences[0]
+        for sentence in sentences[1:]:
+            if len(f"{text} {sentence}".split()) > WORDS:
+                break
+            text += f" {sentence}"
+        module = sys.modules[mixer.__module__]
+        number = r"\b\d{4}\.\d{4,5}\b"
+        found = re.findall(number, mixer.__doc__) or re.findall(number, module.__doc__ or "")
+        sources = [f"[{n}](https://arxiv.org/abs/{n})" for n in dict.fromkeys(found[:2])]
+        memory = "constant" if mixer.cache_kind == "state" else "grows"
+        file = "/".join(mixer.__module__.split(".")[1:]) + ".py"
+        link = f"[{file}](../qwen3next_jax/{file})"
+        text = text.replace("|", "\\|")
+        rows.append(f"| `{name}` | {text} | {memory} | {', '.join(sources)} | {link} |")
+    return "\n".join(rows) + "\n"
+
+
+def page() -> str:
+    """The page with the tables as they are now."""
+    text = PAGE.read_text()
+    for name, table in {"mixers": mixers(), "settings": settings()}.items():
+        before, _, after = text.partition(BEGIN.format(name))
+        after = after.partition(END.format(name))[2]
+        text = before + BEGIN.format(name) + "\n" + table + "\n" + END.format(name) + after
+    return text
+
+
+def test_the_page_has_every_mixer_and_setting_as_the_classes_declare_them():
     mixer_class("sliding_window")  # is there, or the test is skipped
     assert all(setting.meaning for own in mixer_settings().values() for setting in own)
-    assert table() in PAGE.read_text(), "python tests/zoo/test_mixer_settings.py prints the table"
+    assert page() == PAGE.read_text(), "python tests/zoo/test_mixer_settings.py writes the tables"
 
 
 if __name__ == "__main__":
-    print(table())
+    PAGE.write_text(page())
