@@ -53,6 +53,7 @@ from qwen3next_jax.model.gated_attention import (
 from qwen3next_jax.model.layers import Context, rms_norm, rotate, token_mean
 from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.blocks import save_for_backward
+from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, per_shard, num_shards
 from qwen3next_jax.zoo.attention_references import gated_attention, norm, places, rotated
 from qwen3next_jax.zoo.ops.gathered_attention import (
@@ -79,8 +80,9 @@ EXAMPLES = {
 }
 _HIDDEN = -1e30  # score of a key or block that the query does not see
 # Attention gathers the selected keys if there are more than this many times the budget. With fewer
-# keys, attention to all keys under a mask is faster (docs/qwen3_8_flash_next.md has the times).
-GATHER_BEYOND = 4
+# keys, attention to all keys under a mask is faster. Measured on a CPU and on an H200
+# (docs/notes/2026-11-26-h200.md has the times), not on a TPU.
+GATHER_BEYOND = {"cpu": 4, "gpu": 16, "tpu": 4}
 
 
 class Blocks(NamedTuple):
@@ -321,7 +323,7 @@ class QSA(GatedAttention):
           s_BS: the places of the keys; None if the keys are those of the queries' tokens.
         """
         settings = self.settings(self.config)
-        gathers = k_BSMK.shape[1] > GATHER_BEYOND * settings.indexer_budget
+        gathers = _gathers(k_BSMK.shape[1], settings)
         attend = selected_attention if gathers else masked_attention
 
         def run(q, k, v, *rest):
@@ -339,7 +341,7 @@ class QSA(GatedAttention):
 
         settings, axis = self.settings(self.config), self._head_axis(context)
         dense = context.indexer == "dense"
-        gathers = k_BTMK.shape[1] > GATHER_BEYOND * settings.indexer_budget and not dense
+        gathers = _gathers(k_BTMK.shape[1], settings) and not dense
 
         def run(q, k, *rest):
             if gathers:
@@ -566,6 +568,13 @@ def blocks_to_read(
         jnp.concatenate((start_BCJ, index_BC[..., None] - tail_BC1 + 1), axis=-1),
         jnp.concatenate((jnp.where(is_selected_BCJ, ratio, 0), tail_BC1), axis=-1),
     )
+
+
+def _gathers(num_keys: int, settings: "QSA.Settings") -> bool:
+    """Whether attention to rows of `num_keys` keys gathers the selected ones. The answer depends on
+    the platform that the program is compiled for.
+    """
+    return num_keys > GATHER_BEYOND[compile_target().platform] * settings.indexer_budget
 
 
 def masked_attention(
