@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwen3next_jax.ops import attention, attention_heads, causal_conv1d
 from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.planner import hlo, schedule
-from qwen3next_jax.planner.compiled import is_kernel, stated_bytes, visited_grid_share
+from qwen3next_jax.planner.compiled import is_kernel, kernel_bytes, visited_grid_share
 from qwen3next_jax.planner.topology import describe_topology
 
 
@@ -99,7 +99,7 @@ def main():
         for i in computation.values():
             if is_kernel(i) and i.name in schedules:
                 cycles = schedules[i.name].cycles * visited_grid_share(computation, i)
-                copies = (stated_bytes(i) or schedules[i.name].copied) / (
+                copies = (kernel_bytes(computation, i) or schedules[i.name].copied) / (
                     chip.hbm_bandwidth / chip.devices_per_chip
                 )
                 each = f"{cycles / registers:.1f}" if "conv" in i.name else ""

@@ -14,6 +14,7 @@ from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
 from qwen3next_jax.config.reading import to_dict
+from qwen3next_jax.config.remat import parse_remat
 from qwen3next_jax.config.registry import (
     DATA_SOURCES,
     OPTIMIZERS,
@@ -24,14 +25,6 @@ from qwen3next_jax.config.registry import (
 
 MESH_AXES = ("slice", "data", "expert", "context", "tensor")
 IndexerTraining = Literal["frozen", "dense", "sparse"]
-# What the forward pass saves for the backward pass, which computes everything else again
-# (model/remat.py):
-#   "none"     all results; in bfloat16, all but those of cheap elementwise operations
-#   "block"    the input of each block, the output of attention, and the router's choices
-#   "full"     the input of each block
-#   "dots"     the same as "block", and the results of the block's projections
-#   "offload"  the input of each block, in the host's memory
-Remat = Literal["none", "block", "full", "dots", "offload"]
 SliceState = Literal["replicated", "sharded"]
 Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 
@@ -187,7 +180,7 @@ class Stage:
     batch_size: int | None = None
     gradient_accumulation: int | None = None
     sequence_length: int | None = None
-    remat: Remat | None = None
+    remat: str | None = None
     indexer_training: IndexerTraining | None = None
     weights: tuple[float, ...] | None = None
     # A stage that sets one of the four settings below has its own learning-rate schedule, over its
@@ -206,6 +199,8 @@ class Stage:
             f"train.stages: name = {short_repr(self.name)}: expected at most 100 characters that a "
             "terminal can show",
         )
+        if self.remat is not None:
+            parse_remat(self.remat)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,8 +230,10 @@ class TrainConfig:
     # (model/remat.py). "none": none, or in bfloat16 cheap elementwise operations. "block": all
     # inside a block but the output of attention and the router's choices. "full": all inside a
     # block. "dots": the same as "block", but the results of projections are saved. "offload": the
-    # same as "full", and the inputs of blocks are kept in the host's memory
-    remat: Remat = "none"
+    # same as "full", and the inputs of blocks are kept in the host's memory. Or what is saved, part
+    # by part: "keep=queries,keys offload=input,mixer" saves two parts of each block on the device
+    # and two in the host's memory (config/remat.py names the parts)
+    remat: str = "none"
     # weight of the experts' load-balancing loss, which is 1 if all experts get equally many tokens
     balance_loss_weight: float = 0.001
     # weight of the multi-token prediction loss, which is the mean of the losses of its depths
@@ -298,6 +295,7 @@ class TrainConfig:
                 is_import_string(name),
                 f"train.hooks: {name!r}: expected 'my_package.module:function'",
             )
+        parse_remat(self.remat)
         require_path(f"train.init_from = {self.init_from!r}", self.init_from)
         require(
             self.init_state == "weights" or bool(self.init_from),

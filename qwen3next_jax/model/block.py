@@ -223,7 +223,7 @@ class Block(nnx.Module):
         ):
             input_BTD, add = self.around(rows_BTD, "mixer")
             mixed_BTD, diagnostics, cache = mix(whole(input_BTD), own, cache)
-            xs_BTD.append(save_for_backward(whole(add(mixed_BTD))))
+            xs_BTD.append(save_for_backward(whole(add(mixed_BTD)), "mixer"))
             contexts.append(own)
             if "mixer_loss" in diagnostics:
                 mixer_losses.append(diagnostics.pop("mixer_loss"))

@@ -101,7 +101,7 @@ def expert_parallel_moe(
         # policy can save the gathered rows. Otherwise the layer's backward pass would begin by
         # gathering them again, when there is no computation to overlap with.
         x_ND, weight_NA, expert_NA = (
-            save_for_backward(gather(a, axis), "gathered rows")
+            save_for_backward(gather(a, axis), "rows")
             for gather, a in ((_gather_rows, x_RD), (_gather_rows, weight_RA), (_gather, expert_RA))
         )
         here = _Options(_LocalExperts, x_ND.shape[0], capacity=_capacity(expert_RA.size))

@@ -111,7 +111,8 @@ class GatedAttention(Mixer):
         dtype = x_BTD.dtype
         query_gate_BTNJ = jnp.einsum("btd,dnk->btnk", x_BTD, self.q_proj[...].astype(dtype))
         query_gate_BTNJ = save_for_backward(
-            constrain(query_gate_BTNJ, context.mesh, "batch", context.time, "heads", None)
+            constrain(query_gate_BTNJ, context.mesh, "batch", context.time, "heads", None),
+            "queries",
         )
         q_BTNK, gate_BTNK = (
             jnp.split(query_gate_BTNJ, 2, axis=-1)
@@ -119,10 +120,10 @@ class GatedAttention(Mixer):
             else (query_gate_BTNJ, None)
         )
         k_BTMK = save_for_backward(
-            jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype))
+            jnp.einsum("btd,dmk->btmk", x_BTD, self.k_proj[...].astype(dtype)), "keys"
         )
         v_BTMK = save_for_backward(
-            jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype))
+            jnp.einsum("btd,dmk->btmk", x_BTD, self.v_proj[...].astype(dtype)), "values"
         )
         return q_BTNK, gate_BTNK, k_BTMK, v_BTMK
 
@@ -157,8 +158,10 @@ class GatedAttention(Mixer):
         names = "heads", "heads", *(None if shared else "heads",) * 2
         through = lambda part: x_BTD @ part.astype(x_BTD.dtype).reshape(part.shape[0], -1)
         q, gate, k, v = (
-            save_for_backward(constrain(through(part), context.mesh, "batch", context.time, name))
-            for part, name in zip(parts, names)
+            save_for_backward(
+                constrain(through(part), context.mesh, "batch", context.time, name), saved_as
+            )
+            for part, name, saved_as in zip(parts, names, ("queries", "queries", "keys", "values"))
         )
         norms = self.q_norm[...], self.k_norm[...]
 

@@ -381,7 +381,9 @@ def choose_experts(
 
 
 def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Array:
-    gate_up = save_for_backward(jnp.einsum("...d,dci->...ci", x, gate_up_D2I.astype(x.dtype)))
+    gate_up = save_for_backward(
+        jnp.einsum("...d,dci->...ci", x, gate_up_D2I.astype(x.dtype)), "gate_up"
+    )
     hidden = keeping_inputs(
         lambda gate_up: jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], gate_up
     )

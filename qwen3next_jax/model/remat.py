@@ -1,5 +1,7 @@
 """The policies of the setting `train.remat`. A policy says which results the forward pass saves for
-the backward pass. The backward pass computes the other results again.
+the backward pass. The backward pass computes the other results again. Beside the policies with a
+name, "keep=… offload=…" saves the parts of a block that it lists, and the block's input
+(`config/remat.py`).
 
 none      saves every result that the backward pass needs. In bfloat16 it is replaced by "kept" if
           all mixers and MLPs of the model mark their results with `ops.blocks.save_for_backward`
@@ -20,9 +22,8 @@ from collections.abc import Callable
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from qwen3next_jax.config.remat import PARTS, parse_remat
 from qwen3next_jax.ops.blocks import SAVED
-
-_INPUT = "block_input"
 
 
 def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callable:
@@ -30,19 +31,16 @@ def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callab
 
     Args:
       block: function (params, x, …).
-      policy: name of the policy.
+      policy: name of the policy, or "keep=… offload=…".
       looped: whether `block` is called in the body of a scan. There XLA cannot merge the
         recomputation with the forward pass, so `jax.checkpoint` needs no barrier against that
         (`prevent_cse`).
-
-    Raises:
-      KeyError: there is no such policy.
     """
 
     # The input gets its name inside of `jax.checkpoint`. Then the recomputation starts from the
     # copy in the host's memory, and the copy on the device is freed.
     def named(params, x, *rest):
-        return block(params, checkpoint_name(x, _INPUT), *rest)
+        return block(params, checkpoint_name(x, "input"), *rest)
 
     checkpoint = functools.partial(jax.checkpoint, prevent_cse=not looped)
     policies = jax.checkpoint_policies
@@ -52,20 +50,29 @@ def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callab
         return primitive is jax.lax.top_k_p
 
     small = both(names("attention"), is_top_k)
-    with_rows = both(small, names("gathered rows"))
-    kept = both(with_rows, names(SAVED))
+    with_rows = both(small, names("rows"))
+    kept = both(is_top_k, names(SAVED, *PARTS))
     dots = both(with_rows, policies.dots_with_no_batch_dims_saveable)
-    offloaded = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[_INPUT],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    return {
+    by_name = {
         "none": lambda: block,
         "kept": lambda: checkpoint(block, policy=kept),
         "block": lambda: checkpoint(block, policy=small),
         "full": lambda: checkpoint(block),
         "dots": lambda: checkpoint(block, policy=dots),
-        "offload": lambda: checkpoint(named, policy=offloaded),
-    }[policy]()
+    }
+    if policy in by_name:
+        return by_name[policy]()
+    keep, offload = parse_remat("offload=input" if policy == "offload" else policy)
+    listed = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(keep),
+        names_which_can_be_offloaded=list(offload),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def saved(primitive, *args, **settings):
+        if primitive is jax.lax.top_k_p:
+            return "router" in keep
+        return listed(primitive, *args, **settings)
+
+    return checkpoint(named, policy=saved)

@@ -360,7 +360,8 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
     mask = re.search(r"\bsplash_(causal|full)\b", instruction.op_name)
     if splash and mask:
         queries, keys = _attention_operands(computation, instruction)[:2]
-        products = {"fwd": 2, "dkv": 4, "dq": 3}[splash.group(1)]
+        # The backward pass in one kernel is "dkv" with three results: dq, dk and dv.
+        products = {"fwd": 2, "dkv": 4 + (len(instruction.shapes) == 3), "dq": 3}[splash.group(1)]
         visited = 0.5 if mask.group(1) == "causal" else 1.0
         return products * 2.0 * math.prod(queries.dims) * keys.dims[-2] * visited
     if rule := delta_rule_call(computation, instruction):
@@ -434,16 +435,41 @@ def visited_grid_share(computation: Computation, instruction: Instruction) -> fl
     """
     if "splash_m" not in instruction.name or "splash_causal" not in instruction.op_name:
         return 1.0
-    q = _attention_operands(computation, instruction)[0]
-    block_size = kernels("attention")["splash"].load().block_size
-    blocks = -(-q.dims[-2] // block_size(*q.dims[-2:], 2 if q.dtype == "bf16" else 4))
+    blocks = _attention_blocks(_attention_operands(computation, instruction)[0])
     return (blocks + 1) / (2 * blocks)
 
 
-def stated_bytes(instruction: Instruction) -> float:
-    """Returns the bytes that a kernel states to read from and write to HBM; 0 if it states none."""
+def _attention_blocks(x: Shape) -> int:
+    """Returns the number of blocks into which splash attention divides queries or keys
+    [..., T, D].
+    """
+    block_size = kernels("attention")["splash"].load().block_size
+    return -(-x.dims[-2] // block_size(*x.dims[-2:], 2 if x.dtype == "bf16" else 4))
+
+
+def kernel_bytes(computation: Computation, instruction: Instruction) -> float:
+    """Returns the bytes that a kernel reads from and writes to HBM: the number that it states, or
+    for splash attention a formula; 0 if they are unknown.
+
+    The grid of splash attention goes through the pairs of a block of queries and a block of keys
+    that the mask leaves. Within a row of pairs, the kernel keeps one of the two blocks in VMEM and
+    reads the other: keys and values for the forward kernel and that of dq, queries and their
+    output's gradient for that of dk and dv. Every array is read or written once beside that.
+    """
     stated = re.search(r'"bytes_accessed":"(\d+)"', instruction.attributes)
-    return float(stated.group(1)) if stated else 0.0
+    if stated:
+        return float(stated.group(1))
+    splash = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
+    if not splash:
+        return 0.0
+    arrays = _attention_operands(computation, instruction)
+    kept, read = (arrays[0], arrays[1]) if splash.group(1) != "dkv" else (arrays[1], arrays[0])
+    # Every head of the queries goes through all keys by itself.
+    heads = math.prod(arrays[0].dims[:-2])
+    visits = _attention_blocks(kept) * visited_grid_share(computation, instruction)
+    again = 2 * heads * visits * (read.bytes / math.prod(read.dims[:-2]))
+    once = sum(_in_hbm(computation[name].shapes) for name in instruction.operands)
+    return again - 2 * read.bytes + once + _in_hbm(instruction.shapes)
 
 
 def unknown_kernels(program: Program, schedules: Mapping[str, Schedule] | None = None) -> list[str]:

@@ -50,10 +50,10 @@ from qwen3next_jax.planner.compiled import (
     fused_collective,
     hbm_bytes,
     is_kernel,
+    kernel_bytes,
     permuted_pairs,
     read_collective,
     read_transfer,
-    stated_bytes,
     transfer_between_slices,
     visited_grid_share,
 )
@@ -292,7 +292,7 @@ class Simulation:
             cycles = (
                 schedule.cycles * visited_grid_share(computation, instruction) / self.chip.clock
             )
-            moved = max(moved, stated_bytes(instruction) or schedule.copied)
+            moved = max(moved, kernel_bytes(computation, instruction) or schedule.copied)
         elif kernel:
             cycles = _delta_rule_seconds(computation, instruction, self.chip)
         flops = instruction_flops(self.program, computation, instruction)

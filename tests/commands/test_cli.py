@@ -90,6 +90,10 @@ MISTAKES = [
         ["eval.py", "--workdir=docs", "--config.data.path=x"],
         "--config is missing (--config.data.path changes a setting of it)",
     ),
+    (
+        ["train.py", TINY, "--config.train.remat=keep=querys"],
+        "train.remat = 'keep=querys': no part 'querys': expected some of ",
+    ),
     (["eval.py", "--workdir=docs", "--suite=heldut"], "--suite = 'heldut': expected one of "),
     (
         ["eval.py", "--workdir=docs"],

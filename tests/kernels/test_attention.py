@@ -253,6 +253,7 @@ def test_splash_interpreted_equals_the_plain_softmax(t, d, private, monkeypatch)
         monkeypatch.delattr(
             "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel._splash_attention_bwd"
         )
+        monkeypatch.setattr(splash, "PARTS_OF_DQ", 0)  # and the kernels of long rows
     arrays = inputs(2, t, 4, 2, d)
     segment_ids = np.stack([np.repeat((1, 2, 0), (40, t - 50, 10)), np.ones(t, int)])
     got = output_and_gradients(
@@ -284,7 +285,7 @@ def test_splash_compiles_for_tpu(v6e):
     with compiling_for("tpu"):
         named, chosen = (step.lower(*shapes, segment_ids, name) for name in ("splash", None))
     for text in (named.as_text(), chosen.compile().as_text()):
-        assert text.count("tpu_custom_call") >= 3  # forward, dq, dk and dv
+        assert text.count("tpu_custom_call") >= 2  # forward, backward
 
 
 @pytest.fixture(scope="module")

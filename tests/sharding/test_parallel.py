@@ -374,7 +374,10 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
 # ---- remat
 
 
-@pytest.mark.parametrize("policy", ["block", "full", "dots", "kept", "offload"])
+@pytest.mark.parametrize(
+    "policy",
+    ["block", "full", "dots", "kept", "offload", "keep=attention", "offload=input,attention"],
+)
 def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
     """A scan over three blocks of two matmuls and an operation named "attention": how many
     residuals are saved and in which memory, and the gradient.
@@ -390,7 +393,7 @@ def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
                 + save_for_backward(jnp.sin(x), "attention") ** 2 / 32
             )
 
-        block = rematerialized(layer, policy, looped=policy != "offload")
+        block = rematerialized(layer, policy, looped="offload" not in policy)
         return jnp.sum(jax.lax.scan(lambda x, w: (block(w, x), None), x, weights)[0] ** 2)
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
@@ -409,6 +412,8 @@ def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
         "dots": [default] * 3,
         "kept": [default] * 3,
         "offload": ["pinned_host"],
+        "keep=attention": [default] * 2,
+        "offload=input,attention": ["pinned_host"] * 2,
     }
     assert saved == expected[policy]
 

@@ -17,6 +17,11 @@ SAVED_AXES = (0, 2, 1, 3)  # to [B, N, T, D], the order in which the kernels wri
 BLOCK, LONG_BLOCK = 512, 1024  # the number of queries, and of keys, in a block
 # The long block fits in VMEM if the D channels of one token and head take at most this many bytes.
 LONG_BLOCK_BYTES = 512
+# The backward pass is one kernel, which computes 5 products for a pair of blocks, if a row has at
+# most this many blocks of keys. For each of them the kernel writes a part of the gradient of the
+# queries in their dtype, which is added up afterwards. For longer rows these parts would need much
+# memory, so there are two kernels, of 4 products and of 3.
+PARTS_OF_DQ = 8
 
 
 def supports(q, k, v, split: bool) -> str:
@@ -67,10 +72,12 @@ def _kernel(x, heads: int, length: int, causal: bool, interpret: bool, save_resi
     )
 
     block = block_size(length, x.shape[-1], x.dtype.itemsize)
-    sizes = dict.fromkeys(
-        ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), block
-    )
+    sizes = dict.fromkeys(("block_q", "block_kv", "block_q_dkv", "block_kv_dkv"), block)
     sizes |= dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), min(BLOCK, block))
+    if length // block <= PARTS_OF_DQ:
+        sizes["use_fused_bwd_kernel"] = True
+    else:
+        sizes |= {"block_q_dq": block, "block_kv_dq": block}
     one_head = splash_attention_mask.CausalMask if causal else splash_attention_mask.FullMask
     mask = splash_attention_mask.MultiHeadMask([one_head((length, length))] * heads)
     return splash_attention_kernel.make_splash_mha(
