@@ -356,7 +356,7 @@ def test_the_rings_pairs_of_blocks_are_whole_and_its_own_block_is_causal(kernels
 
 @needs_compiler
 def test_delta_rule_kernels_of_a_split_row(kernels):
-    """FLOPs by docs/delta_rule.md and docs/context_parallel.md (d = 128, C = 64), cycles by
+    """FLOPs by docs/notes (delta-rule, context-parallel; d = 128, C = 64), cycles by
     `benchmarks/delta_rule_tpu_schedule.py`.
     """
     pytest.importorskip("qwen3next_jax.kernels")
