@@ -1,10 +1,11 @@
 """Pages of the site that are made from the code when it is built (settings, commands, exit codes),
-and the list of notes. `mkdocs.yml` names this file.
+the list of notes, and links. `mkdocs.yml` names this file.
 """
 
 import ast
 import importlib.util
 import inspect
+import os
 import pathlib
 import re
 
@@ -37,6 +38,17 @@ def on_files(files, config):
     }.items():
         files.append(File.generated(config, name, content=text))
     return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Keeps the text alone of links to files outside of the site, such as those of the code."""
+    folder = pathlib.PurePosixPath(page.file.src_uri).parent
+
+    def without_link(match):
+        path = os.path.normpath(folder / match[2].partition("#")[0])
+        return match[1] if path.startswith("..") else match[0]
+
+    return re.sub(r"\[([^\]\n]+)\]\((?![a-z]+:)([^)\s]+)\)", without_link, markdown)
 
 
 def _settings() -> str:
