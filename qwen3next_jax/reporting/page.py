@@ -89,7 +89,7 @@ def render_report(runs: Sequence[Run]) -> str:
     sections = {name: content for name, content in sections.items() if content}
     body = "".join(_section(name, content) for name, content in sections.items())
     return document(
-        " · ".join(run.name for run in runs[:4]) + f" and {len(runs) - 4} more" * (len(runs) > 4),
+        " · ".join(run.name for run in runs) if len(runs) <= 4 else f"{len(runs)} runs",
         _subtitle(runs),
         list(sections),
         _warnings_html(runs) + (_tiles_html(runs[0]) if len(runs) == 1 else "") + body,
@@ -303,11 +303,17 @@ def _summary(run: Run, unit: tuple[str, float] | None) -> dict[str, str]:
     add("model FLOP/s", "train", "model_flops_per_second", short_number)
     add("MFU", "train", "mfu", "{:.1%}".format)
     seconds = spans[-1][1] if spans else 0.0
-    summary["wall time"] = f"{seconds / unit[1]:.3g} {unit[0]}" if unit else _duration(seconds)
+    summary["wall time"] = _in_unit(seconds, *unit) if unit else _duration(seconds)
     summary["goodput"] = f"{goodput(spans)[TRAINING]:.1%}"
     summary["restarts"] = str(sum(fault.kind == "restart" for fault in faults_of_run))
     summary["skipped updates"] = str(sum(fault.kind == "skip" for fault in faults_of_run))
     return summary
+
+
+def _in_unit(seconds: float, unit: str, seconds_of_unit: float) -> str:
+    """Writes a duration in a given unit: "8.58 minutes", "0.08 minutes"."""
+    amount = seconds / seconds_of_unit
+    return f"{amount:.2f} {unit}" if amount < 10 else f"{amount:,.0f} {unit}"
 
 
 def _duration(seconds: float) -> str:
