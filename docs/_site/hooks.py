@@ -30,13 +30,15 @@ def on_config(config):
 
 
 def on_files(files, config):
-    """Adds the generated pages."""
+    """Adds the generated pages and the style sheet."""
     for name, text in {
         "reference/settings.md": _settings(),
         "reference/commands.md": _commands(),
         "reference/exit_codes.md": _exit_codes(),
     }.items():
         files.append(File.generated(config, name, content=text))
+    style = pathlib.Path(__file__).with_name("site.css").read_text(encoding="utf-8")
+    files.append(File.generated(config, "site.css", content=style))
     return files
 
 

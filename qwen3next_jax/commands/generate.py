@@ -423,7 +423,7 @@ _seed = flags.DEFINE_integer("seed", 0, "seed of sampling", lower_bound=0, upper
 _speculative = flags.DEFINE_integer(
     "speculative",
     0,
-    "tokens drafted per pass by the multi-token prediction module, up to 4: faster, the "
+    "tokens drafted per pass by the multi-token prediction module, up to 4: fewer passes, the "
     "same text (sampled: of the same distribution); 0: none",
     lower_bound=0,
 )
