@@ -8,6 +8,7 @@ import inspect
 import os
 import pathlib
 import re
+from collections.abc import Iterator, Mapping
 
 from mkdocs.structure.files import File
 
@@ -77,13 +78,55 @@ def _settings() -> str:
 
 
 def _commands() -> str:
-    lines = ["# Commands", "", "`qwen3next VERB --help` shows all flags.", ""]
+    lines = [
+        "# Commands",
+        "",
+        "`qwen3next VERB`; `train.py` and `eval.py` are `qwen3next train` and `qwen3next eval`. "
+        "Commands with `--config` also take every [setting](settings.md), as "
+        "`--config.GROUP.NAME=VALUE`. `--trust=PACKAGE` lets a command run parts of your own that "
+        "a run names ([extending](../extending.md)).",
+        "",
+    ]
+    shared = {}
+    for module in ("commands.cli", "processes.supervisor"):
+        for node in _parsed(module).body:
+            if isinstance(node, ast.FunctionDef):
+                shared[node.name] = node
     for verb, meaning in VERBS.items():
-        source = importlib.util.find_spec(f"qwen3next_jax.commands.{verb}").origin
-        with open(source, encoding="utf-8") as file:
-            doc = ast.get_docstring(ast.parse(file.read())) or ""
-        lines += [f"## {verb}", "", f"To {meaning}.", "", "```text", doc, "```", ""]
+        tree = _parsed(f"commands.{verb}")
+        lines += [f"## {verb}", "", f"To {meaning}.", "", "```text", ast.get_docstring(tree), "```"]
+        lines += ["", "| flag | meaning |", "|---|---|"]
+        for name, text in sorted(_flags_of(tree, shared)):
+            lines.append(f"| `--{name}` | {text.replace('|', chr(92) + '|')} |")
+        lines.append("")
     return "\n".join(lines)
+
+
+def _parsed(module: str) -> ast.Module:
+    source = importlib.util.find_spec(f"qwen3next_jax.{module}").origin
+    return ast.parse(pathlib.Path(source).read_text(encoding="utf-8"))
+
+
+def _flags_of(tree: ast.AST, shared: Mapping[str, ast.AST]) -> Iterator[tuple[str, str]]:
+    """Yields (name, meaning) of the flags that a module defines, itself or by a function of
+    `shared`.
+    """
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function = ast.unparse(node.func).rpartition(".")[2]
+        if function.startswith("DEFINE_"):
+            texts = [
+                (part.lineno, part.col_offset, part.value)
+                for argument in node.args[2:]  # after the name and the default
+                for part in ast.walk(argument)
+                if isinstance(part, ast.Constant) and isinstance(part.value, str)
+            ]
+            name = ast.literal_eval(node.args[0])
+            meaning = next(text for *_, text in sorted(texts) if " " in text.strip())
+            yield name, meaning.strip(" :")
+        elif function.startswith("define_") and function in shared:
+            yield from _flags_of(shared[function], shared)
 
 
 def _exit_codes() -> str:

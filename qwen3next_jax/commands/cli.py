@@ -376,10 +376,12 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
       A function (name) that returns the path. Its argument is the name of the configuration, from
       which the default path is made.
     """
-    text = "folder of the run" + (
-        " (default: runs/<name of the config>)" if default_from_config else ""
+    flags.DEFINE_string(
+        "workdir",
+        None,
+        "folder of the run"
+        + (" (default: runs/<name of the config>)" if default_from_config else ""),
     )
-    flags.DEFINE_string("workdir", None, text)
     return _workdir_of
 
 
