@@ -44,16 +44,17 @@ _SHIPPED = next(
 
 
 def find_file(name: str | pathlib.Path) -> pathlib.Path:
-    """Returns the path of the file that a user names. If the path `name` does not exist, it may
-    name a config that comes with this project, such as "configs/tiny.py" or "tiny". If there is no
-    such config either, the path `name` is returned.
+    """Returns the path of the file that a user names. If there is no such file, it may name a
+    config that comes with this project, such as "configs/tiny.py" or "tiny". If there is no such
+    config either, the path `name` is returned.
 
     Raises:
       UserError: no file can have the path `name`.
     """
     path = pathlib.Path(name)
     require_path(str(name), name)
-    if path.exists() or _SHIPPED is None or path.is_absolute():
+    is_file = path.exists() and not path.is_dir()  # a run in ./tiny does not hide the config
+    if is_file or _SHIPPED is None or path.is_absolute():
         return path
     bare = not path.suffix and len(path.parts) == 1
     shipped = _SHIPPED / (f"configs/{name}.py" if bare else path)

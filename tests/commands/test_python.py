@@ -37,6 +37,12 @@ def test_a_run_is_evaluated_and_continued(run):
     assert qwen3next_jax.generate(run.path, "17 4", max_new_tokens=4) == texts[0]
 
 
+def test_a_folder_does_not_hide_a_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mqar").mkdir()
+    assert qwen3next_jax.load_config("mqar").name == "mqar"
+
+
 def test_mistakes_are_one_line(tmp_path):
     for call in (
         lambda: qwen3next_jax.load_config("mqr"),
