@@ -82,8 +82,11 @@ def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
             reason = "a folder"
         else:
             reason = "not a regular file" if path.exists() else "no such file"
-        python_files = [file.name for file in path.parent.glob("*.py")]
-        raise UserError(f"{flag}{path}: {reason}{did_you_mean(path.name, python_files)}")
+        known = [file.name for file in path.parent.glob("*.py")]
+        bare = not path.suffix and len(path.parts) == 1
+        if function == "get_config" and bare and _SHIPPED is not None:
+            known = [file.stem for file in (_SHIPPED / "configs").glob("*.py")]
+        raise UserError(f"{flag}{path}: {reason}{did_you_mean(path.name, known)}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None:
         raise UserError(f"{flag}{path}: expected a Python file, whose name ends in .py")

@@ -41,6 +41,8 @@ def test_a_folder_does_not_hide_a_config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mqar").mkdir()
     assert qwen3next_jax.load_config("mqar").name == "mqar"
+    with pytest.raises(UserError, match=r"mqr: no such file \(did you mean 'mqar'\?\)"):
+        qwen3next_jax.load_config("mqr")
 
 
 def test_mistakes_are_one_line(tmp_path):
