@@ -28,7 +28,7 @@ from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.remat import rematerialized
+from qwen3next_jax.model.remat import keeps_hidden, rematerialized
 from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import unknown_kernels
 from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
@@ -171,7 +171,13 @@ def compile_layer(
 
     def context(x):
         positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-        return Context(positions, jnp.ones_like(positions), stats_mask=positions >= 0, mesh=spread)
+        return Context(
+            positions,
+            jnp.ones_like(positions),
+            stats_mask=positions >= 0,
+            mesh=spread,
+            keep_hidden=keeps_hidden(remat),
+        )
 
     def step(params, x, dy, daux):
         def period(x, params):

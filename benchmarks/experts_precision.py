@@ -11,6 +11,7 @@ does.
 """
 
 import argparse
+import functools
 from unittest import mock
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.kernels.tpu import routed_experts as kernels
+from qwen3next_jax.kernels.tpu import sum_by_token
 from qwen3next_jax.model.expert_forms import sorted_moe
 from qwen3next_jax.ops.routed_experts import layout as routed_experts
 
@@ -80,20 +82,29 @@ def a_row_a_choice(x, weight, expert, gate_up, down, dy):
     return y, *pullback(dy)
 
 
-def by_token(x, weight, expert, gate_up, down, dy, shards=1, room=None, pieces=1):
+def by_token(x, weight, expert, gate_up, down, dy, shards=1, room=None, pieces=1, keep=0):
     """The form of accelerators, `pieces` of the tokens one after another; `room` below all
-    choices leaves some of them to the loop.
+    choices leaves some of them to the loop. The hidden layer of the first `keep` pieces is kept for
+    the gradients, which compute that of the others again.
     """
 
     def shard(n):
         mine = slice(n * gate_up.shape[0] // shards, (n + 1) * gate_up.shape[0] // shards)
         dw, rows, most = (), [], dict(capacity=room or expert.size // pieces)
-        for *piece, dy_piece in zip(
-            *(jnp.split(a, pieces) for a in (x, weight, expert - mine.start, dy))
+        for i, (*piece, dy_piece) in enumerate(
+            zip(*(jnp.split(a, pieces) for a in (x, weight, expert - mine.start, dy)))
         ):
-            y = routed_experts.routed_experts(*piece, gate_up[mine], down[mine], **most)
+            y, kept = routed_experts.routed_experts(
+                *piece, gate_up[mine], down[mine], **most, keep_hidden=i < keep
+            )
             dx, dweight, *dw = routed_experts.routed_experts_gradients(
-                *piece, gate_up[mine], down[mine], dy_piece, *dw, **most
+                *piece,
+                gate_up[mine],
+                down[mine],
+                dy_piece,
+                *dw,
+                **most,
+                kept=kept if i < keep else None,
             )
             rows.append((y, dx, dweight))
         return *map(jnp.concatenate, zip(*rows)), *dw
@@ -115,8 +126,9 @@ def interpreted():
     return mock.patch.multiple(
         routed_experts,
         sum_by_token=sums,
+        _by_choice=functools.partial(sum_by_token.by_choice, interpret=True),
         _mlp=lambda p, *a: kernels.mlp(
-            a[0], p.weight_P, *a[1:], p.expert_T, p.used, interpret=True
+            a[0], p.weight_P, *a[1:3], p.expert_T, p.used, keep_hidden=a[3], interpret=True
         ),
         _mlp_gradients=lambda p, *a: kernels.mlp_gradients(
             a[0], p.weight_P, *a[1:3], p.expert_T, p.used, *a[3:], interpret=True

@@ -1,18 +1,24 @@
-"""What the TPU kernels of attention, beside it and of the convolution cost, by the compiler's
-own schedule, with no TPU.
+"""What the TPU kernels of attention, beside it, of the convolution and of the routed experts cost,
+by the compiler's own schedule, with no TPU.
 
     python benchmarks/kernels_tpu_schedule.py [--topology=v5p:2x2x1] [--tokens=4096] [--heads=16]
     [--width=256] [--rotary=64]
         [--channels=8192]
+    python benchmarks/kernels_tpu_schedule.py --experts=64 --rows=92160     [--topology=v5p:2x2x1]
 
 One packed row of the released model in bfloat16, forward and backward, on one device: of each
 kernel the milliseconds of its bundles (a lower bound, docs/planner.md; of causal attention those
 of the blocks that its mask leaves), and of the copies of its windows if every step of its grid
 made them, which is what the planner prices. Cycles a register: of the convolution, for each 8 ×
 128 numbers and core.
+
+`--experts` shows the kernels of so many routed experts of the released model instead, for `--rows`
+choices: forward and rows' gradients, each once with the hidden layer kept and once without, and
+weights' gradients.
 """
 
 import argparse
+import functools
 import tempfile
 
 import jax
@@ -20,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from qwen3next_jax.kernels.tpu import routed_experts
 from qwen3next_jax.ops import attention, attention_heads, causal_conv1d
 from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.planner import hlo, schedule
@@ -39,6 +46,8 @@ def main():
         "width": 256,
         "rotary": 64,
         "channels": 8192,
+        "experts": 0,
+        "rows": 92_160,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
@@ -72,25 +81,24 @@ def main():
         outputs, pullback = jax.vjp(run, x, kernel, q, k, v, flat)
         return outputs, pullback(outputs)
 
-    kernel = jax.ShapeDtypeStruct(
-        (4, arguments.channels), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())
+    whole = functools.partial(
+        jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()), dtype=jnp.bfloat16
     )
     heads = [
         of(n, arguments.width) for n in (arguments.heads, arguments.key_heads, arguments.key_heads)
     ]
+    given = (
+        of(arguments.channels),
+        whole((4, arguments.channels)),
+        *heads,
+        of(arguments.heads * arguments.width),
+        of(dtype=jnp.int32),
+    )
+    if arguments.experts:
+        both_ways, given = experts_both_ways, of_experts(arguments.experts, arguments.rows, whole)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         cores = compile_target().tpu.num_cores
-        compiled = (
-            jax.jit(both_ways)
-            .lower(
-                of(arguments.channels),
-                kernel,
-                *heads,
-                of(arguments.heads * arguments.width),
-                of(dtype=jnp.int32),
-            )
-            .compile()
-        )
+        compiled = jax.jit(both_ways).lower(*given).compile()
     program = hlo.parse(compiled.as_text())
     schedules = schedule.read_schedules(folder, program)
     registers = arguments.tokens * arguments.channels / 1024 / cores
@@ -106,6 +114,32 @@ def main():
                 print(
                     f"| {i.name} | {cycles / chip.clock * 1e3:.3f} | {copies * 1e3:.3f} | {each} |"
                 )
+
+
+def of_experts(experts: int, rows: int, whole):
+    """Returns what `experts_both_ways` takes: experts of the released model, tiles of 256 rows."""
+    d, i, tiles = 2048, 512, rows // 256
+    return (
+        whole((rows, d)),
+        whole((rows,), dtype=jnp.float32),
+        whole((experts, d, 2 * i)),
+        whole((experts, i, d)),
+        whole((tiles,), dtype=jnp.int32),
+        whole((1,), dtype=jnp.int32),
+        whole((rows, d)),
+    )
+
+
+def experts_both_ways(*given):
+    *forward, dy = given
+    y, hidden = routed_experts.mlp(*forward, keep_hidden=True)
+    again = routed_experts.mlp(*forward)[0]
+    return (
+        y,
+        again,
+        routed_experts.mlp_gradients(*forward, hidden, dy),
+        routed_experts.mlp_gradients(*forward, None, dy)[:2],
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
-"""Prints the tables of docs/notes/2026-11-23-planner.md and of remat in
-docs/notes/2026-11-26-many-devices.md, and plots step time against chips, from the plans of
-docs/planner.
+"""Prints the predicted steps of docs/planner: memory, what a step waits for and sends, MFU by each
+cost model, and of which code a plan is.
 
-    python benchmarks/planner_figures.py [--compile=v6e_16x16_default,v5e_16x16 | --compile=all]
-    [--scaling=docs/planner/scaling.png]
+    python benchmarks/planner_figures.py [--compile=v5p_8x8x8,v6e_16x16_16k | --compile=all]
 
-A plan is what `qwen3next plan … --json=docs/planner/NAME.json` wrote; `--compile`
-makes those of POINTS that are not there yet, one after another: on 2 idle cores a few minutes
-each, a quarter of an hour at the compiler's default level.
+A plan is what `qwen3next plan … --json=docs/planner/NAME.json` wrote. `--compile` makes those of
+POINTS that are not there, one after another: 10 to 35 minutes of a CPU each.
 """
 
 import argparse
@@ -16,53 +13,34 @@ import pathlib
 import subprocess
 import sys
 
+from qwen3next_jax.common.version import git
 from qwen3next_jax.sharding.mesh import mesh_text
 
-BATCH, LENGTH, QUICK = "--config.train.batch_size=", "--config.train.sequence_length=", "--quick"
+BATCH, LENGTH = "--config.train.batch_size=", "--config.train.sequence_length="
 DOTS = "--config.train.remat=dots"
-# Gated DeltaNet layers only: one kind to compile.
-EIGHT_LAYERS = (
-    "--config.model.num_hidden_layers=8",
-    "--config.model.full_attention_interval=16",
-    "--config.model.mtp_depth=0",
-    BATCH + "8",
-)
-REMAT = ("none", "dots", "block", "offload")
+EXPERTS = "--config.train.remat=dots keep=experts"
 # name: (slice, mesh, flags beside --config=configs/qwen3_next_80b_a3b.py)
 POINTS = {
-    "v5p_8x8x8": ("v5p:8x8x8", "data=64,expert=8", (QUICK, DOTS)),
-    "v5p_8x8x8_default": ("v5p:8x8x8", "data=64,expert=8", (DOTS,)),
-    "v5p_8x8x8_16k": ("v5p:8x8x8", "data=64,expert=8", (QUICK, DOTS, BATCH + "2048")),
-    "v5p_8x8x8_16k_default": ("v5p:8x8x8", "data=64,expert=8", (DOTS, BATCH + "2048")),
-    "v6e_16x16_default": ("v6e:16x16", "data=32,expert=8", ()),
-    "v6e_16x16_16k_default": ("v6e:16x16", "data=32,expert=8", (BATCH + "1024",)),
-    "small_v6e_2x2": ("v6e:2x2", "data=4", (QUICK, "--config=configs/small.py")),
-    "small_v6e_2x2_default": ("v6e:2x2", "data=4", ("--config=configs/small.py",)),
-    "tpu7x_4x4x4_default": ("tpu7x:4x4x4", "data=16,expert=8", (DOTS, BATCH + "128")),
-    "tpu7x_4x4x4_16k_default": ("tpu7x:4x4x4", "data=16,expert=8", (DOTS, BATCH + "512")),
-    "v5e_16x16": (
-        "v5e:16x16",
-        "data=32,expert=8",
-        (QUICK, BATCH + "256", "--config.train.remat=offload"),
-    ),
+    "v5p_8x8x8_default": ("v5p:8x8x8", "data=64,expert=8", (EXPERTS,)),
+    "v5p_8x8x8_16k_default": ("v5p:8x8x8", "data=64,expert=8", (EXPERTS, BATCH + "2048")),
     "v5p_8x8x8_long_default": (
         "v5p:8x8x8",
         "data=2,expert=8,context=32",
         (DOTS, BATCH + "16", LENGTH + "262144"),
     ),
-    "v5p_4x4x4": ("v5p:4x4x4", "data=8,expert=8", (QUICK, BATCH + "64")),
-    "v5p_4x4x8": ("v5p:4x4x8", "data=16,expert=8", (QUICK, BATCH + "128")),
-    "v5p_4x8x8": ("v5p:4x8x8", "data=32,expert=8", (QUICK, BATCH + "256")),
-    **{
-        f"remat_{policy}": (
-            "v5p:2x2x2",
-            "data=1,expert=8",
-            (QUICK, *EIGHT_LAYERS, f"--config.train.remat={policy}"),
-        )
-        for policy in REMAT
-    },
+    "v6e_16x16_default": ("v6e:16x16", "data=32,expert=8", ()),
+    "v6e_16x16_16k_default": ("v6e:16x16", "data=32,expert=8", (BATCH + "1024",)),
+    "tpu7x_4x4x4_default": ("tpu7x:4x4x4", "data=16,expert=8", (DOTS, BATCH + "128")),
+    "tpu7x_4x4x4_16k_default": ("tpu7x:4x4x4", "data=16,expert=8", (DOTS, BATCH + "512")),
+    "tpu7x_4x4x4_64k_default": (
+        "tpu7x:4x4x4",
+        "data=128",
+        ("--config.train.remat=offload", BATCH + "2048"),
+    ),
+    "small_v6e_2x2_default": ("v6e:2x2", "data=4", ("--config=configs/small.py",)),
 }
-SCALING = ("v5p_4x4x4", "v5p_4x4x8", "v5p_4x8x8", "v5p_8x8x8")  # one row of 4096 tokens a chip
+# the folders whose code becomes the compiled program
+PROGRAM = ("config", "kernels", "model", "ops", "sharding", "training")
 
 
 def main():
@@ -70,9 +48,6 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--plans", type=pathlib.Path, default=pathlib.Path("docs/planner"))
-    parser.add_argument(
-        "--scaling", type=pathlib.Path, help="PNG to draw from the plans of SCALING"
-    )
     parser.add_argument("--compile", default="", help="names of POINTS, or all")
     arguments = parser.parse_args()
     names = (
@@ -88,21 +63,22 @@ def main():
         )
     for name in names:
         make(name, arguments.plans / f"{name}.json")
-    plans = {
-        path.stem: json.loads(path.read_text()) for path in sorted(arguments.plans.glob("*.json"))
-    }
-    remat = [plans.pop(f"remat_{policy}") for policy in REMAT if f"remat_{policy}" in plans]
+    plans = [json.loads(path.read_text()) for path in sorted(arguments.plans.glob("*.json"))]
     print(
-        "| slice | chips | mesh | tokens a step | remat × micro-batches | peak GiB | step s | "
-        "tokens/s | MFU `schedule`, `roofline`; of the ideal | waits for | "
-        "compile s (CPU s), GiB, level |"
+        "| slice | mesh | tokens a step | remat × micro-batches | peak GiB | step s, MFU by "
+        "`schedule` | `roofline` | `calibrated` | waits for | compile s (CPU s), GiB, level | "
+        "code |\n|---|---|---|---|---|---|---|---|---|---|---|"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for p in plans.values():
+    for p in plans:
         print("| " + " | ".join(row(p)) + " |")
-    print_parts(plans.values(), point)
+    fitting = [p for p in plans if p["fits"]]
+    print("\n| GiB a device | " + " | ".join(fitting[0]["memory_bytes"]) + " | usable |")
+    print("|---" * (len(fitting[0]["memory_bytes"]) + 2) + "|")
+    for p in fitting:
+        parts = [f"{size / 2**30:.2f}" for size in p["memory_bytes"].values()]
+        print("| " + " | ".join([point(p), *parts, f"{p['usable_hbm_bytes'] / 2**30:.2f}"]) + " |")
     print("\n| slice | seconds waited for | bytes sent a device, GB |\n|---|---|---|")
-    for p in filter(fits, plans.values()):
+    for p in fitting:
         waits = ", ".join(
             f"{name} {seconds:.3f}"
             for name, seconds in p["bound_seconds"].items()
@@ -113,29 +89,6 @@ def main():
             for n in p["network"][:5]
         )
         print(f"| {point(p)} | {waits} | {sent} |")
-    print_parts(remat, lambda p: p["remat"])
-    print(
-        "\n| remat | TFLOP executed, of the model | GB through HBM | step s | MFU "
-        "|\n|---|---|---|---|---|"
-    )
-    for p in remat:
-        figures = (
-            f"{p['executed_flops'] / 1e12:.1f}, {p['model_flops'] / 1e12:.1f} | "
-            f"{p['hbm_bytes'] / 1e9:.0f} | {p['step_seconds']:.3f} | {p['mfu']:.1%}"
-            if p["fits"]
-            else f"{verdict(p)}: {p['reason']} | | |"
-        )
-        print(f"| {p['remat']} | {figures} |")
-    if arguments.scaling:
-        draw([plans[name] for name in SCALING if name in plans], arguments.scaling)
-
-
-def fits(p):
-    return p["fits"]
-
-
-def verdict(p):
-    return "failed" if p["failed"] else "does not fit"
 
 
 def label(p):
@@ -144,21 +97,7 @@ def label(p):
 
 
 def point(p):
-    return f"{label(p)} {mesh_text(p['mesh'])}, {p['batch_size']:,} rows, {p['optimization_level']}"
-
-
-def print_parts(plans, label):
-    """Memory by part."""
-    plans = list(filter(fits, plans))
-    if plans:
-        print(
-            "\n| GiB a device | "
-            + " | ".join(plans[0]["memory_bytes"])
-            + " | usable |\n|---|---|---|---|---|---|---|---|---|"
-        )
-    for p in plans:
-        parts = " | ".join(f"{size / 2**30:.2f}" for size in p["memory_bytes"].values())
-        print(f"| {label(p)} | {parts} | {p['usable_hbm_bytes'] / 2**30:.2f} |")
+    return f"{label(p)} {mesh_text(p['mesh'])}, {p['batch_size']:,} × {p['sequence_length']:,}"
 
 
 def make(name, path):
@@ -184,88 +123,45 @@ def make(name, path):
 def row(p):
     first = [
         label(p),
-        str(p["chips"]) + (f" ({p['devices']} devices)" if p["devices"] != p["chips"] else ""),
         mesh_text(p["mesh"]),
         f"{p['batch_size']:,} × {p['sequence_length']:,}",
         f"{p['remat']} × {p['gradient_accumulation']}",
     ]
-    memory = f", {p['compile_memory_bytes'] / 2**30:.1f} GiB" if p["compile_memory_bytes"] else ""
     last = (
-        f"{p['compile_seconds']:.0f} ({p['compile_cpu_seconds']:.0f}){memory}, "
-        f"{p['optimization_level']}"
+        f"{p['compile_seconds']:.0f} ({p['compile_cpu_seconds']:.0f}), "
+        f"{p['compile_memory_bytes'] / 2**30:.1f} GiB, {p['optimization_level']}"
     )
     if not p["fits"]:
-        return [*first, f"{verdict(p)}: {p['reason']}", "", "", "", "", last]
+        reason = f"{'failed' if p['failed'] else 'does not fit'}: {p['reason']}"
+        return [*first, reason, *[""] * 4, last, code(p)]
     return [
         *first,
         f"{p['peak_hbm_bytes'] / 2**30:.1f} of {p['usable_hbm_bytes'] / 2**30:.1f}",
-        f"{p['step_seconds']:.3f}",
-        f"{p['tokens_per_second']:,.0f}",
-        mfu(p),
+        *(by_cost_model(p, name) for name in ("schedule", "roofline", "calibrated")),
         p["binding"],
         last,
+        code(p),
     ]
 
 
-def mfu(p):
-    """MFU by both cost models, and the share of the step that the ideal takes. A plan that was
-    written before there were two has its kernels' products alone.
+def by_cost_model(p, name):
+    """Seconds of a step and MFU. A plan from before 24 November 2026 has no `calibrated`."""
+    if estimate := p.get("estimates", {}).get(name):
+        return f"{estimate['step_seconds']:.3f}, {estimate['mfu']:.1%}"
+    found = {"schedule": p["mfu"], "roofline": p.get("mfu_today")}.get(name)
+    return f"{p['step_seconds'] * p['mfu'] / found:.3f}, {found:.1%}" if found else ""
+
+
+def code(p):
+    """The commit of the code that made a plan, and how many commits have changed the code of the
+    program since.
     """
-    if "ideal" not in p:
-        return f"({p['mfu']:.1%})"
-    roofline = p["mfu_roofline"] if "mfu_roofline" in p else p["mfu_today"]
-    return f"{p['mfu']:.1%}, {roofline:.1%}; {p['ideal']['seconds'] / p['step_seconds']:.0%}"
-
-
-def limit(p):
-    """The collective that the step waits for longest: of the axes with the longest wait the one
-    that sends most.
-    """
-    waits = {
-        name.removeprefix("network "): seconds
-        for name, seconds in p["bound_seconds"].items()
-        if name.startswith("network")
-    }
-    axes = max(waits, key=waits.get)
-    kind = max((n for n in p["network"] if "+".join(n["axes"]) == axes), key=lambda n: n["bytes"])[
-        "collective"
-    ]
-    return f"{axes} {kind}"
-
-
-def draw(plans, path):
-    """Seconds waited for, stacked, against chips: what limits the step, and how it grows."""
-    from matplotlib.figure import Figure
-
-    plans = sorted(filter(fits, plans), key=lambda p: p["chips"])
-    names = [
-        name for name in plans[-1]["bound_seconds"] if plans[-1]["bound_seconds"][name] >= 1e-3
-    ]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    labels = [f"{p['chips']} chips\n{mesh_text(p['mesh'])}" for p in plans]
-    bottom = [0.0] * len(plans)
-    for name in names:
-        seconds = [p["bound_seconds"].get(name, 0.0) for p in plans]
-        axes.bar(labels, seconds, bottom=bottom, label=name, width=0.6)
-        bottom = [a + b for a, b in zip(bottom, seconds)]
-    for label, p, top in zip(labels, plans, bottom):
-        axes.annotate(
-            f"MFU {p['mfu']:.1%}\n{limit(p)}",
-            (label, top),
-            ha="center",
-            va="bottom",
-            fontsize="small",
-        )
-    tokens = plans[0]["tokens_per_step"] // plans[0]["chips"]
-    axes.set(ylabel="seconds a step, by what is waited for", ylim=(0, 1.15 * max(bottom)))
-    axes.set_title(
-        f"{plans[0]['config']} on {plans[0]['topology'].split(':')[0]}, {tokens:,} tokens a chip\n"
-        "above the bars: MFU, and the collective waited for longest",
-        fontsize="medium",
-    )
-    figure.legend(ncols=len(names), fontsize="small", loc="outside lower center")
-    figure.savefig(path, dpi=120)
+    commit = p["versions"].get("code", "unknown")
+    folders = [f"qwen3next_jax/{name}" for name in PROGRAM]
+    since = git("rev-list", "--count", f"{commit.rstrip('+')}..HEAD", "--", *folders)
+    if since is None:
+        return f"{commit}, not in this history"
+    return commit + (f", {since} commits of the program since" if since != "0" else "")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,13 @@ def _mesh_of_the_search(config: Config, topology) -> str:
     from qwen3next_jax.sharding.mesh import mesh_text
 
     mesh = mesh_text(config.parallel.mesh.sizes(len(topology.devices), topology.slices))
-    ranked = rank_candidates(config.model, config.train, topology, parallel=config.parallel)
+    ranked = rank_candidates(
+        config.model,
+        config.train,
+        topology,
+        parallel=config.parallel,
+        optimizer=config.optimizer,
+    )
     fitting = [candidate for candidate in ranked if not candidate.reason]
     found = "finds none that fits"
     if fitting:
@@ -227,7 +233,9 @@ def search(
     from qwen3next_jax.planner.search import choose, rank_candidates
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 
-    ranked = rank_candidates(config.model, config.train, topology, fixed, rows, config.parallel)
+    ranked = rank_candidates(
+        config.model, config.train, topology, fixed, rows, config.parallel, config.optimizer
+    )
     chosen = choose([c for c in ranked if not c.reason], COMPILED)
     if not chosen:  # the estimate is rough, so the smallest candidate may fit anyway
         chosen = [c for c in ranked if c.bytes < float("inf")][:1]

@@ -6,6 +6,8 @@ from qwen3next_jax.common.errors import UserError, did_you_mean, require
 
 # policies that have a name (`model/remat.py` describes them)
 POLICIES = ("none", "block", "full", "dots", "offload")
+# policies that save more with "keep=… offload=…" behind them, as in "dots keep=experts"
+EXTENDED = ("block", "full", "dots")
 # {part of a block: what is saved of it}, for `train.remat` = "keep=… offload=…"
 PARTS = {
     "input": "the input of the block",
@@ -16,40 +18,46 @@ PARTS = {
     "mixer": "the residual stream after attention or the recurrence, so after the projection of "
     "the mixer's output",
     "gate_up": "dense MLPs and shared experts: the result of the first product",
-    "router": "the router's choices",
+    "router": "the router's choices, and their order by expert",
     "rows": "the rows that expert parallelism gathered in one chunk",
+    "experts": "routed experts: the result of the first product, gate and up",
 }
 
 
 class Saved(NamedTuple):
-    """What "keep=… offload=…" asks for.
+    """What "POLICY keep=… offload=…" asks for.
 
     Attributes:
+      policy: the name of a policy; "full" if the setting names none.
       keep: the parts that are saved in the device's memory.
       offload: the parts that are saved in the host's memory.
     """
 
-    keep: frozenset[str]
-    offload: frozenset[str]
+    policy: str
+    keep: frozenset[str] = frozenset()
+    offload: frozenset[str] = frozenset()
 
 
-def parse_remat(text: str) -> Saved | None:
-    """Reads "keep=PART,PART offload=PART,PART", of which either half may be missing. Returns None
-    if the text is the name of a policy.
+def parse_remat(text: str) -> Saved:
+    """Reads the name of a policy, or "keep=PART,PART offload=PART,PART", of which either half may
+    be missing and before which one of EXTENDED may stand.
 
     Raises:
       UserError: the text is neither, or names a part that does not exist, or names one twice.
     """
     if text in POLICIES:
-        return None
+        return Saved(text)
     found = {"keep": [], "offload": []}
-    for half in text.split():
+    words = text.split()
+    policy = words.pop(0) if words and words[0] in EXTENDED else "full"
+    for half in words:
         where, equals, parts = half.partition("=")
         if where not in found or not equals:
             raise UserError(
                 f"train.remat = {text!r}: expected one of {', '.join(POLICIES)}, or "
                 "'keep=PART,… offload=PART,…' with parts of a block that are saved on the device "
-                f"and on the host{did_you_mean(text, POLICIES)}"
+                f"and on the host, alone or behind {', '.join(EXTENDED)}"
+                f"{did_you_mean(text, POLICIES)}"
             )
         found[where] += parts.split(",")
     named = found["keep"] + found["offload"]
@@ -65,4 +73,4 @@ def parse_remat(text: str) -> Saved | None:
         f"train.remat = {text!r}: the router's choices are small: expected keep=router",
     )
     require(bool(named), f"train.remat = {text!r}: expected one of {', '.join(POLICIES)}")
-    return Saved(frozenset(found["keep"]), frozenset(found["offload"]))
+    return Saved(policy, frozenset(found["keep"]), frozenset(found["offload"]))

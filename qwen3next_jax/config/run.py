@@ -232,7 +232,8 @@ class TrainConfig:
     # block. "dots": the same as "block", but the results of projections are saved. "offload": the
     # same as "full", and the inputs of blocks are kept in the host's memory. Or what is saved, part
     # by part: "keep=queries,keys offload=input,mixer" saves two parts of each block on the device
-    # and two in the host's memory (config/remat.py names the parts)
+    # and two in the host's memory; "dots keep=experts" saves a part beside what "dots" saves
+    # (config/remat.py names the parts)
     remat: str = "none"
     # weight of the experts' load-balancing loss, which is 1 if all experts get equally many tokens
     balance_loss_weight: float = 0.001

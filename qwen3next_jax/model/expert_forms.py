@@ -30,6 +30,7 @@ def expert_form(
     in_tiles: bool,
     few_tokens: bool,
     layer: jax.Array | None,
+    keep_hidden: bool,
 ) -> Callable:
     """Returns the fastest form for a platform and a number of tokens.
 
@@ -42,6 +43,7 @@ def expert_form(
       few_tokens: whether there are as few tokens as in cached decoding.
       layer: None, or the number of the layer whose experts are wanted. In the second case, which
         occurs in decoding, the form gets the weights of all layers of the stack.
+      keep_hidden: whether the remat policy saves the experts' hidden layer (`remat.keeps_hidden`).
     """
     is_split = num_shards(mesh, EXPERT) > 1
     if not is_split and not in_tiles:
@@ -54,11 +56,15 @@ def expert_form(
     from qwen3next_jax.model.expert_parallelism import expert_parallel_moe, local_moe
 
     if is_split:
-        return functools.partial(expert_parallel_moe, axis=EXPERT, axes=TOKENS_OF_SLICE)
+        return functools.partial(
+            expert_parallel_moe, axis=EXPERT, axes=TOKENS_OF_SLICE, keep_hidden=keep_hidden
+        )
     if in_tiles:
-        return local_moe
-    # In bfloat16 use `local_moe`, which saves only its inputs for the backward pass.
-    return functools.partial(local_moe, form=sorted_moe if experts_in_caches() else None)
+        return functools.partial(local_moe, keep_hidden=keep_hidden)
+    # In bfloat16 use `local_moe`, which saves little beside its inputs for the backward pass.
+    return functools.partial(
+        local_moe, form=sorted_moe if experts_in_caches() else None, keep_hidden=keep_hidden
+    )
 
 
 def sorted_moe(x_RD, weight_RA, expert_RA, *experts, mlp: Callable = expert_mlp):

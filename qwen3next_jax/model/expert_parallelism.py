@@ -15,9 +15,10 @@ A shard may receive any number of tokens, from none to all, but buffers have a s
 capacity is a little more than the rows that a balanced router sends. Rows beyond the capacity are
 processed in loops that run only if a shard receives more. For the gathered exchange these loops are
 in `ops/routed_experts/`; for the ragged exchange they are the further rounds of `_AllToAllExperts`.
-Long inputs are processed in chunks of tokens. The forward pass saves only its inputs, and the
-backward pass exchanges them again. There is one exception: if all tokens are gathered in a single
-chunk, the remat policies `dots`, `kept` and `none` save the gathered rows.
+Long inputs are processed in chunks of tokens. The forward pass saves its inputs and the order of
+the choices, and the backward pass exchanges the rows again. There are two exceptions, both by the
+remat policy (`model/remat.py`): if all tokens are gathered in a single chunk, it may save the
+gathered rows, and it may save the experts' hidden layer.
 
 Letters: R tokens of this shard, N tokens that reach this shard's experts, D model, A choices per
 token, Q choices, P rows that a shard receives in a round, E experts, L experts of this shard, S
@@ -36,7 +37,12 @@ from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.ops.preferences import row_major
 from qwen3next_jax.ops.ragged_exchange import exchange
-from qwen3next_jax.ops.routed_experts import routed_experts, routed_experts_gradients, sum_by_token
+from qwen3next_jax.ops.routed_experts import (
+    Kept,
+    routed_experts,
+    routed_experts_gradients,
+    sum_by_token,
+)
 
 GATHERED_SHARDS = 8
 # A chunk has one row for each choice of its tokens. These rows take at most CHUNK_BYTES bytes, or 1
@@ -55,19 +61,35 @@ OVERLAP_ROWS = 512
 CAPACITY_FACTOR = 1.125
 
 
-def local_moe(x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID, form: Callable | None = None):
+def local_moe(
+    x_RD,
+    weight_RA,
+    expert_RA,
+    gate_up_ED2I,
+    down_EID,
+    form: Callable | None = None,
+    keep_hidden: bool = False,
+):
     """Computes the result of `expert_parallel_moe` on one device, which holds all experts.
 
     Args:
       form: function with the same arguments that computes a chunk of tokens; None:
         `ops.routed_experts`.
+      keep_hidden: as in `expert_parallel_moe`.
     """
-    options = _Options(_LocalExperts, _chunk(x_RD, expert_RA), form=form)
+    options = _Options(_LocalExperts, _chunk(x_RD, expert_RA), form=form, keep_hidden=keep_hidden)
     return _experts(options, x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
 
 
 def expert_parallel_moe(
-    x_RD, weight_RA, expert_RA, gate_up_LD2I, down_LID, axis: str, axes: tuple[str, ...]
+    x_RD,
+    weight_RA,
+    expert_RA,
+    gate_up_LD2I,
+    down_LID,
+    axis: str,
+    axes: tuple[str, ...],
+    keep_hidden: bool = False,
 ):
     """Computes Σ_a weight · SwiGLU_expert(x) for this shard's tokens; it is called inside
     `shard_map`.
@@ -80,6 +102,8 @@ def expert_parallel_moe(
       axis: the mesh axis that splits the experts. Shard s holds the experts s·L … (s + 1)·L - 1.
       axes: all mesh axes that split tokens. All shards along them take part in the same number of
         rounds of the ragged exchange.
+      keep_hidden: whether the remat policy saves the hidden layer of the experts, so that the
+        backward pass reads it. The ragged exchange computes it again in any case.
 
     Returns:
       [R, D] in x's dtype.
@@ -104,11 +128,16 @@ def expert_parallel_moe(
             save_for_backward(gather(a, axis), "rows")
             for gather, a in ((_gather_rows, x_RD), (_gather_rows, weight_RA), (_gather, expert_RA))
         )
-        here = _Options(_LocalExperts, x_ND.shape[0], capacity=_capacity(expert_RA.size))
+        here = _Options(
+            _LocalExperts,
+            x_ND.shape[0],
+            capacity=_capacity(expert_RA.size),
+            keep_hidden=keep_hidden,
+        )
         expert_NA -= jax.lax.axis_index(axis) * experts
         return _sum_rows(_experts(here, x_ND, weight_NA, expert_NA, gate_up_LD2I, down_LID), axis)
     return _experts(
-        _Options(_AllGatherExperts, chunk, axis, axes),
+        _Options(_AllGatherExperts, chunk, axis, axes, keep_hidden=keep_hidden),
         x_RD,
         weight_RA,
         expert_RA,
@@ -140,7 +169,7 @@ class _Options(NamedTuple):
     exchange: the class that exchanges and computes a chunk: `_LocalExperts`, `_AllGatherExperts`
       or `_AllToAllExperts`.
     chunk: the number of tokens in a chunk.
-    axis, axes, form: as in `expert_parallel_moe` and `local_moe`.
+    axis, axes, form, keep_hidden: as in `expert_parallel_moe` and `local_moe`.
     """
 
     exchange: type
@@ -149,6 +178,7 @@ class _Options(NamedTuple):
     axes: tuple[str, ...] = ()
     form: Callable | None = None
     capacity: int | None = None  # rows of a chunk's buffers; None: a row for every choice
+    keep_hidden: bool = False
 
 
 def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
@@ -168,34 +198,44 @@ def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _experts(options, x_RD, weight_RA, expert_RA, gate_up, down):
-    def chunk(_, inputs):
+def _experts(options, *inputs):
+    return _experts_forward(options, *inputs)[0]
+
+
+def _experts_forward(options, x_RD, weight_RA, expert_RA, gate_up, down):
+    def chunk(_, inputs, __):
         x, weight, expert = inputs
-        return None, options.exchange(options, expert, gate_up.shape[0]).forward(
+        y, kept = options.exchange(options, expert, gate_up.shape[0]).forward(
             x, weight, gate_up, down
         )
+        return None, (y, kept)
 
-    return _walk(options.chunk, chunk, None, (x_RD, weight_RA, expert_RA))[1]
+    _, y_RD, kept = _walk(options.chunk, chunk, None, (x_RD, weight_RA, expert_RA))
+    kept = [
+        Kept(
+            save_for_backward(k.arrangement, "router"),
+            save_for_backward(k.hidden_PF, "experts"),
+        )
+        for k in kept
+    ]
+    return y_RD, ((x_RD, weight_RA, expert_RA, gate_up, down), kept)
 
 
-def _experts_forward(options, *inputs):
-    return _experts(options, *inputs), inputs
+def _experts_backward(options, saved, dy_RD):
+    (x_RD, weight_RA, expert_RA, gate_up, down), kept = saved
 
-
-def _experts_backward(options, inputs, dy_RD):
-    x_RD, weight_RA, expert_RA, gate_up, down = inputs
-
-    def chunk(totals, inputs):
+    def chunk(totals, inputs, kept):
         x, weight, expert, dy = inputs
         dx, dweight, *dw = options.exchange(options, expert, gate_up.shape[0]).backward(
-            x, weight, gate_up, down, dy
+            x, weight, gate_up, down, dy, kept
         )
-        return _add(totals, dw) if totals else dw, (dx, dweight.astype(weight.dtype))
+        totals = _add(totals, dw) if totals else dw
+        return totals, ((dx, dweight.astype(weight.dtype)), ())
 
     one = options.chunk == x_RD.shape[0]  # no sum over chunks, so no float32 totals
     totals = None if one else [_zeros_wide(w) for w in (gate_up, down)]
-    (dgate_up, ddown), (dx_RD, dweight_RA) = _walk(
-        options.chunk, chunk, totals, (x_RD, weight_RA, expert_RA, dy_RD)
+    (dgate_up, ddown), (dx_RD, dweight_RA), _ = _walk(
+        options.chunk, chunk, totals, (x_RD, weight_RA, expert_RA, dy_RD), kept
     )
     return dx_RD, dweight_RA, None, dgate_up.astype(gate_up.dtype), ddown.astype(down.dtype)
 
@@ -203,15 +243,26 @@ def _experts_backward(options, inputs, dy_RD):
 _experts.defvjp(_experts_forward, _experts_backward)
 
 
-def _walk(size, step, carry, arrays):
+def _walk(size, step, carry, arrays, kept=()):
     """Runs `jax.lax.scan` of `step` over chunks of `size` rows of `arrays`; a single call of `step`
-    if there is only one chunk. Returns (the last carry, outputs with the chunks joined).
+    if there is only one chunk.
+
+    Args:
+      step: function (carry, the chunk's rows of `arrays`, the chunk's entry of `kept`) → (carry,
+        (outputs, kept for the backward pass)).
+      kept: what the steps of the forward pass kept, with an axis of chunks if there are several.
+
+    Returns:
+      (the last carry, outputs with the chunks joined, what the steps kept).
     """
     if arrays[0].shape[0] == size:
-        return step(carry, arrays)
+        carry, (outputs, kept) = step(carry, arrays, kept)
+        return carry, outputs, kept
     chunks = jax.tree.map(lambda a: a.reshape(-1, size, *a.shape[1:]), arrays)
-    carry, outputs = jax.lax.scan(step, carry, chunks)
-    return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs)
+    carry, (outputs, kept) = jax.lax.scan(
+        lambda carry, inputs: step(carry, *inputs), carry, (chunks, kept)
+    )
+    return carry, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), outputs), kept
 
 
 def _zeros_wide(w):
@@ -233,22 +284,35 @@ class _LocalExperts:
     """Computes a chunk of tokens with this device's experts, without an exchange. It calls
     `options.form` or, by default, `routed_experts`, in which choices of experts on other devices
     contribute 0.
+
+    `forward` returns the result of the chunk and a list of `Kept`, which `backward` takes; so do
+    the other two classes.
     """
 
     def __init__(self, options: _Options, expert_RA, experts: int):
         self.expert = expert_RA
         self.form = options.form
         self.capacity = options.capacity or expert_RA.size
+        self.keep_hidden = options.keep_hidden
 
     def forward(self, x, weight, gate_up, down):
         if self.form:
-            return self.form(x, weight, self.expert, gate_up, down)
-        return routed_experts(x, weight, self.expert, gate_up, down, capacity=self.capacity)
+            return self.form(x, weight, self.expert, gate_up, down), []
+        y, kept = routed_experts(
+            x,
+            weight,
+            self.expert,
+            gate_up,
+            down,
+            capacity=self.capacity,
+            keep_hidden=self.keep_hidden,
+        )
+        return y, [kept]
 
-    def backward(self, x, weight, gate_up, down, dy):
+    def backward(self, x, weight, gate_up, down, dy, kept):
         if not self.form:
             return routed_experts_gradients(
-                x, weight, self.expert, gate_up, down, dy, capacity=self.capacity
+                x, weight, self.expert, gate_up, down, dy, capacity=self.capacity, kept=kept[0]
             )
         form = lambda x, weight, *w: self.form(x, weight, self.expert, *w)
         _, pullback = jax.vjp(form, x, weight, gate_up, down)
@@ -283,30 +347,48 @@ class _AllGatherExperts:
         self.chunks = overlap_chunks(*expert_RA.shape, experts)
         self.capacity = _capacity(expert_RA.size // self.chunks)
         self.expert_RA = expert_RA
-        self.first = jax.lax.axis_index(self.axis) * experts
+        self.experts = experts
+        self.keep_hidden = options.keep_hidden
 
     def forward(self, x, weight, gate_up, down):
-        def step(_, expert, x, weight):
-            return (), [routed_experts(x, weight, expert, gate_up, down, capacity=self.capacity)]
+        first = jax.lax.axis_index(self.axis) * self.experts
 
-        return self._each_chunk(step, x, weight)[1][0]
-
-    def backward(self, x, weight, gate_up, down, dy):
-        def step(dw, expert, x, weight, dy):
-            dx, dweight, *dw = routed_experts_gradients(
-                x, weight, expert, gate_up, down, dy, *dw, capacity=self.capacity
+        def step(kept, expert, x, weight):
+            y, more = routed_experts(
+                x,
+                weight,
+                expert - first,
+                gate_up,
+                down,
+                capacity=self.capacity,
+                keep_hidden=self.keep_hidden,
             )
-            return dw, [dx, dweight]
+            return [*kept, more], [y]
 
-        dw, (dx, dweight) = self._each_chunk(step, x, weight, dy, back=True)
+        kept, (y,) = self._each_chunk(step, [], self.expert_RA, x, weight)
+        return y, kept
+
+    def backward(self, x, weight, gate_up, down, dy, kept):
+        shards = jax.lax.axis_size(self.axis)
+        of_chunk = (weight.shape[0] // self.chunks * shards, weight.shape[1])
+        weight = jax.ShapeDtypeStruct(of_chunk, weight.dtype)
+
+        def step(carry, x, dy):
+            dw, (*kept, last) = carry
+            dx, dweight, *dw = routed_experts_gradients(
+                x, weight, None, gate_up, down, dy, *dw, capacity=self.capacity, kept=last
+            )
+            return (dw, kept), [dx, dweight]
+
+        (dw, _), (dx, dweight) = self._each_chunk(step, ((), kept), x, dy, back=True)
         return dx, dweight, *dw
 
-    def _each_chunk(self, step, *arrays, back: bool = False):
+    def _each_chunk(self, step, carry, *arrays, back: bool = False):
         """Runs a step on each chunk, with the gathered rows of all shards.
 
         Args:
-          step: function (carry, expert numbers, *rows) → (carry, [this shard's contributions to
-            each row]).
+          step: function (carry, *rows) → (carry, [this shard's contributions to each row]).
+          carry: the first carry.
           arrays: arrays of this shard's tokens, [R, …]. Their chunks are gathered.
           back: whether to go from the last chunk to the first. The backward pass does, because the
             gradients of the last rows come back first (`model.row_groups`).
@@ -315,20 +397,18 @@ class _AllGatherExperts:
           The last carry; the contributions of all shards, summed, for this shard's tokens.
         """
         gathered = [
-            [_gather(part, self.axis) for part in jnp.split(array, self.chunks)]
-            for array in (self.expert_RA, *arrays)
+            [_gather(part, self.axis) for part in jnp.split(array, self.chunks)] for array in arrays
         ]
         chunks = list(zip(*gathered))
         if back:
             chunks.reverse()
-        carry = ()
         parts = []
-        for expert, *rows in chunks:
+        for rows in chunks:
             # The barrier lets a chunk's rows be used only after the chunk before is computed. Until
             # then the rows travel.
             if parts:
                 rows, parts[-1] = jax.lax.optimization_barrier((rows, parts[-1]))
-            carry, part = step(carry, expert - self.first, *rows)
+            carry, part = step(carry, *rows)
             parts.append(part)
         if back:
             parts.reverse()
@@ -396,14 +476,14 @@ class _AllToAllExperts:
 
         def a_round(low, size, y_QD):
             (x_P, weight_P), expert_P = self._receive(low, size, rows)
-            y_PD = routed_experts(
+            y_PD, _ = routed_experts(
                 x_P, weight_P[:, None], expert_P[:, None], gate_up, down, capacity=size
             )
             return self._return(low, y_PD, y_QD)
 
-        return self._collect(self._rounds(a_round, jnp.zeros_like(rows[0])))
+        return self._collect(self._rounds(a_round, jnp.zeros_like(rows[0]))), []
 
-    def backward(self, x, weight, gate_up, down, dy):
+    def backward(self, x, weight, gate_up, down, dy, kept):
         rows = x[self.token_Q], weight.reshape(-1)[self.order_Q], dy[self.token_Q]
 
         def a_round(low, size, carry):

@@ -28,7 +28,7 @@ from qwen3next_jax.model.layer_stack import run_layers
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.multi_token_prediction import targets_in_document
 from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
-from qwen3next_jax.model.remat import rematerialized
+from qwen3next_jax.model.remat import keeps_hidden, rematerialized
 from qwen3next_jax.model.routing import check_routing_shape, stack_routing
 from qwen3next_jax.ops import linear_cross_entropy
 from qwen3next_jax.sharding.rules import (
@@ -254,6 +254,7 @@ class Qwen3Next(nnx.Module):
             if remat == "none" and results_are_named and embedded.dtype.itemsize < 4
             else remat
         )
+        context = context._replace(keep_hidden=keeps_hidden(remat))
         entered = self._enter(embedded, context.positions)
         x, per_layer, _ = run_layers(
             self.layers,

@@ -50,6 +50,8 @@ class Context(NamedTuple):
     expert_ids: [B, T, A] int16, the experts that the tokens of this layer use in place of the ones
       that the router would choose; -1: the router chooses. None: it chooses for all tokens.
     record_routing: whether a mixture of experts adds "expert_ids" to its auxiliary outputs.
+    keep_hidden: whether the remat policy saves the hidden layer of the routed experts
+      (`remat.keeps_hidden`).
     """
 
     positions: jax.Array
@@ -66,6 +68,7 @@ class Context(NamedTuple):
     count_required_bias: bool = False
     expert_ids: jax.Array | None = None
     record_routing: bool = False
+    keep_hidden: bool = False
 
     @property
     def time_axis(self) -> str | None:

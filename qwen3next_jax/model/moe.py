@@ -148,6 +148,7 @@ class SparseMoE(nnx.Module):
                 stored,
                 layer,
                 context.count_required_bias,
+                context.keep_hidden,
             ),
             mesh,
             (tokens, specs, tokens, tokens, P()),
@@ -222,6 +223,7 @@ def _routed_experts(
     stored: _Weights,
     layer: jax.Array | int | None,
     counts_required_bias: bool,
+    keep_hidden: bool,
     xs_BTD: Sequence[jax.Array],
     weights: _Weights,
     stats_masks: Sequence[jax.Array | None],
@@ -237,6 +239,7 @@ def _routed_experts(
       stored: (declaration, shape) of each of `weights`.
       layer: if `weights` holds all layers of a stack, the number of the layer in it; else None.
       counts_required_bias: as `Context.count_required_bias`.
+      keep_hidden: as `Context.keep_hidden`.
       xs_BTD: the rows of each group.
       weights: this device's shards of the weights.
       stats_masks: for each group the mask of the tokens that count.
@@ -295,7 +298,14 @@ def _routed_experts(
         logits.append(logits_RE.reshape(*x_BTD.shape[:2], -1))
         expert_ids.append(expert_RA.astype(jnp.int16).reshape(*x_BTD.shape[:2], -1))
 
-    run = form(mesh, dtype, in_tiles=in_tiles, few_tokens=few_tokens, layer=layer)
+    run = form(
+        mesh,
+        dtype,
+        in_tiles=in_tiles,
+        few_tokens=few_tokens,
+        layer=layer,
+        keep_hidden=keep_hidden,
+    )
     x_RD, weight_RA, expert_RA = map(jnp.concatenate, zip(*choices))
     y_RD = run(x_RD, weight_RA, expert_RA, *weights.experts)
     statistics = jax.tree.map(lambda first, *more: sum(more, first), *statistics)

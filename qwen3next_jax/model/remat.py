@@ -1,14 +1,14 @@
 """The policies of the setting `train.remat`. A policy says which results the forward pass saves for
 the backward pass. The backward pass computes the other results again. Beside the policies with a
-name, "keep=… offload=…" saves the parts of a block that it lists, and the block's input
-(`config/remat.py`).
+name, "keep=… offload=…" saves the parts of a block that it lists, and the block's input, or what a
+policy saves whose name stands before it (`config/remat.py`).
 
 none      saves every result that the backward pass needs. In bfloat16 it is replaced by "kept" if
           all mixers and MLPs of the model mark their results with `ops.blocks.save_for_backward`
 kept      saves the results that `ops.blocks.save_for_backward` marks: the results of matrix
           products and operators
-block     saves each block's input, the outputs of attention and the router's choices, which are
-          small for the time that it takes to compute them
+block     saves each block's input, the outputs of attention, the router's choices and their order
+          by expert, which are small for the time that it takes to compute them
 full      saves each block's input, and nothing else
 dots      saves what "block" saves, the results of projections and dense MLPs, the router's logits,
           and the tokens that expert parallelism gathered, if they are gathered in one chunk
@@ -26,12 +26,22 @@ from qwen3next_jax.config.remat import PARTS, parse_remat
 from qwen3next_jax.ops.blocks import SAVED
 
 
+def keeps_hidden(policy: str) -> bool:
+    """Returns whether a policy saves the hidden layer of the routed experts. If it does not, their
+    backward pass computes this layer itself (`Context.keep_hidden`).
+    """
+    if policy in ("none", "kept"):
+        return True
+    saved = parse_remat(policy)
+    return "experts" in saved.keep | saved.offload
+
+
 def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callable:
     """Wraps `block` so that its backward pass follows a policy.
 
     Args:
       block: function (params, x, …).
-      policy: name of the policy, or "keep=… offload=…".
+      policy: name of the policy, or "keep=… offload=…", alone or behind a name.
       looped: whether `block` is called in the body of a scan. There XLA cannot merge the
         recomputation with the forward pass, so `jax.checkpoint` needs no barrier against that
         (`prevent_cse`).
@@ -49,20 +59,18 @@ def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callab
     def is_top_k(primitive, *_, **__):
         return primitive is jax.lax.top_k_p
 
-    small = both(names("attention"), is_top_k)
-    with_rows = both(small, names("rows"))
-    kept = both(is_top_k, names(SAVED, *PARTS))
-    dots = both(with_rows, policies.dots_with_no_batch_dims_saveable)
+    small = both(names("attention", "router"), is_top_k)
     by_name = {
-        "none": lambda: block,
-        "kept": lambda: checkpoint(block, policy=kept),
-        "block": lambda: checkpoint(block, policy=small),
-        "full": lambda: checkpoint(block),
-        "dots": lambda: checkpoint(block, policy=dots),
+        "kept": both(is_top_k, names(SAVED, *PARTS)),
+        "block": small,
+        "full": policies.nothing_saveable,
+        "dots": both(both(small, names("rows")), policies.dots_with_no_batch_dims_saveable),
     }
+    if policy == "none":
+        return block
     if policy in by_name:
-        return by_name[policy]()
-    keep, offload = parse_remat("offload=input" if policy == "offload" else policy)
+        return checkpoint(block, policy=by_name[policy])
+    before, keep, offload = parse_remat("offload=input" if policy == "offload" else policy)
     listed = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=list(keep),
         names_which_can_be_offloaded=list(offload),
@@ -71,8 +79,10 @@ def rematerialized(block: Callable, policy: str, looped: bool = False) -> Callab
     )
 
     def saved(primitive, *args, **settings):
-        if primitive is jax.lax.top_k_p:
-            return "router" in keep
-        return listed(primitive, *args, **settings)
+        if primitive is jax.lax.top_k_p and "router" in keep:
+            return True
+        if settings.get("name") in keep | offload:
+            return listed(primitive, *args, **settings)
+        return by_name[before](primitive, *args, **settings)
 
     return checkpoint(named, policy=saved)

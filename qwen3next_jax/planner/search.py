@@ -5,6 +5,7 @@ The formulas are rough: they leave out what the compiler adds or saves. The rank
 which combinations are worth compiling.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -15,22 +16,36 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import MESH_AXES, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.config import (
+    MESH_AXES,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
-from qwen3next_jax.model.expert_parallelism import GATHERED_SHARDS, overlap_chunks
+from qwen3next_jax.model.expert_parallelism import (
+    CAPACITY_FACTOR,
+    GATHERED_SHARDS,
+    overlap_chunks,
+)
 from qwen3next_jax.model.flops import forward_flops_per_token, parameter_counts
+from qwen3next_jax.model.remat import keeps_hidden
 from qwen3next_jax.planner.between_slices import (
     DENSE_EFFICIENCY,
     GROUPED_EFFICIENCY,
     crossing_bytes,
     crossing_seconds,
 )
-from qwen3next_jax.planner.calibrated import rates_of
+from qwen3next_jax.planner.calibrated import rates_of, shared_seconds
+from qwen3next_jax.planner.compiled import Collective
 from qwen3next_jax.planner.ideal import layer_bytes
 from qwen3next_jax.planner.planning import check_expert_exchange
+from qwen3next_jax.planner.roofline import Network
 from qwen3next_jax.planner.topology import Topology
-from qwen3next_jax.sharding.mesh import check_divides, mesh_text
+from qwen3next_jax.sharding.mesh import check_divides, make_mesh, mesh_text
 
 MICRO_BATCHES = (1, 2, 4, 8)
 # The collectives of one layer in a pass over one micro-batch: the released model's step of 48
@@ -43,9 +58,23 @@ LONG_ROWS = 32_768
 # {value of `train.remat`: the share of the forward pass that the backward pass computes again}. The
 # FLOPs of the experts and of the heads do not count in this share. "full" also computes attention
 # again, for which a tenth stands.
-RECOMPUTED = {"none": 0.0, "dots": 0.2, "block": 1.0, "full": 1.1, "offload": 1.0}
+RECOMPUTED = {
+    "none": 0.0,
+    "dots keep=experts": 0.2,
+    "dots": 0.2,
+    "block": 1.0,
+    "full": 1.1,
+    "offload": 1.0,
+}
 # The share of the network's time that overlaps with compute (docs/notes/2026-11-23-pod-step.md).
 OVERLAPPED = 0.5
+# The share of an expert's forward FLOPs that its backward pass computes again, unless the remat
+# policy keeps the hidden layer: gate and up, two of the three products.
+EXPERTS_RECOMPUTED = 2 / 3
+# Muon holds this many float32 copies of the matrices while it updates them: the momentum that it
+# orthogonalises, the stacks of matrices before and after they move to other devices, and the
+# iterations' result.
+MUON_COPIES = 4
 # How often a saved activation is read from or written to HBM. The scan over layers reads and writes
 # it once when it stores it in the array of all layers, and once when it takes it out.
 STACK_MOVES = 4
@@ -100,6 +129,7 @@ def rank_candidates(
     fixed: Mapping[str, int] | None = None,
     rows: Sequence[int] = (),
     parallel: ParallelConfig = ParallelConfig(),
+    optimizer: OptimizerConfig = OptimizerConfig(),
 ) -> list[Candidate]:
     """Ranks every combination of mesh, batch size, remat policy and number of micro-batches.
 
@@ -117,6 +147,7 @@ def rank_candidates(
       parallel: what slices exchange, and whether they share the optimizer's state; its mesh does
         not count.
       rows: batch sizes to choose from; () means the batch size of `train`.
+      optimizer: the optimizer, whose state takes memory.
     """
     found = []
     for batch in rows or (train.batch_size,):
@@ -129,7 +160,7 @@ def rank_candidates(
                 settings = dataclasses.replace(
                     of_batch, remat=remat, gradient_accumulation=micro_batches
                 )
-                estimate = _estimate(model, settings, mesh, topology, parallel)
+                estimate = _estimate(model, settings, mesh, topology, parallel, optimizer)
                 tried.append(Candidate(settings, mesh, *estimate))
             fitting = [c for c in tried if not c.reason]
             found += sorted(fitting, key=lambda c: c.seconds)[:1]
@@ -189,6 +220,7 @@ def _estimate(
     mesh: MeshConfig,
     topology: Topology,
     parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
 ) -> tuple[float, float, str]:
     """Returns (bytes, seconds, reason) of a `Candidate`."""
     sizes = dataclasses.asdict(mesh)
@@ -203,7 +235,7 @@ def _estimate(
         check_expert_exchange(sizes, topology)
     except UserError as error:
         return float("inf"), float("inf"), str(error)
-    size = estimated_bytes(model, train, mesh, parallel)
+    size = estimated_bytes(model, train, mesh, parallel, optimizer)
     seconds = estimated_seconds(model, train, mesh, topology)
     if mesh.slice > 1:
         # The estimate assumes that nothing overlaps with this.
@@ -219,23 +251,40 @@ def estimated_bytes(
     train: TrainConfig,
     mesh: MeshConfig,
     parallel: ParallelConfig = ParallelConfig(),
+    optimizer: OptimizerConfig = OptimizerConfig(),
 ) -> float:
-    """Returns the estimated bytes of HBM that one device needs. They are the sum of five parts: the
-    parameters with the optimizer's state; their gradients; the saved activations; the gathered
+    """Returns the estimated bytes of HBM that one device needs: the parameters with the optimizer's
+    state and the gradients, and what is needed beside them either by the forward and backward pass
+    or, if that is more, by the update with Muon. The pass needs the saved activations; the gathered
     embedding and head with their gradients; and the arrays that are needed while one period of
     layers is computed, which are its gathered weights and the activations of one layer.
     """
     tokens = _micro_batch_tokens(train, mesh)
-    # In float32: the parameter, the optimizer's two moments, the gradient, and, with several
+    in_moments, in_update = _optimizer_bytes(m, optimizer)
+    # In float32: the parameter, the optimizer's moments, the gradient, and, with several
     # micro-batches, the sum of the gradients.
-    moments = 8 / (mesh.slice if parallel.slice_state == "sharded" else 1)
+    moments = in_moments / (mesh.slice if parallel.slice_state == "sharded" else 1)
     state = (8 + moments + 4 * (train.gradient_accumulation > 1)) * _stored(m, mesh)
     # Two copies in float32 that are split over the axis `tensor`, and two copies in bfloat16 that
     # are not split.
     embedding_and_head = m.vocab_size * m.hidden_size * (8 / mesh.tensor + 4)
     saved = 0.0 if train.remat == "offload" else _saved_bytes(m, train, mesh)
     weights = 2 * _gathered(m, mesh) / m.num_hidden_layers * len(m.stacks)
-    return state + saved + embedding_and_head + 3 * weights + 2 * layer_bytes(m) * tokens
+    one_pass = saved + embedding_and_head + 3 * weights + 2 * layer_bytes(m) * tokens
+    return state + max(one_pass, in_update * _stored(m, mesh))
+
+
+@functools.cache
+def _optimizer_bytes(m: ModelConfig, optimizer: OptimizerConfig) -> tuple[float, float]:
+    """Returns the float32 bytes of a parameter, on average over the model, that an optimizer keeps
+    (its moments), and that it needs during its update. AdamW has two moments. Muon has one for each
+    matrix, and AdamW's two for all other parameters.
+    """
+    if optimizer.name != "muon":
+        return 8.0, 0.0
+    matrices = sum(p.size for p in declared(m).values() if p.kind == "matrix")
+    share = matrices / _counts(m).total
+    return 8.0 - 4.0 * share, 4.0 * MUON_COPIES * share
 
 
 def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
@@ -246,10 +295,14 @@ def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
     operands = layer_bytes(m, experts=False)  # of a token in one layer, without its MLP
     # The gathered rows are saved only if the experts gather all rows at once.
     rows = 2 * m.hidden_size * mesh.expert * _gathers_at_once(m, train, mesh)
+    # Gate and up of every row for which the experts have room.
+    width = 2 * m.moe_intermediate_size * m.num_experts_per_tok if m.has_experts else 0
+    hidden = 2 * width * CAPACITY_FACTOR / mesh.tensor
     attention_layers = sum("attention" in name for name in m.mixers)
     attention = 2 * m.num_attention_heads * m.head_dim * attention_layers / m.num_hidden_layers
     per_token = {
-        "none": operands + rows,
+        "none": operands + rows + hidden,
+        "dots keep=experts": operands / 2 + rows + hidden,
         "dots": operands / 2 + rows,
         "block": 2 * m.hidden_size + attention,
         "full": 2 * m.hidden_size,
@@ -279,8 +332,8 @@ def estimated_seconds(
     """Returns the estimated seconds of a step. They are the sum of three times: the time of the
     matrix products at realistic rates, the time of writing and reading the saved activations, and
     the time of the network traffic that does not overlap with compute. If the time of all network
-    traffic is longer than this sum, the step takes that time. The estimate assumes that each mesh
-    axis lies along one dimension of the torus.
+    traffic is longer than this sum, the step takes that time. Traffic takes the links that the mesh
+    axes have on the torus (`roofline.Network`); axes that lie along the same dimension share them.
     """
     chip = topology.chip
     tokens = _micro_batch_tokens(train, mesh)
@@ -293,7 +346,8 @@ def estimated_seconds(
     passes = 3 + (micro_batches > 1)
     recomputed = RECOMPUTED[train.remat] * (dense - heads)
     products = (dense * passes + recomputed) / DENSE_EFFICIENCY
-    products += grouped * passes / GROUPED_EFFICIENCY
+    of_experts = passes + (0 if keeps_hidden(train.remat) else EXPERTS_RECOMPUTED)
+    products += grouped * of_experts / GROUPED_EFFICIENCY
     compute = products * tokens * micro_batches / mesh.tensor / chip.device_flops
     saved = micro_batches * STACK_MOVES * _saved_bytes(m, train, mesh)
     hbm = saved / (chip.hbm_bandwidth / chip.devices_per_chip)
@@ -303,15 +357,31 @@ def estimated_seconds(
     # gathers them again), and the gradients are reduce-scattered once.
     weights = micro_batches * 2 * _gathered(m, mesh) * (2 if train.remat == "none" else 3)
     layers, hidden = m.num_hidden_layers, 2 * m.hidden_size * tokens * micro_batches
-    saves_rows = train.remat in ("none", "dots") and _gathers_at_once(m, train, mesh)
+    saves_rows = train.remat in ("none", "dots", "dots keep=experts") and _gathers_at_once(
+        m, train, mesh
+    )
     exchanges = 4 if saves_rows else 5
     experts = exchanges * layers * hidden * (mesh.expert - 1) if m.has_experts else 0
     tensor = 8 * layers * hidden * (mesh.tensor - 1) / mesh.tensor
-    sent = weights + experts + tensor
+    # A weight is gathered over several axes, the longest last, which sends the most.
+    longest = max(("data", "context", "expert"), key=lambda axis: getattr(mesh, axis))
+    sent = [(longest, weights), ("expert", experts), ("tensor", tensor)]
+    links = _network(topology, mesh)
+    seconds = collections.Counter()
+    for axis, size in sent:
+        gather = Collective("all-gather", (axis,), getattr(mesh, axis), size, 1)
+        seconds[(axis,)] += links.seconds(gather, None)
     rates = rates_of(chip)
-    network = sent / (2 * chip.link_bandwidth * rates.link_share / chip.devices_per_chip)
+    network = shared_seconds(links, seconds) / rates.link_share
     network += rates.collective_start * COLLECTIVES_PER_LAYER * layers * micro_batches
     return max(compute + hbm + (1 - OVERLAPPED) * network, network)
+
+
+@functools.cache
+def _network(topology: Topology, mesh: MeshConfig) -> Network:
+    """Returns the links on which the axes of a mesh send."""
+    placed = make_mesh(ParallelConfig(mesh=mesh), topology.devices)
+    return Network(placed, topology.chip, topology.shape)
 
 
 def _devices(mesh: MeshConfig) -> int:

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import types
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,15 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from qwen3next_jax.config.remat import POLICIES
 from qwen3next_jax.model.layer_stack import UNROLLED
 from qwen3next_jax.planner import planning, subprocess_plan, topology
 from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
@@ -101,13 +108,13 @@ def test_a_size_that_is_no_number():
 
 def test_a_figure_that_does_not_exist():
     done = subprocess.run(
-        [sys.executable, "benchmarks/planner_figures.py", "--compile=v5e_16x16,typo"],
+        [sys.executable, "benchmarks/planner_figures.py", "--compile=v6e_16x16_default,typo"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    assert done.returncode == 2 and "no point typo; known: all, v5p_8x8x8" in done.stderr
+    assert done.returncode == 2 and "no point typo; known: all, v5p_8x8x8_default" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -571,7 +578,7 @@ def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
     assert any("GiB of 31 GiB" in c.reason for c in found) and any(
         "does not divide" in c.reason for c in found
     )
-    assert set(RECOMPUTED) == set(typing.get_args(typing.get_type_hints(TrainConfig)["remat"]))
+    assert set(RECOMPUTED) == {*POLICIES, "dots keep=experts"}
     on_v5e = rank_candidates(
         ModelConfig(),
         TrainConfig(batch_size=256, sequence_length=4096),
@@ -610,6 +617,18 @@ def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
             sizes
         )
     assert all(c.sizes["context"] == 1 for c in found)
+    # Half of a dimension of the torus is a line: a byte takes twice as long as on the whole ring.
+    v5p = topology.describe_topology("v5p:8x8x8")
+    train = TrainConfig(batch_size=2048, sequence_length=4096, remat="dots")
+    of_8, of_4 = (MeshConfig(1, 512 // n, n) for n in (8, 4))
+    assert estimated_seconds(ModelConfig(), train, of_8, v5p) < estimated_seconds(
+        ModelConfig(), train, of_4, v5p
+    )
+    # Muon has one moment for each matrix; nearly all of the model are matrices.
+    muon = estimated_bytes(
+        ModelConfig(), train, of_8, optimizer=OptimizerConfig(name="muon")
+    ) - estimated_bytes(ModelConfig(), train, of_8)
+    assert -4 < muon / (81_324_862_720 / 512) < -3.9
     # Nobody would train 81 B parameters without recomputation on 32 GB chips in one piece.
     assert all(c.train.remat != "none" for c in fitting[:3])
 

@@ -22,7 +22,7 @@ from qwen3next_jax.model import expert_parallelism as exchange
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.moe import SparseMoE
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.remat import rematerialized
+from qwen3next_jax.model.remat import keeps_hidden, rematerialized
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.runs.checkpoint import Checkpoints
@@ -226,14 +226,17 @@ def test_axes_that_do_not_divide(mesh, model, train, message):
 # ---- experts
 
 
-def _outputs_and_gradients(mesh, x, weight, expert, gate_up, down):
+def _outputs_and_gradients(mesh, x, weight, expert, gate_up, down, keep_hidden=False):
     """(output of the experts, its four gradients): expert parallel on `mesh`; None: one device."""
     if mesh is None:
         moe = expert_forms.sorted_moe
     else:
         rows, experts = P(("data", "expert")), P("expert")
         moe = functools.partial(
-            exchange.expert_parallel_moe, axis="expert", axes=("data", "expert")
+            exchange.expert_parallel_moe,
+            axis="expert",
+            axes=("data", "expert"),
+            keep_hidden=keep_hidden,
         )
         moe = per_shard(moe, mesh, (rows, rows, rows, experts, experts), rows)
     y, pullback = jax.vjp(lambda x, w, g, d: moe(x, w, expert, g, d), x, weight, gate_up, down)
@@ -241,16 +244,16 @@ def _outputs_and_gradients(mesh, x, weight, expert, gate_up, down):
 
 
 @pytest.mark.parametrize(
-    "gathered_shards, chunk_bytes, overlap_rows",
-    [(8, 2048, 16), (8, 2**29, 512), (1, 4096, 512)],
+    "gathered_shards, chunk_bytes, overlap_rows, keep_hidden",
+    [(8, 2048, 16, True), (8, 2**29, 512, False), (1, 4096, 512, False)],
     ids=("gathered", "at once", "exchanged"),
 )
 def test_split_experts_are_exact_at_any_imbalance(
-    gathered_shards, chunk_bytes, overlap_rows, monkeypatch
+    gathered_shards, chunk_bytes, overlap_rows, keep_hidden, monkeypatch
 ):
     """Three kinds of choices: balanced; all on one shard, beyond its capacity; a shard and an
     expert without choices. The tokens go through the experts in chunks (the gathered ones in two
-    overlapping halves), or all at once.
+    overlapping halves, whose hidden layers are kept), or all at once.
     """
     monkeypatch.setattr(exchange, "GATHERED_SHARDS", gathered_shards)
     monkeypatch.setattr(exchange, "CHUNK_BYTES", chunk_bytes)
@@ -262,7 +265,9 @@ def test_split_experts_are_exact_at_any_imbalance(
         for s in ((512, 16), (8, 16, 2, 12), (8, 12, 16))
     )
     weight = jnp.asarray(rng.random((512, 2)), jnp.float32)
-    run = jax.jit(functools.partial(_outputs_and_gradients, _mesh(data=2, expert=4)))
+    run = jax.jit(
+        functools.partial(_outputs_and_gradients, _mesh(data=2, expert=4), keep_hidden=keep_hidden)
+    )
     run_on_one_device = jax.jit(functools.partial(_outputs_and_gradients, None))
     for choices in (
         rng.permuted(np.tile(np.arange(8), (512, 1)), axis=1)[:, :2],
@@ -418,15 +423,29 @@ def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
     assert saved == expected[policy]
 
 
-@pytest.mark.parametrize("policy, gathers", [("block", 3), ("dots", 2), ("kept", 2)])
-def test_rows_gathered_at_once_are_gathered_again_by_block_alone(policy, gathers):
-    """The rows of x are gathered forward, those of dy backward, and, under "block", those of x
-    again backward: 128 rows of 8 shards.
+@pytest.mark.parametrize(
+    "policy, gathers, sorts, hidden",
+    [
+        ("full", 3, 2, False),
+        ("block", 3, 1, False),
+        ("dots", 2, 1, False),
+        ("dots keep=experts", 2, 1, True),
+    ],
+)
+def test_a_policy_decides_what_of_the_experts_is_computed_again(policy, gathers, sorts, hidden):
+    """The rows of x are gathered forward, those of dy backward, and, under "full" and "block",
+    those of x again backward: 128 rows of 8 shards. The choices are sorted forward, and under
+    "full" again backward. The hidden layer, 24 wide, is saved under "dots keep=experts" alone.
     """
     x, weight, gate_up, down = (
         jnp.ones(s) for s in ((128, 16), (128, 2), (8, 16, 2, 12), (8, 12, 16))
     )
-    f = functools.partial(exchange.expert_parallel_moe, axis="expert", axes=("expert",))
+    f = functools.partial(
+        exchange.expert_parallel_moe,
+        axis="expert",
+        axes=("expert",),
+        keep_hidden=keeps_hidden(policy),
+    )
     split = P("expert")
     layer = per_shard(
         lambda w, x: f(x, weight[:16], jnp.zeros((16, 2), jnp.int32), *w),
@@ -434,12 +453,14 @@ def test_rows_gathered_at_once_are_gathered_again_by_block_alone(policy, gathers
         (split, split),
         split,
     )
-    gradient = jax.make_jaxpr(
-        jax.grad(lambda w, x: jnp.sum(rematerialized(layer, policy)(w, x) ** 2))
-    )((gate_up, down), x)
-    lines = [
-        line
-        for line in gradient.pretty_print(use_color=False).splitlines()
-        if "f32[128,16]" in line.split(" = ")[0]
-    ]
-    assert sum(" = all_gather[" in line for line in lines) == gathers
+    block = rematerialized(layer, policy)
+    gradient = jax.make_jaxpr(jax.grad(lambda w, x: jnp.sum(block(w, x) ** 2)))((gate_up, down), x)
+    lines = gradient.pretty_print(use_color=False).splitlines()
+
+    def count(operation, result):
+        return sum(f"{result} = {operation}[" in line for line in lines)
+
+    assert count("all_gather", "f32[128,16]") == gathers
+    assert sum(" = sort[" in line and "i32[784]" in line for line in lines) == sorts
+    _, pullback = jax.eval_shape(lambda w, x: jax.vjp(block, w, x), (gate_up, down), x)
+    assert any(leaf.shape[-1:] == (24,) for leaf in jax.tree.leaves(pullback)) == hidden

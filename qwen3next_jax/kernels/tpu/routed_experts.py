@@ -120,7 +120,17 @@ def _call(
 # ---- the SwiGLU experts
 
 
-def mlp(x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, *, interpret: bool = False):
+def mlp(
+    x_PD,
+    weight_P,
+    gate_up_EDF,
+    down_EID,
+    expert_T,
+    used,
+    *,
+    keep_hidden: bool = False,
+    interpret: bool = False,
+):
     """Returns y [P, D] with y_p = (weight_p · silu(x_p gate) · (x_p up)) down, where gate, up and
     down are the matrices of the expert of row p's tile. In the tiles with an index of `used` or
     more, y is zero.
@@ -132,21 +142,29 @@ def mlp(x_PD, weight_P, gate_up_EDF, down_EID, expert_T, used, *, interpret: boo
       down_EID: [E, I, D], the down matrices.
       expert_T: [T] int32, the expert of each tile, ascending.
       used: [1] int32, the number of tiles that hold rows.
+      keep_hidden: whether to return also the hidden layer x_p (gate, up), [P, F], for
+        `mlp_gradients`. It is undefined in the tiles with an index of `used` or more.
       interpret: whether a CPU interprets the kernel.
+
+    Returns:
+      (y, the hidden layer or None).
     """
     spec = _Specs(x_PD, gate_up_EDF, down_EID, expert_T)
-    return _call(
+    shape = lambda width: jax.ShapeDtypeStruct((x_PD.shape[0], width), x_PD.dtype)
+    widths = (spec.d, spec.f) if keep_hidden else (spec.d,)
+    y, *hidden = _call(
         _expert_forward,
         (expert_T, used),
         (x_PD, weight_P[:, None], gate_up_EDF, down_EID),
         (spec.rows(spec.d), spec.rows(1), spec.gate_up, spec.down),
-        (jax.ShapeDtypeStruct(x_PD.shape, x_PD.dtype),),
-        (spec.written(spec.d),),
-        (spec.tiles,),
-        ("parallel",),
+        [shape(width) for width in widths],
+        [spec.written(width) for width in widths],
+        spec.grid,
+        spec.semantics,
         flops=3 * spec.flops,
         interpret=interpret,
-    )[0]
+    )
+    return y, hidden[0] if hidden else None
 
 
 def mlp_gradients(
@@ -156,6 +174,7 @@ def mlp_gradients(
     down_EID,
     expert_T,
     used,
+    hidden_PF,
     dy_PD,
     *dw_before,
     interpret: bool = False,
@@ -164,6 +183,7 @@ def mlp_gradients(
     arguments have the same meaning as in `mlp`.
 
     Args:
+      hidden_PF: the hidden layer that `mlp` returned; None: it is computed again.
       dw_before: nothing, or two arrays: earlier gradients of gate_up and down, to which the
         gradients of this call are added. Without them, the gradients of an expert that has no tile
         are undefined.
@@ -174,11 +194,18 @@ def mlp_gradients(
     """
     spec = _Specs(x_PD, gate_up_EDF, down_EID, expert_T)
     p, shape = x_PD.shape[0], jax.ShapeDtypeStruct
+    known = hidden_PF is not None
     dx, dweight, dhidden, activation = _call(
-        _expert_backward_rows,
+        _expert_backward_rows_known if known else _expert_backward_rows,
         (expert_T, used),
-        (x_PD, weight_P[:, None], dy_PD, gate_up_EDF, down_EID),
-        (spec.rows(spec.d), spec.rows(1), spec.rows(spec.d), spec.gate_up, spec.down),
+        (hidden_PF if known else x_PD, weight_P[:, None], dy_PD, gate_up_EDF, down_EID),
+        (
+            spec.rows(spec.f if known else spec.d),
+            spec.rows(1),
+            spec.rows(spec.d),
+            spec.gate_up,
+            spec.down,
+        ),
         (
             shape((p, spec.d), x_PD.dtype),
             shape((p, 1), jnp.float32),
@@ -186,9 +213,9 @@ def mlp_gradients(
             shape((p, spec.f // 2), x_PD.dtype),
         ),
         (spec.written(spec.d), spec.written(1), spec.written(spec.f), spec.written(spec.f // 2)),
-        (spec.tiles,),
-        ("parallel",),
-        flops=5 * spec.flops,
+        spec.grid,
+        spec.semantics,
+        flops=(3 if known else 5) * spec.flops,
         interpret=interpret,
     )
     # The width D is split into one part for each core of the chip.
@@ -220,9 +247,13 @@ def mlp_gradients(
 
 
 class _Specs:
-    """The sizes of a call, and the block specifications of a tile's rows and of its expert's
-    weights. A grid step for an unused tile (index `used` or more) reads the blocks of the last used
-    tile. These blocks are in VMEM already, so nothing is copied.
+    """The sizes of a call over tiles, its grid, and the block specifications of a tile's rows and
+    of its expert's weights.
+
+    The grid has the axes (core, step of the core). Each core takes half of the used tiles, one
+    after another, and then half of the unused ones (index `used` or more), so that the cores have
+    as much to do as each other. A grid step for an unused tile reads the blocks of the core's last
+    used tile. These blocks are in VMEM already, so nothing is copied.
     """
 
     def __init__(self, x_PD, gate_up_EDF, down_EID, expert_T):
@@ -230,33 +261,64 @@ class _Specs:
         self.tiles = expert_T.shape[0]
         self.tile = x_PD.shape[0] // self.tiles
         self.flops = 2.0 * x_PD.shape[0] * self.d * self.f / 2  # of one product with `down`
+        # If the cores cannot have equally many tiles, the compiler divides them, used or not.
+        cores = chip.cores() if self.tiles % chip.cores() == 0 else 1
+        self.grid = (cores, self.tiles // cores)
+        self.semantics = ("parallel", "parallel" if cores == 1 else "arbitrary")
         self.gate_up = pl.BlockSpec(
-            (1, self.d, self.f), lambda t, e, used: (e[jnp.minimum(t, used[0] - 1)], 0, 0)
+            (1, self.d, self.f), lambda c, i, e, used: (e[self._read(c, i, used)], 0, 0)
         )
         self.down = pl.BlockSpec(
-            (1, self.f // 2, self.d), lambda t, e, used: (e[jnp.minimum(t, used[0] - 1)], 0, 0)
+            (1, self.f // 2, self.d), lambda c, i, e, used: (e[self._read(c, i, used)], 0, 0)
         )
 
     def rows(self, width):
         """Returns the block specification of an input [P, width]."""
-        return pl.BlockSpec((self.tile, width), lambda t, e, used: (jnp.minimum(t, used[0] - 1), 0))
+        return pl.BlockSpec((self.tile, width), lambda c, i, e, used: (self._read(c, i, used), 0))
 
     def written(self, width):
         """Returns the block specification of an output [P, width]."""
-        return pl.BlockSpec((self.tile, width), lambda t, e, used: (t, 0))
+        cores, steps = self.grid
+
+        def tile(c, i, used):
+            own = _own_tiles(used, cores)
+            return jnp.where(i < own, c * own + i, (cores - c - 1) * own + c * steps + i)
+
+        return pl.BlockSpec((self.tile, width), lambda c, i, e, used: (tile(c, i, used), 0))
+
+    def _read(self, core, step, used):
+        """Returns the tile that a grid step reads."""
+        own = _own_tiles(used, self.grid[0])
+        return jnp.minimum(core * own + jnp.minimum(step, own - 1), used[0] - 1)
 
 
-def _expert_forward(expert_T, used, x, weight, gate_up, down, y):
-    """Computes y of one tile."""
+def _own_tiles(used, cores: int):
+    """Returns the number of used tiles of each core. The last core may have fewer."""
+    return jax.lax.div(used[0] + (cores - 1), jnp.int32(cores))
 
-    @pl.when(pl.program_id(0) < used[0])
+
+def _has_rows(used):
+    """Returns whether the tile of this grid step is in use."""
+    core, step = pl.program_id(0), pl.program_id(1)
+    own = _own_tiles(used, pl.num_programs(0))
+    return (step < own) & (core * own + step < used[0])
+
+
+def _expert_forward(expert_T, used, x, weight, gate_up, down, y, *kept):
+    """Computes y of one tile and, if `kept` has a reference for it, the hidden layer."""
+    has_rows = _has_rows(used)
+
+    @pl.when(has_rows)
     def _():
-        gate, up = _gate_and_up(_dot(x[...], gate_up[0]))
+        hidden = _dot(x[...], gate_up[0])
+        for ref in kept:
+            ref[...] = hidden.astype(ref.dtype)
+        gate, up = _gate_and_up(hidden)
         y[...] = _dot(
             (gate * jax.nn.sigmoid(gate) * up * weight[...]).astype(x.dtype), down[0]
         ).astype(y.dtype)
 
-    @pl.when(pl.program_id(0) >= used[0])
+    @pl.when(~has_rows)
     def _():
         y[...] = jnp.zeros_like(y)
 
@@ -267,10 +329,21 @@ def _expert_backward_rows(
     """Computes for one tile the gradients of x, of the router's weights and of the hidden layer
     (gate and up), and the activation times the router's weight.
     """
+    hidden = lambda: _dot(x[...], gate_up[0])
+    _backward_rows(used, hidden, weight, dy, gate_up, down, dx, dweight, dhidden, activation)
 
-    @pl.when(pl.program_id(0) < used[0])
+
+def _expert_backward_rows_known(expert_T, used, hidden, *refs):
+    """The same, given the hidden layer."""
+    _backward_rows(used, lambda: hidden[...].astype(jnp.float32), *refs)
+
+
+def _backward_rows(used, hidden, weight, dy, gate_up, down, dx, dweight, dhidden, activation):
+    has_rows = _has_rows(used)
+
+    @pl.when(has_rows)
     def _():
-        gate, up = _gate_and_up(_dot(x[...], gate_up[0]))
+        gate, up = _gate_and_up(hidden())
         sigmoid = jax.nn.sigmoid(gate)
         swiglu = gate * sigmoid * up
         da = _dot(dy[...], down[0], _NT)
@@ -282,7 +355,7 @@ def _expert_backward_rows(
         dhidden[:, half:] = (da * gate * sigmoid).astype(dhidden.dtype)
         dx[...] = _dot(dhidden[...], gate_up[0], _NT).astype(dx.dtype)
 
-    @pl.when(pl.program_id(0) >= used[0])
+    @pl.when(~has_rows)
     def _():
         dx[...] = jnp.zeros_like(dx)
 

@@ -29,7 +29,20 @@ _LOOP_ROWS = 512
 _LARGEST_NUMBER = 2**31
 
 
-def routed_experts(x, weight, expert, gate_up, down, *, capacity: int):
+class Kept(NamedTuple):
+    """What the forward pass hands to the backward pass, which would otherwise compute it again.
+
+    Attributes:
+      arrangement: the choices, sorted by expert.
+      hidden_PF: the hidden layer of the experts (gate before up) in the layout, in x's dtype; None:
+        the backward pass computes it again.
+    """
+
+    arrangement: "Arrangement"
+    hidden_PF: jax.Array | None
+
+
+def routed_experts(x, weight, expert, gate_up, down, *, capacity: int, keep_hidden: bool = False):
     """Returns for each token the sum of weight · SwiGLU_expert(x) over its choices. Choices of
     experts on other devices are left out.
 
@@ -42,14 +55,16 @@ def routed_experts(x, weight, expert, gate_up, down, *, capacity: int):
       down: [E, I, D], the down matrices.
       capacity: number of choices for which the layout has room. The result is the same for any
         capacity, up to rounding.
+      keep_hidden: whether to keep the hidden layer for `routed_experts_gradients`.
 
     Returns:
-      An array [N, D] in x's dtype. The layout's results are summed in float32; the loop adds its
-      results in x's dtype.
+      (an array [N, D] in x's dtype, what was kept for `routed_experts_gradients`). The layout's
+      results are summed in float32; the loop adds its results in x's dtype.
     """
-    plan = _arrange(weight, expert, gate_up.shape[0], capacity)
+    arrangement = _arrange(weight, expert, gate_up.shape[0], capacity)
+    plan = _plan(arrangement, weight, gate_up.shape[0], capacity)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
-    y_PD = _mlp(plan, _rows(x, plan.token_P), flat, down)
+    y_PD, hidden_PF = _mlp(plan, _rows(x, plan.token_P), flat, down, keep_hidden)
 
     def add_expert(e, y_ND):
         w = _matrices(e, flat, down)
@@ -62,14 +77,14 @@ def routed_experts(x, weight, expert, gate_up, down, *, capacity: int):
 
         return _for_choices_beyond(plan, e, weight, step, y_ND)
 
-    return _for_experts_beyond(
-        plan,
-        add_expert,
-        sum_by_token(y_PD, jnp.where(plan.is_choice_P, plan.choice_P, weight.size), weight.shape),
-    )
+    choice_P = jnp.where(plan.is_choice_P, plan.choice_P, weight.size)
+    sums_ND = sum_by_token(y_PD, choice_P, weight.shape)
+    return _for_experts_beyond(plan, add_expert, sums_ND), Kept(arrangement, hidden_PF)
 
 
-def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *dw_before, capacity: int):
+def routed_experts_gradients(
+    x, weight, expert, gate_up, down, dy, *dw_before, capacity: int, kept: Kept | None = None
+):
     """Returns the gradients of `routed_experts`.
 
     Args:
@@ -77,24 +92,30 @@ def routed_experts_gradients(x, weight, expert, gate_up, down, dy, *dw_before, c
       dy: [N, D], the gradient of its result.
       dw_before: nothing, or two arrays in the shapes and dtypes of gate_up and down: gradients of
         these weights from other tokens. The gradients of this call are added to them.
+      kept: what `routed_experts` kept; None: it is computed again. With it, only the shapes and
+        dtypes of `weight` are read, and `expert` is not read.
 
     Returns:
       dx [N, D], dweight [N, A], dgate_up and ddown. dweight is in float32. dx, dgate_up and ddown
       have the shapes and dtypes of x, gate_up and down.
     """
-    plan = _arrange(weight, expert, gate_up.shape[0], capacity)
+    if kept is None:
+        kept = Kept(_arrange(weight, expert, gate_up.shape[0], capacity), None)
+    plan = _plan(kept.arrangement, weight, gate_up.shape[0], capacity)
     flat = gate_up.reshape(*gate_up.shape[:2], -1)
     dw_before = [d.reshape(w.shape) for d, w in zip(dw_before, (flat, down))]
     dx_PD, dweight_P, *dw = _mlp_gradients(
-        plan, _rows(x, plan.token_P), flat, down, _rows(dy, plan.token_P), *dw_before
+        plan,
+        _rows(x, plan.token_P),
+        flat,
+        down,
+        kept.hidden_PF,
+        _rows(dy, plan.token_P),
+        *dw_before,
     )
     choice_P = jnp.where(plan.is_choice_P, plan.choice_P, weight.size)
     dx_ND = sum_by_token(dx_PD, choice_P, weight.shape)
-    dweight_Q = (
-        jnp.zeros(weight.size, wide(weight))
-        .at[choice_P]
-        .set(dweight_P, mode="drop", unique_indices=True)
-    )
+    dweight_Q = _by_choice(dweight_P.astype(wide(weight)), choice_P, weight.shape)
 
     def add_expert(e, carry):
         w = _matrices(e, flat, down)
@@ -140,6 +161,21 @@ def sum_by_token(rows, choice, shape: tuple[int, int]):
     """
     chosen = choose("sum_by_token", None, SUM_FORMS, rows=rows, shape=shape)
     return chosen.function("sum_by_token")(rows, choice, shape)
+
+
+def _by_choice(values, choice, shape: tuple[int, int]):
+    """Returns [Q] with `values` [P] at the indices `choice` [P], which have the meaning that they
+    have in `sum_by_token`, and 0 elsewhere. Values that are left out may be undefined.
+    """
+    rows = jax.ShapeDtypeStruct((*values.shape, 1), values.dtype)
+    chosen = choose("sum_by_token", None, SUM_FORMS, rows=rows, shape=shape)
+    return chosen.function("by_choice")(values, choice, shape)
+
+
+def _scatter_by_choice(values, choice, shape: tuple[int, int]):
+    """Computes `_by_choice` in XLA."""
+    zeros = jnp.zeros(shape[0] * shape[1], values.dtype)
+    return zeros.at[choice].set(values, mode="drop", unique_indices=True)
 
 
 def _sum_by_token(rows, choice, shape: tuple[int, int]):
@@ -191,10 +227,22 @@ class _Plan(NamedTuple):
     first_beyond: jax.Array | None
 
 
-def _arrange(weight_NA, expert_NA, experts: int, capacity: int) -> _Plan:
-    """Returns the plan for the choices `expert_NA` with the router's weights `weight_NA`."""
-    choices = expert_NA.size
-    size, tiles, most = _tile_sizes(choices, experts, capacity)
+class Arrangement(NamedTuple):
+    """The choices and the padding, sorted by expert.
+
+    Attributes:
+      count_E: [E] int32, the number of choices of each expert.
+      ordered: the numbers and the weights of all choices and of the padding, sorted by expert,
+        followed by O unused entries.
+    """
+
+    count_E: jax.Array
+    ordered: tuple[jax.Array, jax.Array]
+
+
+def _arrange(weight_NA, expert_NA, experts: int, capacity: int) -> Arrangement:
+    """Returns the choices `expert_NA` with the router's weights `weight_NA`, sorted."""
+    size, _, _ = _tile_sizes(expert_NA.size, experts, capacity)
     expert_Q = (
         jnp.where((expert_NA >= 0) & (expert_NA < experts), expert_NA, experts)
         .reshape(-1)
@@ -202,8 +250,6 @@ def _arrange(weight_NA, expert_NA, experts: int, capacity: int) -> _Plan:
     )
     count_E = jnp.sum(expert_Q[:, None] == jnp.arange(experts), axis=0, dtype=jnp.int32)
     tiles_E = jnp.maximum(-(-count_E // size), 1)
-    tile_ends_E = jnp.cumsum(tiles_E)
-    tile_starts_E = tile_ends_E - tiles_E
     # The sort puts the padding of an expert's last tile right after the expert's choices, so the
     # sorted entries already are the layout. Padding has numbers from Q on, and weight 0.
     padding_EM = jnp.where(
@@ -214,8 +260,17 @@ def _arrange(weight_NA, expert_NA, experts: int, capacity: int) -> _Plan:
     padding = experts * size + _LOOP_ROWS
     keys = jnp.concatenate([expert_Q, padding_EM.reshape(-1), jnp.full(_LOOP_ROWS, experts)])
     weights = jnp.pad(weight_NA.reshape(-1).astype(wide(weight_NA)), (0, padding))
-    ordered = _sort_by_expert(keys, weights, experts)
+    return Arrangement(count_E, _sort_by_expert(keys, weights, experts))
 
+
+def _plan(arrangement: Arrangement, weight_NA, experts: int, capacity: int) -> _Plan:
+    """Returns the layout of sorted choices. Of `weight_NA` only the shape is read."""
+    choices = weight_NA.size
+    size, tiles, most = _tile_sizes(choices, experts, capacity)
+    count_E, ordered = arrangement
+    tiles_E = jnp.maximum(-(-count_E // size), 1)
+    tile_ends_E = jnp.cumsum(tiles_E)
+    tile_starts_E = tile_ends_E - tiles_E
     rows, tile = tiles * size, jnp.arange(tiles)
     choice_P, weight_P = (a[:rows] for a in ordered)
     expert_T = jnp.minimum(
@@ -291,16 +346,19 @@ def _rows(x, index):
 # ---- the choices in the layout
 
 
-def _products(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E):
-    """Returns the results [P, D] of the weighted SwiGLU experts, in XLA. `sizes_E` is the number of
-    rows of each expert; rows after them are zeros.
+def _products(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, keep_hidden: bool):
+    """Returns the results [P, D] of the weighted SwiGLU experts in XLA, and, if it is to be kept,
+    the hidden layer [P, F]; else None. `sizes_E` is the number of rows of each expert; rows after
+    them are zeros.
     """
     hidden_PF = grouped_matmul(x_PD, gate_up_EDF, sizes_E)
-    return grouped_matmul(
-        _weighted_swiglu(hidden_PF.astype(wide(x_PD)), weight_P).astype(x_PD.dtype),
-        down_EID,
-        sizes_E,
-    )
+    y_PD = _from_hidden(hidden_PF, weight_P, down_EID, sizes_E)
+    return y_PD, hidden_PF if keep_hidden else None
+
+
+def _from_hidden(hidden_PF, weight_P, down_EID, sizes_E):
+    activation_PI = _weighted_swiglu(hidden_PF.astype(wide(hidden_PF)), weight_P)
+    return grouped_matmul(activation_PI.astype(hidden_PF.dtype), down_EID, sizes_E)
 
 
 def _weighted_swiglu(hidden, weight):
@@ -309,26 +367,39 @@ def _weighted_swiglu(hidden, weight):
     return jax.nn.silu(gate) * up * weight[:, None]
 
 
-def _product_gradients(x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, dy_PD, *dw_before):
+def _product_gradients(
+    x_PD, weight_P, gate_up_EDF, down_EID, sizes_E, hidden_PF, dy_PD, *dw_before
+):
     """Returns the gradients of x, weight, gate_up and down of `_products`, given dy [P, D].
-    `dw_before`, if given, are earlier gradients of gate_up and down, which are added.
+    `hidden_PF` is the hidden layer; None: it is computed again. `dw_before`, if given, are earlier
+    gradients of gate_up and down, which are added.
     """
-    _, pullback = jax.vjp(lambda *a: _products(*a, sizes_E), x_PD, weight_P, gate_up_EDF, down_EID)
-    dx_PD, dweight_P, *dw = pullback(dy_PD)
+    # If the hidden layer is known, nothing reads this product, and XLA drops it.
+    product, pull_first = jax.vjp(lambda *a: grouped_matmul(*a, sizes_E), x_PD, gate_up_EDF)
+    _, pull_rest = jax.vjp(
+        lambda *a: _from_hidden(*a, sizes_E),
+        product if hidden_PF is None else hidden_PF,
+        weight_P,
+        down_EID,
+    )
+    dhidden_PF, dweight_P, ddown = pull_rest(dy_PD)
+    dx_PD, dgate_up = pull_first(dhidden_PF)
+    dw = [dgate_up, ddown]
     return dx_PD, dweight_P, *(map(jnp.add, dw, dw_before) if dw_before else dw)
 
 
-def _mlp(plan: _Plan, *arguments):
-    return _run(plan, "mlp", *arguments)
+def _mlp(plan: _Plan, x_PD, gate_up_EDF, down_EID, keep_hidden: bool):
+    return _run(plan, "mlp", x_PD, gate_up_EDF, down_EID, keep_hidden=keep_hidden)
 
 
-def _mlp_gradients(plan: _Plan, *arguments):
-    return _run(plan, "mlp_gradients", *arguments)
+def _mlp_gradients(plan: _Plan, x_PD, gate_up_EDF, down_EID, hidden_PF, *gradients):
+    return _run(plan, "mlp_gradients", x_PD, gate_up_EDF, down_EID, hidden_PF, *gradients)
 
 
-def _run(plan: _Plan, name: str, x_PD, gate_up_EDF, down_EID, *gradients):
+def _run(plan: _Plan, name: str, x_PD, gate_up_EDF, down_EID, *others, **options):
     """Runs the function `name` ("mlp" or "mlp_gradients") of the chosen implementation on the rows
-    of the layout. `gradients` are dy and the earlier gradients of the weights; nothing for "mlp".
+    of the layout. `others` are the hidden layer, dy and the earlier gradients of the weights;
+    nothing for "mlp".
     """
     chosen = choose(
         "routed_experts",
@@ -337,16 +408,24 @@ def _run(plan: _Plan, name: str, x_PD, gate_up_EDF, down_EID, *gradients):
         x=x_PD,
         gate_up=gate_up_EDF,
         tile=x_PD.shape[0] // plan.expert_T.shape[0],
-        added=len(gradients) > 1,
+        added=len(others) > 2,
     )
     # Kernels take the expert of each tile. The XLA implementation takes the number of rows of each
     # expert.
     groups = (plan.expert_T, plan.used) if chosen.is_kernel else (plan.sizes_E,)
-    return chosen.function(name)(x_PD, plan.weight_P, gate_up_EDF, down_EID, *groups, *gradients)
+    return chosen.function(name)(
+        x_PD, plan.weight_P, gate_up_EDF, down_EID, *groups, *others, **options
+    )
 
 
 FORMS = (Form("xla", ("cpu", "gpu", "tpu"), dict(mlp=_products, mlp_gradients=_product_gradients)),)
-SUM_FORMS = (Form("xla", ("cpu", "gpu", "tpu"), dict(sum_by_token=_sum_by_token)),)
+SUM_FORMS = (
+    Form(
+        "xla",
+        ("cpu", "gpu", "tpu"),
+        dict(sum_by_token=_sum_by_token, by_choice=_scatter_by_choice),
+    ),
+)
 
 
 # ---- the choices beyond the layout, which do not fit in it
