@@ -6,6 +6,7 @@ a `UserError` that names the file and the place in it, unless the settings say t
 such records.
 """
 
+import codecs
 import collections
 import contextlib
 import dataclasses
@@ -28,6 +29,7 @@ from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, error_message, warn
 from qwen3next_jax.data import conversations, token_files
 from qwen3next_jax.data.sources import Source, SourceFile, content_digest, is_remote
+from qwen3next_jax.data.text import LONG, Text, is_long_text, text_of_long_json
 
 # Larger files are tokenized in several parts. Several workers can then tokenize one file, and when
 # a preparation is killed, only the parts that are being tokenized are lost.
@@ -52,7 +54,7 @@ class Record(NamedTuple):
     number: int
     # always encodable as UTF-8; None if the line is blank or the record left out; the messages of a
     # conversation are JSON
-    text: str | None
+    text: Text | None
     position: int  # number of bytes of the part read so far
 
 
@@ -82,7 +84,8 @@ def documents(source: Source) -> Iterator[Document]:
                 count = record.number + 1
                 if record.text:
                     any_text = True
-                    yield Document(record.text, index, before + record.number)
+                    text = record.text if isinstance(record.text, str) else record.text.decode()
+                    yield Document(text, index, before + record.number)
             counts += bad.counts
             first += [describe(source, index, before + number) for number, _ in bad.first]
             before += count
@@ -408,7 +411,11 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")  # the JSON reader makes one characte
 def _read_text(file: SourceFile, part: Part, text_field: str, bad: BadRecords) -> Iterator[Record]:
     del text_field
     where = _Place(file, part, 0)
-    text = _decoded(file.path.read_bytes(), bad, where)
+    data = file.path.read_bytes()
+    if is_long_text(data):
+        yield Record(0, data.removeprefix(codecs.BOM_UTF8), file.size)
+        return
+    text = _decoded(data, bad, where)
     if text is not None:
         text = _checked(text.removeprefix("\ufeff"), bad, where)
     yield Record(0, text, file.size)
@@ -432,9 +439,7 @@ def _read_json_lines(
                 if not is_compressed and offset >= part.stop:
                     return
                 where = _Place(file, part, number)
-                text = _decoded(line, bad, where, offset)
-                if text is not None:
-                    text = _json_text(text.removeprefix("\ufeff"), field, bad, where, messages)
+                text = _text_of_line(line, field, bad, where, offset, messages)
                 offset += len(line)
                 del line  # frees memory: a line may be large
                 position = raw.tell() if is_compressed else offset
@@ -444,6 +449,19 @@ def _read_json_lines(
                 raise
             what = f"damaged {_ending(file)} file ({error_message(error)})"
             bad.leave_out(number + 1, _Place(file, part, number + 1), "damaged compression", what)
+
+
+def _text_of_line(
+    line: bytes, field: str, bad: BadRecords, where: _Place, offset: int, messages: bool
+) -> Text | None:
+    if len(line) >= LONG and not messages:
+        long_text = text_of_long_json(line, field)
+        if long_text is not None:
+            return long_text
+    text = _decoded(line, bad, where, offset)
+    if text is None:
+        return None
+    return _json_text(text.removeprefix("\ufeff"), field, bad, where, messages)
 
 
 _DECOMPRESSION_ERRORS = (EOFError, OSError, zlib.error)  # gzip and pyarrow raise OSError
@@ -590,7 +608,7 @@ def _texts(
     column: pyarrow.Array,
     text_field: str,
     bad: BadRecords,
-) -> Iterator[str | None]:
+) -> Iterator[Text | None]:
     """Yields the texts of a column, whose first row is record `number` of the part. Yields None for
     a record that is left out.
     """
@@ -600,9 +618,15 @@ def _texts(
         column = column.cast(pyarrow.large_string())
     for i, value in enumerate(column):
         where = _Place(file, part, number + i, text_field)
-        data = value.as_buffer()
-        text = None if data is None else _decoded(data.to_pybytes(), bad, where)
-        yield text if data is not None and text is None else _checked(text, bad, where)
+        if not value.is_valid:
+            yield _checked(None, bad, where)
+            continue
+        data = value.as_buffer().to_pybytes()
+        if is_long_text(data):
+            yield data
+            continue
+        text = _decoded(data, bad, where)
+        yield None if text is None else _checked(text, bad, where)
 
 
 def _check_column(file: SourceFile, schema: pyarrow.Schema, text_field: str) -> None:

@@ -20,6 +20,7 @@ from qwen3next_jax.common.storage import is_bucket, to_path
 from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, require, short_repr
 from qwen3next_jax.data import fast_bpe
 from qwen3next_jax.data.chat_template import TemplateFile, read_template
+from qwen3next_jax.data.text import batches, pieces
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
@@ -72,6 +73,16 @@ class Tokenizer(Protocol):
 
         Raises:
           fast_bpe.Differs: the faster library gives other ids; the caller has to use `fallback`.
+        """
+
+    def encode_long(self, text: bytes) -> Iterator[np.ndarray]:
+        """Yields the ids that `encode_documents` gives to a text, in pieces: integers [n].
+
+        Args:
+          text: the text as UTF-8.
+
+        Raises:
+          fast_bpe.Differs: as `encode_documents` raises it, maybe after some pieces.
         """
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -167,6 +178,11 @@ class ByteTokenizer:
             ids[:-1] = np.frombuffer(data, np.uint8)
             documents.append(ids)
         return documents
+
+    def encode_long(self, text: bytes) -> Iterator[np.ndarray]:
+        for start in range(0, len(text), _ENCODED_AT_ONCE):
+            yield np.frombuffer(text[start : start + _ENCODED_AT_ONCE], np.uint8)
+        yield np.array([self.eos_id], np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the bytes `ids`, with END_OF_TEXT for the end of a document. Bytes
@@ -302,28 +318,45 @@ class HuggingFaceTokenizer:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        parts = [_cut_at_lines(text) for text in texts]
-        flat_parts = [part for parts_of_text in parts for part in parts_of_text]
-        if self._fast is not None:
-            self._compare([part[:_COMPARED_CHARACTERS] for part in flat_parts[::_COMPARED_EVERY]])
-        encoded = self._encode_fast(flat_parts) if self._fast else self._encode_slowly(flat_parts)
+        parts = [list(_cut_at_lines([text])) for text in texts]
+        encoded = self._encode(part for parts_of_text in parts for part in parts_of_text)
         end = np.array([self.eos_id], np.int32)
         return [
             np.concatenate([*(next(encoded) for _ in parts_of_text), end])
             for parts_of_text in parts
         ]
 
-    def _compare(self, texts: Sequence[str]) -> None:
-        """Compares the ids that both libraries give to each text.
+    def encode_long(self, text: bytes) -> Iterator[np.ndarray]:
+        yield from self._encode(_cut_at_lines(pieces(text)))
+        yield np.array([self.eos_id], np.int32)
+
+    def _encode(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+        """Yields the ids of each text.
 
         Raises:
-          fast_bpe.Differs: the ids of a text differ.
+          fast_bpe.Differs: the two libraries give a sample of the texts different ids.
         """
-        both = zip(self._encode_fast(texts), self._encode_slowly(texts), strict=True)
-        if not all(np.array_equal(fast, slow) for fast, slow in both):
+        if self._fast is None:
+            return self._encode_slowly(texts)
+        return self._encode_fast(self._compared(texts))
+
+    def _compared(self, texts: Iterable[str]) -> Iterator[str]:
+        for i, text in enumerate(texts):
+            if i % _COMPARED_EVERY == 0:
+                self._compare(text[:_COMPARED_CHARACTERS])
+            yield text
+
+    def _compare(self, text: str) -> None:
+        """Compares the ids that both libraries give to a text.
+
+        Raises:
+          fast_bpe.Differs: the ids differ.
+        """
+        (fast,), (slow,) = self._encode_fast([text]), self._encode_slowly([text])
+        if not np.array_equal(fast, slow):
             raise fast_bpe.Differs
 
-    def _encode_fast(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
+    def _encode_fast(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         normalizer = self._literal.normalizer
         # NFC does not change ASCII text. Normalizing it anyway would take 20 ns per byte.
         keeps_ascii = isinstance(normalizer, tokenizers.normalizers.NFC)
@@ -333,15 +366,10 @@ class HuggingFaceTokenizer:
             ids = self._fast.encode_ordinary(text)
             yield np.fromiter(ids, np.int32, len(ids))  # faster than np.array
 
-    def _encode_slowly(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
-        start = characters = 0
-        for stop, text in enumerate(texts, start=1):
-            characters += len(text)
-            if characters >= _ENCODED_AT_ONCE or stop == len(texts):
-                batch = texts[start:stop]
-                for encoding in self._literal.encode_batch_fast(batch, add_special_tokens=False):
-                    yield np.array(encoding.ids, np.int32)
-                start, characters = stop, 0
+    def _encode_slowly(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
+        for batch in batches(texts, len, _ENCODED_AT_ONCE):
+            for encoding in self._literal.encode_batch_fast(batch, add_special_tokens=False):
+                yield np.array(encoding.ids, np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -416,13 +444,22 @@ def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
     )
 
 
-def _cut_at_lines(text: str) -> list[str]:
-    parts, start = [], 0
-    while len(text) - start > _LONGEST_TEXT:
-        end = text.rfind("\n", start, start + _LONGEST_TEXT) + 1 or start + _LONGEST_TEXT
-        parts.append(text[start:end])
-        start = end
-    return [*parts, text[start:]]
+def _cut_at_lines(text: Iterable[str]) -> Iterator[str]:
+    """Yields the parts of a text that are tokenized one by one.
+
+    Args:
+      text: the text, in pieces of any length.
+    """
+    rest = ""
+    for piece in text:
+        rest += piece
+        start = 0
+        while len(rest) - start > _LONGEST_TEXT:
+            end = rest.rfind("\n", start, start + _LONGEST_TEXT) + 1 or start + _LONGEST_TEXT
+            yield rest[start:end]
+            start = end
+        rest = rest[start:]
+    yield rest
 
 
 def _byte_characters() -> list[str]:

@@ -32,11 +32,11 @@ from qwen3next_jax.data.conversations import Chat
 from qwen3next_jax.data.readers import BadRecords, Part, Record
 from qwen3next_jax.data.sources import SourceFile
 from qwen3next_jax.data.store import Store
+from qwen3next_jax.data.text import Text, batches, byte_count, pieces
 from qwen3next_jax.data.tokens import Tokenizer
 
 _FORMAT = 2  # raise it when the same text no longer gives the same unit
 _BATCH_CHARACTERS = 1 << 20  # number of characters tokenized at once
-_WRITTEN_AT_ONCE = 1 << 20  # number of tokens of a document written at once
 
 DOCUMENT = np.dtype(
     [
@@ -221,19 +221,16 @@ def _make_unit(
 
             for batch in encoded_documents(job, tokenizer, bad):
                 records, empty = batch.records, empty + batch.empty
-                for number, text, tokens, loss_weights in batch.documents:
-                    count += len(tokens)
-                    ends.append(count)
-                    hashes.append(text_hash(text))
+                for document in batch.documents:
+                    for ids in document.tokens:
+                        count += len(ids)
+                        write(ids.astype(dtype).tobytes())
                     if weights:
-                        weights.write(loss_weights)
-                        sizes.append(int(tokenizer.token_bytes[tokens[loss_weights > 0]].sum()))
-                    else:
-                        sizes.append(sum(len(piece.encode()) for piece in _pieces(text)))
-                    numbers.append(number)
-                    for start in range(0, len(tokens), _WRITTEN_AT_ONCE):
-                        some = tokens[start : start + _WRITTEN_AT_ONCE]
-                        write(some.astype(dtype).tobytes())
+                        weights.write(document.weights)
+                    ends.append(count)
+                    hashes.append(text_hash(document.text))
+                    sizes.append(document.counted_bytes)
+                    numbers.append(document.record)
                 progress(batch.position)
             table = np.zeros(len(ends), DOCUMENT)
             for field, values in zip(DOCUMENT.names, (ends, hashes, sizes, numbers), strict=True):
@@ -286,9 +283,16 @@ def _weights_file(store: Store, name: str) -> Iterator[_Weights]:
         file.flush()
 
 
+class _Document(NamedTuple):
+    record: int  # number of its record in the part
+    text: Text
+    tokens: Iterable[np.ndarray]  # the ids with the end token, integers [n], in pieces
+    counted_bytes: int  # as `DOCUMENT` has them
+    weights: np.ndarray | None = None  # loss weight of each token; None: all are 1
+
+
 class _Batch(NamedTuple):
-    # (record, text, ids with the end token, loss weight of each token; None: all are 1)
-    documents: list[tuple[int, str, np.ndarray, np.ndarray | None]]
+    documents: list[_Document]
     records: int  # number of records of the part read so far
     empty: int  # number of empty documents in this batch
     position: int  # number of bytes of the part read so far
@@ -305,14 +309,20 @@ def encoded_documents(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterat
     if token_files.kind(job.file.path.name.lower()):
         end = np.array([tokenizer.eos_id], np.int32)
         for number, (ids, position) in enumerate(token_files.read(job.file, tokenizer)):
-            documents = [(number, tokenizer.decode(ids), np.concatenate([ids, end]), None)]
+            text = tokenizer.decode(ids)
+            documents = [_Document(number, text, (ids, end), byte_count(text))]
             is_empty = not len(ids)
             yield _Batch(documents[is_empty:], number + 1, int(is_empty), position)
         return
     for batch in _batched(readers.read_part(job.file, job.part, job.text_field, bad)):
         filled = [record for record in batch if record.text]
-        tokens = tokenizer.encode_documents([record.text for record in filled])
-        documents = [(r.number, r.text, ids, None) for r, ids in zip(filled, tokens, strict=True)]
+        short = [record.text for record in filled if isinstance(record.text, str)]
+        of_short = iter(tokenizer.encode_documents(short))
+        documents = []
+        for record in filled:
+            is_short = isinstance(record.text, str)
+            tokens = [next(of_short)] if is_short else tokenizer.encode_long(record.text)
+            documents.append(_Document(record.number, record.text, tokens, byte_count(record.text)))
         empty = sum(record.text == "" for record in batch)
         yield _Batch(documents, batch[-1].number + 1, empty, batch[-1].position)
 
@@ -331,56 +341,47 @@ def _encoded_conversations(
                 where = readers.place(job.file, job.part, record.number)
                 bad.leave_out(record.number, where, "no conversation", one.fault)
             else:
-                documents.append((record.number, one.text, one.tokens, one.weights))
+                counted = int(tokenizer.token_bytes[one.tokens[one.weights > 0]].sum())
+                documents.append(
+                    _Document(record.number, one.text, [one.tokens], counted, one.weights)
+                )
         yield _Batch(documents, batch[-1].number + 1, 0, batch[-1].position)
 
 
-def text_hash(text: str) -> int:
+def text_hash(text: Text) -> int:
     """Returns a hash of 64 bits that decides, with `data.heldout_fraction`, whether a document is
     held out. Texts that differ only in white space or Unicode composition have the same hash.
     """
     digest = hashlib.blake2b(digest_size=8)
-    is_first = True
-    for piece in _cut_at_spaces(text):
-        words = " ".join(unicodedata.normalize("NFC", piece).split())
-        if words:
-            digest.update(words.encode() if is_first else b" " + words.encode())
-            is_first = False
+    is_first, after_space = True, False
+    for piece in _normalized(text):
+        words = " ".join(piece.split())
+        if words and not is_first and (after_space or piece[0].isspace()):
+            digest.update(b" ")
+        digest.update(words.encode())
+        is_first = is_first and not words
+        after_space = piece[-1].isspace() if words else after_space or bool(piece)
     return int.from_bytes(digest.digest(), "big")
 
 
-def _pieces(text: str) -> Iterator[str]:
-    for start in range(0, len(text), _BATCH_CHARACTERS):
-        yield text[start : start + _BATCH_CHARACTERS]
+_ASCII = re.compile(r"[\0-\x7f]")
 
 
-_SPACE = re.compile(r"\s")
-
-
-def _cut_at_spaces(text: str) -> Iterator[str]:
-    """Yields the pieces of a text. A long text is cut before white-space characters, because
-    Unicode composition does not cross them.
+def _normalized(text: Text) -> Iterator[str]:
+    """Yields a text in Unicode's composed form, NFC, in pieces. A long text is cut before ASCII
+    characters, because composition does not cross them.
     """
-    start = 0
-    while len(text) - start > _BATCH_CHARACTERS:
-        space = _SPACE.search(text, start + _BATCH_CHARACTERS // 2)
-        if space is None:
-            break
-        yield text[start : space.start()]
-        start = space.start()
-    yield text[start:]
+    held: list[str] = []
+    for piece in pieces(text):
+        if boundary := _ASCII.search(piece):
+            yield unicodedata.normalize("NFC", "".join([*held, piece[: boundary.start()]]))
+            held, piece = [], piece[boundary.start() :]
+        held.append(piece)
+    yield unicodedata.normalize("NFC", "".join(held))
 
 
 def _batched(records: Iterable[Record]) -> Iterator[list[Record]]:
-    batch, characters = [], 0
-    for record in records:
-        batch.append(record)
-        characters += len(record.text or "")
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
+    return batches(records, lambda record: len(record.text or ""), _BATCH_CHARACTERS)
 
 
 def open_unit(store: Store, unit: Unit) -> tuple[np.ndarray, np.ndarray]:

@@ -779,11 +779,11 @@ def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(texts, tmp_p
     assert fast.fingerprint == slow.fingerprint
     compare, calls = type(tokenizer)._compare, []
 
-    def differs_in_the_second_file(self, texts):
-        calls.append(texts)
+    def differs_in_the_second_file(self, text):
+        calls.append(text)
         if len(calls) == 2:
             raise fast_bpe.Differs
-        compare(self, texts)
+        compare(self, text)
 
     monkeypatch.setattr(type(tokenizer), "_compare", differs_in_the_second_file)
     (mixed,) = prepare([source], tokenizer, recipe, tmp_path / "r")

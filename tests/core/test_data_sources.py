@@ -2,10 +2,13 @@
 mistake in the files.
 """
 
+import collections
 import gzip
+import hashlib
 import importlib
 import json
 import os
+import unicodedata
 
 import etils.epath.backend
 import pyarrow
@@ -15,7 +18,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.data import readers, sources
+from qwen3next_jax.data import readers, sources, units
+from qwen3next_jax.data import text as texts
 from qwen3next_jax.data.readers import Part, describe, documents, part_digest, parts, read_part
 from qwen3next_jax.data.sources import content_digest, resolve
 
@@ -148,6 +152,81 @@ def test_text_that_is_not_utf8_is_left_out_or_mended_and_named(tmp_path, capsys)
     assert all(name in told[0] for name in ("a.txt", "c.jsonl:1", "c.jsonl:2", "d.parquet:2"))
     with pytest.raises(UserError, match="data.on_bad_text = skip"):
         read(tmp_path / "*")
+
+
+TEXT = (
+    "größe e\u0301 ก็ 한글 \uac00\u11a8 😀\U0001f469\u200d\U0001f4bb "
+    '\u2000x\x85\x1c\\u00e9 \\ " \x7f'
+)
+LINES = [  # JSON lines with the text in the field "größe"
+    *(
+        json.dumps({"a": [1, {"b": text}], "größe": text * 3, "text": 1}, ensure_ascii=escaped)
+        for text in (TEXT, TEXT.replace(" ", ""), "", "\n\t ", "😀" * 5, "\\\\u00e9\\")
+        for escaped in (True, False)
+    ),
+    r'{"gr\u00F6\u00dfe": "\u0061\u0022\u005c\uD83D\ude00\ud7ff\ue000", "gröse": 0}',
+    '\ufeff{"größe": "a\U0001f600"}',
+    '{"größe": "first", "größe": "last"}',
+    '{"größe": "\x7f\x80\x9f\xa0\xff\u2028"}',
+    # faults
+    r'{"größe": "\ud83d"}',
+    r'{"größe": "\ude00\ud83d", "b": "\ud83d\u0061"}',
+    r'{"größe": "a\u0000b"}',
+    r'{"größe": "a", "b": \u0031}',
+    r'{"größe": "\u12"}',
+    r'{"größe": "\x41"}',
+    '{"größe": "a\tb"}',
+    '{"größe": "a"',
+    '{"größe": "a"}\xa0',
+    '{"größe": ["a"]}',
+    '{"gröse": "a"}',
+    '{"größe": null}',
+    '["größe"]',
+    "   ",
+    '{"größe": "a\xe9b"}'.encode("latin-1"),
+    '{"größe": "a"}'.encode() + b"\xe2\x82",
+    '{"größe": "a", "b": "\ud83d"}'.encode("utf-8", "surrogatepass"),
+]
+
+
+def _read_line(path, policy):
+    """What becomes of a file of one line: (text, hash, size and type of the text, bad records), or
+    the error.
+    """
+    (file,) = resolve(str(path), "größe").files
+    bad = readers.BadRecords(policy, "stop" if policy == "stop" else "skip")
+    try:
+        (record,) = read_part(file, parts(file)[0], "größe", bad)
+    except UserError as error:
+        return str(error), None
+    found = record.text
+    if not found:
+        return (found, bad.counts, bad.first), None
+    whole = found.decode() if isinstance(found, bytes) else found
+    words = " ".join(unicodedata.normalize("NFC", whole).split())
+    expected = int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest(), "big")
+    assert units.text_hash(found) == expected
+    assert texts.byte_count(found) == len(whole.encode())
+    return (whole, bad.counts, bad.first), type(found)
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "replace"])
+def test_a_long_record_is_read_as_a_short_one(policy, tmp_path, monkeypatch):
+    """It gives the same text, hash and size, or the same error, wherever its pieces end."""
+    path, kinds = tmp_path / "a.jsonl", collections.Counter()
+    for line in LINES:
+        path.write_bytes(line if isinstance(line, bytes) else line.encode())
+        short, kind = _read_line(path, policy)
+        assert kind is not bytes
+        for length in (1, 2, 3, 7, 64):
+            with monkeypatch.context() as patch:
+                patch.setattr(texts, "_PIECE", length)
+                patch.setattr(texts, "LONG", 1)
+                patch.setattr(readers, "LONG", 1)
+                long, kind = _read_line(path, policy)
+            assert long == short, (line, length)
+            kinds[kind] += 1
+    assert kinds[bytes] > 60
 
 
 def test_empty_files_among_others_are_skipped(tmp_path):

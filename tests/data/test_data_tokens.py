@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.data import fast_bpe
+from qwen3next_jax.data import fast_bpe, tokens
+from qwen3next_jax.data import text as texts
 from qwen3next_jax.data.tokens import END_OF_TEXT, load_tokenizer
 from qwen3next_jax.inference.streaming import DecodeStream
 
@@ -102,6 +103,18 @@ def test_long_documents_are_tokenized_in_parts_without_loss(byte_level):
     text = ("naïve line of text\n" * 20_000) + "y" * 300_000
     (ids,) = tokenizer.encode_documents([text])
     assert tokenizer.decode(ids[:-1]) == text
+
+
+def test_a_long_text_gets_the_ids_of_a_short_one(tokenizer, monkeypatch):
+    for text in (TEXT, "😀" * 9, "e\u0301\n" * 5, "no line end" * 4):
+        for longest, piece in ((1 << 17, 5), (7, 1), (7, 3), (7, 16)):
+            with monkeypatch.context() as patch:
+                patch.setattr(tokens, "_LONGEST_TEXT", longest)
+                (short,) = tokenizer.encode_documents([text])
+                patch.setattr(texts, "_PIECE", piece)
+                patch.setattr(tokens, "_ENCODED_AT_ONCE", 10)
+                long = np.concatenate(list(tokenizer.encode_long(text.encode())))
+            np.testing.assert_array_equal(short, long)
 
 
 @pytest.mark.parametrize("pieces", [TEXT, "é", "\ufffd", "😀" * 3, "a\ufffd\ufffd b"])
