@@ -97,6 +97,15 @@ def read(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, i
         yield ids.astype(np.int32), file.size * stop // len(tokens)
 
 
+def _check_ends(path: pathlib.Path, ends: np.ndarray, tokens: int) -> None:
+    """Raises a UserError unless documents with these ends cover all tokens in order."""
+    require(
+        len(ends) > 0 and int(ends[-1]) == tokens and bool((np.diff(ends, prepend=0) >= 0).all()),
+        f"{path}: the ends of its {len(ends)} documents do not divide its {tokens} tokens: it is "
+        "damaged, or names no documents",
+    )
+
+
 def _at(tokens: np.ndarray, ends: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
     start = 0
     for stop in ends.tolist():
@@ -149,8 +158,15 @@ def _megatron(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.
         len(tokens) == in_all,
         f"{path.with_suffix('.bin')}: {len(tokens)} tokens; its index names {in_all}",
     )
+    require(
+        bool((lengths >= 0).all() and (firsts >= 0).all() and (firsts <= sequences).all()),
+        f"{path}: damaged: it has a sequence of less than 0 tokens, or a document that begins "
+        f"before the first or after the last of its {sequences} sequences",
+    )
     after = np.concatenate([[0], np.cumsum(lengths)])
-    return tokens, after[firsts[firsts > 0]]
+    ends = after[firsts[firsts > 0]]
+    _check_ends(path, ends, in_all)
+    return tokens, ends
 
 
 def _datatrove(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -161,6 +177,7 @@ def _datatrove(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np
         f"{path}: {len(tokens)} tokens of {tokens.itemsize} bytes; its index ends at "
         f"{ends[-1] if len(ends) else 'nothing'}: it is cut short, or of another tokenizer",
     )
+    _check_ends(path, ends, len(tokens))
     return tokens, ends
 
 
@@ -227,7 +244,14 @@ def _olmo(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, None]:
     with path.open("rb") as file:
         has_header = file.read(6) == b"\x93NUMPY"
     if not has_header:
-        return _memory_map(path, "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"), None
+        tokens = _memory_map(path, "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+        require(
+            tokens.itemsize == 4 or len(tokens) < 16 or bool(tokens[1:_READ_AT_ONCE:2].any()),
+            f"{path}: every second token of 2 bytes is 0, so that its tokens seem to have 4: "
+            f"expected uint16, as {tokenizer.vocab_size} ids fit in, or a file of numpy.save, "
+            "which names their type",
+        )
+        return tokens, None
     try:
         tokens = np.load(path, mmap_mode="r")
     except ValueError as error:

@@ -136,6 +136,31 @@ MISTAKES = {
         lambda f: None,
         "the end token 256 is not in it",
     ),
+    "no documents in the index": (
+        lambda f: megatron(f, documents=[0]),
+        lambda f: None,
+        "ends of its 0 documents",
+    ),
+    "documents of sequences that are not there": (
+        lambda f: megatron(f, documents=[0, 5, 61]),
+        lambda f: None,
+        "after the last of its 60 sequences",
+    ),
+    "documents that leave out the last sequence": (
+        lambda f: megatron(f, documents=[0, 5, 59]),
+        lambda f: None,
+        "ends of its 2 documents do not divide",
+    ),
+    "ends out of order": (
+        datatrove,
+        lambda f: np.array([9, 7, len(ALL)], np.uint64).tofile(f / "a.ds.index"),
+        "ends of its 3 documents do not divide",
+    ),
+    "four bytes": (
+        lambda f: ALL.astype(np.uint32).tofile(f / "a.npy"),
+        lambda f: None,
+        "tokens seem to have 4: expected uint16",
+    ),
     "two in one": (
         lambda f: megatron(f, [np.concatenate(ENCODED[:2]), *ENCODED[2:]]),
         lambda f: None,
