@@ -25,7 +25,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, require, warn
-from qwen3next_jax.data import format_1, readers, row_groups, sources, units
+from qwen3next_jax.common.installation import how_to_install
+from qwen3next_jax.data import fast_bpe, format_1, readers, row_groups, sources, units
 from qwen3next_jax.data.digest_cache import DigestCache
 from qwen3next_jax.data.prepared import Prepared, index_name, read_index, write_index
 from qwen3next_jax.data.readers import Part
@@ -41,6 +42,7 @@ from qwen3next_jax.data.workers import run_all, usable_cores
 # takes half a second, in which one core tokenizes some megabytes.
 _BYTES_PER_WORKER = 1 << 24
 _TOKENS_PER_WORKER = 1 << 25
+_WORTH_TIKTOKEN = 1 << 28  # bytes, from which on a missing tiktoken is worth a word
 
 _NONE: collections.Counter[str] = collections.Counter()
 Progress = Callable[[str, int, int], None]  # (what is prepared, bytes done, bytes in all)
@@ -258,6 +260,11 @@ def tokenize(
     )  # the largest first, so that all workers end at about the same time
     read = {n: 0 for n in todo}
     total = sum(jobs[n].size for n in todo)
+    if total >= _WORTH_TIKTOKEN and "tokenizers" in tokenizer.libraries and not fast_bpe.version():
+        warn(
+            "tiktoken is not installed; with it, a byte-level BPE is tokenized several times as "
+            f"fast: {how_to_install('prepare')}"
+        )
 
     def show(item: int, done: int) -> None:
         read[todo[item]] = done

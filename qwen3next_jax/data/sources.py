@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import glob as local_glob
+import logging
 import os
 import pathlib
 import re
@@ -263,6 +264,8 @@ def _remote_files(path: str) -> list[SourceFile]:
         raise UserError(
             f"data.path {path!r}: expected a local path or one of {', '.join(_REMOTE_SCHEMES)}"
         )
+    # gcsfs would log a traceback before the error
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     try:
         filesystem, pattern = fsspec.core.url_to_fs(path)
         found = filesystem.glob(pattern, detail=True)

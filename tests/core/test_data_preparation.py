@@ -759,7 +759,9 @@ def test_progress_is_reported(texts, tmp_path, monkeypatch):
 # ---- two libraries that tokenize
 
 
-def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(texts, tmp_path, monkeypatch):
+def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(
+    texts, tmp_path, monkeypatch, capsys
+):
     pytest.importorskip("tiktoken")
     small = tokenizers.Tokenizer(tokenizers.models.BPE())
     small.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -792,3 +794,9 @@ def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(texts, tmp_p
     assert len(calls) == 4
     keys = [{p.name for p in (tmp_path / f).glob("tokens/*/*.json")} for f in ("p", "r")]
     assert len(keys[0] & keys[1]) == 3 and len(keys[1]) == 4
+    monkeypatch.setattr(preparation, "_WORTH_TIKTOKEN", 1)
+    prepare([source], tokenizer.fallback, recipe, tmp_path / "s")
+    assert "tiktoken" not in capsys.readouterr().err
+    monkeypatch.setattr(fast_bpe, "version", lambda: None)
+    prepare([source], load_tokenizer(str(tmp_path)), recipe, tmp_path / "t")
+    assert "tiktoken is not installed; " in capsys.readouterr().err
