@@ -19,13 +19,14 @@ from qwen3next_jax.config.describe import list_settings
 
 
 def on_config(config):
-    """Lists the notes in the navigation, the newest first, by their dates and headings."""
-    notes = sorted((pathlib.Path(config["docs_dir"]) / "notes").glob("*.md"), reverse=True)
-    listed = []
+    """Lists the notes in the navigation, by date, the newest first."""
+    notes = sorted((pathlib.Path(config["docs_dir"]) / "notes").glob("*.md"))
+    by_date: dict[str, list[dict[str, str]]] = {}
     for note in notes:
         heading = note.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-        title = re.sub(r", \d+ \w+ \d{4}$", "", heading)  # the date is in front
-        listed.append({f"{note.name[:10]} {title}": f"notes/{note.name}"})
+        title = re.sub(r", \d+ \w+ \d{4}$", "", heading)  # the date is above it
+        by_date.setdefault(note.name[:10], []).append({title: f"notes/{note.name}"})
+    listed = [{date: by_date[date]} for date in sorted(by_date, reverse=True)]
     config["nav"].append({"Notes": listed})
     return config
 
