@@ -3,6 +3,7 @@ the list of notes, and links. `mkdocs.yml` names this file.
 """
 
 import ast
+import html
 import importlib.util
 import inspect
 import os
@@ -73,8 +74,7 @@ def _settings() -> str:
                 "| setting | default | values | meaning |",
             ]
             lines += ["|---|---|---|---|"]
-        cells = (f"`{name}`", f"`{default!r}`", allowed, meaning)
-        lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
+        lines.append(f"| `{name}` | `{default!r}` | {_cell(allowed)} | {_cell(meaning)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -98,9 +98,16 @@ def _commands() -> str:
         lines += [f"## {verb}", "", f"To {meaning}.", "", "```text", ast.get_docstring(tree), "```"]
         lines += ["", "| flag | meaning |", "|---|---|"]
         for name, text in sorted(_flags_of(tree, shared)):
-            lines.append(f"| `--{name}` | {text.replace('|', chr(92) + '|')} |")
+            lines.append(f"| `--{name}` | {_cell(text)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """Returns a plain text as the cell of a table, with links to the pages that it names."""
+    text = html.escape(text, quote=False)
+    text = re.sub(r"([|*])", r"\\\1", text)
+    return re.sub(r"docs/(\w+)\.md", r"[\1](../\1.md)", text)
 
 
 def _parsed(module: str) -> ast.Module:
