@@ -341,7 +341,8 @@ def _line(what: str, choices: Mapping[str, Choice]) -> str:
     names = [path if c.is_whole else f"parts of {path}" for path, c in choices.items()]
     listed = ", ".join(names[:NAMES_SHOWN]) + ", …" * (len(names) > NAMES_SHOWN)
     size = sum(choice.size for choice in choices.values())
-    return f"{what}: {size:,} numbers in {len(names)} arrays ({listed})"
+    arrays = "1 array" if len(names) == 1 else f"{len(names)} arrays"
+    return f"{what}: {size:,} numbers in {arrays} ({listed})"
 
 
 def _text(path: tuple[str | int, ...]) -> str:
