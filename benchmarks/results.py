@@ -130,11 +130,7 @@ def plan_row(name: str) -> list[str]:
 
 
 def predicted_mfu(plan: dict[str, Any]) -> str:
-    """Returns the MFU by the cost models `schedule` and `roofline`. A plan of before there were
-    two counts kernels by their products, which brackets say.
-    """
-    if "ideal" not in plan:
-        return f"({plan['mfu']:.1%})"
+    """Returns the MFU by the cost models `schedule` and `roofline`."""
     roofline = plan["mfu_roofline"] if "mfu_roofline" in plan else plan["mfu_today"]
     return f"{plan['mfu']:.1%}, {roofline:.1%}"
 
