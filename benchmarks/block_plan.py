@@ -5,16 +5,18 @@ parts, by the planner's cost models (docs/planner.md).
     [--topology=v5p:2x2x2] [--mesh=expert=8] [--rows=1]
         [--tokens=4096] [--mixer=gated_deltanet] [--layers=1] [--remat=block] [--level=O1]
         [--options=NAME=VALUE,…] [--by=part|instruction]
-        [--cost_model=schedule|roofline|calibrated] [--hlo=FOLDER]
+        [--cost_model=schedule|roofline|calibrated] [--hlo=FOLDER] [--json=FILE]
 
 The layer (a mixer and experts, with the config's residual form) runs forward and backward, as
 inside a train step: `--layers` of them are the body of a scan of two trips, over `--rows` rows of
 `--tokens` a chip, parameters lying as on the mesh, gradients coming out so. What the compiler
 started early runs beside the rest: its bytes count, and its time where it is waited for. `--hlo`
-reads the program and its schedules from FOLDER, or writes them there. No TPU takes part.
+reads the program and its schedules from FOLDER, or writes them there. `--json` writes the figures
+of all cost models, which `flash_plan.py` reads. No TPU takes part.
 """
 
 import argparse
+import json
 import pathlib
 import runpy
 import tempfile
@@ -65,6 +67,7 @@ def main():
     parser.add_argument("--by", choices=("part", "instruction"), default="part")
     parser.add_argument("--cost_model", choices=COST_MODELS, default=COST_MODELS[0])
     parser.add_argument("--hlo", type=pathlib.Path)
+    parser.add_argument("--json", type=pathlib.Path, help="file to write the figures to")
     arguments = parser.parse_args()
     if not arguments.config.is_file():
         parser.error(f"--config={arguments.config}: no such file")
@@ -108,6 +111,7 @@ def main():
             arguments.by == "instruction"
         )
 
+    figures, unknown = {}, unknown_kernels(program, schedules)
     for cost_model in COST_MODELS:
         e = estimate_time(program, mesh, topology.chip, topology.shape, schedules, cost_model, part)
         print(
@@ -117,7 +121,22 @@ def main():
             f"{e.seconds * 1e3:.2f} ms, {e.hbm_bytes / 1e9:.2f} GB, {e.flops / 1e12:.2f} TFLOP; "
             + ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in e.bound.items())
         )
-    print("kernels of unknown cost:", unknown_kernels(program, schedules))
+        figures[cost_model] = {
+            "seconds": e.seconds,
+            "hbm_bytes": e.hbm_bytes,
+            "flops": e.flops,
+            "bound_seconds": e.bound,
+            "parts": {name: cost._asdict() for name, cost in e.by_source.items()},
+        }
+    if arguments.json:
+        record = {
+            **{name: str(value) for name, value in vars(arguments).items() if value is not None},
+            "layers_in_all": PERIODS * arguments.layers,
+            "kernels_of_unknown_cost": list(unknown),
+            "estimates": figures,
+        }
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    print("kernels of unknown cost:", unknown)
     e = estimate_time(
         program, mesh, topology.chip, topology.shape, schedules, arguments.cost_model, part
     )

@@ -60,10 +60,14 @@ def measure(reference: str = "qwen3_next_tiny") -> list[Row]:
     """Every quantity of `cases.safetensors` against this implementation, export → import, and
     what YaRN makes of longer texts.
     """
-    directory, cases = (
-        FIXTURES / reference,
-        load_file(FIXTURES / REFERENCES[reference] / "cases.safetensors"),
-    )
+    cases = load_file(FIXTURES / REFERENCES[reference] / "cases.safetensors")
+    return measure_directory(FIXTURES / reference, cases)
+
+
+def measure_directory(directory: pathlib.Path, cases: dict[str, np.ndarray]) -> list[Row]:
+    """Every quantity of `cases` against what this implementation computes from the checkpoint in
+    `directory`.
+    """
     model = load_hf(directory)
     params, run = nnx.state(model, nnx.Param), _programs(_text_form(model.config))
     losses, out, gradient = run.gradients(params, jnp.asarray(cases["input_ids"]))
@@ -288,11 +292,12 @@ def transformers_rows(python: str, reference: str = "qwen3_next_tiny") -> list[R
     """The export, loaded by transformers in the interpreter `python`, against this
     implementation; with YaRN, too.
     """
-    model = load_hf(FIXTURES / reference)
-    tokens, rows = (
-        load_file(FIXTURES / REFERENCES[reference] / "cases.safetensors")["input_ids"],
-        [],
-    )
+    cases = load_file(FIXTURES / REFERENCES[reference] / "cases.safetensors")
+    return _loaded_there(python, FIXTURES / reference, cases["input_ids"])
+
+
+def _loaded_there(python: str, reference: pathlib.Path, tokens: np.ndarray) -> list[Row]:
+    model, rows = load_hf(reference), []
     for factor in (1.0, 4.0) if model.config.rotary_dim else (1.0,):
         model.config = dataclasses.replace(model.config, yarn_factor=factor)
         run = _programs(_text_form(model.config))
@@ -347,9 +352,10 @@ def _max_error(ours, theirs) -> float:
 
 
 def _relative_l2(ours, theirs) -> float:
+    """|Δ| / |reference|; |Δ| where the reference is 0, as the gradient of QSA's indexer."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
-    return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
+    return float(np.linalg.norm(ours - theirs) / (np.linalg.norm(theirs) or 1.0))
 
 
 def _relative(ours, theirs) -> float:

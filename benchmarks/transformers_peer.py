@@ -8,6 +8,8 @@ it in an interpreter that has torch.
         the same for greedy continuations
     transformers_peer.py kimi_reference DIRECTORY
         writes a tiny Kimi Linear and its cases, as tests/fixtures has them
+    transformers_peer.py qwen4_reference DIRECTORY SETTINGS.json
+        writes a tiny Qwen3.8-Flash-Next of these settings and its cases
     transformers_peer.py delta_rule INPUTS.safetensors RESULTS.safetensors
         writes results, then answers each line {"runs": N} with the seconds of N runs
 
@@ -147,6 +149,109 @@ def kimi_reference(directory):
     )
     save_file(
         released_names(directory), f"{directory}/model.safetensors", metadata={"format": "pt"}
+    )
+
+
+def qwen4_reference(directory, settings_file):
+    """Writes a random Qwen3.8-Flash-Next and what it computes.
+
+    The file of settings holds fields of the text model's configuration; "rows": the shape of the
+    tokens; "wrapper": whether the text model stands in a wrapper with a vision tower. Norms and
+    convolutions are drawn, too. Of blocks with equal scores the lowest is selected, as
+    torch.topk promises nothing.
+    """
+    stable = lambda x, k, dim=-1, **_: tuple(
+        y.narrow(dim, 0, k) for y in torch.sort(x, dim=dim, descending=True, stable=True)
+    )
+    torch.topk = torch.Tensor.topk = lambda *args, **more: torch.return_types.topk(
+        stable(*args, **more)
+    )
+    # One stream, and an n-gram embedding on an attention layer, are refused by the configuration
+    # alone: the model can compute them.
+    checks = transformers.Qwen4ExpTextConfig.__class_validators__
+    checks[:] = [check for check in checks if check.__name__ != "validate_architecture"]
+    torch.manual_seed(0)
+    settings = json.loads(pathlib.Path(settings_file).read_text())
+    rows, is_wrapper = settings.pop("rows"), settings.pop("wrapper", False)
+    if is_wrapper:
+        vision = dict(
+            depth=1,
+            hidden_size=16,
+            intermediate_size=24,
+            num_heads=2,
+            patch_size=4,
+            out_hidden_size=settings["hidden_size"],
+            num_position_embeddings=16,
+        )
+        config = transformers.Qwen4ExpConfig(
+            text_config=settings,
+            vision_config=vision,
+            tie_word_embeddings=settings.get("tie_word_embeddings", False),
+        )
+        model = transformers.Qwen4ExpForConditionalGeneration(config)
+        text = model.model.language_model
+    else:
+        model = transformers.Qwen4ExpForCausalLM(transformers.Qwen4ExpTextConfig(**settings))
+        text = model.model
+    model.eval()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "norm" in name or "conv1d" in name:
+                tensor += 0.2 * torch.randn(tensor.shape)
+    found = {}
+
+    def note(module, name, f):
+        def hook(_, given, made):
+            found.setdefault(name, f(given, made))
+
+        module.register_forward_hook(hook)
+
+    kinds = text.config.layer_types
+    if text.config.ple_layer_ids:
+        table = text.layers[text.config.ple_layer_ids[0] - 1].ple.ple_embedding.ngram_embedding
+        note(table, "ngram_ids.first_ple_layer", lambda given, _: given[0].int())
+    if "indexed_attention" in kinds:
+        indexer = text.layers[kinds.index("indexed_attention")].self_attn.indexer
+        note(indexer, "selected.first_attention_layer", lambda _, made: made[:, 0].byte())
+    tokens = torch.randint(text.config.vocab_size, rows)
+    eos = text.config.eos_token_id
+    tokens[torch.rand(rows) < 0.08] = eos[0] if isinstance(eos, list) else eos
+    out = model(tokens, output_hidden_states=True, output_router_logits=True, use_cache=False)
+    loss = torch.nn.functional.cross_entropy(
+        out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    )
+    cases = {
+        "input_ids": tokens.int(),
+        "logits": out.logits,
+        "cross_entropy": loss[None],
+        "balance_loss": out.aux_loss[None],
+        **found,
+    }
+    cases |= {f"hidden_states.{i}": x for i, x in enumerate(out.hidden_states)}
+    cases |= {f"router_logits.{i}": x for i, x in enumerate(out.router_logits)}
+    loss.backward()
+    model.generation_config.eos_token_id = None
+    cases["greedy"] = model.generate(
+        tokens[:1],
+        attention_mask=torch.ones_like(tokens[:1]),
+        max_new_tokens=24,
+        do_sample=False,
+        use_cache=False,  # there is no cache of an n-gram embedding on an attention layer
+    ).int()
+    model.save_pretrained(directory)
+    # saved as weights, whose names they then have
+    with torch.no_grad(), tempfile.TemporaryDirectory() as gradients:
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad)
+        model.save_pretrained(gradients)
+        cases |= {
+            f"grad.{name.replace('model.language_model.', 'model.')}": x
+            for name, x in load_file(f"{gradients}/model.safetensors").items()
+            if x.is_floating_point() and "visual" not in name
+        }
+    save_file(
+        {name: x.detach().contiguous() for name, x in cases.items()},
+        f"{directory}/cases.safetensors",
     )
 
 
@@ -313,5 +418,5 @@ def delta_rule(inputs_file, results_file):
 if __name__ == "__main__":
     {
         command.__name__: command
-        for command in (logits, kimi_reference, train, generate, delta_rule)
+        for command in (logits, kimi_reference, qwen4_reference, train, generate, delta_rule)
     }[sys.argv[1]](*sys.argv[2:])

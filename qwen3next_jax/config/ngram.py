@@ -46,11 +46,11 @@ class PLEConfig:
     conv_kernel_size: int = 4
     # seed of the constants of the hash functions
     seed: int = 1234
-    # number of tensors, of equally many rows, that hold the table in a Hugging Face directory
+    # number of tensors that hold the table in a Hugging Face directory (`parts`)
     split_ngram_parts: int = 128
 
     def __post_init__(self):
-        object.__setattr__(self, "layer_ids", tuple(self.layer_ids))
+        object.__setattr__(self, "layer_ids", tuple(sorted(self.layer_ids)))
         check_bounds(
             self,
             "model.ple",
@@ -83,7 +83,7 @@ class PLEConfig:
         Args:
           layer: the number of a layer; the first layer is 0.
         """
-        ids = sorted(self.layer_ids)
+        ids = self.layer_ids
         return ids.index(layer + 1) if layer + 1 in ids else None
 
     def table_sizes(self, number: int) -> tuple[int, ...]:
@@ -100,6 +100,17 @@ class PLEConfig:
         its end.
         """
         return _padded(sum(self.table_sizes(number)), self.make_ngram_vocab_size_divisible_by)
+
+    def parts(self, number: int) -> tuple[slice, ...]:
+        """Returns the rows of each tensor that holds a part of the table of embedding `number` in a
+        Hugging Face directory. They have equally many rows, except that the last may have fewer,
+        and are fewer than `split_ngram_parts` if fewer hold all rows (as `torch.chunk` divides).
+        """
+        rows = self.rows(number)
+        of_part = -(-rows // self.split_ngram_parts)
+        return tuple(
+            slice(start, min(start + of_part, rows)) for start in range(0, rows, of_part)
+        )
 
     def offsets(self, number: int) -> tuple[int, ...]:
         """Returns, for each head of embedding `number`, the number of its first row in the
@@ -152,11 +163,9 @@ class PLEConfig:
         for number in range(len(ids)):
             rows = self.rows(number)
             require(
-                rows <= _MOST_ROWS and rows % self.split_ngram_parts == 0,
-                f"model.ple.split_ngram_parts = {self.split_ngram_parts}: the table of layer "
-                f"{sorted(ids)[number]} has {rows} rows: expected a divisor of them, and at most "
-                f"{_MOST_ROWS} rows (model.ple.make_ngram_vocab_size_divisible_by = "
-                f"{self.make_ngram_vocab_size_divisible_by})",
+                rows <= _MOST_ROWS,
+                f"model.ple.ngram_vocab_size_base = {self.ngram_vocab_size_base}: the table of "
+                f"layer {ids[number]} has {rows} rows: expected at most {_MOST_ROWS}",
             )
 
 

@@ -60,19 +60,19 @@ _PLE = {
         "seed",
     )
 }
-# What a field means that is missing in `config.json`: the sizes of the release.
+# What a field means that is missing in `config.json`: the defaults of transformers' configuration.
 _DEFAULTS = {
     "vocab_size": 248_320,
-    "hidden_size": 2560,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 24,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
     "num_key_value_heads": 2,
-    "linear_num_value_heads": 48,
+    "linear_num_value_heads": 32,
     "num_experts": 512,
     "num_experts_per_tok": 10,
-    "moe_intermediate_size": 640,
-    "shared_expert_intermediate_size": 640,
-    "max_position_embeddings": 262_144,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "max_position_embeddings": 32_768,
 }
 _SUPPORTED = qwen3_next.SUPPORTED | {
     "indexer_kv_heads": (1,),
@@ -107,14 +107,34 @@ def _read(fields: Fields, where: str) -> Fields:
         fields, settings["max_position_embeddings"], where, ignored=rope.IMAGE_POSITIONS
     )
     ple = {_PLE[name]: value for name, value in present_fields(fields, tuple(_PLE)).items()}
+    ple.setdefault("embed_dim", settings["hidden_size"])
+    ple.setdefault("split_ngram_parts", 512)
+    if "layer_ids" in ple:
+        ple["layer_ids"] = _layer_ids(ple["layer_ids"], where)
     return settings | {
         "full_mixer": "qsa",
         "block": {"placement": "gated_residual"},
         "streams": present_fields(fields, _STREAMS),
         "mixer": present_fields(fields, _INDEXER),
         "ple": ple,
-        "output_gate_type": _GATES[fields.get("output_gate_type") or "sigmoid"],
+        "output_gate_type": _GATES[
+            fields.get("output_gate_type") or fields.get("hidden_act") or "silu"
+        ],
     }
+
+
+def _layer_ids(ids: object, where: str) -> list[int]:
+    """Returns the numbers of the layers with an n-gram embedding, each once, in order, given the
+    field `ple_layer_ids`.
+
+    Raises:
+      UserError: `ids` is not a list of integers.
+    """
+    require(
+        isinstance(ids, list) and all(type(number) is int for number in ids),
+        f"{where}: ple_layer_ids = {short_repr(ids)}: expected a list of numbers of layers, from 1",
+    )
+    return sorted(set(ids))
 
 
 def _layer_types(names: object, where: str) -> list[str]:
@@ -145,7 +165,7 @@ def _write_text(config: ModelConfig, dtype: str, source: Fields, around: Fields)
         "ple_layer_ids": list(config.ple.layer_ids),
         "indexer_kv_heads": 1,
         "norm_topk_prob": True,
-        "output_gate_type": "sigmoid" if config.output_gate_type == "sigmoid" else "swish",
+        "output_gate_type": config.output_gate_type,
         # the number of stored modules: all depths of multi-token prediction share one
         "mtp_num_hidden_layers": min(config.mtp_depth, 1),
     }
@@ -254,18 +274,17 @@ def _qsa(config: ModelConfig) -> Iterator[Entry]:
 
 
 def _layer_embedding(config: ModelConfig, number: int) -> Iterator[Entry]:
-    """Yields the tensors of a layer's n-gram embedding, whose table is stored in
-    `split_ngram_parts` tensors of equally many rows. `number`: the index of the embedding, from 0.
+    """Yields the tensors of a layer's n-gram embedding, whose table is stored in several tensors.
+    `number`: the index of the embedding, from 0.
     """
     ple, d, width = config.ple, config.hidden_size, config.streams.hc_count * config.hidden_size
-    rows = ple.rows(number) // ple.split_ngram_parts
     shards = tuple(
         TensorSlice(
-            (slice(part * rows, (part + 1) * rows),),
+            (rows,),
             f"ple.ple_embedding.ngram_embedding.shard_{part}.weight",
-            (rows, ple.head_width),
+            (rows.stop - rows.start, ple.head_width),
         )
-        for part in range(ple.split_ngram_parts)
+        for part, rows in enumerate(ple.parts(number))
     )
     yield Entry("table", (0, 1), shards)
     yield one_tensor("key_proj", "ple.key_proj.weight", (1, 2, 0), (width, ple.embed_dim))
