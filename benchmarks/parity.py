@@ -6,7 +6,10 @@ transformers computed from it (of a wrapper, those of the same text model withou
 `--python` (an interpreter that has torch and transformers) the model is also exported, loaded
 there, and its logits compared.
 
-    python benchmarks/parity.py [--gradients] [--python=/path/to/python]
+    python benchmarks/parity.py [--gradients] [--python=/path/to/python] [--variants]
+
+`--variants` makes further Qwen3.8-Flash-Nexts (`VARIANTS`) with transformers, in the interpreter
+`--python`, and measures them alone.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import unittest.mock
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -27,6 +31,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from qwen3next_jax import ModelConfig, Qwen3Next, hf_tensors, load_hf, save_hf
+from qwen3next_jax.interop import huggingface, layout
 from qwen3next_jax.model.layers import Context
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -41,6 +46,84 @@ REFERENCES = {  # checkpoint → the directory with its cases
     "qwen4_exp_wrapper_tiny": "qwen4_exp_text_tiny",
 }
 FIXTURES = ROOT / "tests" / "fixtures"
+
+# Variants of Qwen3.8-Flash-Next, by fields of transformers' configuration; "rows": [B, T];
+# "wrapper": with a vision tower.
+_COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 24,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "eos_token_id": 3,
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 16,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+_FULL, _LINEAR = "indexed_attention", "linear_attention"
+VARIANTS = {
+    "five streams, n-grams of 2 to 4 in two layers, ratio 3, attention first": {
+        "layer_types": [_FULL, _LINEAR, _LINEAR],
+        "hc_count": 5,
+        "hc_lowrank": 7,
+        "ple_layer_ids": [3, 2],
+        "ple_embed_dim": 36,
+        "ngram_size": 4,
+        "split_ngram_parts": 7,
+        "indexer_budget": 24,
+        "indexer_compress_ratio": 3,
+        "rows": [2, 61],
+    },
+    "one stream, n-grams of 2 in an attention layer, tied head, rows of two tokens": {
+        "layer_types": [_FULL, _LINEAR],
+        "hc_count": 1,
+        "hc_lowrank": 5,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 12,
+        "ngram_size": 2,
+        "split_ngram_parts": 512,
+        "tie_word_embeddings": True,
+        "output_gate_type": "sigmoid",
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+        "rows": [3, 2],
+    },
+    "three streams, a wrapper with fused experts, several end tokens, ratio 1": {
+        "layer_types": [_LINEAR, "full_attention"],
+        "hc_count": 3,
+        "hc_lowrank": 7,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 48,
+        "ngram_size": 3,
+        "split_ngram_parts": 3,
+        "output_gate_type": "sigmoid",
+        "eos_token_id": [3, 9],
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 1,
+        "wrapper": True,
+        "rows": [2, 40],
+    },
+}
 
 
 class Row(NamedTuple):
@@ -131,6 +214,26 @@ def measure_directory(directory: pathlib.Path, cases: dict[str, np.ndarray]) -> 
     if (directory / "yarn.safetensors").exists():
         rows.append(_yarn_row(model, load_file(directory / "yarn.safetensors")))
     return rows
+
+
+def variant_rows(python: str, name: str) -> list[Row]:
+    """Makes a variant with transformers and measures it. Transformers' configuration, and so the
+    export here, refuses one stream and n-grams in attention layers, which transformers' model can
+    compute; these checks are left out.
+    """
+    settings = _COMMON | VARIANTS[name]
+    settings["num_hidden_layers"] = len(settings["layer_types"])
+    with tempfile.TemporaryDirectory() as folder:
+        directory = pathlib.Path(folder) / "model"
+        (pathlib.Path(folder) / "settings.json").write_text(json.dumps(settings))
+        peer = str(ROOT / "benchmarks" / "transformers_peer.py")
+        command = [python, peer, "qwen4_reference", str(directory), f"{folder}/settings.json"]
+        subprocess.run(command, check=True, capture_output=True)
+        with (
+            unittest.mock.patch.object(huggingface, "check_hf_form"),
+            unittest.mock.patch.object(layout, "check_hf_form"),
+        ):
+            return measure_directory(directory, load_file(directory / "cases.safetensors"))
 
 
 def _text_form(config: ModelConfig) -> ModelConfig:
@@ -375,12 +478,20 @@ def main() -> int:
     parser.add_argument(
         "--python", help="interpreter with torch and transformers, to load the export there"
     )
+    parser.add_argument(
+        "--variants", action="store_true", help="Qwen3.8-Flash-Nexts that --python makes, alone"
+    )
     args = parser.parse_args()
+    if args.variants and not args.python:
+        parser.error("--variants: needs --python")
     failures = 0
-    for reference in args.reference or REFERENCES:
-        rows = measure(reference) + (
-            transformers_rows(args.python, reference) if args.python else []
-        )
+    for reference in VARIANTS if args.variants else args.reference or REFERENCES:
+        if args.variants:
+            rows = variant_rows(args.python, reference)
+        else:
+            rows = measure(reference) + (
+                transformers_rows(args.python, reference) if args.python else []
+            )
         print(f"{reference:62} {'error':>9} {'bar':>7}")
         gradients = sorted((r for r in rows if r.group == "gradients"), key=lambda r: -r.error)
         for row in rows:
