@@ -81,8 +81,9 @@ EXAMPLES = {
 _HIDDEN = -1e30  # score of a key or block that the query does not see
 # Attention gathers the selected keys if there are more than this many times the budget. With fewer
 # keys, attention to all keys under a mask is faster. Measured on a CPU and on an H200
-# (docs/notes/2026-11-26-h200.md has the times), not on a TPU.
-GATHER_BEYOND = {"cpu": 4, "gpu": 16, "tpu": 4}
+# (docs/notes/2026-11-26-h200.md has the times). No TPU was measured: by arithmetic
+# (benchmarks/flash_plan.py) a v5p changes at 15 times.
+GATHER_BEYOND = {"cpu": 4, "gpu": 16, "tpu": 16}
 
 
 class Blocks(NamedTuple):
