@@ -4,8 +4,9 @@ Qwen3-Next's: by arithmetic, and by compiled layers where docs/planner/flash has
     python benchmarks/flash_plan.py [--compile=NAME,…|all] [--plans=docs/planner/flash]
 
 The arithmetic takes the larger of a part's products at the chip's peak and its bytes at the peak of
-HBM; the function of each part says how often which arrays go through HBM. A step with `remat = "block"` runs the products of a layer four times: forward, again in
-the backward pass, and twice for the gradients. The network is not counted.
+HBM; the function of each part says how often which arrays go through HBM. A step with
+`remat = "block"` runs the products of a layer four times: forward, again in the backward pass, and
+twice for the gradients. The network is not counted.
 
 `--compile` compiles layers (`block_plan.py`), which takes minutes each. A layer's time in a step is
 half of that of a loop of two layers. The step of 48 layers is extended from them: 36 recurrent

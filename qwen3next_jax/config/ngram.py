@@ -108,9 +108,7 @@ class PLEConfig:
         """
         rows = self.rows(number)
         of_part = -(-rows // self.split_ngram_parts)
-        return tuple(
-            slice(start, min(start + of_part, rows)) for start in range(0, rows, of_part)
-        )
+        return tuple(slice(start, min(start + of_part, rows)) for start in range(0, rows, of_part))
 
     def offsets(self, number: int) -> tuple[int, ...]:
         """Returns, for each head of embedding `number`, the number of its first row in the

@@ -8,10 +8,6 @@ import json
 import math
 import pathlib
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +22,8 @@ from safetensors.numpy import load_file, save_file
 
 from qwen3next_jax import ModelConfig, Qwen3Next, load_hf, save_hf
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import (
-    CheckpointConfig,
     Config,
-    DataConfig,
-    EvalConfig,
     FULL,
     LINEAR,
     MeshConfig,
@@ -52,17 +44,16 @@ from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding import row_tables
 from qwen3next_jax.sharding.mesh import check_divides, make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
-from qwen3next_jax.training import lazy_rows, loop
+from qwen3next_jax.training import lazy_rows
 from qwen3next_jax.training.assignment import assign
 from qwen3next_jax.training.loss import count_targets, total_loss
 from qwen3next_jax.training.resolve import resolve_run
 from qwen3next_jax.zoo import gated_residual, ngram_embedding, qsa
 from qwen3next_jax.zoo.ops.pair_attention import dot
-from tests.in_process import resolved, train
+from tests.in_process import resolved
 
 EOS = 3
 BASE = ModelConfig(
@@ -702,117 +693,6 @@ def test_released_weights_are_read_in_pieces_onto_a_mesh(fixture, monkeypatch):
     table = params["layers"][1]["embedding"]["table"]
     assert len({shard.index for shard in table.addressable_shards}) == 8
     jax.tree.map(np.testing.assert_array_equal, params, whole)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_from_released_weights_on_a_mesh():
-    """Two steps on eight devices, from the weights of the wrapper with fused experts, are those on
-    one device.
-    """
-    fixture = "qwen4_exp_wrapper_tiny"
-    segments = np.repeat([1, 2, 0], (17, 20, 3)).astype(np.int32)[None].repeat(8, axis=0)
-    tokens = np.random.default_rng(0).integers(0, 256, (8, 40)).astype(np.int32)
-    batch = {"tokens": tokens, "segment_ids": segments}
-    found = []
-    for axes in ({"data": 1}, ALL_AXES):
-        run = released_run(fixture, axes)
-        like = run.abstract_state["params"]
-        state = run.init_state(huggingface.load_params(FIXTURES / fixture, like))
-        step = loop.make_train_step(run, *run.stages)
-        placed, losses = jax.device_put(batch, run.batch_sharding), []
-        for _ in range(2):
-            state, metrics = step(state, placed)
-            losses += [metrics["loss"], metrics["indexer_loss"], metrics["grad_norm"]]
-        found.append((np.array(losses), jax.tree.map(np.asarray, state["params"])))
-    (one, of_one), (many, of_many) = found
-    np.testing.assert_allclose(many, one, rtol=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), of_many, of_one
-    )
-
-
-# ---- a run
-
-
-LONG = Config(
-    name="long_rows",
-    model=config_of(
-        **TWO_LAYERS,
-        vocab_size=257,
-        eos_token_id=256,
-        max_position_embeddings=1024,
-        dtype="bfloat16",
-        mtp_depth=0,
-        ple=dataclasses.replace(BASE.ple, layer_ids=(2,)),
-        mixer=BASE.mixer | {"indexer_budget": 64},
-    ),
-    train=TrainConfig(
-        steps=8, batch_size=1, sequence_length=1024, log_every=1, indexer_training="sparse"
-    ),
-    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, ngram_table="lazy_adamw"),
-    checkpoint=CheckpointConfig(every=2),
-    eval=EvalConfig(every=100, rows=1, sample_tokens=0),
-)
-
-
-@pytest.mark.slow
-def test_a_killed_run_of_long_rows_resumes_bitwise(tmp_path):
-    """Rows of 1,024 tokens with a budget of 64, so that attention gathers. SIGKILL comes after step
-    5, and the run resumes from the newest checkpoint that was whole. Every loss and gradient norm,
-    and every number of the last checkpoint, are those of a run that was not killed.
-    """
-    rng = np.random.default_rng(0)
-    for i in range(6):  # long enough that a row holds parts of one or two documents
-        words = rng.choice(["def ", "return ", "x", "y", " = ", "\n", "(", ")"], 1500)
-        (tmp_path / f"{i}.txt").write_text("".join(words))
-    data = DataConfig(
-        path=f"{tmp_path}/*.txt", heldout_fraction=0.2, prepared_dir=str(tmp_path / "prepared")
-    )
-    config = dataclasses.replace(LONG, data=data)
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
-    assert train(config, undisturbed) == 0
-
-    (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
-    program = f"""
-import json, pathlib, time
-from qwen3next_jax.config import Config, from_dict
-from qwen3next_jax.data.pipeline import TextData
-from qwen3next_jax.runs.train import train
-def slowly(*arguments, batches=TextData.batches):  # else the run would end before the kill
-    for batch in batches(*arguments):
-        time.sleep(0.5)
-        yield batch
-TextData.batches = slowly
-config = from_dict(Config, json.load(open({str(tmp_path / "config.json")!r})))
-train(config, pathlib.Path({str(killed)!r}))"""
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
-    while not any(step == 5 for step, *_ in losses_of(killed)):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert losses_of(killed)[-1][0] < 8
-    assert train(config, killed) == 0
-    events = read_events(killed / "metrics.jsonl")
-    starts = [e["first_step"] for e in events if e["event"] == "start"]
-    assert starts in ([0, 2], [0, 4])
-    assert losses_of(killed) == losses_of(undisturbed) and len(losses_of(killed)) == 8
-    states = []
-    for workdir in (undisturbed, killed):
-        with Checkpoints(workdir) as checkpoints:
-            states.append(checkpoints.restore(8, resolved(config).abstract_state))
-    leaves = [jax.tree_util.tree_leaves_with_path(state) for state in states]
-    names = {jax.tree_util.keystr(path) for path, _ in leaves[0]}
-    for part in ("['params']", "['opt_state']", "table", "index_qk_proj"):
-        assert any(part in name for name in names)
-    for (path, a), (_, b) in zip(*leaves, strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
-
-
-def losses_of(workdir):
-    """(step, loss, indexer's loss, gradient norm) of every step."""
-    steps = [e for e in read_events(workdir / "metrics.jsonl") if e["event"] == "train"]
-    return [(e["step"], e["loss"], e["indexer_loss"], e["grad_norm"]) for e in steps]
 
 
 # ---- checkpoints
