@@ -30,16 +30,26 @@ def sum_by_token(rows, choice, shape: tuple[int, int], *, interpret: bool = Fals
 
 
 def by_choice(values, choice, shape: tuple[int, int], *, interpret: bool = False):
-    """Returns [Q] with `values` [P] at the indices `choice` [P], and 0 elsewhere; indices of Q or
-    more are left out.
+    """Returns [Q] with `values` [P], float32, at the indices `choice` [P], and 0 elsewhere; indices
+    of Q or more are left out.
 
     A scatter would write one number after another. Here a value becomes a row that is 0 but for
-    the column of its choice, and the rows of a token are summed.
+    three columns of its choice, and the rows of a token are summed. The columns hold the value as a
+    sum of three bfloat16 numbers, which is exact and a sixth of the products of float32.
     """
-    choice, values = jax.lax.sort((choice.astype(jnp.int32), values), num_keys=1, is_stable=False)
     tokens, choices = shape
-    width = -(-choices // (LANES * chip.cores())) * LANES * chip.cores()
-    values = jnp.where(choice < tokens * choices, values, 0)
-    rows = jnp.where((choice % choices)[:, None] == jnp.arange(width), values[:, None], 0)
+    choice, values = jax.lax.sort((choice.astype(jnp.int32), values), num_keys=1, is_stable=False)
+    rest, parts = jnp.where(choice < tokens * choices, values, 0), []
+    for _ in range(3):
+        # A conversion to bfloat16 and back might be optimized away.
+        parts.append(jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7))
+        rest = rest - parts[-1]
+    width = -(-3 * choices // (LANES * chip.cores())) * LANES * chip.cores()
+    column = jnp.arange(width) - (choice % choices)[:, None]
+    rows = sum(
+        jnp.where(column == n * choices, part[:, None], 0) for n, part in enumerate(parts)
+    ).astype(jnp.bfloat16)
     sums = sum_rows(rows, choice // choices, tokens, interpret=interpret)
-    return sums[:, :choices].reshape(-1)
+    return jnp.sum(
+        sums[:, : 3 * choices].reshape(tokens, 3, choices), axis=1, dtype=jnp.float32
+    ).reshape(-1)
