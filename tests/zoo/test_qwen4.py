@@ -6,8 +6,13 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +27,12 @@ from safetensors.numpy import load_file, save_file
 
 from qwen3next_jax import ModelConfig, Qwen3Next, load_hf, save_hf
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import (
+    CheckpointConfig,
     Config,
+    DataConfig,
+    EvalConfig,
     FULL,
     LINEAR,
     MeshConfig,
@@ -44,6 +53,7 @@ from qwen3next_jax.model import declared
 from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding import row_tables
 from qwen3next_jax.sharding.mesh import check_divides, make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
@@ -53,7 +63,7 @@ from qwen3next_jax.training.loss import count_targets, total_loss
 from qwen3next_jax.training.resolve import resolve_run
 from qwen3next_jax.zoo import gated_residual, ngram_embedding, qsa
 from qwen3next_jax.zoo.ops.pair_attention import dot
-from tests.in_process import resolved
+from tests.in_process import resolved, train
 
 EOS = 3
 BASE = ModelConfig(
@@ -693,6 +703,99 @@ def test_released_weights_are_read_in_pieces_onto_a_mesh(fixture, monkeypatch):
     table = params["layers"][1]["embedding"]["table"]
     assert len({shard.index for shard in table.addressable_shards}) == 8
     jax.tree.map(np.testing.assert_array_equal, params, whole)
+
+
+# ---- a run
+
+
+LONG = Config(
+    name="long_rows",
+    model=config_of(
+        **TWO_LAYERS,
+        vocab_size=257,
+        eos_token_id=256,
+        max_position_embeddings=1024,
+        dtype="bfloat16",
+        mtp_depth=0,
+        ple=dataclasses.replace(BASE.ple, layer_ids=(2,)),
+        mixer=BASE.mixer | {"indexer_budget": 64},
+    ),
+    train=TrainConfig(
+        steps=8, batch_size=1, sequence_length=1024, log_every=1, indexer_training="sparse"
+    ),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, ngram_table="lazy_adamw"),
+    checkpoint=CheckpointConfig(every=2),
+    eval=EvalConfig(every=100, rows=1, sample_tokens=0),
+)
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_long_rows_resumes_bitwise(tmp_path):
+    """Rows of 1,024 tokens with a budget of 64, so that attention gathers. SIGKILL comes after step
+    5, and the run resumes from the newest checkpoint that was whole. Every loss and gradient norm,
+    and every number of the last checkpoint, are those of a run that was not killed.
+    """
+    rng = np.random.default_rng(0)
+    for i in range(6):  # long enough that a row holds parts of one or two documents
+        words = rng.choice(["def ", "return ", "x", "y", " = ", "\n", "(", ")"], 1500)
+        (tmp_path / f"{i}.txt").write_text("".join(words))
+    data = DataConfig(
+        path=f"{tmp_path}/*.txt", heldout_fraction=0.2, prepared_dir=str(tmp_path / "prepared")
+    )
+    config = dataclasses.replace(LONG, data=data)
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    assert train(config, undisturbed) == 0
+
+    (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
+    program = f"""
+import json, pathlib, time
+from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.data.pipeline import TextData
+from tests.in_process import train
+def slowly(*arguments, batches=TextData.batches):  # else the run would end before the kill
+    for batch in batches(*arguments):
+        time.sleep(0.5)
+        yield batch
+TextData.batches = slowly
+config = from_dict(Config, json.load(open({str(tmp_path / "config.json")!r})))
+train(config, pathlib.Path({str(killed)!r}))"""
+    # As many virtual devices as in this process, because XLA has as many threads, and the order of
+    # the sums in a large product depends on their number.
+    flags = (
+        os.environ["XLA_FLAGS"] + f" --xla_force_host_platform_device_count={len(jax.devices())}"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"XLA_FLAGS": flags},
+    )
+    while not any(step == 5 for step, *_ in losses_of(killed)):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert losses_of(killed)[-1][0] < 8
+    assert train(config, killed) == 0
+    events = read_events(killed / "metrics.jsonl")
+    starts = [e["first_step"] for e in events if e["event"] == "start"]
+    assert starts in ([0, 2], [0, 4])
+    assert losses_of(killed) == losses_of(undisturbed) and len(losses_of(killed)) == 8
+    states = []
+    for workdir in (undisturbed, killed):
+        with Checkpoints(workdir) as checkpoints:
+            states.append(checkpoints.restore(8, resolved(config).abstract_state))
+    leaves = [jax.tree_util.tree_leaves_with_path(state) for state in states]
+    names = {jax.tree_util.keystr(path) for path, _ in leaves[0]}
+    for part in ("['params']", "['opt_state']", "table", "index_qk_proj"):
+        assert any(part in name for name in names)
+    for (path, a), (_, b) in zip(*leaves, strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+
+
+def losses_of(workdir):
+    """(step, loss, indexer's loss, gradient norm) of every step."""
+    steps = [e for e in read_events(workdir / "metrics.jsonl") if e["event"] == "train"]
+    return [(e["step"], e["loss"], e["indexer_loss"], e["grad_norm"]) for e in steps]
 
 
 # ---- checkpoints
