@@ -57,7 +57,7 @@ from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding import row_tables
 from qwen3next_jax.sharding.mesh import check_divides, make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
-from qwen3next_jax.training import lazy_rows
+from qwen3next_jax.training import lazy_rows, loop
 from qwen3next_jax.training.assignment import assign
 from qwen3next_jax.training.loss import count_targets, total_loss
 from qwen3next_jax.training.resolve import resolve_run
@@ -703,6 +703,33 @@ def test_released_weights_are_read_in_pieces_onto_a_mesh(fixture, monkeypatch):
     table = params["layers"][1]["embedding"]["table"]
     assert len({shard.index for shard in table.addressable_shards}) == 8
     jax.tree.map(np.testing.assert_array_equal, params, whole)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_released_weights_on_a_mesh():
+    """Two steps on eight devices, from the weights of the wrapper with fused experts, are those on
+    one device.
+    """
+    fixture = "qwen4_exp_wrapper_tiny"
+    segments = np.repeat([1, 2, 0], (17, 20, 3)).astype(np.int32)[None].repeat(8, axis=0)
+    tokens = np.random.default_rng(0).integers(0, 256, (8, 40)).astype(np.int32)
+    batch = {"tokens": tokens, "segment_ids": segments}
+    found = []
+    for axes in ({"data": 1}, ALL_AXES):
+        run = released_run(fixture, axes)
+        like = run.abstract_state["params"]
+        state = run.init_state(huggingface.load_params(FIXTURES / fixture, like))
+        step = loop.make_train_step(run, *run.stages)
+        placed, losses = jax.device_put(batch, run.batch_sharding), []
+        for _ in range(2):
+            state, metrics = step(state, placed)
+            losses += [metrics["loss"], metrics["indexer_loss"], metrics["grad_norm"]]
+        found.append((np.array(losses), jax.tree.map(np.asarray, state["params"])))
+    (one, of_one), (many, of_many) = found
+    np.testing.assert_allclose(many, one, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), of_many, of_one
+    )
 
 
 # ---- a run
