@@ -1,17 +1,23 @@
-"""Passes over the residual streams of Qwen3.8-Flash-Next, counted in the program that XLA compiles
-for a TPU.
+"""Passes over the residual streams of Qwen3.8-Flash-Next, counted in the program that the TPU
+compiler makes, in XLA alone and with the kernels (kernels/tpu/residual_streams.py).
 
     python benchmarks/residual_plan.py [--topology=v5p:2x2x1] [--tokens=4096] [--by_instruction]
+        [--implementations=xla,pallas_tpu]
 
 A pass is one read or one write of all streams of all tokens, in bfloat16. The program is a chain
 of blocks, each with its mix and its addition to the streams; every block is one product with a
-[D, D] matrix. The bytes of a block are the difference between two blocks and one. The bytes of the
-product itself (its input, its output and the matrix) are counted, too. The backward pass recomputes
-what the forward pass does not save. No TPU takes part.
+[D, D] matrix. The bytes of a block are the difference of three blocks and two. The first number
+of passes counts all bytes, also those of the product (its input, its output and the matrix), of the
+gate's matrices and of what the mix saves. The second counts only arrays as large as the streams of
+all tokens: an instruction counts with the sizes of such operands and results, and at most with its
+bytes. The backward pass recomputes what the forward pass does not save. Milliseconds of a block are
+by the cost model `roofline`, and by the compiler's schedule of every fusion and kernel
+(`schedule`). No TPU takes part.
 """
 
 import argparse
 import tempfile
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +26,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.config.block import BlockConfig
+from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.planner import hlo, schedule
-from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
+from qwen3next_jax.planner.estimate import estimate_time
 from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.zoo.gated_residual import StreamMix
+from qwen3next_jax.zoo.ops import residual_streams
 
 CONFIG = ModelConfig(hidden_size=2560, block=BlockConfig(placement="gated_residual"))
 
@@ -37,33 +45,38 @@ def main() -> None:
     parser.add_argument("--topology", default="v5p:2x2x1")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--by_instruction", action="store_true", help="list what moves the bytes")
+    parser.add_argument("--implementations", default="xla,pallas_tpu")
     args = parser.parse_args()
-    schedule.enable_schedule_dump(tempfile.mkdtemp(prefix="schedules-"))
+    args.schedules = tempfile.mkdtemp(prefix="schedules-")
+    schedule.enable_schedule_dump(args.schedules)
     jax.config.update("jax_platforms", "cpu")
     topology = describe_topology(args.topology)
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=-1)), topology.devices)
-    size = args.tokens * CONFIG.streams.hc_count * CONFIG.hidden_size * 2
-    passes, seconds = {}, {}
-    for backward in (False, True):
-        one, two = (_estimate(n, backward, args, mesh, topology) for n in (1, 2))
-        passes[backward] = (two.hbm_bytes - one.hbm_bytes) / size
-        seconds[backward] = two.seconds - one.seconds
-    print(
-        f"{args.topology}, {args.tokens} tokens a chip: forward {passes[False]:.1f} passes, "
-        f"{seconds[False] * 1e3:.2f} ms a block; forward and backward {passes[True]:.1f} passes, "
-        f"{seconds[True] * 1e3:.2f} ms"
-    )
+    print(f"{args.topology}, {args.tokens} tokens a chip, for one block:")
+    print("| | passes | of the streams | ms (roofline) | ms (schedule) |\n|---|---|---|---|---|")
+    for implementation in args.implementations.split(","):
+        for backward in (False, True):
+            one, two = (_count(n, backward, implementation, args, mesh, topology) for n in (2, 3))
+            passes, streams, roofline, scheduled = (b - a for a, b in zip(one, two))
+            name = f"{implementation}, forward" + " and backward" * backward
+            print(
+                f"| {name} | {passes:.1f} | {streams:.1f} | {roofline * 1e3:.2f} | "
+                f"{scheduled * 1e3:.2f} |"
+            )
 
 
-def _estimate(blocks: int, backward: bool, args, mesh, topology):
+def _count(blocks: int, backward: bool, implementation: str, args, mesh, topology):
+    """Returns the passes over everything and over the streams, and the seconds by both cost
+    models, of a chain of blocks.
+    """
     graph, params = nnx.split(nnx.eval_shape(lambda: StreamMix(CONFIG, Make(CONFIG, nnx.Rngs(0)))))
     d, s = CONFIG.hidden_size, CONFIG.streams.hc_count
 
     def chain(params, matrices, h):
         for own, matrix in zip(params, matrices):
             mix = nnx.merge(graph, own)
-            x, a = mix.mix(h)
-            h = mix.write(h, x @ matrix, a)
+            x, a, h = mix.mix(h, Context(None, mesh=mesh))
+            h = residual_streams.write(h, x @ matrix, a, mesh)
         return h
 
     def both(params, matrices, h, dh):
@@ -78,24 +91,45 @@ def _estimate(blocks: int, backward: bool, args, mesh, topology):
     h = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=rows)
     params = [jax.tree.map(whole, params)] * blocks
     matrices = [whole(jax.ShapeDtypeStruct((d, d), jnp.bfloat16))] * blocks
-    if backward:
-        lowered = jax.jit(both).lower(params, matrices, h, h)
-    else:
-        lowered = jax.jit(chain).lower(params, matrices, h)
+    choose = residual_streams.choose
+    named = lambda operator, _, forms, **call: choose(operator, implementation, forms, **call)
+    with (
+        mock.patch.object(residual_streams, "choose", named),
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+    ):
+        if backward:
+            lowered = jax.jit(both).lower(params, matrices, h, h)
+        else:
+            lowered = jax.jit(chain).lower(params, matrices, h)
     program = hlo.parse(lowered.compile({"optimization_level": "O1"}).as_text())
+    bytes_of_streams = args.tokens * s * d * 2
+    entry, large = program.computations[program.entry], {}
 
     def source(instruction):
         shapes = [f"{x.dtype}{list(x.dims)}" for x in instruction.shapes]
-        return f"{instruction.name} {instruction.op_name} {shapes}"
+        name = f"{instruction.name} {instruction.op_name} {shapes}"
+        operands = [entry[o] for o in instruction.operands if o in entry]
+        arrays = [x.bytes for i in (instruction, *operands) for x in i.shapes]
+        large[name] = sum(n for n in arrays if n >= bytes_of_streams)
+        return name
 
-    estimate = estimate_time(
-        program, mesh, topology.chip, topology.shape, {}, COST_MODELS[1], source
+    estimates = [
+        estimate_time(program, mesh, topology.chip, topology.shape, schedules, model, source)
+        for model, schedules in (
+            ("roofline", {}),
+            ("schedule", schedule.read_schedules(args.schedules, program)),
+        )
+    ]
+    moved = {name: cost.hbm_bytes for name, cost in estimates[0].by_source.items()}
+    if args.by_instruction and blocks == 3:
+        for name, cost in estimates[1].by_source.items():
+            if moved[name] > 1e7:
+                print(f"{moved[name] / 1e6:7.0f} MB {cost.seconds * 1e3:6.2f} ms  {name}")
+    return (
+        sum(moved.values()) / bytes_of_streams,
+        sum(min(large[name], moved[name]) for name in moved) / bytes_of_streams,
+        *(estimate.seconds for estimate in estimates),
     )
-    if args.by_instruction and blocks == 2:
-        for name, cost in estimate.by_source.items():
-            if cost.hbm_bytes > 1e7:
-                print(f"{cost.hbm_bytes / 1e6:7.0f} MB {cost.seconds * 1e3:6.2f} ms  {name}")
-    return estimate
 
 
 if __name__ == "__main__":

@@ -221,13 +221,15 @@ class Block(nnx.Module):
         for rows_BTD, own in split_rows(
             x_BTD, context, row_groups(x_BTD, self.config, context.mesh) if several else 1
         ):
-            input_BTD, add = self.around(rows_BTD, "mixer")
+            input_BTD, add = self.around(rows_BTD, "mixer", own)
             mixed_BTD, diagnostics, cache = mix(whole(input_BTD), own, cache)
             xs_BTD.append(save_for_backward(whole(add(mixed_BTD)), "mixer"))
             contexts.append(own)
             if "mixer_loss" in diagnostics:
                 mixer_losses.append(diagnostics.pop("mixer_loss"))
-        inputs_BTD, adds = zip(*(self.around(rows_BTD, "mlp") for rows_BTD in xs_BTD))
+        inputs_BTD, adds = zip(
+            *(self.around(rows_BTD, "mlp", own) for rows_BTD, own in zip(xs_BTD, contexts))
+        )
         inputs_BTD = [whole(input_BTD) for input_BTD in inputs_BTD]
         y_BTD, aux = self.mlp(inputs_BTD, contexts) if sparse else self.mlp(inputs_BTD[0], context)
         x_BTD = merge_rows(
@@ -258,7 +260,7 @@ class Block(nnx.Module):
         """Makes the parameters of `before` and `after`, once for the mixer and once for the MLP."""
         return make.norm(self.config.hidden_size)
 
-    def around(self, x_BTD: jax.Array, part: str) -> tuple[jax.Array, Callable]:
+    def around(self, x_BTD: jax.Array, part: str, context: Context) -> tuple[jax.Array, Callable]:
         """Returns the input of `part`, and a function that maps the part's output to the residual
         stream after it. A placement whose two halves share a computation overrides this in place of
         `before` and `after`.

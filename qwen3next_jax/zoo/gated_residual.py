@@ -22,11 +22,12 @@ from flax import nnx
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import Block
-from qwen3next_jax.model.layers import Context, keeping_inputs, rms_norm
+from qwen3next_jax.model.layers import Context, rms_norm
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.sharding.rules import constrain
+from qwen3next_jax.zoo.ops import residual_streams
 
 # A configuration for the tests, with numbers of streams and of ranks that are not the defaults.
 EXAMPLES = {
@@ -38,7 +39,7 @@ EXAMPLES = {
 
 
 class StreamMix(nnx.Module):
-    """Mixes the streams into the input of one block, and adds the block's output to the streams.
+    """Mixes the streams into the input of one block, and makes the factors of the block's output.
 
     Args:
       injects: whether a block follows the mix. No block follows the one after the last layer.
@@ -58,57 +59,39 @@ class StreamMix(nnx.Module):
         if injects:
             self.inject = make.matrix((s, d, s), ". embed -> .")
 
-    def mix(self, h_BTE: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Returns x [B, T, D], the block's input made from the streams [B, T, S·D], and the factors
-        a [B, T, S] float32 of the block's output; None if no block follows.
+    def mix(
+        self, h_BTE: jax.Array, context: Context | None = None
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        """Makes the input of a block from the streams.
+
+        Args:
+          h_BTE: the streams.
+          context: the inputs that all layers share; None: the mix runs in XLA alone.
+
+        Returns:
+          x [B, T, D], the block's input; the factors a [B, T, S] float32 of the block's output, or
+          None if no block follows; the streams [B, T, S·D], to which the output is to be added.
         """
-        streams, is_zero_centered = self.config.streams.hc_count, self.config.zero_centered_norm
-        inject_SDZ = self.inject[...] if self.injects else None
-
-        def mixed(h_BTE, norm_E, down_SDR, up_RSD, inject_SDZ):
-            # S slices of the streams instead of a dimension S: a TPU would copy every array of the
-            # streams to another layout. The norm's factors are multiplied into small arrays: its
-            # weight into V and A, and the size of each stream into the products.
-            dtype, eps = h_BTE.dtype, self.config.rms_norm_eps
-            scale_SD = norm_E.astype(jnp.float32).reshape(streams, -1) + is_zero_centered
-            weights = (down_SDR,) if inject_SDZ is None else (down_SDR, inject_SDZ)
-            down_SDX = scale_SD[..., None] * jnp.concatenate(weights, axis=-1)
-            slices = jnp.split(h_BTE, streams, axis=-1)
-            sizes, inner_BTX = [], 0.0
-            for h_BTD, down_DX in zip(slices, down_SDX.astype(dtype)):
-                square_BT1 = jnp.mean(jnp.square(h_BTD.astype(jnp.float32)), -1, keepdims=True)
-                sizes.append(jax.lax.rsqrt(square_BT1 + eps))
-                inner_BTX += sizes[-1] * jnp.matmul(
-                    h_BTD, down_DX, preferred_element_type=jnp.float32
-                )
-            rank = down_SDR.shape[-1]
-            inner_BTR = jax.nn.silu(inner_BTX[..., :rank] / streams).astype(dtype)
-            up_RE = up_RSD.astype(dtype).reshape(rank, -1)
-            gate_BTE = jnp.matmul(inner_BTR, up_RE, preferred_element_type=jnp.float32)
-            gates = jnp.split(jax.nn.sigmoid(gate_BTE).astype(dtype), streams, axis=-1)
-            x_BTD = sum(
-                gate_BTD.astype(jnp.float32) * (h_BTD.astype(jnp.float32) * size_BT1 * scale_D)
-                for gate_BTD, h_BTD, size_BT1, scale_D in zip(gates, slices, sizes, scale_SD)
-            )
-            x_BTD = (x_BTD / streams).astype(dtype)
-            if inject_SDZ is None:
-                return x_BTD, None
-            return x_BTD, 2 * jax.nn.sigmoid(inner_BTX[..., rank:] / streams)
-
-        parameters = (self.norm[...], self.down[...], self.up[...], inject_SDZ)
-        return keeping_inputs(mixed, h_BTE, *parameters)
-
-    def write(self, h_BTE: jax.Array, y_BTD: jax.Array, a_BTS: jax.Array) -> jax.Array:
-        """Returns the streams [B, T, S·D] after the block's output y [B, T, D] is added to each of
-        them, times its factor in a [B, T, S].
-        """
-
-        def written(h_BTE, y_BTD, a_BTS):
-            y_BTD, streams = y_BTD.astype(jnp.float32), a_BTS.shape[-1]
-            added = [(a_BTS[..., s : s + 1] * y_BTD).astype(h_BTE.dtype) for s in range(streams)]
-            return h_BTE + jnp.concatenate(added, axis=-1)
-
-        return keeping_inputs(written, h_BTE, y_BTD, a_BTS)
+        dtype, rank = h_BTE.dtype, self.up.shape[0]
+        down_SDX = self.down[...].astype(jnp.float32)
+        if self.injects:
+            down_SDX = jnp.concatenate((down_SDX, self.inject[...]), axis=-1)
+        scale_SD = self.norm[...].astype(jnp.float32).reshape(down_SDX.shape[:2])
+        scale_SD += self.config.zero_centered_norm
+        x_BTD, inner_BTX, h_BTE = residual_streams.mix(
+            h_BTE,
+            scale_SD,
+            (scale_SD[..., None] * down_SDX).astype(dtype),
+            self.up[...].astype(dtype),
+            self.config.rms_norm_eps,
+            context and context.mesh,
+            context.time if context else None,
+            None if context else "xla",
+        )
+        if not self.injects:
+            return x_BTD, None, h_BTE
+        streams = self.config.streams.hc_count
+        return x_BTD, 2 * jax.nn.sigmoid(inner_BTX[..., rank:] / streams), h_BTE
 
 
 class GatedMultiTokenPrediction(MultiTokenPrediction):
@@ -151,10 +134,12 @@ class GatedResidual(Block):
     def make_norm(self, make):
         return StreamMix(self.config, make)
 
-    def around(self, h_BTE, part):
+    def around(self, h_BTE, part, context):
         norm = getattr(self, f"{part}_norm")
-        x_BTD, a_BTS = norm.mix(h_BTE)
-        return x_BTD, lambda y_BTD: norm.write(h_BTE, y_BTD, a_BTS)
+        x_BTD, a_BTS, h_BTE = norm.mix(h_BTE, context)
+        return x_BTD, lambda y_BTD: residual_streams.write(
+            h_BTE, y_BTD, a_BTS, context.mesh, context.time
+        )
 
     @staticmethod
     def enter(x_BTD, config):

@@ -62,6 +62,7 @@ from qwen3next_jax.training.assignment import assign
 from qwen3next_jax.training.loss import count_targets, total_loss
 from qwen3next_jax.training.resolve import resolve_run
 from qwen3next_jax.zoo import gated_residual, ngram_embedding, qsa
+from qwen3next_jax.zoo.ops import residual_streams
 from qwen3next_jax.zoo.ops.pair_attention import dot
 from tests.in_process import resolved, train
 
@@ -181,8 +182,8 @@ def test_streams_are_their_formula(streams):
     maps = [lambda x: 2 * x, lambda x: -x[::-1]]
     got = jnp.asarray(h.reshape(1, 1, -1))
     for mix, f in zip(mixes, maps):
-        x, a = mix.mix(got)
-        got = mix.write(got, f(x[0, 0])[None, None], a)
+        x, a, got = mix.mix(got)
+        got = residual_streams.write(got, f(x[0, 0])[None, None], a)
     got = mixes[2].mix(got)[0][0, 0]
     params = [
         jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(nnx.state(mix)))

@@ -1,0 +1,322 @@
+"""The two operators of several residual streams, with custom gradients: `mix` makes the input of a
+block from them, and `write` adds the block's output to them.
+
+For a token, with h_s the stream s of S, and n_s = size_s · scale_s ∘ h_s its RMSNorm,
+
+    inner = Σ_s size_s · h_s down_s      gate = sigmoid(up silu(inner / S))
+    x = mean over streams of gate_s ∘ n_s
+
+where `down` holds the norm's weight `scale` already. Only the first R columns of `inner` enter the
+gate; the caller uses the others.
+
+The mix returns the streams, too, and the block's output is added to these. So their gradient
+arrives in the backward pass of the mix, which adds its own part in the same pass over the streams.
+
+The kernels read and write each array of the streams once. The backward pass of the gate's matrices
+is left to XLA: two products, which read the streams and the gradient of the gate. So on a mesh, XLA
+sums the gradients over the devices as it does for every other matrix.
+
+Letters: B batch, T time, S streams, D model, E = S · D, R rank of the gate, X columns of `inner`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from qwen3next_jax.ops.blocks import wide
+from qwen3next_jax.ops.implementations import Chosen, Form, choose
+from qwen3next_jax.sharding.rules import CONTEXT, ROWS, activation_spec, num_shards, per_shard
+
+LANES = 128  # the kernels need a multiple of this number of columns
+
+
+class _Call(NamedTuple):
+    """What is known of a call before its arrays."""
+
+    chosen: Chosen
+    eps: float
+    streams: int
+    mesh: Mesh | None
+    time: str | None
+
+
+def mix(
+    h_BTE: jax.Array,
+    scale_SD: jax.Array,
+    down_SDX: jax.Array,
+    up_RSD: jax.Array,
+    eps: float,
+    mesh: Mesh | None = None,
+    time: str | None = "time",
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Mixes the streams into the input of a block.
+
+    Args:
+      h_BTE: the streams of a token side by side.
+      scale_SD: float32, the weights of the streams' norms.
+      down_SDX: the matrix that reads the normed streams, times their weights, in h's dtype.
+      up_RSD: the gate's second matrix, in h's dtype.
+      eps: number added to the mean squares.
+      mesh: the devices that share the tokens; None: one device.
+      time: the logical axis of the tokens of a row, "time" or None (see `model.layers.Context`).
+      implementation: "xla" or "pallas_tpu"; None: the best one.
+
+    Returns:
+      x [B, T, D] in h's dtype; inner [B, T, X] float32; the streams [B, T, E].
+    """
+    streams, width, columns = down_SDX.shape
+    padded = -(-columns // LANES) * LANES
+    call = _call(h_BTE, streams, padded, eps, mesh, time, implementation)
+    up_RE = up_RSD.reshape(up_RSD.shape[0], -1)
+    down_EX = down_SDX.reshape(-1, columns)
+    if call.chosen.is_kernel:
+        up_RE = jnp.pad(up_RE, ((0, padded - up_RE.shape[0]), (0, 0)))
+        down_EX = jnp.pad(down_EX, ((0, 0), (0, padded - columns)))
+    x_BTD, inner_BTX, h_BTE = _operator(call, h_BTE, scale_SD.reshape(-1), down_EX, up_RE)
+    return x_BTD, inner_BTX[..., :columns], h_BTE
+
+
+def write(
+    h_BTE: jax.Array,
+    y_BTD: jax.Array,
+    a_BTS: jax.Array,
+    mesh: Mesh | None = None,
+    time: str | None = "time",
+    implementation: str | None = None,
+) -> jax.Array:
+    """Returns the streams [B, T, E] after a block's output y is added to each of them, times its
+    factor in a.
+
+    Args:
+      h_BTE: the streams.
+      y_BTD: the block's output.
+      a_BTS: float32, the factors.
+      mesh, time, implementation: as in `mix`.
+    """
+    call = _call(h_BTE, a_BTS.shape[-1], 0, 0.0, mesh, time, implementation)
+    return _write(call, h_BTE, y_BTD, a_BTS)
+
+
+def _call(h_BTE, streams, columns, eps, mesh, time, implementation) -> _Call:
+    """Chooses the implementation of a call with `columns` columns of `inner`."""
+    chosen = choose(
+        "residual_streams",
+        implementation,
+        FORMS,
+        tokens=h_BTE.shape[0] * h_BTE.shape[1] // num_shards(mesh, *_token_axes(time)),
+        width=h_BTE.shape[-1] // streams,
+        streams=streams,
+        columns=columns,
+        dtype=h_BTE.dtype,
+    )
+    return _Call(chosen, eps, streams, mesh, time)
+
+
+def _token_axes(time: str | None) -> tuple[str, ...]:
+    """Returns the mesh axes that split the tokens."""
+    return (*ROWS, CONTEXT) if time else ROWS
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _operator(call: _Call, h_BTE, scale_E, down_EX, up_RE):
+    return _forward(call, h_BTE, scale_E, down_EX, up_RE)[0]
+
+
+def _forward(call: _Call, h_BTE, *weights):
+    forward = functools.partial(call.chosen.function("forward"), call.eps, call.streams)
+    x_BTD, inner_BTX, sizes_BTS = _run(call, forward, (weights,), h_BTE)
+    return (x_BTD, inner_BTX, h_BTE), (h_BTE, weights, inner_BTX, sizes_BTS)
+
+
+def _backward(call: _Call, saved, gradients):
+    h_BTE, weights, inner_BTX, sizes_BTS = saved
+    scale_E, down_EX, up_RE = weights
+    dx_BTD, dinner_BTX, dh_BTE = gradients
+    dh_BTE, dgate_BTE, dinner_BTX, dscale_ZE = _run(
+        call,
+        call.chosen.function("backward"),
+        (weights,),
+        *(h_BTE, inner_BTX, sizes_BTS, dh_BTE, dx_BTD, dinner_BTX),
+        sums=True,
+    )
+    dtype, z_BTR = h_BTE.dtype, inner_BTX[..., : up_RE.shape[0]] / call.streams
+    dup_RE = _weight_gradient(jax.nn.silu(z_BTR).astype(dtype), dgate_BTE)
+    ddown_EX = jnp.concatenate(
+        [
+            _weight_gradient(h_BTD, (sizes_BTS[..., s : s + 1] * dinner_BTX).astype(dtype))
+            for s, h_BTD in enumerate(jnp.split(h_BTE, call.streams, axis=-1))
+        ]
+    )
+    return dh_BTE, jnp.sum(dscale_ZE, axis=0), ddown_EX.astype(dtype), dup_RE.astype(dtype)
+
+
+_operator.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _write(call: _Call, h_BTE, y_BTD, a_BTS):
+    return _run(call, call.chosen.function("write"), (), h_BTE, y_BTD, a_BTS, results=1)
+
+
+def _write_backward(call: _Call, saved, dh_BTE):
+    return dh_BTE, *_run(
+        call, call.chosen.function("write_gradients"), (), *saved, dh_BTE, results=2
+    )
+
+
+_write.defvjp(lambda call, h, y, a: (_write(call, h, y, a), (y, a)), _write_backward)
+
+
+def _weight_gradient(left_BTI, right_BTO):
+    """Returns the sum over tokens of left rightᵀ, [I, O]."""
+    return jnp.einsum("bti,bto->io", left_BTI, right_BTO, preferred_element_type=wide(left_BTI))
+
+
+def _run(call: _Call, function, weights, *arrays, results: int = 3, sums: bool = False):
+    """Returns function(*weights, *arrays). Kernels run on each device's own tokens, and get arrays
+    [B · T, …].
+
+    Args:
+      call: the call.
+      function: the implementation's function.
+      weights: one tuple of the weights, which every device has as a whole, or nothing.
+      arrays: arrays [B, T, …].
+      results: the number of results [B, T, …].
+      sums: whether one more result follows them: rows of sums over the tokens.
+    """
+    if not call.chosen.is_kernel:
+        return function(*weights, *arrays)
+
+    def on_device(weights, *arrays):
+        found = function(*weights, *(x.reshape(-1, x.shape[-1]) for x in arrays))
+        found = found if results + sums > 1 else (found,)
+        leading = arrays[0].shape[:2]
+        return *(x.reshape(*leading, -1) for x in found[:results]), *found[results:]
+
+    tokens = activation_spec("batch", call.time, None)
+    found = per_shard(
+        on_device,
+        call.mesh,
+        (P(), *(tokens for _ in arrays)),
+        (*[tokens] * results, *[P(_token_axes(call.time))] * sums),
+    )(weights, *arrays)
+    return found if results + sums > 1 else found[0]
+
+
+# ---- in XLA alone
+
+
+def _forward_in_xla(eps, streams, weights, h_BTE):
+    """Returns x [B, T, D], inner [B, T, X] and the sizes [B, T, S].
+
+    It computes with S slices of the streams instead of a dimension S: a TPU would copy every array
+    of the streams to another layout.
+    """
+    scale_E, down_EX, up_RE = weights
+    dtype, exact = h_BTE.dtype, wide(h_BTE)
+    slices = jnp.split(h_BTE, streams, axis=-1)
+    sizes, inner_BTX = [], 0.0
+    for h_BTD, down_DX in zip(slices, jnp.split(down_EX, streams)):
+        square_BT1 = jnp.mean(jnp.square(h_BTD.astype(exact)), -1, keepdims=True)
+        sizes.append(jax.lax.rsqrt(square_BT1 + eps))
+        inner_BTX += sizes[-1] * jnp.matmul(h_BTD, down_DX, preferred_element_type=exact)
+    hidden_BTR = jax.nn.silu(inner_BTX[..., : up_RE.shape[0]] / streams).astype(dtype)
+    x_BTD = sum(
+        gate_BTD.astype(exact) * (h_BTD.astype(exact) * size_BT1 * scale_D)
+        for gate_BTD, h_BTD, size_BT1, scale_D in zip(
+            jnp.split(_gate(hidden_BTR, up_RE).astype(dtype), streams, axis=-1),
+            slices,
+            sizes,
+            jnp.split(scale_E, streams),
+        )
+    )
+    return (x_BTD / streams).astype(dtype), inner_BTX, jnp.concatenate(sizes, axis=-1)
+
+
+def _gate(hidden_BTR, up_RE):
+    gate_BTE = jnp.matmul(hidden_BTR, up_RE, preferred_element_type=wide(hidden_BTR))
+    return jax.nn.sigmoid(gate_BTE)
+
+
+def _backward_in_xla(weights, h_BTE, inner_BTX, sizes_BTS, dh_BTE, dx_BTD, dinner_BTX):
+    """Computes the gradients of a token's numbers.
+
+    Args:
+      weights, h_BTE: the arguments of `_forward_in_xla`.
+      inner_BTX, sizes_BTS: its results.
+      dh_BTE: the gradient of the streams that does not pass through the mix.
+      dx_BTD, dinner_BTX: the gradients of x and of inner.
+
+    Returns:
+      dh [B, T, E] with the gradient that passes through the mix; dgate [B, T, E], the gradient of
+      the gate before its sigmoid; dinner [B, T, X] in h's dtype, with the gradient that passes
+      through the gate; [1, E], the gradient of scale that does not pass through down.
+    """
+    (scale_E, down_EX, up_RE), streams = weights, sizes_BTS.shape[-1]
+    dtype, exact, rank = h_BTE.dtype, wide(h_BTE), up_RE.shape[0]
+    z_BTR = inner_BTX[..., :rank] / streams
+    sigmoid_BTR = jax.nn.sigmoid(z_BTR)
+    gates = jnp.split(_gate((z_BTR * sigmoid_BTR).astype(dtype), up_RE), streams, axis=-1)
+    normed = [
+        h_BTD.astype(exact) * sizes_BTS[..., s : s + 1]
+        for s, h_BTD in enumerate(jnp.split(h_BTE, streams, axis=-1))
+    ]
+    scales, dx_BTD = jnp.split(scale_E, streams), dx_BTD.astype(exact) / streams
+    gated = [dx_BTD * gate_BTD for gate_BTD in gates]
+    dgate_BTE = jnp.concatenate(
+        [
+            (gated_BTD * normed_BTD * scale_D * (1 - gate_BTD)).astype(dtype)
+            for gated_BTD, normed_BTD, scale_D, gate_BTD in zip(gated, normed, scales, gates)
+        ],
+        axis=-1,
+    )
+    dscale_E = jnp.concatenate([jnp.sum(g * n, axis=(0, 1)) for g, n in zip(gated, normed)])
+    dhidden_BTR = jnp.matmul(dgate_BTE, up_RE.T, preferred_element_type=exact)
+    dz_BTR = dhidden_BTR * sigmoid_BTR * (1 + z_BTR * (1 - sigmoid_BTR)) / streams
+    rest = ((0, 0), (0, 0), (0, inner_BTX.shape[-1] - rank))
+    dinner_BTX = (dinner_BTX + jnp.pad(dz_BTR, rest)).astype(dtype)
+    results = []
+    for s, (h_BTD, down_DX) in enumerate(zip(normed, jnp.split(down_EX, streams))):
+        dnormed_BTD = gated[s] * scales[s] + jnp.matmul(
+            dinner_BTX, down_DX.T, preferred_element_type=exact
+        )
+        mean_BT1 = jnp.mean(dnormed_BTD * h_BTD, axis=-1, keepdims=True)
+        results.append(sizes_BTS[..., s : s + 1] * (dnormed_BTD - h_BTD * mean_BT1))
+    dh_BTE = (dh_BTE.astype(exact) + jnp.concatenate(results, axis=-1)).astype(dtype)
+    return dh_BTE, dgate_BTE, dinner_BTX, dscale_E[None]
+
+
+def _write_in_xla(h_BTE, y_BTD, a_BTS):
+    """Returns the streams after y is added to each of them."""
+    y_BTD, streams = y_BTD.astype(a_BTS.dtype), a_BTS.shape[-1]
+    added = [(a_BTS[..., s : s + 1] * y_BTD).astype(h_BTE.dtype) for s in range(streams)]
+    return h_BTE + jnp.concatenate(added, axis=-1)
+
+
+def _write_gradients_in_xla(y_BTD, a_BTS, dh_BTE):
+    """Returns the gradients of y and of a."""
+    exact, dslices = a_BTS.dtype, jnp.split(dh_BTE, a_BTS.shape[-1], axis=-1)
+    dslices = [dh_BTD.astype(exact) for dh_BTD in dslices]
+    dy_BTD = sum(a_BTS[..., s : s + 1] * dh_BTD for s, dh_BTD in enumerate(dslices))
+    y32_BTD = y_BTD.astype(exact)
+    da_BTS = [jnp.sum(dh_BTD * y32_BTD, axis=-1, keepdims=True) for dh_BTD in dslices]
+    return dy_BTD.astype(y_BTD.dtype), jnp.concatenate(da_BTS, axis=-1)
+
+
+FORMS = (
+    Form(
+        "xla",
+        ("cpu", "gpu", "tpu"),
+        dict(
+            forward=_forward_in_xla,
+            backward=_backward_in_xla,
+            write=_write_in_xla,
+            write_gradients=_write_gradients_in_xla,
+        ),
+    ),
+)
