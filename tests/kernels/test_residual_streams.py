@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.streams import StreamsConfig
+from qwen3next_jax.kernels.tpu import residual_streams as tpu_kernels
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.zoo.gated_residual import StreamMix
 from qwen3next_jax.zoo.ops import residual_streams
 
@@ -122,3 +124,22 @@ def test_results_and_gradients_are_those_of_the_formulas(implementation, sizes, 
     terms = sizes["streams"] * sizes["width"] + sizes["rows"] * sizes["tokens"] + 30
     bound = {jnp.float32: terms**0.5 * 2**-24, jnp.bfloat16: 6**0.5 * 2**-8}[dtype]
     assert max(found.values()) < bound, found
+
+
+@slow
+def test_devices_run_the_kernels_on_their_own_tokens(monkeypatch):
+    mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, context=2, tensor=2)), jax.devices())
+    sizes = dict(rows=2, tokens=256, streams=2, width=128, rank=20)
+    found = errors("pallas_tpu", monkeypatch, jnp.float32, mesh=mesh, **sizes)
+    assert max(found.values()) < (256 + 512 + 30) ** 0.5 * 2**-24, found
+
+
+def test_calls_that_the_kernels_cannot_run_are_refused_in_one_line():
+    call = dict(width=2560, streams=4, columns=384, dtype=jnp.dtype(jnp.bfloat16))
+    for tokens, changes, words in (
+        (4000, {}, "has 4000 tokens"),
+        (4096, {"width": 100}, "streams of 100"),
+        (4096, {"dtype": jnp.dtype(jnp.float16)}, "has float16"),
+        (4096, {}, "bytes of VMEM"),  # of the smallest chip
+    ):
+        assert words in tpu_kernels.supports(tokens=tokens, **call | changes)
