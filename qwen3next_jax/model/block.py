@@ -262,8 +262,8 @@ class Block(nnx.Module):
 
     def around(self, x_BTD: jax.Array, part: str, context: Context) -> tuple[jax.Array, Callable]:
         """Returns the input of `part`, and a function that maps the part's output to the residual
-        stream after it. A placement whose two halves share a computation overrides this in place of
-        `before` and `after`.
+        stream after it. A placement whose two halves share a computation, or which needs the
+        context of the forward pass, overrides this in place of `before` and `after`.
         """
         return self.before(x_BTD, part), lambda y_BTD: self.after(x_BTD, y_BTD, part)
 

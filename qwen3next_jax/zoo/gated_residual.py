@@ -78,15 +78,17 @@ class StreamMix(nnx.Module):
             down_SDX = jnp.concatenate((down_SDX, self.inject[...]), axis=-1)
         scale_SD = self.norm[...].astype(jnp.float32).reshape(down_SDX.shape[:2])
         scale_SD += self.config.zero_centered_norm
+        if context is None:
+            where = {"implementation": "xla"}
+        else:
+            where = {"mesh": context.mesh, "time": context.time}
         x_BTD, inner_BTX, h_BTE = residual_streams.mix(
             h_BTE,
             scale_SD,
             (scale_SD[..., None] * down_SDX).astype(dtype),
             self.up[...].astype(dtype),
             self.config.rms_norm_eps,
-            context and context.mesh,
-            context.time if context else None,
-            None if context else "xla",
+            **where,
         )
         if not self.injects:
             return x_BTD, None, h_BTE
