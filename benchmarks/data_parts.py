@@ -1,7 +1,7 @@
 """Three parts of preparing data, each alone: memory of one long record, packing by length of the
 rows, and the search for n-grams of an evaluation.
 
-    python benchmarks/data_parts.py [--tokenizer=DIR] [--megabytes=30]
+    python benchmarks/data_parts.py [--tokenizer=DIR] [--megabytes=100]
 """
 
 import argparse
@@ -32,17 +32,20 @@ preparation.tokenize(source, tokenizer, Store(sys.argv[3]), workers=1)
 print(1024 * int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]))
 """
 _CODE = "def f(x):\n    return x + 42  # words and words\n"
-_TEXTS = {  # kind of text → (its beginning, what repeats)
-    "ASCII": ("", _CODE),
-    "other letters": ("", "größe∀"),
-    "ASCII with one emoji": ("😀", _CODE),
+_RECORDS = {  # kind of records → (beginning of the text, what repeats, escapes, number of records)
+    "ASCII": ("", _CODE, False, 1),
+    "other letters": ("", "größe∀", False, 1),
+    "ASCII with one emoji": ("😀", _CODE, False, 1),
+    "the emoji as an escape": ("😀", _CODE, True, 1),
+    "two records in a row": ("😀", _CODE, False, 2),
+    "emoji as escapes": ("", "😀", True, 1),
 }
 
 
-def peak(folder: pathlib.Path, tokenizer: str, text: str) -> int:
-    """Returns the largest resident size, in bytes, of a process that tokenizes `text`."""
-    lines = [json.dumps({"text": t}, ensure_ascii=False) for t in ("a short text é", text)]
-    (folder / "a.jsonl").write_text("\n".join(lines) + "\n")
+def peak(folder: pathlib.Path, tokenizer: str, lines: list[str]) -> int:
+    """Returns the largest resident size, in bytes, of a process that tokenizes JSON lines."""
+    short = json.dumps({"text": "a short text é"}, ensure_ascii=False)
+    (folder / "a.jsonl").write_text("\n".join([short, *lines]) + "\n")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [".", *sys.path]))}
     with tempfile.TemporaryDirectory() as prepared:
         result = subprocess.run(
@@ -78,16 +81,18 @@ def make_unit(store: Store, tokens: int, mean: int) -> units.Unit:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokenizer", help="a folder with a tokenizer.json, besides bytes")
-    parser.add_argument("--megabytes", type=int, default=30, help="size of the long record")
+    parser.add_argument("--megabytes", type=int, default=100, help="size of the long record")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
         for tokenizer in filter(None, ("bytes", args.tokenizer)):
-            least = peak(folder, tokenizer, "a")
-            for kind, (beginning, repeated) in _TEXTS.items():
+            least = peak(folder, tokenizer, [])
+            for kind, (beginning, repeated, escapes, count) in _RECORDS.items():
                 size = args.megabytes * 1_000_000
-                text = beginning + repeated * (size // len(repeated.encode()))
-                more = (peak(folder, tokenizer, text) - least) / len(text.encode())
+                written = json.dumps(repeated, ensure_ascii=escapes)[1:-1]
+                text = beginning + repeated * (size // len(written.encode()))
+                line = json.dumps({"text": text}, ensure_ascii=escapes)
+                more = (peak(folder, tokenizer, [line] * count) - least) / len(line.encode())
                 print(f"memory, {tokenizer}, {kind}: {more:.1f} bytes per byte of the record")
         store = Store(folder / "prepared")
         unit = make_unit(store, 20_000_000, 700)
