@@ -122,7 +122,6 @@ QWEN3_NEXT_DENSE = {
     "shared_expert_intermediate_size": 0,
     "mtp_depth": 0,
 }
-FUSED = "splash's backward pass is one kernel with 5 products (here two with 7)"
 OTHER_EXPERTS = "its experts run in other kernels, with their own tiles"
 ROWS = {
     "qwen3_next_dense_v5e": Row(
@@ -137,40 +136,38 @@ ROWS = {
         "published as 120 TFLOP/s a chip, from which the seconds are computed",
     ),
     "llama_8b_v6e": Row(
-        "9", "Llama 3.1 8B, v6e 8 chips", "v6e:2x4", 8, 3, 8192, "offload",
+        "9", "Llama 3.1 8B, v6e 8 chips", "v6e:2x4", 8, 3, 8192,
+        "offload=input,mixer,queries,keys,values",
         (3.443,), LLAMA_8B, "tpu-recipes training/trillium",
-        f"{FUSED}: -0.188 s; it offloads q, k, v and the output projection, too (here computed "
-        "again): -0.088 s; gate and up are two matrices (here one, whose gradient is padded): "
-        "-0.061 s; blocks of 2048 in attention (here 1024)",
-        -0.337,
+        "blocks of 2048 in attention (here 1024)",
     ),
     "llama_70b_v6e": Row(
-        "10", "Llama 3.1 70B, v6e 256 chips", "v6e:16x16", 256, 5, 8192, "offload",
+        "10", "Llama 3.1 70B, v6e 256 chips", "v6e:16x16", 256, 5, 8192,
+        "offload=input,queries,keys,values",
         (42.66,), LLAMA_70B, "tpu-recipes training/trillium",
-        f"{FUSED}; it offloads q, k and v, too (here computed again)",
+        "blocks of 2048 in attention (here 1024)",
     ),
     "llama2_70b_v5p": Row(
-        "12", "Llama 2 70B, v5p 64 chips", "v5p:4x4x4", 64, 2, 4096, "full",
+        "12", "Llama 2 70B, v5p 64 chips", "v5p:4x4x4", 64, 2, 4096,
+        "keep=queries,keys,values,mixer",
         (2 * 4096 / 692,), LLAMA2_70B, "maxtext",
-        "published as 692 tokens/s a chip; it keeps the results of all products but the MLP's "
-        "first (here those of attention's projections are computed again, too): -0.591 s",
-        -0.591,
+        "published as 692 tokens/s a chip, without the slice and the batch, which are assumed",
     ),
     "llama_70b_tpu7x": Row(
-        "8", "Llama 3.1 70B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 2, 8192, "full",
+        "8", "Llama 3.1 70B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 2, 8192,
+        "keep=queries,keys,values,attention",
         (12.20,), LLAMA_70B, "tpu-recipes training/ironwood",
-        f"{FUSED}; it keeps q, k, v, attention's result and layer inputs (here inputs alone); "
-        "first moments in bfloat16",
+        "first moments in bfloat16 (here float32)",
     ),
     "qwen3_235b_tpu7x_256": Row(
         "6", "Qwen3-235B, TPU7x 256 chips", "tpu7x:4x8x8", 512, 16, 4096, "offload",
         (30.87,), QWEN3_235B, "tpu-recipes training/ironwood",
-        f"{FUSED}; {OTHER_EXPERTS}",
+        OTHER_EXPERTS,
     ),
     "qwen3_235b_tpu7x_64": Row(
         "5", "Qwen3-235B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
         (15.86,), QWEN3_235B, "gpu-tpu-pedia Qwen3-235B",
-        f"{FUSED}; {OTHER_EXPERTS}; the clock of the chips was raised; what it keeps for the "
+        f"{OTHER_EXPERTS}; the clock of the chips was raised; what it keeps for the "
         "backward pass is not said",
 
     ),
@@ -184,12 +181,12 @@ ROWS = {
     "hunyuan3_v5p": Row(
         "3", "Hunyuan3 295B, v5p 256 chips", "v5p:4x8x8", 256, 8, 4096 * 2, "offload",
         (63.17, 63.33, 63.49), HUNYUAN3, "gpu-tpu-pedia Hunyuan3",
-        f"{FUSED}; {OTHER_EXPERTS}",
+        OTHER_EXPERTS,
     ),
     "hunyuan3_tpu7x": Row(
         "4", "Hunyuan3 295B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
         (16.75,), HUNYUAN3, "gpu-tpu-pedia Hunyuan3",
-        f"{FUSED}; {OTHER_EXPERTS}; first moments and gradients in bfloat16",
+        f"{OTHER_EXPERTS}; first moments and gradients in bfloat16",
     ),
 }  # fmt: skip
 

@@ -394,10 +394,28 @@ def _swiglu(x: jax.Array, gate_up_D2I: jax.Array, down_ID: jax.Array) -> jax.Arr
     gate_up = save_for_backward(
         jnp.einsum("...d,dci->...ci", x, gate_up_D2I.astype(x.dtype)), "gate_up"
     )
-    hidden = keeping_inputs(
-        lambda gate_up: jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :], gate_up
-    )
-    return hidden @ down_ID.astype(x.dtype)
+    return _gate(gate_up) @ down_ID.astype(x.dtype)
+
+
+def _silu_times(gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(gate) * up
+
+
+@jax.custom_vjp
+def _gate(gate_up_2I: jax.Array) -> jax.Array:
+    """Returns silu(gate) · up of the two halves [..., 2, I]. The backward pass saves its input
+    alone, and writes the gradients of the two halves side by side: autodiff would pad each of them
+    to the shape of both and add them up.
+    """
+    return _silu_times(gate_up_2I[..., 0, :], gate_up_2I[..., 1, :])
+
+
+def _gate_backward(gate_up_2I, dy_I):
+    _, pullback = jax.vjp(_silu_times, gate_up_2I[..., 0, :], gate_up_2I[..., 1, :])
+    return (jnp.stack(pullback(dy_I), axis=-2),)
+
+
+_gate.defvjp(lambda gate_up_2I: (_gate(gate_up_2I), gate_up_2I), _gate_backward)
 
 
 def _diagnostics(config: ModelConfig, logits_BTE, counted_BT) -> dict[str, jax.Array]:

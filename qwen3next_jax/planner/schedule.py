@@ -3,7 +3,9 @@ cycles that they take, and the bytes that they copy.
 
 The compiler can write the final instruction bundles (VLIW instructions) of each kernel and fusion
 to text files. The chip issues at most one bundle per cycle, so the number of bundles in a loop
-times the number of its trips is a lower bound of the loop's cycles.
+times the number of its trips is a lower bound of the loop's cycles, if every trip issues them all.
+A trip may skip bundles: a product goes through its contracted dimension in steps, and writes its
+result in the last of them. `skipped_bundles` takes those away.
 """
 
 import math
@@ -80,7 +82,7 @@ def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Sc
             loops, total = read_loops(text)
             is_kernel = entry.group(2) == "custom-call"
             schedules[entry.group(1)] = Schedule(
-                cycles(loops, total),
+                cycles(loops, total) - skipped_bundles(text, loops),
                 _copied_bytes(text, loops) if is_kernel else 0.0,
                 all(loop.trips or not loop.matrix for loop in loops),
             )
@@ -167,6 +169,77 @@ def read_loops(text: str) -> tuple[list[Loop], int]:
         trips = exit_tests.pop(test, 0)
         loops.append(Loop(start, end, len(body), trips, sum(matrix[a] for a in body)))
     return sorted(loops, key=lambda loop: (loop.start, -loop.end)), len(addresses)
+
+
+def skipped_bundles(text: str, loops: list[Loop]) -> float:
+    """Returns the number of bundles that `cycles` counts and that a run does not issue, because a
+    jump skips them unless a loop's index has its last value.
+
+    Only those bundles count of which the text says how often they run: the jump's predicate
+    compares an index, or several, with constants. If a part runs where the index is 7, the loop
+    over this index has at least 8 steps, so the part runs in at most one of 8.
+    """
+    skipped = 0.0
+    for start, end, share in _conditional_parts(text):
+        around = [loop for loop in loops if loop.start <= start and end <= loop.end + 1]
+        inside = [loop for loop in loops if start <= loop.start and loop.end < end]
+        if around and not inside:
+            trips = math.prod(max(loop.trips, 1) for loop in around)
+            skipped += (end - start) * trips * (1 - share)
+    return skipped
+
+
+def _conditional_parts(text: str) -> list[tuple[int, int, float]]:
+    """Returns, for each part of a schedule that a jump skips unless indices have their last values
+    and that has no matrix-unit instruction: the address of its first bundle, the address after its
+    last one, and the largest share of the steps in which it can run.
+    """
+    delay = 5  # a jump takes effect after the four bundles behind it
+    address, starts, jumps, matrix = 0, {}, [], []
+    for line in text.splitlines():
+        if bundle := re.match(r"\s*(0x[0-9a-f]+|0)\s", line):
+            address = int(bundle.group(1), 16)
+        if "vmat" in line and re.search(r"\bvmat(?:mul|push|prep)", line):
+            matrix.append(address)
+        if " region " in line:
+            for region in re.findall(r"Start(?:/End empty)? region (\d+)", line):
+                starts[region] = address
+        if "sbr.rel" not in line:
+            continue
+        for no, predicate, region in re.findall(
+            r"sbr\.rel \((!?)(%\S+)\) target = \$region(\d+)", line
+        ):
+            jumps.append((address + delay, no, predicate, region))
+    parts = []
+    for start, no, predicate, region in jumps:
+        end = starts.get(region, 0)
+        if end > start and not any(start <= a < end for a in matrix):
+            share = 1.0 / _steps(text, predicate, "eq" if no else "ne")
+            if share < 1:
+                parts.append((start, end, share))
+    return parts
+
+
+def _steps(text: str, predicate: str, comparison: str) -> int:
+    """Returns the least number of steps of which one has the indices that a predicate asks for; 1
+    if the text does not say it.
+    """
+    compared = re.search(
+        re.escape(predicate) + rf" = scmp\.{comparison}\.s32\.totalorder (%\S+), (\d+)", text
+    )
+    if not compared:
+        return 1
+    if last := int(compared.group(2)):
+        return last + 1
+    # An index minus its last value is 0, or the bits of several of these are.
+    steps, pending = 1, [compared.group(1)]
+    while pending:
+        value = re.escape(pending.pop())
+        if minus := re.search(value + r" = sadd\.s32 (\d+), ", text):
+            steps *= max(2**32 - int(minus.group(1)), 0) % 2**31 + 1
+        elif either := re.search(value + r" = sor\.u32 (%\S+), (%\S+?)\b", text):
+            pending += either.groups()
+    return steps
 
 
 def cycles(loops: list[Loop], total: int) -> int:

@@ -405,6 +405,33 @@ BUNDLES = """     0   :  { %s1 = sld [smem:[#allocation0]] /* megacore core id :
 """  # noqa: E501
 
 
+SKIPPING = """     0   :  { %s1 = sld [smem:[#allocation0]] }
+   0x1 LB: > { /* Start region 7 */ %v1 = vmatmul.f32 %v0 }
+   0x2   : > { %s8 = sadd.s32 LAST, %s5 /* iteration index */ }
+   0x3   : > { %p2 = scmp.ne.s32.totalorder %s8, 0  ;;  %9 = sbr.rel (%p2) target = $region8 }
+   0x4   : > { }
+   0x5   : > { }
+   0x6   : > { }
+   0x7   : > { }
+   0x8   : > { %v2 = vst %v1 } /* Start region 9 */
+   0x9   : > { %v3 = vst %v1 } /* End region 9 */
+   0xa PF: > { %p1 = scmp.ge.s32.totalorder %s9, 16 /* loop exit test */ } /* Start/End empty region 8 */
+   0xb   : > { %s9 = sadd.s32 1, %s9 }
+   0xc   : > { %5 = sbr.rel (!%p1) target = $region7 }
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("last, share", [(2**32 - 7, 1 / 8), (0, 1)])
+def test_what_only_the_last_step_of_a_product_issues_counts_once_per_product(last, share):
+    """A loop of 12 bundles and 16 trips. The two that write the result run if an index minus 7 is
+    0, so in one of 8 steps; or it is not said how often (the index is 0).
+    """
+    text = SKIPPING.replace("LAST", str(last))
+    loops, total = schedule.read_loops(text)
+    assert schedule.cycles(loops, total) == 1 + 16 * 12
+    assert schedule.skipped_bundles(text, loops) == 2 * 16 * (1 - share)
+
+
 def test_a_kernel_lasts_its_schedule_its_products_and_its_copies(tmp_path):
     """Three bundles, 6 trips, and two beside them; two cores that copy 2 KiB each a trip; one
     schedule for two alike.
