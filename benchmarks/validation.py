@@ -38,6 +38,13 @@ from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
 from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.mesh import make_mesh
 
+# raised where a cost model counts something differently, so that older plans are refused
+PRICES = 2
+# fields of a plan that follow from the prices, beside the estimates that are made again
+OF_PRICES = (
+    *("step_seconds", "tokens_per_second", "mfu", "mfu_roofline", "mfu_today", "ideal"),
+    *("parts", "bound_seconds", "binding", "hbm_bytes"),
+)
 PLANS = pathlib.Path(__file__).parents[1] / "docs/planner/validation"
 
 
@@ -55,8 +62,6 @@ class Row(NamedTuple):
       model: settings of the model.
       source: where the seconds were published.
       differs: how the measured program differs from the one that is compiled here.
-      seconds: seconds that the compiled program would take more (or, negative, less) without these
-        differences, by arithmetic from its plan; 0: they are not priced.
     """
 
     number: str
@@ -70,7 +75,6 @@ class Row(NamedTuple):
     model: dict
     source: str
     differs: str
-    seconds: float = 0.0
 
 
 def transformer(layers, hidden, heads, key_heads, width, vocabulary, **settings):
@@ -220,11 +224,11 @@ def show():
     print(
         "| row | model, slice | rows × tokens a device, remat | measured s | "
         + " | ".join(f"`{name}`" for name in COST_MODELS)
-        + " | `calibrated`, differences priced | level |\n"
+        + " | peak GiB | level |\n"
         + "|"
         + "---|" * (len(COST_MODELS) + 6)
     )
-    raw, priced, missing = {name: [] for name in COST_MODELS}, [], []
+    raw, missing = {name: [] for name in COST_MODELS}, []
     for name, row in ROWS.items():
         path, again = PLANS / f"{name}.json", f"python benchmarks/validation.py --compile={name}"
         if not path.exists():
@@ -232,31 +236,28 @@ def show():
             continue
         plan = json.loads(path.read_text())
         if plan.get("fingerprint") != fingerprint(row):
-            missing.append(f"{name}: {path.name} is of other settings or rates: {again}")
+            missing.append(f"{name}: {path.name} is of other settings, rates or prices: {again}")
             continue
         measured = statistics.mean(row.measured)
         errors = {
             model: plan["estimates"][model]["step_seconds"] / measured - 1 for model in COST_MODELS
         }
-        seconds = plan["estimates"]["calibrated"]["step_seconds"] + row.seconds
         for model, error in errors.items():
             raw[model].append(abs(error))
-        priced.append(abs(seconds / measured - 1))
         figures = [
             f"{plan['estimates'][model]['step_seconds']:.3f} ({error:+.1%})"
             for model, error in errors.items()
         ]
         print(
             f"| {row.number} | {row.what} | {row.rows} × {row.tokens:,}, {row.remat} | "
-            f"{measured:.3f} | {' | '.join(figures)} | {seconds:.3f} "
-            f"({seconds / measured - 1:+.1%}) | {plan['optimization_level']} |"
+            f"{measured:.3f} | {' | '.join(figures)} | {plan['peak_hbm_bytes'] / 2**30:.1f} of "
+            f"{plan['usable_hbm_bytes'] / 2**30:.1f} | {plan['optimization_level']} |"
         )
-    if priced:
+    if raw["calibrated"]:
         medians = [f"`{model}` {statistics.median(errors):.1%}" for model, errors in raw.items()]
         print(
-            f"\nmedian error of {len(priced)} rows: {', '.join(medians)}, `calibrated` with "
-            f"differences priced {statistics.median(priced):.1%}; largest "
-            f"{max(raw['calibrated']):.1%}, with differences priced {max(priced):.1%}"
+            f"\nmedian error of {len(raw['calibrated'])} rows: {', '.join(medians)}; largest of "
+            f"`calibrated` {max(raw['calibrated']):.1%}"
         )
     print("\n".join(["", *missing]))
     print("\n| row | measured in | how the measured program differs |\n|---|---|---|")
@@ -265,11 +266,11 @@ def show():
 
 
 def fingerprint(row: Row) -> str:
-    """Returns a digest of what a plan was made of: the row's own settings and the measured rates.
-    A setting that the project gets later does not change it.
+    """Returns a digest of what a plan was made of: the row's own settings, the measured rates and
+    the version of the prices. A setting that the project gets later does not change it.
     """
     model = {name: repr(value) for name, value in row.model.items()}
-    made_of = [row.topology, row.data, row.rows, row.tokens, row.remat, model, repr(RATES)]
+    made_of = [row.topology, row.data, row.rows, row.tokens, row.remat, model, repr(RATES), PRICES]
     return sha256_json(made_of)
 
 
@@ -297,6 +298,8 @@ def make(name: str, programs: pathlib.Path | None, level: str):
     config = configuration(row)
     if (folder / PROGRAM).exists() and out.exists():
         found = json.loads(out.read_text())
+        for field in OF_PRICES:
+            found.pop(field, None)
         program = hlo.parse((folder / PROGRAM).read_text())
         schedules = schedule.read_schedules(folder, program)
         mesh = make_mesh(config.parallel, topology.devices)

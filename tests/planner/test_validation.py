@@ -16,10 +16,12 @@ def test_a_row_is_predicted_from_its_plan_and_a_missing_or_stale_plan_is_one_lin
     script = runpy.run_path(str(SCRIPT))
     show, rows = script["show"], script["ROWS"]
     names = list(rows)[:3]
-    chosen = {name: rows[name]._replace(measured=(2.0, 4.0), seconds=-0.3) for name in names}
+    chosen = {name: rows[name]._replace(measured=(2.0, 4.0)) for name in names}
     show.__globals__.update(PLANS=tmp_path, ROWS=chosen)
     plan = {
         "optimization_level": "O1",
+        "peak_hbm_bytes": 12 * 2**30,
+        "usable_hbm_bytes": 16 * 2**30,
         "fingerprint": script["fingerprint"](chosen[names[0]]),
         "estimates": {
             model: {"step_seconds": seconds}
@@ -31,7 +33,7 @@ def test_a_row_is_predicted_from_its_plan_and_a_missing_or_stale_plan_is_one_lin
     show()
     lines = capsys.readouterr().out.splitlines()
     row = next(line for line in lines if line.startswith(f"| {chosen[names[0]].number} |"))
-    assert "3.000 (+0.0%) | 1.500 (-50.0%) | 3.600 (+20.0%) | 3.300 (+10.0%)" in row
+    assert "3.000 (+0.0%) | 1.500 (-50.0%) | 3.600 (+20.0%) | 12.0 of 16.0 | O1" in row
     for name in names[1:]:
         (said,) = (line for line in lines if line.startswith(name))
         assert f"--compile={name}" in said
