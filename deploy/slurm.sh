@@ -8,5 +8,5 @@
 # Every process saves five minutes before the time limit; the same sbatch then continues the run.
 #SBATCH --signal=TERM@300
 #SBATCH --requeue
-exec srun --kill-on-bad-exit=1 uv run --extra gpu --extra remote \
+exec srun --kill-on-bad-exit=1 uv run --extra gpu --extra gcs \
   train.py --config=configs/small.py --workdir="${1:?expected a folder or a bucket for the run}"

@@ -84,6 +84,7 @@ def _comments(cls: type) -> dict[str, str]:
     field = ""  # the field on the line being read
     candidate = ""  # a name that is a field if a colon follows
     depth = 0  # nesting depth of brackets
+    level = 0  # of indentation; fields have 1, and the code of methods more
     previous = 0  # type of the previous token
     for token in tokenize.generate_tokens(io.StringIO(inspect.cleandoc(source)).readline):
         text = token.string
@@ -95,7 +96,7 @@ def _comments(cls: type) -> dict[str, str]:
                 comments_above.append(comment)
         elif token.type == tokenize.OP:
             depth += (text in "([{") - (text in ")]}")
-            if text == ":" and depth == 0 and candidate and not field:
+            if text == ":" and depth == 0 and level == 1 and candidate and not field:
                 field = candidate
                 comments[field] = " ".join(comments_above)
         elif token.type in (tokenize.NEWLINE, tokenize.DEDENT):
@@ -103,6 +104,7 @@ def _comments(cls: type) -> dict[str, str]:
             comments_above = []
         elif token.type == previous == tokenize.NL:  # a blank line: the comment was a heading
             comments_above = []
+        level += (token.type == tokenize.INDENT) - (token.type == tokenize.DEDENT)
         candidate = text if token.type == tokenize.NAME and depth == 0 else ""
         previous = token.type
     return comments

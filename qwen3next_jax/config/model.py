@@ -35,7 +35,7 @@ ABLATIONS = (
 class ModelConfig:
     """The architecture of a model. The defaults give the released Qwen3-Next-80B-A3B."""
 
-    # number of token ids; 0 in a config file: as many as the tokenizer has
+    # number of token ids; 0: as many as the tokenizer has
     vocab_size: int = 151_936
     # width of the residual stream
     hidden_size: int = 2048
@@ -154,8 +154,9 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     # standard deviation of the random initial weights
     initializer_range: float = 0.02
-    # token ids of the beginning and end of a text; -1: none
+    # id of the token that begins a text; -1: none
     bos_token_id: int = -1
+    # id of the token that ends a text; -1: none
     eos_token_id: int = -1
     # dtype of the operands of matrix products; norms, gates, router and states are always float32
     dtype: Literal["float32", "bfloat16"] = "bfloat16"

@@ -14,6 +14,7 @@ import pytest
 from qwen3next_jax.common import installation
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
+from qwen3next_jax.config.describe import list_settings
 from qwen3next_jax.config.files import apply_overrides, load_config_file
 from qwen3next_jax.runs.folder import write_run
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
@@ -296,6 +297,11 @@ def test_a_run_that_goes_on_keeps_its_vocabulary_when_its_parent_is_gone(tmp_pat
     (tmp_path / "checkpoints/4").mkdir(parents=True)
     fill_from_tokenizer(values, tmp_path)
     assert (values["model"]["vocab_size"], values["model"]["eos_token_id"]) == (2000, 7)
+
+
+def test_every_setting_has_a_meaning():
+    """The comment above each field, which `--help` shows, is found."""
+    assert [setting.name for setting in list_settings(Config) if not setting.meaning] == []
 
 
 def test_the_example_in_the_help_of_sweeps_is_a_sweep():
