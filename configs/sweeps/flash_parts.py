@@ -3,7 +3,7 @@ Python. 8 models × 3 seeds; 3 dense layers of width 64, rows of 128 bytes, inde
 
     uv run qwen3next sweep configs/sweeps/flash_parts.py
 
-Time: 105 minutes with --workers=2 on 2 CPU cores that many other programs used.
+Time: about 85 minutes with --workers=2 on 2 CPU cores that many other programs used.
 Result: without the n-gram embedding the loss is highest, with one stream it is lowest; the budgets
 cannot be told apart (docs/qwen3_8_flash_next.md).
 
