@@ -41,7 +41,7 @@ EXAMPLES = {
 ALPHA, LIMIT = 1.702, 7.0  # constants of the clipped SwiGLU, as in gpt-oss
 
 
-def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer):
+def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer, keep_hidden):
     """Returns a function with the arguments and the result that `model.expert_forms` describes. It
     computes the weighted sum of each token's chosen experts; `mlp` computes the experts.
 
@@ -50,8 +50,8 @@ def form_of(mlp, mesh, dtype, *, in_tiles, few_tokens, layer):
         [Q, D], computes the experts of rows that are sorted by expert. `experts` are the arrays of
         the experts' parameters.
       mesh, layer: see `model.expert_forms.expert_form`.
-      dtype, in_tiles, few_tokens: ignored. They are arguments because the same call is made for
-        every class of experts.
+      dtype, in_tiles, few_tokens, keep_hidden: ignored. They are arguments because the same call is
+        made for every class of experts.
     """
     of_one_layer = functools.partial(
         sorted_moe, mlp=functools.partial(mlp, num_shards(mesh, TENSOR))
