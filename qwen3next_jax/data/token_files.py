@@ -163,6 +163,10 @@ def _megatron(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np.
         f"{path}: damaged: it has a sequence of less than 0 tokens, or a document that begins "
         f"before the first or after the last of its {sequences} sequences",
     )
+    require(
+        not len(firsts) or firsts[0] == 0,
+        f"{path}: damaged: no document begins at its first sequence; expected every token in one",
+    )
     after = np.concatenate([[0], np.cumsum(lengths)])
     ends = after[firsts[firsts > 0]]
     _check_ends(path, ends, in_all)
