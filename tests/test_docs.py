@@ -5,6 +5,7 @@
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ import pytest
 from documented_commands import check, commands_of, mistakes, pages
 
 from qwen3next_jax.__main__ import VERBS
+from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.common.events import iterate_events
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -85,6 +87,12 @@ def test_the_page_of_metrics_has_every_field_that_a_run_wrote():
     for event in iterate_events(ROOT / "docs" / "pictures" / "tiny" / "metrics.jsonl"):
         fields = {re.sub(r"/\d+$", "/d", name) for name in event[1]}
         assert {event[1]["event"], *fields} <= named, {event[1]["event"], *fields} - named
+
+
+def test_the_page_of_exit_codes_has_every_code():
+    page = (ROOT / "docs" / "reference" / "exit_codes.md").read_text()
+    codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
+    assert set(map(int, codes)) == {*ExitCode, 128 + signal.SIGABRT}
 
 
 @pytest.mark.slow

@@ -1,11 +1,10 @@
-"""Pages of the site that are made from the code when it is built (settings, commands, exit codes),
-the list of notes, and links. `mkdocs.yml` names this file.
+"""Pages of the site that are made from the code when it is built (settings, commands), the list
+of notes, and links. `mkdocs.yml` names this file.
 """
 
 import ast
 import html
 import importlib.util
-import inspect
 import os
 import pathlib
 import re
@@ -14,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from mkdocs.structure.files import File
 
 from qwen3next_jax.__main__ import VERBS
-from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.describe import list_settings
 
@@ -37,7 +35,6 @@ def on_files(files, config):
     for name, text in {
         "reference/settings.md": _settings(),
         "reference/commands.md": _commands(),
-        "reference/exit_codes.md": _exit_codes(),
     }.items():
         files.append(File.generated(config, name, content=text))
     style = pathlib.Path(__file__).with_name("site.css").read_text(encoding="utf-8")
@@ -135,18 +132,3 @@ def _flags_of(tree: ast.AST, shared: Mapping[str, ast.AST]) -> Iterator[tuple[st
             yield name, meaning.strip(" :")
         elif function.startswith("define_") and function in shared:
             yield from _flags_of(shared[function], shared)
-
-
-def _exit_codes() -> str:
-    """The comments above the members of `ExitCode` are their meanings."""
-    lines = ["# Exit codes", "", "| code | name | meaning |", "|---|---|---|"]
-    comment: list[str] = []
-    for line in inspect.getsource(ExitCode).splitlines():
-        text = line.strip()
-        if text.startswith("#"):
-            comment.append(text.removeprefix("#").strip())
-        elif " = " in text:
-            name = text.partition(" = ")[0]
-            lines.append(f"| {int(ExitCode[name])} | {name} | {' '.join(comment)} |")
-            comment = []
-    return "\n".join(lines) + "\n"
