@@ -1,20 +1,21 @@
-"""The examples of docs/extending.md, which tests run as they stand there."""
+"""The examples of docs/extending.md and README.md, which tests run as they stand there."""
 
 import importlib
 import pathlib
 import re
 import sys
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "extending.md"
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE, README = ROOT / "docs" / "extending.md", ROOT / "README.md"
 
 
-def example(name: str, folder: pathlib.Path) -> str:
+def example(name: str, folder: pathlib.Path, page: pathlib.Path = PAGE) -> str:
     """Writes the page's file `name` into `folder`, from which the next import of it reads; its
     code.
     """
     code = next(
         block
-        for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
         if block.startswith(f"# {name}\n")
     )
     (folder / name).write_text(code)

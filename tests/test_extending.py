@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.nnx import Rngs
-from page import example, line
+from page import README, example, line
 
 from qwen3next_jax import Qwen3Next, load_hf, save_hf
 from qwen3next_jax.common.errors import UserError
@@ -129,22 +129,26 @@ SMALL = ModelConfig(
 
 
 def test_a_new_mixer_with_one_setting(tmp_path):
-    """It computes what the zoo's window does on packed documents, counts its pairs, and its
-    setting has a type, a bound and a name that others refuse.
+    """It computes what the zoo's window does on packed documents, as that of README.md does. It
+    counts its pairs, and its setting has a type, a bound and a name that others refuse.
     """
     mixer_class("sliding_window")  # is there, or the test is skipped
     example("my_windowed.py", tmp_path)
+    example("my_window.py", tmp_path, README)
 
-    def layer(name):
-        config = dataclasses.replace(SMALL, linear_mixer=name, mixer=MixerConfig(window=5))
+    def layer(name, **settings):
+        config = dataclasses.replace(SMALL, linear_mixer=name, mixer=MixerConfig(**settings))
         return mixer_class(name)(config, Make(config, Rngs(0)), (0,))
 
-    own, known = layer("my_windowed:Windowed"), layer("sliding_window")
+    own, known = layer("my_windowed:Windowed", window=5), layer("sliding_window", window=5)
+    of_readme = layer("my_window:Windowed")
+    of_readme.window = 5
     segments = jnp.asarray([[1] * 9 + [2] * 7])
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 16, 32)), jnp.float32)
     context = Context(document_positions(segments), segments)
     run = nnx.jit(lambda layer: layer(x, context)[0])
-    np.testing.assert_allclose(run(own), run(known), rtol=0, atol=1e-5)
+    for mixer in (own, of_readme):
+        np.testing.assert_allclose(run(mixer), run(known), rtol=0, atol=1e-5)
     for length in (3, 16):
         assert own.forward_flops(own.config, length) == known.forward_flops(known.config, length)
     for settings, message in [

@@ -18,13 +18,16 @@ PEFT's adapter_model.safetensors and adapter_config.json (docs/adapting.md).
 import dataclasses
 import pathlib
 import signal
+import typing
 
 from absl import flags
 
 from qwen3next_jax.commands import cli
+from qwen3next_jax.commands.waiting import waiting
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.installation import shell_command
 from qwen3next_jax.common.storage import to_path
+from qwen3next_jax.config import ModelConfig
 
 
 def main() -> int:
@@ -49,31 +52,32 @@ def main() -> int:
         return _export_adapter(workdir, out, loading.step, loading.ema)
     with join_processes(loading.launch, workdir):
         source, form = _origin_of(workdir)
-        model, tokenizer, step, _, identity = load_model(
-            workdir, loading.step, loading.mesh, loading.dtype, ema=loading.ema
-        )
+        with waiting(f"reading {workdir}"):
+            model, tokenizer, step, _, identity = load_model(
+                workdir, loading.step, loading.mesh, loading.dtype, ema=loading.ema
+            )
         # A run ends documents with the end token of its tokenizer, whatever id the configuration
         # has.
         if step is not None:
             model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
         model.config = config_for_export(model.config, _form.value, source, form)
-        save_hf(
-            model,
-            out,
-            tokenizer,
-            dtype=loading.dtype,
-            identity=identity,
-            source=source if source and source.is_dir() else None,
-            vision=_vision.value,
-        )
-        which = "" if step is None else _averaged(workdir, loading.ema)
+        which = "the model" if step is None else f"the model after step {step}"
+        which += "" if step is None else _averaged(workdir, loading.ema)
+        with waiting(f"writing {which} to {out}, as {model.config.hf_form}"):
+            save_hf(
+                model,
+                out,
+                tokenizer,
+                dtype=loading.dtype,
+                identity=identity,
+                source=source if source and source.is_dir() else None,
+                vision=_vision.value,
+            )
         files = sorted(f for f in out.rglob("*") if f.is_file())
         size = sum(f.stat().st_size for f in files)
         print(
-            f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB"
-            + ("" if step is None else f", the model after step {step}{which}")
-            + f"; next: {shell_command('generate')} --model={_out.value} "
-            "--prompt='def '"
+            f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB, {which}; "
+            f"next: {shell_command('generate')} --model={_out.value} --prompt='def '"
         )
     return 0
 
@@ -138,8 +142,10 @@ get_loading = cli.define_loading_flags()
 _form = flags.DEFINE_enum(
     "form",
     None,
-    ["qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear"],
-    "form of the export (default: that of the directory that the run began with)",
+    typing.get_args(ModelConfig.__annotations__["hf_form"]),
+    "form of the export (default: that of the directory that the run began with, else the run's "
+    "model.hf_form); qwen3_5 and qwen4_exp have a vision tower, qwen3_5_text and qwen4_exp_text "
+    "are their text models alone",
 )
 _source = flags.DEFINE_string(
     "source",

@@ -2,10 +2,12 @@
 
 For one run the command writes WORKDIR/report.html, as training does at every checkpoint. For
 several runs it writes report.html in the current folder, with the curves of all runs on the same
-axes and the settings in which the runs differ. docs/report.md explains every chart.
+axes and the settings in which the runs differ. Runs that are not at the same step are compared at
+the last step that they have in common. docs/report.md explains every chart.
 """
 
 import pathlib
+import sys
 
 from absl import flags
 
@@ -29,10 +31,15 @@ def main(arguments: list[str]) -> int:
     folder = workdirs[0] if len(workdirs) == 1 else pathlib.Path()
     out = to_path(_OUT.value, "--out=") if _OUT.value else folder / "report.html"
     try:
-        write_report(workdirs, out)
+        notes = write_report(workdirs, out)
     except OSError as error:
         raise UserError(
             f"{out}: cannot be written ({error.strerror}): give another --out"
         ) from error
-    print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    runs = f"{len(workdirs)} runs" if len(workdirs) > 1 else "1 run"
+    print(
+        f"wrote {out.absolute()}: {runs}, {out.stat().st_size / 1e6:.1f} MB; open it in a browser"
+    )
     return 0

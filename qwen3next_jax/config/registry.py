@@ -13,6 +13,7 @@ package is trusted (by the function `trust` or the flag --trust).
 
 import importlib
 import re
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -206,7 +207,12 @@ def resolve(table: Table, name: str, setting: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except Exception as error:  # a module's code can raise anything
-        reason = f"{type(error).__name__}: {error_message(error)}"
+        reason = f"{type(error).__name__}: {error_message(error)}{_place(error)}"
+        if name not in table and isinstance(error, NameError):
+            raise UserError(
+                f"{setting} = {name!r} cannot be imported ({reason}): add the import or correct "
+                "the name; docs/extending.md shows whole files"
+            ) from error
         if name not in table:
             raise UserError(
                 f"{setting} = {name!r} cannot be imported ({reason}): correct the name or the "
@@ -221,6 +227,16 @@ def resolve(table: Table, name: str, setting: str) -> Any:
             f"{setting} = {name!r}: the registry's {name!r}: {import_string!r} cannot be "
             f"imported ({reason}): correct the line or the module"
         ) from error
+
+
+def _place(error: Exception) -> str:
+    """Returns "; FILE, line N", the place in a user's module that raised an error while it was
+    imported; "" if the import itself failed, and for modules of this package.
+    """
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if frame.filename.startswith("<frozen") or frame.filename == __file__:
+        return ""
+    return f"; {frame.filename}, line {frame.lineno}"
 
 
 def _is_missing_folder(missing: str | None, module: str) -> bool:

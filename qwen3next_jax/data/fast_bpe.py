@@ -61,8 +61,8 @@ class Table(NamedTuple):
 
 
 def table(tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int]) -> Table | None:
-    """Returns the `Table` of a tokenizer. Returns None if the tokenizer is not a byte-level BPE, if
-    its ids are not in the order of its merges, or if tiktoken is not installed.
+    """Returns the `Table` of a tokenizer. Returns None if the tokenizer is not a byte-level BPE, or
+    if its ids are not in the order of its merges.
 
     Args:
       tokenizer: the content of a tokenizer.json.
@@ -72,7 +72,7 @@ def table(tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int]) -> Table | 
     pattern = _pattern(tokenizer.get("pre_tokenizer") or {})
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     is_plain = model.get("type") == "BPE" and not any(model.get(option) for option in options)
-    if pattern is None or not is_plain or version() is None:
+    if pattern is None or not is_plain:
         return None
     added = {token["content"] for token in tokenizer["added_tokens"]}
     ranks = {}

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.common.installation import how_to_install
-from qwen3next_jax.data import fast_bpe, format_1, readers, row_groups, sources, units
+from qwen3next_jax.data import format_1, readers, row_groups, sources, units
 from qwen3next_jax.data.digest_cache import DigestCache
 from qwen3next_jax.data.prepared import Prepared, index_name, read_index, write_index
 from qwen3next_jax.data.readers import Part
@@ -260,7 +260,8 @@ def tokenize(
     )  # the largest first, so that all workers end at about the same time
     read = {n: 0 for n in todo}
     total = sum(jobs[n].size for n in todo)
-    if total >= _WORTH_TIKTOKEN and "tokenizers" in tokenizer.libraries and not fast_bpe.version():
+    of_texts = sum(jobs[n].size for n in todo if jobs[n].holds_texts)
+    if of_texts >= _WORTH_TIKTOKEN and tokenizer.misses_tiktoken:
         warn(
             "tiktoken is not installed; with it, a byte-level BPE is tokenized several times as "
             f"fast: {how_to_install('prepare')}"

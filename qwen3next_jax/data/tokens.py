@@ -47,6 +47,7 @@ class Tokenizer(Protocol):
       parse_tokens: the added tokens that get their own ids where documents contain them in writing.
       fallback: the same tokenizer with a slower library, for texts to which the faster library
         gives other ids (`fast_bpe.Differs`); None if there is only one library.
+      misses_tiktoken: whether tiktoken is not installed, and would encode documents if it were.
       added_tokens: the texts of all added tokens, which stand outside of the ordinary vocabulary.
       reads_text: whether the ids stand for text; False for the ids of a synthetic task.
     """
@@ -56,6 +57,7 @@ class Tokenizer(Protocol):
     parse_tokens: tuple[str, ...]
     added_tokens: tuple[str, ...]
     fallback: "Tokenizer | None"
+    misses_tiktoken: bool
     vocab_size: int
     eos_id: int
     token_bytes: np.ndarray
@@ -160,6 +162,7 @@ class ByteTokenizer:
     parse_tokens: tuple[str, ...] = ()
     added_tokens = (END_OF_TEXT,)
     fallback = None
+    misses_tiktoken = False
     vocab_size = 257
     eos_id = 256
     token_bytes = np.array([1] * 256 + [0], np.int32)
@@ -255,10 +258,18 @@ class HuggingFaceTokenizer:
     @functools.cached_property
     def _table(self) -> fast_bpe.Table | None:
         """The data for tiktoken; None if the tokenizers library encodes documents."""
+        return None if fast_bpe.version() is None else self._table_if_installed()
+
+    def _table_if_installed(self) -> fast_bpe.Table | None:
+        """The same, whether or not tiktoken is installed."""
         if not self._may_be_fast:
             return None
         bytes_of = {character: byte for byte, character in enumerate(_byte_characters())}
         return fast_bpe.table(json.loads(self.json), bytes_of)
+
+    @property
+    def misses_tiktoken(self) -> bool:
+        return fast_bpe.version() is None and self._table_if_installed() is not None
 
     @functools.cached_property
     def _fast(self) -> Any:

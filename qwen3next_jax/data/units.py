@@ -73,6 +73,11 @@ class Job:
     chat: Chat | None = None
 
     @property
+    def holds_texts(self) -> bool:
+        """Whether the file holds documents of text, neither conversations nor tokens."""
+        return not self.chat and not token_files.kind(self.file.path.name.lower())
+
+    @property
     def size(self) -> int:
         """The number of bytes of the part on disk; an estimate for a part of a Parquet file."""
         if readers.is_whole(self.file, self.part):

@@ -6,7 +6,7 @@ import dataclasses
 import html
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -42,6 +42,9 @@ from qwen3next_jax.reporting.runs import (
 
 MAX_LAYER_LINES = 8  # a model with more layers gets a heatmap instead of a line for each
 MANY_RUNS = 8  # with more runs, the charts that each run has for itself are folded
+# The values that a table of runs compares: (kind of event, name).
+COMPARED = (("train", "loss"), ("heldout", "bits_per_byte"), ("heldout", "accuracy"))
+NO_STEPS: Mapping[tuple[str, str], int] = {}
 MAX_SETTINGS = 6  # settings that differ, in the table of runs; the configuration has all of them
 MAX_SAMPLES = 12  # sampled texts on the page; metrics.jsonl has all of them
 MAX_FAULTS = 200  # faults on the page; metrics.jsonl has all of them
@@ -53,20 +56,22 @@ MASSIVE = (("massive: 1000 × the median", 1000.0),)
 ACCEPTANCE = (("released model .897", 0.897), (".719", 0.719), (".476", 0.476))
 
 
-def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> None:
-    """Writes the report of the runs in `workdirs` to the file `out`, atomically.
+def write_report(workdirs: Sequence[pathlib.Path], out: pathlib.Path) -> list[str]:
+    """Writes the report of the runs in `workdirs` to the file `out`, atomically. Returns a sentence
+    for each thing that it cannot show or compare.
 
     Raises:
       UserError: a folder contains no run, or a run that has recorded nothing.
     """
-    text = render_report([load_run(workdir) for workdir in workdirs])
+    runs = _with_distinct_names([load_run(workdir) for workdir in workdirs])
+    text = render_report(runs)
     # A sampled text may contain half a surrogate pair, which UTF-8 cannot encode.
     write_whole(out, text, errors="backslashreplace")
+    return warnings(runs)
 
 
 def render_report(runs: Sequence[Run]) -> str:
-    """Returns the page about the given runs as HTML."""
-    runs = _with_distinct_names(runs)
+    """Returns the page about the given runs, whose names differ, as HTML."""
     # With several runs it would be unclear to which run a mark belongs, so there are no marks.
     marks = _vertical_marks(runs[0]) if len(runs) == 1 else []
     chart_sections = {
@@ -213,7 +218,8 @@ def _runs_html(runs: Sequence[Run]) -> str:
     the runs differ. page.js makes it choose, search, sort and colour the runs in all charts.
     """
     longest = max((spans[-1][1] for run in runs if (spans := wall_time_spans(run))), default=0.0)
-    summaries = [_summary(run, unit_of_time(longest)) for run in runs]
+    steps = _steps_to_compare(runs)
+    summaries = [_summary(run, unit_of_time(longest), steps) for run in runs]
     names = list(dict.fromkeys(name for summary in summaries for name in summary))
     differing = [
         (setting, [_setting_text(value) for value in values])
@@ -250,7 +256,11 @@ def _runs_html(runs: Sequence[Run]) -> str:
 
 
 def _warnings_html(runs: Sequence[Run]) -> str:
-    """Returns a sentence for each thing that the charts cannot show or compare."""
+    return "".join(f'<p class="warning">{html.escape(text)}</p>' for text in warnings(runs))
+
+
+def warnings(runs: Sequence[Run]) -> list[str]:
+    """Returns a sentence for each thing that the page cannot show or compare."""
     sentences = []
     if len(runs) > 1:
         sentences = [reason.sentence for reason in incomparable(runs).values()]
@@ -263,7 +273,34 @@ def _warnings_html(runs: Sequence[Run]) -> str:
             sentences.append(f"{run.name} has not recorded a training step yet.")
         elif not measured[run.name] and any(measured.values()):
             sentences.append(f"{run.name} has not recorded a held-out evaluation.")
-    return "".join(f'<p class="warning">{html.escape(sentence)}</p>' for sentence in sentences)
+    last = {run.name: step for run in runs if (step := run.last("train", "step")) is not None}
+    if len(set(last.values())) > 1:
+        of_runs = ", ".join(f"{name}: {step:,}" for name, step in list(last.items())[:MANY_RUNS])
+        compared = "the table also has the values at the last step that the runs have in common."
+        if not _steps_to_compare(runs):
+            compared = "no step was recorded by all of them, so the table does not compare them."
+        sentences.append(
+            f"The runs are at different steps ({of_runs}{', …' * (len(last) > MANY_RUNS)}): "
+            f"{compared}"
+        )
+    return sentences
+
+
+def _steps_to_compare(runs: Sequence[Run]) -> dict[tuple[str, str], int]:
+    """Returns where runs compare whose newest values are of different steps: (kind of event, name)
+    of a loss → the last step at which all runs that measured it have a value. It is left out if
+    their newest values are of the same step, or if there is no such step.
+    """
+    found = {}
+    for kind, name in COMPARED:
+        of_runs = [
+            {event["step"] for event in run.events.get(kind, ()) if event.get(name) is not None}
+            for run in runs
+        ]
+        of_runs = [steps for steps in of_runs if steps]
+        if len({max(steps) for steps in of_runs}) > 1 and (common := set.intersection(*of_runs)):
+            found[kind, name] = max(common)
+    return found
 
 
 def _heldout_metric(run: Run) -> str:
@@ -273,22 +310,29 @@ def _heldout_metric(run: Run) -> str:
     return "accuracy" if run.last("heldout", "accuracy") is not None else ""
 
 
-def _summary(run: Run, unit: tuple[str, float] | None) -> dict[str, str]:
+def _summary(
+    run: Run, unit: tuple[str, float] | None, steps: Mapping[tuple[str, str], int] = NO_STEPS
+) -> dict[str, str]:
     """Returns the most important numbers of a run: name → newest value, as text.
 
     Args:
       unit: the unit of the wall time and its seconds; None: what suits this run.
+      steps: (kind of event, name) of a value → the step whose value is shown beside the newest.
     """
     spans = wall_time_spans(run)
     faults_of_run = faults(run)
-    step, steps = run.last("train", "step"), run.config.get("train", {}).get("steps")
-    of_steps = f" of {steps:,}" if steps and step != steps else ""
+    step, last = run.last("train", "step"), run.config.get("train", {}).get("steps")
+    of_steps = f" of {last:,}" if last and step != last else ""
     summary = {"step": (f"{step:,}" if step else "–") + of_steps}
 
     def add(name: str, kind: str, key: str, to_text: Callable[[float], str]) -> None:
         value = run.last(kind, key)
         if isinstance(value, (int, float)):
             summary[name] = to_text(value)
+        if (kind, key) in steps:
+            then = run.last(kind, key, steps[kind, key])
+            if isinstance(then, (int, float)):
+                summary[f"{name} at step {steps[kind, key]:,}"] = to_text(then)
 
     add("tokens seen", "train", "tokens_seen", short_number)
     add("training loss", "train", "loss", "{:.4f}".format)

@@ -126,12 +126,12 @@ class Run:
         steps = np.array([step for step, _ in lists])
         return steps, np.array([[_to_float(v) for v in values] for _, values in lists])
 
-    def last(self, kind: str, name: str) -> Any:
-        """Returns the newest value of the field `name` in events of `kind`; None if there is
-        none.
+    def last(self, kind: str, name: str, step: int | None = None) -> Any:
+        """Returns the newest value of the field `name` in events of `kind`, or in those of one
+        `step`; None if there is none.
         """
         for event in reversed(self.events.get(kind, ())):
-            if event.get(name) is not None:
+            if event.get(name) is not None and step in (None, event["step"]):
                 return event[name]
         return None
 

@@ -295,12 +295,12 @@ class Display:
         cells = [("stage", v["stage"])] if "stage" in v else []
         cells += [
             ("loss", _number(v["loss"], ".4f")),
-            ("bits/byte", _number(v["bits_per_byte"], ".3f"))
+            ("bits/byte", _number(v["bits_per_byte"], ".4f"))
             if "bits_per_byte" in v
             else ("accuracy", _number(v["top1"], ".1%")),
         ]
         cells += [
-            (f"mtp loss {name.rpartition('/')[2]}", _number(value, ".3f"))
+            (_mtp_label(int(name.rpartition("/")[2])), _number(value, ".4f"))
             for name, value in v.items()
             if name.startswith("mtp_loss/")
         ]
@@ -332,13 +332,20 @@ class Display:
         ]
 
 
+def _mtp_label(depth: int) -> str:
+    """Returns what the display calls the loss of multi-token prediction at a depth, by its target:
+    "mtp loss t+2" at depth 0. The main loss is that of t+1, the next token.
+    """
+    return f"mtp loss t+{depth + 2}"
+
+
 # The names of the values of a "train" event that a plain line shows; the panel shows all cells.
 PLAIN = (
     "stage",
     "loss",
     "bits/byte",
     "accuracy",
-    "mtp loss 0",
+    _mtp_label(0),
     "grad norm",
     "lr",
     "tokens/s",

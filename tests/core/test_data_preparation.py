@@ -767,7 +767,7 @@ def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(
     small.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=300,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=["<|endoftext|>", "<x>"],
         show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
@@ -800,3 +800,9 @@ def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(
     monkeypatch.setattr(fast_bpe, "version", lambda: None)
     prepare([source], load_tokenizer(str(tmp_path)), recipe, tmp_path / "t")
     assert "tiktoken is not installed; " in capsys.readouterr().err
+    # Where tiktoken would not help, nothing is said.
+    prepare([source], load_tokenizer(str(tmp_path), None, ["<x>"]), recipe, tmp_path / "u")
+    np.save(tmp_path / "tokens.npy", np.resize(np.array([5, 6, 7, 0], np.uint16), 400))
+    of_tokens = resolve(str(tmp_path / "tokens.npy"), "text")
+    prepare([of_tokens], load_tokenizer(str(tmp_path)), recipe, tmp_path / "v")
+    assert "tiktoken" not in capsys.readouterr().err

@@ -16,7 +16,8 @@ from qwen3next_jax.config.registry import resolve
     [
         ("no_such_module:Thing", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("math:tua", "AttributeError: module 'math' has no attribute 'tua'"),
-        ("broken:Thing", "ZeroDivisionError: division by zero"),
+        ("broken:Thing", "ZeroDivisionError: division by zero; "),
+        ("unnamed:Thing", "unnamed.py, line 1)"),
         ("math", "AttributeError: module 'math' has no attribute ''"),
     ],
 )
@@ -25,10 +26,13 @@ def test_a_line_that_cannot_be_imported_is_named_with_the_reason(
 ):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "unnamed.py").write_text("class Thing(Mixer): pass\n")
     with pytest.raises(UserError) as error:
         resolve({"thing": line}, "thing", "model.thing")
     told = str(error.value)
     assert all(word in told for word in ("model.thing", repr(line), reason)) and "\n" not in told
+    with pytest.raises(UserError, match="line 1.: add the import or correct the name"):
+        resolve({}, "unnamed:Thing", "model.thing")
 
 
 def test_a_name_is_imported_and_an_unknown_one_gets_the_nearest(monkeypatch):

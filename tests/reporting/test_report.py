@@ -173,6 +173,19 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path):
     assert "data.path: a | b" in texts and charts == 3  # loss, bits per byte, drafts
 
 
+def test_runs_at_different_steps_are_compared_at_the_last_common_step(tmp_path):
+    write_run(tmp_path / "a", steps=200)
+    write_run(tmp_path / "b", steps=300)
+    (warning,) = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
+    assert "(a: 200, b: 300)" in warning
+    rows = re.findall("<tr data-run.*?</tr>", (tmp_path / "page.html").read_text())
+    for name, row in zip("ab", rows, strict=True):
+        events = load_run(tmp_path / name).events
+        for kind, field in ("train", "loss"), ("heldout", "bits_per_byte"):
+            (value,) = (event[field] for event in events[kind] if event["step"] == 200)
+            assert f"{value:.4f}" in row
+
+
 def test_a_run_without_some_metrics_is_one_line_on_a_page_of_several(tmp_path):
     for name, kinds in {"a": "train heldout", "b": "start", "c": "train"}.items():
         write_run(tmp_path / name, steps=100)

@@ -145,9 +145,9 @@ def test_the_live_display_shows_everything_at_any_width(width):
     assert max(map(len, lines)) <= width
     for shown in (
         "loss 2.0123",
-        "bits/byte 2.903",
-        "mtp loss 0 2.300",
-        "mtp loss 1 nan",
+        "bits/byte 2.9031",
+        "mtp loss t+2 2.3000",
+        "mtp loss t+3 nan",
         "balance 1.020",
         "busiest expert 2.50 × fair share",
         "grad norm 0.871",
