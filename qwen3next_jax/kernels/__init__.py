@@ -31,6 +31,9 @@ KERNELS = {
     "grouped_matmul": {
         "tokamax": ("gpu", "qwen3next_jax.kernels.gpu.grouped_matmul"),
     },
+    "indexed_attention": {
+        "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.indexed_attention"),
+    },
     "residual_streams": {
         "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.residual_streams"),
     },

@@ -54,6 +54,7 @@ from qwen3next_jax.model.layers import Context, rms_norm, rotate, token_mean
 from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.compile_target import compile_target
+from qwen3next_jax.ops.implementations import Form, choose
 from qwen3next_jax.sharding.rules import TENSOR, activation_spec, per_shard, num_shards
 from qwen3next_jax.zoo.attention_references import gated_attention, norm, places, rotated
 from qwen3next_jax.zoo.ops.gathered_attention import (
@@ -63,6 +64,7 @@ from qwen3next_jax.zoo.ops.gathered_attention import (
     scores,
     take_rows,
 )
+from qwen3next_jax.zoo.ops.indexed_attention import Rows, indexed_attention
 from qwen3next_jax.zoo.ops.pair_attention import CHUNK, dot
 
 # A configuration for the tests. With this ratio and budget, even short rows can end in an
@@ -317,18 +319,16 @@ class QSA(GatedAttention):
     def _selected_attention(
         self, q_BTNK, k_BSMK, v_BSMK, index_q_BTHI, of_rows: Blocks, context: Context, s_BS=None
     ):
-        """Runs `masked_attention`, or with many keys `selected_attention`, with the heads split
-        over the mesh axis `tensor`. Every shard of `tensor` selects the same blocks.
+        """Runs `sparse_attention` with the heads split over the mesh axis `tensor`. Every shard of
+        `tensor` selects the same blocks.
 
         Args:
           s_BS: the places of the keys; None if the keys are those of the queries' tokens.
         """
         settings = self.settings(self.config)
-        gathers = _gathers(k_BSMK.shape[1], settings)
-        attend = selected_attention if gathers else masked_attention
 
         def run(q, k, v, *rest):
-            return attend(q, k, v, *rest, settings)
+            return sparse_attention(q, k, v, *rest, settings, cached=s_BS is not None)
 
         heads = activation_spec("batch", None, "heads")
         return self._on_each_device(run, (q_BTNK, k_BSMK, v_BSMK), heads, context)(
@@ -578,6 +578,57 @@ def _gathers(num_keys: int, settings: "QSA.Settings") -> bool:
     return num_keys > GATHER_BEYOND[compile_target().platform] * settings.indexer_budget
 
 
+def sparse_attention(
+    q_BTNK: jax.Array,
+    k_BSMK: jax.Array,
+    v_BSMK: jax.Array,
+    index_q_BTHI: jax.Array,
+    of_rows: Blocks,
+    tokens: Tokens,
+    settings: QSA.Settings,
+    cached: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Computes `masked_attention` by the best implementation. The arguments that are not listed are
+    those of `masked_attention`.
+
+    Args:
+      cached: whether the keys are those of a cache. No kernel runs then.
+      implementation: "masked", "gathered" or "pallas_tpu"; None: the best one.
+    """
+    ratio = settings.indexer_compress_ratio
+    if cached and implementation is None:
+        implementation = "gathered" if _gathers(k_BSMK.shape[1], settings) else "masked"
+    chosen = choose(
+        "indexed_attention",
+        implementation,
+        FORMS,
+        tokens=q_BTNK.shape[1],
+        heads=q_BTNK.shape[2],
+        key_heads=k_BSMK.shape[2],
+        width=q_BTNK.shape[3],
+        index_heads=index_q_BTHI.shape[2],
+        index_width=index_q_BTHI.shape[3],
+        blocks=of_rows.k.shape[1],
+        dtype=q_BTNK.dtype,
+    )
+    if chosen.is_kernel:
+        rows = Rows(
+            place=tokens.t,
+            segment=tokens.segment,
+            number=of_rows.of_token,
+            block_k=of_rows.k,
+            block_end=of_rows.start + ratio - 1,
+            block_segment=of_rows.segment,
+        )
+        count = settings.indexer_budget // ratio
+        return indexed_attention(chosen, ratio, count, rows, index_q_BTHI, q_BTNK, k_BSMK, v_BSMK)
+    attend = masked_attention
+    if chosen.name == "gathered" or implementation is None and _gathers(k_BSMK.shape[1], settings):
+        attend = selected_attention
+    return attend(q_BTNK, k_BSMK, v_BSMK, index_q_BTHI, of_rows, tokens, settings)
+
+
 def masked_attention(
     q_BTNK: jax.Array,
     k_BSMK: jax.Array,
@@ -642,6 +693,10 @@ def selected_attention(
     )
     ratio = settings.indexer_compress_ratio
     return gathered_attention(q_BTNK, k_BSMK, v_BSMK, start_BTJ, size_BTJ, ratio)
+
+
+# Without a name, the length of the row decides between the two forms (`_gathers`).
+FORMS = Form("masked", ("cpu", "gpu", "tpu"), {}), Form("gathered", (), {})
 
 
 def divergence(

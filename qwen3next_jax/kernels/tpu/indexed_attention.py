@@ -1,0 +1,683 @@
+"""TPU kernels of attention in which an indexer chooses the blocks of keys that each query sees
+(`zoo.ops.indexed_attention`): the choice, the attention under it, and its gradients.
+
+No scores go through HBM. Of the choice, each query keeps two numbers: the lowest score that it
+selects, and the block at which its selection of blocks with exactly this score ends. The attention
+kernels compute the indexer's scores of a tile again, compare them with these two numbers, and use
+the result for all heads. All kernels compute a score by the same products and sums.
+
+Tiles are computed transposed: keys lie along the sublanes and queries along the lanes. So a number
+of a query is an entry of a row, which all sublanes share, and sums over keys add registers.
+
+Letters: B batch, T tokens, padded to whole tiles, N query heads, M key/value heads, K head width,
+H heads of the indexer, I their width, G blocks, padded to whole chunks; C queries and S keys of a
+tile.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from qwen3next_jax.kernels.tpu import chip
+from qwen3next_jax.kernels.tpu.grids import LANES
+
+TILES = 512, 256, 128  # numbers of tokens in a tile; the first that VMEM holds is used
+CHUNK = 512  # the number of blocks that are scored at once in the choice; G is a multiple
+CHUNKS_AT_ONCE = 4  # the largest number of chunks whose keys are copied to VMEM at once
+UNROLLED = 2  # the number of heads that a step of a loop computes, so that their products overlap
+HIDDEN = -1e30  # added to the score of a key that the query does not see
+LEAST = -1e29  # a query's largest score before its first key: exp(HIDDEN - LEAST) is 0
+LAST = 2**31 - 1  # the largest int32
+
+# The rows of the arrays that describe the queries, the keys and the blocks.
+# Of queries: their place, their segment, the place after their last complete block, and the two
+# numbers of the choice. Of keys: beside the first two the number of their block and the place of
+# its last token (LAST if the block is not complete). Of blocks: the place of their last token in
+# PLACE, and their segment.
+PLACE, SEGMENT, TAIL, LOWEST, CUT = range(5)
+NUMBER, END = 2, 3
+ROWS = 8  # the sublanes of a register, so also the number of rows of these arrays
+
+_NT = (((1,), (1,)), ((), ()))  # x yᵀ
+_NN = (((1,), (0,)), ((), ()))  # x y
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a call.
+
+    Attributes:
+      tokens: number of tokens of a row, before it is padded.
+      heads, key_heads, width: N, M and K.
+      index_heads, index_width: H and I.
+      itemsize: bytes of a number of the queries.
+    """
+
+    tokens: int
+    heads: int
+    key_heads: int
+    width: int
+    index_heads: int
+    index_width: int
+    itemsize: int
+
+    @property
+    def tile(self) -> int:
+        """The number of queries, and of keys, in a tile."""
+        small = (t for t in TILES if t <= self.tokens and self.vmem(t) <= chip.vmem_budget())
+        return next(small, TILES[-1])
+
+    @property
+    def padded(self) -> int:
+        """T: the number of tokens of a row of whole tiles."""
+        return -(-self.tokens // self.tile) * self.tile
+
+    def vmem(self, tile: int) -> int:
+        """Returns the bytes of VMEM that the kernel of dq needs, which needs most of all."""
+        queries, keys = self.heads * self.width, self.key_heads * self.width
+        per_token = queries * (4 * self.itemsize + 4)  # q, do, dq twice, and its sum in float32
+        per_token += 2 * 3 * keys * self.itemsize  # k, its transpose, v
+        per_token += 2 * (self.index_heads + 1) * self.index_width * self.itemsize
+        per_token += 2 * 4 * (2 * ROWS + 2 * self.heads)
+        return tile * per_token + (3 + 3 * UNROLLED) * 4 * tile**2
+
+
+def _sizes(index_q, q, k) -> _Sizes:
+    return _Sizes(
+        q.shape[1], q.shape[2], k.shape[2], q.shape[3], *index_q.shape[2:], q.dtype.itemsize
+    )
+
+
+def supports(
+    tokens: int, heads: int, key_heads: int, width: int, index_heads: int, index_width: int,
+    blocks: int, dtype,
+) -> str:  # fmt: skip
+    """Returns why the kernels cannot run a call on the chip; "" if they can.
+
+    Args:
+      tokens: number of tokens of a row (T).
+      heads, key_heads, width: N, M and K.
+      index_heads, index_width: H and I.
+      blocks: number of blocks of a row (G).
+      dtype: dtype of the queries, keys and values, and of the indexer's.
+    """
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"has {dtype}: expected bfloat16 or float32"
+    if width % LANES or index_width % LANES:
+        return (
+            f"has heads of {width} and an indexer's heads of {index_width}: expected multiples of "
+            f"{LANES}"
+        )
+    if not blocks:
+        return f"has no block in rows of {tokens} tokens: expected at least one"
+    itemsize = jnp.dtype(dtype).itemsize
+    sizes = _Sizes(tokens, heads, key_heads, width, index_heads, index_width, itemsize)
+    needed = max(sizes.vmem(TILES[-1]), _vmem_of_choice(TILES[-1], blocks, index_width, itemsize))
+    if needed > chip.vmem_budget():
+        return f"needs {needed} bytes of VMEM of {int(chip.vmem_budget())}"
+    return ""
+
+
+def _vmem_of_choice(tile: int, blocks: int, index_width: int, itemsize: int) -> int:
+    """Returns the bytes of VMEM that the choice needs for tiles of `tile` queries."""
+    scores = 4 * tile * (-(-blocks // CHUNK) * CHUNK)
+    streamed = 2 * CHUNK * CHUNKS_AT_ONCE * (index_width * itemsize + 4 * ROWS)
+    return scores + streamed + 4 * 4 * CHUNK * tile
+
+
+# ---- what the kernels share
+
+
+def _dot(a, b, dims):
+    """Returns the product with the dimension numbers `dims`, in float32."""
+    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
+
+
+def _score_bits(index_k_SI, index_q):
+    """Returns the indexer's scores [S, C] as integers, which have the same order because scores are
+    not negative.
+    """
+    width, total_SC = index_k_SI.shape[1], 0.0
+    for start in range(0, index_q.shape[1], width):
+        q_CI = index_q[:, start : start + width]
+        total_SC += jnp.maximum(_dot(index_k_SI, q_CI, _NT), 0.0)
+    bits_SC = jax.lax.bitcast_convert_type(total_SC * width**-0.5, jnp.int32)
+    return jnp.maximum(bits_SC, 0)  # -0.0 is negative as an integer
+
+
+def _find_seen(index_q, queries, index_k, keys, bias):
+    """Writes to `bias` [S, C] 0 where the query sees the key, and HIDDEN elsewhere. Returns whether
+    some query of the tile sees some key.
+    """
+    place, segment, tail, lowest, cut = (queries[row : row + 1] for row in range(5))
+    columns = keys[...].T
+    of_key = lambda row: columns[:, row : row + 1]
+    bits_SC = _score_bits(index_k[...], index_q)
+    selected_SC = (bits_SC > lowest) | ((bits_SC == lowest) & (of_key(NUMBER) < cut))
+    seen_SC = selected_SC & (of_key(END) <= place)
+    seen_SC |= (of_key(PLACE) >= tail) & (of_key(PLACE) <= place)
+    bias[...] = jnp.where(seen_SC & (of_key(SEGMENT) == segment), 0.0, HIDDEN)
+    return jnp.max(bias[...]) == 0.0
+
+
+def _at(index, size: int):
+    """Returns the slice of part `index` of an axis whose parts have `size` entries."""
+    return pl.ds(pl.multiple_of(index * size, size), size)
+
+
+def _for_each_head(sizes: _Sizes, body) -> None:
+    """Runs body(head, its slice, the slice of its key/value head) for every query head."""
+    readers = sizes.heads // sizes.key_heads
+
+    def step(n, _):
+        body(n, _at(n, sizes.width), _at(n // readers, sizes.width))
+        return 0
+
+    unroll = UNROLLED if sizes.heads % UNROLLED == 0 else 1
+    jax.lax.fori_loop(0, sizes.heads, step, 0, unroll=unroll)
+
+
+# A causal grid has one step for each pair of a tile of queries and a tile of keys that is not
+# after it. It is the half of a square, folded into a rectangle: its row r has the pairs of the
+# tile r of queries (or keys) and then those of tile n - 1 - r, which are n + 1 in all.
+
+
+def _of_queries(n: int, r, c):
+    """Returns the tiles of queries and of keys of step c in row r of the grid, in which the keys of
+    a tile of queries follow each other; and whether the step is not one that was there before.
+    """
+    second = c > r
+    i = jnp.where(second, n - 1 - r, r)
+    return i, jnp.where(second, c - r - 1, c), ~second | (n - 1 - r != r)
+
+
+def _of_keys(n: int, r, c):
+    """The same for a grid in which the queries of a tile of keys follow each other."""
+    second = c >= n - r
+    j = jnp.where(second, n - 1 - r, r)
+    return jnp.where(second, j + c - (n - r), j + c), j, ~second | (n - 1 - r != r)
+
+
+def _call(body, sizes: _Sizes, tiles, limits_BZ, inputs, outputs, scratch, products, interpret):
+    """Runs an attention kernel over the grid (rows of the batch, rows of the causal grid, its
+    steps), and returns its outputs.
+
+    Args:
+      body: the kernel.
+      tiles: `_of_queries` or `_of_keys`.
+      limits_BZ: [B, n] int32: for each tile of queries the first tile of keys that it sees, or for
+        each tile of keys the last tile of queries that see it.
+      inputs: pairs (array, kind); the kind says by which tile the array is cut: "i" (queries) or
+        "j" (keys) along axis 1, "-i" or "-j" along axis 2.
+      outputs: pairs (shape and dtype, kind).
+      scratch: the shapes of scratch memory.
+      products: number of products of K · C · S numbers for each head and tile.
+      interpret: whether a CPU interprets the kernel.
+    """
+    n, tile = sizes.padded // sizes.tile, sizes.tile
+    batch = limits_BZ.shape[0]
+
+    def spec(x, kind, **options):
+        axis = 2 if kind[0] == "-" else 1
+
+        def index(b, r, c, limits):
+            i, j, _ = tiles(n, r, c)
+            # A step that computes nothing reads nothing.
+            if tiles is _of_queries:
+                j = jnp.maximum(j, limits[b * n + i])
+            else:
+                i = jnp.minimum(i, limits[b * n + j])
+            part = i if kind[-1] == "i" else j
+            return (b, 0, part) if axis == 2 else (b, part, 0)
+
+        shape = (None, x.shape[1], tile) if axis == 2 else (None, tile, x.shape[2])
+        return pl.BlockSpec(shape, index, **options)
+
+    # The queries of a causal row change twice; a second buffer for them would fill VMEM.
+    kept = "i" if tiles is _of_queries else "j"
+    single = lambda kind: {"pipeline_mode": pl.Buffered(1)} if kind == kept else {}
+    read = sum(x.size * x.dtype.itemsize for x, kind in inputs if kind[-1] == kept)
+    again = sum(x.size * x.dtype.itemsize for x, kind in inputs if kind[-1] != kept) * (n + 1) // 2
+    written = sum(x.size * x.dtype.itemsize for x, _ in outputs)
+    pairs = batch * ((n + 1) // 2) * (n + 1) * tile**2
+    index_products = sizes.index_heads * sizes.index_width
+    return pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, (n + 1) // 2, n + 1),
+            in_specs=[spec(x, kind, **single(kind)) for x, kind in inputs],
+            out_specs=[spec(x, kind) for x, kind in outputs],
+            scratch_shapes=scratch,
+        ),
+        out_shape=[x for x, _ in outputs],
+        interpret=interpret,
+        name=f"indexed_attention{getattr(body, 'func', body).__name__.removesuffix('_kernel')}",
+        cost_estimate=pl.CostEstimate(
+            flops=2 * pairs * (products * sizes.heads * sizes.width + index_products),
+            transcendentals=pairs * sizes.heads,
+            bytes_accessed=read + again + written,
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "parallel", "arbitrary"),
+            vmem_limit_bytes=chip.vmem_bytes(),
+        ),
+    )(limits_BZ.reshape(-1), *(x for x, _ in inputs))
+
+
+def _flat(x_BTNK):
+    """Returns [B, T, N · K]."""
+    return x_BTNK.reshape(*x_BTNK.shape[:2], -1)
+
+
+def _heads(sizes: _Sizes, x_BTX):
+    """The reverse of `_flat`, without the tokens that padding added."""
+    return x_BTX.reshape(*x_BTX.shape[:2], -1, sizes.width)[:, : sizes.tokens]
+
+
+def _transposed(x_BTX):
+    return x_BTX.swapaxes(1, 2)
+
+
+def _pad(x, size: int, axis: int = 1):
+    """Returns x with zeros after its last entry along `axis`, which then has `size` entries."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = 0, size - x.shape[axis]
+    return jnp.pad(x, widths)
+
+
+def _rows(size: int, *arrays_BX, filler: int):
+    """Returns [B, ROWS, size] int32: the arrays [B, X] as rows, and `filler` elsewhere."""
+    rows = jnp.stack(arrays_BX, axis=1).astype(jnp.int32)
+    beyond = (0, 0), (0, ROWS - rows.shape[1]), (0, size - rows.shape[2])
+    return jnp.pad(rows, beyond, constant_values=filler)
+
+
+def _document_starts(segment_BT):
+    """Returns [B, T], the index of the first token of each token's document."""
+    index = jax.lax.broadcasted_iota(jnp.int32, segment_BT.shape, 1)
+    before = jnp.pad(segment_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return jax.lax.cummax(jnp.where(segment_BT != before, index, 0), axis=1)
+
+
+def _mask_inputs(sizes: _Sizes, ratio: int, rows, chosen, index_q):
+    """Returns the inputs of `_call` from which a kernel finds what queries see: those of queries
+    and those of keys; and its limits: [B, tiles] int32, for each tile of queries the first tile of
+    keys in their documents, and for each tile of keys the last tile of queries in theirs.
+    """
+    count = rows.block_k.shape[1]
+    tail = (rows.place + 1) // ratio * ratio
+    queries = _rows(sizes.padded, rows.place, rows.segment, tail, *chosen, filler=-2)
+    inside = rows.number < count
+    number = jnp.minimum(rows.number, count - 1)
+    take = jax.vmap(lambda x, i: x[i])
+    complete = inside & (take(rows.block_segment, number) == rows.segment) & (rows.segment > 0)
+    end = jnp.where(complete, take(rows.block_end, number), LAST)
+    keys = _rows(sizes.padded, rows.place, rows.segment, number, end, filler=-1)
+    token_k = _pad(take(rows.block_k, number), sizes.padded)
+    start = _document_starts(rows.segment)
+    stop = sizes.tokens - 1 - _document_starts(rows.segment[:, ::-1])[:, ::-1]
+    # Padding is a document of its own.
+    beyond = jnp.arange(sizes.tokens, sizes.padded, dtype=jnp.int32)
+    beyond = jnp.broadcast_to(beyond, (start.shape[0], beyond.size))
+    start, stop = (jnp.concatenate((x, beyond), axis=1) for x in (start, stop))
+    return (
+        ((_pad(_flat(index_q), sizes.padded), "i"), (queries, "-i")),
+        ((token_k, "j"), (keys, "-j")),
+        start[:, :: sizes.tile] // sizes.tile,
+        stop[:, sizes.tile - 1 :: sizes.tile] // sizes.tile,
+    )
+
+
+# ---- attention
+
+
+def forward(ratio: int, rows, chosen, index_q, q, k, v, *, interpret: bool = False):
+    """Returns o [B, T, N, K] and the logsumexp of each query's scores [B, N, T] float32.
+
+    Args:
+      ratio: number of tokens of a block.
+      rows: the `Rows` of `zoo.ops.indexed_attention`.
+      chosen: the results of `choose_blocks`.
+      index_q: [B, T, H, I], the indexer's queries.
+      q: [B, T, N, K].
+      k, v: [B, T, M, K].
+      interpret: whether a CPU interprets the kernel.
+    """
+    sizes = _sizes(index_q, q, k)
+    of_queries, of_keys, first, _ = _mask_inputs(sizes, ratio, rows, chosen, index_q)
+    q, k, v = (_pad(_flat(x), sizes.padded) for x in (q, k, v))
+    shape, tile = jax.ShapeDtypeStruct, sizes.tile
+    o, logsumexp = _call(
+        functools.partial(_forward_kernel, sizes),
+        sizes,
+        _of_queries,
+        first,
+        ((q, "i"), *of_queries, (k, "j"), (_transposed(v), "-j"), *of_keys),
+        (
+            (shape(q.shape, v.dtype), "i"),
+            (shape((q.shape[0], sizes.heads, q.shape[1]), jnp.float32), "-i"),
+        ),
+        (
+            pltpu.VMEM((q.shape[2], tile), jnp.float32),
+            pltpu.VMEM((sizes.heads, tile), jnp.float32),
+            pltpu.VMEM((sizes.heads, tile), jnp.float32),
+            pltpu.VMEM((tile, tile), jnp.float32),
+        ),
+        2,
+        interpret,
+    )
+    return _heads(sizes, o), logsumexp[..., : sizes.tokens]
+
+
+def _forward_kernel(
+    sizes, first,
+    q, index_q, queries, k, v_t, index_k, keys,
+    o, logsumexp,
+    sums, largest, total, bias,
+):  # fmt: skip
+    """Adds a tile of keys to the attention of a tile of queries. Scratch memory: of each query the
+    sum of its values [N · K, C], its largest score [N, C], and the sum of the exponentials [N, C].
+    """
+    n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
+    i, j, is_new = _of_queries(n, r, c)
+
+    @pl.when(is_new & (j == 0))
+    def _():
+        sums[...] = jnp.zeros_like(sums)
+        largest[...] = jnp.full_like(largest, LEAST)
+        total[...] = jnp.zeros_like(total)
+
+    def head(number, own, of_keys):
+        row = pl.ds(number, 1)
+        s_SC = _dot(k[:, of_keys], q[:, own], _NT) * sizes.width**-0.5 + bias[...]
+        before_1C = largest[row, :]
+        largest_1C = jnp.maximum(before_1C, jnp.max(s_SC, axis=0, keepdims=True))
+        p_SC = jnp.exp(s_SC - largest_1C)
+        kept_1C = jnp.exp(before_1C - largest_1C)
+        largest[row, :] = largest_1C
+        total[row, :] = kept_1C * total[row, :] + jnp.sum(p_SC, axis=0, keepdims=True)
+        sums[own, :] = kept_1C * sums[own, :] + _dot(v_t[of_keys, :], p_SC.astype(v_t.dtype), _NN)
+
+    @pl.when(is_new & (j >= first[b * n + i]))
+    def _():
+        @pl.when(_find_seen(index_q, queries, index_k, keys, bias))
+        def _():
+            _for_each_head(sizes, head)
+
+    @pl.when(is_new & (j == i))
+    def _():
+        total[...] = jnp.maximum(total[...], 1e-30)
+        logsumexp[...] = largest[...] + jnp.log(total[...])
+
+        def write(number, own, _):
+            o[:, own] = (sums[own, :] / total[pl.ds(number, 1), :]).T.astype(o.dtype)
+
+        _for_each_head(sizes, write)
+
+
+def backward(
+    ratio: int, rows, chosen, index_q, q, k, v, o, logsumexp_BNT, do, *, interpret: bool = False
+):
+    """Returns the gradients of q, k and v.
+
+    Args:
+      ratio, rows, chosen, index_q, q, k, v: the arguments of `forward`.
+      o, logsumexp_BNT: its results.
+      do: [B, T, N, K], the gradient of o.
+      interpret: whether a CPU interprets the kernels.
+    """
+    product = o.astype(jnp.float32) * do.astype(jnp.float32)
+    delta_BNT = jnp.sum(product, axis=-1).swapaxes(1, 2)
+    sizes = _sizes(index_q, q, k)
+    mask_of_queries, mask_of_keys, first, last = _mask_inputs(sizes, ratio, rows, chosen, index_q)
+    q, k, v, do = (_pad(_flat(x), sizes.padded) for x in (q, k, v, do.astype(q.dtype)))
+    of_queries = (
+        (q, "i"),
+        (do, "i"),
+        (_pad(logsumexp_BNT, sizes.padded, 2), "-i"),
+        (_pad(delta_BNT, sizes.padded, 2), "-i"),
+        *mask_of_queries,
+    )
+    of_keys = (k, "j"), (v, "j"), *mask_of_keys
+    shape, vmem, tile = jax.ShapeDtypeStruct, pltpu.VMEM, sizes.tile
+    bias = vmem((tile, tile), jnp.float32)
+    (dq,) = _call(
+        functools.partial(_dq_kernel, sizes),
+        sizes,
+        _of_queries,
+        first,
+        (*of_queries, *of_keys, (_transposed(k), "-j")),
+        ((shape(q.shape, q.dtype), "i"),),
+        (vmem((q.shape[2], tile), jnp.float32), bias),
+        3,
+        interpret,
+    )
+    dk, dv = _call(
+        functools.partial(_dkv_kernel, sizes),
+        sizes,
+        _of_keys,
+        last,
+        (*of_queries, *of_keys),
+        ((shape(k.shape, k.dtype), "j"), (shape(v.shape, v.dtype), "j")),
+        (vmem((tile, k.shape[2]), jnp.float32), vmem((tile, v.shape[2]), jnp.float32), bias),
+        4,
+        interpret,
+    )
+    return tuple(_heads(sizes, x) for x in (dq, dk, dv))
+
+
+def _probabilities(sizes, q, k, bias, logsumexp, number, own, of_keys):
+    """Returns p [S, C] of a head, from the logsumexp of its queries."""
+    s_SC = _dot(k[:, of_keys], q[:, own], _NT) * sizes.width**-0.5 + bias[...]
+    return jnp.exp(s_SC - logsumexp[pl.ds(number, 1), :])
+
+
+def _dq_kernel(
+    sizes, first,
+    q, do, logsumexp, delta, index_q, queries, k, v, index_k, keys, k_t,
+    dq,
+    sums, bias,
+):  # fmt: skip
+    """Adds the part of a tile of keys to the gradient of a tile of queries, `sums` [N · K, C]."""
+    n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
+    i, j, is_new = _of_queries(n, r, c)
+
+    @pl.when(is_new & (j == 0))
+    def _():
+        sums[...] = jnp.zeros_like(sums)
+
+    def head(number, own, of_keys):
+        p_SC = _probabilities(sizes, q, k, bias, logsumexp, number, own, of_keys)
+        dp_SC = _dot(v[:, of_keys], do[:, own], _NT)
+        ds_SC = (p_SC * (dp_SC - delta[pl.ds(number, 1), :])).astype(q.dtype)
+        sums[own, :] += _dot(k_t[of_keys, :], ds_SC, _NN)
+
+    @pl.when(is_new & (j >= first[b * n + i]))
+    def _():
+        @pl.when(_find_seen(index_q, queries, index_k, keys, bias))
+        def _():
+            _for_each_head(sizes, head)
+
+    @pl.when(is_new & (j == i))
+    def _():
+        def write(_, own, __):
+            dq[:, own] = (sums[own, :] * sizes.width**-0.5).T.astype(dq.dtype)
+
+        _for_each_head(sizes, write)
+
+
+def _dkv_kernel(
+    sizes, last,
+    q, do, logsumexp, delta, index_q, queries, k, v, index_k, keys,
+    dk, dv,
+    dk_sum, dv_sum, bias,
+):  # fmt: skip
+    """Adds the part of a tile of queries to the gradients of a tile of keys and values, `dk_sum`
+    and `dv_sum` [S, M · K].
+    """
+    n, (b, r, c) = pl.num_programs(2) - 1, (pl.program_id(axis) for axis in range(3))
+    i, j, is_new = _of_keys(n, r, c)
+
+    @pl.when(is_new & (i == j))
+    def _():
+        dk_sum[...] = jnp.zeros_like(dk_sum)
+        dv_sum[...] = jnp.zeros_like(dv_sum)
+
+    def head(number, own, of_keys):
+        p_SC = _probabilities(sizes, q, k, bias, logsumexp, number, own, of_keys)
+        dv_sum[:, of_keys] += _dot(p_SC.astype(do.dtype), do[:, own], _NN)
+        dp_SC = _dot(v[:, of_keys], do[:, own], _NT)
+        ds_SC = (p_SC * (dp_SC - delta[pl.ds(number, 1), :])).astype(q.dtype)
+        dk_sum[:, of_keys] += _dot(ds_SC, q[:, own], _NN)
+
+    @pl.when(is_new & (i <= last[b * n + j]))
+    def _():
+        @pl.when(_find_seen(index_q, queries, index_k, keys, bias))
+        def _():
+            _for_each_head(sizes, head)
+
+    @pl.when(is_new & (i == n - 1))
+    def _():
+        dk[...] = (dk_sum[...] * sizes.width**-0.5).astype(dk.dtype)
+        dv[...] = dv_sum[...].astype(dv.dtype)
+
+
+# ---- the choice
+
+
+def choose_blocks(number_chosen: int, rows, index_q, *, interpret: bool = False):
+    """Returns for each query the lowest score that it selects, as bits, and the number of the block
+    at which its selection of blocks with this score ends: both [B, T] int32.
+
+    Args:
+      number_chosen: the number of blocks that a query selects.
+      rows: the `Rows` of `zoo.ops.indexed_attention`.
+      index_q: [B, T, H, I], the indexer's queries.
+      interpret: whether a CPU interprets the kernel.
+    """
+    (batch, count, width), tokens = rows.block_k.shape, index_q.shape[1]
+    memory = lambda tile: _vmem_of_choice(tile, count, width, index_q.dtype.itemsize)
+    small = (t for t in TILES if t <= tokens and memory(t) <= chip.vmem_budget())
+    tile = next(small, TILES[-1])
+    tiles, chunks = -(-tokens // tile), -(-count // CHUNK)
+    at_once = next(n for n in range(CHUNKS_AT_ONCE, 0, -1) if chunks % n == 0)
+    size, padded, all_queries = at_once * CHUNK, chunks * CHUNK, tiles * tile
+    beyond = ((0, 0), (0, padded - count))
+    block_k = jnp.pad(rows.block_k, (*beyond, (0, 0)))
+    blocks = _rows(
+        padded, rows.block_end, jnp.where(rows.block_segment > 0, rows.block_segment, -1), filler=-1
+    )
+    flat = _pad(_flat(index_q), all_queries)
+    queries = _rows(all_queries, rows.place, rows.segment, filler=-2)
+
+    # The blocks from the first one of the document of a tile's first query to that of its last
+    # query. `number` is the number of complete blocks before a token, so it never decreases.
+    number = jnp.pad(rows.number, ((0, 0), (0, all_queries - tokens)), mode="edge")
+    start = _pad(_document_starts(rows.segment), all_queries)
+    first = jnp.take_along_axis(number, start[:, ::tile], axis=1)
+    last = number[:, tile - 1 :: tile]
+    ranges = jnp.clip(jnp.stack((first, last), axis=-1), 0, count - 1).reshape(-1)
+
+    def block(b, t, g, ranges):
+        at = 2 * (b * tiles + t)
+        return jnp.clip(g, ranges[at] // size, ranges[at + 1] // size)
+
+    pairs = batch * all_queries * padded // 2
+    lowest, cut = pl.pallas_call(
+        functools.partial(_choice_kernel, number_chosen),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(batch, tiles, chunks // at_once),
+            in_specs=[
+                pl.BlockSpec((None, tile, flat.shape[2]), lambda b, t, g, _: (b, t, 0)),
+                pl.BlockSpec((None, ROWS, tile), lambda b, t, g, _: (b, 0, t)),
+                pl.BlockSpec((None, size, width), lambda *at: (at[0], block(*at), 0)),
+                pl.BlockSpec((None, ROWS, size), lambda *at: (at[0], 0, block(*at))),
+            ],
+            out_specs=[pl.BlockSpec((None, 1, tile), lambda b, t, g, _: (b, 0, t))] * 2,
+            scratch_shapes=(pltpu.VMEM((padded, tile), jnp.int32),),
+        ),
+        out_shape=[jax.ShapeDtypeStruct((batch, 1, all_queries), jnp.int32)] * 2,
+        interpret=interpret,
+        name="indexed_attention_choice",
+        cost_estimate=pl.CostEstimate(
+            flops=2 * pairs * flat.shape[2],
+            transcendentals=0,
+            bytes_accessed=flat.size * flat.dtype.itemsize
+            + tiles * block_k.size * block_k.dtype.itemsize // 2,
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "parallel", "arbitrary"),
+            vmem_limit_bytes=chip.vmem_bytes(),
+        ),
+    )(ranges, flat, queries, block_k, blocks)
+    return lowest[:, 0, :tokens], cut[:, 0, :tokens]
+
+
+def _choice_kernel(number_chosen, ranges, index_q, queries, block_k, blocks, lowest, cut, bits):
+    """Scores some chunks of blocks for a tile of queries, into `bits` [G, C]: the score's bits, or
+    -1 if the query does not see the block. The last step finds the two results.
+    """
+    b, t, g = (pl.program_id(axis) for axis in range(3))
+    at = 2 * (b * pl.num_programs(1) + t)
+    first, last = ranges[at] // CHUNK, ranges[at + 1] // CHUNK
+    at_once = block_k.shape[0] // CHUNK
+
+    for part in range(at_once):
+        chunk = g * at_once + part
+
+        @pl.when((chunk >= first) & (chunk <= last))
+        def _(part=part, chunk=chunk):
+            here = slice(part * CHUNK, (part + 1) * CHUNK)
+            columns = blocks[:, here].T
+            visible = (columns[:, PLACE : PLACE + 1] <= queries[PLACE : PLACE + 1]) & (
+                columns[:, SEGMENT : SEGMENT + 1] == queries[SEGMENT : SEGMENT + 1]
+            )
+            score = _score_bits(block_k[here], index_q)
+            bits[_at(chunk, CHUNK), :] = jnp.where(visible, score, -1)
+
+    def count(condition):
+        """Returns [1, C], the number of blocks for which condition(bits, number) is true."""
+
+        def add(chunk, total):
+            here = bits[_at(chunk, CHUNK), :]
+            number = chunk * CHUNK + jax.lax.broadcasted_iota(jnp.int32, here.shape, 0)
+            ones = jnp.where(condition(here, number), 1, 0)
+            return total + jnp.sum(ones.reshape(-1, ROWS, ones.shape[1]), axis=0)
+
+        zero = jnp.zeros((ROWS, bits.shape[1]), jnp.int32)
+        total = jax.lax.fori_loop(first, last + 1, add, zero)
+        return jnp.sum(total, axis=0, keepdims=True)
+
+    def largest(num_bits: int, holds):
+        """Returns [1, C], the largest number of `num_bits` bits for which `holds` is true. It is
+        true for 0, and for a number if it is true for a larger one.
+        """
+
+        def step(bit, found):
+            larger = found | jnp.left_shift(1, num_bits - 1 - bit)
+            return jnp.where(holds(larger), larger, found)
+
+        return jax.lax.fori_loop(0, num_bits, step, jnp.zeros((1, bits.shape[1]), jnp.int32))
+
+    @pl.when(g == pl.num_programs(2) - 1)
+    def _():
+        lowest[...] = jnp.zeros_like(lowest)
+        cut[...] = jnp.full_like(cut, LAST)
+
+        @pl.when(ranges[at + 1] - ranges[at] >= number_chosen)
+        def _():
+            lowest[...] = largest(31, lambda x: count(lambda here, _: here >= x) >= number_chosen)
+            room = number_chosen - count(lambda here, _: here > lowest[...])
+            equal = count(lambda here, _: here == lowest[...])
+
+            @pl.when(jnp.max(jnp.where(equal > room, 1, 0)) == 1)
+            def _():
+                tied = lambda x: count(lambda here, number: (here == lowest[...]) & (number < x))
+                found = largest(bits.shape[0].bit_length(), lambda x: tied(x) <= room)
+                cut[...] = jnp.where(equal > room, found, LAST)

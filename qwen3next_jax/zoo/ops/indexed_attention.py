@@ -1,0 +1,84 @@
+"""Attention in which an indexer chooses the blocks of keys that each query sees, by kernels, with a
+custom gradient to queries, keys and values. `zoo/qsa.py` has the formulas, and the forms in XLA
+alone, which run where no kernel does.
+
+Letters: B batch, T tokens, N query heads, M key/value heads, K head width, H heads of the indexer,
+I their width, G blocks of a row.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+
+from qwen3next_jax.ops.blocks import save_for_backward
+from qwen3next_jax.ops.implementations import Chosen
+
+
+class Rows(NamedTuple):
+    """The tokens and the complete blocks of every row.
+
+    Attributes:
+      place: [B, T] int32, the place of each token in its document.
+      segment: [B, T] int32, the segment id of each token's document; 0 for padding.
+      number: [B, T] int32, the number of complete blocks that end before the token, in its row.
+      block_k: [B, G, I], the pooled key of each block.
+      block_end: [B, G] int32, the place of each block's last token.
+      block_segment: [B, G] int32, the segment id of each block's document; 0 after the last block.
+    """
+
+    place: jax.Array
+    segment: jax.Array
+    number: jax.Array
+    block_k: jax.Array
+    block_end: jax.Array
+    block_segment: jax.Array
+
+
+def indexed_attention(
+    chosen: Chosen,
+    ratio: int,
+    count: int,
+    rows: Rows,
+    index_q_BTHI: jax.Array,
+    q_BTNK: jax.Array,
+    k_BTMK: jax.Array,
+    v_BTMK: jax.Array,
+) -> jax.Array:
+    """Returns o [B, T, N, K] in v's dtype: attention of each query to the keys that it sees, with
+    the softmax in float32. No gradient passes to the indexer.
+
+    Args:
+      chosen: the kernels that run the call.
+      ratio: number of tokens of a block.
+      count: the number of blocks that a query selects.
+      rows: the tokens and blocks.
+      index_q_BTHI: the indexer's queries.
+      q_BTNK, k_BTMK, v_BTMK: attention's queries, keys and values.
+    """
+    rows, index_q_BTHI = jax.lax.stop_gradient((rows, index_q_BTHI))
+    selection = save_for_backward(
+        chosen.function("choose_blocks")(count, rows, index_q_BTHI), "attention"
+    )
+    return _attention((chosen, ratio), rows, selection, index_q_BTHI, q_BTNK, k_BTMK, v_BTMK)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(call, *arrays):
+    return _forward(call, *arrays)[0]
+
+
+def _forward(call, *arrays):
+    chosen, ratio = call
+    results = chosen.function("forward")(ratio, *arrays)
+    o_BTNK, logsumexp_BNT = save_for_backward(results, "attention")
+    return o_BTNK, (arrays, o_BTNK, logsumexp_BNT)
+
+
+def _backward(call, saved, do_BTNK):
+    (chosen, ratio), (arrays, o_BTNK, logsumexp_BNT) = call, saved
+    function = chosen.function("backward")
+    return None, None, None, *function(ratio, *arrays, o_BTNK, logsumexp_BNT, do_BTNK)
+
+
+_attention.defvjp(_forward, _backward)
