@@ -5,6 +5,8 @@ by the compiler's own schedule, with no TPU.
     [--width=256] [--rotary=64]
         [--channels=8192]
     python benchmarks/kernels_tpu_schedule.py --experts=64 --rows=92160     [--topology=v5p:2x2x1]
+    python benchmarks/kernels_tpu_schedule.py --budget=2048 --tokens=16384 --heads=24
+        [--topology=v5p:2x2x1]
 
 One packed row of the released model in bfloat16, forward and backward, on one device: of each
 kernel the milliseconds of its bundles (a lower bound, docs/planner.md; of causal attention those
@@ -15,6 +17,9 @@ made them, which is what the planner prices. Cycles a register: of the convoluti
 `--experts` shows the kernels of so many routed experts of the released model instead, for `--rows`
 choices: forward and rows' gradients, each once with the hidden layer kept and once without, and
 weights' gradients.
+
+`--budget` shows the kernels of sparse attention (QSA) instead, with so many tokens selected by each
+query and the released indexer: the choice of blocks, attention forward, and its gradients.
 """
 
 import argparse
@@ -27,11 +32,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from qwen3next_jax.kernels.tpu import routed_experts
+from qwen3next_jax.model.layers import Context
 from qwen3next_jax.ops import attention, attention_heads, causal_conv1d
 from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.compiled import is_kernel, kernel_bytes, visited_grid_share
 from qwen3next_jax.planner.topology import describe_topology
+from qwen3next_jax.zoo import qsa
 
 
 def main():
@@ -48,6 +55,7 @@ def main():
         "channels": 8192,
         "experts": 0,
         "rows": 92_160,
+        "budget": 0,
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
@@ -96,6 +104,9 @@ def main():
     )
     if arguments.experts:
         both_ways, given = experts_both_ways, of_experts(arguments.experts, arguments.rows, whole)
+    if arguments.budget:
+        index_q, index_k = of(4, 128), of(128)
+        both_ways, given = sparse_both_ways(arguments.budget), (*heads, index_q, index_k)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         cores = compile_target().tpu.num_cores
         compiled = jax.jit(both_ways).lower(*given).compile()
@@ -140,6 +151,28 @@ def experts_both_ways(*given):
         routed_experts.mlp_gradients(*forward, hidden, dy),
         routed_experts.mlp_gradients(*forward, None, dy)[:2],
     )
+
+
+def sparse_both_ways(budget: int):
+    """Returns a function of q, k, v and the indexer's queries and keys, of one row of one document:
+    sparse attention and its gradients.
+    """
+
+    def run(q, k, v, index_q, index_k):
+        settings = qsa.QSA.Settings(indexer_budget=budget)
+        ratio, length = settings.indexer_compress_ratio, q.shape[1]
+        t = jnp.arange(length, dtype=jnp.int32)[None]
+        last = t[:, ratio - 1 :: ratio]
+        of_rows = qsa.Blocks(
+            index_k[:, ::ratio], last - ratio + 1, jnp.ones_like(last), last, t // ratio
+        )
+        attend = lambda q, k, v: qsa.sparse_attention(
+            q, k, v, index_q, of_rows, qsa.tokens_of(Context(t)), settings
+        )
+        o, pullback = jax.vjp(attend, q, k, v)
+        return o, pullback(o)
+
+    return run
 
 
 if __name__ == "__main__":

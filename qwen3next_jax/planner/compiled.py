@@ -351,9 +351,9 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
     the kernel states, or come from a formula for splash attention and for the kernels of the gated
     delta rule.
     """
-    stated = re.search(r'"cost_estimate":\{"flops":"(\d+)"', instruction.attributes)
-    if stated:
-        return float(stated.group(1))
+    stated = _stated(instruction, "flops")
+    if stated is not None:
+        return stated
     splash = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
     # kernels/tpu/splash_attention.py puts the kind of mask into the name of a scope around the
     # call.
@@ -368,6 +368,16 @@ def _kernel_flops(computation: Computation, instruction: Instruction) -> float |
         return _delta_rule_flops(rule)
     # Kernels whose results are all integers, such as the offsets of ragged_dot, have no products.
     return 0.0 if all(s.dtype[0] in "su" for s in instruction.shapes) else None
+
+
+def _stated(instruction: Instruction, name: str) -> float | None:
+    """Returns a number of the cost estimate that a kernel states; None if it states none. The
+    compiler writes the estimate of a kernel in another layout if it fused the kernel with an update
+    in place, for example of what a scan saves.
+    """
+    estimate = re.search(r'"cost_estimate":\s*\{([^}]*)\}', instruction.attributes)
+    number = estimate and re.search(rf'"{name}":\s*"?(\d+)', estimate.group(1))
+    return float(number.group(1)) if number else None
 
 
 def _attention_operands(computation: Computation, instruction: Instruction) -> list[Shape]:
@@ -456,9 +466,9 @@ def kernel_bytes(computation: Computation, instruction: Instruction) -> float:
     reads the other: keys and values for the forward kernel and that of dq, queries and their
     output's gradient for that of dk and dv. Every array is read or written once beside that.
     """
-    stated = re.search(r'"bytes_accessed":"(\d+)"', instruction.attributes)
-    if stated:
-        return float(stated.group(1))
+    stated = _stated(instruction, "bytes_accessed")
+    if stated is not None:
+        return stated
     splash = re.search(r"splash_m[hq]a_(fwd|dkv|dq)", instruction.name)
     if not splash:
         return 0.0

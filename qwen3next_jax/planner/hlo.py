@@ -347,7 +347,7 @@ def _elements(computation: Computation, name: str) -> list[Instruction] | None:
 def parse(text: str) -> Program:
     """Parses the text of an HLO module."""
     # Removes the code of the kernels, which is megabytes of base64.
-    text = re.sub(r'"(?:body|debug_locations)":"[^"]*"', '""', text)
+    text = re.sub(r'"(?:body|debug_locations)": ?"[^"]*"', '""', text)
     computations: dict[str, Computation] = {}
     entry, current, pending = "", None, ""
 

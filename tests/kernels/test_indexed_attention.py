@@ -14,6 +14,7 @@ from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.kernels.tpu import indexed_attention as tpu_kernels
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.ops.implementations import choose
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.zoo import qsa
@@ -200,6 +201,23 @@ def test_devices_run_the_kernels_on_their_own_rows_and_heads(monkeypatch):
     split = lambda *qkv: mixer._selected_attention(*qkv, index_q, of_rows, context)
     found = errors(outputs_and_gradients(split, qkv, do), want, np.asarray(tokens.segment) > 0)
     assert max(found.values()) < (WIDTH + 300 + 30) ** 0.5 * 2**-24, found
+
+
+@pytest.mark.parametrize("width, cached, runs", [(128, False, 4), (128, True, 0), (64, False, 0)])
+def test_on_a_tpu_the_kernels_are_the_default_if_they_fit(width, cached, runs):
+    """Not for keys of a cache, nor for heads of 64."""
+    (*qkv, index_q, of_rows, tokens, settings), do = problem(PACKED, 3, 24, jnp.float32)
+
+    def run(qkv, do):
+        attend = lambda *qkv: qsa.sparse_attention(
+            *qkv, index_q, of_rows, tokens, settings, cached=cached
+        )
+        return jax.vjp(attend, *qkv)[1](do)
+
+    arguments = jax.tree.map(lambda x: x[..., :width], (qkv, do))
+    with compiling_for("tpu"):
+        assert str(jax.make_jaxpr(run)(*arguments)).count("name=indexed_attention_") == runs
+    assert "indexed_attention_" not in str(jax.make_jaxpr(run)(*arguments))
 
 
 def test_calls_that_the_kernels_cannot_run_are_refused_in_one_line():

@@ -278,6 +278,12 @@ def test_text_of_the_tpu_compiler():
     )
     assert last.trips(last.computations["main"], last.computations["main"]["while"]) == 7  # and 0
     assert total(LOOP, instruction_flops) == 4242  # stated by a kernel whose attributes span lines
+    # of a kernel that the compiler fused with an update in place
+    other = LOOP.replace(
+        '"cost_estimate":{"flops":"4242","transcendentals":"0"}',
+        '"cost_estimate": {\n"bytes_accessed":11,\n"flops":4242\n}, "device_type": "",',
+    )
+    assert other != LOOP and total(other, instruction_flops) == 4242
     update = program.computations["body"]["z"]
     assert hbm_bytes(program, program.computations["body"], update) == 2 * 4 * 8 * 128  # in place
     # from VMEM
