@@ -102,6 +102,8 @@ def test_the_first_commands_run(tmp_path):
     """
     commands: list[list[str]] = []
     for page in (ROOT / "README.md", ROOT / "docs" / "start.md"):
+        for code, name in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", page.read_text(), re.S):
+            (tmp_path / name).write_text(code)
         for command in commands_of(page.read_text(), page.name):
             words = [word for word in command.words if word not in ("uv", "run")]
             of_tiny = re.search(r"configs/tiny\.py|runs/(tiny|half_attention)", " ".join(words))

@@ -157,6 +157,17 @@ class _Interrupts(threading.Thread):
             os.write(2, b"interrupted: ends after the current operation; again to stop now\n")
 
 
+def interrupt_at_sigterm() -> None:
+    """Makes SIGTERM act like Ctrl-C. Without it the process ends without a line, for example where
+    a scheduler's time is over. It is for commands that do not stay in compiled code for long.
+    """
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
 def _report(message: str, code: ExitCode = ExitCode.USER_ERROR) -> int:
     print(f"error: {escape_lines(message)}", file=sys.stderr)
     return code

@@ -17,7 +17,6 @@ PEFT's adapter_model.safetensors and adapter_config.json (docs/adapting.md).
 
 import dataclasses
 import pathlib
-import signal
 import typing
 
 from absl import flags
@@ -39,7 +38,7 @@ def main() -> int:
     loading = get_loading()
     # SIGTERM acts like Ctrl-C: the folder --out does not appear, and complete files are kept in a
     # folder beside it.
-    signal.signal(signal.SIGTERM, _interrupt)
+    cli.interrupt_at_sigterm()
     cli.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.interop.huggingface import save_hf
@@ -130,10 +129,6 @@ def _origin_of(workdir: str) -> tuple[pathlib.Path | None, str]:
         if not _form.value:
             raise
         return None, ""
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 _workdir = cli.define_workdir_flag(default_from_config=False)

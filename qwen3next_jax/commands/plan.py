@@ -52,6 +52,7 @@ def main() -> int:
     if _mesh.value is not None:
         config = dataclasses.replace(config, parallel=with_mesh(config.parallel, mesh))
     _check_flags()
+    cli.interrupt_at_sigterm()  # the compiler runs in another process
     out = pathlib.Path(_json.value) if _json.value else None
     if out:
         _check_out(out)

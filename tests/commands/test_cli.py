@@ -217,6 +217,18 @@ def test_a_reader_that_has_seen_enough_is_no_error(unbuffered):
     assert result.stderr == b"" and result.returncode in (0, 141)
 
 
+def test_a_command_that_a_scheduler_ends_says_so():
+    code = (
+        "import os, signal, time, types\nfrom qwen3next_jax.commands import cli\n"
+        "def main():\n"
+        "    cli.interrupt_at_sigterm()\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(60)\n"
+        "cli.run(types.SimpleNamespace(main=main, __doc__=''))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (130, "error: interrupted\n")
+
+
 HEAD = "from configs.tiny import get_config as tiny\ndef get_config():\n  c = tiny()\n"
 
 
