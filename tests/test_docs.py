@@ -110,7 +110,10 @@ def test_the_first_commands_run(tmp_path):
             if of_tiny and words not in commands and "--extra" not in words:
                 commands.append(words)
     assert len(commands) >= 5
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # most of the time goes into compiling
+    }
     for command in commands:
         if command[0] in ("train.py", "eval.py"):
             command = ["qwen3next", command[0].removesuffix(".py"), *command[1:]]
@@ -124,6 +127,6 @@ def test_the_first_commands_run(tmp_path):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1800,
         )
         assert done.returncode == 0, f"{command}: {done.stderr[-2000:]}"
