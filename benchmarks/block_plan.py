@@ -130,7 +130,11 @@ def main():
         }
     if arguments.json:
         record = {
-            **{name: str(value) for name, value in vars(arguments).items() if value is not None},
+            **{
+                name: str(value)
+                for name, value in vars(arguments).items()
+                if value is not None and name not in ("json", "hlo")
+            },
             "layers_in_all": PERIODS * arguments.layers,
             "kernels_of_unknown_cost": list(unknown),
             "estimates": figures,

@@ -150,6 +150,18 @@ def qsa_masked(m: ModelConfig, d: Device) -> float:
     return _attention_layers(m, "qsa") * d.seconds(flops, scores * 6 * 4)
 
 
+def qsa_kernels(m: ModelConfig, d: Device) -> float:
+    """The TPU kernels: two products over the causal pairs forward, which remat = "block" saves, and
+    seven in the backward pass (three for queries, four for keys and values). The indexer's scores
+    of all causal pairs are computed by each of the three attention kernels, and of the blocks once
+    for the choice, by every shard of `tensor`. The counts of the choice are no products.
+    """
+    s = m.settings_of("qsa")
+    index = d.length**2 * s.indexer_n_heads * s.indexer_head_dim
+    flops = (2 + 3 + 4) * _pairs(m, d) + (3 + 1 / s.indexer_compress_ratio) * index
+    return _attention_layers(m, "qsa") * d.seconds(flops)
+
+
 def qsa_gathered(m: ModelConfig, d: Device) -> float:
     """Keys and values of the selected tokens of each query, gathered: read, written, and read by
     the product, in the forward pass, its recomputation and the backward pass; and in the backward
@@ -237,6 +249,7 @@ def _print_arithmetic(setting: str) -> None:
             attention_dense(other, d),
         ),
         "QSA under a mask, scores through HBM": (qsa_masked(flash, d), None),
+        "QSA by the kernels": (qsa_kernels(flash, d), None),
         "QSA, keys gathered": (qsa_gathered(flash, d), None),
         "QSA, the indexer's scores": (qsa_scores(flash, d), None),
         "n-gram table: rows and their gradients": (table_rows(flash, d), None),
