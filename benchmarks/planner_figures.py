@@ -3,41 +3,56 @@ cost model, and of which code a plan is.
 
     python benchmarks/planner_figures.py [--compile=v5p_8x8x8,v6e_16x16_16k | --compile=all]
 
-A plan is what `qwen3next plan … --json=docs/planner/NAME.json` wrote. `--compile` makes those of
-POINTS that are not there, one after another: 10 to 35 minutes of a CPU each.
+A plan is what `qwen3next plan … --json=docs/planner/NAME.json` writes. `--compile` makes those of
+POINTS again, one after another: 10 to 35 minutes of a CPU each. `--programs=FOLDER` keeps the
+compiled programs and their schedules there; a program that is there is priced again, not compiled.
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
+import pickle
 import subprocess
 import sys
+import tempfile
 
-from qwen3next_jax.common.version import git
+import jax
+
+from qwen3next_jax.commands import cli
+from qwen3next_jax.commands.python import load_config
+from qwen3next_jax.common.version import code_version, git
+from qwen3next_jax.config import MeshConfig
+from qwen3next_jax.planner import schedule
+from qwen3next_jax.planner.planning import make_plan, price_again
+from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.mesh import mesh_text
 
-BATCH, LENGTH = "--config.train.batch_size=", "--config.train.sequence_length="
-DOTS = "--config.train.remat=dots"
-EXPERTS = "--config.train.remat=dots keep=experts"
-# name: (slice, mesh, flags beside --config=configs/qwen3_next_80b_a3b.py)
+BATCH, LENGTH = "train.batch_size", "train.sequence_length"
+DOTS = {"train.remat": "dots"}
+EXPERTS = {"train.remat": "dots keep=experts"}
+RELEASED = "configs/qwen3_next_80b_a3b.py"
+# name: (slice, mesh, config, settings)
 POINTS = {
-    "v5p_8x8x8_default": ("v5p:8x8x8", "data=64,expert=8", (EXPERTS,)),
-    "v5p_8x8x8_16k_default": ("v5p:8x8x8", "data=64,expert=8", (EXPERTS, BATCH + "2048")),
+    "v5p_8x8x8_default": ("v5p:8x8x8", "data=64,expert=8", RELEASED, EXPERTS),
+    "v5p_8x8x8_16k_default": ("v5p:8x8x8", "data=64,expert=8", RELEASED, EXPERTS | {BATCH: 2048}),
     "v5p_8x8x8_long_default": (
         "v5p:8x8x8",
         "data=2,expert=8,context=32",
-        (DOTS, BATCH + "16", LENGTH + "262144"),
+        RELEASED,
+        DOTS | {BATCH: 16, LENGTH: 262_144},
     ),
-    "v6e_16x16_default": ("v6e:16x16", "data=32,expert=8", ()),
-    "v6e_16x16_16k_default": ("v6e:16x16", "data=32,expert=8", (BATCH + "1024",)),
-    "tpu7x_4x4x4_default": ("tpu7x:4x4x4", "data=16,expert=8", (DOTS, BATCH + "128")),
-    "tpu7x_4x4x4_16k_default": ("tpu7x:4x4x4", "data=16,expert=8", (DOTS, BATCH + "512")),
+    "v6e_16x16_default": ("v6e:16x16", "data=32,expert=8", RELEASED, {}),
+    "v6e_16x16_16k_default": ("v6e:16x16", "data=32,expert=8", RELEASED, {BATCH: 1024}),
+    "tpu7x_4x4x4_default": ("tpu7x:4x4x4", "data=16,expert=8", RELEASED, DOTS | {BATCH: 128}),
+    "tpu7x_4x4x4_16k_default": ("tpu7x:4x4x4", "data=16,expert=8", RELEASED, DOTS | {BATCH: 512}),
     "tpu7x_4x4x4_64k_default": (
         "tpu7x:4x4x4",
         "data=128",
-        ("--config.train.remat=offload", BATCH + "2048"),
+        RELEASED,
+        {"train.remat": "offload", BATCH: 2048},
     ),
-    "small_v6e_2x2_default": ("v6e:2x2", "data=4", ("--config=configs/small.py",)),
+    "small_v6e_2x2_default": ("v6e:2x2", "data=4", "configs/small.py", {}),
 }
 # the folders whose code becomes the compiled program
 PROGRAM = ("config", "kernels", "model", "ops", "sharding", "training")
@@ -49,6 +64,8 @@ def main():
     )
     parser.add_argument("--plans", type=pathlib.Path, default=pathlib.Path("docs/planner"))
     parser.add_argument("--compile", default="", help="names of POINTS, or all")
+    parser.add_argument("--programs", type=pathlib.Path)
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     names = (
         list(POINTS)
@@ -61,8 +78,14 @@ def main():
             f"--compile={arguments.compile}: no point {', '.join(unknown)}; known: all, "
             f"{', '.join(POINTS)}"
         )
-    for name in names:
-        make(name, arguments.plans / f"{name}.json")
+    if arguments.one:
+        return make(names[0], arguments.plans / f"{names[0]}.json", arguments.programs)
+    for name in names:  # each in a process of its own, because the compiler can end its process
+        command = [sys.executable, __file__, "--one", f"--compile={name}"]
+        command += [f"--plans={arguments.plans}"]
+        command += [f"--programs={arguments.programs}"] if arguments.programs else []
+        if subprocess.run(command, stdout=sys.stderr).returncode:
+            sys.exit(1)
     plans = [json.loads(path.read_text()) for path in sorted(arguments.plans.glob("*.json"))]
     print(
         "| slice | mesh | tokens a step | remat × micro-batches | peak GiB | step s, MFU by "
@@ -100,24 +123,33 @@ def point(p):
     return f"{label(p)} {mesh_text(p['mesh'])}, {p['batch_size']:,} × {p['sequence_length']:,}"
 
 
-def make(name, path):
-    """Compiles one point; exit code 1 is a plan, too: one that does not fit."""
-    topology, axes, given = POINTS[name]
-    if not path.exists():
-        command = [
-            sys.executable,
-            "-m",
-            "qwen3next_jax",
-            "plan",
-            "--config=configs/qwen3_next_80b_a3b.py",
-            f"--topology={topology}",
-            f"--mesh={axes}",
-            f"--json={path}",
-            *given,
-        ]
-        print(" ".join(command[1:]), file=sys.stderr)
-        if subprocess.run(command, stdout=sys.stderr).returncode not in (0, 1):
-            sys.exit(1)
+def make(name: str, path: pathlib.Path, programs: pathlib.Path | None):
+    """Writes the plan of one point to `path`. If its program is in `programs`, prices it again and
+    compiles nothing.
+    """
+    topology_name, axes, config_file, settings = POINTS[name]
+    config = load_config(config_file, settings)
+    mesh = MeshConfig(**cli.read_mesh(axes))
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=mesh))
+    jax.config.update("jax_platforms", "cpu")
+    # JAX can write programs for described devices to its compilation cache, but cannot read them.
+    jax.config.update("jax_enable_compilation_cache", False)
+    topology = describe_topology(topology_name)
+    with tempfile.TemporaryDirectory(prefix="schedules-") as temporary:
+        folder = (programs or pathlib.Path(temporary)) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = folder / "plan.pickle"
+        if kept.exists():
+            plan, code = pickle.loads(kept.read_bytes())
+            plan = price_again(plan, config, topology, folder)
+        else:
+            schedule.enable_schedule_dump(folder)
+            plan, code = make_plan(config, topology, "", folder), code_version()
+            kept.write_bytes(pickle.dumps((dataclasses.replace(plan, topology=None), code)))
+    record = plan.as_dict()
+    record["versions"]["code"] = code
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(name, plan.verdict, plan.reason, {n: e.seconds for n, e in plan.estimates.items()})
 
 
 def row(p):

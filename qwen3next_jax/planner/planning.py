@@ -370,13 +370,48 @@ def make_plan(
     )
     if not topology.chip.torus:
         return plan(gpu_flops=gpu_flops(program))
-    return plan(
-        estimates={
-            name: estimate_time(program, mesh, topology.chip, topology.shape, schedules, name)
-            for name in COST_MODELS
-        },
+    return _priced(
+        plan(between_slices=_between_slices(config, topology, mesh, memory)),
+        config,
+        mesh,
+        program,
+        schedules,
+    )
+
+
+def price_again(
+    plan: Plan, config: Config, topology: Topology, dump_folder: str | pathlib.Path
+) -> Plan:
+    """Returns `plan`, which `make_plan` made of `config`, with estimates that the cost models make
+    now from the program and the schedules in `dump_folder`. Nothing is compiled. A plan that does
+    not fit is returned as it is.
+    """
+    plan = dataclasses.replace(plan, topology=topology)
+    if not plan.memory:
+        return plan
+    program = hlo.parse((pathlib.Path(dump_folder) / PROGRAM).read_text())
+    schedules = schedule.read_schedules(dump_folder, program)
+    mesh = make_mesh(config.parallel, topology.devices)
+    return _priced(plan, config, mesh, program, schedules)
+
+
+def _priced(
+    plan: Plan,
+    config: Config,
+    mesh: jax.sharding.Mesh,
+    program: hlo.Program,
+    schedules: Mapping[str, schedule.Schedule],
+) -> Plan:
+    """Returns `plan` with what the cost models say about its program."""
+    topology = plan.topology
+    estimates = {
+        name: estimate_time(program, mesh, topology.chip, topology.shape, schedules, name)
+        for name in COST_MODELS
+    }
+    return dataclasses.replace(
+        plan,
+        estimates=estimates,
         ideal=ideal_time(config.model, config.train, topology, mesh, config.parallel),
-        between_slices=_between_slices(config, topology, mesh, memory),
         unknown_kernels=tuple(unknown_kernels(program, schedules)),
     )
 
