@@ -134,16 +134,16 @@ def make(name: str, path: pathlib.Path, programs: pathlib.Path | None):
     jax.config.update("jax_platforms", "cpu")
     # JAX can write programs for described devices to its compilation cache, but cannot read them.
     jax.config.update("jax_enable_compilation_cache", False)
-    topology = describe_topology(topology_name)
     with tempfile.TemporaryDirectory(prefix="schedules-") as temporary:
         folder = (programs or pathlib.Path(temporary)) / name
         folder.mkdir(parents=True, exist_ok=True)
         kept = folder / "plan.pickle"
+        schedule.enable_schedule_dump(folder)  # before the next line, which loads libtpu
+        topology = describe_topology(topology_name)
         if kept.exists():
             plan, code = pickle.loads(kept.read_bytes())
             plan = price_again(plan, config, topology, folder)
         else:
-            schedule.enable_schedule_dump(folder)
             plan, code = make_plan(config, topology, "", folder), code_version()
             kept.write_bytes(pickle.dumps((dataclasses.replace(plan, topology=None), code)))
     record = plan.as_dict()
