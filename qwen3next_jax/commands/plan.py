@@ -37,6 +37,7 @@ from qwen3next_jax.runs import unread
 from qwen3next_jax.training.stages import ResolvedStage, resolve_stages
 
 COMPILED = 5  # number of candidates that a search compiles
+LARGEST_SKEW = 1.5
 DOES_NOT_FIT = 1  # the exit code if no plan fits
 # value of --rules, the earlier name of --cost_model → value of --cost_model
 _RULES = {"new": "schedule", "today": "roofline"}
@@ -51,7 +52,7 @@ def main() -> int:
     config = _largest_stage(resolve_stages(whole)).as_single_stage(whole)
     if _mesh.value is not None:
         config = dataclasses.replace(config, parallel=with_mesh(config.parallel, mesh))
-    _check_flags()
+    _check_flags(config)
     cli.interrupt_at_sigterm()  # the compiler runs in another process
     out = pathlib.Path(_json.value) if _json.value else None
     if out:
@@ -74,12 +75,14 @@ def main() -> int:
         )
     if _search.value:
         fixed = {axis: size for axis, size in mesh.items() if size != -1}
-        plans = search(config, topology, level, console, fixed, _read_rows(), cost_model)
+        plans = search(
+            config, topology, level, console, fixed, _read_rows(), cost_model, _skew.value
+        )
     else:
         if topology.chip.torus and _mesh.value is None:
             console.print(_mesh_of_the_search(config, topology), markup=False)
         with waiting(_compiling(config, topology)):
-            plan = make_plan_in_subprocess(config, topology, level)
+            plan = make_plan_in_subprocess(config, topology, level, _skew.value)
         plans = [dataclasses.replace(plan, cost_model=cost_model)]
         show(plans[0], console)
     if out:
@@ -131,7 +134,15 @@ def _largest_stage(stages: Sequence[ResolvedStage]) -> ResolvedStage:
     return stage
 
 
-def _check_flags() -> None:
+def _check_flags(config: Config) -> None:
+    if not 0 <= _skew.value <= LARGEST_SKEW:
+        raise UserError(
+            f"--skew={_skew.value:g}: expected a number from 0 (a balanced router) to "
+            f"{LARGEST_SKEW:g}: beyond, an expert of 512 would get more choices than there are "
+            "tokens"
+        )
+    if _skew.value and not config.model.has_experts:
+        raise UserError(f"--skew={_skew.value:g}: the model of {config.name} has no experts")
     if _rows.value and not _search.value:
         raise UserError(
             f"--rows={','.join(_rows.value)}: is for --search; without it: "
@@ -211,6 +222,7 @@ def search(
     fixed: dict[str, int],
     rows: tuple[int, ...] = (),
     cost_model: str = "schedule",
+    skew: float = 0.0,
 ) -> list:
     """Ranks candidate meshes, batch sizes, remat policies and micro-batches by estimated time, and
     compiles the best. Prints a table of the compiled plans and one of candidates that do not fit.
@@ -223,6 +235,7 @@ def search(
       fixed: sizes of mesh axes that all candidates have.
       rows: batch sizes to choose from; () means the batch size of `config`.
       cost_model: the value of --cost_model, the cost model whose times the tables show.
+      skew: the value of --skew.
 
     Returns:
       The compiled plans. Those that fit into memory come first, ordered by their seconds per token
@@ -256,7 +269,7 @@ def search(
         parallel = dataclasses.replace(config.parallel, mesh=candidate.mesh)
         candidate_config = dataclasses.replace(config, train=candidate.train, parallel=parallel)
         with waiting(text):
-            plan = make_plan_in_subprocess(candidate_config, topology, level)
+            plan = make_plan_in_subprocess(candidate_config, topology, level, skew)
         plans.append(dataclasses.replace(plan, cost_model=cost_model))
     plans.sort(
         key=lambda p: (
@@ -459,11 +472,18 @@ def _summary(plan, device: str) -> Iterator[str]:
             f"{crossing.hidden_from_rows:,} rows of {train.sequence_length:,} tokens on, with "
             f"{train.gradient_accumulation} micro-batches"
         )
+    if load := plan.expert_load:
+        yield (
+            f"experts by calibrated: --skew={plan.skew:g}; the fullest device gets "
+            f"{load.fullest:.2f} times the mean, its choices fill {load.used:.0%} of the tiles of "
+            f"its buffers, and {load.beyond:.1%} of them do not fit: loops compute these, one "
+            f"expert after another ({load.experts_beyond * load.steps_beyond:.1f} steps a call, "
+            f"{load.rounds:.1f} further rounds)"
+        )
     if plan.unstated_loops:
         yield (
-            "counted once, as the program does not say how often they run: "
-            f"{len(plan.unstated_loops)} loops, such as {plan.unstated_loops[0]}. With an even "
-            "load the experts' rounds run once."
+            "counted once by schedule and roofline, as the program does not say how often they "
+            f"run: {len(plan.unstated_loops)} loops, such as {plan.unstated_loops[0]}"
         )
     if plan.unknown_kernels:
         yield (
@@ -539,6 +559,12 @@ _cost_model_flag = flags.DEFINE_enum(
     "schedule (default): every instruction lasts at least the cycles that the compiler scheduled; "
     "roofline: kernels alone do; calibrated: as schedule, at rates that chips were measured to "
     "reach, with starts of collectives and kernels and shared links",
+)
+_skew = flags.DEFINE_float(
+    "skew",
+    0.0,
+    "uneven load of the experts, for calibrated: the standard deviation of the logarithm of the "
+    "experts' popularity; 0: a balanced router",
 )
 _rules = flags.DEFINE_enum(
     "rules",

@@ -7,6 +7,10 @@ reach, with what the other two cost models leave out.
 - A collective takes a start, and then its bytes at the rate that a link was measured to reach.
 - The links along one dimension of the torus are one resource. Collectives over different mesh axes
   that lie along the same dimension wait for each other.
+- A copy to or from the memory of the host takes its bytes at the published rate of the link
+  between them, one copy after another in each direction.
+- The experts' kernels skip the tiles of their buffers that hold no row, and the loops for rows that
+  do not fit run as often as the load of the experts asks for (`expert_load.py`).
 - A copy that the compiler started early, and the HBM traffic of a collective (a byte that a chip
   sends is read once, and a byte that it receives is written once), take only the HBM time that the
   instructions beside it leave. What is left of a copy at its end is waited for.
@@ -14,8 +18,8 @@ reach, with what the other two cost models leave out.
 `RATES` has the rates and says where each comes from. For a chip without a measurement it uses the
 nearest chip with one, scaled by the published peaks; `ChipRates.sources` says so.
 
-The prediction leaves out the same as the others otherwise: stalls inside a schedule, transfers to
-the host's memory, input data, checkpoints, and an uneven load of the experts.
+The prediction leaves out the same as the others otherwise: stalls inside a schedule, input data,
+and checkpoints.
 """
 
 import copy
@@ -29,12 +33,15 @@ from qwen3next_jax.planner.compiled import (
     collective_kind,
     fused_collective,
     hbm_bytes,
+    host_bytes,
     instruction_flops,
+    is_kernel,
     permuted_pairs,
     read_collective,
 )
+from qwen3next_jax.planner.expert_load import expert_layout, expert_load, program_load
 from qwen3next_jax.planner.hlo import Computation, Instruction, Program
-from qwen3next_jax.planner.roofline import HBM, Costs, Network, Simulation, Timeline
+from qwen3next_jax.planner.roofline import COMPUTE, HBM, Costs, Network, Simulation, Timeline
 from qwen3next_jax.planner.schedule import Schedule
 from qwen3next_jax.sharding.chips import CHIPS, Chip
 
@@ -78,6 +85,7 @@ class ChipRates:
       hbm: seconds by bytes read and written.
       link_share: the share of a link's published bandwidth that a long transfer reaches.
       collective_start: seconds before a collective's first byte.
+      host_bandwidth: bytes/s of one direction between the device and the memory of its host.
       sources: {name of a rate: where it was measured, or from which chip it was taken}.
     """
 
@@ -85,6 +93,7 @@ class ChipRates:
     hbm: Curve
     link_share: float
     collective_start: float
+    host_bandwidth: float
     sources: Mapping[str, str]
 
 
@@ -147,10 +156,12 @@ def _rates(
         hbm=_TPU7X_HBM.scaled(_like("tpu7x", name, "hbm")),
         link_share=link_share,
         collective_start=collective_start,
+        host_bandwidth=CHIPS[name].host_bandwidth,
         sources={
             "products": products or _unmeasured("product", "v6e"),
             "hbm": _unmeasured("HBM curve", "tpu7x"),
             "network": network,
+            "host": "the published peak (sharding/chips.py); no copy measured",
         },
     )
 
@@ -162,10 +173,12 @@ RATES: dict[str, ChipRates] = {
         # 178.8 of 200 GB/s over two links; 1.6 MB at 71.8 GB/s take 13.5 µs longer than at 178.8
         link_share=0.894,
         collective_start=13.5e-6,
+        host_bandwidth=CHIPS["v6e"].host_bandwidth / CHIPS["tpu7x"].devices_per_chip,
         sources={
             "products": "AI-Hypercomputer/accelerator-microbenchmarks, gemm",
             "hbm": f"{_MICROBENCHMARKS}/ironwood/hbm",
             "network": f"{_MICROBENCHMARKS}/ironwood/collectives, all-gather on 2x2x1",
+            "host": "no rate published: that of the nearest, v6e, shared by the chip's two devices",
         },
     ),
     # Its one measured copy, 32 MiB at 1,360 GB/s, takes 2 % longer than the scaled curve says.
@@ -269,8 +282,10 @@ class CalibratedSimulation(Simulation):
         schedules: Mapping[str, Schedule],
         cost_model: str,
         source: Callable[[Instruction], str],
+        skew: float = 0.0,
     ):
-        self.rates = rates_of(chip)
+        self.rates, self.skew = rates_of(chip), skew
+        self.load = program_load(program, network.mesh, skew)
         measured = dataclasses.replace(
             chip,
             link_bandwidth=chip.link_bandwidth * self.rates.link_share,
@@ -337,9 +352,38 @@ class CalibratedSimulation(Simulation):
             timeline.start(instruction.name, seconds, resource, source)
 
     def _start_copy(
-        self, timeline: CalibratedTimeline, instruction: Instruction, moved: float, source: str
+        self,
+        timeline: CalibratedTimeline,
+        computation: Computation,
+        instruction: Instruction,
+        moved: float,
+        source: str,
     ) -> None:
-        timeline.start_copy(instruction.name, self._hbm_rate_seconds(moved), source)
+        if of_host := host_bytes(computation, instruction):
+            direction = "to" if "update" in instruction.opcode else "from"
+            seconds = of_host / self.rates.host_bandwidth
+            timeline.start(instruction.name, seconds, f"copies {direction} the host", source)
+            timeline.backlog[instruction.name] = self._hbm_rate_seconds(moved)
+        else:
+            timeline.start_copy(instruction.name, self._hbm_rate_seconds(moved), source)
+
+    def _trips(self, computation: Computation, loop: Instruction) -> float:
+        load = self.load
+        if load is None or self.program.trips(computation, loop) is not None:
+            return super()._trips(computation, loop)
+        loops = {
+            "_for_experts_beyond": load.experts_beyond,
+            "_for_choices_beyond": load.steps_beyond,
+            "_AllToAllExperts._rounds": load.rounds,
+        }
+        return loops.get(self.source(loop).split(" ")[-1], 1)
+
+    def _seconds_of(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
+        seconds_of = super()._seconds_of(computation, instruction)
+        if is_kernel(instruction) and instruction.name.startswith("expert_"):
+            layout = expert_layout(computation, instruction, self.network.mesh)
+            seconds_of[COMPUTE] *= expert_load(layout, self.skew).used
+        return seconds_of
 
     def _run_work(
         self,

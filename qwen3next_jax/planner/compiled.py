@@ -555,8 +555,8 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
     for a whole fusion, not for an instruction inside it, because values inside a fusion are not
     stored in HBM.
 
-    For a slice, a gather, or an update in place, only the part that is read or updated counts, once
-    as read and once as written. Arrays in other memories, such as VMEM, do not count.
+    For a slice, a gather, a scatter, or an update in place, only the part that is read or updated
+    counts, once as read and once as written. Arrays in other memories, such as VMEM, do not count.
     """
     op = instruction.opcode
     if op in FREE or op in ("while", "conditional", "call") or op.endswith(("-done", "-update")):
@@ -575,9 +575,25 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
         return reads + _written(inner, inner.root, instruction.shapes)
     if op in ("dynamic-slice", "slice", "gather"):
         return 2 * _in_hbm(instruction.shapes)
-    if op == "dynamic-update-slice":
-        return 2 * _in_hbm(operands[1].shapes)
+    if op in ("dynamic-update-slice", "dynamic-update-slice-start"):
+        update, target = operands[1].shapes[0], operands[0].shapes[0]
+        return update.bytes * (update.in_hbm + target.in_hbm)
+    if op == "scatter":
+        indices, updates = operands[-2:]
+        return _in_hbm(indices.shapes) + 3 * _in_hbm(updates.shapes)
     return sum(_in_hbm(o.shapes) for o in operands) + _in_hbm(instruction.shapes)
+
+
+def host_bytes(computation: Computation, instruction: Instruction) -> float:
+    """Returns the bytes that an asynchronous copy moves between the device and the memory of its
+    host; 0 for a copy within the device.
+    """
+    operands = [shape for name in instruction.operands for shape in computation[name].shapes]
+    arrays = [s for s in (*operands, *instruction.shapes) if s.elements > 1]
+    if not any(s.in_host for s in arrays):
+        return 0.0
+    # The smallest array that is not in the host's memory is what moves: an update, or a slice.
+    return min((s.bytes for s in arrays if not s.in_host), default=0.0)
 
 
 def _in_hbm(shapes: Sequence[Shape]) -> float:
@@ -587,7 +603,8 @@ def _in_hbm(shapes: Sequence[Shape]) -> float:
 
 def _read(inner: Computation, parameter: Instruction) -> float:
     """Returns the bytes that a fusion reads from HBM for one of its parameters. If the fusion only
-    slices or gathers the parameter, or updates it in place, only the slices count.
+    slices or gathers the parameter, scatters into it, or updates it in place, only the slices
+    count.
     """
     if not parameter.shapes or not all(s.in_hbm for s in parameter.shapes):
         return 0.0
@@ -604,6 +621,8 @@ def _read(inner: Computation, parameter: Instruction) -> float:
                 touched += user.bytes
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
                 continue  # in place: the rest is not read
+            elif user.opcode == "scatter" and user.operands[0] == value.name:
+                touched += inner[user.operands[-1]].bytes
             else:
                 return parameter.bytes
     return min(touched, parameter.bytes)
@@ -625,6 +644,8 @@ def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) ->
         )
     if root.opcode == "dynamic-update-slice":
         return inner[root.operands[1]].bytes * all(r.in_hbm for r in results)
+    if root.opcode == "scatter":
+        return inner[root.operands[-1]].bytes * all(r.in_hbm for r in results)
     return _in_hbm(results)
 
 

@@ -21,6 +21,7 @@ def estimate_time(
     schedules: Mapping[str, Schedule] | None = None,
     cost_model: str = "schedule",
     source: Callable[[Instruction], str] | None = None,
+    skew: float = 0.0,
 ) -> Estimate:
     """Predicts the time of a program.
 
@@ -33,9 +34,9 @@ def estimate_time(
       cost_model: one of COST_MODELS; see `roofline` and `calibrated`.
       source: function that returns the key of `Estimate.by_source` to which an instruction belongs;
         None means `program.source_function`.
+      skew: σ of the experts' popularity (`expert_load`), which "calibrated" takes into account.
     """
-    kind = CalibratedSimulation if cost_model == "calibrated" else Simulation
-    simulation = kind(
+    arguments = (
         program,
         Network(mesh, chip, shape),
         chip,
@@ -43,6 +44,10 @@ def estimate_time(
         cost_model,
         source or program.source_function,
     )
+    if cost_model == "calibrated":
+        simulation = CalibratedSimulation(*arguments, skew)
+    else:
+        simulation = Simulation(*arguments)
     seconds, costs = simulation.run(program.entry)
     by_source = {
         name: SourceCost(*(costs.work[field, name] for field in SourceCost._fields))

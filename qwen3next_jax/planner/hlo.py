@@ -80,6 +80,11 @@ class Shape:
         """
         return "S(" not in self.layout
 
+    @property
+    def in_host(self) -> bool:
+        """Whether the array is in the memory of the host."""
+        return "S(5)" in self.layout
+
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:

@@ -34,6 +34,7 @@ from qwen3next_jax.planner.compiled import (
     unknown_kernels,
 )
 from qwen3next_jax.planner.ideal import IdealTime, ideal_time
+from qwen3next_jax.planner.expert_load import ExpertLoad, program_load
 from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
 from qwen3next_jax.planner.roofline import Estimate
 from qwen3next_jax.planner.topology import Topology
@@ -88,6 +89,9 @@ class Plan:
       ideal: lower bounds of the step's time; None for GPUs.
       collectives: the collectives of the program that send data.
       between_slices: the traffic between slices; None if there is one slice.
+      skew: σ of the experts' popularity that the cost model "calibrated" assumes.
+      expert_load: the load of the experts that follows from it; None if the program has no kernels
+        of experts.
       unstated_loops: names of loops that count as if they ran once, because the program does not
         state how often they run.
       unknown_kernels: names of kernels whose FLOPs or cycles are unknown. If there are any, `mfu`
@@ -117,6 +121,8 @@ class Plan:
     ideal: IdealTime | None = None
     between_slices: BetweenSlices | None = None
     collectives: tuple[Collective, ...] = ()
+    skew: float = 0.0
+    expert_load: ExpertLoad | None = None
     unstated_loops: tuple[str, ...] = ()
     unknown_kernels: tuple[str, ...] = ()
     compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -200,6 +206,8 @@ class Plan:
                 {"axes": list(axes), "collective": kind, "bytes": size, "count": count}
                 for (axes, kind), (size, count) in traffic(self.collectives).items()
             ],
+            "skew": self.skew,
+            "expert_load": self.expert_load and dataclasses.asdict(self.expert_load),
             "between_slices": self.between_slices and self.between_slices._asdict(),
             "loops_of_unknown_length": list(self.unstated_loops),
             "kernels_of_unknown_cost": list(self.unknown_kernels),
@@ -302,7 +310,11 @@ def abstract_batch(run: ResolvedRun, stage: ResolvedStage) -> dict[str, jax.Shap
 
 
 def make_plan(
-    config: Config, topology: Topology, optimization_level: str = "", dump_folder: str | None = None
+    config: Config,
+    topology: Topology,
+    optimization_level: str = "",
+    dump_folder: str | None = None,
+    skew: float = 0.0,
 ) -> Plan:
     """Compiles the train step of `config`, a run of one stage, for `topology`.
 
@@ -316,6 +328,7 @@ def make_plan(
       dump_folder: the folder into which the compiler writes its schedules
         (`schedule.enable_schedule_dump`), and this function the compiled program. None means that
         no schedules are read.
+      skew: σ of the experts' popularity, for the cost model "calibrated" (`expert_load`).
 
     Raises:
       UserError: the mesh does not fit the devices or the model.
@@ -336,6 +349,7 @@ def make_plan(
         mesh=dict(mesh.shape),
         compiler_options=compiler_options(config.parallel, mesh),
         optimization_level=optimization_level or "default",
+        skew=skew,
         lower_seconds=lowered_at - started,
         compile_seconds=time.perf_counter() - lowered_at,
         compile_cpu_seconds=used_cpu_seconds() - cpu_before,
@@ -405,13 +419,16 @@ def _priced(
     """Returns `plan` with what the cost models say about its program."""
     topology = plan.topology
     estimates = {
-        name: estimate_time(program, mesh, topology.chip, topology.shape, schedules, name)
+        name: estimate_time(
+            program, mesh, topology.chip, topology.shape, schedules, name, skew=plan.skew
+        )
         for name in COST_MODELS
     }
     return dataclasses.replace(
         plan,
         estimates=estimates,
         ideal=ideal_time(config.model, config.train, topology, mesh, config.parallel),
+        expert_load=program_load(program, mesh, plan.skew),
         unknown_kernels=tuple(unknown_kernels(program, schedules)),
     )
 

@@ -221,7 +221,7 @@ class Simulation:
             self._run_collective(timeline, computation, instruction, source)
         elif op == "while":
             body = self.run(instruction.attribute("body").lstrip("%"))
-            timeline.add(*body, self.program.trips(computation, instruction) or 1)
+            timeline.add(*body, self._trips(computation, instruction))
         elif op == "conditional":
             branches = [self.run(branch) for branch in instruction.called]
             timeline.add(*max(branches, key=lambda branch: branch[0]))
@@ -236,9 +236,13 @@ class Simulation:
         elif op.endswith("-start"):
             moved = hbm_bytes(self.program, computation, instruction)
             timeline.add_work(source, hbm_bytes=moved)
-            self._start_copy(timeline, instruction, moved, source)
+            self._start_copy(timeline, computation, instruction, moved, source)
         else:
             self._run_work(timeline, computation, instruction, source)
+
+    def _trips(self, computation: Computation, loop: Instruction) -> float:
+        """Returns how often the body of a loop runs."""
+        return self.program.trips(computation, loop) or 1
 
     def _run_collective(
         self, timeline: Timeline, computation: Computation, instruction: Instruction, source: str
@@ -262,7 +266,12 @@ class Simulation:
         timeline.start(instruction.name, seconds, resource, source)
 
     def _start_copy(
-        self, timeline: Timeline, instruction: Instruction, moved: float, source: str
+        self,
+        timeline: Timeline,
+        computation: Computation,
+        instruction: Instruction,
+        moved: float,
+        source: str,
     ) -> None:
         """Starts a copy that moves `moved` bytes through HBM."""
         timeline.start(instruction.name, moved / self.bandwidth, HBM, source)

@@ -25,7 +25,7 @@ from qwen3next_jax.planner.topology import Topology, describe_topology
 
 
 def make_plan_in_subprocess(
-    config: Config, topology: Topology, optimization_level: str = ""
+    config: Config, topology: Topology, optimization_level: str = "", skew: float = 0.0
 ) -> Plan:
     """Calls `make_plan` in a new process and returns its plan. If the new process ends without a
     plan, for example because the compiler aborts it, the plan's `failed` is true. When this process
@@ -53,7 +53,7 @@ def make_plan_in_subprocess(
             ],
             pass_fds=(fd,),
             stderr=subprocess.PIPE,
-            input=pickle.dumps((config, topology.name, topology.slices, optimization_level)),
+            input=pickle.dumps((config, topology.name, topology.slices, optimization_level, skew)),
         )
         answer.seek(0)
         try:
@@ -102,8 +102,8 @@ def _failure(code: int, text: str) -> str:
 
 def _main(planner: int, fd: int, dump_folder: str) -> None:
     """Runs in the new process: reads the configuration, the name of the topology, the number of its
-    slices and the optimization level from standard input, and writes the plan, or a UserError, to
-    the open file `fd`.
+    slices, the optimization level and the skew from standard input, and writes the plan, or a
+    UserError, to the open file `fd`.
 
     The process ends when the process with the id `planner` ends, for whatever reason.
     """
@@ -111,11 +111,13 @@ def _main(planner: int, fd: int, dump_folder: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     # JAX can write programs for described devices to its compilation cache, but cannot read them.
     jax.config.update("jax_enable_compilation_cache", False)
-    config, name, slices, optimization_level = pickle.load(sys.stdin.buffer)
+    config, name, slices, optimization_level, skew = pickle.load(sys.stdin.buffer)
     enable_schedule_dump(dump_folder)
     try:
         found = dataclasses.replace(
-            make_plan(config, describe_topology(name, slices), optimization_level, dump_folder),
+            make_plan(
+                config, describe_topology(name, slices), optimization_level, dump_folder, skew
+            ),
             topology=None,
         )
     except UserError as error:

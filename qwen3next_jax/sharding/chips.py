@@ -9,7 +9,8 @@ FLOPs that the matrix units do in a cycle. Programs reach less than these peaks.
 
 The bandwidth between slices is that of the data center network. The page of v5p gives 50 Gbit/s a
 chip; those of v5e and v6e give 6.4 and 25.6 Tbit/s for a pod of 256 chips. The pages of v4 and
-TPU7x give none.
+TPU7x give none. The bandwidth to the host is that of the book "How to Scale Your Model"
+(jax-ml.github.io/scaling-book): about 15 GB/s a chip, 32 GB/s on v6e; it says nothing of TPU7x.
 """
 
 import dataclasses
@@ -40,6 +41,8 @@ class Chip:
       largest_slice: number of chips of the largest slice that Google Cloud offers.
       slice_bandwidth: bandwidth of one direction of the network between slices, in bytes/s for each
         chip.
+      host_bandwidth: bandwidth of one direction between a chip and the memory of its host, in
+        bytes/s.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Chip:
     usable_hbm: float = 0.0
     largest_slice: int = 0
     slice_bandwidth: float = 0.0
+    host_bandwidth: float = 0.0
 
     @property
     def device_flops(self) -> float:
@@ -74,6 +78,7 @@ CHIPS = {
             clock=1.05e9,
             usable_hbm=30.75 * GIB,
             largest_slice=4096,
+            host_bandwidth=15 * GB,
         ),
         Chip(
             "v5e",
@@ -86,6 +91,7 @@ CHIPS = {
             usable_hbm=15.75 * GIB,
             largest_slice=256,
             slice_bandwidth=3.125 * GB,
+            host_bandwidth=15 * GB,
         ),
         Chip(
             "v5p",
@@ -98,6 +104,7 @@ CHIPS = {
             usable_hbm=95.73 * GIB,
             largest_slice=6144,
             slice_bandwidth=6.25 * GB,
+            host_bandwidth=15 * GB,
         ),
         Chip(
             "v6e",
@@ -110,6 +117,7 @@ CHIPS = {
             usable_hbm=31.24 * GIB,
             largest_slice=256,
             slice_bandwidth=12.5 * GB,
+            host_bandwidth=32 * GB,
         ),
         # The link between the two chiplets of TPU7x has six times the bandwidth of a link between
         # chips.

@@ -10,6 +10,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.planner import hlo, topology
 from qwen3next_jax.planner.calibrated import RATES, rates_of
+from qwen3next_jax.planner.expert_load import Layout, expert_load
 from qwen3next_jax.planner.ideal import SHARED_LINKS, ideal_time
 from qwen3next_jax.planner.parts import by_part, part_name
 from qwen3next_jax.planner.estimate import estimate_time
@@ -24,16 +25,17 @@ needs_compiler = pytest.mark.skipif(
 GB = 1e9
 
 
-def estimate(name, mesh, text):
-    """The estimate of a program of one computation on a slice of `name`."""
+def estimate(name, mesh, text, before="", **options):
+    """The estimate of a program on a slice of `name`: the computations `before`, and the first."""
     slice_ = topology.describe_topology(name)
-    program = hlo.parse(f"ENTRY %main () -> f32[] {{\n{text}\n}}\n")
+    program = hlo.parse(f"{before}ENTRY %main () -> f32[] {{\n{text}\n}}\n")
     return estimate_time(
         program,
         make_mesh(ParallelConfig(mesh=MeshConfig(**mesh)), slice_.devices),
         slice_.chip,
         slice_.shape,
         cost_model="calibrated",
+        **options,
     )
 
 
@@ -114,6 +116,89 @@ def test_an_early_copy_takes_the_hbm_time_that_others_leave():
     product = "  %p = bf16[8192,8192]{1,0:S(1)} parameter(1)\n" + COPY.replace("WORK", PRODUCT)
     beside_product = estimate(name, axes, product).seconds
     assert beside_product == pytest.approx(rates.products.seconds(2 * 8192**3))
+
+
+TO_HOST = """  %stack = bf16[8,1000000]{1,0:S(5)} parameter(0)
+  %x = bf16[1,1000000]{1,0} parameter(1)
+  %i = s32[] constant(0)
+  %s = (bf16[8,1000000]{1,0:S(5)}, bf16[1,1000000]{1,0}, u32[]) dynamic-update-slice-start(%stack, %x, %i, %i)
+  ROOT %d = bf16[8,1000000]{1,0:S(5)} dynamic-update-slice-done(%s)"""  # noqa: E501
+
+
+@needs_compiler
+def test_a_copy_to_the_host_takes_its_bytes_at_the_rate_of_their_link():
+    found = estimate("v6e:2x2", dict(data=4), TO_HOST)
+    assert found.bound == {"copies to the host": pytest.approx(2e6 / (32 * GB))}
+
+
+SCATTER = """  %x = f32[100000,100]{1,0} parameter(0)
+  %i = s32[10,1]{1,0} parameter(1)
+  %u = f32[10,100]{1,0} parameter(2)
+  ROOT %y = f32[100000,100]{1,0} scatter(%x, %i, %u), to_apply=%add"""
+
+
+@needs_compiler
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scatter_moves_the_rows_that_it_changes(fused):
+    before, text = "", SCATTER
+    if fused:
+        before = f"%inner (x: f32[], i: s32[], u: f32[]) -> f32[] {{\n{SCATTER}\n}}\n"
+        text = SCATTER.replace(
+            "scatter(%x, %i, %u), to_apply=%add", "fusion(%x, %i, %u), calls=%inner"
+        )
+    assert estimate("v5p:2x2x1", dict(data=4), text, before).hbm_bytes == 40 + 3 * 4000
+
+
+# 2 shards of 4 experts, 30 tiles of 16 rows: room for 448 choices of any experts, 398 balanced
+KERNEL = """  %tile = s32[30]{0} parameter(0)
+  %used = s32[1]{0} parameter(1)
+  %x = bf16[480,4096]{1,0} parameter(2)
+  %w = f32[480,1]{1,0} parameter(3)
+  %g = bf16[4,4096,8192]{2,1,0} parameter(4)
+  %d = bf16[4,4096,4096]{2,1,0} parameter(5)
+  ROOT %expert_forward.1 = bf16[480,4096]{1,0} custom-call(%tile, %used, %x, %w, %g, %d), custom_call_target="tpu_custom_call", backend_config={"cost_estimate":{"flops":"1000000000000","bytes_accessed":"1"}}"""  # noqa: E501
+LAYOUT = Layout(shards=2, experts=4, tiles=30, tile=16)
+LOOP = """%body (a: f32[]) -> f32[] {
+  %a = bf16[8192,8192]{1,0:S(1)} parameter(0)
+  ROOT %b = bf16[8192,8192]{1,0:S(1)} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+%condition (a: f32[]) -> pred[] {
+  ROOT %a = pred[] parameter(0)
+}
+"""  # noqa: E501
+
+
+@needs_compiler
+def test_the_experts_take_the_tiles_in_use_and_the_loops_for_what_does_not_fit():
+    """Balanced experts leave some tiles empty and no choice over; a skewed router fills the tiles,
+    and its further choices go through loops.
+    """
+    axes, product = dict(data=2, expert=2), RATES["v5p"].products.seconds(2 * 8192**3)
+    start = "  %a = bf16[8192,8192]{1,0:S(1)} parameter(6)\n  %loop = bf16[8192,8192]{1,0:S(1)} "
+    text = f"{start}while(%a), condition=%condition, body=%body\n{KERNEL}"
+    seconds = {}
+    for skew in (0.0, 1.5):
+        found = estimate(
+            "v5p:2x2x1",
+            axes,
+            text,
+            LOOP,
+            skew=skew,
+            source=lambda i: "layout _for_experts_beyond" if i.opcode == "while" else i.name,
+        )
+        seconds[skew] = {name: cost.seconds for name, cost in found.by_source.items()}
+    kernel, full = "expert_forward.1", RATES["v5p"].products.seconds(1e12)
+    # On average half a tile of each of the 4 experts is empty.
+    balanced, skewed = (expert_load(LAYOUT, skew) for skew in (0.0, 1.5))
+    filled = balanced.fullest * 448 / 1.125 / 16
+    assert seconds[0.0][kernel] == pytest.approx(full * (filled + 4 / 2) / 30, rel=0.02)
+    assert seconds[1.5][kernel] == pytest.approx(full * skewed.used) and skewed.used > 0.97
+    assert seconds[0.0]["b"] == pytest.approx(product * balanced.experts_beyond, rel=0.1)
+    assert seconds[1.5]["b"] == pytest.approx(product * skewed.experts_beyond)
+    assert balanced.experts_beyond < 0.2 < 1 < skewed.experts_beyond
+    # What fits and what does not are all choices: the fullest shard's, in 30 tiles of 16 rows.
+    fits = skewed.fullest * LAYOUT.balanced * (1 - skewed.beyond)
+    assert 0.85 * 480 < fits <= 480 and skewed.fullest > 1.2
 
 
 @needs_compiler

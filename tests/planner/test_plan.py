@@ -188,6 +188,7 @@ def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile
         _cost_model_flag=None,
         _rules=None,
         _slices=1,
+        _skew=0.0,
     ).items():
         monkeypatch.setattr(command_module, flag, types.SimpleNamespace(value=value))
     with pytest.raises(UserError, match=message):
@@ -207,6 +208,24 @@ def test_rules_is_read_as_the_earlier_name_of_cost_model(monkeypatch):
     assert cost_model(None, "today") == cost_model("roofline", "today") == "roofline"
     with pytest.raises(UserError, match="--cost_model=schedule and --rules=today"):
         cost_model("schedule", "today")
+
+
+@pytest.mark.parametrize(
+    "skew, experts, message",
+    [
+        (2.0, 16, "--skew=2: expected a number from 0"),
+        (float("nan"), 16, "--skew=nan: expected a number from 0"),
+        (0.5, 0, "--skew=0.5: the model of .* has no experts"),
+    ],
+)
+def test_a_skew_that_no_router_can_have(monkeypatch, skew, experts, message):
+    import qwen3next_jax.commands.plan as command_module
+
+    flags = dict(_rows=[], _search=False, _topology="v5p:2x2x1", _skew=skew)
+    for flag, value in flags.items():
+        monkeypatch.setattr(command_module, flag, types.SimpleNamespace(value=value))
+    with pytest.raises(UserError, match=message):
+        command_module._check_flags(Config(model=ModelConfig(num_experts=experts)))
 
 
 def test_libtpu_missing(monkeypatch):

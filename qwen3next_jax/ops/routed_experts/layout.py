@@ -25,7 +25,7 @@ from qwen3next_jax.ops.grouped_matmul import grouped_matmul
 from qwen3next_jax.ops.implementations import Form, choose
 
 _LARGEST_TILE = 256
-_LOOP_ROWS = 512
+LOOP_ROWS = 512
 _LARGEST_NUMBER = 2**31
 
 
@@ -257,8 +257,8 @@ def _arrange(weight_NA, expert_NA, experts: int, capacity: int) -> Arrangement:
         jnp.arange(experts)[:, None],
         experts,
     )
-    padding = experts * size + _LOOP_ROWS
-    keys = jnp.concatenate([expert_Q, padding_EM.reshape(-1), jnp.full(_LOOP_ROWS, experts)])
+    padding = experts * size + LOOP_ROWS
+    keys = jnp.concatenate([expert_Q, padding_EM.reshape(-1), jnp.full(LOOP_ROWS, experts)])
     weights = jnp.pad(weight_NA.reshape(-1).astype(wide(weight_NA)), (0, padding))
     return Arrangement(count_E, _sort_by_expert(keys, weights, experts))
 
@@ -458,9 +458,9 @@ def _for_choices_beyond(plan: _Plan, e, weight_NA, step, carry):
     beyond = plan.beyond_E[e]
 
     def body(k, carry):
-        first, index_O = beyond + k * _LOOP_ROWS, jnp.arange(_LOOP_ROWS)
+        first, index_O = beyond + k * LOOP_ROWS, jnp.arange(LOOP_ROWS)
         choice_O, weight_O = (
-            jax.lax.dynamic_slice(a, (first,), (_LOOP_ROWS,)) for a in plan.ordered
+            jax.lax.dynamic_slice(a, (first,), (LOOP_ROWS,)) for a in plan.ordered
         )
         token_O, is_choice_O = _token(choice_O, weight_NA), first + index_O < plan.ends_E[e]
         return step(
@@ -473,7 +473,7 @@ def _for_choices_beyond(plan: _Plan, e, weight_NA, step, carry):
             carry,
         )
 
-    return jax.lax.fori_loop(0, -(-(plan.ends_E[e] - beyond) // _LOOP_ROWS), body, carry)
+    return jax.lax.fori_loop(0, -(-(plan.ends_E[e] - beyond) // LOOP_ROWS), body, carry)
 
 
 def _matrices(e, gate_up_EDF, down_EID):
