@@ -377,6 +377,9 @@ class OptimizerConfig:
     beta1: float = 0.9
     # Adam's decay rate, per step, of the mean of the squared gradients
     beta2: float = 0.95
+    # dtype in which AdamW and Muon keep the mean of the gradients between steps. "bfloat16" saves
+    # 2 bytes a parameter
+    mean_dtype: Literal["float32", "bfloat16"] = "float32"
     # Adam divides by √v + eps, where v is the mean of the squared gradients
     eps: float = 1e-8
     # each step subtracts learning rate × weight_decay × parameter

@@ -276,15 +276,17 @@ def estimated_bytes(
 
 @functools.cache
 def _optimizer_bytes(m: ModelConfig, optimizer: OptimizerConfig) -> tuple[float, float]:
-    """Returns the float32 bytes of a parameter, on average over the model, that an optimizer keeps
-    (its moments), and that it needs during its update. AdamW has two moments. Muon has one for each
-    matrix, and AdamW's two for all other parameters.
+    """Returns the bytes of a parameter, on average over the model, that an optimizer keeps
+    (its moments), and that it needs during its update. AdamW has two moments, the mean of the
+    gradients and that of their squares. Muon has the first for each matrix, and AdamW's two for all
+    other parameters.
     """
+    mean = 2.0 if optimizer.mean_dtype == "bfloat16" else 4.0
     if optimizer.name != "muon":
-        return 8.0, 0.0
+        return 4.0 + mean, 0.0
     matrices = sum(p.size for p in declared(m).values() if p.kind == "matrix")
     share = matrices / _counts(m).total
-    return 8.0 - 4.0 * share, 4.0 * MUON_COPIES * share
+    return mean + 4.0 * (1 - share), 4.0 * MUON_COPIES * share
 
 
 def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:

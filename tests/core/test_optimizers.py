@@ -52,7 +52,7 @@ def reference(x, rows, columns):
     return 0.2 * max(rows, columns) ** 0.5 * y.reshape(x.shape)
 
 
-def theirs(name, declared, rate):
+def theirs(name, declared, rate, dtype):
     """The same by optax alone."""
     adamw = optax.adamw(
         rate,
@@ -60,31 +60,33 @@ def theirs(name, declared, rate):
         b2=MUON.beta2,
         weight_decay=0.1,
         mask=lambda params: {key: key != "norm" for key in params},
+        mu_dtype=dtype,
     )
     if name == "adamw":
         return optax.chain(optax.identity(), adamw)
     return optax.partition(
         {  # its muon would give the rest AdamW with Nesterov's momentum
-            "muon": optax.contrib.muon(rate, weight_decay=0.1, consistent_rms=0.2),
+            "muon": optax.contrib.muon(rate, weight_decay=0.1, consistent_rms=0.2, mu_dtype=dtype),
             "adamw": adamw,
         },
         {key: "muon" if one.kind == "matrix" else "adamw" for key, one in declared.items()},
     )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name, tolerance", [("adamw", 0.0), ("muon", 1e-6)])
-def test_both_are_those_of_optax(name, tolerance):
+def test_both_are_those_of_optax(name, tolerance, dtype):
     declared = {
         "wide": matrix((6, 10), "embed -> mlp"),
         "tall": matrix((12, 5), "embed -> mlp"),
         "norm": Declared("norm", (7,), (), (None,)),
         "embedding": Declared("embedding", (9, 6), (), ("vocab", "embed")),
     }
-    config = dataclasses.replace(MUON, name=name, decay_norm_weights=False)
+    config = dataclasses.replace(MUON, name=name, decay_norm_weights=False, mean_dtype=dtype)
     schedule = learning_rate_schedule(config, 8)
     optimizers = (
         make_optimizer(config, declared, schedule),
-        theirs(name, declared, schedule),
+        theirs(name, declared, schedule, dtype),
     )
 
     @jax.jit
@@ -102,6 +104,8 @@ def test_both_are_those_of_optax(name, tolerance):
     (mine, its), states = trained({name: random(*one.shape) for name, one in declared.items()})
     for key in declared:
         np.testing.assert_allclose(mine[key], its[key], rtol=tolerance, atol=tolerance, err_msg=key)
+    kept = [x.dtype for x in jax.tree.leaves(states[0]) if x.ndim and x.dtype != jnp.float32]
+    assert len(kept) == (len(declared) if dtype == "bfloat16" else 0)
     # as checkpoints hold it
     assert name == "muon" or jax.tree.structure(states[0]) == jax.tree.structure(states[1])
 

@@ -17,7 +17,14 @@ def direction(
     """Returns the transformation of gradients to AdamW's direction. The arguments are explained in
     `training.optimizer.make_optimizer`.
     """
-    return optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)
+    return optax.scale_by_adam(
+        b1=config.beta1, b2=config.beta2, eps=config.eps, mu_dtype=mean_dtype(config)
+    )
+
+
+def mean_dtype(config: OptimizerConfig) -> str | None:
+    """Returns the dtype in which the mean of the gradients is kept; None: that of the parameter."""
+    return "bfloat16" if config.mean_dtype == "bfloat16" else None
 
 
 def rate_over_width(declared: Declared, of_in: float, of_out: float) -> float:

@@ -91,7 +91,7 @@ def _muon(
     """Returns the transformation of gradients to Muon's direction. All parameters have to be
     of the kind "matrix".
     """
-    beta = config.muon.momentum
+    beta, dtype = config.muon.momentum, adamw.mean_dtype(config)
 
     def update(grads, state, params=None):
         momentum, count = optax.tree.update_moment(grads, state.momentum, beta, 1), state.count + 1
@@ -102,11 +102,14 @@ def _muon(
             optax.tree.bias_correction(momentum, beta, count + 1),
             optax.tree.bias_correction(grads, beta, count),
         )
-        return orthogonalised(nesterov, declared, config, mesh), MuonState(count, momentum)
+        kept = optax.tree.cast(momentum, dtype)
+        return orthogonalised(nesterov, declared, config, mesh), MuonState(count, kept)
 
-    return optax.GradientTransformation(
-        lambda params: MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params)), update
-    )
+    def init(params):
+        zeros = optax.tree.zeros_like(params, dtype=dtype)
+        return MuonState(jnp.zeros((), jnp.int32), zeros)
+
+    return optax.GradientTransformation(init, update)
 
 
 def orthogonalised(
