@@ -116,6 +116,17 @@ HUNYUAN3 = transformer(
     shared_expert_intermediate_size=1536, mlp_only_layers=(0,),
     moe=MoEConfig(scoring_func="sigmoid", router_bias=True, shared_expert_gate=False),
 )  # fmt: skip
+DEEPSEEK_V3 = transformer(
+    61, 7168, 128, 128, 18_432, 129_280,
+    full_mixer="mla", qk_norm=True, head_dim=192, partial_rotary_factor=1 / 3,
+    mixer=dict(latent_rank=512, query_rank=1536, shared_key_width=64),
+    num_experts=256, num_experts_per_tok=8, moe_intermediate_size=2048,
+    shared_expert_intermediate_size=2048, mlp_only_layers=(0, 1, 2),
+    moe=MoEConfig(
+        scoring_func="sigmoid", router_bias=True, shared_expert_gate=False,
+        n_group=8, topk_group=4, routed_scaling_factor=2.5,
+    ),
+)  # fmt: skip
 QWEN3_NEXT_DENSE = {
     "num_hidden_layers": 32,
     "hidden_size": 4096,
@@ -181,6 +192,11 @@ ROWS = {
         f"published as 251.9 TFLOP/s a chip, from which the seconds are computed; {OTHER_EXPERTS}; "
         "weights in bfloat16 (here float32; with the layers' inputs on the device it needs 101.67 "
         "of 95.73 GiB, so they are in the host's memory)",
+    ),
+    "deepseek_v3_v5p": Row(
+        "1", "DeepSeek-V3 671B, v5p 512 chips", "v5p:8x8x8", 512, 6, 8192, "offload=input,mixer",
+        (90.67, 90.41), DEEPSEEK_V3, "tpu-recipes training/v5p",
+        OTHER_EXPERTS,
     ),
     "hunyuan3_v5p": Row(
         "3", "Hunyuan3 295B, v5p 256 chips", "v5p:4x8x8", 256, 8, 4096 * 2, "offload",

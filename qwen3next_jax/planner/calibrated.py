@@ -6,7 +6,8 @@ reach, with what the other two cost models leave out.
   a kernel (`Curve`).
 - A collective takes a start, and then its bytes at the rate that a link was measured to reach.
 - The links along one dimension of the torus are one resource. Collectives over different mesh axes
-  that lie along the same dimension wait for each other.
+  that lie along the same dimension wait for each other, unless one is shorter than what is left of
+  those before it: it shares the links with them, takes twice its time, and delays them by its time.
 - A copy to or from the memory of the host takes its bytes at the published rate of the link
   between them, one copy after another in each direction.
 - The experts' kernels skip the tiles of their buffers that hold no row, and the loops for rows that
@@ -214,6 +215,8 @@ class CalibratedTimeline(Timeline):
     def __init__(self):
         super().__init__()
         self.backlog: dict[str, float] = {}
+        # {name of the starting instruction: dimensions of the torus over whose links it sends}
+        self._over: dict[str, tuple[int, ...]] = {}
 
     def add(self, seconds: float, costs: Costs, times: float = 1) -> None:
         super().add(seconds, costs, times)
@@ -231,21 +234,28 @@ class CalibratedTimeline(Timeline):
     def start_on(
         self, name: str, seconds: float, resource: str, source: str, dimensions: Sequence[int]
     ) -> None:
-        """Starts a transfer over the links along `dimensions` of the torus, as soon as all of them
-        are free.
-        """
-        finish = self.free_at(dimensions) + seconds
-        self.occupy(dimensions, finish)
+        """Starts a transfer over the links along `dimensions` of the torus."""
+        finish = self.occupy(dimensions, seconds)
         self._pending[name] = finish, resource, source
+        self._over[name] = tuple(dimensions)
 
-    def free_at(self, dimensions: Sequence[int]) -> float:
-        """Returns the time at which the links along all of these dimensions are free."""
-        return max([self.now, *(self._free[d] for d in dimensions)])
-
-    def occupy(self, dimensions: Sequence[int], until: float) -> None:
-        """Keeps the links along these dimensions busy until a time."""
+    def occupy(self, dimensions: Sequence[int], seconds: float) -> float:
+        """Lets a transfer use the links along these dimensions for `seconds`, and returns the time
+        at which it finishes. It waits for the transfers before it, or, if it is shorter than what
+        is left of them, shares the links with them.
+        """
+        free = max([self.now, *(self._free[d] for d in dimensions)])
+        if seconds >= free - self.now:
+            for d in dimensions:
+                self._free[d] = free + seconds
+            return free + seconds
+        for name, over in self._over.items():
+            finish, *what = self._pending.get(name, (0.0,))
+            if finish > self.now and set(over) & set(dimensions):
+                self._pending[name] = finish + seconds, *what
         for d in dimensions:
-            self._free[d] = until
+            self._free[d] = max(self._free[d], self.now) + seconds
+        return self.now + 2 * seconds
 
     def start_copy(self, name: str, seconds: float, source: str) -> None:
         """Starts a copy that needs `seconds` of HBM time."""
@@ -253,6 +263,8 @@ class CalibratedTimeline(Timeline):
         self._pending[name] = self.now, HBM, source
 
     def rename(self, name: str, new: str) -> bool:
+        if name in self._over:
+            self._over[new] = self._over.pop(name)
         self.backlog = {new if key == name else key: left for key, left in self.backlog.items()}
         return super().rename(name, new)
 
@@ -396,9 +408,7 @@ class CalibratedSimulation(Simulation):
         if fused := fused_collective(self.program, instruction):
             resource, seconds = self._network(*fused)
             dimensions = self._dimensions(*fused)
-            finish = timeline.free_at(dimensions) + seconds
-            timeline.occupy(dimensions, finish)
-            seconds_of[resource] = finish - timeline.now
+            seconds_of[resource] = timeline.occupy(dimensions, seconds) - timeline.now
         longest = max(seconds_of, key=seconds_of.get)
         seconds = seconds_of[longest]
         timeline.wait(

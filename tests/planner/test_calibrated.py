@@ -85,6 +85,24 @@ def test_links_along_one_dimension_are_one_resource(name, axes, shared):
 
 
 @needs_compiler
+def test_a_short_collective_shares_the_links_with_a_long_one():
+    """It does not wait for the long one, which takes as much longer as the short one needs."""
+    axes = dict(data=32, expert=8)
+    mesh = MESH.format(**axes)
+    long = "  %y = bf16[1000000000]{0} parameter(1)\n" + ASYNC.format(mesh=mesh).split("  %b =")[0]
+    long = long.replace("1000000]{0}", "1000000000]{0}")
+    short = "  %x = f32[8]{0} parameter(0)\n  ROOT %r = f32[8]{0} all-reduce(%x), "
+    short += f"replica_groups={mesh} {{'data','expert'}}"
+    alone = [estimate("v6e:16x16", axes, text).seconds for text in (long, short)]
+    end = "\n  ROOT %c = bf16[1000000000]{0} all-gather-done(%a)"
+    both = estimate("v6e:16x16", axes, long + short.replace("%x", "%z").replace("ROOT ", "") + end)
+    assert alone[0] == 0 and alone[1] < 1e-5
+    whole = estimate("v6e:16x16", axes, long + end).seconds
+    assert both.seconds == pytest.approx(whole + alone[1], rel=1e-9)
+    assert both.bound["network data+expert"] == pytest.approx(2 * alone[1])
+
+
+@needs_compiler
 @pytest.mark.parametrize("kind, sent", [("all-gather", 15), ("all-reduce", 2 * 15 / 16)])
 def test_a_collective_takes_a_start_and_its_bytes_at_the_measured_rate(kind, sent):
     """An all-reduce of the gathered array, as the compiler makes of some gathers, sends twice the
