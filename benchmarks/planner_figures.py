@@ -89,7 +89,7 @@ def main():
     plans = [json.loads(path.read_text()) for path in sorted(arguments.plans.glob("*.json"))]
     print(
         "| slice | mesh | tokens a step | remat × micro-batches | peak GiB | step s, MFU by "
-        "`schedule` | `roofline` | `calibrated` | waits for | compile s (CPU s), GiB, level | "
+        "`calibrated` | `schedule` | `roofline` | waits for | compile s (CPU s), GiB, level | "
         "code |\n|---|---|---|---|---|---|---|---|---|---|---|"
     )
     for p in plans:
@@ -169,7 +169,7 @@ def row(p):
     return [
         *first,
         f"{p['peak_hbm_bytes'] / 2**30:.1f} of {p['usable_hbm_bytes'] / 2**30:.1f}",
-        *(by_cost_model(p, name) for name in ("schedule", "roofline", "calibrated")),
+        *(by_cost_model(p, name) for name in ("calibrated", "schedule", "roofline")),
         p["binding"],
         last,
         code(p),
@@ -177,11 +177,9 @@ def row(p):
 
 
 def by_cost_model(p, name):
-    """Seconds of a step and MFU. A plan from before 24 November 2026 has no `calibrated`."""
-    if estimate := p.get("estimates", {}).get(name):
-        return f"{estimate['step_seconds']:.3f}, {estimate['mfu']:.1%}"
-    found = {"schedule": p["mfu"], "roofline": p.get("mfu_today")}.get(name)
-    return f"{p['step_seconds'] * p['mfu'] / found:.3f}, {found:.1%}" if found else ""
+    """Seconds of a step and MFU."""
+    estimate = p["estimates"][name]
+    return f"{estimate['step_seconds']:.3f}, {estimate['mfu']:.1%}"
 
 
 def code(p):

@@ -71,7 +71,8 @@ PLAN_COLUMNS = [
     "remat",
     "GiB a device",
     "s a step",
-    "predicted MFU",
+    "MFU by `calibrated`",
+    "by `schedule`, `roofline`",
 ]
 
 
@@ -117,6 +118,7 @@ def table_row(cells: list[str]) -> str:
 def plan_row(name: str) -> list[str]:
     """Returns the cells of a plan that `qwen3next plan --json` wrote into docs/planner."""
     plan = json.loads((DOCS / "planner" / f"{name}.json").read_text())
+    estimates = plan["estimates"]
     length = f", rows of {plan['sequence_length']:,}" * (plan["sequence_length"] > 4096)
     return [
         f"{plan['topology']}, {plan['chips']} chips",
@@ -124,15 +126,10 @@ def plan_row(name: str) -> list[str]:
         f"{plan['tokens_per_step'] // plan['devices']:,}{length}",
         plan["remat"],
         f"{plan['peak_hbm_bytes'] / 2**30:.1f} of {plan['usable_hbm_bytes'] / 2**30:.1f}",
-        f"{plan['step_seconds']:.2f}",
-        predicted_mfu(plan),
+        f"{estimates['calibrated']['step_seconds']:.3f}",
+        f"{estimates['calibrated']['mfu']:.1%}",
+        f"{estimates['schedule']['mfu']:.1%}, {estimates['roofline']['mfu']:.1%}",
     ]
-
-
-def predicted_mfu(plan: dict[str, Any]) -> str:
-    """Returns the MFU by the cost models `schedule` and `roofline`."""
-    roofline = plan["mfu_roofline"] if "mfu_roofline" in plan else plan["mfu_today"]
-    return f"{plan['mfu']:.1%}, {roofline:.1%}"
 
 
 # ---- Storing a table

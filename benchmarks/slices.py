@@ -57,7 +57,6 @@ SMALLEST_GRADIENT = 4096
 # Slices, with the plan of the released model on one of them at the compiler's default level.
 TABLE = {
     "v5p:8x8x8": "docs/planner/v5p_8x8x8_16k_default.json",
-    "v6e:16x16": "docs/planner/v6e_16x16_16k_default.json",
 }
 
 
