@@ -10,7 +10,7 @@ files whose colours follow the reader's light or dark page.
 | `page.svg` | the report of the run in docs/pictures/tiny |
 | `terminal.svg` | the last events of this run, as the live panel shows them |
 | `sweep.svg` | docs/sweeps/ratio.json |
-| `plan.svg` | docs/planner/v5p_8x8x8_default.json |
+| `plan.svg` | docs/planner/v5p_8x8x8_16k_default.json |
 | `decoding.svg` | docs/results/decoding.json |
 
 A test compares the pictures with what this command draws. The run in docs/pictures/tiny was
@@ -65,7 +65,7 @@ def draw_pictures() -> dict[str, str]:
         "terminal.svg": draw_terminal(run),
         "sweep.svg": draw_sweep(json.loads((DOCS / "sweeps" / "ratio.json").read_text())),
         "plan.svg": draw_plan(
-            json.loads((DOCS / "planner" / "v5p_8x8x8_default.json").read_text())
+            json.loads((DOCS / "planner" / "v5p_8x8x8_16k_default.json").read_text())
         ),
         "decoding.svg": draw_decoding(json.loads((DOCS / "results" / "decoding.json").read_text())),
     }

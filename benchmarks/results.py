@@ -119,9 +119,10 @@ def plan_row(name: str) -> list[str]:
     """Returns the cells of a plan that `qwen3next plan --json` wrote into docs/planner."""
     plan = json.loads((DOCS / "planner" / f"{name}.json").read_text())
     estimates = plan["estimates"]
+    of_config = f" ({plan['config']})" * (plan["config"] != "qwen3_next_80b_a3b")
     length = f", rows of {plan['sequence_length']:,}" * (plan["sequence_length"] > 4096)
     return [
-        f"{plan['topology']}, {plan['chips']} chips",
+        f"{plan['topology']}, {plan['chips']} chips{of_config}",
         mesh_text(plan["mesh"]),
         f"{plan['tokens_per_step'] // plan['devices']:,}{length}",
         plan["remat"],

@@ -27,6 +27,7 @@ from qwen3next_jax.config import (
     Config,
     MeshConfig,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
     TrainConfig,
 )
@@ -62,6 +63,7 @@ class Row(NamedTuple):
       model: settings of the model.
       source: where the seconds were published.
       differs: how the measured program differs from the one that is compiled here.
+      mean_dtype: dtype of the optimizer's first moments.
     """
 
     number: str
@@ -75,6 +77,7 @@ class Row(NamedTuple):
     model: dict
     source: str
     differs: str
+    mean_dtype: str = "float32"
 
 
 def transformer(layers, hidden, heads, key_heads, width, vocabulary, **settings):
@@ -206,7 +209,8 @@ ROWS = {
     "hunyuan3_tpu7x": Row(
         "4", "Hunyuan3 295B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
         (16.75,), HUNYUAN3, "gpu-tpu-pedia Hunyuan3",
-        f"{OTHER_EXPERTS}; first moments and gradients in bfloat16",
+        f"{OTHER_EXPERTS}; gradients in bfloat16",
+        mean_dtype="bfloat16",
     ),
 }  # fmt: skip
 
@@ -287,6 +291,7 @@ def fingerprint(row: Row) -> str:
     """
     model = {name: repr(value) for name, value in row.model.items()}
     made_of = [row.topology, row.data, row.rows, row.tokens, row.remat, model, repr(RATES), PRICES]
+    made_of += [row.mean_dtype] * (row.mean_dtype != "float32")
     return sha256_json(made_of)
 
 
@@ -298,6 +303,7 @@ def configuration(row: Row) -> Config:
         train=TrainConfig(
             batch_size=row.rows * row.data, sequence_length=row.tokens, remat=row.remat
         ),
+        optimizer=OptimizerConfig(mean_dtype=row.mean_dtype),
         parallel=ParallelConfig(mesh=MeshConfig(data=row.data)),
     )
 
