@@ -40,11 +40,12 @@ from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.mesh import make_mesh
 
 # raised where a cost model counts something differently, so that older plans are refused
-PRICES = 3
+PRICES = 4
 # fields of a plan that follow from the prices, beside the estimates that are made again
 OF_PRICES = (
     *("step_seconds", "tokens_per_second", "mfu", "mfu_roofline", "mfu_today", "ideal"),
     *("parts", "bound_seconds", "binding", "hbm_bytes"),
+    "expert_load",
 )
 PLANS = pathlib.Path(__file__).parents[1] / "docs/planner/validation"
 

@@ -68,6 +68,11 @@ def main() -> int:
     topology, console = describe_topology(_topology.value, _slices.value), Console(highlight=False)
     if out:
         _check_writable(out)
+    if _skew.value and not topology.chip.torus:
+        raise UserError(
+            f"--skew={_skew.value:g}: there is no prediction of time for {topology.name}: expected "
+            "a TPU slice"
+        )
     if _search.value and not topology.chip.torus:
         raise UserError(
             f"--search: there is no prediction of time for {topology.name}: expected a TPU slice, "
@@ -138,8 +143,8 @@ def _check_flags(config: Config) -> None:
     if not 0 <= _skew.value <= LARGEST_SKEW:
         raise UserError(
             f"--skew={_skew.value:g}: expected a number from 0 (a balanced router) to "
-            f"{LARGEST_SKEW:g}: beyond, an expert of 512 would get more choices than there are "
-            "tokens"
+            f"{LARGEST_SKEW:g}: beyond, more and more routers would send an expert more choices "
+            "than there are tokens"
         )
     if _skew.value and not config.model.has_experts:
         raise UserError(f"--skew={_skew.value:g}: the model of {config.name} has no experts")
@@ -476,20 +481,29 @@ def _summary(plan, device: str) -> Iterator[str]:
         yield (
             f"experts by calibrated: --skew={plan.skew:g}; the fullest device gets "
             f"{load.fullest:.2f} times the mean, its choices fill {load.used:.0%} of the tiles of "
-            f"its buffers, and {load.beyond:.1%} of them do not fit: loops compute these, one "
-            f"expert after another ({load.experts_beyond * load.steps_beyond:.1f} steps a call, "
-            f"{load.rounds:.1f} further rounds)"
+            f"its buffers, and {load.beyond:.1%} of them do not fit{_loops(load)}"
         )
     if plan.unstated_loops:
         yield (
-            "counted once by schedule and roofline, as the program does not say how often they "
-            f"run: {len(plan.unstated_loops)} loops, such as {plan.unstated_loops[0]}"
+            "counted once, as the program does not say how often they run (by calibrated, loops of "
+            f"the experts as --skew asks for): {len(plan.unstated_loops)} loops, such as "
+            f"{plan.unstated_loops[0]}"
         )
     if plan.unknown_kernels:
         yield (
             f"no MFU, as the cost of {len(plan.unknown_kernels)} kernels is unknown, such as "
             f"{plan.unknown_kernels[0]}: the step takes longer than this"
         )
+
+
+def _loops(load) -> str:
+    """Returns what loops do with the choices that do not fit in the buffers of the experts."""
+    if load.rounds:
+        return f": {load.rounds:.1f} further rounds exchange and compute them"
+    if load.experts_beyond:
+        steps = load.experts_beyond * load.steps_beyond
+        return f": a loop of {steps:.1f} steps computes them, one expert after another"
+    return ""
 
 
 def draw(plans: list, path: pathlib.Path) -> None:

@@ -378,7 +378,7 @@ class OptimizerConfig:
     # Adam's decay rate, per step, of the mean of the squared gradients
     beta2: float = 0.95
     # dtype in which AdamW and Muon keep the mean of the gradients between steps. "bfloat16" saves
-    # 2 bytes a parameter
+    # 2 bytes a parameter; lazy_adamw does not read it
     mean_dtype: Literal["float32", "bfloat16"] = "float32"
     # Adam divides by √v + eps, where v is the mean of the squared gradients
     eps: float = 1e-8

@@ -8,8 +8,8 @@ reach, with what the other two cost models leave out.
 - The links along one dimension of the torus are one resource. Collectives over different mesh axes
   that lie along the same dimension wait for each other, unless one is shorter than what is left of
   those before it: it shares the links with them, takes twice its time, and delays them by its time.
-- A copy to or from the memory of the host takes its bytes at the published rate of the link
-  between them, one copy after another in each direction.
+- An asynchronous copy to or from the memory of the host takes its bytes at the published rate of
+  the link between them, one copy after another in each direction.
 - The experts' kernels skip the tiles of their buffers that hold no row, and the loops for rows that
   do not fit run as often as the load of the experts asks for (`expert_load.py`).
 - A copy that the compiler started early, and the HBM traffic of a collective (a byte that a chip
@@ -36,11 +36,15 @@ from qwen3next_jax.planner.compiled import (
     hbm_bytes,
     host_bytes,
     instruction_flops,
-    is_kernel,
     permuted_pairs,
     read_collective,
 )
-from qwen3next_jax.planner.expert_load import expert_layout, expert_load, program_load
+from qwen3next_jax.planner.expert_load import (
+    expert_layout,
+    expert_load,
+    find_expert_kernel,
+    program_load,
+)
 from qwen3next_jax.planner.hlo import Computation, Instruction, Program
 from qwen3next_jax.planner.roofline import COMPUTE, HBM, Costs, Network, Simulation, Timeline
 from qwen3next_jax.planner.schedule import Schedule
@@ -253,8 +257,10 @@ class CalibratedTimeline(Timeline):
             finish, *what = self._pending.get(name, (0.0,))
             if finish > self.now and set(over) & set(dimensions):
                 self._pending[name] = finish + seconds, *what
+                for d in over:
+                    self._free[d] = max(self._free[d], finish + seconds)
         for d in dimensions:
-            self._free[d] = max(self._free[d], self.now) + seconds
+            self._free[d] = max(self._free[d], self.now + 2 * seconds)
         return self.now + 2 * seconds
 
     def start_copy(self, name: str, seconds: float, source: str) -> None:
@@ -372,7 +378,10 @@ class CalibratedSimulation(Simulation):
         source: str,
     ) -> None:
         if of_host := host_bytes(computation, instruction):
-            direction = "to" if "update" in instruction.opcode else "from"
+            to_host = (
+                any(s.in_host for s in instruction.shapes[:1]) and "slice" not in instruction.opcode
+            )
+            direction = "to" if to_host or "update" in instruction.opcode else "from"
             seconds = of_host / self.rates.host_bandwidth
             timeline.start(instruction.name, seconds, f"copies {direction} the host", source)
             timeline.backlog[instruction.name] = self._hbm_rate_seconds(moved)
@@ -392,8 +401,8 @@ class CalibratedSimulation(Simulation):
 
     def _seconds_of(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
         seconds_of = super()._seconds_of(computation, instruction)
-        if is_kernel(instruction) and instruction.name.startswith("expert_"):
-            layout = expert_layout(computation, instruction, self.network.mesh)
+        if found := find_expert_kernel(self.program, computation, instruction):
+            layout = expert_layout(*found, self.network.mesh)
             seconds_of[COMPUTE] *= expert_load(layout, self.skew).used
         return seconds_of
 

@@ -563,9 +563,9 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
         return 0.0
     if op.endswith("-start") and op.removesuffix("-start") in ("copy", "slice", "dynamic-slice"):
         source = computation[instruction.operands[0]].shapes[0]
-        # The shapes of the result are target, source, … for a copy and source, target, … for a
-        # slice.
-        target = instruction.shapes[op != "copy-start"]
+        # The shapes of the result are target, source, … for a copy. For a slice they are those of
+        # the operands (the source and the indices), and then the target.
+        target = instruction.shapes[0 if op == "copy-start" else len(instruction.operands)]
         moved = min(source.bytes, target.bytes)
         return moved * (source.in_hbm + target.in_hbm)
     operands = [computation[name] for name in instruction.operands]
@@ -579,8 +579,9 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
         update, target = operands[1].shapes[0], operands[0].shapes[0]
         return update.bytes * (update.in_hbm + target.in_hbm)
     if op == "scatter":
-        indices, updates = operands[-2:]
-        return _in_hbm(indices.shapes) + 3 * _in_hbm(updates.shapes)
+        arrays = len(operands) // 2
+        updates = [shape for o in operands[arrays + 1 :] for shape in o.shapes]
+        return _in_hbm(operands[arrays].shapes) + 3 * _in_hbm(updates)
     return sum(_in_hbm(o.shapes) for o in operands) + _in_hbm(instruction.shapes)
 
 
@@ -622,10 +623,15 @@ def _read(inner: Computation, parameter: Instruction) -> float:
             elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
                 continue  # in place: the rest is not read
             elif user.opcode == "scatter" and user.operands[0] == value.name:
-                touched += inner[user.operands[-1]].bytes
+                touched += _updates(inner, user)
             else:
                 return parameter.bytes
     return min(touched, parameter.bytes)
+
+
+def _updates(inner: Computation, scatter: Instruction) -> float:
+    """Returns the bytes that a scatter changes."""
+    return sum(inner[name].bytes for name in scatter.operands[len(scatter.operands) // 2 + 1 :])
 
 
 def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) -> float:
@@ -645,7 +651,12 @@ def _written(inner: Computation, root: Instruction, results: Sequence[Shape]) ->
     if root.opcode == "dynamic-update-slice":
         return inner[root.operands[1]].bytes * all(r.in_hbm for r in results)
     if root.opcode == "scatter":
-        return inner[root.operands[-1]].bytes * all(r.in_hbm for r in results)
+        target = inner[root.operands[0]]
+        while target.opcode == "bitcast":
+            target = inner[target.operands[0]]
+        # An array that the fusion makes is written whole.
+        if target.opcode == "parameter":
+            return _updates(inner, root) * all(r.in_hbm for r in results)
     return _in_hbm(results)
 
 

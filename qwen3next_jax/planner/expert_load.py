@@ -22,6 +22,7 @@ from qwen3next_jax.model.expert_parallelism import (
     OVERFLOW_PART,
 )
 from qwen3next_jax.ops.routed_experts.layout import LOOP_ROWS
+from qwen3next_jax.planner.compiled import is_kernel
 from qwen3next_jax.planner.hlo import Computation, Instruction, Program
 from qwen3next_jax.sharding.rules import EXPERT
 
@@ -44,11 +45,15 @@ class Layout(NamedTuple):
     tile: int
 
     @property
+    def gathered(self) -> bool:
+        """Whether the shards exchange choices by the gathered exchange."""
+        return 1 < self.shards <= GATHERED_SHARDS
+
+    @property
     def capacity(self) -> int:
         """The number of choices that the layout has room for, whatever their experts."""
         # The layouts of one shard and of the ragged exchange have room for choices of any experts.
-        any_experts = self.shards == 1 or self.shards > GATHERED_SHARDS
-        padding = self.experts if any_experts else self.experts // 2
+        padding = self.experts // 2 if self.gathered else self.experts
         return max(self.tiles - padding, 0) * self.tile
 
     @property
@@ -65,9 +70,10 @@ class ExpertLoad:
       fullest: its number of choices, relative to the mean of all shards.
       used: the share of the layout's tiles that hold choices.
       beyond: the share of its choices that the layout has no room for.
-      experts_beyond: number of experts with such choices.
+      experts_beyond: number of experts with such choices, which the gathered exchange computes one
+        after another.
       steps_beyond: number of steps, of `LOOP_ROWS` choices, that the loop of such an expert takes.
-      rounds: number of rounds of the ragged exchange after the first.
+      rounds: number of rounds of the ragged exchange after the first, which compute such choices.
     """
 
     fullest: float
@@ -85,11 +91,30 @@ def program_load(program: Program, mesh: jax.sharding.Mesh, skew: float) -> Expe
     layouts = [
         expert_layout(step.computation, step.instruction, mesh)
         for step in program.walk()
-        if step.instruction.name.startswith("expert_forward")
+        if is_expert_kernel(step.instruction) and "forward" in step.instruction.name
     ]
     if not layouts:
         return None
     return expert_load(max(layouts, key=lambda layout: layout.capacity), skew)
+
+
+def is_expert_kernel(instruction: Instruction) -> bool:
+    """Returns whether an instruction calls one of the experts' kernels."""
+    return is_kernel(instruction) and instruction.name.startswith("expert_")
+
+
+def find_expert_kernel(
+    program: Program, computation: Computation, instruction: Instruction
+) -> tuple[Computation, Instruction] | None:
+    """Returns the call of one of the experts' kernels that an instruction is, or that it contains
+    if it is a fusion, with its computation; None if there is none. The compiler fuses a kernel with
+    the update in place of an array in which a scan saves its result.
+    """
+    candidates = [(computation, instruction)]
+    if instruction.opcode == "fusion":
+        inner = [program.computations[name] for name in instruction.called]
+        candidates = [(within, i) for within in inner for i in within.values()]
+    return next((found for found in candidates if is_expert_kernel(found[1])), None)
 
 
 def expert_layout(computation: Computation, kernel: Instruction, mesh: jax.sharding.Mesh) -> Layout:
@@ -121,16 +146,29 @@ def expert_load(layout: Layout, skew: float) -> ExpertLoad:
     choices = choices[np.arange(_DRAWS), fullest]
     tiles = np.maximum(-(-choices // layout.tile), 1)
     ends = np.cumsum(tiles, axis=1)
-    room = np.clip(layout.tiles - (ends - tiles), 0, tiles) * layout.tile
-    beyond = np.maximum(choices - room, 0)
-    steps, experts = -(-beyond // LOOP_ROWS), np.sum(ends > layout.tiles, axis=1)
-    more = -(-layout.capacity // OVERFLOW_PART)
     total = choices.sum()
-    return ExpertLoad(
+    load = ExpertLoad(
         fullest=float(total / loads.mean(axis=1).sum()),
         used=float(np.minimum(ends[:, -1] / layout.tiles, 1).mean()),
-        beyond=float(beyond.sum() / total),
-        experts_beyond=float(experts.mean()),
-        steps_beyond=float(steps.sum() / max(experts.sum(), 1)),
-        rounds=float(np.ceil(np.maximum(choices.sum(axis=1) - layout.capacity, 0) / more).mean()),
+        beyond=0.0,
+        experts_beyond=0.0,
+        steps_beyond=0.0,
+        rounds=0.0,
     )
+    if layout.gathered:
+        room = np.clip(layout.tiles - (ends - tiles), 0, tiles) * layout.tile
+        beyond = np.maximum(choices - room, 0)
+        steps, experts = -(-beyond // LOOP_ROWS), np.sum(ends > layout.tiles, axis=1)
+        return dataclasses.replace(
+            load,
+            beyond=float(beyond.sum() / total),
+            experts_beyond=float(experts.mean()),
+            steps_beyond=float(steps.sum() / max(experts.sum(), 1)),
+        )
+    if layout.shards > GATHERED_SHARDS:
+        beyond = np.maximum(choices.sum(axis=1) - layout.capacity, 0)
+        more = -(-layout.capacity // OVERFLOW_PART)
+        return dataclasses.replace(
+            load, beyond=float(beyond.sum() / total), rounds=float(np.ceil(beyond / more).mean())
+        )
+    return load  # one shard has room for all choices

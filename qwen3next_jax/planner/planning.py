@@ -93,7 +93,8 @@ class Plan:
       expert_load: the load of the experts that follows from it; None if the program has no kernels
         of experts.
       unstated_loops: names of loops that count as if they ran once, because the program does not
-        state how often they run.
+        state how often they run. The cost model "calibrated" counts those of the experts as often
+        as `expert_load` says.
       unknown_kernels: names of kernels whose FLOPs or cycles are unknown. If there are any, `mfu`
         is None.
       compiler_options: the options that training gives the compiler, name → value.

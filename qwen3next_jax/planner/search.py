@@ -261,7 +261,7 @@ def estimated_bytes(
     """
     tokens = _micro_batch_tokens(train, mesh)
     in_moments, in_update = _optimizer_bytes(m, optimizer)
-    # In float32: the parameter, the optimizer's moments, the gradient, and, with several
+    # The parameter, the optimizer's moments, the gradient, and, with several
     # micro-batches, the sum of the gradients.
     moments = in_moments / (mesh.slice if parallel.slice_state == "sharded" else 1)
     state = (8 + moments + 4 * (train.gradient_accumulation > 1)) * _stored(m, mesh)

@@ -374,6 +374,11 @@ def find_parent(
             "state: set both to the same optimizer, or train.init_state = 'weights'",
         )
         require(
+            theirs.optimizer.mean_dtype == optimizer.mean_dtype,
+            f"{where}: its optimizer.mean_dtype is {theirs.optimizer.mean_dtype!r}, here it is "
+            f"{optimizer.mean_dtype!r}: set both to the same, or train.init_state = 'weights'",
+        )
+        require(
             theirs.train.freeze == train.freeze,
             f"{where}: its train.freeze is {theirs.train.freeze}, here it is {train.freeze}, so "
             "its optimizer has the state of other parameters: set both to the same, or "

@@ -143,10 +143,19 @@ TO_HOST = """  %stack = bf16[8,1000000]{1,0:S(5)} parameter(0)
   ROOT %d = bf16[8,1000000]{1,0:S(5)} dynamic-update-slice-done(%s)"""  # noqa: E501
 
 
+# the form that the compiler writes: the operands, the result, and a flag
+FROM_HOST = """  %stack = bf16[8,1000000]{1,0:S(5)} parameter(0)
+  %i = s32[] constant(0)
+  %s = ((bf16[8,1000000]{1,0:S(5)}, s32[], s32[]), bf16[1,1000000]{1,0}, u32[]) dynamic-slice-start(%stack, %i, %i)
+  ROOT %d = bf16[1,1000000]{1,0} dynamic-slice-done(%s)"""  # noqa: E501
+
+
 @needs_compiler
-def test_a_copy_to_the_host_takes_its_bytes_at_the_rate_of_their_link():
-    found = estimate("v6e:2x2", dict(data=4), TO_HOST)
-    assert found.bound == {"copies to the host": pytest.approx(2e6 / (32 * GB))}
+@pytest.mark.parametrize("text, direction", [(TO_HOST, "to"), (FROM_HOST, "from")])
+def test_a_copy_to_the_host_takes_its_bytes_at_the_rate_of_their_link(text, direction):
+    found = estimate("v6e:2x2", dict(data=4), text)
+    assert found.bound == {f"copies {direction} the host": pytest.approx(2e6 / (32 * GB))}
+    assert found.hbm_bytes == 2e6
 
 
 SCATTER = """  %x = f32[100000,100]{1,0} parameter(0)
@@ -187,20 +196,26 @@ LOOP = """%body (a: f32[]) -> f32[] {
 
 
 @needs_compiler
-def test_the_experts_take_the_tiles_in_use_and_the_loops_for_what_does_not_fit():
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_experts_take_the_tiles_in_use_and_the_loops_for_what_does_not_fit(fused):
     """Balanced experts leave some tiles empty and no choice over; a skewed router fills the tiles,
     and its further choices go through loops.
     """
     axes, product = dict(data=2, expert=2), RATES["v5p"].products.seconds(2 * 8192**3)
     start = "  %a = bf16[8192,8192]{1,0:S(1)} parameter(6)\n  %loop = bf16[8192,8192]{1,0:S(1)} "
-    text = f"{start}while(%a), condition=%condition, body=%body\n{KERNEL}"
+    kernel, before = KERNEL, LOOP
+    if fused:  # as the compiler fuses a kernel with an update in place
+        before += f"%inner (tile: s32[]) -> bf16[] {{\n{KERNEL}\n}}\n"
+        call = "fusion(%tile, %used, %x, %w, %g, %d), calls=%inner"
+        kernel = KERNEL.split(" custom-call(")[0] + " " + call
+    text = f"{start}while(%a), condition=%condition, body=%body\n{kernel}"
     seconds = {}
     for skew in (0.0, 1.5):
         found = estimate(
             "v5p:2x2x1",
             axes,
             text,
-            LOOP,
+            before,
             skew=skew,
             source=lambda i: "layout _for_experts_beyond" if i.opcode == "while" else i.name,
         )
@@ -255,3 +270,10 @@ def test_parts_have_names_for_readers_and_lose_nothing():
     assert parts["router"] == SourceCost(102.0, 2.0, 6.0) and next(iter(parts)) == "router"
     assert all(part_name(name) == part for name, part in sources.items())
     assert sum(part.seconds for part in parts.values()) == 163.0
+
+
+def test_only_exchanges_with_such_loops_have_choices_beyond_their_buffers():
+    one, gathered, ragged = (expert_load(Layout(shards, 32, 400, 64), 1.0) for shards in (1, 8, 16))
+    assert one.beyond == one.experts_beyond == one.rounds == 0
+    assert gathered.beyond > 0 and gathered.experts_beyond > 1 and gathered.rounds == 0
+    assert ragged.beyond > 0 and ragged.experts_beyond == 0 and ragged.rounds > 0
