@@ -660,7 +660,7 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
 
     compiled = []
 
-    def pretend(config, topology, level):
+    def pretend(config, topology, level, skew):
         compiled.append(config)
         other = {
             1: {},

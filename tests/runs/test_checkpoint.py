@@ -216,8 +216,6 @@ def test_a_folder_takes_one_run_at_a_time(tmp_path):
 def test_the_documents_tables_are_those_of_the_code():
     page = (ROOT / "docs" / "reliability.md").read_text()
     assert re.findall(r"^\| `([a-z_.]+)` \| (.*) \|$", page, re.M) == list(MAY_CHANGE.items())
-    codes = {int(code) for code in re.findall(r"^\| (\d+) \| [^|]* \| [^|]* \|$", page, re.M)}
-    assert codes == {int(code) for code in ExitCode}
     records = json.loads((ROOT / "docs" / "fault_table.json").read_text())
     assert table.BEGIN + "\n" + table.render(records) in table.PAGE.read_text()
 
