@@ -378,10 +378,9 @@ class CalibratedSimulation(Simulation):
         source: str,
     ) -> None:
         if of_host := host_bytes(computation, instruction):
-            to_host = (
-                any(s.in_host for s in instruction.shapes[:1]) and "slice" not in instruction.opcode
-            )
-            direction = "to" if to_host or "update" in instruction.opcode else "from"
+            copied_to_host = instruction.opcode == "copy-start" and instruction.shapes[0].in_host
+            updates_host = instruction.opcode == "dynamic-update-slice-start"
+            direction = "to" if copied_to_host or updates_host else "from"
             seconds = of_host / self.rates.host_bandwidth
             timeline.start(instruction.name, seconds, f"copies {direction} the host", source)
             timeline.backlog[instruction.name] = self._hbm_rate_seconds(moved)
