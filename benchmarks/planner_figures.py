@@ -124,8 +124,8 @@ def point(p):
 
 
 def make(name: str, path: pathlib.Path, programs: pathlib.Path | None):
-    """Writes the plan of one point to `path`. If its program is in `programs`, prices it again and
-    compiles nothing.
+    """Writes the plan of one point to `path`. If its program is in `programs`, made of the same
+    configuration, prices it again and compiles nothing.
     """
     topology_name, axes, config_file, settings = POINTS[name]
     config = load_config(config_file, settings)
@@ -140,12 +140,15 @@ def make(name: str, path: pathlib.Path, programs: pathlib.Path | None):
         kept = folder / "plan.pickle"
         schedule.enable_schedule_dump(folder)  # before the next line, which loads libtpu
         topology = describe_topology(topology_name)
-        if kept.exists():
-            plan, code = pickle.loads(kept.read_bytes())
+        plan, compiled_for, code = (
+            pickle.loads(kept.read_bytes()) if kept.exists() else (None, None, "")
+        )
+        if compiled_for == config:
             plan = price_again(plan, config, topology, folder)
         else:
             plan, code = make_plan(config, topology, "", folder), code_version()
-            kept.write_bytes(pickle.dumps((dataclasses.replace(plan, topology=None), code)))
+            without = dataclasses.replace(plan, topology=None)
+            kept.write_bytes(pickle.dumps((without, config, code)))
     record = plan.as_dict()
     record["versions"]["code"] = code
     path.write_text(json.dumps(record, indent=1) + "\n")
