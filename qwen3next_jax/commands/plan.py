@@ -181,7 +181,8 @@ def _cost_model() -> str:
             f"--cost_model={_cost_model_flag.value} and --rules={_rules.value}: expected "
             "--cost_model alone; --rules is its earlier name"
         )
-    return _cost_model_flag.value or renamed or "schedule"
+    # Only "calibrated" counts an uneven load.
+    return _cost_model_flag.value or renamed or ("calibrated" if _skew.value else "schedule")
 
 
 def _check_writable(out: pathlib.Path) -> None:
@@ -570,9 +571,10 @@ _cost_model_flag = flags.DEFINE_enum(
     "cost_model",
     None,
     ("schedule", "roofline", "calibrated"),
-    "schedule (default): every instruction lasts at least the cycles that the compiler scheduled; "
-    "roofline: kernels alone do; calibrated: as schedule, at rates that chips were measured to "
-    "reach, with starts of collectives and kernels and shared links",
+    "schedule (default without --skew): every instruction lasts at least the cycles that the "
+    "compiler scheduled; roofline: kernels alone do; calibrated: as schedule, at rates that chips "
+    "were measured to reach, with starts of collectives and kernels and shared links (default with "
+    "--skew)",
 )
 _skew = flags.DEFINE_float(
     "skew",

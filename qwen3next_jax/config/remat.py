@@ -17,6 +17,8 @@ PARTS = {
     "attention": "attention: its result and the logsumexp, so that its kernel runs once",
     "mixer": "the residual stream after attention or the recurrence, so after the projection of "
     "the mixer's output",
+    "convolution": "recurrent layers: queries, keys and values after the short convolution",
+    "gated": "recurrent layers: the result after its norm and gate, before the last projection",
     "gate_up": "dense MLPs and shared experts: the result of the first product",
     "router": "the router's choices, and their order by expert",
     "rows": "the rows that expert parallelism gathered in one chunk",

@@ -341,6 +341,7 @@ class Recurrent(Mixer):
                 )
 
             out_BTGC, state = keeping_inputs(convolve, qkv_BTGC, kernel_WGC, conv_state)
+            out_BTGC = save_for_backward(out_BTGC, "convolution")
         else:
             out_BTGC = jax.nn.silu(qkv_BTGC) if self.convolved else qkv_BTGC
             state = qkv_BTGC[:, :0]
@@ -414,7 +415,7 @@ class Recurrent(Mixer):
                     segment_ids=segment_ids,
                     axis_name=context.time_axis,
                 )
-                return y.reshape(*x.shape[:2], heads, -1)
+                return save_for_backward(y, "convolution").reshape(*x.shape[:2], heads, -1)
 
             kernel_q, kernel_k, kernel_v = jnp.split(kernel_WGC, (k, 2 * k), axis=-1)
             o_BTHV, final_state = gated_delta_rule(
@@ -431,7 +432,7 @@ class Recurrent(Mixer):
             o_BTC = gated_norm(
                 o_BTHV.reshape(gate.shape), gate, norm_V, c.rms_norm_eps, c.output_gate_type
             )
-            return o_BTC, final_state
+            return save_for_backward(o_BTC, "gated"), final_state
 
         spec = functools.partial(activation_spec, "batch")
         by_head = spec(context.time, "heads")

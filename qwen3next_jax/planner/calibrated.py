@@ -396,7 +396,7 @@ class CalibratedSimulation(Simulation):
             "_for_choices_beyond": load.steps_beyond,
             "_AllToAllExperts._rounds": load.rounds,
         }
-        return loops.get(self.source(loop).split(" ")[-1], 1)
+        return loops.get(self.program.source_function(loop).split(" ")[-1], 1)
 
     def _seconds_of(self, computation: Computation, instruction: Instruction) -> dict[str, float]:
         seconds_of = super()._seconds_of(computation, instruction)
