@@ -64,7 +64,9 @@ def main() -> int:
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
     from qwen3next_jax.planner.topology import describe_topology
 
-    level, cost_model = "O1" if _quick.value else "", _cost_model()
+    level = "O1" if _quick.value else ""
+    # Only "calibrated" counts an uneven load.
+    cost_model = _cost_model("calibrated" if _skew.value else "schedule")
     topology, console = describe_topology(_topology.value, _slices.value), Console(highlight=False)
     if out:
         _check_writable(out)
@@ -169,7 +171,7 @@ def _check_out(out: pathlib.Path) -> None:
         )
 
 
-def _cost_model() -> str:
+def _cost_model(default: str = "schedule") -> str:
     """Returns the value of `--cost_model`, or of its earlier name `--rules`.
 
     Raises:
@@ -181,8 +183,7 @@ def _cost_model() -> str:
             f"--cost_model={_cost_model_flag.value} and --rules={_rules.value}: expected "
             "--cost_model alone; --rules is its earlier name"
         )
-    # Only "calibrated" counts an uneven load.
-    return _cost_model_flag.value or renamed or ("calibrated" if _skew.value else "schedule")
+    return _cost_model_flag.value or renamed or default
 
 
 def _check_writable(out: pathlib.Path) -> None:

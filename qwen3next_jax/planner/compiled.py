@@ -688,7 +688,7 @@ def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> 
     parameters, optimizer = shard_bytes(params), shard_bytes(opt_state)
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     activations, gradients = _stacked(program)
-    temporary = float(stats.temp_size_in_bytes)
+    temporary = _temporary_bytes(stats, kept)
     gradients = min(gradients, temporary)
     activations = min(activations, temporary - gradients)
     other = kept - parameters - optimizer + stats.generated_code_size_in_bytes
@@ -701,6 +701,17 @@ def memory_use(compiled: Any, program: Program, params: Any, opt_state: Any) -> 
         other=other,
         peak=kept + temporary + stats.generated_code_size_in_bytes,
     )
+
+
+def _temporary_bytes(stats: Any, kept: float) -> float:
+    """Returns the HBM of a program beside its arguments and outputs, which take `kept` bytes.
+
+    The total of all allocations in HBM is what the compiler holds against the chip's memory.
+    `temp_size_in_bytes` can be several GiB more (docs/notes/2026-11-27-planner.md). It is read
+    where the version of jaxlib does not tell the total.
+    """
+    allocated = getattr(stats, "total_allocation_bytes", 0)
+    return allocated - kept if allocated > kept else float(stats.temp_size_in_bytes)
 
 
 def _stacked(program: Program) -> tuple[float, float]:

@@ -197,7 +197,7 @@ LOOP = """%body (a: f32[]) -> f32[] {
 
 @needs_compiler
 @pytest.mark.parametrize("fused", [False, True])
-def test_the_experts_take_the_tiles_in_use_and_the_loops_for_what_does_not_fit(fused):
+def test_the_experts_take_the_tiles_in_use_and_the_loops_for_what_does_not_fit(fused, monkeypatch):
     """Balanced experts leave some tiles empty and no choice over; a skewed router fills the tiles,
     and its further choices go through loops.
     """
@@ -210,14 +210,11 @@ def test_the_experts_take_the_tiles_in_use_and_the_loops_for_what_does_not_fit(f
         kernel = KERNEL.split(" custom-call(")[0] + " " + call
     text = f"{start}while(%a), condition=%condition, body=%body\n{kernel}"
     seconds = {}
+    function = lambda _, i: "layout _for_experts_beyond" if i.opcode == "while" else ""
+    monkeypatch.setattr(hlo.Program, "source_function", function)
     for skew in (0.0, 1.5):
         found = estimate(
-            "v5p:2x2x1",
-            axes,
-            text,
-            before,
-            skew=skew,
-            source=lambda i: "layout _for_experts_beyond" if i.opcode == "while" else i.name,
+            "v5p:2x2x1", axes, text, before, skew=skew, source=lambda instruction: instruction.name
         )
         seconds[skew] = {name: cost.seconds for name, cost in found.by_source.items()}
     kernel, full = "expert_forward.1", RATES["v5p"].products.seconds(1e12)
