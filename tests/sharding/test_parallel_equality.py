@@ -1,12 +1,11 @@
 """A run is the same on any mesh: the loss, every gradient and 20 steps of a whole model in float32,
 on eight virtual devices and on one.
 
-The suite tests one mesh with one depth of multi-token prediction and four steps. `pytest -m slow
-tests/sharding/test_parallel_equality.py` tests every axis alone with 2, 4 and 8 devices, the meshes
-2×2×2 of any three axes, and both ways to exchange the experts' tokens. The eight virtual devices
-(conftest)
-cost the other tests nothing: these use the first device, and a program for one device is the same
-whether there are others or not.
+The suite tests one mesh with one period of layers, one depth of multi-token prediction and four
+steps. `pytest -m slow tests/sharding/test_parallel_equality.py` tests two periods on every axis
+alone with 2, 4 and 8 devices, on the meshes 2×2×2 of any three axes, and with both ways to exchange
+the experts' tokens. The eight virtual devices (conftest) cost the other tests nothing: these use
+the first device, and a program for one device is the same whether there are others or not.
 """
 
 import dataclasses
@@ -94,10 +93,13 @@ def _batch(seed: int) -> dict[str, np.ndarray]:
 
 
 def _config_and_mesh(axes: dict[str, int], depth: int):
-    """The configuration, with `depth` of multi-token prediction, and its mesh with these axes."""
+    """The configuration, with `depth` of multi-token prediction, and its mesh with these axes. The
+    model has one period of layers for each depth.
+    """
+    layers = depth * MODEL.full_attention_interval
     config = dataclasses.replace(
         CONFIG,
-        model=dataclasses.replace(MODEL, mtp_depth=depth),
+        model=dataclasses.replace(MODEL, mtp_depth=depth, num_hidden_layers=layers, layer_types=()),
         parallel=ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)),
     )
     devices = int(np.prod(list(axes.values())))
