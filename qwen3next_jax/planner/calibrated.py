@@ -14,7 +14,8 @@ reach, with what the other two cost models leave out.
   do not fit run as often as the load of the experts asks for (`expert_load.py`).
 - A copy that the compiler started early, and the HBM traffic of a collective (a byte that a chip
   sends is read once, and a byte that it receives is written once), take only the HBM time that the
-  instructions beside it leave. What is left of a copy at its end is waited for.
+  instructions beside it leave. Several at once share this time evenly, so that a short copy does
+  not wait for a long one. What is left of a copy at its end is waited for.
 
 `RATES` has the rates and says where each comes from. For a chip without a measurement it uses the
 nearest chip with one, scaled by the published peaks; `ChipRates.sources` says so.
@@ -213,7 +214,7 @@ class CalibratedTimeline(Timeline):
 
     Attributes:
       backlog: {name of the starting instruction: seconds of HBM time that its transfer still
-        needs}, in the order of their starts.
+        needs}.
     """
 
     def __init__(self):
@@ -227,13 +228,15 @@ class CalibratedTimeline(Timeline):
         self.serve(times * (seconds - costs.waits[HBM]))
 
     def serve(self, seconds: float) -> None:
-        """Lets the transfers use HBM for `seconds`, the oldest first."""
-        for name in list(self.backlog):
-            used = min(seconds, self.backlog[name])
-            seconds -= used
-            self.backlog[name] -= used
-            if not self.backlog[name]:
-                del self.backlog[name]
+        """Lets the transfers use HBM for `seconds`. They share it evenly, while they need it."""
+        while self.backlog:
+            share = seconds / len(self.backlog)
+            used = min(share, *self.backlog.values())
+            seconds -= used * len(self.backlog)
+            left = {name: needed - used for name, needed in self.backlog.items()}
+            self.backlog = {name: needed for name, needed in left.items() if needed > 0}
+            if used == share:
+                return
 
     def start_on(
         self, name: str, seconds: float, resource: str, source: str, dimensions: Sequence[int]
@@ -282,9 +285,10 @@ class CalibratedTimeline(Timeline):
         super().finish(name)
         self.serve(self.now - before)  # while it waited for the network, HBM was free
         if name in self.backlog:
-            older = list(self.backlog)[: list(self.backlog).index(name) + 1]
-            left = sum(self.backlog[key] for key in older)
-            self.serve(left)
+            own = self.backlog.pop(name)
+            # while this one ends, each of the others gets as much, or all that it needs
+            left = own + sum(min(own, other) for other in self.backlog.values())
+            self.serve(left - own)
             self.wait(left, HBM, source)
         return True
 

@@ -14,7 +14,15 @@ import jax
 import numpy as np
 
 from qwen3next_jax.ops.implementations import kernels
-from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, Shape, product_flops
+from qwen3next_jax.planner.hlo import (
+    FREE,
+    FREE_TARGETS,
+    Computation,
+    Instruction,
+    Program,
+    Shape,
+    product_flops,
+)
 from qwen3next_jax.planner.schedule import Schedule
 from qwen3next_jax.sharding.mesh import slice_number
 from qwen3next_jax.sharding.rules import DATA, SLICE
@@ -560,6 +568,8 @@ def hbm_bytes(program: Program, computation: Computation, instruction: Instructi
     """
     op = instruction.opcode
     if op in FREE or op in ("while", "conditional", "call") or op.endswith(("-done", "-update")):
+        return 0.0
+    if op == "custom-call" and instruction.attribute("custom_call_target") in FREE_TARGETS:
         return 0.0
     if op.endswith("-start") and op.removesuffix("-start") in ("copy", "slice", "dynamic-slice"):
         source = computation[instruction.operands[0]].shapes[0]

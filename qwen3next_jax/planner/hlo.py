@@ -49,6 +49,9 @@ FREE = frozenset(
         "add-dependency",
     )
 )
+# Targets of custom calls that move no data either: the TPU compiler makes no code of them. They
+# stand for memory that is written later, neighbouring arrays as one, or a promise about indices.
+FREE_TARGETS = frozenset(('"AllocateBuffer"', '"ConcatBitcast"', '"AssumeGatherIndicesInBound"'))
 # Opcodes, besides `while`, that run the computations they name.
 CALLERS = frozenset(("fusion", "call", "conditional", "custom-call", "async-start", "call-start"))
 

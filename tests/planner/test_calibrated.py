@@ -136,6 +136,25 @@ def test_an_early_copy_takes_the_hbm_time_that_others_leave():
     assert beside_product == pytest.approx(rates.products.seconds(2 * 8192**3))
 
 
+SHORT_COPY = """  %x = f32[50000000]{0} parameter(0)
+  %y = f32[1000]{0} parameter(1)
+  %s = (f32[50000000]{0:S(1)}, f32[50000000]{0}, u32[]) copy-start(%x)
+  %t = (f32[1000]{0:S(1)}, f32[1000]{0}, u32[]) copy-start(%y)
+  ROOT %d = f32[1000]{0:S(1)} copy-done(%t)"""
+BUFFER = '  %b = f32[50000000]{0} custom-call(), custom_call_target="AllocateBuffer"\n'
+
+
+@needs_compiler
+def test_copies_share_hbm_and_a_buffer_is_no_copy():
+    """A short copy beside a long one takes twice its time. A buffer without content takes none."""
+    name, axes, rate = "v5p:2x2x1", dict(data=4), 3210e9 * 2765 / 3690
+    short = estimate(name, axes, BUFFER + SHORT_COPY).seconds
+    assert short == pytest.approx(2 * 4000 / rate)
+    end = "\n  %e = f32[50000000]{0:S(1)} copy-done(%s)"
+    both = estimate(name, axes, SHORT_COPY + end).seconds
+    assert both == pytest.approx((4000 + 2e8) / rate)
+
+
 TO_HOST = """  %stack = bf16[8,1000000]{1,0:S(5)} parameter(0)
   %x = bf16[1,1000000]{1,0} parameter(1)
   %i = s32[] constant(0)
