@@ -43,4 +43,7 @@ KERNELS = {
     "sum_by_token": {
         "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.sum_by_token"),
     },
+    "top_k": {
+        "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.top_k"),
+    },
 }

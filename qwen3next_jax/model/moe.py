@@ -28,6 +28,7 @@ from qwen3next_jax.model.row_groups import merge_rows
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.decode_moe import is_decode_batch
 from qwen3next_jax.ops.preferences import experts_in_tiles, float32_precision
+from qwen3next_jax.ops.top_k import top_k
 from qwen3next_jax.sharding.rules import (
     EXPERT,
     TENSOR,
@@ -378,7 +379,7 @@ def choose_experts(
     """
     score_RE, share_RE = score_experts(config.moe, logits_RE)
     rank_RE = rank_experts(config.moe, score_RE, bias_E)
-    weight_RA, expert_RA = jax.lax.top_k(rank_RE, config.num_experts_per_tok)
+    weight_RA, expert_RA = top_k(rank_RE, config.num_experts_per_tok, name="router")
     if replayed_RA is not None:
         expert_RA = jnp.where(replayed_RA < 0, expert_RA, replayed_RA.astype(expert_RA.dtype))
     if replayed_RA is not None or rank_RE is not score_RE:

@@ -11,7 +11,7 @@ OTHER = "other"
 # (part, pattern of the keys of `Estimate.by_source` that belong to it, matched at their beginning);
 # the first that matches counts. A key is "file function", or the name of a library's kernel.
 _PARTS = (
-    ("router", r"router|moe (choose|\S*route|_counts|\S*statistics)"),
+    ("router", r"router|top_k|moe (choose|\S*route|_counts|\S*statistics)"),
     ("shared expert, dense MLPs", r"moe (\S*shared|_swiglu)|block_parts|layers swiglu"),
     (
         "experts",

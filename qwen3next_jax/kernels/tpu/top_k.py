@@ -1,0 +1,84 @@
+"""A TPU kernel that finds the largest numbers of each row. XLA sorts whole rows for this; the
+kernel finds the largest number and takes it out, A times.
+
+R rows of E numbers, A of which are wanted.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from qwen3next_jax.kernels.tpu.grids import LANES
+
+BLOCK = 512  # the largest number of rows of a grid step
+ROWS = LANES  # rows that are worked on at once
+LARGEST = 4 * LANES  # the largest E. With more, fewer numbers of these rows stay in registers
+LOWEST = jnp.iinfo(jnp.int32).min
+
+
+def supports(x_RE, count: int) -> str:
+    """Returns why the kernel cannot find the `count` largest of each row; "" if it can."""
+    rows, numbers = x_RE.shape
+    if x_RE.dtype != jnp.float32 or rows % ROWS or numbers % 8 or numbers > LARGEST:
+        return (
+            f"has {rows} rows of {numbers} numbers in {x_RE.dtype}: expected a multiple of {ROWS}, "
+            f"a multiple of 8 up to {LARGEST}, float32"
+        )
+    return ""
+
+
+def top_k(x_RE, count: int, *, interpret: bool = False):
+    """Returns what `ops.top_k` describes. `interpret` says whether a CPU interprets the kernel."""
+    rows, numbers = x_RE.shape
+    block = next(n for n in (BLOCK, 256, ROWS) if rows % n == 0)
+    best = pl.BlockSpec((count, block), lambda r: (0, r))
+    value_AR, index_AR = pl.pallas_call(
+        functools.partial(_kernel, count),
+        grid=(rows // block,),
+        in_specs=[pl.BlockSpec((block, numbers), lambda r: (r, 0))],
+        out_specs=[best, best],
+        out_shape=[jax.ShapeDtypeStruct((count, rows), t) for t in (jnp.float32, jnp.int32)],
+        interpret=interpret,
+        name="top_k",
+        cost_estimate=pl.CostEstimate(
+            flops=0, transcendentals=0, bytes_accessed=4 * rows * (numbers + 2 * count)
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+    )(x_RE)
+    return value_AR.T, index_AR.T
+
+
+def _ordered(bits):
+    """Returns integers in the order of the float32 numbers that have these bits: -inf, …, -0, 0, …,
+    inf, NaN. Of such integers, it returns the bits.
+    """
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _kernel(count, x, value, index):
+    """Finds the largest numbers of a block of rows, ROWS of them at once."""
+
+    def of_rows(i, _):
+        rows = pl.ds(pl.multiple_of(i * ROWS, ROWS), ROWS)
+        # Rows along the lanes, so that the largest number is found without moving between lanes.
+        key_ER = _ordered(jax.lax.bitcast_convert_type(x[rows], jnp.int32)).T
+        number_ER = jax.lax.broadcasted_iota(jnp.int32, key_ER.shape, 0)
+        values, indices = [], []
+        for _ in range(count):
+            best_1R = jnp.max(key_ER, axis=0, keepdims=True)
+            # of equal numbers the first
+            at_1R = jnp.min(
+                jnp.where(key_ER == best_1R, number_ER, len(key_ER)), axis=0, keepdims=True
+            )
+            key_ER = jnp.where(number_ER == at_1R, LOWEST, key_ER)
+            values.append(best_1R)
+            indices.append(at_1R)
+        value_AR = _ordered(jnp.concatenate(values))
+        value[:, rows] = jax.lax.bitcast_convert_type(value_AR, jnp.float32)
+        index[:, rows] = jnp.concatenate(indices)
+        return 0
+
+    jax.lax.fori_loop(0, x.shape[0] // ROWS, of_rows, 0)

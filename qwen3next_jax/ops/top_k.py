@@ -1,0 +1,56 @@
+"""The largest numbers of each row.
+
+R rows of E numbers, A of which are wanted.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from qwen3next_jax.ops.implementations import Chosen, Form, choose
+
+
+def top_k(x_RE: jax.Array, count: int, name: str = "") -> tuple[jax.Array, jax.Array]:
+    """Returns the `count` largest numbers of each row, largest first, and their indices in the row,
+    both [R, A]. Of equal numbers the first comes first, as in `jax.lax.top_k`.
+
+    There is a kernel for TPUs, where `jax.lax.top_k` sorts whole rows.
+
+    Args:
+      x_RE: float32.
+      count: A.
+      name: the name of both results for a policy of `jax.checkpoint`; "" names them not.
+    """
+    return _operator(choose("top_k", None, FORMS, x_RE=x_RE, count=count), count, name, x_RE)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _operator(chosen: Chosen, count: int, name: str, x_RE):
+    return _forward(chosen, count, name, x_RE)[0]
+
+
+def _forward(chosen: Chosen, count: int, name: str, x_RE):
+    results = chosen.function("top_k")(x_RE, count)
+    if name:
+        results = tuple(checkpoint_name(result, name) for result in results)
+    return results, (results[1], x_RE.shape[1])
+
+
+def _backward(chosen: Chosen, count: int, name: str, saved, gradients):
+    index_RA, numbers = saved
+    gradient_RA, _ = gradients
+    number_E = jnp.arange(numbers)
+    # A scatter would write one number after another.
+    gradient_RE = jnp.zeros((len(index_RA), numbers), gradient_RA.dtype)
+    for place in range(count):
+        chosen_RE = index_RA[:, place, None] == number_E
+        gradient_RE = jnp.where(chosen_RE, gradient_RA[:, place, None], gradient_RE)
+    return (gradient_RE,)
+
+
+_operator.defvjp(_forward, _backward)
+
+
+FORMS = (Form("xla", ("cpu", "gpu", "tpu"), dict(top_k=jax.lax.top_k)),)
