@@ -159,7 +159,7 @@ def draw_multi_token_prediction(c: ModelConfig) -> str:
                     f"{c.vocab_size:,} logits", weights=True),
     }  # fmt: skip
     flow = "token>tn state>sn tn>fc sn>fc fc>block block>norm norm>head"
-    return _draw("Multi-token prediction at depth 0", boxes, flow)
+    return _draw("Multi-token prediction of token t + 2", boxes, flow)
 
 
 def _draw(title: str, boxes: Mapping[str, Box], flow: str) -> str:

@@ -32,6 +32,7 @@ from qwen3next_jax.common.errors import (
     escape_lines,
     out_of_memory,
     require_path,
+    similar_folder,
 )
 from qwen3next_jax.common.storage import BucketPath, check_bucket, is_bucket, to_path
 from qwen3next_jax.config import (
@@ -50,6 +51,7 @@ from qwen3next_jax.config.files import (
     default_of,
     find_file,
     load_config_file,
+    settings_called,
 )
 from qwen3next_jax.config.reading import FlagText
 from qwen3next_jax.processes.launch import Launch, find_launch
@@ -186,7 +188,8 @@ def _parse(doc: str, argv: Sequence[str]) -> list[str]:
         sys.exit(_report(str(error)))
     except flags.UnrecognizedFlagError as error:
         hint = (
-            did_you_mean(error.flagname, _own_flags()).replace("'", "--", 1).replace("'", "")
+            (settings_called(error.flagname) if _reads_settings else "")
+            or did_you_mean(error.flagname, _own_flags()).replace("'", "--", 1).replace("'", "")
             or "; --help shows them"
         )
         sys.exit(_report(f"--{error.flagname}: no such flag{hint}"))
@@ -524,6 +527,7 @@ def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
         reason = "it has neither run.json nor config.json" if folder.exists() else "no such folder"
         raise UserError(
             f"--{flag}={path}: not the folder of a run, nor a Hugging Face directory ({reason})"
+            f"{similar_folder(folder)}"
         )
     if (folder / "run.json").exists():
         from qwen3next_jax.runs.folder import read_config

@@ -238,11 +238,11 @@ def _print(title: str, values: list[MetricValue]) -> None:
     """
     cells = {(value.kind, value.condition): str(value) for value in values}
     titles = {value.kind: value.metric.title for value in values}
-    conditions = list(dict.fromkeys(value.condition for value in values))
+    conditions = {value.condition: value.condition_text for value in values}
     if len(cells) == len(titles) * len(conditions) > len(titles):
         table = Table("", *titles.values())
-        for condition in conditions:
-            table.add_row(condition or "all", *(cells[kind, condition] for kind in titles))
+        for condition, text in conditions.items():
+            table.add_row(text or "all", *(cells[kind, condition] for kind in titles))
     else:
         table = Table("", "", show_header=False)
         for value in values:

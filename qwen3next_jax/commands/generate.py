@@ -20,6 +20,7 @@ from absl import flags
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.metrics import mtp_target
 
 
 def main() -> int:
@@ -248,10 +249,11 @@ class _Timer:
             if later := sum(n for _, n in self._pieces[1:]):
                 parts.append(f"then {later} tokens at {later / (last - first):,.0f} tokens/s")
         if _speculative.value and any(stream.drafted):
-            rates = ", ".join(f"{rate:.2f}" for rate in stream.accepted / stream.drafted)
+            shares = stream.accepted / stream.drafted
+            accepted = ", ".join(f"{mtp_target(d)} {share:.1%}" for d, share in enumerate(shares))
             parts.append(
-                f"{stream.tokens / stream.passes:.2f} tokens per trunk pass, drafts accepted by "
-                f"depth {rates}"
+                f"{stream.tokens / stream.passes:.2f} tokens per pass of the model, drafts "
+                f"accepted {accepted}"
             )
         parts.append(
             f"cache {_bytes(sum(size.values()))} (states {_bytes(size['state'])}, slots "

@@ -8,6 +8,7 @@ import contextlib
 import difflib
 import enum
 import os
+import pathlib
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -160,6 +161,17 @@ def short_repr(value: object) -> str:
         else "a number of more than 40 digits"
     )
     return text if len(text) <= 80 else text[:77] + "…"
+
+
+def similar_folder(path: os.PathLike) -> str:
+    """Returns a hint as `did_you_mean` does, with the folder beside `path` whose name is closest;
+    "" if `path` exists.
+    """
+    if not isinstance(path, pathlib.Path) or path.exists():
+        return ""
+    with contextlib.suppress(OSError):
+        return did_you_mean(path.name, (p.name for p in path.parent.iterdir() if p.is_dir()))
+    return ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -60,15 +60,29 @@ class MetricValue(NamedTuple):
     value: float
 
     @property
+    def condition_text(self) -> str:
+        """The condition as readers see it: the depth of multi-token prediction by its target."""
+        if self.kind.startswith("mtp_") and self.condition.isdecimal():
+            return mtp_target(int(self.condition))
+        return self.condition
+
+    @property
     def label(self) -> str:
         """The metric's title followed by the condition."""
-        return f"{self.metric.title} {self.condition}".strip()
+        return f"{self.metric.title} {self.condition_text}".strip()
 
     def __str__(self) -> str:
         """Returns the number in the format of its unit."""
         if not math.isfinite(self.value):
             return str(self.value)
         return format(self.value, _FORMATS.get(self.metric.unit, ".4g"))
+
+
+def mtp_target(depth: int) -> str:
+    """Returns what displays call a depth of multi-token prediction, by the token that it predicts:
+    "t+2" for depth 0. t+1 is the next token. Fields of events have the depth: "mtp_loss/0".
+    """
+    return f"t+{depth + 2}"
 
 
 def to_metric_values(values: Mapping[str, Any], metrics: Mapping[str, Metric]) -> list[MetricValue]:

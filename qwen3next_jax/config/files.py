@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, require_path, short_repr
+from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, default_config
 from qwen3next_jax.config.mixer import is_mixer_setting
 from qwen3next_jax.config.reading import FlagText, parse_flag
@@ -177,6 +178,15 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[tuple[str, str]]
         group[key] = parse_flag(text, default, f"--config.{name}={text}")
 
 
+def settings_called(name: str) -> str:
+    """Returns a hint with the flags of the settings whose dotted names are `name` or end in it, as
+    "train.steps" does in "steps"; "" if there is none.
+    """
+    found = [path for path in flatten(default_config()) if f".{path}".endswith(f".{name}")]
+    flags = " or ".join(f"--config.{path}=…" for path in found[:3])
+    return f" (did you mean {flags}?)" if found else ""
+
+
 def default_of(name: str) -> Any:
     """Returns the default of the setting with the dotted name `name`. For a mixer's setting this is
     FlagText(""), because only the mixers of the model know its type.
@@ -192,7 +202,7 @@ def default_of(name: str) -> Any:
         if not isinstance(settings, Mapping) or key not in settings:
             where = "--" + ".".join(("config", *path[: depth + 1]))
             known = settings if isinstance(settings, Mapping) else ()
-            hint = did_you_mean(key, known)
+            hint = (settings_called(key) if not depth else "") or did_you_mean(key, known)
             if known and not hint:
                 hint = f"; known here: {', '.join(known)}"
             raise UserError(f"{where}: no such setting{hint}")

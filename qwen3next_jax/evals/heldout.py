@@ -36,8 +36,8 @@ class Heldout(Evaluation):
         "loss": Metric("loss, nats per token", "nats", "lower"),
         "perplexity": Metric("perplexity per token", "", "lower"),
         "accuracy": Metric("accuracy", "share", "higher"),
-        "mtp_loss": Metric("MTP loss at depth", "nats", "lower"),
-        "mtp_acceptance": Metric("drafts accepted at depth", "share", "higher", main=True),
+        "mtp_loss": Metric("MTP loss", "nats", "lower"),
+        "mtp_acceptance": Metric("drafts accepted", "share", "higher", main=True),
         "targets": Metric("tokens predicted", "count"),
         "bytes": Metric("bytes predicted", "count"),
     }

@@ -4,6 +4,7 @@ axes. docs/report.md explains the numbers.
 
 import dataclasses
 import html
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from qwen3next_jax.common.metrics import MetricValue, evaluation_of_event, metric_values_of_event
+from qwen3next_jax.common.metrics import (
+    MetricValue,
+    evaluation_of_event,
+    metric_values_of_event,
+    mtp_target,
+)
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.common.storage import write_whole
 from qwen3next_jax.reporting.charts import (
@@ -230,7 +236,10 @@ def _runs_html(runs: Sequence[Run]) -> str:
     head = ["run", *(name for name, _ in shown), *names]
     rows = []
     for r, (run, summary) in enumerate(zip(runs, summaries, strict=True)):
-        cells = "".join(f'<td class="setting">{html.escape(v[r])}</td>' for _, v in shown)
+        cells = "".join(
+            f'<td class="setting"><span title="{text}">{text}</span></td>'
+            for text in (html.escape(values[r]) for _, values in shown)
+        )
         cells += "".join(f"<td>{html.escape(summary.get(name, '–'))}</td>" for name in names)
         rows.append(
             f'<tr data-run="{r}"><td><label><input type="checkbox" checked>'
@@ -249,7 +258,8 @@ def _runs_html(runs: Sequence[Run]) -> str:
         '<button id="none" type="button">none</button><span id="chosen"></span></div>'
         '<div id="groups" class="legend"></div>'
         '<div class="scroll"><table id="runs-table" class="numeric"><thead><tr>'
-        + "".join(f"<th>{html.escape(name)}</th>" for name in head)
+        # A name of a setting breaks after its dots, so that more columns are in sight.
+        + "".join(f"<th>{html.escape(name).replace('.', '.<wbr>')}</th>" for name in head)
         + f"</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
         f'<script id="settings" type="application/json">{settings}</script>'
     )
@@ -273,6 +283,11 @@ def warnings(runs: Sequence[Run]) -> list[str]:
             sentences.append(f"{run.name} has not recorded a training step yet.")
         elif not measured[run.name] and any(measured.values()):
             sentences.append(f"{run.name} has not recorded a held-out evaluation.")
+    if unmeasured := _without_layers(runs):
+        sentences.append(
+            f"Charts by layer are without {_names(unmeasured)}, where no layer was measured: "
+            "telemetry.diagnostics_every says after how many steps a run measures them (0: never)."
+        )
     last = {run.name: step for run in runs if (step := run.last("train", "step")) is not None}
     if len(set(last.values())) > 1:
         of_runs = ", ".join(f"{name}: {step:,}" for name, step in list(last.items())[:MANY_RUNS])
@@ -284,6 +299,24 @@ def warnings(runs: Sequence[Run]) -> list[str]:
             f"{compared}"
         )
     return sentences
+
+
+def _without_layers(runs: Sequence[Run]) -> list[Run]:
+    """Returns the runs that trained and did not measure their layers; none, where no run did."""
+    if not any(run.events.get("diagnostics") for run in runs):
+        return []
+    return [r for r in runs if r.events.get("train") and not r.events.get("diagnostics")]
+
+
+def _names(runs: Sequence[Run]) -> str:
+    """Returns the names of the runs, of the first MANY_RUNS if there are more."""
+    return ", ".join(run.name for run in runs[:MANY_RUNS]) + ", …" * (len(runs) > MANY_RUNS)
+
+
+def _not_measured(runs: Sequence[Run]) -> str:
+    """Returns what a chart of the runs' layers says of those that did not measure them."""
+    unmeasured = _without_layers(runs)
+    return f"Not measured: {_names(unmeasured)}." if unmeasured else ""
 
 
 def _steps_to_compare(runs: Sequence[Run]) -> dict[tuple[str, str], int]:
@@ -446,7 +479,7 @@ def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
     names = [name for run in runs for name in run.names("train", "mtp_loss/")]
     depths = {name.removeprefix("mtp_loss/") for name in names}
     depths = sorted((depth for depth in depths if depth.isdecimal()), key=int)
-    accepted = [(f"depth {d}", "heldout", f"mtp_acceptance/{d}") for d in depths]
+    targets = {depth: mtp_target(int(depth)) for depth in depths}
 
     def with_average(label: str, label_beside: str, metric: str) -> list[tuple[str, str, str]]:
         """Returns a held-out metric of the parameters, and of their average (train.ema) if a run
@@ -465,6 +498,7 @@ def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
                 [("training", "train", "loss"), *with_average("held-out", "held-out", "loss")],
                 marks,
                 fit_late=True,
+                note="Cross-entropy of the next token. A nat is 1.44 bits.",
             ),
             _chart_over_steps(
                 "Held-out bits per byte",
@@ -480,16 +514,17 @@ def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
             if any(_heldout_metric(run) == "accuracy" for run in runs)
             else "",
             _chart_over_steps(
-                "MTP loss by depth (nats per token)",
+                "MTP loss (nats per token)",
                 runs,
-                [(f"depth {d}", "train", f"mtp_loss/{d}") for d in depths],
+                [(target, "train", f"mtp_loss/{d}") for d, target in targets.items()],
                 marks,
                 fit_late=True,
+                note="Of the token after the next (t+2) and of later ones.",
             ),
             _chart_over_steps(
-                "MTP drafts accepted by depth, held-out text",
+                "MTP drafts accepted, held-out text",
                 runs,
-                accepted,
+                [(target, "heldout", f"mtp_acceptance/{d}") for d, target in targets.items()],
                 marks,
                 from_zero=True,
                 references=ACCEPTANCE[: len(depths)],
@@ -497,14 +532,11 @@ def _loss_charts(runs: Sequence[Run], marks) -> list[str]:
                 "finds most likely.",
             ),
             _chart_over_steps(
-                "Next-token accuracy in training",
+                "Accuracy in training",
                 runs,
                 [
-                    ("next token", "train", "top1"),
-                    *(
-                        (f"MTP depth {d} ({int(d) + 2} tokens ahead)", "train", f"mtp_top1/{d}")
-                        for d in depths
-                    ),
+                    ("next token, t+1", "train", "top1"),
+                    *((f"MTP {t}", "train", f"mtp_top1/{d}") for d, t in targets.items()),
                 ],
                 marks,
                 from_zero=True,
@@ -633,7 +665,9 @@ def _chart_by_group(
                         run=r if len(runs) > 1 else None,
                     )
                 )
-    return line_chart(title, lines, log=True, marks=marks) if lines else ""
+    if not lines:
+        return ""
+    return line_chart(title, lines, log=True, marks=marks, warning=_not_measured(runs))
 
 
 def _speed_charts(runs: Sequence[Run]) -> list[str]:
@@ -769,7 +803,10 @@ def _chart_over_layers(title: str, runs: Sequence[Run], name: str, **options: An
                 run=r,
             )
         )
-    return line_chart(title, lines, x_label="layer", x_names=names, **options) if lines else ""
+    if not lines:
+        return ""
+    options["warning"] = _not_measured(runs)
+    return line_chart(title, lines, x_label="layer", x_names=names, **options)
 
 
 def _layer_names(run: Run, count: int) -> list[str]:
@@ -1006,12 +1043,26 @@ def _configuration_html(runs: Sequence[Run]) -> str:
 
 def _setting_text(value: Any) -> str:
     if isinstance(value, list):
-        text = ", ".join(map(str, value))
-    elif value is None:
-        text = "–"
-    else:
-        text = str(value) or "''"
-    return text if len(text) <= 300 else text[:300] + " …"
+        if len(value) > 1 and all(isinstance(item, str) for item in value):
+            return _repeats_text(value)
+        return ", ".join(map(str, value))
+    return "–" if value is None else str(value) or "''"
+
+
+def _repeats_text(names: Sequence[str]) -> str:
+    """Writes names of which many are equal, such as those of layers: "3 × a, b" for a, a, a, b, and
+    "2 × (3 × a, b)" for this twice.
+    """
+    count = len(names)
+    period = next(p for p in range(1, count + 1) if names == names[:p] * (count // p))
+    parts = []
+    for name, group in itertools.groupby(names[:period]):
+        times = len(list(group))
+        parts.append(f"{times} × {name}" if times > 1 else name)
+    text = ", ".join(parts)
+    if period == count:
+        return text
+    return f"{count // period} × " + (f"({text})" if len(parts) > 1 else text)
 
 
 def _nonempty(charts: Iterable[str]) -> list[str]:

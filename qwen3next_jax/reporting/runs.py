@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import UserError, similar_folder
 from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.trees import flatten
 
@@ -163,7 +163,9 @@ def load_run(workdir: pathlib.Path) -> Run:
         if type(steps) is not int or not 0 <= steps < 2**63:
             raise ValueError("train.steps is not a number of steps")
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise UserError(f"{workdir}: not the folder of a run (it has no run.json)") from error
+        raise UserError(
+            f"{workdir}: not the folder of a run (it has no run.json){similar_folder(workdir)}"
+        ) from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, AttributeError) as error:

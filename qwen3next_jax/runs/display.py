@@ -19,7 +19,12 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from qwen3next_jax.common.metrics import evaluation_of_event, main_values, metric_values_of_event
+from qwen3next_jax.common.metrics import (
+    evaluation_of_event,
+    main_values,
+    metric_values_of_event,
+    mtp_target,
+)
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import mesh_text
 from qwen3next_jax.training.resolve import ResolvedRun
@@ -300,7 +305,7 @@ class Display:
             else ("accuracy", _number(v["top1"], ".1%")),
         ]
         cells += [
-            (_mtp_label(int(name.rpartition("/")[2])), _number(value, ".4f"))
+            (MTP_LOSS + mtp_target(int(name.rpartition("/")[2])), _number(value, ".4f"))
             for name, value in v.items()
             if name.startswith("mtp_loss/")
         ]
@@ -332,20 +337,14 @@ class Display:
         ]
 
 
-def _mtp_label(depth: int) -> str:
-    """Returns what the display calls the loss of multi-token prediction at a depth, by its target:
-    "mtp loss t+2" at depth 0. The main loss is that of t+1, the next token.
-    """
-    return f"mtp loss t+{depth + 2}"
-
-
+MTP_LOSS = "mtp loss "
 # The names of the values of a "train" event that a plain line shows; the panel shows all cells.
 PLAIN = (
     "stage",
     "loss",
     "bits/byte",
     "accuracy",
-    _mtp_label(0),
+    MTP_LOSS + mtp_target(0),
     "grad norm",
     "lr",
     "tokens/s",

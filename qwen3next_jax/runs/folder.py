@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
-from qwen3next_jax.common.errors import UserError, require, warn
+from qwen3next_jax.common.errors import UserError, require, similar_folder, warn
 from qwen3next_jax.common.events import has_events_file, iterate_events
 from qwen3next_jax.common.storage import BucketPath, StoreError
 from qwen3next_jax.common.trees import flatten
@@ -579,7 +579,9 @@ def read_run(workdir: pathlib.Path) -> dict[str, Any]:
         record = json_files.read(path)
         intact = record.pop("digest") == digests.sha256_json(record)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise UserError(f"{workdir}: not the folder of a run (it has no run.json)") from error
+        raise UserError(
+            f"{workdir}: not the folder of a run (it has no run.json){similar_folder(workdir)}"
+        ) from error
     except StoreError:
         raise
     except OSError as error:

@@ -2,13 +2,15 @@
 to `training.loop.Trainer`. Each hook is one class and uses no other hook.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
+from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.config import EvalConfig, TrainConfig
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import StopVote
@@ -172,6 +174,26 @@ class DiagnosticsHook(Hook):
         )
 
 
+def evaluation_events(run: ResolvedRun) -> set[str]:
+    """Returns the names (`event_name`) of the events that `EvaluationHook` and `SampleHook` write
+    when they are due.
+    """
+    names = set()
+    if has_room("evals"):
+        names |= {"heldout", *(f"suite {name}" for name in run.config.eval.suites)}
+        if run.config.train.ema:
+            names.add("heldout_average")
+    if run.config.eval.sample_tokens and has_room("inference"):
+        names.add("sample")
+    return names
+
+
+def event_name(event: Mapping[str, Any]) -> str:
+    """Returns the kind of an event; of an event of an evaluation in `eval.suites` also its name."""
+    kind = event["event"]
+    return f"suite {event.get('suite')}" if kind == "suite" else kind
+
+
 class EvaluationHook:
     """Runs the held-out evaluation, also on the average of the parameters (`train.ema`) if the run
     has it, and the evaluations in `eval.suites`, and writes an event with
@@ -284,6 +306,8 @@ class CheckpointHook(Hook):
         is_last = info.stopping or info.step == self._last_step
         with self._during("saving a checkpoint", compiles=False):
             self._checkpoints.save(info.step, info.state, may_skip=not is_last)
+            if info.stopping:  # the hooks after this one may take longer than the process is given
+                self._checkpoints.wait()
 
     def write_events(self) -> None:
         """Writes the events of the saves that have ended since the last call."""

@@ -10,7 +10,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +49,7 @@ class MetricsFile:
         steps_before: int,
         listeners: Sequence[Listener] = (),
         pieces: Any = None,
+        repeated: Collection[str] = (),
     ):
         """Opens the file and removes events after step `steps_before`, because this process repeats
         the steps of these events. Events of the kinds in HISTORY stay. `start` records how many
@@ -60,11 +61,13 @@ class MetricsFile:
           steps_before: number of steps of the run that are already taken.
           listeners: functions that are called with each event.
           pieces: the pieces of the file, if it is in a bucket.
+          repeated: kinds of events that this process writes again for step `steps_before`; these
+            are removed as well.
         """
         self._path, self._listeners = path, tuple(listeners)
         self._file, self._unwritten, self._pieces = None, b"", pieces
         if pieces is not None:
-            before = self._remove_events_from_pieces(steps_before)
+            before = self._remove_events_from_pieces(steps_before, repeated)
             lost_steps = max(before["step"] - steps_before, 0)
             self._previous = {"previous_end": before["end"], "lost_steps": lost_steps}
         elif path is not None:
@@ -74,7 +77,7 @@ class MetricsFile:
                 last_step = event["step"] if event["event"] == "train" else last_step
             lost_steps = max(last_step - steps_before, 0)
             self._previous = {"previous_end": end, "lost_steps": lost_steps}
-            self._remove_events_after(steps_before)
+            self._remove_events_after(steps_before, repeated)
 
     def __enter__(self):
         return self
@@ -156,17 +159,17 @@ class MetricsFile:
             os.close(self._file)
             self._remove_events_after(step)
 
-    def _remove_events_from_pieces(self, last_step: int) -> Event:
+    def _remove_events_from_pieces(self, last_step: int, repeated: Collection[str] = ()) -> Event:
         """Does what `_remove_events_after` does; returns what `MetricsPieces.keep` returns."""
         return self._pieces.keep(
-            lambda event: event["step"] <= last_step or event["event"] in HISTORY,
+            lambda event: _is_kept(event, last_step, repeated),
             # Events before this one are about earlier steps.
             lambda event: event["event"] == "train" and event["step"] <= last_step,
         )
 
-    def _remove_events_after(self, last_step: int) -> None:
-        """Rewrites the file without the events after `last_step`, but with all events of the kinds
-        in HISTORY, and opens it.
+    def _remove_events_after(self, last_step: int, repeated: Collection[str] = ()) -> None:
+        """Rewrites the file without the events after `last_step` and those of `last_step` of the
+        kinds in `repeated`, but with all events of the kinds in HISTORY, and opens it.
 
         Raises:
           UserError: the file cannot be written.
@@ -177,7 +180,7 @@ class MetricsFile:
                 file.writelines(
                     line.rstrip("\n") + "\n"
                     for line, event in iterate_events(self._path)
-                    if event["step"] <= last_step or event["event"] in HISTORY
+                    if _is_kept(event, last_step, repeated)
                 )
                 file.flush()
                 os.fsync(file.fileno())  # without this, a power failure may leave an empty file
@@ -188,6 +191,14 @@ class MetricsFile:
             ) from error
         os.replace(temporary, self._path)
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+
+
+def _is_kept(event: Event, last_step: int, repeated: Collection[str]) -> bool:
+    """Whether a process that begins after `last_step` keeps an event of the one before it."""
+    if event["event"] in HISTORY:
+        return True
+    is_repeated = event["step"] == last_step and event["event"] in repeated
+    return event["step"] <= last_step and not is_repeated
 
 
 def _finite_or_text(value: Any) -> Any:
@@ -306,10 +317,16 @@ class ReportWriter:
 
 
 def open_metrics(
-    run: ResolvedRun, workdir: pathlib.Path, steps_before: int, display: Listener, lock: Any
+    run: ResolvedRun,
+    workdir: pathlib.Path,
+    steps_before: int,
+    display: Listener,
+    lock: Any,
+    repeated: Collection[str] = (),
 ) -> MetricsFile:
     """Opens the run's metrics.jsonl, with the display and the loggers of `config.telemetry` as
-    listeners. Only process 0 writes. `lock` is the lock of `workdir`.
+    listeners. Only process 0 writes. `lock` is the lock of `workdir`; `repeated` is as in
+    `MetricsFile`.
     """
     if jax.process_index():
         return MetricsFile(None, steps_before)
@@ -325,7 +342,7 @@ def open_metrics(
         from qwen3next_jax.runs.metrics_pieces import MetricsPieces
 
         pieces = MetricsPieces(path, lock, config.checkpoint.patience)
-    return MetricsFile(path, steps_before, [*listeners, ReportWriter(workdir)], pieces)
+    return MetricsFile(path, steps_before, [*listeners, ReportWriter(workdir)], pieces, repeated)
 
 
 def describe_environment(mesh: Mesh) -> dict[str, Any]:

@@ -127,7 +127,8 @@ def train(
     opened = _open_folder(run, data, workdir, restart, lock)
     with lock, _open_checkpoints(workdir, run, lock) as checkpoints:
         saved_step = checkpoints.newest_good_step() or 0
-        if saved_step >= run.steps:
+        missing = _missing_evaluations(run, workdir, opened.changes, saved_step)
+        if saved_step > run.steps or saved_step == run.steps and not missing:
             return _end_of_finished_run(run, workdir, saved_step, tokenizer)
         checkpoints.begin(saved_step)
         check_shared_folder(checkpoints.directory, run.config.parallel.start_timeout)
@@ -139,7 +140,7 @@ def train(
             Display(
                 _title(run, data, opened, start), run.stages, start.step, is_process_0()
             ) as display,
-            open_metrics(run, workdir, start.step, display, lock) as metrics,
+            open_metrics(run, workdir, start.step, display, lock, missing) as metrics,
             Signals(display.say) as signals,
             Watchdog(workdir, jax.process_index()) as watchdog,
             Profiler(run.config.profile, workdir, metrics.write) as profiler,
@@ -180,6 +181,9 @@ def train(
             rewinder = Rewinder(
                 run, data, start.cursors, opened.parent, opened.files, checkpoints, metrics
             )
+            if missing:
+                watchdog.allow(run.config.train.compile_timeout, "an evaluation", start.step)
+                trainer.call_after_stop(start.step, start.state)
             try:
                 step, state, last_metrics = _take_steps(
                     trainer, start.state, start.step, rewinder, watchdog
@@ -282,6 +286,36 @@ def _open_checkpoints(
 
         return BucketCheckpoints(workdir, run.config.checkpoint, stage_ends, lock)
     return Checkpoints(workdir, run.config.checkpoint, stage_ends, run.assignment.frozen_paths)
+
+
+def _missing_evaluations(
+    run: ResolvedRun, workdir: pathlib.Path, changes: Sequence[Change], step: int
+) -> frozenset[str]:
+    """Returns the kinds of events that evaluations and samples write, if the record of `step`, the
+    newest checkpoint, does not hold all of them. A run that is asked to stop saves before it
+    evaluates, and may be killed in between.
+
+    Args:
+      changes: the changes since the last start. If they are about what is evaluated when, nothing
+        is missing: the run was to evaluate something else.
+    """
+
+    def find() -> frozenset[str]:
+        recorded = {
+            hooks.event_name(event)
+            for _, event in iterate_events(workdir / "metrics.jsonl")
+            if event["step"] == step
+        }
+        # A run that begins with the state of another has a checkpoint, but did not take this step.
+        if "train" not in recorded or "hook_failed" in recorded:
+            return frozenset()
+        expected = hooks.evaluation_events(run)
+        missing = not expected <= recorded
+        return frozenset(name.partition(" ")[0] for name in expected if missing)
+
+    if not step or any(c.name.startswith(("config.eval", "config.train")) for c in changes):
+        return frozenset()
+    return broadcast_from_process_0(find)
 
 
 # ---- State
@@ -425,7 +459,8 @@ def _add_hooks(
     saving: hooks.CheckpointHook,
 ) -> hooks.EvaluationHook | None:
     """Adds all hooks to the trainer. They are called in this order; `saving` is the last, so the
-    metrics of a step are written before its checkpoint.
+    metrics of a step are written before its checkpoint. Only at a stop do evaluations and samples
+    follow it: they may take longer than the process is given.
 
     Args:
       display: shows what the run waits for while a hook works.
@@ -456,12 +491,19 @@ def _add_hooks(
     evaluation = None
     if has_room("evals"):
         evaluation = hooks.EvaluationHook(trainer, metrics, config.eval, tokenizer, display.during)
-        trainer.add_hook(evaluation, every=config.eval.every, at_stage_end=True, name="eval.every")
+        trainer.add_hook(
+            evaluation,
+            every=config.eval.every,
+            at_stage_end=True,
+            after_stop=True,
+            name="eval.every",
+        )
     if config.eval.sample_tokens and has_room("inference"):
         trainer.add_hook(
             hooks.SampleHook(run, metrics, config.eval, tokenizer, display.during),
             every=config.eval.every,
             at_stage_end=True,
+            after_stop=True,
             name="eval.sample_tokens",
         )
     for name in config.train.hooks:
@@ -517,11 +559,11 @@ def _divergence_at_last_step(
     guards to end the run; "" if it did not diverge.
 
     Args:
-      metrics: the metrics of the last step.
+      metrics: the metrics of the last step; {} if an earlier process has taken it.
       state: the train state after the last step.
       evaluation: the hook that evaluated the last step; None if nothing is evaluated.
     """
-    if int(metrics["flags"]) & NON_FINITE:
+    if metrics and int(metrics["flags"]) & NON_FINITE:
         return (
             f"the last {int(state['guards']['skipped_in_a_row'])} updates were skipped, because "
             "the loss or the gradient was not finite"

@@ -258,6 +258,7 @@ class _Registered:
     every: tuple[int, ...]
     at_stage_end: bool
     at_stop: bool
+    after_stop: bool
     required: bool
 
     def is_due(self, step: int, ends_stage: bool, stopping: bool) -> bool:
@@ -386,6 +387,7 @@ class Trainer:
         every: int | Sequence[int] = 1,
         at_stage_end: bool = False,
         at_stop: bool = False,
+        after_stop: bool = False,
         name: str = "",
         required: bool = False,
     ) -> None:
@@ -402,6 +404,9 @@ class Trainer:
             these numbers; 0: no such calls.
           at_stage_end: whether the hook is also called after the last step of every stage.
           at_stop: whether the hook is also called after the step at which the run is stopped.
+          after_stop: whether the hook, if it is due after the step at which the run is stopped, is
+            called after the hooks without `after_stop`, one of which saves. `call_after_stop` calls
+            it with a `StepInfo` that has no batch and no metrics.
           name: the hook's name in messages; default: the name of the function or class.
           required: whether training needs the hook. An error in a required hook ends the run with
             this error; errors in other hooks go to `on_hook_error`.
@@ -410,7 +415,9 @@ class Trainer:
             named = hook if hasattr(hook, "__qualname__") else type(hook)
             name = f"{named.__module__}:{named.__qualname__}"
         periods = (every,) if isinstance(every, int) else tuple(every)
-        self._hooks.append(_Registered(hook, name, periods, at_stage_end, at_stop, required))
+        self._hooks.append(
+            _Registered(hook, name, periods, at_stage_end, at_stop, after_stop, required)
+        )
 
     def stop(self) -> None:
         """Makes `train` return after the current step."""
@@ -455,6 +462,8 @@ class Trainer:
             # Hooks
             ends_stage = step == self.stage.last_step
             due = [hook for hook in self._hooks if hook.is_due(step, ends_stage, self._stopping)]
+            if self._stopping:  # who asked for the stop may not wait for evaluations: save first
+                due.sort(key=lambda hook: hook.after_stop)
             if due:
                 jax.block_until_ready(metrics)
                 self._end_step(step, metrics, state)
@@ -469,6 +478,18 @@ class Trainer:
             if self._stopping:
                 break
         return step, state, metrics
+
+    def call_after_stop(self, step: int, state: State) -> None:
+        """Calls the hooks with `after_stop` that are due after `step`, before `train` continues
+        from there: the process that took the step was killed after its save, before they had ended.
+        """
+        number = stage_number(self._cursors, step)
+        stage, self.data = self.run.stages[number], self._all_data[number]
+        ends_stage = step == stage.last_step
+        info = StepInfo(step, stage, state, {}, {}, ends_stage, stopping=False)
+        for registered in self._hooks:
+            if registered.after_stop and registered.is_due(step, ends_stage, stopping=False):
+                self._call(registered, registered.hook, step, info)
 
     def _begin_stage(self, step: int, state: State) -> Iterator[dict]:
         """Switches to the stage of `step`. If the step before belongs to another stage, this

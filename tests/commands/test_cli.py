@@ -57,6 +57,14 @@ MISTAKES = [
     ),
     (["train.py", TINY, "--workdri=x"], "--workdri: no such flag (did you mean --workdir?)"),
     (
+        ["train.py", TINY, "--learning_rate=1"],
+        "--learning_rate: no such flag (did you mean --config.optimizer.learning_rate=…?)",
+    ),
+    (
+        ["train.py", TINY, "--config.learning_rate=1"],
+        "--config.learning_rate: no such setting (did you mean --config.optimizer.learning_rate=…",
+    ),
+    (
         ["train.py", "--config=configs/tiy.py"],
         "--config=configs/tiy.py: no such file (did you mean 'tiny.py'?)",
     ),
@@ -103,6 +111,10 @@ MISTAKES = [
     (
         [*GENERATE, "--model=nowhere"],
         "--model=nowhere: not the folder of a run, nor a Hugging Face directory (no such folder)",
+    ),
+    (
+        [*GENERATE, "--model=tests/fixtures/qwen3_nxt_tiny"],
+        "(no such folder) (did you mean 'qwen3_next_tiny'?)",
     ),
     (
         [*GENERATE, "--model=nowhere", "--max_new_tokens=0"],

@@ -14,7 +14,7 @@ from benchmarks.report import open_in_chromium, write_run
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data.pipeline import TextData
-from qwen3next_jax.reporting import runs
+from qwen3next_jax.reporting import page, runs
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.reporting.charts import Axis
 from qwen3next_jax.reporting.runs import DOWN, LOST, OTHER, STARTING, TRAINING, load_run
@@ -187,15 +187,19 @@ def test_runs_at_different_steps_are_compared_at_the_last_common_step(tmp_path):
 
 
 def test_a_run_without_some_metrics_is_one_line_on_a_page_of_several(tmp_path):
-    for name, kinds in {"a": "train heldout", "b": "start", "c": "train"}.items():
+    kinds_of_runs = {"a": "train heldout diagnostics", "b": "start", "c": "train diagnostics"}
+    for name, kinds in (kinds_of_runs | {"d": "train heldout"}).items():
         write_run(tmp_path / name, steps=100)
         path = tmp_path / name / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True)
         path.write_text("".join(x for x in lines if json.loads(x)["event"] in kinds.split()))
-    write_report([tmp_path / name for name in "abc"], tmp_path / "page.html")
+    write_report([tmp_path / name for name in "abcd"], tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
-    warnings = re.findall('<p class="warning">(.*?)</p>', text)
+    *warnings, layers = re.findall('<p class="warning">(.*?)</p>', text)
     assert [warning.split()[0] for warning in warnings] == ["b", "c"]
+    assert " without d," in layers and "telemetry.diagnostics_every" in layers
+    by_layer = [f for f in re.findall("<figure.*?</figure>", text, re.S) if " by layer<" in f]
+    assert by_layer and all("Not measured: d." in figure for figure in by_layer)
 
 
 def test_ticks_of_steps_are_whole_numbers():
@@ -269,6 +273,21 @@ def test_a_step_logged_with_its_compilation_is_no_training():
     assert runs.goodput(runs.wall_time_spans(runs.run_from_events("r", {}, events)))[
         TRAINING
     ] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    "layers, text",
+    [
+        ("a a a b a a a b", "2 × (3 × a, b)"),
+        ("a a a", "3 × a"),
+        ("a b a", "a, b, a"),
+        ("b a a a b", "b, 3 × a, b"),
+        ("a b a b", "2 × (a, b)"),
+        ("a", "a"),
+    ],
+)
+def test_equal_layers_of_a_setting_are_counted(layers, text):
+    assert page._setting_text(layers.split()) == text
 
 
 def test_differences_name_what_differs(folder):

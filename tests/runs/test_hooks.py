@@ -1,9 +1,13 @@
 """Hooks of a user's own: when they are called, what they see, and what happens when one fails."""
 
+import functools
+
 import pytest
 
 from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.common.events import read_events
+from qwen3next_jax.runs.telemetry import MetricsFile
+from qwen3next_jax.training.loop import Hook
 from tests.in_process import train
 from tests.runs.test_branching import with_
 from tests.runs.test_stages import DENSE, Stage
@@ -15,10 +19,13 @@ def with_train(**changes):
         train={"steps": 6, "stages": (Stage(3), Stage(3, schedule="linear")), **changes},
         model=DENSE,
         checkpoint={"every": 4},
+        eval={"suites": ("mqar",), "suite_rows": 2, "suite_lengths": (32,), "suite_pairs": (4,)},
     )
 
 
-def test_a_hook_is_called_when_it_is_due_with_what_the_step_gave(tmp_path):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run, and what its hooks saw: (when a hook is due, `StepInfo`)."""
     seen = []
 
     def add(trainer):
@@ -29,14 +36,27 @@ def test_a_hook_is_called_when_it_is_due_with_what_the_step_gave(tmp_path):
         ):
             trainer.add_hook(lambda info, name=name: seen.append((name, info)), **when)
 
-    assert train(with_train(), tmp_path, add_hooks=add) == 0
+    folder = tmp_path_factory.mktemp("run")
+    assert train(with_train(), folder, add_hooks=add) == 0
+    return folder, seen
+
+
+def measured(folder):
+    """What a run recorded of its steps and evaluations, without times and speeds."""
+    names = ("event", "step", "loss", "grad_norm", "accuracy")
+    events = read_events(folder / "metrics.jsonl")
+    return [
+        {name: event[name] for name in names if name in event}
+        for event in events
+        if event["event"] in ("train", "heldout", "suite")
+    ]
+
+
+def test_a_hook_is_called_when_it_is_due_with_what_the_step_gave(run):
+    folder, seen = run
     steps = {name: [i.step for n, i in seen if n == name] for name, _ in seen}
     assert steps == {"every 2": [2, 4, 6], "2 and 3": [2, 3, 4, 6], "ends": [3, 6]}
-    losses = {
-        e["step"]: e["loss"]
-        for e in read_events(tmp_path / "metrics.jsonl")
-        if e["event"] == "train"
-    }
+    losses = {e["step"]: e["loss"] for e in measured(folder) if e["event"] == "train"}
     for _, info in seen:
         assert float(info.metrics["loss"]) == losses[info.step]
         assert info.stage.last_step == (3 if info.step <= 3 else 6)
@@ -50,8 +70,44 @@ def add(trainer):
 """
 
 
+class Killed(BaseException):
+    """Stands for a SIGKILL."""
+
+
+def test_a_stopped_run_saves_first_and_what_it_then_could_not_evaluate_follows(
+    run, tmp_path, monkeypatch
+):
+    """The run is asked to stop in the last step of a stage and in its own last step, and killed
+    between the two evaluations that are due there. Its record is that of the undisturbed run.
+    """
+
+    def stop_at(last, trainer):
+        class Stop(Hook):
+            def after_dispatch(self, step, pending):
+                if step == last:
+                    trainer.stop()
+
+        def write(self, event, step, **values):
+            if event == "suite" and step == last:
+                assert (tmp_path / "checkpoints" / str(step) / "manifest.json").exists()
+                raise Killed
+            written(self, event, step, **values)
+
+        trainer.add_hook(Stop(), every=0)
+        monkeypatch.setattr(MetricsFile, "write", write)
+
+    written = MetricsFile.write
+    for last in (3, 6):
+        with pytest.raises(Killed):
+            train(with_train(), tmp_path, add_hooks=functools.partial(stop_at, last))
+        assert measured(tmp_path)[-1]["event"] == "heldout"
+    monkeypatch.setattr(MetricsFile, "write", written)
+    assert train(with_train(), tmp_path) == 0
+    assert measured(tmp_path) == measured(run[0]) and measured(run[0])[-1]["event"] == "suite"
+
+
 def test_a_hook_that_fails_ends_the_run_or_is_passed_over_by_a_setting(
-    tmp_path, monkeypatch, capsys
+    run, tmp_path, monkeypatch, capsys
 ):
     """The run with the failing hook is bitwise the run without it."""
     (tmp_path / "failing_hooks.py").write_text(FAILING)
@@ -60,18 +116,12 @@ def test_a_hook_that_fails_ends_the_run_or_is_passed_over_by_a_setting(
         train(with_train(hooks=("failing_hooks:add",)), tmp_path / "stops")
     assert told.value.exit_code == ExitCode.CRASHED and "\n" not in str(told.value)
 
-    assert train(with_train(), tmp_path / "alone") == 0
     going_on = with_train(hooks=("failing_hooks:add",), on_hook_error="continue")
     assert train(going_on, tmp_path / "goes on") == 0
     assert capsys.readouterr().err.count("my hook") == 3
-    events = {name: read_events(tmp_path / name / "metrics.jsonl") for name in ("alone", "goes on")}
-    failed = [e["step"] for e in events["goes on"] if e["event"] == "hook_failed"]
-    assert failed == [2, 4, 6]
-    curves = [
-        [(e["step"], e["loss"], e["grad_norm"]) for e in found if e["event"] == "train"]
-        for found in events.values()
-    ]
-    assert curves[0] == curves[1]
+    events = read_events(tmp_path / "goes on" / "metrics.jsonl")
+    assert [e["step"] for e in events if e["event"] == "hook_failed"] == [2, 4, 6]
+    assert measured(tmp_path / "goes on") == measured(run[0])
 
 
 @pytest.mark.parametrize("name", ["hooks", "no_such_module:add", "sys:no_such_name"])

@@ -162,7 +162,7 @@ def test_the_live_display_shows_everything_at_any_width(width):
         "checkpoint step 125",
         "skipped 3",
         "step 121  update skipped: gradient not finite",
-        "heldout  bits per byte 2.7410  drafts accepted at depth 0 75.0%",
+        "heldout  bits per byte 2.7410  drafts accepted t+2 75.0%",
         "return [bold]x[/]",
     ):
         assert shown in screen, shown
