@@ -7,8 +7,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
+from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 
@@ -34,7 +34,7 @@ def _operator(chosen: Chosen, count: int, name: str, x_RE):
 def _forward(chosen: Chosen, count: int, name: str, x_RE):
     results = chosen.function("top_k")(x_RE, count)
     if name:
-        results = tuple(checkpoint_name(result, name) for result in results)
+        results = save_for_backward(results, name)
     return results, (results[1], x_RE.shape[1])
 
 

@@ -13,8 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from qwen3next_jax import kernels as plugin
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.layers import Context
+from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.model.remat import keeps_hidden, rematerialized
 from qwen3next_jax.ops import attention, gated_delta_rule, implementations
 from qwen3next_jax.ops.compile_target import CompileTarget, compile_target, compiling_for
 from qwen3next_jax.ops.implementations import Form, choose
@@ -171,3 +176,58 @@ def test_a_function_that_jax_has_traced_is_traced_anew_for_another_platform():
     with compiling_for("tpu"):
         assert kernels() == [1, 1]
     assert kernels() == [0, 0]
+
+
+def kernel_calls(jaxpr) -> list[str]:
+    """The names of the kernels that a traced program calls, as often as it calls them."""
+    names = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            names.append(eqn.params["name"])
+            continue
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda value: hasattr(value, "eqns")
+        ):
+            if hasattr(inner, "eqns"):
+                names += kernel_calls(getattr(inner, "jaxpr", inner))
+    return names
+
+
+@pytest.mark.parametrize("policy, runs", [("kept", 1), ("block", 2)])
+def test_what_a_policy_saves_is_not_computed_again(policy, runs):
+    """Three convolutions and the gated norm. The choice of experts is saved by both policies."""
+    config = ModelConfig(
+        hidden_size=128,
+        num_hidden_layers=1,
+        full_attention_interval=0,
+        num_experts=16,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        linear_num_key_heads=1,
+        linear_num_value_heads=1,
+        dtype="bfloat16",
+    )
+    layer = config.block.resolve("placement")
+    graphdef, params = nnx.split(
+        nnx.eval_shape(
+            lambda: layer(config, "gated_deltanet", True, Make(config, nnx.Rngs(0)), (0,))
+        )
+    )
+
+    def apply(params, x_BTD):
+        positions_BT = jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2])
+        context = Context(
+            positions_BT, jnp.ones_like(positions_BT), keep_hidden=keeps_hidden(policy)
+        )
+        return nnx.merge(graphdef, params)(x_BTD, context, None)[0]
+
+    def loss(params, x_BTD):
+        return jnp.sum(rematerialized(apply, policy)(params, x_BTD).astype(jnp.float32))
+
+    x_BTD = jax.ShapeDtypeStruct((1, 256, 128), jnp.bfloat16)
+    with compiling_for("tpu"):
+        calls = kernel_calls(jax.jit(jax.grad(loss)).trace(params, x_BTD).jaxpr)
+    assert calls.count("causal_conv1d_forward") == 3 * runs
+    assert calls.count("gated_norm_forward") == runs
+    assert calls.count("top_k") == 1
