@@ -195,7 +195,7 @@ class Display:
     def set_elapsed(self, seconds: float) -> None:
         """Makes the live panel show that the run has taken `seconds` so far, for a recorded run."""
         for task in self._progress.tasks:
-            task.start_time = self._progress.get_time() - seconds
+            task.start_time, task.stop_time = 0.0, seconds
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Shows one event of metrics.jsonl."""
