@@ -696,11 +696,11 @@ def test_released_weights_are_read_in_pieces_onto_a_mesh(fixture, monkeypatch):
         return values
 
     whole = nnx.to_pure_dict(nnx.state(load_hf(FIXTURES / fixture), nnx.Param))
-    monkeypatch.setattr(arrays, "MAX_PIECE_BYTES", 4000)
+    monkeypatch.setattr(arrays, "MAX_PIECE_BYTES", 14_000)
     monkeypatch.setattr(huggingface, "read_parameter_slice", read_and_note)
     run = released_run(fixture, ALL_AXES)
     params = huggingface.load_params(FIXTURES / fixture, run.abstract_state["params"])
-    assert max(sizes) <= 4000
+    assert max(sizes) <= 14_000
     table = params["layers"][1]["embedding"]["table"]
     assert len({shard.index for shard in table.addressable_shards}) == 8
     jax.tree.map(np.testing.assert_array_equal, params, whole)
