@@ -2,10 +2,11 @@
 on eight virtual devices and on one.
 
 The suite tests one mesh with a recurrent layer, a module of multi-token prediction, whose layer is
-one of attention, and four steps. `pytest -m slow tests/sharding/test_parallel_equality.py` tests two periods on every axis
-alone with 2, 4 and 8 devices, on the meshes 2×2×2 of any three axes, and with both ways to exchange
-the experts' tokens. The eight virtual devices (conftest) cost the other tests nothing: these use
-the first device, and a program for one device is the same whether there are others or not.
+one of attention, and four steps. `pytest -m slow tests/sharding/test_parallel_equality.py` tests
+two periods on every axis alone with 2, 4 and 8 devices, on the meshes 2×2×2 of any three axes, and
+with both ways to exchange the experts' tokens. The eight virtual devices (conftest) cost the other
+tests nothing: these use the first device, and a program for one device is the same whether there
+are others or not.
 """
 
 import dataclasses
