@@ -302,24 +302,31 @@ def _choices(model: Qwen3Next, cases: dict[str, np.ndarray], hidden_states) -> d
     """What is chosen by integers, under the names of the cases: rows of n-grams, and the tokens
     that the first layer with sparse attention sees.
     """
-    config, tokens, found = model.config, jnp.asarray(cases["input_ids"]), {}
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    if config.ple.layer_ids:
-        ids = config.ple.module().ids(config, 0, tokens, positions)
-        found["ngram_ids.first_ple_layer"] = ids
-    if "qsa" in config.mixers:
-        layer = config.mixers.index("qsa")
-        stack = next(i for i, layers in enumerate(config.stacks) if layer in layers)
-        graph, params = nnx.split(model.layers[stack])
-        which = config.stacks[stack].index(layer)
-        block = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[which], params))
-        context, h = Context(positions, tokens=tokens), hidden_states[layer]
-        if block.embedding is not None:
-            h = h + block.embedding(h, context)[0]
-        found["selected.first_attention_layer"] = block.mixer.seen(
-            block.around(h, "mixer", context)[0], context
-        )
-    return found
+    config = model.config
+    graph, state = nnx.split(model)
+
+    @jax.jit  # operation by operation, it would be 200 programs
+    def choices(state, tokens, hidden_states):
+        model, found = nnx.merge(graph, state), {}
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        if config.ple.layer_ids:
+            ids = config.ple.module().ids(config, 0, tokens, positions)
+            found["ngram_ids.first_ple_layer"] = ids
+        if "qsa" in config.mixers:
+            layer = config.mixers.index("qsa")
+            stack = next(i for i, layers in enumerate(config.stacks) if layer in layers)
+            block_graph, params = nnx.split(model.layers[stack])
+            which = config.stacks[stack].index(layer)
+            block = nnx.merge(block_graph, jax.tree.map(lambda leaf: leaf[which], params))
+            context, h = Context(positions, tokens=tokens), hidden_states[layer]
+            if block.embedding is not None:
+                h = h + block.embedding(h, context)[0]
+            found["selected.first_attention_layer"] = block.mixer.seen(
+                block.around(h, "mixer", context)[0], context
+            )
+        return found
+
+    return choices(state, jnp.asarray(cases["input_ids"]), hidden_states)
 
 
 def _fuse_experts(tensors: dict[str, np.ndarray], experts: int) -> dict[str, np.ndarray]:

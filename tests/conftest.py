@@ -5,11 +5,16 @@ and skipping of tests that need a folder which is missing.
 import gc
 import os
 import pathlib
+import sys
 
-# Tests, and the processes that they start, reuse the programs that earlier tests compiled.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
-    pathlib.Path(__file__).parents[1] / "runs" / "test_compilation_cache"
-)
+RUNS = pathlib.Path(__file__).parents[1] / "runs"
+# Tests, and the processes that they start, reuse the programs that earlier tests compiled,
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(RUNS / "test_compilation_cache")
+# and the bytecode of modules. Where the environment forbids Python to write it beside the sources,
+# each process would read the sources of JAX again, for 6 seconds.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(RUNS / "test_bytecode")
+    sys.dont_write_bytecode = False
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Nearly all of the suite's time is compilation, and a third of that is LLVM's optimisation, which

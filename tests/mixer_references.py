@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from models import numpy_draws
+from models import drawn
 
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context
@@ -120,10 +120,11 @@ def errors(name, config, dtype, length, seed=0, added=None, of_reference=False):
     of_reference: instead of the reference itself, computed in `dtype`.
     """
     config = dataclasses.replace(config, dtype=dtype)
-    with numpy_draws(seed):
-        graph, params = nnx.split(mixer_class(name)(config, Make(config, nnx.Rngs(seed)), (0,)))
+    layer = drawn(lambda: mixer_class(name)(config, Make(config, nnx.Rngs(seed)), (0,)), seed)
+    graph, params = nnx.split(layer)
     rng = np.random.default_rng(seed)
-    rounded = lambda x: jnp.asarray(x, dtype).astype(jnp.float32)
+    # by NumPy, which does not compile a program for each shape
+    rounded = lambda x: np.asarray(x).astype(jnp.dtype(dtype)).astype(np.float32)
     params = jax.tree.map(
         lambda p: p.replace(rounded(p[...]) if p.declared.operand else p[...]),
         params,
@@ -140,6 +141,7 @@ def errors(name, config, dtype, length, seed=0, added=None, of_reference=False):
     positions = jnp.arange(length, dtype=jnp.int32)[None]
 
     @jax.jit
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def ours(params, x):
         y, _, _ = nnx.merge(graph, params)(x[None].astype(dtype), Context(positions))
         return jnp.sum(y[0].astype(jnp.float32) * dy), y[0]
@@ -148,7 +150,7 @@ def errors(name, config, dtype, length, seed=0, added=None, of_reference=False):
         narrow = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, dtype), tree)
         (_, y), d = _gradient(name, config)(*map(narrow, (nnx.to_pure_dict(params), x, dy)))
     else:
-        (_, y), d = jax.value_and_grad(ours, argnums=(0, 1), has_aux=True)(params, x)
+        (_, y), d = ours(params, x)
         d = (nnx.to_pure_dict(d[0]), d[1])
     with jax.enable_x64(True):
         wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), tree)

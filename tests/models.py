@@ -4,7 +4,7 @@ XLA takes 6 seconds to compile `jax.random.normal` for all parameters of a small
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import jax
@@ -21,13 +21,21 @@ def numpy_draws(seed: int = 0) -> Iterator[None]:
     rng = np.random.default_rng(seed)
 
     def normal(key, shape=(), dtype=jnp.float32):
-        return jnp.asarray(rng.normal(size=shape), dtype)
+        return rng.normal(size=shape).astype(dtype)
 
     with mock.patch.object(jax.random, "normal", normal):
         yield
 
 
+def drawn(make: Callable[[], nnx.Module], seed: int = 0) -> nnx.Module:
+    """The module that `make` makes, with normal start values that NumPy draws. One program makes
+    all parameters: outside of one, each operation on each shape would be a program.
+    """
+    graphdef, _ = nnx.split(nnx.eval_shape(make))
+    with numpy_draws(seed):
+        return nnx.merge(graphdef, jax.jit(lambda: nnx.state(make()))())
+
+
 def drawn_model(config: ModelConfig) -> Qwen3Next:
     """A model whose normal start values NumPy draws."""
-    with numpy_draws():
-        return Qwen3Next(config, rngs=nnx.Rngs(0))
+    return drawn(lambda: Qwen3Next(config, rngs=nnx.Rngs(0)))

@@ -290,7 +290,7 @@ def _open_checkpoints(
 
 def _missing_evaluations(
     run: ResolvedRun, workdir: pathlib.Path, changes: Sequence[Change], step: int
-) -> frozenset[str]:
+) -> list[str]:
     """Returns the kinds of events that evaluations and samples write, if the record of `step`, the
     newest checkpoint, does not hold all of them. A run that is asked to stop saves before it
     evaluates, and may be killed in between.
@@ -300,21 +300,21 @@ def _missing_evaluations(
         is missing: the run was to evaluate something else.
     """
 
-    def find() -> frozenset[str]:
+    def find() -> list[str]:
         recorded = {
             hooks.event_name(event)
             for _, event in iterate_events(workdir / "metrics.jsonl")
             if event["step"] == step
         }
         # A run that begins with the state of another has a checkpoint, but did not take this step.
-        if "train" not in recorded or "hook_failed" in recorded:
-            return frozenset()
         expected = hooks.evaluation_events(run)
-        missing = not expected <= recorded
-        return frozenset(name.partition(" ")[0] for name in expected if missing)
+        if "train" not in recorded or "hook_failed" in recorded or expected <= recorded:
+            return []
+        return sorted({name.partition(" ")[0] for name in expected})
 
-    if not step or any(c.name.startswith(("config.eval", "config.train")) for c in changes):
-        return frozenset()
+    # On other processes than process 0 a change is a list, as JSON has it.
+    if not step or any(name.startswith(("config.eval", "config.train")) for name, *_ in changes):
+        return []
     return broadcast_from_process_0(find)
 
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-from flax import nnx
+from models import drawn_model
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig, ModelConfig, TrainConfig
@@ -14,7 +14,6 @@ from qwen3next_jax.data import chat_template
 from qwen3next_jax.data.chat_template import ChatTemplate
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.tokens import extends, load_tokenizer
-from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.training.loss import count_targets, total_loss
 
 MARKED = (
@@ -159,7 +158,7 @@ def test_packed_conversations_have_the_losses_of_separate_ones_with_their_weight
     data = open_data(config(tmp_path, marked, records, heldout_fraction=0.1), 160, 1)
     rows = [data.row(i) for i in range(data.rows)]
     packed = next(row for row in rows if len(set(row["segment_ids"].tolist()) - {0}) >= 2)
-    model = Qwen3Next(MODEL, rngs=nnx.Rngs(0))
+    model = drawn_model(MODEL)
     loss = jax.jit(
         lambda batch: total_loss(model, batch, TrainConfig(), count_targets(batch, 1))[1]
     )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from models import drawn
 
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.kernels.tpu import indexed_attention as tpu_kernels
@@ -195,7 +196,7 @@ def test_devices_run_the_kernels_on_their_own_rows_and_heads(monkeypatch):
         full_mixer="qsa",
         mixer={name: x for name, x in vars(settings).items() if "indexer" in name},
     )
-    mixer = qsa.QSA(config, Make(config, nnx.Rngs(0)), (0,))
+    mixer = drawn(lambda: qsa.QSA(config, Make(config, nnx.Rngs(0)), (0,)))
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=2, tensor=4)), jax.devices()[:8])
     context = Context(tokens.t, tokens.segment, mesh=mesh)
     split = lambda *qkv: mixer._selected_attention(*qkv, index_q, of_rows, context)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from models import drawn
 
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.config.block import BlockConfig
@@ -77,7 +78,7 @@ def errors(implementation, monkeypatch, dtype, mesh=None, **sizes):
         block=BlockConfig(placement="gated_residual"),
         streams=StreamsConfig(hc_count=streams, hc_lowrank=sizes["rank"]),
     )
-    graph, params = nnx.split(StreamMix(config, Make(config, nnx.Rngs(0))))
+    graph, params = nnx.split(drawn(lambda: StreamMix(config, Make(config, nnx.Rngs(0)))))
 
     def block(h, y, *p):
         own = jax.tree.map(lambda x: x, params)

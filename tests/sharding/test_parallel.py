@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from models import drawn
 from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.errors import UserError
@@ -314,7 +315,7 @@ def test_every_device_counts_required_biases_and_replays_its_tokens():
     config = dataclasses.replace(
         SMALL.model, moe=MoEConfig(scoring_func="sigmoid", router_bias=True)
     )
-    layer = SparseMoE(config, Make(config, nnx.Rngs(0)))
+    layer = drawn(lambda: SparseMoE(config, Make(config, nnx.Rngs(0))))
     layer.router_bias[...] = jnp.linspace(-0.2, 0.2, 8)
     x_BTD = jax.random.normal(jax.random.key(1), (8, 16, 32))
     mask_BT = jnp.arange(16) < jnp.arange(9, 17)[:, None]

@@ -1,11 +1,12 @@
 """A run is the same on any mesh: the loss, every gradient and 20 steps of a whole model in float32,
 on eight virtual devices and on one.
 
-The suite tests one mesh with one period of layers, one depth of multi-token prediction and four
-steps. `pytest -m slow tests/sharding/test_parallel_equality.py` tests two periods on every axis
-alone with 2, 4 and 8 devices, on the meshes 2×2×2 of any three axes, and with both ways to exchange
-the experts' tokens. The eight virtual devices (conftest) cost the other tests nothing: these use
-the first device, and a program for one device is the same whether there are others or not.
+The suite tests one mesh with a recurrent layer, a module of multi-token prediction, whose layer is
+one of attention, and four steps. `pytest -m slow tests/sharding/test_parallel_equality.py` tests
+two periods on every axis alone with 2, 4 and 8 devices, on the meshes 2×2×2 of any three axes, and
+with both ways to exchange the experts' tokens. The eight virtual devices (conftest) cost the other
+tests nothing: these use the first device, and a program for one device is the same whether there
+are others or not.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models import numpy_draws
 
 from qwen3next_jax.config import (
     MESH_AXES,
@@ -93,13 +95,17 @@ def _batch(seed: int) -> dict[str, np.ndarray]:
 
 
 def _config_and_mesh(axes: dict[str, int], depth: int):
-    """The configuration, with `depth` of multi-token prediction, and its mesh with these axes. The
-    model has one period of layers for each depth.
+    """The configuration, with `depth` of multi-token prediction, and its mesh with these axes. With
+    a depth of 1 the model has one recurrent layer besides the module's layer of attention.
     """
-    layers = depth * MODEL.full_attention_interval
+    model = MODEL
+    if depth == 1:
+        model = dataclasses.replace(
+            MODEL, mtp_depth=1, num_hidden_layers=1, full_attention_interval=0, layer_types=()
+        )
     config = dataclasses.replace(
         CONFIG,
-        model=dataclasses.replace(MODEL, mtp_depth=depth, num_hidden_layers=layers, layer_types=()),
+        model=model,
         parallel=ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)),
     )
     devices = int(np.prod(list(axes.values())))
@@ -108,8 +114,9 @@ def _config_and_mesh(axes: dict[str, int], depth: int):
 
 @functools.cache
 def _first_params(depth: int):
-    """The initial parameters. test_evals.py tests that they are the same on every mesh."""
-    return jax.device_get(resolved(*_config_and_mesh({}, depth)).init_state()["params"])
+    """Initial parameters. test_evals.py tests that a run's are the same on every mesh."""
+    with numpy_draws():
+        return jax.device_get(resolved(*_config_and_mesh({}, depth)).init_state()["params"])
 
 
 def _run(axes: dict[str, int], depth: int, steps: int):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
+from models import numpy_draws
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
@@ -77,7 +78,8 @@ def _batch(run, seed: int):
 
 @functools.cache
 def _first_params():
-    return jax.device_get(_run()[0].init_state()["params"])
+    with numpy_draws():
+        return jax.device_get(_run()[0].init_state()["params"])
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from mixer_references import errors
-from models import drawn_model, numpy_draws
+from models import drawn, drawn_model, numpy_draws
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
@@ -195,7 +195,7 @@ def test_other_experts_decode_and_split(name):
     whole, steps = whole_and_steps(params)
     np.testing.assert_allclose(steps, whole, rtol=0, atol=2e-5)
 
-    graph, params = nnx.split(c.moe.mixture()(c, Make(c, nnx.Rngs(0))))
+    graph, params = nnx.split(drawn(lambda: c.moe.mixture()(c, Make(c, nnx.Rngs(0)))))
     params = away_from_zero(params, rng)
     x = jnp.asarray(rng.normal(size=(4, T, c.hidden_size)), jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (4, T))

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from mixer_references import errors, example_of
-from models import drawn_model
+from models import drawn, drawn_model
 from page import example, line
 
 from qwen3next_jax.common.errors import UserError
@@ -99,7 +99,9 @@ def test_a_mixer_with_the_names_of_earlier_versions_is_the_same(tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
 
     def program(name):
-        graph, params = nnx.split(mixer_class(name)(BASE, Make(BASE, nnx.Rngs(0)), (0,)))
+        graph, params = nnx.split(
+            nnx.eval_shape(lambda: mixer_class(name)(BASE, Make(BASE, nnx.Rngs(0)), (0,)))
+        )
         run = lambda params: _run(graph, params, X, Context(document_positions(SEGMENTS), SEGMENTS))
         return str(jax.make_jaxpr(run)(params)), mixer_class(name).forward_flops(BASE, T)
 
@@ -140,7 +142,7 @@ def mixer(request):
     context matters.
     """
     config = base(request.param)
-    layer = mixer_class(request.param)(config, Make(config, nnx.Rngs(0)), (0,))
+    layer = drawn(lambda: mixer_class(request.param)(config, Make(config, nnx.Rngs(0)), (0,)))
     return request.param, *nnx.split(layer)
 
 
@@ -221,7 +223,7 @@ def predictor(name):
         intermediate_size=16,
         mtp_depth=1,
     )
-    return config, MultiTokenPrediction(config, Make(config, nnx.Rngs(0)))
+    return config, drawn(lambda: MultiTokenPrediction(config, Make(config, nnx.Rngs(0))))
 
 
 OF_DEPTH = ("lightning", "hgrn2")  # what they do depends on the layer's number
@@ -244,7 +246,8 @@ def test_multi_token_prediction_has_the_number_of_the_last_layer():
         assert numbers.read == (name in OF_DEPTH), name
     for name in OF_DEPTH:
         config, module = predictor(name)
-        last = mixer_class(name)(config, Make(config, nnx.Rngs(0)), (config.num_hidden_layers - 1,))
+        number = config.num_hidden_layers - 1
+        last = drawn(lambda: mixer_class(name)(config, Make(config, nnx.Rngs(0)), (number,)))
         for key, value in vars(last).items():
             if isinstance(value, nnx.Param) and value.declared.kind == "rate":
                 predicting = getattr(module.block.mixer, key)[...]
@@ -600,9 +603,8 @@ def test_attention_is_the_same_where_heads_are_side_by_side_between_its_projecti
     """
     config = dataclasses.replace(BASE, head_dim=128)
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[:8]) if axes else None
-    graph, params = nnx.split(
-        mixer_class("gated_attention")(config, Make(config, nnx.Rngs(0)), (0,))
-    )
+    layer = drawn(lambda: mixer_class("gated_attention")(config, Make(config, nnx.Rngs(0)), (0,)))
+    graph, params = nnx.split(layer)
     context = Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh, collect_stats=True)
 
     def loss(params):
@@ -629,8 +631,9 @@ def test_every_implementation_of_the_delta_rule_can_be_trained_with():
     """
 
     def program(name):
-        layer = mixer_class("gated_deltanet")(
-            dataclasses.replace(BASE, delta_rule=name), Make(BASE, nnx.Rngs(0)), (0,)
+        config = dataclasses.replace(BASE, delta_rule=name)
+        layer = nnx.eval_shape(
+            lambda: mixer_class("gated_deltanet")(config, Make(BASE, nnx.Rngs(0)), (0,))
         )
         graph, params = nnx.split(layer)
         return str(
