@@ -34,7 +34,12 @@ EXPERTS = {"train.remat": "dots keep=experts"}
 RELEASED = "configs/qwen3_next_80b_a3b.py"
 # name: (slice, mesh, config, settings)
 POINTS = {
-    "v5p_8x8x8_default": ("v5p:8x8x8", "data=64,expert=8", RELEASED, EXPERTS),
+    "v5p_8x8x8_default": (
+        "v5p:8x8x8",
+        "data=64,expert=8",
+        RELEASED,
+        {"train.remat": "none"},
+    ),
     "v5p_8x8x8_16k_default": ("v5p:8x8x8", "data=64,expert=8", RELEASED, EXPERTS | {BATCH: 2048}),
     "v5p_8x8x8_long_default": (
         "v5p:8x8x8",

@@ -167,9 +167,9 @@ def similar_folder(path: os.PathLike) -> str:
     """Returns a hint as `did_you_mean` does, with the folder beside `path` whose name is closest;
     "" if `path` exists.
     """
-    if not isinstance(path, pathlib.Path) or path.exists():
-        return ""
     with contextlib.suppress(OSError):
+        if not isinstance(path, pathlib.Path) or path.exists():
+            return ""
         return did_you_mean(path.name, (p.name for p in path.parent.iterdir() if p.is_dir()))
     return ""
 

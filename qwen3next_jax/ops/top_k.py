@@ -12,7 +12,7 @@ from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
 
-def top_k(x_RE: jax.Array, count: int, name: str = "") -> tuple[jax.Array, jax.Array]:
+def top_k(x_RE: jax.Array, count: int, name: str) -> tuple[jax.Array, jax.Array]:
     """Returns the `count` largest numbers of each row, largest first, and their indices in the row,
     both [R, A]. Of equal numbers the first comes first, as in `jax.lax.top_k`.
 
@@ -21,7 +21,8 @@ def top_k(x_RE: jax.Array, count: int, name: str = "") -> tuple[jax.Array, jax.A
     Args:
       x_RE: float32.
       count: A.
-      name: the name of both results for a policy of `jax.checkpoint`; "" names them not.
+      name: the name of both results for a policy of `jax.checkpoint`. They get it here, because the
+        gradient reads the indices: a policy saves only the array that has the name.
     """
     return _operator(choose("top_k", None, FORMS, x_RE=x_RE, count=count), count, name, x_RE)
 
@@ -32,9 +33,7 @@ def _operator(chosen: Chosen, count: int, name: str, x_RE):
 
 
 def _forward(chosen: Chosen, count: int, name: str, x_RE):
-    results = chosen.function("top_k")(x_RE, count)
-    if name:
-        results = save_for_backward(results, name)
+    results = save_for_backward(chosen.function("top_k")(x_RE, count), name)
     return results, (results[1], x_RE.shape[1])
 
 
@@ -44,9 +43,9 @@ def _backward(chosen: Chosen, count: int, name: str, saved, gradients):
     number_E = jnp.arange(numbers)
     # A scatter would write one number after another.
     gradient_RE = jnp.zeros((len(index_RA), numbers), gradient_RA.dtype)
-    for place in range(count):
-        chosen_RE = index_RA[:, place, None] == number_E
-        gradient_RE = jnp.where(chosen_RE, gradient_RA[:, place, None], gradient_RE)
+    for rank in range(count):
+        chosen_RE = index_RA[:, rank, None] == number_E
+        gradient_RE = jnp.where(chosen_RE, gradient_RA[:, rank, None], gradient_RE)
     return (gradient_RE,)
 
 

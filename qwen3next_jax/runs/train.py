@@ -78,6 +78,9 @@ from qwen3next_jax.training.stages import (
 )
 from qwen3next_jax.training.state import State
 
+# names of hooks, as users see them where one fails: the settings that turn them on
+EVALUATION, SAMPLE = "eval.every", "eval.sample_tokens"
+
 
 def train(
     config: Config,
@@ -128,7 +131,7 @@ def train(
     with lock, _open_checkpoints(workdir, run, lock) as checkpoints:
         saved_step = checkpoints.newest_good_step() or 0
         missing = _missing_evaluations(run, workdir, opened.changes, saved_step)
-        if saved_step > run.steps or saved_step == run.steps and not missing:
+        if saved_step > run.steps or (saved_step == run.steps and not missing):
             return _end_of_finished_run(run, workdir, saved_step, tokenizer)
         checkpoints.begin(saved_step)
         check_shared_folder(checkpoints.directory, run.config.parallel.start_timeout)
@@ -183,7 +186,7 @@ def train(
             )
             if missing:
                 watchdog.allow(run.config.train.compile_timeout, "an evaluation", start.step)
-                trainer.call_after_stop(start.step, start.state)
+                trainer.call_missed_hooks(start.step, start.state)
             try:
                 step, state, last_metrics = _take_steps(
                     trainer, start.state, start.step, rewinder, watchdog
@@ -291,9 +294,9 @@ def _open_checkpoints(
 def _missing_evaluations(
     run: ResolvedRun, workdir: pathlib.Path, changes: Sequence[Change], step: int
 ) -> list[str]:
-    """Returns the kinds of events that evaluations and samples write, if the record of `step`, the
-    newest checkpoint, does not hold all of them. A run that is asked to stop saves before it
-    evaluates, and may be killed in between.
+    """Returns the kinds of events that evaluations and samples write, if they were due after
+    `step`, the newest checkpoint, and the record does not hold all of them. A run that is asked to
+    stop saves before it evaluates, and may be killed in between.
 
     Args:
       changes: the changes since the last start. If they are about what is evaluated when, nothing
@@ -301,19 +304,21 @@ def _missing_evaluations(
     """
 
     def find() -> list[str]:
-        recorded = {
-            hooks.event_name(event)
-            for _, event in iterate_events(workdir / "metrics.jsonl")
-            if event["step"] == step
-        }
+        events = iterate_events(workdir / "metrics.jsonl")
+        of_step = [event for _, event in events if event["step"] == step]
+        recorded = {hooks.event_name(event) for event in of_step}
+        failed = {event["hook"] for event in of_step if event["event"] == "hook_failed"}
         # A run that begins with the state of another has a checkpoint, but did not take this step.
         expected = hooks.evaluation_events(run)
-        if "train" not in recorded or "hook_failed" in recorded or expected <= recorded:
+        if "train" not in recorded or failed & {EVALUATION, SAMPLE} or expected <= recorded:
             return []
         return sorted({name.partition(" ")[0] for name in expected})
 
     # On other processes than process 0 a change is a list, as JSON has it.
-    if not step or any(name.startswith(("config.eval", "config.train")) for name, *_ in changes):
+    if any(name.startswith(("config.eval", "config.train")) for name, *_ in changes):
+        return []
+    every, ends_stage = run.config.eval.every, any(step == s.last_step for s in run.stages)
+    if not step or not (ends_stage or every and step % every == 0):
         return []
     return broadcast_from_process_0(find)
 
@@ -496,7 +501,7 @@ def _add_hooks(
             every=config.eval.every,
             at_stage_end=True,
             after_stop=True,
-            name="eval.every",
+            name=EVALUATION,
         )
     if config.eval.sample_tokens and has_room("inference"):
         trainer.add_hook(
@@ -504,7 +509,7 @@ def _add_hooks(
             every=config.eval.every,
             at_stage_end=True,
             after_stop=True,
-            name="eval.sample_tokens",
+            name=SAMPLE,
         )
     for name in config.train.hooks:
         resolve({}, name, "train.hooks")(trainer)

@@ -405,8 +405,8 @@ class Trainer:
           at_stage_end: whether the hook is also called after the last step of every stage.
           at_stop: whether the hook is also called after the step at which the run is stopped.
           after_stop: whether the hook, if it is due after the step at which the run is stopped, is
-            called after the hooks without `after_stop`, one of which saves. `call_after_stop` calls
-            it with a `StepInfo` that has no batch and no metrics.
+            called after the hooks without `after_stop`, one of which saves. `call_missed_hooks`
+            calls it with a `StepInfo` that has no batch and no metrics.
           name: the hook's name in messages; default: the name of the function or class.
           required: whether training needs the hook. An error in a required hook ends the run with
             this error; errors in other hooks go to `on_hook_error`.
@@ -479,7 +479,7 @@ class Trainer:
                 break
         return step, state, metrics
 
-    def call_after_stop(self, step: int, state: State) -> None:
+    def call_missed_hooks(self, step: int, state: State) -> None:
         """Calls the hooks with `after_stop` that are due after `step`, before `train` continues
         from there: the process that took the step was killed after its save, before they had ended.
         """

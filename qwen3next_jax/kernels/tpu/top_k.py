@@ -16,22 +16,28 @@ from qwen3next_jax.kernels.tpu.grids import LANES
 BLOCK = 512  # the largest number of rows of a grid step
 ROWS = LANES  # rows that are worked on at once
 LARGEST = 4 * LANES  # the largest E. With more, fewer numbers of these rows stay in registers
+MOST = 32  # the largest A. Each rank costs as much as the one before, and a sort costs the same
 LOWEST = jnp.iinfo(jnp.int32).min
 
 
 def supports(x_RE, count: int) -> str:
     """Returns why the kernel cannot find the `count` largest of each row; "" if it can."""
     rows, numbers = x_RE.shape
-    if x_RE.dtype != jnp.float32 or rows % ROWS or numbers % 8 or numbers > LARGEST:
+    fits = rows % ROWS == 0 and numbers % 8 == 0 and numbers <= LARGEST
+    if x_RE.dtype != jnp.float32 or not fits or count > min(numbers, MOST):
         return (
-            f"has {rows} rows of {numbers} numbers in {x_RE.dtype}: expected a multiple of {ROWS}, "
-            f"a multiple of 8 up to {LARGEST}, float32"
+            f"has {rows} rows of {numbers} numbers in {x_RE.dtype}, of which it wants {count}: "
+            f"expected a multiple of {ROWS}, a multiple of 8 up to {LARGEST}, float32, and at most "
+            f"{MOST}"
         )
     return ""
 
 
 def top_k(x_RE, count: int, *, interpret: bool = False):
-    """Returns what `ops.top_k` describes. `interpret` says whether a CPU interprets the kernel."""
+    """Returns what `ops.top_k` describes. `interpret` says whether a CPU interprets the kernel.
+
+    A NaN whose bits are all set counts as the smallest number, and may be found twice.
+    """
     rows, numbers = x_RE.shape
     block = next(n for n in (BLOCK, 256, ROWS) if rows % n == 0)
     best = pl.BlockSpec((count, block), lambda r: (0, r))
@@ -53,7 +59,7 @@ def top_k(x_RE, count: int, *, interpret: bool = False):
 
 def _ordered(bits):
     """Returns integers in the order of the float32 numbers that have these bits: -inf, …, -0, 0, …,
-    inf, NaN. Of such integers, it returns the bits.
+    inf, NaN. It is its own inverse.
     """
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -61,9 +67,9 @@ def _ordered(bits):
 def _kernel(count, x, value, index):
     """Finds the largest numbers of a block of rows, ROWS of them at once."""
 
-    def of_rows(i, _):
+    def find_in_rows(i, _):
         rows = pl.ds(pl.multiple_of(i * ROWS, ROWS), ROWS)
-        # Rows along the lanes, so that the largest number is found without moving between lanes.
+        # The rows lie along the lanes, so the search for the largest number stays within a lane.
         key_ER = _ordered(jax.lax.bitcast_convert_type(x[rows], jnp.int32)).T
         number_ER = jax.lax.broadcasted_iota(jnp.int32, key_ER.shape, 0)
         values, indices = [], []
@@ -81,4 +87,4 @@ def _kernel(count, x, value, index):
         index[:, rows] = jnp.concatenate(indices)
         return 0
 
-    jax.lax.fori_loop(0, x.shape[0] // ROWS, of_rows, 0)
+    jax.lax.fori_loop(0, x.shape[0] // ROWS, find_in_rows, 0)
