@@ -61,6 +61,9 @@ MODEL = ModelConfig(
     initializer_range=0.05,
     moe=MoEConfig(router_bias=True),
 )
+ONE_PERIOD = dataclasses.replace(MODEL, mtp_depth=1, num_hidden_layers=2, layer_types=())
+# A recurrent layer, and the module's layer of attention.
+QUICK = dataclasses.replace(ONE_PERIOD, num_hidden_layers=1, full_attention_interval=0)
 CONFIG = Config(
     model=MODEL,
     optimizer=OptimizerConfig(warmup_steps=5, learning_rate=1e-3, clip_norm=0.0),
@@ -94,40 +97,31 @@ def _batch(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def _config_and_mesh(axes: dict[str, int], depth: int):
-    """The configuration, with `depth` of multi-token prediction, and its mesh with these axes. With
-    a depth of 1 the model has one recurrent layer besides the module's layer of attention.
-    """
-    model = MODEL
-    if depth == 1:
-        model = dataclasses.replace(
-            MODEL, mtp_depth=1, num_hidden_layers=1, full_attention_interval=0, layer_types=()
-        )
+def _config_and_mesh(axes: dict[str, int], model: ModelConfig):
+    """The configuration with this model, and its mesh with these axes."""
     config = dataclasses.replace(
-        CONFIG,
-        model=model,
-        parallel=ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)),
+        CONFIG, model=model, parallel=ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes))
     )
     devices = int(np.prod(list(axes.values())))
     return config, make_mesh(config.parallel, jax.devices()[:devices])
 
 
 @functools.cache
-def _first_params(depth: int):
+def _first_params(model: ModelConfig):
     """Initial parameters. test_evals.py tests that a run's are the same on every mesh."""
     with numpy_draws():
-        return jax.device_get(resolved(*_config_and_mesh({}, depth)).init_state()["params"])
+        return jax.device_get(resolved(*_config_and_mesh({}, model)).init_state()["params"])
 
 
-def _run(axes: dict[str, int], depth: int, steps: int):
+def _run(axes: dict[str, int], model: ModelConfig, steps: int):
     """Trains `steps` steps on a mesh.
 
     Returns:
       (metrics of the first step, its gradient, total loss of each step, routers' biases after each
       step).
     """
-    config, mesh = _config_and_mesh(axes, depth)
-    state = resolved(config, mesh).init_state(_first_params(depth))
+    config, mesh = _config_and_mesh(axes, model)
+    state = resolved(config, mesh).init_state(_first_params(model))
     step = step_of(config, mesh)
     losses, biases = [], []
     for i in range(steps):
@@ -145,17 +139,17 @@ def _run(axes: dict[str, int], depth: int, steps: int):
 
 
 @functools.cache
-def _run_on_one_device(depth: int):
+def _run_on_one_device(model: ModelConfig):
     """As `_run`, on one device, with all steps."""
-    metrics, gradient, losses, biases = _run({}, depth, CONFIG.train.steps)
+    metrics, gradient, losses, biases = _run({}, model, CONFIG.train.steps)
     assert losses[-1] < losses[0] - 0.1 and np.abs(biases[-1][0]).max() > 0.002
     return metrics, gradient, losses, biases
 
 
-def _check(axes, depth=MODEL.mtp_depth, steps=CONFIG.train.steps):
+def _check(axes, model=MODEL, steps=CONFIG.train.steps):
     """Compares a run on a mesh with the run on one device."""
-    metrics, gradient, losses, biases = _run(axes, depth, steps)
-    *expected_first_step, expected_losses, expected_biases = _run_on_one_device(depth)
+    metrics, gradient, losses, biases = _run(axes, model, steps)
+    *expected_first_step, expected_losses, expected_biases = _run_on_one_device(model)
     for (path, expected), got in zip(
         jax.tree_util.tree_leaves_with_path(tuple(expected_first_step)),
         jax.tree.leaves((metrics, gradient)),
@@ -176,10 +170,10 @@ def test_the_run_equals_that_on_one_device(axes, overlap, monkeypatch):
     rows = jax.ShapeDtypeStruct(
         (CONFIG.train.batch_size, CONFIG.train.sequence_length, MODEL.hidden_size), jnp.float32
     )
-    groups = functools.partial(row_groups, config=MODEL, mesh=_config_and_mesh(axes, 1)[1])
+    groups = functools.partial(row_groups, config=MODEL, mesh=_config_and_mesh(axes, QUICK)[1])
     assert groups(rows) == (2 if overlap else 1)
     assert groups(rows.update(shape=(6, 64, 32))) == 1, "an odd number of rows on a device"
-    _check(axes, depth=1, steps=4)
+    _check(axes, QUICK, steps=4)
 
 
 @pytest.mark.slow
@@ -190,7 +184,7 @@ def test_quantile_balancing_counts_the_whole_batch(axes, micro_batches):
     """Micro-batches and meshes give the biases of one device, after two steps."""
     found = []
     for own_axes, own_micro_batches in (({}, 1), (axes, micro_batches)):
-        config, mesh = _config_and_mesh(own_axes, 1)
+        config, mesh = _config_and_mesh(own_axes, ONE_PERIOD)
         train = dataclasses.replace(
             config.train,
             router_bias_update="quantile",
@@ -198,7 +192,7 @@ def test_quantile_balancing_counts_the_whole_batch(axes, micro_batches):
             balance_loss_weight=0.0,
         )
         config = dataclasses.replace(config, train=train)
-        state = resolved(config, mesh).init_state(_first_params(1))
+        state = resolved(config, mesh).init_state(_first_params(ONE_PERIOD))
         step = step_of(config, mesh)
         for i in range(2):
             state, _ = step(state, jax.device_put(_batch(i), batch_sharding(mesh)))
