@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qwen3next_jax.common.errors import ExitCode, UserError, escape_control
+from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, similar_folder
 from qwen3next_jax.common.storage import to_path
 
 ARGUMENTS = "PATH"  # the positional arguments, for --help
@@ -127,7 +127,7 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
     )
     raise UserError(
         f"{path}: neither the folder of a run, nor a Hugging Face directory, nor prepared data "
-        f"({reason})"
+        f"({reason}){similar_folder(path)}"
     )
 
 

@@ -264,6 +264,14 @@ def trust_user_settings(settings: Mapping[str, Any]) -> None:
         trust(_package(name))
 
 
+def trust_flags(settings: Mapping[str, Any]) -> str:
+    """Returns the flags, each with a space before it, that a command needs to read nested settings
+    with import strings; "" if there are none.
+    """
+    packages = {_package(name): None for _, name in _import_strings(settings)}
+    return "".join(f" --trust={package}" for package in packages)
+
+
 def check_trusted(settings: Mapping[str, Any], where: str) -> None:
     """Checks nested settings that were read from a file.
 

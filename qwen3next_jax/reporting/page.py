@@ -298,7 +298,24 @@ def warnings(runs: Sequence[Run]) -> list[str]:
             f"The runs are at different steps ({of_runs}{', …' * (len(last) > MANY_RUNS)}): "
             f"{compared}"
         )
+        sentences += _unequal_learning_rates(runs)
     return sentences
+
+
+def _unequal_learning_rates(runs: Sequence[Run]) -> list[str]:
+    """Returns a sentence if the runs have other learning rates at the step where the table compares
+    their training losses: a schedule follows `train.steps`.
+    """
+    step = _steps_to_compare(runs).get(("train", "loss"))
+    rates = {run.name: run.last("train", "learning_rate", step) for run in runs} if step else {}
+    if None in rates.values() or len({f"{rate:.1e}" for rate in rates.values()}) < 2:
+        return []
+    of_runs = [f"{name}: {rate:.1e}" for name, rate in rates.items()]
+    listed = ", ".join(of_runs[:MANY_RUNS]) + ", …" * (len(of_runs) > MANY_RUNS)
+    return [
+        f"At step {step:,}, where the table compares training losses, the learning rates differ "
+        f"({listed}): a schedule follows train.steps."
+    ]
 
 
 def _without_layers(runs: Sequence[Run]) -> list[Run]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.errors import UserError, require, similar_folder
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, to_dict
 from qwen3next_jax.data.pipeline import source_of
@@ -111,7 +111,10 @@ def load_model(
             tokenizer = load_tokenizer(str(tokenizer_file), model.config.vocab_size)
         return LoadedModel(model, tokenizer, None, param_mesh, identity)
     reason = "no such folder" if not folder.exists() else "it has neither run.json nor config.json"
-    raise UserError(f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})")
+    raise UserError(
+        f"{path}: neither the folder of a run nor a Hugging Face directory ({reason})"
+        f"{similar_folder(folder)}"
+    )
 
 
 def describe_parameters(ema: bool) -> str:

@@ -4,6 +4,7 @@
 protect it from faults: the folder, checkpoints, records, signals, the watchdog and rewinds.
 """
 
+import dataclasses
 import math
 import pathlib
 import shlex
@@ -21,7 +22,7 @@ from qwen3next_jax.common.object_stores import set_fsspec_patience
 from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.common.storage import BucketPath, with_patience
 from qwen3next_jax.config import Config
-from qwen3next_jax.config.registry import resolve
+from qwen3next_jax.config.registry import resolve, trust_flags
 from qwen3next_jax.data.pipeline import Data, TextData
 from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.readers import bad_summary
@@ -648,6 +649,7 @@ def _end_at_last_step(
             f"{workdir}: diverged by step {step}, its last: {divergence}. {_advice(run)}",
         )
     folder = shlex.quote(str(workdir))
+    folder += trust_flags(dataclasses.asdict(run.config))
     generate = (
         f", or {shell_command('generate')} --model={folder} "
         f"--prompt={shlex.quote(run.config.eval.sample_prompt)}"

@@ -176,8 +176,11 @@ def test_runs_that_cannot_be_compared_are_named(tmp_path):
 def test_runs_at_different_steps_are_compared_at_the_last_common_step(tmp_path):
     write_run(tmp_path / "a", steps=200)
     write_run(tmp_path / "b", steps=300)
-    (warning,) = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
+    warning, of_rates = write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "page.html")
     assert "(a: 200, b: 300)" in warning
+    events = load_run(tmp_path / "b").events["train"]
+    (rate,) = (event["learning_rate"] for event in events if event["step"] == 200)
+    assert f"b: {rate:.1e}" in of_rates and "200" in of_rates
     rows = re.findall("<tr data-run.*?</tr>", (tmp_path / "page.html").read_text())
     for name, row in zip("ab", rows, strict=True):
         events = load_run(tmp_path / name).events
