@@ -93,7 +93,9 @@ def call_file(path: pathlib.Path, function: str, flag: str = "") -> Any:
         raise UserError(f"{flag}{path}: expected a Python file, whose name ends in .py")
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        # An import would keep bytecode beside the file, and read that although the file was changed
+        # within the same second.
+        exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
         if callable(found := getattr(module, function, None)):
             return found()
     except SyntaxError as error:
