@@ -30,7 +30,6 @@ from qwen3next_jax.sharding.mesh import mesh_text
 
 BATCH, LENGTH = "train.batch_size", "train.sequence_length"
 DOTS = {"train.remat": "dots"}
-EXPERTS = {"train.remat": "dots keep=experts"}
 RELEASED = "configs/qwen3_next_80b_a3b.py"
 # name: (slice, mesh, config, settings)
 POINTS = {
@@ -40,7 +39,12 @@ POINTS = {
         RELEASED,
         {"train.remat": "none"},
     ),
-    "v5p_8x8x8_16k_default": ("v5p:8x8x8", "data=64,expert=8", RELEASED, EXPERTS | {BATCH: 2048}),
+    "v5p_8x8x8_16k_default": (
+        "v5p:8x8x8",
+        "data=64,expert=8",
+        RELEASED,
+        {"train.remat": "dots keep=experts,convolution", BATCH: 2048},
+    ),
     "v5p_8x8x8_long_default": (
         "v5p:8x8x8",
         "data=2,expert=8,context=32",
