@@ -1,6 +1,6 @@
 """The largest numbers of each row.
 
-R rows of E numbers, A of which are wanted.
+R rows of E numbers. The A largest of each row are found.
 """
 
 import functools

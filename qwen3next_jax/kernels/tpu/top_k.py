@@ -1,7 +1,7 @@
 """A TPU kernel that finds the largest numbers of each row. XLA sorts whole rows for this; the
 kernel finds the largest number and takes it out, A times.
 
-R rows of E numbers, A of which are wanted.
+R rows of E numbers. The A largest of each row are found.
 """
 
 import functools
@@ -16,7 +16,7 @@ from qwen3next_jax.kernels.tpu.grids import LANES
 BLOCK = 512  # the largest number of rows of a grid step
 ROWS = LANES  # rows that are worked on at once
 LARGEST = 4 * LANES  # the largest E. With more, fewer numbers of these rows stay in registers
-MOST = 32  # the largest A. Each rank costs as much as the one before, and a sort costs the same
+MOST = 32  # the largest A. The kernel's time grows with A; that of XLA's sort does not
 LOWEST = jnp.iinfo(jnp.int32).min
 
 
@@ -26,9 +26,9 @@ def supports(x_RE, count: int) -> str:
     fits = rows % ROWS == 0 and numbers % 8 == 0 and numbers <= LARGEST
     if x_RE.dtype != jnp.float32 or not fits or count > min(numbers, MOST):
         return (
-            f"has {rows} rows of {numbers} numbers in {x_RE.dtype}, of which it wants {count}: "
-            f"expected a multiple of {ROWS}, a multiple of 8 up to {LARGEST}, float32, and at most "
-            f"{MOST}"
+            f"has {rows} rows of {numbers} numbers in {x_RE.dtype}, {count} of them to find: "
+            f"expected a multiple of {ROWS} rows, of a multiple of 8 up to {LARGEST} numbers, in "
+            f"float32, and at most {MOST} to find"
         )
     return ""
 
