@@ -59,7 +59,7 @@ POINTS = {
         "tpu7x:4x4x4",
         "data=128",
         RELEASED,
-        {"train.remat": "offload", BATCH: 2048},
+        {"train.remat": "keep=router", BATCH: 2048},
     ),
     "small_v6e_2x2_default": ("v6e:2x2", "data=4", "configs/small.py", {}),
 }

@@ -50,6 +50,10 @@ GATHERED_SHARDS = 8
 # reads and writes the float32 gradients of all weights.
 CHUNK_BYTES = 2**29
 CHUNK_PART = 64
+# All tokens of `local_moe` are one chunk if their rows take at most this many times the bytes of
+# the float32 gradients that several chunks would need. A chunk in its backward pass needs memory
+# for four to five times its rows, so about as much either way.
+ONE_CHUNK = 0.5
 # In the ragged exchange, each round after the first has 1 / OVERFLOW_PART as many rows as the
 # first.
 OVERFLOW_PART = 8
@@ -77,7 +81,11 @@ def local_moe(
         `ops.routed_experts`.
       keep_hidden: as in `expert_parallel_moe`.
     """
-    options = _Options(_LocalExperts, _chunk(x_RD, expert_RA), form=form, keep_hidden=keep_hidden)
+    row_bytes = expert_RA.size * x_RD.shape[1] * x_RD.dtype.itemsize
+    total_bytes = 4 * (gate_up_ED2I.size + down_EID.size)
+    one = row_bytes <= ONE_CHUNK * total_bytes
+    chunk = x_RD.shape[0] if one else _chunk(x_RD, expert_RA)
+    options = _Options(_LocalExperts, chunk, form=form, keep_hidden=keep_hidden)
     return _experts(options, x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
 
 
