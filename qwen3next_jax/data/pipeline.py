@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from qwen3next_jax.common import digests
+from qwen3next_jax.common.errors import as_user_error
 from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config import DataConfig, ModelConfig
 from qwen3next_jax.config.registry import DATA_SOURCES, resolve
@@ -246,7 +247,10 @@ class TextData(Data):
         vocab_size: int | None = None,
         progress: Progress | None = None,
     ):
-        import grain  # here, because a machine that only loads a model may not have it
+        with as_user_error(
+            "training on text needs the package grain: pip install grain", ImportError
+        ):
+            import grain  # here, because a machine that only loads a model may not have it
 
         self.tokenizer = self.tokenizer_of(config, vocab_size)
         self.batch_size, self.sequence_length = batch_size, sequence_length
