@@ -56,15 +56,15 @@ EXPERT_SIZES = (1, 2, 4, 8)  # 1: FSDP alone
 # this, or if there are fewer rows than devices.
 LONG_ROWS = 32_768
 # {value of `train.remat`: the share of the forward pass that the backward pass computes again}. The
-# FLOPs of the experts and of the heads do not count in this share. "full" also computes attention
-# again, for which a tenth stands.
+# FLOPs of the experts and of the heads do not count in this share. The last two also compute
+# attention again, for which a tenth stands.
 RECOMPUTED = {
     "none": 0.0,
     "dots keep=experts": 0.2,
     "dots": 0.2,
     "block": 1.0,
-    "full": 1.1,
-    "offload": 1.0,
+    "full keep=router": 1.1,
+    "offload": 1.1,
 }
 # The share of the network's time that overlaps with compute (docs/notes/2026-11-23-pod-step.md).
 OVERLAPPED = 0.5
@@ -307,7 +307,7 @@ def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
         "dots keep=experts": operands / 2 + rows + hidden,
         "dots": operands / 2 + rows,
         "block": 2 * m.hidden_size + attention,
-        "full": 2 * m.hidden_size,
+        "full keep=router": 2 * m.hidden_size,
         "offload": 2 * m.hidden_size,
     }[remat]
     weights = 2 * _gathered(m, mesh) if remat == "none" and _devices(mesh) > 1 else 0
@@ -332,8 +332,9 @@ def estimated_seconds(
     m: ModelConfig, train: TrainConfig, mesh: MeshConfig, topology: Topology
 ) -> float:
     """Returns the estimated seconds of a step. They are the sum of three times: the time of the
-    matrix products at realistic rates, the time of writing and reading the saved activations, and
-    the time of the network traffic that does not overlap with compute. If the time of all network
+    matrix products at realistic rates, the time of writing and reading the saved activations (with
+    "offload" also on the link to the host, because a layer needs its input at once), and the time
+    of the network traffic that does not overlap with compute. If the time of all network
     traffic is longer than this sum, the step takes that time. Traffic takes the links that the mesh
     axes have on the torus (`roofline.Network`); axes that lie along the same dimension share them.
     """
@@ -351,8 +352,10 @@ def estimated_seconds(
     of_experts = passes + (0 if keeps_hidden(train.remat) else EXPERTS_RECOMPUTED)
     products += grouped * of_experts / GROUPED_EFFICIENCY
     compute = products * tokens * micro_batches / mesh.tensor / chip.device_flops
-    saved = micro_batches * STACK_MOVES * _saved_bytes(m, train, mesh)
-    hbm = saved / (chip.hbm_bandwidth / chip.devices_per_chip)
+    saved = micro_batches * _saved_bytes(m, train, mesh)
+    hbm = STACK_MOVES * saved / (chip.hbm_bandwidth / chip.devices_per_chip)
+    if train.remat == "offload":
+        hbm += 2 * saved / rates_of(chip).host_bandwidth
     if _devices(mesh) == 1:
         return compute + hbm
     # In each micro-batch, the weights are gathered in bfloat16 once (twice if the backward pass
