@@ -236,7 +236,8 @@ class TextData(Data):
     processes that share `prepared_dir` may prepare at once; letting one go first saves work.
 
     Raises:
-      UserError: the files, the tokenizer or the prepared rows are missing or wrong.
+      UserError: the files, the tokenizer, the prepared rows or the package grain are missing or
+        wrong.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class TextData(Data):
         progress: Progress | None = None,
     ):
         with as_user_error(
-            "training on text needs the package grain: pip install grain", ImportError
+            "reading text needs the package grain: pip install 'grain>=0.2.15,<0.3'", ImportError
         ):
             import grain  # here, because a machine that only loads a model may not have it
 

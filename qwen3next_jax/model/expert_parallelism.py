@@ -50,10 +50,10 @@ GATHERED_SHARDS = 8
 # reads and writes the float32 gradients of all weights.
 CHUNK_BYTES = 2**29
 CHUNK_PART = 64
-# All tokens of `local_moe` are one chunk if their rows take at most this many times the bytes of
-# the float32 gradients that several chunks would need. A chunk in its backward pass needs memory
-# for four to five times its rows, so about as much either way.
-ONE_CHUNK = 0.5
+# The memory that the backward pass of a chunk needs, divided by the bytes of the chunk's rows. All
+# tokens of `local_moe` are one chunk where that needs no more memory than several chunks, which
+# also need the float32 gradients of all weights.
+CHUNK_MEMORY = 5
 # In the ragged exchange, each round after the first has 1 / OVERFLOW_PART as many rows as the
 # first.
 OVERFLOW_PART = 8
@@ -82,9 +82,9 @@ def local_moe(
       keep_hidden: as in `expert_parallel_moe`.
     """
     row_bytes = expert_RA.size * x_RD.shape[1] * x_RD.dtype.itemsize
-    total_bytes = 4 * (gate_up_ED2I.size + down_EID.size)
-    one = row_bytes <= ONE_CHUNK * total_bytes
-    chunk = x_RD.shape[0] if one else _chunk(x_RD, expert_RA)
+    gradient_bytes = 4 * (gate_up_ED2I.size + down_EID.size)
+    at_once = row_bytes <= _chunk_bytes() + gradient_bytes / CHUNK_MEMORY
+    chunk = x_RD.shape[0] if at_once else _chunk(x_RD, expert_RA)
     options = _Options(_LocalExperts, chunk, form=form, keep_hidden=keep_hidden)
     return _experts(options, x_RD, weight_RA, expert_RA, gate_up_ED2I, down_EID)
 
@@ -195,11 +195,15 @@ def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
     processed in `parts` parts, one after another, only the rows of one part need to fit.
     """
     tokens, choices = expert_RA.shape
-    chunk_bytes = max(CHUNK_BYTES, (compile_target().memory_bytes or 0) // CHUNK_PART)
-    most = max(parts * chunk_bytes // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1)
+    most = max(parts * _chunk_bytes() // (x_RD.shape[1] * x_RD.dtype.itemsize * choices), 1)
     return next(
         tokens // n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n <= most
     )
+
+
+def _chunk_bytes() -> int:
+    """Returns the bytes that the rows of a chunk may take."""
+    return max(CHUNK_BYTES, (compile_target().memory_bytes or 0) // CHUNK_PART)
 
 
 # ---- one custom gradient around all chunks

@@ -63,7 +63,7 @@ RECOMPUTED = {
     "dots keep=experts": 0.2,
     "dots": 0.2,
     "block": 1.0,
-    "full keep=router": 1.1,
+    "keep=router": 1.1,
     "offload": 1.1,
 }
 # The share of the network's time that overlaps with compute (docs/notes/2026-11-23-pod-step.md).
@@ -307,7 +307,7 @@ def _saved_bytes(m: ModelConfig, train: TrainConfig, mesh: MeshConfig) -> float:
         "dots keep=experts": operands / 2 + rows + hidden,
         "dots": operands / 2 + rows,
         "block": 2 * m.hidden_size + attention,
-        "full keep=router": 2 * m.hidden_size,
+        "keep=router": 2 * m.hidden_size,  # what the router saves is some percent of that
         "offload": 2 * m.hidden_size,
     }[remat]
     weights = 2 * _gathered(m, mesh) if remat == "none" and _devices(mesh) > 1 else 0
@@ -333,10 +333,11 @@ def estimated_seconds(
 ) -> float:
     """Returns the estimated seconds of a step. They are the sum of three times: the time of the
     matrix products at realistic rates, the time of writing and reading the saved activations (with
-    "offload" also on the link to the host, because a layer needs its input at once), and the time
-    of the network traffic that does not overlap with compute. If the time of all network
-    traffic is longer than this sum, the step takes that time. Traffic takes the links that the mesh
-    axes have on the torus (`roofline.Network`); axes that lie along the same dimension share them.
+    "offload" also on the link from the host, because the backward pass waits for a layer's input),
+    and the time of the network traffic that does not overlap with compute. If the time of all
+    network traffic is longer than this sum, the step takes that time. Traffic takes the links that
+    the mesh axes have on the torus (`roofline.Network`); axes that lie along the same dimension
+    share them.
     """
     chip = topology.chip
     tokens = _micro_batch_tokens(train, mesh)
@@ -355,7 +356,7 @@ def estimated_seconds(
     saved = micro_batches * _saved_bytes(m, train, mesh)
     hbm = STACK_MOVES * saved / (chip.hbm_bandwidth / chip.devices_per_chip)
     if train.remat == "offload":
-        hbm += 2 * saved / rates_of(chip).host_bandwidth
+        hbm += saved / rates_of(chip).host_bandwidth
     if _devices(mesh) == 1:
         return compute + hbm
     # In each micro-batch, the weights are gathered in bfloat16 once (twice if the backward pass

@@ -284,6 +284,48 @@ def test_split_experts_are_exact_at_any_imbalance(
             )
 
 
+@pytest.mark.parametrize("chunk_memory, at_once", [(1e-3, True), (1e9, False)])
+def test_one_device_takes_all_tokens_at_once_where_chunks_need_more_memory(
+    chunk_memory, at_once, monkeypatch
+):
+    """Eight chunks of rows, or one, where the gradients that eight chunks sum up take the memory of
+    more rows than there are. Both have the results and gradients of each token by itself.
+    """
+    monkeypatch.setattr(exchange, "CHUNK_BYTES", 2048)
+    monkeypatch.setattr(exchange, "CHUNK_MEMORY", chunk_memory)
+    x, weight, gate_up, down = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate(((128, 16), (128, 2), (8, 16, 2, 12), (8, 12, 16)))
+    )
+    choices = np.random.default_rng(0).permuted(np.tile(np.arange(8), (128, 1)), axis=1)[:, :2]
+    expert = jnp.asarray(choices, jnp.int32)
+
+    def run(x, weight, gate_up, down):
+        y, pullback = jax.vjp(
+            lambda x, weight, *w: exchange.local_moe(x, weight, expert, *w),
+            *(x, weight, gate_up, down),
+        )
+        return y, *pullback(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
+
+    scans = [
+        equation.params["length"]
+        for equation in jax.make_jaxpr(run)(x, weight, gate_up, down).eqns
+        if equation.primitive.name == "scan"
+    ]
+    assert scans.count(8) == (0 if at_once else 2)  # forward and backward
+
+    def by_token(x, weight, gate_up, down):
+        hidden = jnp.einsum("nd,nadki->naki", x, gate_up[expert])
+        hidden = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1] * weight[..., None]
+        return jnp.einsum("nai,naid->nd", hidden, down[expert])
+
+    y, pullback = jax.vjp(by_token, x, weight, gate_up, down)
+    expected = y, *pullback(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
+    for got, want in zip(run(x, weight, gate_up, down), expected, strict=True):
+        # Sums of up to some 100 products of float32: a few times √100 roundings of 6e-8.
+        np.testing.assert_allclose(got, want, rtol=0, atol=5e-6 * float(np.abs(want).max()))
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_gather_for_a_tpu_has_the_gradient_of_any_other(dim):
     """For a TPU, 37 tiles of lanes are padded to 38; other platforms do not pad."""
