@@ -300,18 +300,16 @@ def test_one_device_takes_all_tokens_at_once_where_chunks_need_more_memory(
     choices = np.random.default_rng(0).permuted(np.tile(np.arange(8), (128, 1)), axis=1)[:, :2]
     expert = jnp.asarray(choices, jnp.int32)
 
-    def run(x, weight, gate_up, down):
-        y, pullback = jax.vjp(
-            lambda x, weight, *w: exchange.local_moe(x, weight, expert, *w),
-            *(x, weight, gate_up, down),
-        )
+    def experts(x, weight, gate_up, down):
+        return exchange.local_moe(x, weight, expert, gate_up, down)
+
+    def run(function, *inputs):
+        y, pullback = jax.vjp(function, *inputs)
         return y, *pullback(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
 
-    scans = [
-        equation.params["length"]
-        for equation in jax.make_jaxpr(run)(x, weight, gate_up, down).eqns
-        if equation.primitive.name == "scan"
-    ]
+    run_experts = functools.partial(run, experts)
+    equations = jax.make_jaxpr(run_experts)(x, weight, gate_up, down).eqns
+    scans = [e.params["length"] for e in equations if e.primitive.name == "scan"]
     assert scans.count(8) == (0 if at_once else 2)  # forward and backward
 
     def by_token(x, weight, gate_up, down):
@@ -319,11 +317,11 @@ def test_one_device_takes_all_tokens_at_once_where_chunks_need_more_memory(
         hidden = jax.nn.silu(hidden[:, :, 0]) * hidden[:, :, 1] * weight[..., None]
         return jnp.einsum("nai,naid->nd", hidden, down[expert])
 
-    y, pullback = jax.vjp(by_token, x, weight, gate_up, down)
-    expected = y, *pullback(jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape))
-    for got, want in zip(run(x, weight, gate_up, down), expected, strict=True):
+    results = jax.jit(run_experts)(x, weight, gate_up, down)
+    expected_values = jax.jit(functools.partial(run, by_token))(x, weight, gate_up, down)
+    for got, expected in zip(results, expected_values, strict=True):
         # Sums of up to some 100 products of float32: a few times √100 roundings of 6e-8.
-        np.testing.assert_allclose(got, want, rtol=0, atol=5e-6 * float(np.abs(want).max()))
+        np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6 * float(np.abs(expected).max()))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
