@@ -9,6 +9,9 @@ The plans are in docs/planner/validation. `--compile` takes names of ROWS, separ
 compiles them one after another, each in a process of its own: some minutes each on 2 idle cores.
 No TPU takes part. `--programs=FOLDER` writes the compiled programs and their schedules there; a
 program that is there is priced again, not compiled.
+
+Where the kernels of the measured program are known, the compiled one contains them
+(`measured_kernels.py`), and the compiler gets the options that were published.
 """
 
 import argparse
@@ -22,6 +25,9 @@ from typing import NamedTuple
 
 import jax
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+from benchmarks.measured_kernels import MeasuredKernels, install
 from qwen3next_jax.common.digests import sha256_json
 from qwen3next_jax.config import (
     Config,
@@ -65,6 +71,8 @@ class Row(NamedTuple):
       source: where the seconds were published.
       differs: how the measured program differs from the one that is compiled here.
       mean_dtype: dtype of the optimizer's first moments.
+      kernels: the kernels of the measured program; None: those of this project.
+      options: the compiler's options that were published; "": this project's.
     """
 
     number: str
@@ -79,6 +87,8 @@ class Row(NamedTuple):
     source: str
     differs: str
     mean_dtype: str = "float32"
+    kernels: MeasuredKernels | None = None
+    options: str = ""
 
 
 def transformer(layers, hidden, heads, key_heads, width, vocabulary, **settings):
@@ -141,7 +151,53 @@ QWEN3_NEXT_DENSE = {
     "shared_expert_intermediate_size": 0,
     "mtp_depth": 0,
 }
+# MaxText's defaults, which the published settings for v5p repeat
+MEGABLOX = MeasuredKernels(512, 1024, 1024, two_backward_kernels=True)
+TOKAMAX_TPU7X = MeasuredKernels(512, 2048, 1536)
 OTHER_EXPERTS = "its experts run in other kernels, with their own tiles"
+TOKAMAX = "its experts run in tokamax's kernels (here megablox with the same tiles)"
+# ENABLE_SPARSECORE_OFFLOADING_FOR_RS_AG_AR of MaxText's benchmarks/xla_flags_library.py
+DEEPSEEK_V3_V5P = ",".join(
+    (
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather=false",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce=false",
+        "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter=false",
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather=true",
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true",
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce=true",
+        "xla_tpu_use_tc_device_shape_on_sc=true",
+        "xla_sc_enable_instruction_fusion=false",
+        "xla_sc_disable_megacore_partitioning=true",
+    )
+)
+# QUICKSTART-v5p.md of gpu-tpu-pedia, without the clock and one option that this compiler lacks
+HUNYUAN3_V5P = ",".join(
+    (
+        "xla_tpu_scoped_vmem_limit_kib=65472",
+        "xla_tpu_enable_sparse_core_reduce_scatter_v2=true",
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather=true",
+        "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather=true",
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce=true",
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true",
+        "xla_tpu_enable_sparse_core_collective_aggregator=true",
+        "xla_tpu_enable_concurrent_sparse_core_offloading=true",
+        "xla_tpu_enable_offloading_gather_to_sparsecore=true",
+        "xla_tpu_enable_sparse_core_offload_queuing_in_lhs=true",
+        "xla_tpu_sparse_core_all_gather_latency_multiplier=1",
+        "xla_tpu_sparse_core_reduce_scatter_latency_multiplier=3",
+        "xla_tpu_use_tc_device_shape_on_sc=true",
+        "xla_sc_disable_megacore_partitioning=true",
+        "xla_sc_enable_instruction_fusion=false",
+        "xla_tpu_enable_all_gather_offload_tracing=true",
+        "xla_enable_async_all_gather=true",
+        "xla_tpu_prefer_async_allgather_to_allreduce=true",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather=false",
+        "xla_tpu_enable_latency_hiding_layer_scheduler=true",
+        "xla_tpu_scheduler_percent_shared_memory_limit=150",
+        "xla_tpu_aggressive_opt_barrier_removal=true",
+        "xla_tpu_pcie_bandwidth_multiplier=0.03",
+    )
+)
 ROWS = {
     "qwen3_next_dense_v5e": Row(
         "14", "Qwen3-Next, dense 8B, v5e 256 chips", "v5e:16x16", 256, 1, 4096, "full",
@@ -181,7 +237,9 @@ ROWS = {
     "qwen3_235b_tpu7x_256": Row(
         "6", "Qwen3-235B, TPU7x 256 chips", "tpu7x:4x8x8", 512, 16, 4096, "offload",
         (30.87,), QWEN3_235B, "tpu-recipes training/ironwood",
-        OTHER_EXPERTS,
+        f"{TOKAMAX}, which it finds in a table",
+        kernels=TOKAMAX_TPU7X,
+        options="xla_tpu_scoped_vmem_limit_kib=61440",
     ),
     "qwen3_235b_tpu7x_64": Row(
         "5", "Qwen3-235B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
@@ -200,18 +258,24 @@ ROWS = {
     "deepseek_v3_v5p": Row(
         "1", "DeepSeek-V3 671B, v5p 512 chips", "v5p:8x8x8", 512, 6, 8192, "offload=input,mixer",
         (90.67, 90.41), DEEPSEEK_V3, "tpu-recipes training/v5p",
-        OTHER_EXPERTS,
+        "blocks of 2048 in attention (here 1024); gate and up are two products",
+        kernels=MEGABLOX,
+        options=DEEPSEEK_V3_V5P,
     ),
     "hunyuan3_v5p": Row(
         "3", "Hunyuan3 295B, v5p 256 chips", "v5p:4x8x8", 256, 8, 4096 * 2, "offload",
         (63.17, 63.33, 63.49), HUNYUAN3, "gpu-tpu-pedia Hunyuan3",
-        OTHER_EXPERTS,
+        "blocks of 2048 in attention (here 1024); gate and up are two products",
+        kernels=MEGABLOX,
+        options=HUNYUAN3_V5P,
     ),
     "hunyuan3_tpu7x": Row(
         "4", "Hunyuan3 295B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
         (16.75,), HUNYUAN3, "gpu-tpu-pedia Hunyuan3",
-        f"{OTHER_EXPERTS}; gradients in bfloat16",
+        f"{TOKAMAX}; gradients in bfloat16",
         mean_dtype="bfloat16",
+        kernels=TOKAMAX_TPU7X,
+        options="xla_tpu_scoped_vmem_limit_kib=65472",
     ),
 }  # fmt: skip
 
@@ -293,6 +357,8 @@ def fingerprint(row: Row) -> str:
     model = {name: repr(value) for name, value in row.model.items()}
     made_of = [row.topology, row.data, row.rows, row.tokens, row.remat, model, repr(RATES), PRICES]
     made_of += [row.mean_dtype] * (row.mean_dtype != "float32")
+    made_of += [list(row.kernels)] if row.kernels else []
+    made_of += [row.options] if row.options else []
     return sha256_json(made_of)
 
 
@@ -305,7 +371,7 @@ def configuration(row: Row) -> Config:
             batch_size=row.rows * row.data, sequence_length=row.tokens, remat=row.remat
         ),
         optimizer=OptimizerConfig(mean_dtype=row.mean_dtype),
-        parallel=ParallelConfig(mesh=MeshConfig(data=row.data)),
+        parallel=ParallelConfig(mesh=MeshConfig(data=row.data), compiler_options=row.options),
     )
 
 
@@ -319,6 +385,8 @@ def make(name: str, programs: pathlib.Path | None, level: str):
     jax.config.update("jax_enable_compilation_cache", False)
     topology = describe_topology(row.topology)
     config = configuration(row)
+    if row.kernels:
+        install(row.kernels, config.model.moe_intermediate_size)
     if (folder / PROGRAM).exists() and out.exists():
         found = json.loads(out.read_text())
         for field in OF_PRICES:

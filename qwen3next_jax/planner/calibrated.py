@@ -10,6 +10,8 @@ reach, with what the other two cost models leave out.
   those before it: it shares the links with them, takes twice its time, and delays them by its time.
 - An asynchronous copy to or from the memory of the host takes its bytes at the published rate of
   the link between them, one copy after another in each direction.
+- A kernel for grouped products computes whole tiles, and a tile again for each group that has rows
+  in it (`grouped_products.py`).
 - The experts' kernels skip the tiles of their buffers that hold no row, and the loops for rows that
   do not fit run as often as the load of the experts asks for (`expert_load.py`).
 - A copy that the compiler started early, and the HBM traffic of a collective (a byte that a chip
@@ -26,6 +28,7 @@ and checkpoints.
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -46,6 +49,7 @@ from qwen3next_jax.planner.expert_load import (
     find_expert_kernel,
     program_load,
 )
+from qwen3next_jax.planner.grouped_products import GroupedProduct, grouped_product
 from qwen3next_jax.planner.hlo import Computation, Instruction, Program
 from qwen3next_jax.planner.roofline import COMPUTE, HBM, Costs, Network, Simulation, Timeline
 from qwen3next_jax.planner.schedule import Schedule
@@ -407,7 +411,23 @@ class CalibratedSimulation(Simulation):
         if found := find_expert_kernel(self.program, computation, instruction):
             layout = expert_layout(*found, self.network.mesh)
             seconds_of[COMPUTE] *= expert_load(layout, self.skew).used
+        if product := grouped_product(computation, instruction):
+            seconds_of[COMPUTE] = self._grouped_seconds(product, instruction)
         return seconds_of
+
+    def _grouped_seconds(self, product: GroupedProduct, instruction: Instruction) -> float:
+        """Returns the seconds of the products of a kernel for grouped products. The cores share the
+        tiles of columns, so one of an odd number of tiles occupies both.
+        """
+        schedule = self.schedules.get(instruction.name)
+        cores = schedule.cores if schedule else 1
+        contracted, columns = product.steps
+        steps_of_core = product.visits * contracted * -(-columns // cores)
+        flops = 2.0 * math.prod(product.tile) * steps_of_core * cores
+        seconds = self._product_seconds(flops)
+        if schedule and product.schedule_is_step:
+            seconds = max(seconds, steps_of_core * schedule.cycles / self.chip.clock)
+        return seconds
 
     def _run_work(
         self,

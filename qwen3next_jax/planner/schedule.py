@@ -29,11 +29,13 @@ class Schedule(NamedTuple):
         blocks of all operands. (A real kernel does not copy a block again that stays the same.)
       whole: whether the compiler states the number of trips of every loop with matrix work. If not,
         `cycles` is too small.
+      cores: number of cores that share the steps of the kernel's grid; `cycles` are those of one.
     """
 
     cycles: float
     copied: float
     whole: bool
+    cores: int = 1
 
 
 class Loop(NamedTuple):
@@ -85,6 +87,7 @@ def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Sc
                 cycles(loops, total) - skipped_bundles(text, loops),
                 _copied_bytes(text, loops) if is_kernel else 0.0,
                 all(loop.trips or not loop.matrix for loop in loops),
+                2 if is_kernel and _CORE in text else 1,
             )
     signatures = {
         instruction.name: _signature(program, computation, instruction)

@@ -15,6 +15,7 @@ from qwen3next_jax.planner.ideal import SHARED_LINKS, ideal_time
 from qwen3next_jax.planner.parts import by_part, part_name
 from qwen3next_jax.planner.estimate import estimate_time
 from qwen3next_jax.planner.roofline import SourceCost
+from qwen3next_jax.planner.schedule import Schedule
 from qwen3next_jax.planner.search import Candidate, choose
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.mesh import make_mesh
@@ -248,6 +249,49 @@ def test_the_experts_take_the_tiles_in_use_and_the_loops_for_what_does_not_fit(f
     # What fits and what does not are all choices: the fullest shard's, in 30 tiles of 16 rows.
     fits = skewed.fullest * LAYOUT.balanced * (1 - skewed.beyond)
     assert 0.85 * 480 < fits <= 480 and skewed.fullest > 1.2
+
+
+GROUPED = """  %ends = s32[6]{{0}} parameter(0)
+  %group = s32[20]{{0}} parameter(1)
+  %x = bf16[2048,640]{{1,0:S(1)}} parameter(2)
+  %w = bf16[5,{width}]{{2,1,0:S(1)}} parameter(3)
+  %dy = bf16[2048,384]{{1,0:S(1)}} parameter(4)
+  ROOT %k.1 = bf16[{out}]{{1,0:S(1)}} custom-call(%ends, %group, {operands}), custom_call_target="tpu_custom_call", {tiling}, backend_config={{"cost_estimate":{{"flops":"1006632960","bytes_accessed":"1"}}}}"""  # noqa: E501
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "operands, width, out",
+    [
+        ("%x, %w", "640,384", "2048,384"),
+        ("%dy, %w", "640,384", "2048,640"),
+        ("%x, %dy", "640,384", "5,640,384"),
+    ],
+    ids=["product", "gradient of the rows", "gradient of the matrices"],
+)
+def test_a_grouped_product_takes_all_tiles_that_its_groups_touch(operands, width, out):
+    """Tiles of 256 rows, of which five groups share some; along the other axes the last tiles reach
+    beyond the matrices.
+    """
+    ends = [300, 700, 1200, 2000, 2048]
+    visits = sum(
+        (end - 1) // 256 - start // 256 + 1 for start, end in zip([0, *ends], ends, strict=False)
+    )
+    contracted, columns = (384, 640) if operands.startswith("%dy") else (640, 384)
+    steps = -(-contracted // 512) * -(-columns // 256)
+    computed = RATES["v5p"].products.seconds(2 * visits * 256 * steps * 512 * 256)
+    given = dict(operands=operands, width=width, out=out)
+    by_xla = GROUPED.format(tiling='frontend_attributes={ragged_dot_tiling="256,512,256"}', **given)
+    by_pallas = GROUPED.format(
+        tiling='metadata={op_name="f/ragged_dot_tiling_256_512_256/pallas_call"}', **given
+    )
+    for text in (by_xla, by_pallas):
+        assert estimate("v5p:2x2x1", dict(data=4), text).seconds == pytest.approx(computed)
+    # The schedule of XLA's kernel is that of one step, and the two cores share the columns' tiles.
+    slow = {"k.1": Schedule(1e5, 0.0, whole=False, cores=2)}
+    in_steps = visits * -(-contracted // 512) * -(-columns // 512) * 1e5 / CHIPS["v5p"].clock
+    found = estimate("v5p:2x2x1", dict(data=4), by_xla, schedules=slow)
+    assert found.seconds == pytest.approx(in_steps)
 
 
 @needs_compiler
