@@ -1,8 +1,8 @@
 """The kernels of the programs that were measured, for `validation.py`: MaxText computes its experts
-with megablox, of which JAX has a copy, and the gradients of attention with two kernels.
+with megablox, of which JAX has a copy, and the gradients of attention with one or two kernels.
 
 `install` makes every program of this process contain them in place of this project's kernels. Such
-a program can be compiled and priced; nothing has run one.
+a program is only compiled and priced. It must not run: it would leave out choices of experts.
 
 R rows, D input width, F output width, E experts.
 """
@@ -10,7 +10,6 @@ R rows, D input width, F output width, E experts.
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from qwen3next_jax import kernels
@@ -20,12 +19,13 @@ from qwen3next_jax.planner.grouped_products import TILING
 
 
 class MeasuredKernels(NamedTuple):
-    """What a published program runs.
+    """The kernels' settings of a published program.
 
     Attributes:
       rows, embedding, width: the tile of megablox, as MaxText's settings `tile_batch_seq`,
         `tile_embed_dim` and `tile_mlp_dim` give it.
-      two_backward_kernels: whether dq has a kernel of its own (`sa_use_fused_bwd_kernel=False`).
+      two_backward_kernels: whether attention's dq has a kernel of its own, beside that of dk and dv
+        (`sa_use_fused_bwd_kernel=False`).
     """
 
     rows: int
@@ -34,21 +34,29 @@ class MeasuredKernels(NamedTuple):
     two_backward_kernels: bool = False
 
 
-_installed: list[tuple[MeasuredKernels, int]] = []  # the kernels, and the width of an expert
+# the settings, and the width of an expert; empty before `install`
+_installed: dict[str, int] = {}
 
 
-def install(measured: MeasuredKernels, expert_width: int) -> None:
+def install(measured: MeasuredKernels, hidden: int, expert_width: int) -> None:
     """Makes the programs that this process compiles contain the kernels.
 
     Args:
-      expert_width: the width of an expert's hidden layer.
+      hidden: width of the model.
+      expert_width: width of an expert's hidden layer.
+
+    Raises:
+      ValueError: the model is as wide as an expert, or as an expert's gate and up matrix together,
+        so that the width of an array does not tell which one it is.
     """
-    _installed[:] = [(measured, expert_width)]
+    if hidden in (expert_width, 2 * expert_width):
+        raise ValueError(f"a model {hidden} wide with experts {expert_width} wide is ambiguous")
+    _installed.update(measured._asdict(), expert_width=expert_width)
     kernels.KERNELS["routed_experts"] = {}
     kernels.KERNELS["grouped_matmul"] = {"megablox": ("tpu", __name__)}
-    # The rows of an expert follow those of the one before it, without rows between them: the
-    # smallest tile of this project's layout leaves at most 15.
-    layout._LARGEST_TILE = 16
+    # The arrays get as many rows as there are choices, as in MaxText. The layout still rounds each
+    # expert up to 128 rows, so the last choices have no room.
+    layout._tile_sizes = lambda choices, experts, capacity: (128, choices // 128, choices // 128)
     if measured.two_backward_kernels:
         splash_attention.PARTS_OF_DQ = 0
 
@@ -58,35 +66,36 @@ def supports(x, weights) -> str:
     return ""
 
 
+# `__wrapped__` is the function without its jit, inside of which the scope's name would be lost.
+
+
 def matmul(x, w, group_sizes):
     """Returns the product [R, F] of each row of x [R, D] and the matrix [D, F] of its expert."""
-    return _call(gmm, x, w, group_sizes, x.shape[1], w.shape[2])
+    tile = _tile(x.shape[1], w.shape[2])
+    with _scope(tile):
+        return gmm.__wrapped__(x, w, group_sizes, x.dtype, tile)
 
 
 def gradients(x, w, group_sizes, dy):
     """Returns the gradients of x and w of `matmul`, given dy [R, F]."""
-    dx = _call(gmm, dy, w, group_sizes, w.shape[2], x.shape[1], transpose_rhs=True)
-    return dx, _call(tgmm, x, dy, group_sizes, x.shape[1], w.shape[2])
+    of_rows, of_matrices = _tile(w.shape[2], x.shape[1]), _tile(x.shape[1], w.shape[2])
+    with _scope(of_rows):
+        dx = gmm.__wrapped__(dy, w, group_sizes, x.dtype, of_rows, transpose_rhs=True)
+    with _scope(of_matrices):
+        return dx, tgmm.__wrapped__(x.T, dy, group_sizes, w.dtype, of_matrices)
 
 
-def _call(kernel, x, other, group_sizes, contracted: int, columns: int, **options):
-    """Calls a kernel of megablox with the tile of the measured program."""
-    tile = (_installed[0][0].rows, _tile(contracted), _tile(columns))
-    padding = ((0, -x.shape[0] % tile[0]), (0, 0))
-    rows = [jnp.pad(x, padding), jnp.pad(other, padding) if other.ndim == 2 else other]
-    if kernel is tgmm:
-        rows[0] = rows[0].T
-    with jax.named_scope("_".join(map(str, (TILING, *tile)))):
-        out = kernel.__wrapped__(*rows, group_sizes, x.dtype, tile, **options)
-    return out if kernel is tgmm else out[: x.shape[0]]
+def _scope(tile: tuple[int, int, int]):
+    """Returns a scope whose name tells the planner the tile."""
+    return jax.named_scope("_".join(map(str, (TILING, *tile))))
 
 
-def _tile(width: int) -> int:
-    """Returns the tile along an axis of `width` columns. The measured program multiplies by the
+def _tile(*widths: int) -> tuple[int, int, int]:
+    """Returns the tile of a product whose two axes beside the rows are this long. MaxText multiplies by the
     gate and the up matrix one after the other, and each product fills its last tile. Here both
     matrices are one, and a tile of twice the width computes as many columns that do not exist.
     """
-    measured, expert_width = _installed[0]
-    if width == 2 * expert_width:
-        return 2 * min(measured.width, expert_width)
-    return min(measured.width if width == expert_width else measured.embedding, width)
+    expert = _installed["expert_width"]
+    of_expert = min(_installed["width"], expert)
+    along = {expert: of_expert, 2 * expert: 2 * of_expert}
+    return _installed["rows"], *(along.get(w, min(_installed["embedding"], w)) for w in widths)

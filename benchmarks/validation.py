@@ -45,7 +45,7 @@ from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
 from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.mesh import make_mesh
 
-# raised where a cost model counts something differently, so that older plans are refused
+# raised when a cost model changes for every row, so that older plans are refused
 PRICES = 4
 # fields of a plan that follow from the prices, beside the estimates that are made again
 OF_PRICES = (
@@ -154,10 +154,12 @@ QWEN3_NEXT_DENSE = {
 # MaxText's defaults, which the published settings for v5p repeat
 MEGABLOX = MeasuredKernels(512, 1024, 1024, two_backward_kernels=True)
 TOKAMAX_TPU7X = MeasuredKernels(512, 2048, 1536)
-OTHER_EXPERTS = "its experts run in other kernels, with their own tiles"
-TOKAMAX = "its experts run in tokamax's kernels (here megablox with the same tiles)"
-# ENABLE_SPARSECORE_OFFLOADING_FOR_RS_AG_AR of MaxText's benchmarks/xla_flags_library.py
-DEEPSEEK_V3_V5P = ",".join(
+GATE_AND_UP = "the gate and up matrices of its experts are two products"
+BLOCKS = "blocks of 2048 in attention (here 1024)"
+TOKAMAX = f"its experts run in tokamax's kernels (here megablox with the same tiles); {GATE_AND_UP}"
+# ENABLE_SPARSECORE_OFFLOADING_FOR_RS_AG_AR of MaxText's benchmarks/xla_flags_library.py, without
+# `xla_sc_disjoint_spmem`
+DEEPSEEK_V3_OPTIONS = ",".join(
     (
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather=false",
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce=false",
@@ -170,8 +172,9 @@ DEEPSEEK_V3_V5P = ",".join(
         "xla_sc_disable_megacore_partitioning=true",
     )
 )
-# QUICKSTART-v5p.md of gpu-tpu-pedia, without the clock and one option that this compiler lacks
-HUNYUAN3_V5P = ",".join(
+# QUICKSTART-v5p.md of gpu-tpu-pedia, without `xla_tpu_dvfs_p_state`, which sets the clock, and
+# `xla_sc_disjoint_spmem`, which this compiler does not have
+HUNYUAN3_OPTIONS = ",".join(
     (
         "xla_tpu_scoped_vmem_limit_kib=65472",
         "xla_tpu_enable_sparse_core_reduce_scatter_v2=true",
@@ -214,13 +217,13 @@ ROWS = {
         "9", "Llama 3.1 8B, v6e 8 chips", "v6e:2x4", 8, 3, 8192,
         "offload=input,mixer,queries,keys,values",
         (3.443,), LLAMA_8B, "tpu-recipes training/trillium",
-        "blocks of 2048 in attention (here 1024)",
+        BLOCKS,
     ),
     "llama_70b_v6e": Row(
         "10", "Llama 3.1 70B, v6e 256 chips", "v6e:16x16", 256, 5, 8192,
         "offload=input,queries,keys,values",
         (42.66,), LLAMA_70B, "tpu-recipes training/trillium",
-        "blocks of 2048 in attention (here 1024)",
+        BLOCKS,
     ),
     "llama2_70b_v5p": Row(
         "12", "Llama 2 70B, v5p 64 chips", "v5p:4x4x4", 64, 2, 4096,
@@ -244,30 +247,34 @@ ROWS = {
     "qwen3_235b_tpu7x_64": Row(
         "5", "Qwen3-235B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
         (15.86,), QWEN3_235B, "gpu-tpu-pedia Qwen3-235B",
-        f"{OTHER_EXPERTS}; the clock of the chips was raised; what it keeps for the "
-        "backward pass is not said",
-
+        f"{TOKAMAX}; the clock of the chips was raised; whether this run, the first of a "
+        "series, had these tiles is not said",
+        kernels=TOKAMAX_TPU7X,
+        options="xla_tpu_scoped_vmem_limit_kib=65472",
     ),
     "mixtral_v5p": Row(
         "11", "Mixtral 8x7B, v5p 64 chips", "v5p:4x4x4", 64, 36, 4096, "offload",
         (48.5,), MIXTRAL, "maxtext",
-        f"published as 251.9 TFLOP/s a chip, from which the seconds are computed; {OTHER_EXPERTS}; "
-        "weights in bfloat16 (here float32; with the layers' inputs on the device it needs 101.67 "
-        "of 95.73 GiB, so they are in the host's memory)",
+        "published as 251.9 TFLOP/s a chip, from which the seconds are computed; "
+        f"{GATE_AND_UP}; weights in "
+        "bfloat16 (here float32; with the layers' inputs on the device it needs 101.67 of 95.73 "
+        "GiB, so they are in the host's memory)",
+        kernels=MEGABLOX,
+        options="xla_tpu_scoped_vmem_limit_kib=81920",
     ),
     "deepseek_v3_v5p": Row(
         "1", "DeepSeek-V3 671B, v5p 512 chips", "v5p:8x8x8", 512, 6, 8192, "offload=input,mixer",
         (90.67, 90.41), DEEPSEEK_V3, "tpu-recipes training/v5p",
-        "blocks of 2048 in attention (here 1024); gate and up are two products",
+        f"{BLOCKS}; {GATE_AND_UP}",
         kernels=MEGABLOX,
-        options=DEEPSEEK_V3_V5P,
+        options=DEEPSEEK_V3_OPTIONS,
     ),
     "hunyuan3_v5p": Row(
         "3", "Hunyuan3 295B, v5p 256 chips", "v5p:4x8x8", 256, 8, 4096 * 2, "offload",
         (63.17, 63.33, 63.49), HUNYUAN3, "gpu-tpu-pedia Hunyuan3",
-        "blocks of 2048 in attention (here 1024); gate and up are two products",
+        f"{BLOCKS}; {GATE_AND_UP}",
         kernels=MEGABLOX,
-        options=HUNYUAN3_V5P,
+        options=HUNYUAN3_OPTIONS,
     ),
     "hunyuan3_tpu7x": Row(
         "4", "Hunyuan3 295B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
@@ -386,7 +393,7 @@ def make(name: str, programs: pathlib.Path | None, level: str):
     topology = describe_topology(row.topology)
     config = configuration(row)
     if row.kernels:
-        install(row.kernels, config.model.moe_intermediate_size)
+        install(row.kernels, config.model.hidden_size, config.model.moe_intermediate_size)
     if (folder / PROGRAM).exists() and out.exists():
         found = json.loads(out.read_text())
         for field in OF_PRICES:

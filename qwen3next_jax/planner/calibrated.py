@@ -411,18 +411,19 @@ class CalibratedSimulation(Simulation):
         if found := find_expert_kernel(self.program, computation, instruction):
             layout = expert_layout(*found, self.network.mesh)
             seconds_of[COMPUTE] *= expert_load(layout, self.skew).used
-        if product := grouped_product(computation, instruction):
+        if product := grouped_product(self.program, computation, instruction):
             seconds_of[COMPUTE] = self._grouped_seconds(product, instruction)
         return seconds_of
 
     def _grouped_seconds(self, product: GroupedProduct, instruction: Instruction) -> float:
         """Returns the seconds of the products of a kernel for grouped products. The cores share the
-        tiles of columns, so one of an odd number of tiles occupies both.
+        tiles of columns, the axis of the grid that megablox marks as parallel (of XLA's kernel this
+        is assumed). With an odd number of tiles, one core waits while the other computes the last.
         """
         schedule = self.schedules.get(instruction.name)
         cores = schedule.cores if schedule else 1
-        contracted, columns = product.steps
-        steps_of_core = product.visits * contracted * -(-columns // cores)
+        width, columns = product.steps
+        steps_of_core = product.visits * width * -(-columns // cores)
         flops = 2.0 * math.prod(product.tile) * steps_of_core * cores
         seconds = self._product_seconds(flops)
         if schedule and product.schedule_is_step:

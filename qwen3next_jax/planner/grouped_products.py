@@ -1,9 +1,9 @@
-"""What a kernel for grouped products computes. Such a kernel (XLA's `ragged_dot`, or megablox)
-multiplies each row by the matrix of its group. It goes through tiles of rows, and visits a tile
-once for each group that has rows in it. It computes whole tiles: rows of other groups, and columns
-beyond the end of a matrix, count as much as those that are wanted.
+"""The steps of a kernel for grouped products, which multiplies each row by the matrix of its group.
 
-The number of visits depends on the groups, so the compiler's text states no trips of these loops.
+XLA's `ragged_dot` and megablox go through tiles of rows, and visit a tile once for each group that
+has rows in it. They compute whole tiles: rows of other groups, and columns beyond the end of a
+matrix, take as long as those that are wanted. The number of visits depends on the groups, so the
+compiler's text states no trips of these loops.
 """
 
 import math
@@ -11,21 +11,26 @@ import re
 from typing import NamedTuple
 
 from qwen3next_jax.planner.compiled import is_kernel
-from qwen3next_jax.planner.hlo import Computation, Instruction
+from qwen3next_jax.planner.hlo import Computation, Instruction, Program
 
-# The attribute in which XLA states the tile of a `ragged_dot`: rows, contracted width, columns. A
-# kernel of Pallas has the numbers in the name of a scope around it, RAGGED_DOT_TILING_1_2_3.
+# The attribute in which XLA states the tile of a `ragged_dot`. Megablox states none; a caller may
+# put it into the name of a scope, ragged_dot_tiling_512_1024_1024, as
+# benchmarks/measured_kernels.py does.
 TILING = "ragged_dot_tiling"
 
 
 class GroupedProduct(NamedTuple):
-    """A call of a kernel for grouped products.
+    """A call of a kernel for grouped products, or for their gradients. It has rows [R, width] or
+    [R, columns], and a matrix [width, columns] for each group.
 
     Attributes:
-      tile: rows, contracted width and columns of the tile that a step multiplies.
-      visits: number of visits of tiles of rows, if all groups have rows and none ends with a tile.
-      steps: number of tiles along each of the other two axes.
-      schedule_is_step: whether the compiler's schedule of the kernel is that of one step.
+      tile: rows, width and columns of what one step multiplies.
+      visits: number of visits of tiles of rows. It is an upper bound: all rows belong to groups,
+        all groups have rows, and no group but the last ends with a tile.
+      steps: number of tiles along the width, and along the columns.
+      schedule_is_step: whether the compiler's schedule of the kernel is that of one step. That of
+        XLA's kernel is: its loop has no stated trips. Megablox has its product twice in the loop,
+        for the last tile of the contracted axis and for the others.
     """
 
     tile: tuple[int, int, int]
@@ -34,28 +39,40 @@ class GroupedProduct(NamedTuple):
     schedule_is_step: bool
 
 
-def grouped_product(computation: Computation, instruction: Instruction) -> GroupedProduct | None:
-    """Returns what a call of a kernel for grouped products computes; None for any other
-    instruction.
+def grouped_product(
+    program: Program, computation: Computation, instruction: Instruction
+) -> GroupedProduct | None:
+    """Returns what a call of a kernel for grouped products computes, or what the one in a fusion
+    does; None for any other instruction.
     """
-    if not is_kernel(instruction):
-        return None
-    by_xla = re.search(rf'{TILING}="(\d+),(\d+),(\d+)"', instruction.attributes)
-    found = by_xla or re.search(rf"{TILING}_(\d+)_(\d+)_(\d+)", instruction.op_name)
+    candidates = [(computation, instruction)]
+    if instruction.opcode == "fusion":
+        inner = [program.computations[name] for name in instruction.called]
+        candidates = [(within, i) for within in inner for i in within.values()]
+    calls = (_read(within, i) for within, i in candidates if is_kernel(i))
+    return next((call for call in calls if call), None)
+
+
+def _read(computation: Computation, kernel: Instruction) -> GroupedProduct | None:
+    """Returns what a kernel for grouped products computes; None for any other kernel."""
+    by_xla = re.search(rf'{TILING}="(\d+),(\d+),(\d+)"', kernel.attributes)
+    found = by_xla or re.search(rf"{TILING}_(\d+)_(\d+)_(\d+)", kernel.op_name)
     if not found:
         return None
     tile = tuple(map(int, found.groups()))
-    operands = [shape for name in instruction.operands for shape in computation[name].shapes]
-    floats = [shape.dims for shape in operands if shape.dtype[0] not in "su"]
-    integers = [shape.dims[0] for shape in operands if shape.dtype[0] in "su" and shape.dims]
-    out = instruction.shapes[0].dims
-    matrices = out if len(out) == 3 else next(dims for dims in floats if len(dims) == 3)
-    if len(out) == 3:  # the gradient of the matrices; its rows are contracted
-        width, columns = out[1:]
-        rows = math.prod(floats[0]) // width
+    operands = [shape for name in kernel.operands for shape in computation[name].shapes]
+    arrays = [shape.dims for shape in operands if shape.dtype[0] not in "su"]
+    out = kernel.shapes[0].dims
+    if len(out) == 3:  # the gradient of the matrices
+        groups, width, columns = out
+        rows = math.prod(arrays[0]) // width
     else:
         rows, columns = out
-        width = math.prod(matrices[1:]) // columns
-    visits = min(-(-rows // tile[0]) + matrices[0] - 1, max(integers))
-    steps = -(-width // tile[1]), -(-columns // tile[2])
-    return GroupedProduct(tile, visits, steps, schedule_is_step=bool(by_xla))
+        groups, *matrix = next(dims for dims in arrays if len(dims) == 3)
+        width = math.prod(matrix) // columns
+    return GroupedProduct(
+        tile,
+        visits=-(-rows // tile[0]) + groups - 1,
+        steps=(-(-width // tile[1]), -(-columns // tile[2])),
+        schedule_is_step=bool(by_xla),
+    )

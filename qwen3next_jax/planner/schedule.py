@@ -29,7 +29,8 @@ class Schedule(NamedTuple):
         blocks of all operands. (A real kernel does not copy a block again that stays the same.)
       whole: whether the compiler states the number of trips of every loop with matrix work. If not,
         `cycles` is too small.
-      cores: number of cores that share the steps of the kernel's grid; `cycles` are those of one.
+      cores: number of cores that share the steps of a kernel's grid; `cycles` are those of one. 1
+        for anything but a kernel.
     """
 
     cycles: float

@@ -278,18 +278,24 @@ def test_a_grouped_product_takes_all_tiles_that_its_groups_touch(operands, width
         (end - 1) // 256 - start // 256 + 1 for start, end in zip([0, *ends], ends, strict=False)
     )
     contracted, columns = (384, 640) if operands.startswith("%dy") else (640, 384)
-    steps = -(-contracted // 512) * -(-columns // 256)
-    computed = RATES["v5p"].products.seconds(2 * visits * 256 * steps * 512 * 256)
+    tiles = -(-contracted // 512), -(-columns // 256)
+    seconds = lambda steps: RATES["v5p"].products.seconds(2.0 * visits * steps * 256 * 512 * 256)
     given = dict(operands=operands, width=width, out=out)
     by_xla = GROUPED.format(tiling='frontend_attributes={ragged_dot_tiling="256,512,256"}', **given)
     by_pallas = GROUPED.format(
         tiling='metadata={op_name="f/ragged_dot_tiling_256_512_256/pallas_call"}', **given
     )
     for text in (by_xla, by_pallas):
-        assert estimate("v5p:2x2x1", dict(data=4), text).seconds == pytest.approx(computed)
-    # The schedule of XLA's kernel is that of one step, and the two cores share the columns' tiles.
+        assert estimate("v5p:2x2x1", dict(data=4), text).seconds == pytest.approx(
+            seconds(tiles[0] * tiles[1])
+        )
+    # Two cores share the columns' tiles. Of three tiles, one core computes two.
+    shared = {"k.1": Schedule(1.0, 0.0, whole=False, cores=2)}
+    found = estimate("v5p:2x2x1", dict(data=4), by_pallas, schedules=shared)
+    assert found.seconds == pytest.approx(seconds(tiles[0] * 2 * -(-tiles[1] // 2)))
+    # The schedule of XLA's kernel is that of one step.
     slow = {"k.1": Schedule(1e5, 0.0, whole=False, cores=2)}
-    in_steps = visits * -(-contracted // 512) * -(-columns // 512) * 1e5 / CHIPS["v5p"].clock
+    in_steps = visits * tiles[0] * -(-tiles[1] // 2) * 1e5 / CHIPS["v5p"].clock
     found = estimate("v5p:2x2x1", dict(data=4), by_xla, schedules=slow)
     assert found.seconds == pytest.approx(in_steps)
 
