@@ -91,8 +91,8 @@ def _scope(tile: tuple[int, int, int]):
 
 
 def _tile(*widths: int) -> tuple[int, int, int]:
-    """Returns the tile of a product whose two axes beside the rows are this long. MaxText multiplies by the
-    gate and the up matrix one after the other, and each product fills its last tile. Here both
+    """Returns the tile of a product whose axes beside the rows are this long. MaxText multiplies by
+    the gate and the up matrix one after the other, and each product fills its last tile. Here both
     matrices are one, and a tile of twice the width computes as many columns that do not exist.
     """
     expert = _installed["expert_width"]
