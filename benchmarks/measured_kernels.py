@@ -1,5 +1,6 @@
 """The kernels of the programs that were measured, for `validation.py`: MaxText computes its experts
-with megablox, of which JAX has a copy, and the gradients of attention with one or two kernels.
+with megablox, of which JAX has a copy, or with tokamax, for which megablox stands in; and the
+gradients of attention with one or two kernels.
 
 `install` makes every program of this process contain them in place of this project's kernels. Such
 a program is only compiled and priced. It must not run: it would leave out choices of experts.

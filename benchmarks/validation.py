@@ -6,7 +6,7 @@ predicted by every cost model (docs/planner_validation.md).
     python benchmarks/validation.py --compile=llama_8b_v6e  makes the plan of a row again
 
 The plans are in docs/planner/validation. `--compile` takes names of ROWS, separated by commas, and
-compiles them one after another, each in a process of its own: some minutes each on 2 idle cores.
+compiles them one after another, each in a process of its own: 3 to 60 minutes of a CPU each.
 No TPU takes part. `--programs=FOLDER` writes the compiled programs and their schedules there; a
 program that is there is priced again, not compiled.
 
@@ -72,7 +72,7 @@ class Row(NamedTuple):
       differs: how the measured program differs from the one that is compiled here.
       mean_dtype: dtype of the optimizer's first moments.
       kernels: the kernels of the measured program; None: those of this project.
-      options: the compiler's options that were published; "": this project's.
+      options: the published options of the compiler, which are added to this project's.
     """
 
     number: str
@@ -240,15 +240,16 @@ ROWS = {
     "qwen3_235b_tpu7x_256": Row(
         "6", "Qwen3-235B, TPU7x 256 chips", "tpu7x:4x8x8", 512, 16, 4096, "offload",
         (30.87,), QWEN3_235B, "tpu-recipes training/ironwood",
-        f"{TOKAMAX}, which it finds in a table",
+        TOKAMAX,
         kernels=TOKAMAX_TPU7X,
         options="xla_tpu_scoped_vmem_limit_kib=61440",
     ),
     "qwen3_235b_tpu7x_64": Row(
         "5", "Qwen3-235B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
         (15.86,), QWEN3_235B, "gpu-tpu-pedia Qwen3-235B",
-        f"{TOKAMAX}; the clock of the chips was raised; whether this run, the first of a "
-        "series, had these tiles is not said",
+        "which kernels and tiles this run, the first of a series, had is not said (here megablox "
+        f"with the tiles of the later runs); {GATE_AND_UP}; {BLOCKS}; the clock of the chips was "
+        "raised; what it keeps for the backward pass is not said",
         kernels=TOKAMAX_TPU7X,
         options="xla_tpu_scoped_vmem_limit_kib=65472",
     ),
@@ -256,9 +257,10 @@ ROWS = {
         "11", "Mixtral 8x7B, v5p 64 chips", "v5p:4x4x4", 64, 36, 4096, "offload",
         (48.5,), MIXTRAL, "maxtext",
         "published as 251.9 TFLOP/s a chip, from which the seconds are computed; "
-        f"{GATE_AND_UP}; weights in "
-        "bfloat16 (here float32; with the layers' inputs on the device it needs 101.67 of 95.73 "
-        "GiB, so they are in the host's memory)",
+        f"{GATE_AND_UP}; of the "
+        "published options of the compiler only the limit of VMEM; weights in bfloat16 (here "
+        "float32, so the layers' inputs are in the host's memory: on the device an earlier program "
+        "needed 101.67 of 95.73 GiB)",
         kernels=MEGABLOX,
         options="xla_tpu_scoped_vmem_limit_kib=81920",
     ),

@@ -25,8 +25,8 @@ class GroupedProduct(NamedTuple):
 
     Attributes:
       tile: rows, width and columns of what one step multiplies.
-      visits: number of visits of tiles of rows. It is an upper bound: all rows belong to groups,
-        all groups have rows, and no group but the last ends with a tile.
+      visits: number of visits of tiles of rows, an upper bound: it assumes that all rows belong to
+        groups, that all groups have rows, and that no group but the last ends with a tile.
       steps: number of tiles along the width, and along the columns.
       schedule_is_step: whether the compiler's schedule of the kernel is that of one step. That of
         XLA's kernel is: its loop has no stated trips. Megablox has its product twice in the loop,
