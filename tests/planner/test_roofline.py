@@ -457,7 +457,8 @@ def test_a_kernel_lasts_its_schedule_its_products_and_its_copies(tmp_path):
     )
     found = schedule.read_schedules(tmp_path, plain)
     assert found == dict.fromkeys(
-        ("twin.1", "twin.2"), schedule.Schedule(cycles=20, copied=2048 * 6 * 2, whole=True)
+        ("twin.1", "twin.2"),
+        schedule.Schedule(cycles=20, copied=2048 * 6 * 2, whole=True, cores=2),
     )
     mesh, others = Mesh(np.array(jax.devices()[:1]), ("data",)), 3 * 2**14 / v5p.hbm_bandwidth
     network = mock.patch("qwen3next_jax.planner.estimate.Network", lambda *_: None)
