@@ -1,6 +1,6 @@
-"""The kernels of the programs that were measured, for `validation.py`: MaxText computes its experts
-with megablox, of which JAX has a copy, or with tokamax, for which megablox stands in; and the
-gradients of attention with one or two kernels.
+"""The kernels of the MaxText runs that `validation.py` predicts. MaxText computes its experts with
+the kernels of megablox or of tokamax; this module uses JAX's copy of megablox for both. MaxText
+computes the gradients of attention with one kernel or with two, and so does this module.
 
 `install` makes every program of this process contain them in place of this project's kernels. Such
 a program is only compiled and priced. It must not run: it would leave out choices of experts.
@@ -67,13 +67,11 @@ def supports(x, weights) -> str:
     return ""
 
 
-# `__wrapped__` is the function without its jit, inside of which the scope's name would be lost.
-
-
 def matmul(x, w, group_sizes):
     """Returns the product [R, F] of each row of x [R, D] and the matrix [D, F] of its expert."""
     tile = _tile(x.shape[1], w.shape[2])
     with _scope(tile):
+        # JAX drops the scope's name inside of a jitted function, so this calls the function itself.
         return gmm.__wrapped__(x, w, group_sizes, x.dtype, tile)
 
 
@@ -92,9 +90,9 @@ def _scope(tile: tuple[int, int, int]):
 
 
 def _tile(*widths: int) -> tuple[int, int, int]:
-    """Returns the tile of a product whose axes beside the rows are this long. MaxText multiplies by
-    the gate and the up matrix one after the other, and each product fills its last tile. Here both
-    matrices are one, and a tile of twice the width computes as many columns that do not exist.
+    """Returns the tile of a product: that of its rows, then those of its other two axes, which have
+    these widths. MaxText multiplies by the gate matrix and by the up matrix, and pads each to whole
+    tiles. This project keeps both in one matrix. A tile of twice the width pads it by as much.
     """
     expert = _installed["expert_width"]
     of_expert = min(_installed["width"], expert)

@@ -270,8 +270,8 @@ GROUPED = """  %ends = s32[6]{{0}} parameter(0)
     ids=["product", "gradient of the rows", "gradient of the matrices"],
 )
 def test_a_grouped_product_takes_all_tiles_that_its_groups_touch(operands, width, out):
-    """Tiles of 256 rows, of which five groups share some; along the other axes the last tiles reach
-    beyond the matrices.
+    """Some tiles of 256 rows have rows of two groups, and the kernel computes them twice. The last
+    tiles of the other axes are larger than what is left of the matrices.
     """
     ends = [300, 700, 1200, 2000, 2048]
     visits = sum(
