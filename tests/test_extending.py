@@ -162,6 +162,7 @@ def test_a_new_mixer_with_one_setting(tmp_path):
             )
 
 
+@pytest.mark.slow
 def test_a_new_mixer_is_stored_by_its_entries(tmp_path, monkeypatch):
     for name in ("my_mixer.py", "my_stored_mixer.py"):
         example(name, tmp_path)
@@ -177,6 +178,7 @@ def test_a_new_mixer_is_stored_by_its_entries(tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, *(nnx.state(m) for m in (again, model)))
 
 
+@pytest.mark.slow
 def test_a_run_of_the_user_s_own_parts_by_import_strings(tmp_path, monkeypatch, capsys):
     """A mixer, a hook, an optimizer, an evaluation and a data source that no table has train
     together. Who only has the folder of the run has to say that he trusts their code.

@@ -147,6 +147,7 @@ def test_a_config_with_any_value_is_refused_or_means_what_its_export_says(
     (folder / "config.json").write_text(json.dumps(CONFIGS[family]))
 
 
+@pytest.mark.slow
 @fuzzed(
     120,
     name=st.sampled_from(
@@ -213,6 +214,7 @@ FIELDS = [
 SETTINGS = from_dict(Config, {"train": {"steps": 3}})
 
 
+@pytest.mark.slow
 @fuzzed(90, place=st.sampled_from(FIELDS), key=TEXTS, value=VALUES, several=st.booleans())
 def test_a_record_with_any_value_gives_a_page(tmp_path_factory, place, key, value, several):
     folder = tmp_path_factory.getbasetemp() / "hostile_record"

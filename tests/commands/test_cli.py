@@ -192,7 +192,7 @@ def test_a_mistake_is_one_line_before_jax_is_loaded(answers, number, message):
     [
         ["train.py", "--help"],
         pytest.param(["eval.py", "-h"], marks=pytest.mark.slow),
-        ["-m", "qwen3next_jax", "generate", "--help"],
+        pytest.param(["-m", "qwen3next_jax", "generate", "--help"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -213,6 +213,7 @@ def test_help_shows_the_commands_own_flags(command):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_reader_that_has_seen_enough_is_no_error(unbuffered):
     reader, writer = os.pipe()

@@ -1,6 +1,7 @@
-"""The commands as Python functions: one run, trained, read, evaluated and continued from Python."""
+"""The commands as Python functions: a run evaluated and continued from Python, and mistakes.
+How a run is read as arrays is in tests/runs/test_training.py.
+"""
 
-import numpy as np
 import pytest
 
 import qwen3next_jax
@@ -14,17 +15,6 @@ def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "mqar"
     in_process.train(qwen3next_jax.load_config("mqar", settings), path)
     return qwen3next_jax.Run(path)
-
-
-def test_a_run_is_read_as_arrays(run):
-    steps, losses = run.series("loss")
-    assert steps.tolist() == [1, 2, 3] and np.isfinite(losses).all()
-    assert run.checkpoints == [3] and run.config["train"]["batch_size"] == 8
-    table = run.table()
-    assert np.array_equal(table["loss"], losses) and len(table["step"]) == 3
-    assert "step 3" in repr(run) and "<svg" in run._repr_html_().replace("&lt;", "<")
-    with pytest.raises(UserError, match="no 'train' event has 'los'; .*loss"):
-        run.series("los")
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ def randomised(params, seed=0):
     return jax.tree.map(lambda x: x + jnp.asarray(0.1 * rng.normal(size=x.shape), x.dtype), params)
 
 
+@pytest.mark.slow
 def test_matrices_are_merged_part_by_part_and_expert_by_expert():
     params = randomised(nnx.state(drawn_model(MODEL), nnx.Param))
     before, after = (
@@ -105,6 +106,7 @@ def test_matrices_are_merged_part_by_part_and_expert_by_expert():
     close(change(out).reshape(16, 16), 1.5 * a.reshape(16, 2) @ b)
 
 
+@pytest.mark.slow
 def test_merged_model_has_the_logits_of_the_unmerged():
     model = drawn_model(MODEL)
     nnx.update(model, randomised(nnx.state(model, nnx.Param)))

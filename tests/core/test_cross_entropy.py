@@ -37,7 +37,12 @@ def oracle(x, w, targets, weights, seed=1.0):
 
 
 @pytest.mark.parametrize(
-    "chunk, chip", [(None, None), (1, None), (32, None), (70, None), (100, None), (32, "v6e")]
+    "chunk, chip",
+    [
+        *(pytest.param(chunk, None, marks=pytest.mark.slow) for chunk in (None, 1, 70, 100)),
+        (32, None),
+        (32, "v6e"),
+    ],
 )
 def test_value_gradients_and_rows(chunk, chip, monkeypatch):
     """For a narrow model v6e computes the logits anew instead of storing them."""
@@ -66,7 +71,9 @@ def test_value_gradients_and_rows(chunk, chip, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("w_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "w_dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16]
+)
 def test_bfloat16_rows(w_dtype):
     x, w, targets, weights = problem(300, 64, 200, jnp.bfloat16, w_dtype)
     w = w / 8
@@ -95,6 +102,7 @@ def test_rows_of_weight_zero_do_not_count():
     np.testing.assert_array_equal(got[~ignored], f(x, targets)[~ignored])
 
 
+@pytest.mark.slow
 def test_tied_embedding_is_passed_transposed():
     x, w, targets, weights = problem()
     dw = jax.grad(lambda w: linear_cross_entropy(x, w, targets, weights)[0])(w)

@@ -129,6 +129,7 @@ def test_tokens_are_made_once(texts, tmp_path, tokenized):
     assert tokenized == [35]
 
 
+@pytest.mark.slow
 def test_a_large_file_gives_several_units_and_workers_the_same_bytes(texts, tmp_path, monkeypatch):
     whole = run(texts, tmp_path / "whole")
     monkeypatch.setattr(readers, "_PART_BYTES", 1500)
@@ -227,6 +228,7 @@ def test_of_ranks_that_run_at_the_same_time_the_last_one_packs(texts, tmp_path, 
     assert files(tmp_path / "p") == files(tmp_path / "q")
 
 
+@pytest.mark.slow
 def test_tasks_of_datatrove_share_the_work(texts, tmp_path):
     config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
     step = PrepareShare(config, 64)
@@ -532,6 +534,7 @@ def test_leftovers_stay_until_their_lease_has_run_out(texts, tmp_path):
     assert not list(partial.iterdir())
 
 
+@pytest.mark.slow
 def test_a_dead_worker_is_named_and_what_is_finished_stays(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "_BYTES_PER_WORKER", 1)
     (tmp_path / "texts" / "e.jsonl").write_text("broken\n")
@@ -612,6 +615,7 @@ def test_rows_of_another_folder_are_refused(texts, tmp_path):
 # ---- the reader
 
 
+@pytest.mark.slow
 def test_an_index_opens_the_rows_until_a_file_of_them_changes(texts, tmp_path, monkeypatch):
     """It says all that the manifests say, and they are read again when it may be wrong."""
     (tmp_path / "texts" / "a.jsonl").open("a").write('{"text": ""}\n{"text": null}\n')

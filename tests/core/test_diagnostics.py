@@ -61,6 +61,7 @@ def measured():
     return graphdef, params, step, jax.device_get(step(params, BATCH))
 
 
+@pytest.mark.slow
 def test_attention_is_measured_as_the_explicit_scores_say():
     layer = GatedAttention(MODEL, Make(MODEL, nnx.Rngs(0)), (0,))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32, 16)), jnp.float32)
@@ -99,6 +100,7 @@ def test_attention_is_measured_as_the_explicit_scores_say():
     np.testing.assert_allclose(diagnostics["gate_closed"], (open_gates < 0.1).mean(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_norms_are_those_of_each_layer_in_order(measured):
     _, params, _, result = measured
     params, norms = jax.device_get(params), result["param_norms"]
@@ -114,6 +116,7 @@ def test_norms_are_those_of_each_layer_in_order(measured):
     assert result["norm_weights"].tolist() == [1, 0, 1, 0, 0]
 
 
+@pytest.mark.slow
 def test_every_layer_has_its_numbers_and_padding_has_no_part(measured):
     _, params, step, result = measured
     load = np.array([[2, 1, 1, 0], [1, 1, 1, 1], [4, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
@@ -162,6 +165,7 @@ def test_a_mesh_measures_the_same(measured):
     )
 
 
+@pytest.mark.slow
 def test_activations_are_those_of_the_hidden_states(measured):
     graphdef, params, _, result = measured
     model = nnx.merge(graphdef, params)
@@ -179,6 +183,7 @@ def test_activations_are_those_of_the_hidden_states(measured):
         )
 
 
+@pytest.mark.slow
 def test_decay_half_life_is_what_the_decay_does(measured):
     """With W_ba = 0 every g is -exp(A_log) · softplus(dt_bias): 4 tokens to halve."""
     _, params, step, _ = measured

@@ -109,6 +109,7 @@ def trained(config, mesh=None, steps=3):
     return run, jax.device_get(state), jax.device_get(metrics)
 
 
+@pytest.mark.slow
 def test_frozen_is_as_if_its_gradients_were_0_and_its_updates_undone():
     run, state, metrics = trained(with_(FREEZE, GROUPS))
     gradients = make_gradients(resolved(CONFIG), *resolved(CONFIG).stages)

@@ -61,17 +61,20 @@ def _close(a, b):
     )
 
 
+SHORT = dataclasses.replace(TINY, num_hidden_layers=2, layer_types=())
+
+
 @pytest.fixture(scope="module")
 def packed():
     """A packed batch, its documents one by one, and a function (params, tokens, segment_ids,
     weights) → (Output, the gradient of Σ logits · weights), one program for all tests; weights
     of 0.
     """
-    graphdef, params = _model(TINY)
+    graphdef, params = _model(SHORT)
     rng = np.random.default_rng(0)
     # a document of one token; padding of 0 and 1; a whole row
     lengths = ((1, 2, 17, 9, 3), (20, 11), (32,))
-    documents = [[rng.integers(0, TINY.vocab_size, n) for n in row] for row in lengths]
+    documents = [[rng.integers(0, SHORT.vocab_size, n) for n in row] for row in lengths]
     tokens, segments = np.zeros((3, 32), np.int32), np.zeros((3, 32), np.int32)
     for i, row in enumerate(documents):
         joined = np.concatenate(row)
@@ -93,7 +96,7 @@ def packed():
         jnp.asarray(tokens),
         jnp.asarray(segments),
         run,
-        np.zeros((3, 32, TINY.vocab_size), np.float32),
+        np.zeros((3, 32, SHORT.vocab_size), np.float32),
     )
 
 
@@ -126,7 +129,7 @@ def test_packed_documents_equal_separate_ones(packed):
         alone, _ = run(params, *batch, nothing)
         for row, (i, start, n) in enumerate(places):
             _close(out.logits[i, start : start + n], alone.logits[row, :n])
-            for d in range(TINY.mtp_depth):
+            for d in range(SHORT.mtp_depth):
                 valid = max(n - 2 - d, 0)  # positions whose target lies in the document
                 _close(
                     out.mtp_logits[d][i, start : start + valid], alone.mtp_logits[d][row, :valid]
@@ -156,33 +159,33 @@ def test_packed_gradients_equal_the_sum_over_separate_documents(packed):
 def test_the_future_never_changes_the_past(packed):
     params, _, tokens, _, run, nothing = packed
     segments = jnp.ones_like(tokens)
-    changed = tokens.at[:, 20:].set((tokens[:, 20:] + 7) % TINY.vocab_size)
+    changed = tokens.at[:, 20:].set((tokens[:, 20:] + 7) % SHORT.vocab_size)
     (a, _), (b, _) = run(params, tokens, segments, nothing), run(params, changed, segments, nothing)
     _close(a.logits[:, :20], b.logits[:, :20])
-    for d in range(TINY.mtp_depth):
+    for d in range(SHORT.mtp_depth):
         _close(a.mtp_logits[d][:, : 19 - d], b.mtp_logits[d][:, : 19 - d])
         # it does read token t+1+d
         assert np.abs(a.mtp_logits[d][:, 19 - d] - b.mtp_logits[d][:, 19 - d]).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_one_token_alone_is_the_first_of_many(packed):
     params, _, tokens, segments, run, nothing = packed
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Qwen3Next(TINY, rngs=nnx.Rngs(0))))
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Qwen3Next(SHORT, rngs=nnx.Rngs(0))))
     single = jax.jit(lambda params: nnx.merge(graphdef, params)(tokens[:, :1]))(params)
-    assert single.logits.shape == (3, 1, TINY.vocab_size) and [
+    assert single.logits.shape == (3, 1, SHORT.vocab_size) and [
         m.shape[1] for m in single.mtp_logits
     ] == [0, 0]
     _close(single.logits[:, 0], run(params, tokens, segments, nothing)[0].logits[:, 0])
 
 
 def test_scanned_layers_equal_the_same_layers_one_by_one(monkeypatch):
-    """Two layers of their own, then two periods, which a TPU takes without a loop."""
-    stacks = ((0,), (1,), (2, 4), (3, 5))
-    config = dataclasses.replace(TINY, mtp_depth=0, num_hidden_layers=6, mlp_only_layers=(0, 1))
-    assert config.stacks == stacks and dataclasses.replace(TINY, mtp_depth=0).stacks == (
-        (0, 2),
-        (1, 3),
-    )
+    """Two periods, which a TPU takes without a loop."""
+    stacks = ((0, 2), (1, 3))
+    config = dataclasses.replace(TINY, mtp_depth=0)
+    assert config.stacks == stacks
+    apart = dataclasses.replace(config, num_hidden_layers=6, mlp_only_layers=(0, 1))
+    assert apart.stacks == ((0,), (1,), (2, 4), (3, 5))
     graphdef, params = _model(config)
     tokens = jax.random.randint(jax.random.key(0), (2, 12), 0, TINY.vocab_size)
 
@@ -208,6 +211,7 @@ def test_scanned_layers_equal_the_same_layers_one_by_one(monkeypatch):
         _close(x, states[layer + 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -248,6 +252,7 @@ def test_every_variant_runs_and_reaches_all_its_parameters(change):
         assert np.isfinite(g).all() and np.abs(g).max() > 0, jax.tree_util.keystr(path)
 
 
+@pytest.mark.slow
 def test_bfloat16_follows_float32():
     # Dense: near a tie a rounded router input may choose another expert, which no tolerance covers.
     config = dataclasses.replace(

@@ -55,7 +55,7 @@ def expected(config, logits, bias):
     return experts, weights * c.routed_scaling_factor
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2), (2, 1)])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_experts_and_weights_are_those_of_the_rule(scoring, groups, biased):
@@ -94,6 +94,7 @@ def test_experts_and_weights_are_those_of_the_rule(scoring, groups, biased):
         assert not any(np.any(np.asarray(x) != 0) for x in (*outputs, *pullback(outputs)))
 
 
+@pytest.mark.slow
 def test_the_bias_follows_the_load_layer_by_layer():
     """Five layers, the first dense, the others stacked in pairs, and the prediction module's."""
     assert MODEL.stacks == ((0,), (1, 3), (2, 4))

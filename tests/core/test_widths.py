@@ -249,6 +249,7 @@ def check_width(name, hybrid):
     assert (within < 8**0.5).all() and (within > 8**-0.5).all(), within
 
 
+@pytest.mark.slow
 def test_activations_do_not_grow_with_the_width():
     check_width("adamw", hybrid=False)
 

@@ -197,6 +197,7 @@ def test_packed_conversations_have_the_losses_of_separate_ones_with_their_weight
     assert not np.allclose(measured(without)[0], total)
 
 
+@pytest.mark.slow
 def test_texts_beside_conversations_count_in_full_and_resume_the_same(tmp_path, marked):
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"text {i} " * 9}) + "\n" for i in range(40)))

@@ -103,9 +103,9 @@ def greedy(model, prompts):
     )
 
 
-def test_cached_states_are_those_of_the_whole_sequence(model, forward, greedy):
+def test_cached_states_are_those_of_the_whole_sequence(model, forward):
     """Each row starts with a chunk of another size: no tokens, one, some, all of the chunk."""
-    _, whole = greedy
+    whole = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (4, 64))
     expected = forward(whole).logits
     decode_some = jit_method(model, Qwen3Next.decode)
     first, step = np.array([[0], [1], [6], [16]]), np.arange(16)
@@ -128,6 +128,7 @@ def test_cached_states_are_those_of_the_whole_sequence(model, forward, greedy):
             np.testing.assert_allclose(logits[row, :n], expected[row, at : at + n], **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_greedy_continuations_of_a_ragged_batch(forward, prompts, greedy):
     """Every new token is the most likely one of the forward pass."""
     new, whole = greedy
@@ -137,6 +138,7 @@ def test_greedy_continuations_of_a_ragged_batch(forward, prompts, greedy):
         np.testing.assert_array_equal(new[i], choice[i, len(prompt) - 1 : len(prompt) + NEW - 1])
 
 
+@pytest.mark.slow
 def test_prefill_in_chunks_is_one_prefill(model, prompts):
     fill = jit_method(model, lambda model, *args: plain.prefill(model, None, *args))
 
@@ -160,6 +162,7 @@ def test_prefill_in_chunks_is_one_prefill(model, prompts):
             )
 
 
+@pytest.mark.slow
 def test_samples_depend_on_seed_row_and_position_only(model, prompts):
     options = dict(max_new_tokens=NEW, temperature=1.0, top_p=0.99)
     first = complete(model, prompts, seed=1, **options)
@@ -287,9 +290,8 @@ def test_rows_stop_one_by_one(model, prompts, greedy):
     assert [list(row) for row in at_once] == [[]] * 4
 
 
-@pytest.mark.parametrize(
-    "drafts", [*(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 4)), 3]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [1, 2, 3, 4])
 def test_speculation_is_exact_whatever_the_drafts(drafts, model, prompts, greedy):
     """The test replaces the drafts of every round by drafts of which the first few are right.
 
@@ -384,6 +386,7 @@ def test_drafting_on_a_mesh_is_drafting_on_one_device(axes, model, prompts, gree
         jax.tree.map(np.testing.assert_array_equal, new, list(greedy[0]))
 
 
+@pytest.mark.slow
 def test_states_after_each_token(model):
     """A mixer's own `each_token` gives what the default gives, which goes token by token."""
     rng = np.random.default_rng(0)
@@ -435,6 +438,7 @@ def test_decode_moe_is_the_weighted_sum_of_the_chosen_experts(tokens, skewed):
     np.testing.assert_allclose(run(jnp.float32(x))[:-1], expected[:-1], **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_prompts_of_similar_lengths_share_their_programs(model, prompts):
     compiled = []
     for n in (20, 23, 29, 31):

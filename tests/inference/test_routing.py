@@ -79,6 +79,7 @@ def test_generation_records_what_the_forward_pass_chooses(model, recorded):
         np.testing.assert_array_equal(np.sort(own), np.sort(row[: len(text) - 1]))
 
 
+@pytest.mark.slow
 def test_replayed_logits_are_the_recorded_ones_and_gradients_reach_the_replayed_experts(model):
     tokens = jax.random.randint(jax.random.key(0), (2, 16), 0, 257)
     rng = np.random.default_rng(0)
@@ -120,6 +121,7 @@ def test_replayed_logits_are_the_recorded_ones_and_gradients_reach_the_replayed_
             assert np.any(block["mlp"]["router"])
 
 
+@pytest.mark.slow
 def test_recorded_texts_are_rows(recorded):
     folder, texts, experts = recorded
     data = open_data(DataConfig(source="recorded", path=str(folder)), 16, 2, 257)
@@ -143,6 +145,7 @@ def test_recorded_texts_are_rows(recorded):
         assert np.flatnonzero(row["target_mask"]).tolist() == list(range(len(PROMPTS[i]), n))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "match"),
     [

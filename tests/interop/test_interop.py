@@ -246,8 +246,8 @@ def _mesh(**sizes):
 @pytest.mark.parametrize(
     "mesh, dtype",
     [
-        ({"data": 8}, "bfloat16"),
-        ({"data": 2, "expert": 3}, "float32"),
+        pytest.param({"data": 8}, "bfloat16", marks=pytest.mark.slow),
+        pytest.param({"data": 2, "expert": 3}, "float32", marks=pytest.mark.slow),
         ({"data": 2, "tensor": 4}, "float32"),
     ],
     ids=str,

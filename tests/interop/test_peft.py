@@ -63,7 +63,7 @@ def _exported(config, out):
     "changes",
     [
         {},
-        {"hf_form": "qwen3_5_text"},
+        pytest.param({"hf_form": "qwen3_5_text"}, marks=pytest.mark.slow),
         {"lora": dataclasses.replace(LORA, targets=("kind=matrix part=v|gate",))},
     ],
 )

@@ -45,6 +45,7 @@ SLOW = (
     "qwen3_5_moe_wrapper_fused_mtp_tiny",
     "qwen3_5_moe_tiny",
     "kimi_linear_tiny",
+    "qwen4_exp_text_tiny",
     "qwen4_exp_wrapper_tiny",
 )
 measured = functools.cache(measure)

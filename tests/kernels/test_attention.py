@@ -81,12 +81,12 @@ def tolerance(t, dtype=jnp.float32):
 @pytest.mark.parametrize(
     "t, n, m, packed",
     [
-        (1, 2, 2, False),
-        (63, 4, 2, True),
-        (64, 4, 1, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, 2, 2, False), (63, 4, 2, True), (64, 4, 1, False), (200, 8, 2, False))
+        ),
         (65, 3, 3, True),
-        (200, 8, 2, False),
-        (200, 8, 2, True),
+        pytest.param(200, 8, 2, True, marks=pytest.mark.slow),
     ],
 )
 def test_equals_the_plain_softmax(t, n, m, packed):
@@ -100,6 +100,7 @@ def test_equals_the_plain_softmax(t, n, m, packed):
     )
 
 
+@pytest.mark.slow
 def test_scale_is_used_as_given():
     q, k, v, _ = inputs(1, 70, 2, 1, 8)
     np.testing.assert_allclose(
@@ -107,6 +108,7 @@ def test_scale_is_used_as_given():
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_operands_float32_softmax():
     arrays = inputs(1, 150, 4, 2, 32, dtype=jnp.bfloat16)
     got = output_and_gradients(attention, *arrays)
@@ -116,6 +118,7 @@ def test_bfloat16_operands_float32_softmax():
     )
 
 
+@pytest.mark.slow
 def test_packed_documents_are_separate_documents():
     lengths = (1, 100, 37)
     q, k, v, do = inputs(1, sum(lengths), 4, 2, 16)
@@ -129,6 +132,7 @@ def test_packed_documents_are_separate_documents():
     assert_near(packed, [jnp.concatenate(x, axis=1) for x in zip(*alone)], tolerance(100))
 
 
+@pytest.mark.slow
 def test_padding_gives_nothing_to_other_rows():
     q, k, v, do = inputs(1, 150, 2, 1, 8)
     segment_ids = np.repeat((1, 2, 0), (40, 60, 50))[None]
@@ -142,7 +146,14 @@ def test_padding_gives_nothing_to_other_rows():
         np.testing.assert_array_equal(a[:, :100], c[:, :100])
 
 
-@pytest.mark.parametrize("new, layers", [(1, 1), (8, 2), (9, 1)])
+@pytest.mark.parametrize(
+    "new, layers",
+    [
+        pytest.param(1, 1, marks=pytest.mark.slow),
+        pytest.param(8, 2, marks=pytest.mark.slow),
+        (9, 1),
+    ],
+)
 def test_cached_decoding_equals_the_whole(new, layers, monkeypatch):
     """Rows stand at different positions of a cache that is longer than what is filled, no
     multiple of the blocks, and not read further.
@@ -205,6 +216,7 @@ def test_decoding_copies_no_cache(layers):
     assert memory.temp_size_in_bytes < cache.size * 4 / layers / 2
 
 
+@pytest.mark.slow
 def test_a_query_without_any_key_gives_zeros_and_no_gradient():
     q, k, v, do = inputs(1, 3, 2, 1, 8, s=80)
     kv_segment_ids = np.repeat((1, 0), (70, 10))[None]
@@ -236,7 +248,9 @@ def test_memory_is_linear_in_the_length():
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("t, d, private", [(100, 64, False), (1000, 64, True)])
+@pytest.mark.parametrize(
+    "t, d, private", [(100, 64, False), pytest.param(1000, 64, True, marks=pytest.mark.slow)]
+)
 def test_splash_interpreted_equals_the_plain_softmax(t, d, private, monkeypatch):
     # each key/value head on a core of its own; blocks of queries larger than those of keys in a
     # product
@@ -298,6 +312,7 @@ def v6e():
     return jax.sharding.SingleDeviceSharding(topology.devices[0])
 
 
+@pytest.mark.slow
 def test_the_self_test_on_a_gpu_refuses_attention_across_documents():
     """The XLA form without the ids stands in for the kernels, whose limits are those of the
     documents.

@@ -56,7 +56,15 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("width, activation", [(1, None), (2, "silu"), (4, "silu"), (8, None)])
+@pytest.mark.parametrize(
+    "width, activation",
+    [
+        pytest.param(1, None, marks=pytest.mark.slow),
+        pytest.param(2, "silu", marks=pytest.mark.slow),
+        (4, "silu"),
+        pytest.param(8, None, marks=pytest.mark.slow),
+    ],
+)
 def test_matches_the_token_loop(width, activation, layout):
     x, kernel, state = problem(width)
     want_y, want_final = by_token(x, kernel, state, LAYOUTS[layout], activation)
@@ -73,6 +81,7 @@ def test_matches_the_token_loop(width, activation, layout):
     np.testing.assert_allclose(final, want_final, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_match_finite_differences(layout):
     x, kernel, state = problem(4)
@@ -100,7 +109,8 @@ def test_gradients_match_finite_differences(layout):
 
 
 @pytest.mark.parametrize(
-    "width, activation, time, documents", [(4, "silu", 48, True), (2, None, 64, False)]
+    "width, activation, time, documents",
+    [(4, "silu", 48, True), pytest.param(2, None, 64, False, marks=pytest.mark.slow)],
 )
 def test_the_kernels_interpreted_match_the_products(width, activation, time, documents):
     """Blocks of 16 tokens and two columns of lanes, against the products in float64; a document

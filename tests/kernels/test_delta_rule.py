@@ -146,7 +146,7 @@ CASES = (
 
 
 @every_form
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_hard_inputs(name, dtype, implementation):
     inputs, cotangents, bars = adversarial(name)
@@ -159,6 +159,7 @@ def test_hard_inputs(name, dtype, implementation):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", FORMS)
 def test_strong_decay_costs_no_more_than_the_docstring_says(implementation):
     inputs, cotangents, _ = adversarial("no decay")
@@ -176,7 +177,7 @@ def test_strong_decay_costs_no_more_than_the_docstring_says(implementation):
         pytest.param("chunked", dict(normalize_qk=False), marks=pytest.mark.slow),
         pytest.param("associative", dict(), marks=pytest.mark.slow),
         # the norms lie outside the state's pass, in which these two differ
-        ("associative", dict(erase=False)),
+        pytest.param("associative", dict(erase=False), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -196,11 +197,12 @@ def test_exact_in_float64(settings, implementation):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, settings",
     [
         (jnp.float64, dict()),
-        pytest.param(jnp.bfloat16, dict(erase=False), marks=pytest.mark.slow),
+        (jnp.bfloat16, dict(erase=False)),
     ],
     ids=str,
 )
@@ -216,11 +218,12 @@ def test_pieces_of_a_long_sequence(dtype, settings, monkeypatch):
     check(inputs, cotangents, "chunked", dtype, *BARS[dtype], segment_ids=ids, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "groups, heads, settings",
     [
         (2, 2, dict(erase=False)),
-        pytest.param(1, 3, dict(normalize_qk=False), marks=pytest.mark.slow),
+        (1, 3, dict(normalize_qk=False)),
     ],
     ids=str,
 )
@@ -293,13 +296,13 @@ def test_documents(ids, implementation):
 
 @every_form
 def test_packed_documents_equal_separate_ones(implementation):
-    """The first two documents have the lengths of the halves below, so that they share programs;
-    the third, of one token, is compared with what the recurrence gives.
+    """The first two documents have one length, so that they share a program; the third, of one
+    token, is compared with what the recurrence gives.
     """
-    lengths = (15, 50, 1)
-    inputs, cotangents = problem(time=100)
+    lengths, time = (50, 50, 1), 110
+    inputs, cotangents = problem(time=time)
     ids = np.array(
-        [sum(([i + 1] * n for i, n in enumerate(lengths)), []) + [0] * (100 - sum(lengths))]
+        [sum(([i + 1] * n for i, n in enumerate(lengths)), []) + [0] * (time - sum(lengths))]
     )
     packed = outputs_and_gradients(
         inputs, cotangents, jnp.float32, implementation=implementation, segment_ids=ids
@@ -326,6 +329,7 @@ def test_packed_documents_equal_separate_ones(implementation):
         assert not packed[name][:, start:].any(), name  # padding: zeros, exactly
 
 
+@pytest.mark.slow
 @every_form
 def test_two_halves_chained_by_the_state_are_the_whole(implementation):
     """And the whole, a chunk and one token, is what the recurrence gives."""
@@ -356,7 +360,7 @@ def test_two_halves_chained_by_the_state_are_the_whole(implementation):
         ), name
 
 
-@pytest.mark.parametrize("implementation", FORMS)
+@every_form
 def test_the_future_never_changes_the_past_and_runs_repeat_bitwise(implementation):
     # a shape that other tests compile
     inputs, cotangents = problem(time=2 * CHUNK, key=64, value=64)
@@ -373,9 +377,8 @@ def test_the_future_never_changes_the_past_and_runs_repeat_bitwise(implementatio
 
 
 # None is the chunked form here, of which the associative is a variant
-@pytest.mark.parametrize(
-    "implementation", ("pallas_tpu", pytest.param(None, marks=pytest.mark.slow))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ("pallas_tpu", None))
 def test_x64_changes_nothing_for_float32(implementation):
     inputs, cotangents = problem(time=15)  # a length that other tests compile
     want = outputs_and_gradients(
@@ -390,6 +393,7 @@ def test_x64_changes_nothing_for_float32(implementation):
         assert x.dtype == jnp.float32 and error(np.asarray(x), want[name]) < 1e-5, name
 
 
+@pytest.mark.slow
 def test_long_sequence():
     inputs, cotangents = problem(time=32768, groups=1, heads=1, key=8, value=8)
     inputs["g"] *= 1e-3

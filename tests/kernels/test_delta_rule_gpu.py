@@ -49,16 +49,11 @@ def races_are_errors():
         yield
 
 
-# The interpreter takes ten seconds for some; all but one are slow.
-QUICK_CASE = "one g -1000"
 BFLOAT16 = functools.partial(check, implementation="pallas_gpu", dtype=jnp.bfloat16)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != QUICK_CASE)) for name in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_hard_inputs(name):
     inputs, cotangents, bars = adversarial(name)
     bar, gradient_bar = bars or BARS[jnp.bfloat16]
@@ -67,6 +62,7 @@ def test_hard_inputs(name):
     BFLOAT16(inputs, cotangents, bar=bar, gradient_bar=gradient_bar, segment_ids=one_document)
 
 
+@pytest.mark.slow
 def test_documents_and_padding():
     """A document that starts inside a chunk, one that ends with it, one of a token; padding has
     no gradient; two heads share their keys.
@@ -248,6 +244,7 @@ def plant(monkeypatch, spoiled=None, error=None):
     monkeypatch.setattr(delta_rule_passes, "backward", backward)
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monkeypatch, tmp_path):
     """In the middle of a trace, as a training step asks."""
 

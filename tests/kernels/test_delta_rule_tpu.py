@@ -1,9 +1,8 @@
 """The kernels through the real TPU compiler, for described chips: no TPU is needed.
 
-The released model's shape for one core a chip (v6e) and for two (v4), and small problems that
-take other ways through the kernels; `-m slow` adds the other chips, the forward pass alone, head
-widths 64 and 256, longer sequences and more of the small ones. One process a chip, for the
-compiler reads its environment once:
+The released model's shape on every chip, small problems that take other ways through the kernels,
+the forward pass alone, head widths 64 and 256 and longer sequences: run with `-m slow`. One process
+a chip, for the compiler reads its environment once:
 
     # prints the number of kernels in the program of each of these CASES
     python -m tests.kernels.test_delta_rule_tpu v6e released "share 4"
@@ -88,16 +87,13 @@ def kernels_of_cases(chip, names):
     return dict(line.rsplit(": ", 1) for line in done.stdout.splitlines()), done.stderr[-2000:]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     "name, chip",
     [
         *((name, "v6e") for name in QUICK),
-        *(
-            pytest.param("released", chip, marks=pytest.mark.slow)
-            for chip in CHIPS
-            if chip != "v6e"
-        ),
+        *(("released", chip) for chip in CHIPS if chip != "v6e"),
     ],
 )
 def test_compiles(name, chip):

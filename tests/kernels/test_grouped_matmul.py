@@ -81,6 +81,7 @@ CASES = {  # mostly of one shape, which compiles once
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("rows, sizes", CASES.values(), ids=CASES.keys())
 def test_equals_one_matmul_per_group(rows, sizes, implementation):
@@ -107,6 +108,7 @@ def test_any_group_sizes(sizes):
     assert_near(got, swiglu_per_group(x, gate_up, down, sizes, dy), EPSILON[jnp.float32])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [(0, 40, 0, 0, 3, 20, 0), (9,) * 7, (0, 0, 0, 0, 0, 0, 64), (60, 0, 1, 1, 1, 0, 1)]
 )
@@ -119,6 +121,7 @@ def test_weights_too_large_for_one_batch_of_blocks(sizes):
     assert_near(got, swiglu_per_group(x, gate_up, down, sizes, dy), EPSILON[jnp.float32])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bfloat16(implementation):
     sizes = [3, 130, 0, 60]

@@ -106,25 +106,18 @@ def errors(got, want, counted):
     }
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths, ratio, budget, dtype, tiles",
     [
         # three tiles of each row, so that the grid has a row with half of its steps
         (PACKED[:1], 3, 24, jnp.float32, (128,)),
-        *(
-            slow(*case)
-            for case in (
-                (PACKED, 3, 24, jnp.bfloat16, (128,)),
-                (PACKED, 1, 7, jnp.float32, (256, 128)),
-                (PACKED, 4, 400, jnp.float32, (256, 128)),  # rows shorter than the budget
-                (((500, 12), (3, 509)), 4, 64, jnp.float32, (128,)),  # four tiles
-                (((402, 0), (401, 1)), 5, 65, jnp.float32, (512, 256, 128)),  # no last block
-                (PACKED, 3, 24, jnp.float32, (128,)),
-            )
-        ),
+        (PACKED, 3, 24, jnp.bfloat16, (128,)),
+        (PACKED, 1, 7, jnp.float32, (256, 128)),
+        (PACKED, 4, 400, jnp.float32, (256, 128)),  # rows shorter than the budget
+        (((500, 12), (3, 509)), 4, 64, jnp.float32, (128,)),  # four tiles
+        (((402, 0), (401, 1)), 5, 65, jnp.float32, (512, 256, 128)),  # no last block
+        (PACKED, 3, 24, jnp.float32, (128,)),
     ],
 )
 def test_results_and_gradients_are_those_of_the_formulas(

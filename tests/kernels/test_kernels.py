@@ -77,6 +77,7 @@ def lines_of(program: str, folder: pathlib.Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_step_on_a_cpu_traces_and_imports_no_kernel():
     assert lines_of(STEP, ROOT) == ["0", ""]
 
@@ -193,7 +194,9 @@ def kernel_calls(jaxpr) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("policy, runs", [("kept", 1), ("block", 2)])
+@pytest.mark.parametrize(
+    "policy, runs", [pytest.param("kept", 1, marks=pytest.mark.slow), ("block", 2)]
+)
 def test_what_a_policy_saves_is_not_computed_again(policy, runs):
     """Three convolutions and the gated norm. The choice of experts is saved by both policies."""
     config = ModelConfig(

@@ -103,7 +103,12 @@ ONE, THREE = dict(rows=2, tokens=5, streams=1), dict(rows=2, tokens=5, streams=3
     "implementation, sizes, dtype",
     [
         ("xla", THREE | dict(width=24, rank=5), jnp.float32),
-        ("pallas_tpu", dict(rows=2, tokens=64, streams=2, width=128, rank=20), jnp.float32),
+        pytest.param(
+            "pallas_tpu",
+            dict(rows=2, tokens=64, streams=2, width=128, rank=20),
+            jnp.float32,
+            marks=slow,
+        ),
         *(
             pytest.param(implementation, sizes, dtype, marks=slow)
             for dtype in (jnp.bfloat16, jnp.float32)

@@ -34,12 +34,13 @@ ROUTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "room, kernels",
     [
-        pytest.param(2 * TOKENS, False, marks=pytest.mark.slow),
+        (2 * TOKENS, False),
         (2 * TOKENS, True),
-        pytest.param(TOKENS // 4, True, marks=pytest.mark.slow),
+        (TOKENS // 4, True),
     ],
     ids=("products", "kernels", "loop"),
 )

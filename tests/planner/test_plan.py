@@ -106,6 +106,7 @@ def test_a_size_that_is_no_number():
     )
 
 
+@pytest.mark.slow
 def test_a_figure_that_does_not_exist():
     done = subprocess.run(
         [sys.executable, "benchmarks/planner_figures.py", "--compile=v6e_16x16_default,typo"],

@@ -322,6 +322,7 @@ def test_processes_that_differ_are_refused_by_name(corpus, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_nobody_reaches_costs_a_bounded_wait(corpus, tmp_path):
     began = time.monotonic()
     _, (first, second) = by_flags(2)

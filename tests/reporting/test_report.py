@@ -65,8 +65,8 @@ def folder(tmp_path_factory):
     "names, width, theme",
     [
         (("small",), 1280, "light"),
-        (("small",), 700, "dark"),
-        (("deep",), 1280, "dark"),
+        pytest.param(("small",), 700, "dark", marks=pytest.mark.slow),
+        pytest.param(("deep",), 1280, "dark", marks=pytest.mark.slow),
         (
             ("small", "other"),
             500,
@@ -126,6 +126,7 @@ CHOOSE = """<script>window.addEventListener("load", async () => {
 });</script>"""  # noqa: E501
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no chromium to open the page in")
 def test_a_reader_chooses_among_many_runs(tmp_path):
     folders = [tmp_path / f"run{i}" for i in range(12)]

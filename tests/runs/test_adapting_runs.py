@@ -85,6 +85,7 @@ def _state(config, workdir, step):
         return jax.device_get(checkpoints.restore(step, resolved(config).abstract_state))
 
 
+@pytest.mark.slow
 def test_an_adapter_is_saved_small_and_resumes_bitwise(config, base, finished, tmp_path):
     end = _state(config, finished, 4)
     begin = leaves_by_path(_state(BASE, base, 2)["params"])
@@ -105,6 +106,7 @@ def test_an_adapter_is_saved_small_and_resumes_bitwise(config, base, finished, t
     jax.tree.map(np.testing.assert_array_equal, end, again)
 
 
+@pytest.mark.slow
 def test_an_adapter_on_another_base_is_refused(config, finished, tmp_path):
     other = tmp_path / "other"
     alone = dataclasses.replace(config, train=dataclasses.replace(config.train, init_from=""))
@@ -117,6 +119,7 @@ def test_an_adapter_on_another_base_is_refused(config, finished, tmp_path):
         load_trained(mixed)
 
 
+@pytest.mark.slow
 def test_the_base_of_an_adapter_is_the_directory_that_holds_its_matrices(base, finished, tmp_path):
     """And not one whose weights a run trained further before the adapters."""
     hf = tmp_path / "hf"

@@ -47,6 +47,7 @@ def _saved(config, workdir, step=STEPS):
         return jax.device_get(checkpoints.restore(step, resolved(config).abstract_state))
 
 
+@pytest.mark.slow
 def test_the_average_is_the_weighted_mean_of_the_parameters_after_each_update(run):
     workdir, params = run
     saved = _saved(_config(), workdir)
@@ -86,6 +87,7 @@ def test_the_average_changes_nothing_else_and_without_it_the_state_is_as_before(
         load_trained(tmp_path, ema=True)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_the_same_average(run, tmp_path):
     workdir = tmp_path / "killed"
     shutil.copytree(run[0], workdir)
@@ -111,6 +113,7 @@ def test_the_average_on_a_mesh_is_that_of_one_device(run, tmp_path):
         np.testing.assert_allclose(averages[1][path], leaf, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_average_is_evaluated_beside_the_parameters(run):
     workdir, _ = run
     events = {event["event"]: event for event in read_events(workdir / "metrics.jsonl")}
@@ -126,6 +129,7 @@ def test_the_average_is_evaluated_beside_the_parameters(run):
     assert load_model(workdir).identity != load_model(workdir, ema=True).identity
 
 
+@pytest.mark.slow
 def test_the_average_of_a_merged_run_begins_anew(run):
     workdir, _ = run
     sources = find_sources([f"{workdir}@2", f"{workdir}@{STEPS}"])

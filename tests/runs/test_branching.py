@@ -220,7 +220,14 @@ def test_what_cannot_be_is_told_before_anything_is_read(
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced"])
-@pytest.mark.parametrize("when", ["as it is digested", "before it is read", "while it is read"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        pytest.param("as it is digested", marks=pytest.mark.slow),
+        pytest.param("before it is read", marks=pytest.mark.slow),
+        "while it is read",
+    ],
+)
 def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when, change):
     """And so what a rewind to step 0 loads, which reads it once more."""
     theirs = tmp_path / "parent"
@@ -258,7 +265,15 @@ def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize("when", ["record", "settings", "newest step", "structure"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "record",
+        pytest.param("settings", marks=pytest.mark.slow),
+        pytest.param("newest step", marks=pytest.mark.slow),
+        "structure",
+    ],
+)
 def test_a_run_exchanged_while_it_is_read_is_refused(parent, tmp_path, monkeypatch, when):
     folder, other = tmp_path / "run", tmp_path / "other"
     for copy in (folder, other):

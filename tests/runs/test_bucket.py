@@ -24,8 +24,6 @@ from qwen3next_jax.config import (
     Config,
     DataConfig,
     EvalConfig,
-    ModelConfig,
-    OptimizerConfig,
     SyntheticConfig,
     TrainConfig,
 )
@@ -38,6 +36,9 @@ from qwen3next_jax.runs.lease import Lease
 from qwen3next_jax.runs.metrics_pieces import MetricsPieces
 from tests.bucket import Bucket
 from tests.in_process import train
+
+# The same program as there, so that one of the two test files finds it compiled.
+from tests.runs.test_adapting_runs import BASE
 
 FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "qwen3_5_tiny"
 SECRET = "planted-4f1c9d"
@@ -66,21 +67,9 @@ def bucket(served):
 
 CONFIG = Config(
     name="nano",
-    model=ModelConfig(
-        vocab_size=64,
-        hidden_size=16,
-        num_hidden_layers=1,
-        full_attention_interval=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=0,
-        intermediate_size=16,
-        mtp_depth=0,
-        dtype="float32",
-    ),
+    model=BASE.model,
     data=DataConfig(source="mqar", synthetic=SyntheticConfig(pairs=4)),
-    optimizer=OptimizerConfig(schedule="constant", warmup_steps=1),
+    optimizer=BASE.optimizer,
     train=TrainConfig(steps=4, batch_size=2, sequence_length=32, log_every=1),
     checkpoint=CheckpointConfig(every=2, keep_last=2, patience=5),
     eval=EvalConfig(every=1000, rows=2, sample_tokens=0),
@@ -222,6 +211,7 @@ def test_an_object_of_another_program_is_not_overwritten(bucket):
     assert lock.read_bytes() == b"theirs"
 
 
+@pytest.mark.slow
 def test_the_loop_does_not_wait_for_an_outage_and_nothing_is_lost(bucket, tmp_path):
     """The bucket fails from step 3 on, until the loop has taken its last step."""
     local, workdir = tmp_path / "local", to_path("gs://bucket/run")

@@ -30,6 +30,7 @@ from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.incidents import read_dump
+from qwen3next_jax.sharding.rules import batch_sharding
 from qwen3next_jax.sweeps.results import is_done
 from qwen3next_jax.training import guards
 from qwen3next_jax.training.loss import total_loss
@@ -73,7 +74,7 @@ def config(tmp_path_factory):
         ),
         train=TrainConfig(steps=16, batch_size=4, sequence_length=64, log_every=1),
         optimizer=OptimizerConfig(warmup_steps=2),
-        guards=GuardConfig(spike_z=100.0, window=4, max_skips=3),
+        guards=GuardConfig(spike_z=100.0, window=4, max_skips=3, on_spike="rewind"),
         checkpoint=CheckpointConfig(every=4),
         eval=EvalConfig(every=100, rows=4, sample_tokens=0),
     )
@@ -230,21 +231,21 @@ def test_a_spike_rewinds_and_passes_over_the_data_since_the_checkpoint(config, p
     does that starts there.
     """
     poisoned({10: SURGE})
-    rewinding = _with(config, on_spike="rewind")
-    assert train(rewinding, tmp_path / "run") == 0
+    assert train(config, tmp_path / "run") == 0
     (event,) = _events(tmp_path / "run", "rewind")
     assert (event["step"], event["to_step"], event["data_offset"]) == (11, 8, 3)
     assert int(_state(config, tmp_path / "run", 16)["guards"]["data_offset"]) == 3
 
-    state = jax.tree.map(jnp.asarray, _state(config, tmp_path / "run", 8))
-    run = resolved(rewinding)
+    run = resolved(config)
+    state = jax.device_put(_state(config, tmp_path / "run", 8), run.state_shardings)
     take_step = spoiled_step(run, *run.stages)
     data = TextData(config.data, 64, 4, 257)
     for step, batch in zip(range(9, 17), data.batches(11)):
-        state, values = take_step(state, batch)
+        state, values = take_step(state, jax.device_put(batch, batch_sharding(run.mesh)))
         assert float(values["loss"]) == _losses(tmp_path / "run")[step]
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_too_late_for_the_guards_says_so_at_every_start(
     config, poisoned, tmp_path, capsys
 ):
@@ -258,6 +259,7 @@ def test_a_run_that_diverges_too_late_for_the_guards_says_so_at_every_start(
     assert len(_events(tmp_path, "stop")) == 1 and not is_done(tmp_path, config.train.steps, ())
 
 
+@pytest.mark.slow
 def test_stop_at_a_spike(config, poisoned, tmp_path):
     poisoned({10: SURGE})
     assert train(_with(config, on_spike="stop"), tmp_path) == ExitCode.DIVERGED

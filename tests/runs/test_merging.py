@@ -106,10 +106,12 @@ def test_lists_of_weights_are_ratios():
     np.testing.assert_allclose(merge_weights("uniform", [3, 1]), [0.5, 0.5])
 
 
+@pytest.mark.slow
 def test_the_merge_of_one_checkpoint_is_that_checkpoint(run):
     jax.tree.map(np.testing.assert_array_equal, _saved(run, 4), _merged(run, [4], [1.0]))
 
 
+@pytest.mark.slow
 def test_a_merge_is_the_weighted_mean_on_any_mesh_and_in_any_groups(run):
     steps, weights = (2, 4, 6), np.array([0.2, 0.3, 0.5])
     saved = [leaves_by_path(_saved(run, step)["params"]) for step in steps]
@@ -131,6 +133,7 @@ def test_a_merge_is_the_weighted_mean_on_any_mesh_and_in_any_groups(run):
         jax.tree.map(np.testing.assert_array_equal, merged, other)
 
 
+@pytest.mark.slow
 def test_replaced_arrays_do_not_stay_in_memory(run, monkeypatch):
     add, counts = merging._add, []
 
@@ -143,6 +146,7 @@ def test_replaced_arrays_do_not_stay_in_memory(run, monkeypatch):
     assert len(counts) > 5 and counts[-1] - counts[0] <= 2  # the group before
 
 
+@pytest.mark.slow
 def test_a_merged_run_goes_on_and_resumes_bitwise(run, tmp_path):
     sources, out = find_sources([f"{run}@2", f"{run}@6", str(run)]), tmp_path / "merged"
     write_merged_run(sources, [0.25, 0.25, 0.5], single_device_mesh(), out)
@@ -177,6 +181,7 @@ def test_wrong_weights_are_refused(weights, steps):
         merge_weights(weights, steps)
 
 
+@pytest.mark.slow
 def test_runs_that_do_not_fit_are_refused(run, tmp_path):
     def other(name, of_config=None, **entries):
         folder = tmp_path / name

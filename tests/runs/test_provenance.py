@@ -50,9 +50,9 @@ def lab(tmp_path_factory):
         (provenance.changing_sources, 0),
         (provenance.links, 0),
         (provenance.parquet_pages, 20),
-        (provenance.weights_that_are_not_finite, 0),
-        (provenance.tokens_outside, 0),
-        (provenance.corrected_mistakes, 0),
+        pytest.param(provenance.weights_that_are_not_finite, 0, marks=pytest.mark.slow),
+        pytest.param(provenance.tokens_outside, 0, marks=pytest.mark.slow),
+        pytest.param(provenance.corrected_mistakes, 0, marks=pytest.mark.slow),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

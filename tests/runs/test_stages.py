@@ -10,7 +10,7 @@ import pytest
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import read_events
-from qwen3next_jax.config import Config, DataConfig, Stage, TrainConfig, from_dict
+from qwen3next_jax.config import Config, DataConfig, Stage, TrainConfig, from_dict, to_dict
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.runs import folder
 from qwen3next_jax.training.stages import (
@@ -89,9 +89,8 @@ def test_stages_are_the_branches_that_they_stand_for(staged, tmp_path):
     assert last["learning_rate"] == 0
 
 
-@pytest.mark.parametrize(
-    "step", [9, pytest.param(20, marks=pytest.mark.slow), pytest.param(21, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [9, 20, 21])
 def test_resumed_around_a_boundary_it_is_the_run_that_was_resumed_at_one(staged, tmp_path, step):
     """From just before the first one it passes both in one go, whereas `staged` went on from a
     checkpoint at the second.
@@ -137,9 +136,9 @@ def test_resumed_around_a_boundary_it_is_the_run_that_was_resumed_at_one(staged,
         ),
     ],
 )
-def test_only_what_comes_may_change(staged, tmp_path, config, message):
+def test_only_what_comes_may_change(tmp_path, config, message):
     (tmp_path / "checkpoints" / "15").mkdir(parents=True)
-    shutil.copy(staged / "run.json", tmp_path)
+    folder.write_run(tmp_path, {"config": to_dict(STAGED)})
     if message:
         with pytest.raises(UserError, match=message):
             folder.check_settings(tmp_path, config)

@@ -19,6 +19,7 @@ import pytest
 from absl import flags
 from flax import nnx
 
+import qwen3next_jax
 from qwen3next_jax.commands import export
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
@@ -65,6 +66,7 @@ MODEL = ModelConfig(
     num_experts_per_tok=2,
     moe_intermediate_size=8,
     shared_expert_intermediate_size=8,
+    mtp_depth=0,
     dtype="float32",
     max_position_embeddings=128,
 )
@@ -130,6 +132,18 @@ def test_a_run_learns_and_a_second_start_says_it_is_done(config, finished, capsy
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_run_is_read_as_arrays(finished):
+    run = qwen3next_jax.Run(finished)
+    steps, losses = run.series("loss")
+    assert steps.tolist() == list(range(1, 21)) and np.isfinite(losses).all()
+    assert run.checkpoints == [10, 20] and run.config["train"]["batch_size"] == 4
+    table = run.table()
+    assert np.array_equal(table["loss"], losses) and len(table["step"]) == 20
+    assert "step 20" in repr(run) and "<svg" in run._repr_html_().replace("&lt;", "<")
+    with pytest.raises(UserError, match="no 'train' event has 'los'; .*loss"):
+        run.series("los")
+
+
 def test_a_killed_and_resumed_run_is_bitwise_the_undisturbed_one(config, finished, tmp_path):
     """Killed by a real SIGKILL somewhere after the first checkpoint, torn metrics line included."""
     (tmp_path / "config.json").write_text(json.dumps(to_dict(config)))
@@ -189,7 +203,7 @@ def test_micro_batches_and_remat_change_no_gradient(config, balance_loss_weight)
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(
-            MODEL, num_hidden_layers=1, full_attention_interval=0, layer_types=()
+            MODEL, num_hidden_layers=1, full_attention_interval=0, layer_types=(), mtp_depth=1
         ),
     )
     whole, parts = (
@@ -254,8 +268,7 @@ def test_the_last_step_of_every_schedule_is_at_its_final_fraction(schedule):
 
 
 def test_decay_rates_never_decay_and_norms_only_if_asked():
-    assert MODEL.mtp_depth == 1
-    for path, parameter in declared(MODEL).items():
+    for path, parameter in declared(dataclasses.replace(MODEL, mtp_depth=1)).items():
         for decay_norms in (True, False):
             name = path.rpartition("/")[2]
             assert parameter.decays(decay_norms) == (
@@ -387,6 +400,7 @@ def test_a_run_reads_the_tokens_of_the_model_that_it_begins_with(config, finishe
     assert taken(begins(tmp_path / "hf of none", "bytes")) == bytes_.fingerprint
 
 
+@pytest.mark.slow
 def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_path):
     """Orbax sorts the names of layers as text: 0, 1, 10, 11, 2, … Muon's state holds AdamW's,
     too.
@@ -400,7 +414,6 @@ def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_pa
             layer_types=(),
             full_attention_interval=0,
             mlp_only_layers=(0, 2, 5, 11),
-            mtp_depth=0,
         ),
     )
     assert len(long.model.stacks) == 12

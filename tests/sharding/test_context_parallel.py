@@ -94,7 +94,8 @@ def splits(*quick):
     )
 
 
-@splits((2, False), (4, True))
+@pytest.mark.slow
+@splits((4, True))
 def test_convolution(shards, packed):
     time, channels, width = 32, (3, 2), 4
     by_time = arrays(0, x=(B, time, *channels))
@@ -179,7 +180,7 @@ def delta_rule_on_one_device(packed, **settings):
     return results(f, by_time, whole, None, jnp.asarray(layout(160)) if packed else None)
 
 
-@splits((4, True))  # without documents on two: below
+@splits()
 def test_delta_rule(shards, packed):
     f, by_time, whole = delta_rule_case(160)
     ids = jnp.asarray(layout(160)) if packed else None
@@ -189,6 +190,7 @@ def test_delta_rule(shards, packed):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "packed, settings",
     [
@@ -212,6 +214,7 @@ def test_delta_rule_in_every_form(packed, settings):
     )
 
 
+@pytest.mark.slow
 def test_delta_rule_in_pieces(monkeypatch):
     """With the chunks' inverses known, of which every piece takes its own."""
     want = delta_rule_on_one_device(True, implementation="chunked")

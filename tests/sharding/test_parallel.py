@@ -246,7 +246,11 @@ def _outputs_and_gradients(mesh, x, weight, expert, gate_up, down, keep_hidden=F
 
 @pytest.mark.parametrize(
     "gathered_shards, chunk_bytes, overlap_rows, keep_hidden",
-    [(8, 2048, 16, True), (8, 2**29, 512, False), (1, 4096, 512, False)],
+    [
+        pytest.param(8, 2048, 16, True, marks=pytest.mark.slow),
+        pytest.param(8, 2**29, 512, False, marks=pytest.mark.slow),
+        (1, 4096, 512, False),
+    ],
     ids=("gathered", "at once", "exchanged"),
 )
 def test_split_experts_are_exact_at_any_imbalance(
@@ -284,6 +288,7 @@ def test_split_experts_are_exact_at_any_imbalance(
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_memory, at_once", [(1e-3, True), (1e9, False)])
 def test_one_device_takes_all_tokens_at_once_where_chunks_need_more_memory(
     chunk_memory, at_once, monkeypatch
@@ -324,6 +329,7 @@ def test_one_device_takes_all_tokens_at_once_where_chunks_need_more_memory(
         np.testing.assert_allclose(got, expected, rtol=0, atol=5e-6 * float(np.abs(expected).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_gather_for_a_tpu_has_the_gradient_of_any_other(dim):
     """For a TPU, 37 tiles of lanes are padded to 38; other platforms do not pad."""
@@ -422,7 +428,14 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
 
 @pytest.mark.parametrize(
     "policy",
-    ["block", "full", "dots", "kept", "offload", "keep=attention", "offload=input,attention"],
+    [
+        "block",
+        *(
+            pytest.param(policy, marks=pytest.mark.slow)
+            for policy in ("full", "dots", "kept", "offload", "keep=attention")
+        ),
+        "offload=input,attention",
+    ],
 )
 def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
     """A scan over three blocks of two matmuls and an operation named "attention": how many
@@ -464,6 +477,7 @@ def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
     assert saved == expected[policy]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy, gathers, sorts, hidden",
     [

@@ -1,12 +1,11 @@
 """A run is the same on any mesh: the loss, every gradient and 20 steps of a whole model in float32,
 on eight virtual devices and on one.
 
-The suite tests one mesh with a recurrent layer, a module of multi-token prediction, whose layer is
-one of attention, and four steps. `pytest -m slow tests/sharding/test_parallel_equality.py` tests
-two periods on every axis alone with 2, 4 and 8 devices, on the meshes 2×2×2 of any three axes, and
-with both ways to exchange the experts' tokens. The eight virtual devices (conftest) cost the other
-tests nothing: these use the first device, and a program for one device is the same whether there
-are others or not.
+The suite tests one mesh with a recurrent layer and four steps.
+`pytest -m slow tests/sharding/test_parallel_equality.py` tests two periods on every axis alone with
+2, 4 and 8 devices, on the meshes 2×2×2 of any three axes, and with both ways to exchange the
+experts' tokens. The eight virtual devices (conftest) cost the other tests nothing: these use the
+first device, and a program for one device is the same whether there are others or not.
 """
 
 import dataclasses
@@ -62,8 +61,8 @@ MODEL = ModelConfig(
     moe=MoEConfig(router_bias=True),
 )
 ONE_PERIOD = dataclasses.replace(MODEL, mtp_depth=1, num_hidden_layers=2, layer_types=())
-# A recurrent layer, and the module's layer of attention.
-QUICK = dataclasses.replace(ONE_PERIOD, num_hidden_layers=1, full_attention_interval=0)
+# A recurrent layer. test_context_parallel.py and test_parallel.py have attention on a mesh.
+QUICK = dataclasses.replace(ONE_PERIOD, num_hidden_layers=1, full_attention_interval=0, mtp_depth=0)
 CONFIG = Config(
     model=MODEL,
     optimizer=OptimizerConfig(warmup_steps=5, learning_rate=1e-3, clip_norm=0.0),
@@ -133,7 +132,8 @@ def _run(axes: dict[str, int], model: ModelConfig, steps: int):
             first = jax.device_get((metrics, adam.mu))
         losses.append(float(metrics["total_loss"]))
         params = state["params"]
-        blocks = (*params["layers"].values(), params["mtp"]["block"])
+        modules = [params["mtp"]["block"]] if "mtp" in params else []
+        blocks = (*params["layers"].values(), *modules)
         biases.append([np.asarray(block["mlp"]["router_bias"]) for block in blocks])
     return *first, losses, biases
 

@@ -112,13 +112,8 @@ SLICED = {
 }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(options, id=name, marks=[pytest.mark.slow] * (name == "four"))
-        for name, options in SLICED.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SLICED.values(), ids=SLICED)
 def test_slices_are_one_mesh(options):
     """Metrics (losses, the balance loss, counts, norms) and Adam's moments after a step, which are
     the clipped gradient and its square, times constants.
@@ -252,6 +247,7 @@ def _layers(params, x, counts, mesh):
     return [jax.lax.with_sharding_constraint(grad, stored) for grad in grads], {"loss": total}
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_gradients_alone_cross_and_all_are_under_way_before_one_is_waited_for():
     """Compiled for two slices of four chips. Each of three gradients crosses in the dtype asked

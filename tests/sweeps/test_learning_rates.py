@@ -37,6 +37,7 @@ def test_the_minimum_at_an_edge_or_beside_a_divergence_is_a_rate_that_was_tried(
     assert best_rate(RATES[:1], [1.0]) == (RATES[0], True)
 
 
+@pytest.mark.slow
 def test_a_report_says_how_far_the_best_rate_moves(tmp_path, monkeypatch):
     """Without scaling by two octaves, four steps of √2; with it not at all."""
     monkeypatch.chdir(ROOT)

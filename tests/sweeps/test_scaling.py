@@ -49,6 +49,7 @@ def test_the_constants_of_exact_data_come_back(fit):
     assert fit_loss(ladder(fit)).constants == pytest.approx(fit.constants, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_constants_of_noisy_data():
     """Of 25 independent intervals that hold their constant in 95 % of cases, 18 or fewer hold it
     with a probability of 2e-4. Those of one fit are not independent.
@@ -95,6 +96,7 @@ def test_unseen_runs_are_predicted_within_the_interval():
     assert abs(found.error) < 0.02
 
 
+@pytest.mark.slow
 def test_what_the_data_do_not_tell_is_named():
     """One budget of nearly equal models: no constant is known."""
     runs = ladder(noise=1e-2, budgets=(1e18, 1.3e18), sizes=4)
@@ -105,6 +107,7 @@ def test_what_the_data_do_not_tell_is_named():
     assert all(told.intervals[name].is_determined for name in ("E", "α", "β"))
 
 
+@pytest.mark.slow
 def test_a_fit_without_a_best_size_is_named():
     """The loss does not depend on the size, so ever smaller models are better."""
     flat = LossFit(1.69, 1e-9, 410.7, 0.34, 0.28)
@@ -114,6 +117,7 @@ def test_a_fit_without_a_best_size_is_named():
     assert "no best N" in text and "grows as" not in text
 
 
+@pytest.mark.slow
 def test_text_page_and_json_are_whole():
     scaling = analyse(ladder(noise=3e-3), resamples=20)
     assert set(json.loads(as_json(scaling))["constants"]) == set(CONSTANTS)

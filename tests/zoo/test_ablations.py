@@ -105,7 +105,10 @@ def attention_layer(c, p, x_TD):
 
 @pytest.mark.parametrize(
     "off",
-    [(), *((name,) for name in ABLATIONS), ABLATIONS],
+    [
+        *(pytest.param(off, marks=pytest.mark.slow) for off in ((), *zip(ABLATIONS))),
+        ABLATIONS,
+    ],
     ids=lambda off: "+".join(off) or "none",
 )
 def test_both_mixers_follow_their_formulas(off):
@@ -133,6 +136,7 @@ def test_both_mixers_follow_their_formulas(off):
         )
 
 
+@pytest.mark.slow
 def test_the_ablated_model_decodes_counts_and_uses_all_its_parameters(tmp_path):
     config = dataclasses.replace(BASE, **dict.fromkeys(ABLATIONS, False))
     model = drawn_model(config)
@@ -161,6 +165,7 @@ def test_the_ablated_model_decodes_counts_and_uses_all_its_parameters(tmp_path):
         save_hf(model, tmp_path / "hf")
 
 
+@pytest.mark.slow
 def test_without_positions_the_order_of_the_past_does_not_matter():
     x_BTD = np.random.default_rng(0).standard_normal((1, T, BASE.hidden_size)).astype(np.float32)
     context = Context(jnp.arange(T, dtype=jnp.int32)[None])

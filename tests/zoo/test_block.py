@@ -53,10 +53,8 @@ BASE = ModelConfig(
 T = 12
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "gemma" else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_a_block_is_its_formula(name):
     """Output and gradients of every parameter, which every placement, norm and MLP of the tables
     is in; norms away from their start.
@@ -128,6 +126,7 @@ def away_from_zero(params, rng):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_are_their_formula(name):
     """Outputs and gradients in float32, biases away from 0; some gates are clipped."""
@@ -225,6 +224,7 @@ def test_other_experts_decode_and_split(name):
     )
 
 
+@pytest.mark.slow
 def test_gradients_of_experts_biases_are_sums_of_many_rows_in_bfloat16():
     """A scatter-add in bfloat16 would stop at 256 where it adds ones."""
     rows, sizes = 2048, jnp.array([1500, 548])
@@ -242,6 +242,7 @@ def test_gradients_of_experts_biases_are_sums_of_many_rows_in_bfloat16():
     np.testing.assert_allclose(down_bias, jnp.repeat(sizes[:, None], 4, axis=1), rtol=0.01)
 
 
+@pytest.mark.slow
 def test_deep_norm_starts_smaller():
     def start(name):
         c = dataclasses.replace(BASE, block=BlockConfig(placement=name))
@@ -397,6 +398,7 @@ def test_stretched_rotations():
     )
 
 
+@pytest.mark.slow
 def test_positions_that_are_added():
     make = Make(
         dataclasses.replace(

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from qwen3next_jax.zoo.hyena import fft_convolution
 
 
+@pytest.mark.slow
 def test_a_long_convolution_is_the_sum_in_each_document():
     """Six channels over four shards, so that some are padding; every gradient; a document of one
     token, padding at the end.

@@ -129,14 +129,15 @@ def test_what_earlier_versions_called_otherwise_is_told(line, message, tmp_path,
 
 
 # One of operator A, of attention, of operators B and N; all others are slow.
-QUICK = ("gated_deltanet", "gated_attention", "kda", "rnn", "retention")
+QUICK = ("gated_deltanet", "gated_attention", "rnn", "retention")
 
 
-def quick(names):
-    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+def quick(names, of=QUICK):
+    return [name if name in of else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.fixture(scope="module", params=quick((*MIXERS, "retention")))
+# test_model.py and test_inference.py have the first two.
+@pytest.fixture(scope="module", params=quick((*MIXERS, "retention"), of=QUICK[2:]))
 def mixer(request):
     """(name, graph definition, parameters) of one layer's mixer, weights wide enough that the
     context matters.
@@ -195,7 +196,7 @@ SCORES = {"abc": "forget_proj", "rwkv4": "key_proj", "mlstm": "input_proj"}
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("abc", marks=pytest.mark.slow), *(name for name in SCORES if name != "abc")],
+    [name if name == "rwkv4" else pytest.param(name, marks=pytest.mark.slow) for name in SCORES],
 )
 def test_the_cache_continues_scores_of_any_size(name):
     """Of hundreds either way, from the model's cache before the first token."""
@@ -239,6 +240,7 @@ class Numbers:
         return jnp.asarray((1,))
 
 
+@pytest.mark.slow
 def test_multi_token_prediction_has_the_number_of_the_last_layer():
     for name in MIXERS:
         config, numbers = base(name), Numbers()
@@ -256,7 +258,10 @@ def test_multi_token_prediction_has_the_number_of_the_last_layer():
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in OF_DEPTH else pytest.param(name, marks=pytest.mark.slow) for name in MIXERS],
+    [
+        name if name == "lightning" else pytest.param(name, marks=pytest.mark.slow)
+        for name in MIXERS
+    ],
 )
 def test_every_mixer_predicts_several_tokens(name):
     """Outputs and gradients are finite, and what it mixes matters."""
@@ -286,7 +291,7 @@ READ_CONTEXT = ("hyena", "dynamic_ntk")  # max_position_embeddings, the one with
 
 
 @pytest.mark.parametrize(
-    "name", [*READ_CONTEXT, *quick([n for n in (*MIXERS, "retention") if n not in READ_CONTEXT])]
+    "name", quick([*READ_CONTEXT, *[n for n in (*MIXERS, "retention") if n not in READ_CONTEXT]])
 )
 def test_a_mixer_declares_the_settings_that_give_its_weights_their_meaning(name):
     """Weights may be read with another context unless the mixer says otherwise: the same arrays
@@ -543,6 +548,7 @@ def test_the_kernels_of_norm_and_gate_interpreted_match_the_products():
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.slow
 def test_the_kernels_of_norm_and_gate_for_hopper_interpreted():
     """Two heads and two blocks of tokens; races are errors."""
     with mock.patch.object(
@@ -554,6 +560,7 @@ def test_the_kernels_of_norm_and_gate_for_hopper_interpreted():
     assert error < 1e-3, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width, half", [(128, 64), (256, 32)])
 def test_the_kernels_between_attention_and_its_projections_interpreted_match_the_products(
     width, half
@@ -596,6 +603,7 @@ def test_the_kernels_between_attention_and_its_projections_interpreted_match_the
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{}, {"data": 2, "tensor": 4}], ids=str)
 def test_attention_is_the_same_where_heads_are_side_by_side_between_its_projections(axes):
     """Packed documents, on one device and where each shard has one query head and two share a
@@ -625,6 +633,7 @@ def test_attention_is_the_same_where_heads_are_side_by_side_between_its_projecti
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max() + 1e-6)
 
 
+@pytest.mark.slow
 def test_every_implementation_of_the_delta_rule_can_be_trained_with():
     """What each gives, and its gradients, are the operator's tests; here that the setting
     reaches it.

@@ -125,11 +125,6 @@ VARIANTS = {
     },
 }
 variants = pytest.mark.parametrize("name", VARIANTS)
-# All but the hardest variant are slow: each compiles for half a minute.
-hardest_variant = pytest.mark.parametrize(
-    "name",
-    [pytest.param(v, marks=[pytest.mark.slow] * (i != 1)) for i, v in enumerate(VARIANTS)],
-)
 # float32 through at most 6 layers
 CLOSE = dict(rtol=1e-4, atol=2e-5)
 
@@ -169,7 +164,9 @@ def tokens_of(shape, seed=0):
 # ---- the parts against their formulas
 
 
-@pytest.mark.parametrize("streams", [1, 2, 5])
+@pytest.mark.parametrize(
+    "streams", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow)]
+)
 def test_streams_are_their_formula(streams):
     """Two blocks and the last mix, of one token, in float64."""
     config = config_of(streams=StreamsConfig(hc_count=streams, hc_lowrank=3))
@@ -241,7 +238,8 @@ def test_sparse_attention_is_its_formula(ratio, budget, length):
     assert {"index_qk_proj", "index_q_norm", "index_k_norm"} <= no_gradient
 
 
-@pytest.mark.parametrize("ratio, budget", [pytest.param(3, 6, marks=pytest.mark.slow), (1, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ratio, budget", [(3, 6), (1, 2)])
 def test_gathered_blocks_are_attention_under_a_mask(ratio, budget):
     """Outputs and all gradients, and the indexer's loss, of packed rows of several lengths. The
     gathered form sums the same products in another order.
@@ -336,7 +334,8 @@ def test_ties_go_to_the_lowest_block():
 # ---- packed documents
 
 
-@hardest_variant
+@pytest.mark.slow
+@variants
 def test_packed_documents_are_separate_ones(name):
     """States, multi-token prediction, and the gradients of all parameters."""
     model = model_of(config_of(name))
@@ -375,7 +374,8 @@ def test_packed_documents_are_separate_ones(name):
 # ---- decoding
 
 
-@hardest_variant
+@pytest.mark.slow
+@variants
 def test_cached_states_are_those_of_the_whole_sequence(name):
     """Rows cut at different places into prefills, one with padding, and single tokens."""
     model = model_of(config_of(name))
@@ -426,15 +426,16 @@ def test_drafts_give_the_plain_text(name, drafts):
 # ---- the indexer's loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode, ratio, budget",
     [
         ("sparse", 4, 8),
-        pytest.param("dense", 3, 6, marks=pytest.mark.slow),
-        pytest.param("dense", 4, 8, marks=pytest.mark.slow),
-        pytest.param("sparse", 3, 6, marks=pytest.mark.slow),
-        pytest.param("dense", 1, 64, marks=pytest.mark.slow),
-        pytest.param("sparse", 1, 64, marks=pytest.mark.slow),
+        ("dense", 3, 6),
+        ("dense", 4, 8),
+        ("sparse", 3, 6),
+        ("dense", 1, 64),
+        ("sparse", 1, 64),
     ],
 )
 def test_the_indexer_learns_by_its_formula(mode, ratio, budget):
@@ -495,6 +496,7 @@ def test_rows_of_two_tokens(mode):
 # ---- a mesh
 
 
+@pytest.mark.slow
 def test_lazy_adamw_is_adamw_for_the_rows_of_every_batch():
     """Rows 0 and 5 are used in every step, row 2 in the second of three, the others never."""
     config = config_of(hf_form="")
@@ -618,6 +620,7 @@ def test_a_mesh_gives_what_one_device_gives(changes, axes):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"data": 8}, ALL_AXES])
 @pytest.mark.parametrize("spread", [1.0, 0.125])
 def test_rows_of_a_split_table_are_exchanged(axes, spread):
@@ -685,6 +688,7 @@ def released_run(fixture, axes):
     return resolved(config, make_mesh(config.parallel, devices))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fixture", ["qwen4_exp_text_tiny", "qwen4_exp_wrapper_tiny"])
 def test_released_weights_are_read_in_pieces_onto_a_mesh(fixture, monkeypatch):
     """The host reads at most a piece at a time, and every device gets its part of the table."""
@@ -829,7 +833,10 @@ def losses_of(workdir):
 # ---- checkpoints
 
 
-@variants
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(v, marks=[pytest.mark.slow] * (i != 1)) for i, v in enumerate(VARIANTS)],
+)
 def test_an_export_has_the_same_bits(name, tmp_path):
     """Text model and wrapper, fused experts, any number of pieces of the table."""
     for form, fused in (("qwen4_exp_text", ()), ("qwen4_exp", ("mtp", "trunk"))):
