@@ -11,7 +11,9 @@ reach, with what the other two cost models leave out.
 - An asynchronous copy to or from the memory of the host takes its bytes at the published rate of
   the link between them, one copy after another in each direction.
 - A kernel for grouped products computes whole tiles, and a tile again for each group that has rows
-  in it (`grouped_products.py`).
+  in it (`grouped_products.py`). Each step of its grid takes its products at the published peak, a
+  start, what the vector unit does beside them, and the wait for the next block of a matrix. Each
+  step of the experts' kernels takes its products at the peak and a start.
 - The experts' kernels skip the tiles of their buffers that hold no row, and the loops for rows that
   do not fit run as often as the load of the experts asks for (`expert_load.py`).
 - A copy that the compiler started early, and the HBM traffic of a collective (a byte that a chip
@@ -28,7 +30,6 @@ and checkpoints.
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -44,6 +45,7 @@ from qwen3next_jax.planner.compiled import (
     read_collective,
 )
 from qwen3next_jax.planner.expert_load import (
+    Layout,
     expert_layout,
     expert_load,
     find_expert_kernel,
@@ -95,6 +97,8 @@ class ChipRates:
       hbm: seconds by bytes read and written.
       link_share: the share of a link's published bandwidth that a long transfer reaches.
       collective_start: seconds before a collective's first byte.
+      step_start: seconds that a step of a kernel's grid takes beyond its products at the published
+        peak.
       host_bandwidth: bytes/s of one direction between the device and the memory of its host.
       sources: {name of a rate: where it was measured, or from which chip it was taken}.
     """
@@ -103,6 +107,7 @@ class ChipRates:
     hbm: Curve
     link_share: float
     collective_start: float
+    step_start: float
     host_bandwidth: float
     sources: Mapping[str, str]
 
@@ -134,6 +139,12 @@ _TPU7X_HBM = Curve(
         )
     ),
 )
+_VECTOR_WIDTH = 1024  # elements that the vector unit of a core computes with in a cycle
+_BYTES = 2  # of an element of rows and matrices in a grouped product
+# Seconds of a step of a kernel's grid beyond its products, which fit best to the times of tokamax's
+# grouped products (benchmarks/kernel_validation.py)
+_STEP_STARTS = {"v5p": 0.27e-6, "tpu7x": 0.7e-6}
+_STEPS = "openxla/tokamax data/autotuning, pallas_mosaic_tpu_ragged_dot"
 _V6E_PRODUCTS = Curve(_START, ((2.0 * 8192**3, 1.3288e-3),))
 _MICROBENCHMARKS = "AI-Hypercomputer/tpu-recipes microbenchmarks"
 _PERMUTES = "marin-community/marin#6736, ppermute"
@@ -153,24 +164,35 @@ def _unmeasured(rate: str, measured: str) -> str:
 
 
 def _rates(
-    name: str, link_share: float, collective_start: float, network: str, products: str
+    name: str,
+    link_share: float,
+    collective_start: float,
+    network: str,
+    products: str,
+    steps: str,
 ) -> ChipRates:
     """Returns the rates of a chip without a measured HBM curve of its own.
 
     Args:
       network: where the link's rate and the start of a collective were measured.
       products: where products were measured; "": nowhere.
+      steps: the chip on which the start of a step of a kernel's grid was measured: this one, or the
+        nearest.
     """
     return ChipRates(
         products=_V6E_PRODUCTS.scaled(_like("v6e", name, "products")),
         hbm=_TPU7X_HBM.scaled(_like("tpu7x", name, "hbm")),
         link_share=link_share,
         collective_start=collective_start,
+        step_start=_STEP_STARTS[steps],
         host_bandwidth=CHIPS[name].host_bandwidth,
         sources={
             "products": products or _unmeasured("product", "v6e"),
             "hbm": _unmeasured("HBM curve", "tpu7x"),
             "network": network,
+            "steps": _STEPS
+            if steps == name
+            else f"no steps measured: those of the nearest, {steps}",
             "host": "the published peak (sharding/chips.py); no copy measured",
         },
     )
@@ -183,19 +205,28 @@ RATES: dict[str, ChipRates] = {
         # 178.8 of 200 GB/s over two links; 1.6 MB at 71.8 GB/s take 13.5 µs longer than at 178.8
         link_share=0.894,
         collective_start=13.5e-6,
+        step_start=_STEP_STARTS["tpu7x"],
         host_bandwidth=CHIPS["v6e"].host_bandwidth / CHIPS["tpu7x"].devices_per_chip,
         sources={
             "products": "AI-Hypercomputer/accelerator-microbenchmarks, gemm",
             "hbm": f"{_MICROBENCHMARKS}/ironwood/hbm",
             "network": f"{_MICROBENCHMARKS}/ironwood/collectives, all-gather on 2x2x1",
+            "steps": _STEPS,
             "host": "no rate published: that of the nearest, v6e, shared by the chip's two devices",
         },
     ),
     # Its one measured copy, 32 MiB at 1,360 GB/s, takes 2 % longer than the scaled curve says.
-    "v6e": _rates("v6e", 0.868, 2.29e-6, _PERMUTES, f"{_MICROBENCHMARKS}, 8192³ at 827 TFLOP/s"),
-    "v5p": _rates("v5p", 0.863, 4.55e-6, _PERMUTES, ""),
-    "v5e": _rates("v5e", 0.868, 2.29e-6, _unmeasured("link", "v6e"), ""),
-    "v4": _rates("v4", 0.863, 4.55e-6, _unmeasured("link", "v5p"), ""),
+    "v6e": _rates(
+        "v6e",
+        0.868,
+        2.29e-6,
+        _PERMUTES,
+        f"{_MICROBENCHMARKS}, 8192³ at 827 TFLOP/s",
+        "tpu7x",
+    ),
+    "v5p": _rates("v5p", 0.863, 4.55e-6, _PERMUTES, "", "v5p"),
+    "v5e": _rates("v5e", 0.868, 2.29e-6, _unmeasured("link", "v6e"), "", "v5p"),
+    "v4": _rates("v4", 0.863, 4.55e-6, _unmeasured("link", "v5p"), "", "v5p"),
 }
 
 
@@ -410,25 +441,66 @@ class CalibratedSimulation(Simulation):
         seconds_of = super()._seconds_of(computation, instruction)
         if found := find_expert_kernel(self.program, computation, instruction):
             layout = expert_layout(*found, self.network.mesh)
+            in_steps = self._expert_seconds(layout, computation, instruction, found[1].name)
+            seconds_of[COMPUTE] = max(seconds_of[COMPUTE], in_steps)
             seconds_of[COMPUTE] *= expert_load(layout, self.skew).used
         if product := grouped_product(self.program, computation, instruction):
             seconds_of[COMPUTE] = self._grouped_seconds(product, instruction)
         return seconds_of
 
-    def _grouped_seconds(self, product: GroupedProduct, instruction: Instruction) -> float:
-        """Returns the seconds of the products of a kernel for grouped products. The cores share the
-        tiles of columns, the axis of the grid that megablox marks as parallel (of XLA's kernel this
-        is assumed). With an odd number of tiles, one core waits while the other computes the last.
+    def _expert_seconds(
+        self, layout: Layout, computation: Computation, instruction: Instruction, kernel: str
+    ) -> float:
+        """Returns the seconds of the products of one of the experts' kernels, whose grid has a step
+        for each tile of rows. The cores share the tiles. For the gradients of the matrices, each
+        core goes through all tiles, and computes its part of each matrix.
         """
+        cores = self._cores(instruction)
+        steps = (
+            layout.tiles if kernel.startswith("expert_backward_weights") else layout.tiles / cores
+        )
+        flops = instruction_flops(self.program, computation, instruction)
+        return steps * self._step_seconds(flops / (steps * cores))
+
+    def _grouped_seconds(self, product: GroupedProduct, instruction: Instruction) -> float:
+        """Returns the seconds of a kernel for grouped products. The cores share the tiles of
+        columns, the axis of the grid that megablox marks as parallel (of XLA's kernel this is
+        assumed). With an odd number of tiles, one core waits while the other computes the last.
+        """
+        cores = self._cores(instruction)
+        rows, width, columns = product.tile
+        along_width, along_columns = product.steps[0], -(-product.steps[1] // cores)
+        steps = product.visits * along_width * along_columns
+        step = self._step_seconds(2.0 * rows * width * columns)
+        seconds = steps * step
+        if product.of_matrices:
+            # It sets the sums of each group to zero and writes them at the end.
+            blocks = product.groups * along_width * along_columns
+            seconds += blocks * self._pass_seconds(width * columns)
+        else:
+            # It adds the result of each step to sums, half of it while the matrix unit works.
+            seconds += steps * self._pass_seconds(rows * columns) / 2
+            # While one step runs, the rows and the block of a matrix of the next one are fetched.
+            blocks = product.groups * along_columns if along_width == 1 else steps
+            fetched = _BYTES * width * (rows + columns) * cores
+            seconds += blocks * max(0.0, self._hbm_rate_seconds(fetched) - step)
         schedule = self.schedules.get(instruction.name)
-        cores = schedule.cores if schedule else 1
-        width, columns = product.steps
-        steps_of_core = product.visits * width * -(-columns // cores)
-        flops = 2.0 * math.prod(product.tile) * steps_of_core * cores
-        seconds = self._product_seconds(flops)
         if schedule and product.schedule_is_step:
-            seconds = max(seconds, steps_of_core * schedule.cycles / self.chip.clock)
+            seconds = max(seconds, steps * schedule.cycles / self.chip.clock)
         return seconds
+
+    def _cores(self, instruction: Instruction) -> int:
+        """Returns the number of cores that share the work of an instruction."""
+        schedule = self.schedules.get(instruction.name)
+        return schedule.cores if schedule else self.chip.cores
+
+    def _step_seconds(self, flops: float) -> float:
+        """Returns the seconds of a step of a kernel's grid that has so many FLOPs of products."""
+        return flops * self.chip.cores / self.chip.device_flops + self.rates.step_start
+
+    def _pass_seconds(self, elements: int) -> float:
+        """Returns the seconds that the vector unit takes to compute with so many elements."""
+        return elements / (_VECTOR_WIDTH * self.chip.clock)
 
     def _run_work(
         self,

@@ -28,6 +28,8 @@ class GroupedProduct(NamedTuple):
       visits: number of visits of tiles of rows, an upper bound: it assumes that all rows belong to
         groups, that all groups have rows, and that no group but the last ends with a tile.
       steps: number of tiles along the width, and along the columns.
+      groups: number of groups.
+      of_matrices: whether it computes the gradients of the matrices, which add up over the rows.
       schedule_is_step: whether the compiler's schedule of the kernel is that of one step. That of
         XLA's kernel is: its loop has no stated trips. Megablox has its product twice in the loop,
         for the last tile of the contracted axis and for the others.
@@ -36,6 +38,8 @@ class GroupedProduct(NamedTuple):
     tile: tuple[int, int, int]
     visits: int
     steps: tuple[int, int]
+    groups: int
+    of_matrices: bool
     schedule_is_step: bool
 
 
@@ -63,7 +67,8 @@ def _read(computation: Computation, kernel: Instruction) -> GroupedProduct | Non
     operands = [shape for name in kernel.operands for shape in computation[name].shapes]
     arrays = [shape.dims for shape in operands if shape.dtype[0] not in "su"]
     out = kernel.shapes[0].dims
-    if len(out) == 3:  # the gradient of the matrices
+    of_matrices = len(out) == 3
+    if of_matrices:
         groups, width, columns = out
         rows = math.prod(arrays[0]) // width
     else:
@@ -74,5 +79,7 @@ def _read(computation: Computation, kernel: Instruction) -> GroupedProduct | Non
         tile,
         visits=-(-rows // tile[0]) + groups - 1,
         steps=(-(-width // tile[1]), -(-columns // tile[2])),
+        groups=groups,
+        of_matrices=of_matrices,
         schedule_is_step=bool(by_xla),
     )

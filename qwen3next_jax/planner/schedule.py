@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from qwen3next_jax.planner.hlo import FREE, Computation, Instruction, Program, parse_shapes
 
-# The compiler's text of a kernel contains these words if two cores share the kernel's work.
+# The compiler's text of an instruction contains these words if two cores share its work.
 _CORE = "megacore core id"
 
 
@@ -29,8 +29,7 @@ class Schedule(NamedTuple):
         blocks of all operands. (A real kernel does not copy a block again that stays the same.)
       whole: whether the compiler states the number of trips of every loop with matrix work. If not,
         `cycles` is too small.
-      cores: number of cores that share the steps of a kernel's grid; `cycles` are those of one. 1
-        for anything but a kernel.
+      cores: number of cores that share the work; `cycles` are those of one.
     """
 
     cycles: float
@@ -88,7 +87,7 @@ def read_schedules(folder: str | pathlib.Path, program: Program) -> dict[str, Sc
                 cycles(loops, total) - skipped_bundles(text, loops),
                 _copied_bytes(text, loops) if is_kernel else 0.0,
                 all(loop.trips or not loop.matrix for loop in loops),
-                2 if is_kernel and _CORE in text else 1,
+                2 if _CORE in text else 1,
             )
     signatures = {
         instruction.name: _signature(program, computation, instruction)

@@ -33,6 +33,7 @@ class Chip:
         dimension of a torus, and one link to a switch.
       devices_per_chip: number of JAX devices per chip: two for TPU7x, one for all others. (JAX
         shows the two cores of a v4 or v5p chip as one device.)
+      cores: number of cores of a TPU's JAX device that can share the work of a kernel.
       clock: clock rate of the matrix unit in Hz. The planner divides by it to convert cycles to
         seconds.
       die_bandwidth: bandwidth between the two devices of a chip, in bytes/s.
@@ -52,6 +53,7 @@ class Chip:
     torus: int
     link_bandwidth: float
     devices_per_chip: int = 1
+    cores: int = 1
     clock: float = 0.0
     die_bandwidth: float = 0.0
     usable_hbm: float = 0.0
@@ -75,6 +77,7 @@ CHIPS = {
             1228 * GB,
             torus=3,
             link_bandwidth=50 * GB,
+            cores=2,
             clock=1.05e9,
             usable_hbm=30.75 * GIB,
             largest_slice=4096,
@@ -100,6 +103,7 @@ CHIPS = {
             2765 * GB,
             torus=3,
             link_bandwidth=100 * GB,
+            cores=2,
             clock=1.75e9,
             usable_hbm=95.73 * GIB,
             largest_slice=6144,

@@ -343,6 +343,7 @@ def kernels():
     return found
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("kernel, products", [("splash_mha_fwd", 2), ("splash_mha_dkv", 5)])
 def test_the_rings_pairs_of_blocks_are_whole_and_its_own_block_is_causal(kernels, kernel, products):
@@ -354,6 +355,7 @@ def test_the_rings_pairs_of_blocks_are_whole_and_its_own_block_is_causal(kernels
     assert sorted(flops for flops, _ in kernels[kernel]) == [pair, pair, causal]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_delta_rule_kernels_of_a_split_row(kernels):
     """FLOPs by docs/notes (delta-rule, context-parallel; d = 128, C = 64), cycles by
