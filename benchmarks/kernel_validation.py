@@ -10,8 +10,8 @@ which is a product, too ("rows"), and its gradient of the matrices ("matrices").
 groups were drawn evenly. Such a kernel runs on one core of v5p, and here one core is priced, too.
 
 The price is that of the cost model "calibrated" (`planner/calibrated.py`). Two of its constants,
-the start of a step on v5p and on TPU7x, were fitted to these times. What the vector unit does beside
-the products was assumed, in the form that agreed best with them.
+the start of a step on v5p and on TPU7x, were fitted to these times. What the vector unit does
+beside the products was assumed, in the form that agreed best with them.
 """
 
 import argparse
