@@ -27,6 +27,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.installation import shell_command
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.interop.writing import require_new
 
 
 def main() -> int:
@@ -36,6 +37,7 @@ def main() -> int:
     out = to_path(_out.value, "--out=")
     cli.check_model("workdir", workdir)
     loading = get_loading()
+    require_new(out)
     # SIGTERM acts like Ctrl-C: the folder --out does not appear, and complete files are kept in a
     # folder beside it.
     cli.interrupt_at_sigterm()
@@ -43,10 +45,8 @@ def main() -> int:
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.interop.huggingface import save_hf
     from qwen3next_jax.interop.source import config_for_export
-    from qwen3next_jax.interop.writing import require_new
     from qwen3next_jax.runs.load import join_processes, load_model
 
-    require_new(out)
     if _adapter.value:
         return _export_adapter(workdir, out, loading.step, loading.ema)
     with join_processes(loading.launch, workdir):

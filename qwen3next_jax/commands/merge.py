@@ -25,6 +25,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.installation import shell_command
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MeshConfig
+from qwen3next_jax.interop.writing import require_new
 
 ARGUMENTS = "RUN@STEP …"
 
@@ -38,16 +39,15 @@ def main(names: list[str]) -> int:
         raise UserError("--dtype: the parameters of a run stay float32: add --export, or omit it")
     out, sizes = to_path(_out.value, "--out="), cli.read_mesh(_mesh.value)
     launch = get_launch()
+    if _export.value:
+        require_new(out)
     cli.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
-    from qwen3next_jax.interop.writing import require_new
     from qwen3next_jax.runs import merging
     from qwen3next_jax.runs.load import join_processes, mesh_of_params
     from qwen3next_jax.sharding.mesh import single_device_mesh
 
-    if _export.value:
-        require_new(out)
-    else:
+    if not _export.value:
         merging.require_new_run(out)
     sources = merging.find_sources(names)
     weights = merging.merge_weights(_weights.value, [source.step for source in sources])

@@ -137,6 +137,10 @@ MISTAKES = [
         ["-m", "qwen3next_jax", "export", "--workdir=nowhere", "--out=x"],
         "--workdir=nowhere: not the folder of a run",
     ),
+    (
+        ["-m", "qwen3next_jax", "export", f"--workdir={HF}", "--out=docs"],
+        "docs: already there",
+    ),
 ]
 
 # Runs commands, each in a fork of one process that has loaded what all of them need.
