@@ -33,6 +33,9 @@ _NOT_READ_BY_STEP = {
 def shared_step(run, stage, **options):
     """As `loop.make_train_step`, but runs and stages with equal settings get the same step."""
     train = dataclasses.replace(stage.train, **_NOT_READ_BY_STEP)
+    if stage.optimizer.schedule == "constant":  # the step reads only whether the warm-up fits
+        steps = max(min(stage.optimizer.warmup_steps, train.steps), 1)
+        train = dataclasses.replace(train, steps=steps)
     settings = (run.model, train, stage.optimizer, stage.schedule_start, run.config.guards)
     key = (*settings, run.config.parallel, run.mesh, *options.items())
     if key not in _steps:

@@ -41,23 +41,24 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
     """
     peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
     warm_up = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
-    decay_steps = {
-        "constant": 0,
-        "warmup_stable_decay": max(round(config.decay_fraction * steps), 1),
-    }.get(config.schedule, steps)
-    stable_until = max(steps - decay_steps, warmup)
-    transitions = max(steps - 1 - stable_until, 1)  # the last step has the final value
-    if config.schedule == "cosine":
-        decay = optax.cosine_decay_schedule(peak, transitions, config.final_fraction)
-    else:
-        decay = optax.linear_schedule(peak, peak * config.final_fraction, transitions)
-    schedules = [warm_up, optax.constant_schedule(peak), decay]
-    boundaries = [warmup, stable_until]
-    # If the warm-up takes all steps, or the decay has a single step, the last step has the final
-    # value at once.
-    if config.schedule != "constant" and stable_until >= steps - 1:
-        schedules[2] = optax.constant_schedule(peak * config.final_fraction)
-        boundaries = [min(warmup, steps - 1), steps - 1]
+    schedules, boundaries = [warm_up, optax.constant_schedule(peak)], [warmup]
+    # A constant rate does not depend on `steps`, so that a longer run has the same program.
+    if config.schedule != "constant":
+        decay_steps = steps
+        if config.schedule == "warmup_stable_decay":
+            decay_steps = max(round(config.decay_fraction * steps), 1)
+        stable_until = max(steps - decay_steps, warmup)
+        transitions = max(steps - 1 - stable_until, 1)  # the last step has the final value
+        if config.schedule == "cosine":
+            decay = optax.cosine_decay_schedule(peak, transitions, config.final_fraction)
+        else:
+            decay = optax.linear_schedule(peak, peak * config.final_fraction, transitions)
+        schedules, boundaries = [*schedules, decay], [warmup, stable_until]
+        # If the warm-up takes all steps, or the decay has a single step, the last step has the
+        # final value at once.
+        if stable_until >= steps - 1:
+            schedules[2] = optax.constant_schedule(peak * config.final_fraction)
+            boundaries = [min(warmup, steps - 1), steps - 1]
     schedule = optax.join_schedules(schedules, boundaries)
     # The argument counts updates, and skipped steps make no update. Therefore the count may still
     # be below `begins` when the stage begins; the schedule then gives its first value. The outer

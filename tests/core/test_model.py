@@ -82,7 +82,7 @@ def packed():
         segments[i, : len(joined)] = np.repeat(np.arange(1, len(row) + 1), [len(d) for d in row])
 
     @jax.jit
-    def run(params, tokens, segments, weights):
+    def outputs_and_gradient(params, tokens, segments, weights):
         def loss(params):
             out = nnx.merge(graphdef, params)(tokens, segments)
             return jnp.sum(out.logits * weights), out
@@ -93,9 +93,10 @@ def packed():
     return (
         params,
         documents,
-        jnp.asarray(tokens),
-        jnp.asarray(segments),
-        run,
+        tokens,
+        segments,
+        # NumPy arrays: each slice of a JAX array would be a program of its own.
+        lambda *inputs: jax.device_get(outputs_and_gradient(*inputs)),
         np.zeros((3, 32, SHORT.vocab_size), np.float32),
     )
 
@@ -158,8 +159,8 @@ def test_packed_gradients_equal_the_sum_over_separate_documents(packed):
 
 def test_the_future_never_changes_the_past(packed):
     params, _, tokens, _, run, nothing = packed
-    segments = jnp.ones_like(tokens)
-    changed = tokens.at[:, 20:].set((tokens[:, 20:] + 7) % SHORT.vocab_size)
+    segments, changed = np.ones_like(tokens), tokens.copy()
+    changed[:, 20:] = (tokens[:, 20:] + 7) % SHORT.vocab_size
     (a, _), (b, _) = run(params, tokens, segments, nothing), run(params, changed, segments, nothing)
     _close(a.logits[:, :20], b.logits[:, :20])
     for d in range(SHORT.mtp_depth):
@@ -192,7 +193,8 @@ def test_scanned_layers_equal_the_same_layers_one_by_one(monkeypatch):
     def run(params):
         return nnx.merge(graphdef, params)(tokens, output_hidden_states=True).hidden_states
 
-    states = jax.jit(run)(params)
+    states = jax.device_get(jax.jit(run)(params))
+    params = jax.device_get(params)  # in NumPy: each slice of a JAX array would be a program
     with compiling_for("tpu"):
         assert "unroll=2" in str(jax.make_jaxpr(lambda params: run(params))(params))
     model, x = nnx.merge(graphdef, params), states[0]

@@ -33,13 +33,19 @@ def _config(**settings):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """(folder of a run, its parameters after each step)."""
-    workdir, params = tmp_path_factory.mktemp("runs") / "run", []
+    workdir = tmp_path_factory.mktemp("runs") / "run"
+    return workdir, _train(_config(), workdir)
+
+
+def _train(config, workdir) -> list:
+    """Trains, and returns the parameters after each step."""
+    params = []
 
     def add_hooks(trainer):
         trainer.add_hook(lambda info: params.append(jax.device_get(info.state["params"])))
 
-    assert train(_config(), workdir, add_hooks=add_hooks) == 0
-    return workdir, params
+    assert train(config, workdir, add_hooks=add_hooks) == 0
+    return params
 
 
 def _saved(config, workdir, step=STEPS):
@@ -47,10 +53,8 @@ def _saved(config, workdir, step=STEPS):
         return jax.device_get(checkpoints.restore(step, resolved(config).abstract_state))
 
 
-@pytest.mark.slow
-def test_the_average_is_the_weighted_mean_of_the_parameters_after_each_update(run):
-    workdir, params = run
-    saved = _saved(_config(), workdir)
+def _check_is_weighted_mean(saved, params):
+    """Checks the average of a saved state against the parameters after each step."""
     assert saved["ema"]["updates"] == STEPS
     average, last = leaves_by_path(saved["ema"]["average"]), leaves_by_path(saved["params"])
     assert set(last) - set(average) == {"embedding"}  # it is frozen
@@ -61,8 +65,15 @@ def test_the_average_is_the_weighted_mean_of_the_parameters_after_each_update(ru
         # Each update rounds the average three times.
         tolerance = 3 * STEPS * np.finfo(np.float32).eps * np.abs(history).max(axis=0)
         assert (np.abs(leaf - exact) <= tolerance).all(), path
+
+
+@pytest.mark.slow
+def test_the_average_is_the_weighted_mean_of_the_parameters_after_each_update(run):
+    workdir, params = run
+    saved = _saved(_config(), workdir)
+    _check_is_weighted_mean(saved, params)
     loaded = jax.device_get(load_trained(workdir, ema=True).model.embedding[...])
-    np.testing.assert_array_equal(loaded, last["embedding"])
+    np.testing.assert_array_equal(loaded, leaves_by_path(saved["params"])["embedding"])
 
 
 def test_a_skipped_update_does_not_count():
@@ -98,7 +109,10 @@ def test_a_killed_run_resumes_with_the_same_average(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_average_on_a_mesh_is_that_of_one_device(run, tmp_path):
+def test_the_average_on_a_mesh_is_sharded_like_the_parameters_and_their_weighted_mean(tmp_path):
+    # The averages of two meshes cannot be compared: Adam divides a gradient of almost 0 by its
+    # size, so that the rounding of one element changes its first update by 1e-5.
+    # test_parallel_equality.py compares losses and gradients.
     parallel = ParallelConfig(mesh=MeshConfig(data=4, tensor=2))
     config = dataclasses.replace(_config(), parallel=parallel)
     mesh_run = resolved(config, make_mesh(parallel, jax.devices()[:8]))
@@ -106,11 +120,8 @@ def test_the_average_on_a_mesh_is_that_of_one_device(run, tmp_path):
     of_params = leaves_by_path(shardings["params"])
     for path, sharding in leaves_by_path(shardings["ema"]["average"]).items():
         assert sharding == of_params[path]
-    assert train(config, tmp_path) == 0
-    states = _saved(_config(), run[0]), _saved(config, tmp_path)
-    averages = [leaves_by_path(state["ema"]["average"]) for state in states]
-    for path, leaf in averages[0].items():
-        np.testing.assert_allclose(averages[1][path], leaf, atol=1e-5)
+    params = _train(config, tmp_path)
+    _check_is_weighted_mean(_saved(config, tmp_path), params)
 
 
 @pytest.mark.slow

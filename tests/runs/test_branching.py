@@ -54,13 +54,10 @@ CONFIG = Config(
         num_attention_heads=1,
         num_key_value_heads=1,
         head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=8,
-        shared_expert_intermediate_size=8,
+        num_experts=0,
+        intermediate_size=16,
         mtp_depth=0,
         dtype="float32",
-        moe=MoEConfig(scoring_func="sigmoid", router_bias=True, shared_expert_gate=False),
     ),
     data=DataConfig(source="mqar", synthetic=SyntheticConfig(pairs=4)),
     train=TrainConfig(
@@ -68,18 +65,22 @@ CONFIG = Config(
         batch_size=4,
         sequence_length=32,
         log_every=1,
-        router_bias_update="quantile",
     ),
-    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5, schedule="constant"),
     checkpoint=CheckpointConfig(every=BRANCHED),
     eval=EvalConfig(every=1000, rows=4, sample_tokens=0),
     telemetry=TelemetryConfig(diagnostics_every=0),
 )
+ROUTED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "moe": MoEConfig(scoring_func="sigmoid", router_bias=True, shared_expert_gate=False),
+}
 
 
 def with_(**sections):
-    if not sections.get("model", {}).get("num_experts", 1):  # no router to balance
-        sections["train"] = {"router_bias_update": "sign"} | sections.get("train", {})
     groups = {
         name: dataclasses.replace(getattr(CONFIG, name), **changes)
         for name, changes in sections.items()
@@ -113,15 +114,23 @@ def same(a, b):
 
 
 @pytest.mark.slow
-def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, tmp_path):
-    theirs, trained, gone = losses(parent), saved(parent, STEPS), tmp_path / "parent"
+def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(tmp_path):
+    """With the biases of a router, and a rate that falls."""
+
+    def routed(**train):
+        train = {"router_bias_update": "quantile"} | train
+        return with_(model=ROUTED, optimizer={"schedule": "cosine"}, train=train)
+
+    parent, gone = tmp_path / "theirs", tmp_path / "parent"
+    assert train(routed(), parent) == 0
+    theirs, trained = losses(parent), saved(parent, STEPS, routed())
     shutil.copytree(parent, gone)
-    config = with_(train={"init_from": f"{gone}@{BRANCHED}", "init_state": "all"})
+    config = routed(init_from=f"{gone}@{BRANCHED}", init_state="all")
     assert train(config, tmp_path / "branch") == 0
     assert losses(tmp_path / "branch") == {
         step: theirs[step] for step in range(BRANCHED + 1, STEPS + 1)
     }
-    same(saved(tmp_path / "branch", STEPS), trained)
+    same(saved(tmp_path / "branch", STEPS, routed()), trained)
     assert np.any(trained["params"]["layers"][0]["mlp"]["router_bias"])
     digest = digests.sha256_file(parent / "checkpoints" / str(BRANCHED) / manifest.NAME)[:20]
     record = read_run(tmp_path / "branch")["parent"]
@@ -133,7 +142,7 @@ def test_the_whole_state_goes_on_as_its_parent_did_and_then_without_it(parent, t
     shutil.rmtree(tmp_path / "branch" / "checkpoints" / "20")  # to the copy of what it began with
     # run.json is written anew
     assert train(dataclasses.replace(config, name="renamed"), tmp_path / "branch") == 0
-    same(saved(tmp_path / "branch", STEPS), trained)
+    same(saved(tmp_path / "branch", STEPS, routed()), trained)
     assert read_run(tmp_path / "branch")["parent"] == record
     assert find_origin(tmp_path / "branch") == Origin(None)
 
@@ -194,8 +203,8 @@ def test_the_whole_state_on_other_data(parent, change, row, anew):
         ("{}@15", {}, "it has no checkpoint of step 15; saved steps: 10, 20, 30"),
         (
             "{}@20",
-            {"model": {"moe_intermediate_size": 24}},
-            "its moe_intermediate_size is 8, model.moe_intermediate_size = 24",
+            {"model": {"intermediate_size": 24}},
+            "its intermediate_size is 16, model.intermediate_size = 24",
         ),
         (
             "{}@20",

@@ -6,18 +6,17 @@ import pytest
 
 from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.common.events import read_events
+from qwen3next_jax.config import Stage
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.training.loop import Hook
 from tests.in_process import train
 from tests.runs.test_branching import with_
-from tests.runs.test_stages import DENSE, Stage
 
 
 def with_train(**changes):
     """Six steps in two stages."""
     return with_(
-        train={"steps": 6, "stages": (Stage(3), Stage(3, schedule="linear")), **changes},
-        model=DENSE,
+        train={"steps": 6, "stages": (Stage(3), Stage(3)), **changes},
         checkpoint={"every": 4},
         eval={"suites": ("mqar",), "suite_rows": 2, "suite_lengths": (32,), "suite_pairs": (4,)},
     )

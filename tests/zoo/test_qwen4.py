@@ -177,11 +177,15 @@ def test_streams_are_their_formula(streams):
         mix.norm[...] = jnp.asarray(rng.normal(size=mix.norm.shape), jnp.float32)
     h = rng.normal(size=(streams, config.hidden_size)).astype(np.float32)
     maps = [lambda x: 2 * x, lambda x: -x[::-1]]
-    got = jnp.asarray(h.reshape(1, 1, -1))
-    for mix, f in zip(mixes, maps):
-        x, a, got = mix.mix(got)
-        got = residual_streams.write(got, f(x[0, 0])[None, None], a)
-    got = mixes[2].mix(got)[0][0, 0]
+
+    @jax.jit
+    def mixed(h):
+        for mix, f in zip(mixes, maps):
+            x, a, h = mix.mix(h)
+            h = residual_streams.write(h, f(x[0, 0])[None, None], a)
+        return mixes[2].mix(h)[0][0, 0]
+
+    got = mixed(h.reshape(1, 1, -1))
     params = [
         jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(nnx.state(mix)))
         for mix in mixes
@@ -207,11 +211,10 @@ def test_hashing_is_exact(vocabulary, ple, layers):
     tokens = rng.integers(0, vocabulary, 300)
     tokens[rng.random(300) < 0.1], tokens[rng.random(300) < 0.05] = eos, vocabulary - 1
     segments = np.repeat([1, 2, 3], (100, 1, 199)).astype(np.int32)[None]
-    positions = document_positions(jnp.asarray(segments))
+    positions = jax.jit(document_positions)(segments)
     for number in range(layers):
-        got = ngram_embedding.ngram_ids(
-            config, number, jnp.asarray(tokens[None], jnp.int32), positions
-        )
+        ngram_ids = jax.jit(functools.partial(ngram_embedding.ngram_ids, config, number))
+        got = ngram_ids(tokens[None].astype(np.int32), positions)
         want = [
             ngram_embedding.ngram_ids_reference(config, number, tokens[segments[0] == i])
             for i in (1, 2, 3)
