@@ -1,21 +1,28 @@
-"""The kernels of the MaxText runs that `validation.py` predicts. MaxText computes its experts with
-the kernels of megablox or of tokamax; this module uses JAX's copy of megablox for both. MaxText
-computes the gradients of attention with one kernel or with two, and so does this module.
+"""What the MaxText runs that `validation.py` predicts compute in another way than this project:
 
-`install` makes every program of this process contain them in place of this project's kernels. Such
-a program is only compiled and priced. It must not run: it would leave out choices of experts.
+- Experts: MaxText repeats each token for each of its experts, permutes these rows, multiplies them
+  with the kernels of megablox or of tokamax, permutes the results back, and sums them by the
+  router's weights (src/maxtext/layers/moe.py, `permute` and `unpermute`). This module uses JAX's
+  copy of megablox for both.
+- Gradients of attention: MaxText computes them with one kernel or with two.
 
-R rows, D input width, F output width, E experts.
+`install` makes every program of this process compute so.
+
+R rows, D input width, F output width, E experts, A choices per token.
 """
+
+import functools
 
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from qwen3next_jax import kernels
 from qwen3next_jax.kernels.tpu import splash_attention
-from qwen3next_jax.ops.routed_experts import layout
+from qwen3next_jax.model import expert_parallelism
+from qwen3next_jax.model.expert_forms import sorted_moe
 from qwen3next_jax.planner.grouped_products import TILING
 
 
@@ -40,7 +47,7 @@ _installed: dict[str, int] = {}
 
 
 def install(measured: MeasuredKernels, hidden: int, expert_width: int) -> None:
-    """Makes the programs that this process compiles contain the kernels.
+    """Makes the programs that this process compiles compute their experts and attention as MaxText.
 
     Args:
       hidden: width of the model.
@@ -53,13 +60,23 @@ def install(measured: MeasuredKernels, hidden: int, expert_width: int) -> None:
     if hidden in (expert_width, 2 * expert_width):
         raise ValueError(f"a model {hidden} wide with experts {expert_width} wide is ambiguous")
     _installed.update(measured._asdict(), expert_width=expert_width)
-    kernels.KERNELS["routed_experts"] = {}
     kernels.KERNELS["grouped_matmul"] = {"megablox": ("tpu", __name__)}
-    # The arrays get as many rows as there are choices, as in MaxText. The layout still rounds each
-    # expert up to 128 rows, so the last choices have no room.
-    layout._tile_sizes = lambda choices, experts, capacity: (128, choices // 128, choices // 128)
+    expert_parallelism.local_moe = functools.partial(
+        expert_parallelism.local_moe, form=experts_of_maxtext
+    )
+    # MaxText computes all tokens of a device at once.
+    expert_parallelism.CHUNK_BYTES = 2**40
     if measured.two_backward_kernels:
         splash_attention.PARTS_OF_DQ = 0
+
+
+def experts_of_maxtext(x_RD, weight_RA, expert_RA, gate_up, down):
+    """The experts as MaxText computes them; a form of `expert_parallelism.local_moe`. The choices
+    are summed in float32 (MaxText's default `float32_weight_sum`).
+    """
+    gate_up = gate_up.reshape(*gate_up.shape[:2], 2, -1)
+    y_RD = sorted_moe(x_RD, weight_RA.astype(jnp.float32), expert_RA, gate_up, down)
+    return y_RD.astype(x_RD.dtype)
 
 
 def supports(x, weights) -> str:

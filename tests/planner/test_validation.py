@@ -7,6 +7,10 @@ import math
 import pathlib
 import runpy
 
+import jax
+import numpy as np
+
+from benchmarks.measured_kernels import experts_of_maxtext
 from qwen3next_jax.sharding.chips import CHIPS
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/validation.py"
@@ -46,3 +50,19 @@ def test_every_row_is_a_configuration_of_its_slice():
         devices = math.prod(map(int, grid.split("x"))) * CHIPS[chip].devices_per_chip
         train = script["configuration"](row).train
         assert row.data == devices and train.batch_size == row.rows * devices
+
+
+def test_the_experts_of_maxtext_are_their_formula():
+    """Σ_a weight · (silu(x gate) · (x up)) down, over the chosen experts of each token."""
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(24, 8)), rng.random((24, 2))
+    gate_up, down = rng.normal(size=(4, 8, 2, 12)), rng.normal(size=(4, 12, 8))
+    expert = rng.permuted(np.tile(np.arange(4), (24, 1)), axis=1)[:, :2]
+    gate, up = np.einsum("rd,radgi->grai", x, gate_up[expert])
+    hidden = gate / (1 + np.exp(-gate)) * up
+    expected = np.einsum("ra,rai,raid->rd", weight, hidden, down[expert])
+    inputs = [a.astype(np.float32) for a in (x, weight)]
+    matrices = [a.astype(np.float32) for a in (gate_up.reshape(4, 8, 24), down)]
+    found = jax.jit(experts_of_maxtext)(*inputs, expert.astype(np.int32), *matrices)
+    # float32 sums of 12 terms of size 3
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
