@@ -1,7 +1,7 @@
-"""What a row of `validation.py` would be predicted with the attention blocks of the measured
-program, where those differ from this project's.
+"""What row 3 of `validation.py` would be predicted with the attention blocks of the measured
+program, which are larger than this project's.
 
-    python benchmarks/attention_blocks.py hunyuan3_v5p
+    python benchmarks/attention_blocks.py
 
 Compiles the attention kernels of one layer for one device, once with this project's blocks and once
 with the published ones, and prices both by the cost model "calibrated". A layer runs the forward
@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
-from benchmarks.validation import PLANS, ROWS
+from benchmarks.validation import PLANS, ROWS, fingerprint
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.kernels.tpu import splash_attention
 from qwen3next_jax.planner import hlo, schedule
@@ -31,62 +31,56 @@ from qwen3next_jax.planner.estimate import estimate_time
 from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.mesh import make_mesh
 
-# row → the published settings sa_block_*: the number of queries, and of keys, in a block, and of
-# the keys that one product takes
-BLOCKS = {"hunyuan3_v5p": 2048, "qwen3_235b_tpu7x_64": 2048}
+NAME = "hunyuan3_v5p"
+# the published settings sa_block_*: the number of queries, and of keys, in a block, and of the keys
+# that one product takes
+BLOCK = 2048
 
 
 def main() -> None:
-    names = sys.argv[1:]
-    if len(names) == 3 and names[1] in ("forward", "backward"):  # started by `in_a_process`
-        name, kind, block = names
-        print(json.dumps(seconds(name, kind, int(block))))
+    if sys.argv[1:]:  # started by `in_a_process`
+        kind, block = sys.argv[1:]
+        print(json.dumps(seconds(kind, int(block))))
         return
-    if not names or set(names) - set(BLOCKS):
-        sys.exit(f"usage: attention_blocks.py ROW …; rows: {', '.join(BLOCKS)}")
-    print("| row | blocks | forward of a layer | backward | predicted step |")
-    print("|---|---|---|---|---|")
-    for name in names:
-        row = ROWS[name]
-        layers = row.model["num_hidden_layers"] + row.model["mtp_depth"]
-        plan = json.loads((PLANS / f"{name}.json").read_text())
-        step, own = plan["estimates"]["calibrated"]["step_seconds"], None
-        for block in (0, BLOCKS[name]):
-            forward, backward = (
-                in_a_process(name, kind, block) for kind in ("forward", "backward")
-            )
-            of_step = layers * (2 * forward + backward)
-            own = of_step if own is None else own
-            error = (step + of_step - own) / np.mean(row.measured) - 1
-            print(
-                f"| {row.number} | {block or 'of this project'} | {forward * 1e3:.2f} ms | "
-                f"{backward * 1e3:.2f} ms | {step + of_step - own:.3f} s ({error:+.1%}) |"
-            )
+    row = ROWS[NAME]
+    plan = json.loads((PLANS / f"{NAME}.json").read_text())
+    if plan["fingerprint"] != fingerprint(row):
+        sys.exit(f"{NAME}: its plan is stale: python benchmarks/validation.py --compile={NAME}")
+    layers = row.model["num_hidden_layers"] + row.model["mtp_depth"]
+    step, own = plan["estimates"]["calibrated"]["step_seconds"], None
+    print("| blocks | forward of a layer | backward | predicted step |")
+    print("|---|---|---|---|")
+    for block in (0, BLOCK):
+        forward, backward = in_a_process("forward", block), in_a_process("backward", block)
+        of_step = layers * (2 * forward + backward)
+        own = of_step if own is None else own
+        error = (step + of_step - own) / np.mean(row.measured) - 1
+        print(
+            f"| {block or 'of this project'} | {forward * 1e3:.2f} ms | {backward * 1e3:.2f} ms | "
+            f"{step + of_step - own:.3f} s ({error:+.1%}) |"
+        )
 
 
-def in_a_process(name: str, kind: str, block: int) -> float:
+def in_a_process(kind: str, block: int) -> float:
     """As `seconds`, in a new process, in which nothing was compiled with other blocks before."""
-    command = [sys.executable, __file__, name, kind, str(block)]
-    return json.loads(subprocess.check_output(command))
+    return json.loads(subprocess.check_output([sys.executable, __file__, kind, str(block)]))
 
 
-def seconds(name: str, kind: str, block: int) -> float:
+def seconds(kind: str, block: int) -> float:
     """Returns the predicted seconds of the attention kernels of one layer.
 
     Args:
-      name: one of ROWS.
       kind: "forward" or "backward".
       block: the tokens of a block; 0: those of this project.
     """
-    row = ROWS[name]
+    row = ROWS[NAME]
     folder = pathlib.Path(tempfile.mkdtemp(prefix="schedules-"))
     schedule.enable_schedule_dump(folder)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)
     if block:
         splash_attention.BLOCK = splash_attention.LONG_BLOCK = block
-    if row.kernels and row.kernels.two_backward_kernels:
-        splash_attention.PARTS_OF_DQ = 0
+    splash_attention.PARTS_OF_DQ = 0  # two backward kernels, as in the row's program
     topology = describe_topology(row.topology)
     mesh = Mesh(np.array(topology.devices[:1]), ("data",))
     sharding = NamedSharding(mesh, PartitionSpec())

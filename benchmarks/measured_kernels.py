@@ -6,13 +6,14 @@
   copy of megablox for both.
 - Gradients of attention: MaxText computes them with one kernel or with two.
 
-`install` makes every program of this process compute so.
+`install` makes every program of this process for a TPU compute so, if each device holds all
+experts.
 
-R rows, D input width, F output width, E experts, A choices per token.
+R rows (in `experts_of_maxtext` tokens), D input width, F output width, E experts, A choices per
+token.
 """
 
 import functools
-
 from typing import NamedTuple
 
 import jax

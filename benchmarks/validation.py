@@ -6,7 +6,7 @@ predicted by every cost model (docs/planner_validation.md).
     python benchmarks/validation.py --compile=llama_8b_v6e  makes the plan of a row again
 
 The plans are in docs/planner/validation. `--compile` takes names of ROWS, separated by commas, and
-compiles them one after another, each in a process of its own: 3 to 60 minutes of a CPU each.
+compiles them one after another, each in a process of its own: 3 to 80 minutes of a CPU each.
 No TPU takes part. `--programs=FOLDER` writes the compiled programs and their schedules there; a
 program that is there is priced again, not compiled.
 

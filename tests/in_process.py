@@ -33,7 +33,7 @@ _NOT_READ_BY_STEP = {
 def shared_step(run, stage, **options):
     """As `loop.make_train_step`, but runs and stages with equal settings get the same step."""
     train = dataclasses.replace(stage.train, **_NOT_READ_BY_STEP)
-    if stage.optimizer.schedule == "constant":  # the step reads only whether the warm-up fits
+    if stage.optimizer.schedule == "constant":  # it needs only the length of the warm-up
         steps = max(min(stage.optimizer.warmup_steps, train.steps), 1)
         train = dataclasses.replace(train, steps=steps)
     settings = (run.model, train, stage.optimizer, stage.schedule_start, run.config.guards)

@@ -42,7 +42,8 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int, begins: int = 0)
     peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
     warm_up = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
     schedules, boundaries = [warm_up, optax.constant_schedule(peak)], [warmup]
-    # A constant rate does not depend on `steps`, so that a longer run has the same program.
+    # A constant rate does not depend on `steps` after the warm-up, so that a longer run has the
+    # same program.
     if config.schedule != "constant":
         decay_steps = steps
         if config.schedule == "warmup_stable_decay":

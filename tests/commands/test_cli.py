@@ -141,6 +141,10 @@ MISTAKES = [
         ["-m", "qwen3next_jax", "export", f"--workdir={HF}", "--out=docs"],
         "docs: already there",
     ),
+    (
+        ["-m", "qwen3next_jax", "merge", "x@1", "--out=docs", "--export"],
+        "docs: already there",
+    ),
 ]
 
 # Runs commands, each in a fork of one process that has loaded what all of them need.

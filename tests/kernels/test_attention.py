@@ -161,15 +161,16 @@ def test_cached_decoding_equals_the_whole(new, layers, monkeypatch):
     for name in ("_BLOCK", "_BLOCK_OF_FEW"):
         monkeypatch.setattr(cached, name, 32)
     t, capacity = 150, 200
-    q, k, v, _ = inputs(2, t, 4, 2, 16)
-    whole = attention(q, k, v)
-    positions = jnp.stack([jnp.arange(140, 140 + new), jnp.arange(7, 7 + new)])
+    q, k, v = map(np.asarray, inputs(2, t, 4, 2, 16)[:3])
+    whole = np.asarray(jax.jit(attention)(q, k, v))
+    positions = np.stack([np.arange(140, 140 + new), np.arange(7, 7 + new)])
     rows = np.arange(2)[:, None]
 
     @jax.jit
     def run(q, new_k, new_v, k, v):
-        k, v = (write(x, new, layers - 1, positions[:, 0]) for x, new in ((k, new_k), (v, new_v)))
-        return cached_attention(q, k, v, layers - 1, positions)
+        at = jnp.asarray(positions)
+        k, v = (write(x, new, layers - 1, at[:, 0]) for x, new in ((k, new_k), (v, new_v)))
+        return cached_attention(q, k, v, layers - 1, at)
 
     filled = np.arange(capacity) < positions[:, :1]
     stored = [

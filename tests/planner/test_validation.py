@@ -10,7 +10,12 @@ import runpy
 import jax
 import numpy as np
 
-from benchmarks.measured_kernels import experts_of_maxtext
+from benchmarks import measured_kernels
+from benchmarks.measured_kernels import MeasuredKernels, experts_of_maxtext
+from qwen3next_jax import kernels
+from qwen3next_jax.kernels.tpu import splash_attention
+from qwen3next_jax.model import expert_parallelism
+from qwen3next_jax.model.expert_forms import expert_form
 from qwen3next_jax.sharding.chips import CHIPS
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/validation.py"
@@ -66,3 +71,23 @@ def test_the_experts_of_maxtext_are_their_formula():
     found = jax.jit(experts_of_maxtext)(*inputs, expert.astype(np.int32), *matrices)
     # float32 sums of 12 terms of size 3
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_what_is_installed_is_what_a_tpu_runs(monkeypatch):
+    changed = [
+        (expert_parallelism, "local_moe"),
+        (expert_parallelism, "CHUNK_BYTES"),
+        (splash_attention, "PARTS_OF_DQ"),
+        (measured_kernels, "_installed"),
+    ]
+    for module, name in changed:  # so that they are put back
+        value = getattr(module, name)
+        monkeypatch.setattr(module, name, dict(value) if isinstance(value, dict) else value)
+    monkeypatch.setattr(kernels, "KERNELS", dict(kernels.KERNELS))
+    measured_kernels.install(MeasuredKernels(512, 1024, 1024, True), 4096, 1536)
+    settings = {"in_tiles": True, "few_tokens": False, "layer": None, "keep_hidden": False}
+    form = expert_form(None, np.dtype("float32"), **settings)
+    assert form.keywords["form"] is experts_of_maxtext
+    assert list(kernels.KERNELS["grouped_matmul"]) == ["megablox"]
+    # a width that is tiled by 1,024 for gate and by 1,024 for up
+    assert measured_kernels._tile(4096, 3072) == (512, 1024, 2048)

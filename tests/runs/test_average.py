@@ -109,7 +109,7 @@ def test_a_killed_run_resumes_with_the_same_average(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_average_on_a_mesh_is_sharded_like_the_parameters_and_their_weighted_mean(tmp_path):
+def test_the_average_on_a_mesh_is_the_parameters_weighted_mean_and_sharded_like_them(tmp_path):
     # The averages of two meshes cannot be compared: Adam divides a gradient of almost 0 by its
     # size, so that the rounding of one element changes its first update by 1e-5.
     # test_parallel_equality.py compares losses and gradients.

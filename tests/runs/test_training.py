@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -49,6 +50,7 @@ from qwen3next_jax.training.optimizer import learning_rate_schedule
 from qwen3next_jax.training.state import abstract_model
 from tests.in_process import resolved, train
 
+ROOT = pathlib.Path(__file__).parents[2]
 ONE_DEVICE = single_device_mesh()
 MODEL = ModelConfig(
     vocab_size=257,
@@ -153,7 +155,7 @@ def test_a_killed_and_resumed_run_is_bitwise_the_undisturbed_one(config, finishe
 import json, pathlib, time
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.data.pipeline import TextData
-from qwen3next_jax.runs.train import train
+from tests.in_process import train
 def slowly(*arguments, batches=TextData.batches):  # else it would be over before it is killed
     for batch in batches(*arguments):
         time.sleep(0.05)
@@ -161,7 +163,14 @@ def slowly(*arguments, batches=TextData.batches):  # else it would be over befor
 TextData.batches = slowly
 config = from_dict(Config, json.load(open({str(tmp_path / "config.json")!r})))
 train(config, pathlib.Path({str(tmp_path / "run")!r}))"""
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL)
+    # As many devices as here, so that the programs which are compiled here are found.
+    devices = f" --xla_force_host_platform_device_count={jax.device_count()}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.DEVNULL,
+        cwd=ROOT,
+        env=os.environ | {"XLA_FLAGS": os.environ["XLA_FLAGS"] + devices, "PYTHONPATH": str(ROOT)},
+    )
     metrics = tmp_path / "run" / "metrics.jsonl"
     while process.poll() is None and not (
         metrics.exists() and '"checkpoint"' in metrics.read_text()
