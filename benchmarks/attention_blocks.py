@@ -10,6 +10,7 @@ once. The whole step is not compiled again, so what is printed is the row's pred
 difference of all layers. No TPU takes part.
 """
 
+import argparse
 import json
 import pathlib
 import subprocess
@@ -38,14 +39,21 @@ BLOCK = 2048
 
 
 def main() -> None:
-    if sys.argv[1:]:  # started by `in_a_process`
-        kind, block = sys.argv[1:]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)  # given by `in_a_process`
+    arguments = parser.parse_args()
+    if arguments.one:
+        kind, block = arguments.one
         print(json.dumps(seconds(kind, int(block))))
         return
-    row = ROWS[NAME]
-    plan = json.loads((PLANS / f"{NAME}.json").read_text())
-    if plan["fingerprint"] != fingerprint(row):
-        sys.exit(f"{NAME}: its plan is stale: python benchmarks/validation.py --compile={NAME}")
+    row, path = ROWS[NAME], PLANS / f"{NAME}.json"
+    plan = json.loads(path.read_text()) if path.exists() else {}
+    if plan.get("fingerprint") != fingerprint(row):
+        parser.error(
+            f"{path.name} is missing or stale: python benchmarks/validation.py --compile={NAME}"
+        )
     layers = row.model["num_hidden_layers"] + row.model["mtp_depth"]
     step, own = plan["estimates"]["calibrated"]["step_seconds"], None
     print("| blocks | forward of a layer | backward | predicted step |")
@@ -63,7 +71,8 @@ def main() -> None:
 
 def in_a_process(kind: str, block: int) -> float:
     """As `seconds`, in a new process, in which nothing was compiled with other blocks before."""
-    return json.loads(subprocess.check_output([sys.executable, __file__, kind, str(block)]))
+    command = [sys.executable, __file__, "--one", kind, str(block)]
+    return json.loads(subprocess.check_output(command))
 
 
 def seconds(kind: str, block: int) -> float:
