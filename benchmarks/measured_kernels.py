@@ -1,19 +1,20 @@
 """What the MaxText runs that `validation.py` predicts compute in another way than this project:
 
 - Experts: MaxText repeats each token for each of its experts, permutes these rows, multiplies them
-  with the kernels of megablox or of tokamax, permutes the results back, and sums them by the
-  router's weights (src/maxtext/layers/moe.py, `permute` and `unpermute`). This module uses JAX's
-  copy of megablox for both.
-- Gradients of attention: MaxText computes them with one kernel or with two.
+  by the gate and by the up matrix in two products, permutes the results back, and sums them by the
+  router's weights (src/maxtext/layers/moe.py, `permute`, `sparse_matmul` and `unpermute`). Its
+  products are the kernels of megablox or of tokamax. This module uses JAX's copy of megablox for
+  both.
+- Attention: blocks of another size, and gradients by one kernel or by two.
 
-`install` makes every program of this process for a TPU compute so, if each device holds all
-experts.
+`MaxTextExperts` are experts of this kind, for the setting `model.moe.experts`. After `install`, the
+grouped products and the attention of every program that this process compiles for a TPU run in
+these kernels.
 
-R rows (in `experts_of_maxtext` tokens), D input width, F output width, E experts, A choices per
-token.
+R tokens, Q rows sorted by expert, D model or input width of a product, E experts, A choices per
+token, I width of an expert, F output width of a product.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -22,9 +23,12 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from qwen3next_jax import kernels
 from qwen3next_jax.kernels.tpu import splash_attention
-from qwen3next_jax.model import expert_parallelism
 from qwen3next_jax.model.expert_forms import sorted_moe
+from qwen3next_jax.model.layers import keeping_inputs
+from qwen3next_jax.model.moe import SparseMoE
+from qwen3next_jax.ops.grouped_matmul import grouped_matmul
 from qwen3next_jax.planner.grouped_products import TILING
+from qwen3next_jax.sharding.rules import EXPERT, num_shards
 
 
 class MeasuredKernels(NamedTuple):
@@ -35,49 +39,78 @@ class MeasuredKernels(NamedTuple):
         `tile_embed_dim` and `tile_mlp_dim` give it.
       two_backward_kernels: whether attention's dq has a kernel of its own, beside that of dk and dv
         (`sa_use_fused_bwd_kernel=False`).
+      attention_block: the number of queries, and of keys, in a block of attention, and of the keys
+        that one product takes (the settings `sa_block_…`); None: as in this project.
     """
 
     rows: int
     embedding: int
     width: int
     two_backward_kernels: bool = False
+    attention_block: int | None = None
 
 
 # the settings, and the width of an expert; empty before `install`
-_installed: dict[str, int] = {}
+_installed: dict[str, int | None] = {}
 
 
 def install(measured: MeasuredKernels, hidden: int, expert_width: int) -> None:
-    """Makes the programs that this process compiles compute their experts and attention as MaxText.
+    """Makes the programs that this process compiles run the kernels of a published program.
 
     Args:
       hidden: width of the model.
       expert_width: width of an expert's hidden layer.
 
     Raises:
-      ValueError: the model is as wide as an expert, or as an expert's gate and up matrix together,
-        so that the width of an array does not tell which one it is.
+      ValueError: the model is as wide as an expert, so that the width of an array does not tell
+        which one it is.
     """
-    if hidden in (expert_width, 2 * expert_width):
-        raise ValueError(f"a model {hidden} wide with experts {expert_width} wide is ambiguous")
+    if hidden == expert_width:
+        raise ValueError(f"a model {hidden} wide with experts as wide is ambiguous")
     _installed.update(measured._asdict(), expert_width=expert_width)
     kernels.KERNELS["grouped_matmul"] = {"megablox": ("tpu", __name__)}
-    expert_parallelism.local_moe = functools.partial(
-        expert_parallelism.local_moe, form=experts_of_maxtext
-    )
-    # MaxText computes all tokens of a device at once.
-    expert_parallelism.CHUNK_BYTES = 2**40
+    if measured.attention_block:
+        splash_attention.BLOCK = splash_attention.LONG_BLOCK = measured.attention_block
     if measured.two_backward_kernels:
         splash_attention.PARTS_OF_DQ = 0
 
 
-def experts_of_maxtext(x_RD, weight_RA, expert_RA, gate_up, down):
-    """The experts as MaxText computes them; a form of `expert_parallelism.local_moe`. The choices
-    are summed in float32 (MaxText's default `float32_weight_sum`).
+class MaxTextExperts(SparseMoE):
+    """Routed SwiGLU experts as MaxText computes them: gate and up are two parameters. The shared
+    expert is this project's.
     """
-    gate_up = gate_up.reshape(*gate_up.shape[:2], 2, -1)
-    y_RD = sorted_moe(x_RD, weight_RA.astype(jnp.float32), expert_RA, gate_up, down)
+
+    expert_parameters = ("expert_gate", "expert_up", "expert_down")
+
+    def make_experts(self, make, d, e, i):
+        of_hidden = "experts | embed -> mlp"
+        self.expert_gate = make.matrix((e, d, i), of_hidden, gathered="operator")
+        self.expert_up = make.matrix((e, d, i), of_hidden, gathered="operator")
+        self.expert_down = make.matrix((e, i, d), "experts | mlp_in -> embed", gathered="operator")
+
+    @staticmethod
+    def expert_form(mesh, *_, layer, **__):
+        if num_shards(mesh, EXPERT) > 1 or layer is not None:
+            raise ValueError("MaxTextExperts: expected all experts on each device, and no decoding")
+        return experts_of_maxtext
+
+
+def experts_of_maxtext(x_RD, weight_RA, expert_RA, *experts):
+    """Computes the weighted sum [R, D] of each token's experts. The choices are summed in float32
+    (MaxText's default `float32_weight_sum`).
+    """
+    weight_RA = weight_RA.astype(jnp.float32)
+    y_RD = sorted_moe(x_RD, weight_RA, expert_RA, *experts, mlp=_three_products)
     return y_RD.astype(x_RD.dtype)
+
+
+def _three_products(x_QD, gate_EDI, up_EDI, down_EID, sizes_E):
+    gate_QI, up_QI = (grouped_matmul(x_QD, w_EDI, sizes_E) for w_EDI in (gate_EDI, up_EDI))
+    return grouped_matmul(keeping_inputs(_silu_times, gate_QI, up_QI), down_EID, sizes_E)
+
+
+def _silu_times(gate_QI, up_QI):
+    return jax.nn.silu(gate_QI) * up_QI
 
 
 def supports(x, weights) -> str:
@@ -86,7 +119,7 @@ def supports(x, weights) -> str:
 
 
 def matmul(x, w, group_sizes):
-    """Returns the product [R, F] of each row of x [R, D] and the matrix [D, F] of its expert."""
+    """Returns the product [Q, F] of each row of x [Q, D] and the matrix [D, F] of its expert."""
     tile = _tile(x.shape[1], w.shape[2])
     with _scope(tile):
         # JAX drops the scope's name inside of a jitted function, so this calls the function itself.
@@ -94,7 +127,7 @@ def matmul(x, w, group_sizes):
 
 
 def gradients(x, w, group_sizes, dy):
-    """Returns the gradients of x and w of `matmul`, given dy [R, F]."""
+    """Returns the gradients of x and w of `matmul`, given dy [Q, F]."""
     of_rows, of_matrices = _tile(w.shape[2], x.shape[1]), _tile(x.shape[1], w.shape[2])
     with _scope(of_rows):
         dx = gmm.__wrapped__(dy, w, group_sizes, x.dtype, of_rows, transpose_rhs=True)
@@ -109,10 +142,8 @@ def _scope(tile: tuple[int, int, int]):
 
 def _tile(*widths: int) -> tuple[int, int, int]:
     """Returns the tile of a product: that of its rows, then those of its other two axes, which have
-    these widths. MaxText multiplies by the gate matrix and by the up matrix, and pads each to whole
-    tiles. This project keeps both in one matrix. A tile of twice the width pads it by as much.
+    these widths.
     """
     expert = _installed["expert_width"]
-    of_expert = min(_installed["width"], expert)
-    along = {expert: of_expert, 2 * expert: 2 * of_expert}
-    return _installed["rows"], *(along.get(w, min(_installed["embedding"], w)) for w in widths)
+    along = (_installed["width" if w == expert else "embedding"] for w in widths)
+    return _installed["rows"], *map(min, along, widths)

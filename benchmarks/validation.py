@@ -15,6 +15,7 @@ Where the kernels of the measured program are known, the compiled one contains t
 """
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import statistics
@@ -71,7 +72,8 @@ class Row(NamedTuple):
       source: where the seconds were published.
       differs: how the measured program differs from the one that is compiled here.
       mean_dtype: dtype of the optimizer's first moments.
-      kernels: the kernels of the measured program; None: those of this project.
+      kernels: the kernels of the measured program, whose experts are then those of MaxText, too;
+        None: the kernels and experts of this project.
       options: the published options of the compiler, which are added to this project's.
     """
 
@@ -151,14 +153,18 @@ QWEN3_NEXT_DENSE = {
     "shared_expert_intermediate_size": 0,
     "mtp_depth": 0,
 }
-# MaxText's defaults, which the published settings for v5p repeat
+# MaxText's default tiles, which the published settings for v5p repeat
 MEGABLOX = MeasuredKernels(512, 1024, 1024, two_backward_kernels=True)
+MEGABLOX_2048 = MEGABLOX._replace(attention_block=2048)
+# the tiles that the author of rows 4 and 5 found best for TPU7x
 TOKAMAX_TPU7X = MeasuredKernels(512, 2048, 1536)
-GATE_AND_UP = "the gate and up matrices of its experts are two products"
+MAXTEXT_EXPERTS = "benchmarks.measured_kernels:MaxTextExperts"
 BLOCKS = "blocks of 2048 in attention (here 1024)"
-TOKAMAX = f"its experts run in tokamax's kernels (here megablox with the same tiles); {GATE_AND_UP}"
+TOKAMAX = "its experts run in tokamax's kernels (here in megablox's)"
+SHARED = "its shared expert and dense layers multiply by gate and up in two products (here in one)"
+VMEM_ONLY = "of the published options of the compiler only the limit of VMEM"
 # ENABLE_SPARSECORE_OFFLOADING_FOR_RS_AG_AR of MaxText's benchmarks/xla_flags_library.py, without
-# `xla_sc_disjoint_spmem`
+# `xla_sc_disjoint_spmem`, which this compiler does not have; the published command has more options
 DEEPSEEK_V3_OPTIONS = ",".join(
     (
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather=false",
@@ -240,7 +246,8 @@ ROWS = {
     "qwen3_235b_tpu7x_256": Row(
         "6", "Qwen3-235B, TPU7x 256 chips", "tpu7x:4x8x8", 512, 16, 4096, "offload",
         (30.87,), QWEN3_235B, "tpu-recipes training/ironwood",
-        TOKAMAX,
+        f"{TOKAMAX}, with tiles that are not published (here those of row 5); blocks of 2048 in "
+        f"the backward pass of attention (here 1024); {VMEM_ONLY}",
         kernels=TOKAMAX_TPU7X,
         options="xla_tpu_scoped_vmem_limit_kib=61440",
     ),
@@ -248,17 +255,16 @@ ROWS = {
         "5", "Qwen3-235B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
         (15.86,), QWEN3_235B, "gpu-tpu-pedia Qwen3-235B",
         "which kernels and tiles this run, the first of a series, had is not said (here megablox "
-        f"with the tiles of the later runs); {GATE_AND_UP}; {BLOCKS}; the clock of the chips was "
-        "raised; what it keeps for the backward pass is not said",
-        kernels=TOKAMAX_TPU7X,
+        "with the tiles of the later runs); the clock of the chips was raised; what it keeps for "
+        "the backward pass is not said",
+        kernels=TOKAMAX_TPU7X._replace(attention_block=2048),
         options="xla_tpu_scoped_vmem_limit_kib=65472",
     ),
     "mixtral_v5p": Row(
         "11", "Mixtral 8x7B, v5p 64 chips", "v5p:4x4x4", 64, 36, 4096, "offload",
         (48.5,), MIXTRAL, "maxtext",
         "published as 251.9 TFLOP/s a chip, from which the seconds are computed; "
-        f"{GATE_AND_UP}; of the "
-        "published options of the compiler only the limit of VMEM; weights in bfloat16 (here "
+        f"{VMEM_ONLY}; blocks of 512 in attention (here 1024); weights in bfloat16 (here "
         "float32, so the layers' inputs are in the host's memory: on the device an earlier program "
         "needed 101.67 of 95.73 GiB)",
         kernels=MEGABLOX,
@@ -267,23 +273,27 @@ ROWS = {
     "deepseek_v3_v5p": Row(
         "1", "DeepSeek-V3 671B, v5p 512 chips", "v5p:8x8x8", 512, 6, 8192, "offload=input,mixer",
         (90.67, 90.41), DEEPSEEK_V3, "tpu-recipes training/v5p",
-        f"{BLOCKS}; {GATE_AND_UP}",
-        kernels=MEGABLOX,
+        "of the published options of the compiler only those that send collectives over the sparse "
+        f"cores; {SHARED}",
+        kernels=MEGABLOX_2048,
         options=DEEPSEEK_V3_OPTIONS,
     ),
     "hunyuan3_v5p": Row(
         "3", "Hunyuan3 295B, v5p 256 chips", "v5p:4x8x8", 256, 8, 4096 * 2, "offload",
         (63.17, 63.33, 63.49), HUNYUAN3, "gpu-tpu-pedia Hunyuan3",
-        f"{BLOCKS}; {GATE_AND_UP}",
-        kernels=MEGABLOX,
+        "two of the published options of the compiler are left out: `xla_sc_disjoint_spmem`, which "
+        "this compiler does not have, and `xla_tpu_dvfs_p_state`, which sets the clock; "
+        f"{SHARED}",
+        kernels=MEGABLOX_2048,
         options=HUNYUAN3_OPTIONS,
     ),
     "hunyuan3_tpu7x": Row(
         "4", "Hunyuan3 295B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
         (16.75,), HUNYUAN3, "gpu-tpu-pedia Hunyuan3",
-        f"{TOKAMAX}; gradients in bfloat16",
+        f"{TOKAMAX}, and so does its attention (here in JAX's splash attention); {SHARED}; "
+        f"gradients in bfloat16; {VMEM_ONLY}",
         mean_dtype="bfloat16",
-        kernels=TOKAMAX_TPU7X,
+        kernels=TOKAMAX_TPU7X._replace(attention_block=2048),
         options="xla_tpu_scoped_vmem_limit_kib=65472",
     ),
 }  # fmt: skip
@@ -366,16 +376,20 @@ def fingerprint(row: Row) -> str:
     model = {name: repr(value) for name, value in row.model.items()}
     made_of = [row.topology, row.data, row.rows, row.tokens, row.remat, model, repr(RATES), PRICES]
     made_of += [row.mean_dtype] * (row.mean_dtype != "float32")
-    made_of += [list(row.kernels), "passes of MaxText"] if row.kernels else []
+    made_of += [list(row.kernels), "three products"] if row.kernels else []
     made_of += [row.options] if row.options else []
     return sha256_json(made_of)
 
 
 def configuration(row: Row) -> Config:
     """Returns the run of a row."""
+    model = row.model
+    if row.kernels:
+        moe = dataclasses.replace(model.get("moe", MoEConfig()), experts=MAXTEXT_EXPERTS)
+        model = model | {"moe": moe}
     return Config(
         name=row.what,
-        model=ModelConfig(**row.model),
+        model=ModelConfig(**model),
         train=TrainConfig(
             batch_size=row.rows * row.data, sequence_length=row.tokens, remat=row.remat
         ),

@@ -9,13 +9,12 @@ import runpy
 
 import jax
 import numpy as np
+import pytest
 
 from benchmarks import measured_kernels
-from benchmarks.measured_kernels import MeasuredKernels, experts_of_maxtext
+from benchmarks.measured_kernels import MaxTextExperts, experts_of_maxtext
 from qwen3next_jax import kernels
 from qwen3next_jax.kernels.tpu import splash_attention
-from qwen3next_jax.model import expert_parallelism
-from qwen3next_jax.model.expert_forms import expert_form
 from qwen3next_jax.sharding.chips import CHIPS
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/validation.py"
@@ -61,22 +60,24 @@ def test_the_experts_of_maxtext_are_their_formula():
     """Σ_a weight · (silu(x gate) · (x up)) down, over the chosen experts of each token."""
     rng = np.random.default_rng(0)
     x, weight = rng.normal(size=(24, 8)), rng.random((24, 2))
-    gate_up, down = rng.normal(size=(4, 8, 2, 12)), rng.normal(size=(4, 12, 8))
+    shapes = {"expert_gate": (4, 8, 12), "expert_up": (4, 8, 12), "expert_down": (4, 12, 8)}
+    experts = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    gate, up, down = experts.values()
     expert = rng.permuted(np.tile(np.arange(4), (24, 1)), axis=1)[:, :2]
-    gate, up = np.einsum("rd,radgi->grai", x, gate_up[expert])
-    hidden = gate / (1 + np.exp(-gate)) * up
+    of_gate, of_up = (np.einsum("rd,radi->rai", x, w[expert]) for w in (gate, up))
+    hidden = of_gate / (1 + np.exp(-of_gate)) * of_up
     expected = np.einsum("ra,rai,raid->rd", weight, hidden, down[expert])
     inputs = [a.astype(np.float32) for a in (x, weight)]
-    matrices = [a.astype(np.float32) for a in (gate_up.reshape(4, 8, 24), down)]
+    matrices = [experts[n].astype(np.float32) for n in MaxTextExperts.expert_parameters]
     found = jax.jit(experts_of_maxtext)(*inputs, expert.astype(np.int32), *matrices)
     # float32 sums of 12 terms of size 3
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_what_is_installed_is_what_a_tpu_runs(monkeypatch):
+def test_a_row_installs_the_published_settings(monkeypatch):
     changed = [
-        (expert_parallelism, "local_moe"),
-        (expert_parallelism, "CHUNK_BYTES"),
+        (splash_attention, "BLOCK"),
+        (splash_attention, "LONG_BLOCK"),
         (splash_attention, "PARTS_OF_DQ"),
         (measured_kernels, "_installed"),
     ]
@@ -84,10 +85,18 @@ def test_what_is_installed_is_what_a_tpu_runs(monkeypatch):
         value = getattr(module, name)
         monkeypatch.setattr(module, name, dict(value) if isinstance(value, dict) else value)
     monkeypatch.setattr(kernels, "KERNELS", dict(kernels.KERNELS))
-    measured_kernels.install(MeasuredKernels(512, 1024, 1024, True), 4096, 1536)
-    settings = {"in_tiles": True, "few_tokens": False, "layer": None, "keep_hidden": False}
-    form = expert_form(None, np.dtype("float32"), **settings)
-    assert form.keywords["form"] is experts_of_maxtext
+    script = runpy.run_path(str(SCRIPT))
+    rows = script["ROWS"]
+    mixture = script["configuration"](rows["hunyuan3_v5p"]).model.moe.mixture()
+    with pytest.raises(ValueError, match="no decoding"):
+        mixture.expert_form(None, layer=0)
+    assert mixture.expert_form(None, layer=None) is experts_of_maxtext
+    measured_kernels.install(rows["qwen3_235b_tpu7x_64"].kernels, 4096, 1536)
+    assert measured_kernels._tile(4096, 1536) == (512, 2048, 1536)
+    assert measured_kernels._tile(1536, 4096) == (512, 1536, 2048)
+    measured_kernels.install(rows["hunyuan3_v5p"].kernels, 4096, 1536)
+    # the tile does not divide an expert's width
+    assert measured_kernels._tile(4096, 1536) == (512, 1024, 1024)
     assert list(kernels.KERNELS["grouped_matmul"]) == ["megablox"]
-    # a width that is tiled by 1,024 for gate and by 1,024 for up
-    assert measured_kernels._tile(4096, 3072) == (512, 1024, 2048)
+    assert splash_attention.BLOCK == splash_attention.block_size(8192, 128, 2) == 2048
+    assert splash_attention.PARTS_OF_DQ == 0

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-pytest.importorskip("gcsfs")
-pytest.importorskip("google.cloud.storage")
-
 from qwen3next_jax.commands.verify import verify
 from qwen3next_jax.common import object_stores
 from qwen3next_jax.common.errors import ExitCode, UserError
@@ -47,6 +44,9 @@ SECRET = "planted-4f1c9d"
 @pytest.fixture(scope="module")
 def served():
     """One bucket for all tests, because TensorStore reads its address once in a process."""
+    # here, not where the file is collected, since gcsfs takes 1.5 s to import
+    pytest.importorskip("gcsfs")
+    pytest.importorskip("google.cloud.storage")
     with Bucket() as bucket, pytest.MonkeyPatch.context() as patch:
         for name, value in bucket.environment.items():
             patch.setenv(name, value)
