@@ -75,6 +75,7 @@ class Row(NamedTuple):
       kernels: the kernels of the measured program, whose experts are then those of MaxText, too;
         None: the kernels and experts of this project.
       options: the published options of the compiler, which are added to this project's.
+      memory: the published GiB that a device needed at most; None: not published.
     """
 
     number: str
@@ -91,6 +92,7 @@ class Row(NamedTuple):
     mean_dtype: str = "float32"
     kernels: MeasuredKernels | None = None
     options: str = ""
+    memory: float | None = None
 
 
 def transformer(layers, hidden, heads, key_heads, width, vocabulary, **settings):
@@ -286,6 +288,7 @@ ROWS = {
         f"{SHARED}",
         kernels=MEGABLOX_2048,
         options=HUNYUAN3_OPTIONS,
+        memory=92.7,
     ),
     "hunyuan3_tpu7x": Row(
         "4", "Hunyuan3 295B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
@@ -295,6 +298,7 @@ ROWS = {
         mean_dtype="bfloat16",
         kernels=TOKAMAX_TPU7X._replace(attention_block=2048),
         options="xla_tpu_scoped_vmem_limit_kib=65472",
+        memory=75.3,
     ),
 }  # fmt: skip
 
@@ -352,10 +356,11 @@ def show():
             f"{plan['estimates'][model]['step_seconds']:.3f} ({error:+.1%})"
             for model, error in errors.items()
         ]
+        memory = f" (measured {row.memory})" if row.memory else ""
         print(
             f"| {row.number} | {row.what} | {row.rows} × {row.tokens:,}, {row.remat} | "
             f"{measured:.3f} | {' | '.join(figures)} | {plan['peak_hbm_bytes'] / 2**30:.1f} of "
-            f"{plan['usable_hbm_bytes'] / 2**30:.1f} | {plan['optimization_level']} |"
+            f"{plan['usable_hbm_bytes'] / 2**30:.1f}{memory} | {plan['optimization_level']} |"
         )
     if raw["calibrated"]:
         medians = [f"`{model}` {statistics.median(errors):.1%}" for model, errors in raw.items()]
