@@ -163,7 +163,6 @@ TOKAMAX_TPU7X = MeasuredKernels(512, 2048, 1536)
 MAXTEXT_EXPERTS = "benchmarks.measured_kernels:MaxTextExperts"
 BLOCKS = "blocks of 2048 in attention (here 1024)"
 TOKAMAX = "its experts run in tokamax's kernels (here in megablox's)"
-SHARED = "its shared expert and dense layers multiply by gate and up in two products (here in one)"
 VMEM_ONLY = "of the published options of the compiler only the limit of VMEM"
 # ENABLE_SPARSECORE_OFFLOADING_FOR_RS_AG_AR of MaxText's benchmarks/xla_flags_library.py, without
 # `xla_sc_disjoint_spmem`, which this compiler does not have; the published command has more options
@@ -256,9 +255,11 @@ ROWS = {
     "qwen3_235b_tpu7x_64": Row(
         "5", "Qwen3-235B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
         (15.86,), QWEN3_235B, "gpu-tpu-pedia Qwen3-235B",
-        "which kernels and tiles this run, the first of a series, had is not said (here megablox "
-        "with the tiles of the later runs); the clock of the chips was raised; what it keeps for "
-        "the backward pass is not said",
+        "which kernels, tiles, blocks of attention and dtypes of the optimizer this run, the first "
+        "of a series, had is not said (here megablox and splash attention with the tiles and "
+        "blocks of the later runs, and first moments in float32; those have bfloat16); the clock "
+        "of the chips was raised; what it keeps for the backward pass is not said; "
+        f"{VMEM_ONLY}",
         kernels=TOKAMAX_TPU7X._replace(attention_block=2048),
         options="xla_tpu_scoped_vmem_limit_kib=65472",
     ),
@@ -276,7 +277,7 @@ ROWS = {
         "1", "DeepSeek-V3 671B, v5p 512 chips", "v5p:8x8x8", 512, 6, 8192, "offload=input,mixer",
         (90.67, 90.41), DEEPSEEK_V3, "tpu-recipes training/v5p",
         "of the published options of the compiler only those that send collectives over the sparse "
-        f"cores; {SHARED}",
+        "cores",
         kernels=MEGABLOX_2048,
         options=DEEPSEEK_V3_OPTIONS,
     ),
@@ -284,17 +285,16 @@ ROWS = {
         "3", "Hunyuan3 295B, v5p 256 chips", "v5p:4x8x8", 256, 8, 4096 * 2, "offload",
         (63.17, 63.33, 63.49), HUNYUAN3, "gpu-tpu-pedia Hunyuan3",
         "two of the published options of the compiler are left out: `xla_sc_disjoint_spmem`, which "
-        "this compiler does not have, and `xla_tpu_dvfs_p_state`, which sets the clock; "
-        f"{SHARED}",
+        "this compiler does not have, and `xla_tpu_dvfs_p_state`, which sets the clock",
         kernels=MEGABLOX_2048,
         options=HUNYUAN3_OPTIONS,
-        memory=92.7,
+        memory=92.7,  # of runs with the same batch and other kernels
     ),
     "hunyuan3_tpu7x": Row(
         "4", "Hunyuan3 295B, TPU7x 64 chips", "tpu7x:4x4x4", 128, 8, 4096, "offload",
         (16.75,), HUNYUAN3, "gpu-tpu-pedia Hunyuan3",
-        f"{TOKAMAX}, and so does its attention (here in JAX's splash attention); {SHARED}; "
-        f"gradients in bfloat16; {VMEM_ONLY}",
+        f"{TOKAMAX}, and so does its attention (here in JAX's splash attention); gradients in "
+        f"bfloat16; {VMEM_ONLY}",
         mean_dtype="bfloat16",
         kernels=TOKAMAX_TPU7X._replace(attention_block=2048),
         options="xla_tpu_scoped_vmem_limit_kib=65472",
