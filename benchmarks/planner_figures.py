@@ -52,7 +52,12 @@ POINTS = {
         DOTS | {BATCH: 16, LENGTH: 262_144},
     ),
     "v6e_16x16_default": ("v6e:16x16", "data=32,expert=8", RELEASED, {}),
-    "v6e_16x16_16k_default": ("v6e:16x16", "data=32,expert=8", RELEASED, {BATCH: 1024}),
+    "v6e_16x16_16k_default": (
+        "v6e:16x16",
+        "data=32,expert=8",
+        RELEASED,
+        {"train.remat": "block keep=mixer", BATCH: 1024},
+    ),
     "tpu7x_4x4x4_default": ("tpu7x:4x4x4", "data=16,expert=8", RELEASED, DOTS | {BATCH: 128}),
     "tpu7x_4x4x4_16k_default": ("tpu7x:4x4x4", "data=16,expert=8", RELEASED, DOTS | {BATCH: 512}),
     "tpu7x_4x4x4_64k_default": (
