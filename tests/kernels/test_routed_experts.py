@@ -4,11 +4,13 @@ to the loop, against float64.
 
 import contextlib
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.experts_precision import (
     a_row_a_choice,
@@ -19,7 +21,9 @@ from benchmarks.experts_precision import (
     interpreted,
 )
 from qwen3next_jax.kernels.tpu import chip
+from qwen3next_jax.kernels.tpu.routed_experts import sum_rows
 from qwen3next_jax.ops.routed_experts import layout as routed_experts
+from qwen3next_jax.planner.topology import describe_topology
 
 TOKENS, EXPERTS = 96, 4
 RNG = np.random.default_rng(0)
@@ -76,3 +80,20 @@ def test_bfloat16_is_as_near_as_with_a_row_a_choice():
                 jax.jit(functools.partial(by_token, shards=shards, pieces=2))(*given), expected
             )
         assert all(now[name] <= 1.25 * before[name] for name in now), (shards, now, before)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize("width", [64, 128, 384])
+def test_rows_of_any_width_are_summed_on_a_chip_with_two_cores(width):
+    """Pallas refuses a block that is no whole number of lanes, when it lowers a program for a TPU;
+    it does not when it interprets a kernel.
+    """
+    mesh = Mesh(np.array(describe_topology("v5p:2x2x1").devices[:1]), ("data",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    rows, tokens = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for shape, dtype in (((512, width), jnp.bfloat16), ((512,), jnp.int32))
+    )
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert chip.cores() == 2
+        jax.jit(functools.partial(sum_rows, tokens=200)).lower(rows, tokens)

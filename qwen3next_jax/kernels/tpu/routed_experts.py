@@ -406,7 +406,9 @@ def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
     """
     p, d = rows_PD.shape
     cores = chip.cores()
-    rows_PD = jnp.pad(rows_PD, ((0, -p % _SUM_ROWS), (0, 0)))
+    # Each of several cores sums a part of the columns, which has to consist of whole lanes.
+    width = d if cores == 1 else d + -d % (LANES * cores)
+    rows_PD = jnp.pad(rows_PD, ((0, -p % _SUM_ROWS), (0, width - d)))
     token_P = jnp.pad(
         token_P.astype(jnp.int32), (0, -p % _SUM_ROWS), constant_values=tokens + _SUM_TOKENS
     )
@@ -426,16 +428,20 @@ def sum_rows(rows_PD, token_P, tokens: int, *, interpret: bool = False):
         (token_P.reshape(tiles, 1, _SUM_ROWS), rows_PD),
         (
             pl.BlockSpec((1, 1, _SUM_ROWS), lambda c, v, block, tile, used: (tile[v], 0, 0)),
-            pl.BlockSpec((_SUM_ROWS, d // cores), lambda c, v, block, tile, used: (tile[v], c)),
+            pl.BlockSpec((_SUM_ROWS, width // cores), lambda c, v, block, tile, used: (tile[v], c)),
         ),
-        (jax.ShapeDtypeStruct((blocks * _SUM_TOKENS, d), rows_PD.dtype),),
-        (pl.BlockSpec((_SUM_TOKENS, d // cores), lambda c, v, block, tile, used: (block[v], c)),),
+        (jax.ShapeDtypeStruct((blocks * _SUM_TOKENS, width), rows_PD.dtype),),
+        (
+            pl.BlockSpec(
+                (_SUM_TOKENS, width // cores), lambda c, v, block, tile, used: (block[v], c)
+            ),
+        ),
         (cores, tiles + blocks),
         ("parallel", "arbitrary"),
-        (pltpu.VMEM((_SUM_TOKENS, d // cores), jnp.float32),),
-        flops=2.0 * (tiles + blocks) * _SUM_ROWS * _SUM_TOKENS * d,
+        (pltpu.VMEM((_SUM_TOKENS, width // cores), jnp.float32),),
+        flops=2.0 * (tiles + blocks) * _SUM_ROWS * _SUM_TOKENS * width,
         interpret=interpret,
-    )[0][:tokens]
+    )[0][:tokens, :d]
 
 
 def _sum_by_token(block_V, tile_V, used, token, rows, y, total):
