@@ -448,9 +448,10 @@ def _verdict(plan) -> str:
 
 def _summary(plan, device: str) -> Iterator[str]:
     """Yields the sentences about a plan that has estimates of time."""
+    from qwen3next_jax.planner.calibrated import rates_of
     from qwen3next_jax.sharding.compiler_options import options_text
 
-    estimate, ideal = plan.estimate, plan.ideal
+    estimate, ideal, chip = plan.estimate, plan.ideal, plan.topology.chip
     yield options_text(plan.compiler_options)
     if plan.optimization_level != "default":
         yield (
@@ -464,6 +465,8 @@ def _summary(plan, device: str) -> Iterator[str]:
         f"{percent(plan.mfu_in(ideal.realistic))}. This step takes "
         f"{estimate.seconds / ideal.realistic:.2f} times the second"
     )
+    if taken := rates_of(chip).taken_from_others:
+        yield f"rates of {chip.name} by calibrated: {'; '.join(taken)}"
     yield (
         f"{plan.model_flops / 1e12:.4g} TFLOP of the model per {device}, "
         f"{estimate.flops / 1e12:.4g} executed, {estimate.hbm_bytes / 1e9:.4g} GB through HBM; "

@@ -111,6 +111,13 @@ class ChipRates:
     host_bandwidth: float
     sources: Mapping[str, str]
 
+    @property
+    def taken_from_others(self) -> list[str]:
+        """For each rate that was not measured on this chip, a sentence that names the chip from
+        which it was taken.
+        """
+        return [source for source in self.sources.values() if "the nearest" in source]
+
 
 # microseconds of a kernel that does nothing: what the copies below 16 MB on TPU7x take beyond
 # their bytes at 3,210 GB/s

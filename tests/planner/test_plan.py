@@ -403,6 +403,7 @@ def test_plan_is_shown_written_and_drawn(plan, tmp_path):
         and "bound by " + plan.binding in text
         and "ideal: max(" in text
     )
+    assert "rates of v5e by calibrated: no product measured: the nearest, v6e" in text
     draw([plan], tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
