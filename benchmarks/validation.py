@@ -267,9 +267,9 @@ ROWS = {
         "11", "Mixtral 8x7B, v5p 64 chips", "v5p:4x4x4", 64, 36, 4096, "offload",
         (48.5,), MIXTRAL, "maxtext",
         "published as 251.9 TFLOP/s a chip, from which the seconds are computed; "
-        f"{VMEM_ONLY}; weights in bfloat16 (here "
-        "float32, so the layers' inputs are in the host's memory: on the device an earlier program "
-        "needed 101.67 of 95.73 GiB)",
+        f"{VMEM_ONLY}; blocks of attention not published (here MaxText's default); weights in "
+        "bfloat16 (here float32, so the layers' inputs are in the host's memory: on the device an "
+        "earlier program needed 101.67 of 95.73 GiB)",
         kernels=MEGABLOX,
         options="xla_tpu_scoped_vmem_limit_kib=81920",
     ),

@@ -100,7 +100,8 @@ class ChipRates:
       step_start: seconds that a step of a kernel's grid takes beyond its products at the published
         peak.
       host_bandwidth: bytes/s of one direction between the device and the memory of its host.
-      sources: {name of a rate: where it was measured, or from which chip it was taken}.
+      sources: {name of a rate: where it was measured, or from which chip it was taken: "… the
+        nearest, CHIP"}.
     """
 
     products: Curve
