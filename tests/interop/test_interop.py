@@ -651,6 +651,10 @@ DAMAGE = {
         _replace("qwen3_5_wrapper_tiny", {"tie_word_embeddings": True}),
         "tie_word_embeddings is true and false",
     ),
+    "rotary positions outside of the text model": (
+        _replace("qwen3_5_wrapper_tiny", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        "stands beside text_config, where transformers ignores it: move it into text_config",
+    ),
     "nested layers": (
         _replace("qwen3_5_wrapper_tiny", {"num_hidden_layers": 5, "layer_types": None}),
         "5 layers, the weights have 4",
