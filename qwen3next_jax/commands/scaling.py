@@ -28,7 +28,11 @@ _SIZE = flags.DEFINE_enum(
     "what N counts: all parameters, or FLOPs per token / 6 (models with experts)",
 )
 _RESAMPLES = flags.DEFINE_integer(
-    "resamples", 200, "resampled fits from which intervals are", lower_bound=20
+    "resamples",
+    200,
+    "resampled fits from which intervals are",
+    lower_bound=20,
+    upper_bound=10_000,
 )
 _SEED = flags.DEFINE_integer("seed", 0, "seed of the resampling", lower_bound=0)
 _OUT = flags.DEFINE_string("out", None, "folder for scaling.html and scaling.json")

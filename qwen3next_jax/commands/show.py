@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qwen3next_jax.commands import cli
-from qwen3next_jax.common.errors import ExitCode, UserError, short_repr
+from qwen3next_jax.common.errors import ExitCode, UserError, as_user_error, short_repr
 from qwen3next_jax.config import Config, ModelConfig
 
 ARGUMENTS = "CONFIG.py"  # the positional arguments, for --help
@@ -44,7 +44,8 @@ def main(paths: list[str]) -> int:
     if len(configs) == 2:
         _print_differences(paths, configs, console)
     if _svg.value:
-        pathlib.Path(_svg.value).write_text(draw_config(configs[0]))
+        with as_user_error(f"--svg={_svg.value}: cannot be written", OSError):
+            pathlib.Path(_svg.value).write_text(draw_config(configs[0]))
         print(f"wrote {_svg.value}")
     return ExitCode.DONE
 

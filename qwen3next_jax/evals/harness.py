@@ -145,8 +145,8 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Continues the context of each request up to the first of the request's stop strings.
 
-        The harness itself settles what the options of a request mean (`normalize_gen_kwargs`): other
-        names of the limit, and whether a temperature asks for sampling.
+        The harness settles what the options of a request mean (`normalize_gen_kwargs`): other names
+        of the limit, and whether a temperature asks for sampling.
 
         Raises:
           UserError: a request has an option that this decoder does not have, or asks for so many
