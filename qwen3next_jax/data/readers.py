@@ -533,13 +533,19 @@ def _read_array(
 _NEXT_ELEMENT = re.compile(r"\s*(?:,\s*)?([^\s,])")
 
 
+_ONE_RECORD_A_LINE = "expected JSON lines, with one record a line, or an array of records"
+
+
 def _json_text(line: str, field: str, bad: BadRecords, where: _Place, messages: bool) -> str | None:
     if not line.strip():
         return None
     try:
         record = json_files.parse(line)
     except ValueError as error:
-        bad.leave_out(where.number, where, "broken JSON", str(error))
+        cause = error.__cause__
+        breaks_off = isinstance(cause, json.JSONDecodeError) and cause.pos >= len(line.rstrip())
+        hint = ": the record breaks off at the end of the line: " + _ONE_RECORD_A_LINE
+        bad.leave_out(where.number, where, "broken JSON", f"{error}{hint if breaks_off else ''}")
         return None
     if field not in record:
         what = (

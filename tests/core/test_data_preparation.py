@@ -400,6 +400,12 @@ def test_bad_records_stop_or_are_left_out_and_counted(kind, tmp_path, capsys):
         TrainData(config, 64, 4)
 
 
+def test_an_object_over_several_lines_is_named(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"text": "one"}, indent=2))
+    with pytest.raises(UserError, match="a.json:1: .*expected JSON lines, .* or an array"):
+        run(f"{tmp_path}/a.json", tmp_path / "p")
+
+
 def test_what_stands_before_damaged_compression_is_read(tmp_path):
     lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-1000])

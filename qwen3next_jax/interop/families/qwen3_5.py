@@ -127,7 +127,8 @@ def text_fields_in_wrapper(fields: Fields, where: str) -> Fields:
             f"ignores it: move it into text_config, which has {short_repr(text.get(name))}, or "
             "remove it",
         )
-    note_unknown(fields, _WRAPPER_FIELDS | IGNORED | rope.FIELDS, where)
+    known = _WRAPPER_FIELDS | IGNORED | rope.FIELDS | set(_TEXT_FIELDS_OF_WRAPPER)
+    note_unknown(fields, known, where)
     return (
         present_fields(fields, _TEXT_FIELDS_OF_WRAPPER)
         | present_fields(text, list(text))
