@@ -4,9 +4,8 @@
 
 It trains 2.7 million parameters on the source code of Python's standard library, as
 configs/tiny.py does, and then writes some code. The names and shapes of the parameters are the
-package's, and a test compares logits, losses, gradients and updates with the package's. What the
-package adds is speed (kernels, experts that compute only their own tokens, many devices), checks,
-and runs that survive.
+package's, and a test compares logits, losses, gradients and updates with the package's. That adds
+speed (kernels, experts that compute only their own tokens, many devices) and runs that survive.
 
 Letters: B rows, T tokens of a row, D model, V vocabulary; N query heads, M key/value heads, K width
 of a head; G key heads and H value heads of a recurrent layer; E experts, A experts of a token, I
@@ -148,9 +147,8 @@ def delta_rule(q, k, v, g, beta, starts):
 
 
 def delta_rule_in_chunks(q, k, v, g, beta, starts, chunk=64):
-    """The same function for C tokens at a time. Inside a chunk the errors of all tokens depend on
-    each other through a triangular system, so they are solved for together: T / C steps of matrix
-    products in place of T steps of vectors. T is a multiple of the length of a chunk, or shorter.
+    """The same for C tokens at a time. The errors of a chunk's tokens depend on each other, and are
+    the solution of a triangular system. T is a multiple of C, or shorter.
     """
     b, t, h, width = q.shape
     chunk = min(chunk, t)

@@ -127,7 +127,7 @@ def test_its_logits_loss_and_gradients_are_the_packages(results, batch):
 
 
 def test_its_optimizer_is_the_packages(results):
-    """Two updates, at the rates of steps 0 and 1, with gradients that are clipped and that are not."""
+    """Two updates, with gradients that are clipped and that are not."""
     gradients, params = results[1][2], results[2]
     config = OptimizerConfig(learning_rate=3e-3, warmup_steps=50)
     by_path = {path.rpartition("/")[2]: parameter for path, parameter in declared(MODEL).items()}
