@@ -132,18 +132,14 @@ def _forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret):
     for of in document_ranges.length_classes(q.shape[1]):
         ranges = document_ranges.of_class(first, length, of)
         rows = (x.reshape(-1, of.longest, *x.shape[2:]) for x in (q, k, v))
-        result = jax.lax.cond(
-            jnp.any(ranges.covered),
-            functools.partial(computed, *rows, cudnn.Documents(ranges, ranges)),
-            lambda result: result,
-            result,
-        )
+        run = functools.partial(computed, *rows, cudnn.Documents(ranges, ranges))
+        result = _if_any(ranges.covered, run, result)
     short = (length > 0) & (length <= SHORT)
 
     def computed_short(result):
         return _merge(short, _short_forward(q, k, v, segment_ids, short, scale), result)
 
-    return jax.lax.cond(jnp.any(short), computed_short, lambda result: result, result)
+    return _if_any(short, computed_short, result)
 
 
 def _backward(
@@ -168,19 +164,23 @@ def _backward(
     for of in document_ranges.length_classes(q.shape[1]):
         ranges = document_ranges.of_class(first, length, of)
         rows = (x.reshape(-1, of.longest, *x.shape[2:]) for x in (q, k, v, o, do))
-        result = jax.lax.cond(
-            jnp.any(ranges.covered),
-            functools.partial(computed, *rows, cudnn.Documents(ranges, ranges)),
-            lambda result: result,
-            result,
-        )
+        run = functools.partial(computed, *rows, cudnn.Documents(ranges, ranges))
+        result = _if_any(ranges.covered, run, result)
     short = (length > 0) & (length <= SHORT)
 
     def computed_short(result):
         new = _short_backward(q, k, v, segment_ids, short, o, logsumexp_BNT, do, scale)
         return _merge(short, new, result)
 
-    return jax.lax.cond(jnp.any(short), computed_short, lambda result: result, result)
+    return _if_any(short, computed_short, result)
+
+
+def _if_any(covered_BT, run, result):
+    """Returns run(result) if any token is covered, else `result`. It is a loop of one turn or none,
+    because XLA copies the arrays of a conditional that is skipped.
+    """
+    turns = jnp.any(covered_BT).astype(jnp.int32)
+    return jax.lax.fori_loop(0, turns, lambda _, result: run(result), result)
 
 
 def _merge(covered_BT, new, result):
