@@ -100,8 +100,7 @@ def _elements(q) -> int:
 def _in_parts(run, q, *arrays):
     """Returns run(q, *arrays), computed for as many rows at a time as a call may have."""
     documents = max(
-        q.shape[1] // of.longest * of.documents
-        for of in document_ranges.length_classes(q.shape[1])
+        q.shape[1] // of.longest * of.documents for of in document_ranges.length_classes(q.shape[1])
     )
     rows = max(1, min(ELEMENTS // _elements(q), MOST_DOCUMENTS // documents))
     parts = [
@@ -209,8 +208,8 @@ def _by_document(logsumexp_BNT, ranges: document_ranges.Ranges, width: int):
     return jnp.where(in_document, tokens[at], xla.UNSEEN).swapaxes(1, 2)
 
 
-# ---- documents of at most SHORT tokens: blocks of SHORT queries see their own block of keys and the
-# ---- one before
+# ---- documents of at most SHORT tokens
+# ---- blocks of SHORT queries see their own block of keys and the block before it
 
 
 def _short_forward(q, k, v, segment_ids, short_BT, scale):

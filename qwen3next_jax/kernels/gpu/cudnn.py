@@ -146,7 +146,9 @@ def backward(
     entry = _entry()
     none = jnp.zeros(0, q.dtype)  # stands for an argument that is not given
     given = {} if documents is None else _arguments(documents)
-    ranges = (given.get(name, none) for name in ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"))
+    ranges = (
+        given.get(name, none) for name in ("q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets")
+    )
     return entry._dot_product_attention_bwd_rule(
         scale,
         42,  # seed of a dropout that is not used
