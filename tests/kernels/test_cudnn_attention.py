@@ -95,24 +95,14 @@ def test_shared_documents_end_the_keys_and_begin_the_queries():
     np.testing.assert_array_equal(keys.offsets[:, 0], [2, -1, -1, 2])
 
 
-@functools.cache
-def compiled(documents: bool):
-    run = lambda q, k, v, ids: attention(
-        q, k, v, segment_ids=ids if documents else None, implementation="cudnn"
-    )
-    return jax.jit(
-        lambda q, k, v, do, ids: output_and_gradients(lambda *x: run(*x, ids), q, k, v, do)
-    )
-
-
 def test_packed_documents_are_separate_documents():
-    """Documents of all classes in one row, grouped heads, padding; each alone by XLA."""
+    """Documents of all classes in one row, grouped heads, padding; each alone in float32."""
     rows = ROWS[3:5]
     q, k, v, do = inputs(2, T, 4, 2, 8, dtype=jnp.bfloat16)
     ids = ids_of(rows, T)
-    packed = compiled(True)(q, k, v, do, ids)
+    run = lambda *x: attention(*x, segment_ids=ids, implementation="cudnn")
+    packed = output_and_gradients(run, q, k, v, do)
     separate = [np.zeros(x.shape) for x in (q, q, k, v)]
-    # XLA's own softmax over each row's documents, in float32
     wide = [x.astype(jnp.float32) for x in (q, k, v, do)]
     for row, documents in enumerate(rows):
         edges = np.cumsum((0, *documents))
