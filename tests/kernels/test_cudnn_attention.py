@@ -22,6 +22,7 @@ from qwen3next_jax.ops.attention import xla
 from qwen3next_jax.ops.compile_target import compiling_for
 from tests.kernels.test_attention import assert_near, inputs, output_and_gradients, tolerance
 
+KERNELS = cudnn_attention.forward, cudnn_attention.backward
 T = 512
 BOUND = document_ranges.length_classes(T)[0].above  # the longest length of the second class
 # Each row's documents, one after the other; the rest of the row is padding.
@@ -120,6 +121,30 @@ def plain(q, k, v):
     s = jnp.einsum("btnd,bsnd->bnts", q, k) * q.shape[-1] ** -0.5
     s = jnp.where(jnp.tril(jnp.ones(s.shape[2:], bool)), s, -jnp.inf)
     return jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(s), v)
+
+
+def test_queries_see_all_earlier_keys_of_their_document():
+    """One row whose document goes on from the keys to the queries, and one without such a
+    document, whose queries see nothing.
+    """
+    q, k, v, do = inputs(2, 128, 4, 2, 8, dtype=jnp.bfloat16)
+    ids = jnp.asarray(ids_of(((70, 58), (128,)), 128) + [[3], [5]])
+    kv_ids = jnp.asarray(ids_of(((30, 98), (128,)), 128)) + 1
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def results(forward, backward):
+        settings = dict(scale=8**-0.5, causal=False)
+        o, logsumexp = forward(q, k, v, ids, kv_ids, **settings)
+        return logsumexp, o, *backward(q, k, v, ids, kv_ids, o, logsumexp, do, **settings)
+
+    form = (functools.partial(f, interpret=True) for f in KERNELS)
+    (got_sum, *got), (sums, *want) = (
+        results(*form),
+        results(*(functools.partial(f, block=128) for f in (xla.forward, xla.backward))),
+    )
+    np.testing.assert_allclose(got_sum, sums, rtol=1e-5)
+    assert np.all(np.asarray(sums)[0, :, :70] < 10) and np.all(np.asarray(sums)[1] == xla.UNSEEN)
+    assert_near(got, want, tolerance(128, jnp.bfloat16))
 
 
 def test_a_large_batch_is_computed_in_parts(monkeypatch):
@@ -250,10 +275,7 @@ def test_another_signature_or_release_is_refused_in_one_line(on_a_gpu, monkeypat
 @pytest.mark.parametrize("grouped", [True, False])
 def test_the_self_test_passes_right_kernels_and_refuses_mixed_documents(grouped):
     """The same calls in JAX are right; XLA's form without the ids is not."""
-    right = tuple(
-        functools.partial(f, interpret=True)
-        for f in (cudnn_attention.forward, cudnn_attention.backward)
-    )
+    right = tuple(functools.partial(f, interpret=True) for f in KERNELS)
     name, error = cudnn_attention.max_error(16, grouped, right)
     assert error <= cudnn_attention.TOLERANCE / 2, (name, error)
     form = lambda run: (

@@ -151,8 +151,9 @@ def test_attention_by_splash_kernels(packed):
     assert_equal(results(f, arguments, {}, 2, ids), results(whole, arguments, {}, None, ids))
 
 
+@pytest.mark.slow
 @pytest.mark.needs("kernels")
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("packed", [True, False])
 def test_attention_by_cudnn(packed):
     time = 512  # blocks of 128, in bfloat16
     (f, arguments), (whole, _) = attention_case(time, "cudnn"), attention_case(time)
