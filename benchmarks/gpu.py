@@ -23,7 +23,7 @@ Parts, the cheapest and most important first:
     xla           `operator` in XLA alone
     training_xla  the training step in XLA alone
     widths        `correctness` for heads of all other widths
-    tokamax       its attention and grouped products against the XLA form, and attention's time
+    tokamax       its grouped products against the XLA form
 
 Each is a process of its own, and every result of it is printed and written to the JSON file at
 once. So what fails, does not end (--minutes) or is interrupted (Ctrl-C; twice within two

@@ -26,7 +26,6 @@ from jax.experimental.pallas import mosaic_gpu
 
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.kernels import self_test
-from qwen3next_jax.kernels.gpu import attention as attention_gpu
 from qwen3next_jax.kernels.gpu import causal_conv1d as convolution_gpu
 from qwen3next_jax.kernels.gpu import delta_rule_self_test
 from qwen3next_jax.kernels.gpu import gated_norm as gated_norm_gpu
@@ -34,7 +33,7 @@ from qwen3next_jax.kernels.gpu import grouped_matmul as products
 from qwen3next_jax.kernels.gpu import tokamax as tokamax_release
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
-from qwen3next_jax.ops import attention, gated_delta_rule, grouped_matmul
+from qwen3next_jax.ops import gated_delta_rule, grouped_matmul
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import resolve_run
@@ -492,7 +491,7 @@ def layer_of(args, note, config):
 
 
 def tokamax(args, note):
-    """Interpreted, the product of rows alone: the others use what the interpreter lacks."""
+    """Interpreted, the product of rows alone: that of matrices uses what the interpreter lacks."""
     if why := tokamax_release.unsupported():
         return note("tokamax", f"not tried {why}", skipped=why)
 
@@ -501,51 +500,20 @@ def tokamax(args, note):
         return products.matmul(dy, w.swapaxes(1, 2), sizes), *pullback(dy)
 
     tried = {"tokamax products": (products.max_error, products.TOLERANCE)}
-    for width in attention_gpu.WIDTHS:
-        tried[f"tokamax attention, heads of {width}"] = (
-            functools.partial(attention_gpu.max_error, width),
-            attention_gpu.TOLERANCE,
-        )
     if args.interpret:
         of_rows = lambda: products.max_error((products.matmul, gradients))
         tried = {"tokamax product of rows": (of_rows, products.TOLERANCE)}
-    right = {}
     with mosaic_gpu.force_gpu_interpret_mode() if args.interpret else contextlib.nullcontext():
         for what, (worst, most) in tried.items():
             with attempt(note, what):
                 print(f"{what}: compiling since {time.strftime('%H:%M:%S')}", flush=True)
                 name, apart = worst()
-                right[what] = apart <= most
                 note(
                     what,
-                    f"{'right' if right[what] else 'WRONG'}: {name} {apart:.2%} from XLA's",
-                    right=right[what],
+                    f"{'right' if apart <= most else 'WRONG'}: {name} {apart:.2%} from XLA's",
+                    right=apart <= most,
                     errors={name: apart},
                 )
-    if args.interpret or not right.get("tokamax attention, heads of 128"):
-        return
-    rows, t = 32, 2048
-    make = lambda heads: jax.random.normal(
-        jax.random.key(heads), (rows, t, heads, 128), jnp.bfloat16
-    )
-    ids = jnp.asarray(np.repeat([[1] * (t // 4) + [2] * (t - t // 4)], rows, axis=0))
-    for form in ("tokamax", "xla"):
-
-        def both(q, k, v, form=form):
-            y, pullback = jax.vjp(
-                lambda *a: attention(*a, segment_ids=ids, implementation=form), q, k, v
-            )
-            return y, pullback(y)
-
-        timed(
-            note,
-            args,
-            f"attention, {form}, forward + backward",
-            jax.jit(both).lower,
-            make(8),
-            make(2),
-            make(2),
-        )
 
 
 def xla(args, note):

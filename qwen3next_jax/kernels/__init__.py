@@ -15,7 +15,7 @@ KERNELS = {
     },
     "attention": {
         "splash": ("tpu", "qwen3next_jax.kernels.tpu.splash_attention"),
-        "tokamax": ("gpu", "qwen3next_jax.kernels.gpu.attention"),
+        "cudnn": ("gpu", "qwen3next_jax.kernels.gpu.attention"),
     },
     "attention_heads": {
         "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.attention_heads"),

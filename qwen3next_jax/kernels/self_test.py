@@ -98,6 +98,14 @@ def unsupported_chip() -> str:
     return reason if jax.process_count() == 1 else _agreed("chip", lambda: reason)
 
 
+def agreed_reason(name: str, find: Callable[[], str]) -> str:
+    """Returns find(), which says why kernels cannot run in this process. If that is "", it returns
+    the reason of another process of the same run, or "" if there is none. `name` stands for the
+    question, which is asked once.
+    """
+    return find() if jax.process_count() == 1 else _agreed(name, find)
+
+
 @functools.cache
 def say(line: str):
     """Prints a line to stderr. It prints the same line only once in a process."""
