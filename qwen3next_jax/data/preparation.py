@@ -92,6 +92,11 @@ class Corpus:
         return list(itertools.islice(found, 5))
 
     @property
+    def miscounted_bytes(self) -> int:
+        """By how many bytes the tokens of the documents differ from the texts."""
+        return sum(unit.miscounted_bytes for unit in self.units)
+
+    @property
     def records(self) -> int:
         """The number of records, including empty and bad ones."""
         return sum(unit.records for unit in self.units)
@@ -170,6 +175,11 @@ def prepare(
             warn(
                 f"{one.source.name}: too few documents: by their hashes, none is held out; the "
                 "held-out rows are those of the other globs"
+            )
+        if not one.is_counted:
+            warn(
+                f"{one.source.name}: bits per byte are not reported: data.tokenizer changes or "
+                f"loses parts of a text, so that its tokens are {one.miscounted_bytes:,} bytes off"
             )
     return opened
 
@@ -396,6 +406,7 @@ def _files_of(corpus_record: Mapping) -> tuple[SourceFile, ...]:
 def _corpus_name(source: Source, tokenizer: Tokenizer) -> str:
     where = source.name if sources.is_remote(source.name) else os.path.abspath(source.name)
     key = [
+        units.FORMAT,
         where,
         source.text_field,
         source.on_bad_text,
@@ -583,10 +594,13 @@ def _divide(
         "on and to hold out; expected at least 2 tokens",
     )
     kept = len(own) - min(heldout, len(own) - 1)
-    counted = own[:kept]
+    # The bytes of the held-out end are counted, because only a text's first token may stand for a
+    # space that the text does not have.
+    counted = own[kept:]
     if (weights := units.open_weights(store, filled[number])) is not None:
-        counted = counted[weights[start : start + kept] > 0]
-    return Divided(number, document, kept, int(tokenizer.token_bytes[counted].sum()))
+        counted = counted[weights[start + kept : start + len(own)] > 0]
+    of_end = int(tokenizer.token_bytes[counted].sum())
+    return Divided(number, document, kept, max(int(table["bytes"][document]) - of_end, 0))
 
 
 def _open_rows(
@@ -616,4 +630,5 @@ def _open_rows(
         corpus.bad_places,
         corpus.records,
         sum(unit.empty for unit in corpus.units),
+        corpus.miscounted_bytes,
     )
