@@ -5,6 +5,7 @@ same attributes, so preparation, evaluation (bits per byte), generation and expo
 alike.
 """
 
+import contextlib
 import copy
 import functools
 import json
@@ -52,12 +53,10 @@ class Tokenizer(Protocol):
         gives other ids (`fast_bpe.Differs`); None if there is only one library.
       misses_tiktoken: whether tiktoken is not installed, and would encode documents if it were.
       special_tokens: the texts of all special tokens, which mark things and are no text.
-      adds_space: whether the first token of a text may stand for a space that the text lacks.
       reads_text: whether the ids stand for text; False for the ids of a synthetic task.
     """
 
     reads_text: bool
-    adds_space: bool
     libraries: Mapping[str, str]
     parse_tokens: tuple[str, ...]
     special_tokens: tuple[str, ...]
@@ -160,19 +159,18 @@ def extends(one: Tokenizer, other: Tokenizer) -> bool:
     )
 
 
-def miscounted_bytes(tokenizer: Tokenizer, token_bytes: int, text_bytes: int) -> int:
+def miscounted_bytes(token_bytes: int, text_bytes: int) -> int:
     """Returns by how many bytes the tokens of a document differ from its text.
 
-    The first token may stand for a space that the text does not have. It is no error, because no
+    The first token may stand for a space that the text does not have. This is no error, because no
     row asks for the first token of a document.
 
     Args:
-      tokenizer: the tokenizer.
-      token_bytes: the sum of its `token_bytes` over the document.
+      token_bytes: the sum of the tokenizer's `token_bytes` over the document.
       text_bytes: number of bytes of the document as UTF-8.
     """
     more = token_bytes - text_bytes
-    return 0 if more == 1 and tokenizer.adds_space else abs(more)
+    return 0 if more == 1 else abs(more)
 
 
 class ByteTokenizer:
@@ -182,7 +180,6 @@ class ByteTokenizer:
     libraries: Mapping[str, str] = {}
     parse_tokens: tuple[str, ...] = ()
     special_tokens = (END_OF_TEXT,)
-    adds_space = False
     fallback = None
     misses_tiktoken = False
     vocab_size = 257
@@ -251,12 +248,7 @@ class HuggingFaceTokenizer:
             with json_files.open_regular(path) as file:
                 self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(json_files.MAX_BYTES))
         add_named(path.parent, self._tokenizer)
-        dropout = getattr(self._tokenizer.model, "dropout", None)
-        require(
-            not dropout,
-            f"tokenizer {path}: its BPE drops merges at random (dropout = {dropout}), so that a "
-            'text has many encodings: set "dropout" to null in it',
-        )
+        _check_not_random(path, self._tokenizer)
         # `token_bytes` and the library allocate tables with an entry for every id up to the
         # largest.
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -285,11 +277,6 @@ class HuggingFaceTokenizer:
             )
         self.parse_tokens = tuple(parse_tokens)
         self._may_be_fast = True
-
-    @functools.cached_property
-    def adds_space(self) -> bool:
-        (ids,) = self._encode_slowly(["word"])
-        return int(self.token_bytes[ids].sum()) == len(" word")
 
     @functools.cached_property
     def _literal_json(self) -> dict[str, Any]:
@@ -360,8 +347,13 @@ class HuggingFaceTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         hidden = set(self.special_tokens) - {*self.parse_tokens}
         added = {t.content for t in self._tokenizer.get_added_tokens_decoder().values()}
-        decoder = json.loads(self.json).get("decoder") or {}
-        kinds = {step.get("type") for step in [decoder, *decoder.get("decoders", ())]}
+        content = json.loads(self.json)
+        is_byte_level = "ByteLevel" in [
+            kind
+            for part in ("normalizer", "pre_tokenizer", "decoder")
+            for kind in _kinds(content, part)
+        ]
+        has_byte_tokens = "ByteFallback" in _kinds(content, "decoder")
         # A decoder may treat the first token of a text in another way than those after it.
         before = next((i for token, i in ids.items() if token not in added), 0)
         decoded = self._tokenizer.decode_batch(
@@ -373,17 +365,18 @@ class HuggingFaceTokenizer:
         for (token, i), text in zip(ids.items(), decoded[1:], strict=True):
             if token in hidden:
                 continue
-            if "ByteLevel" in kinds:
+            if is_byte_level:
                 is_bytes = token not in added and characters.issuperset(token)
                 sizes[i] = len(token) if is_bytes else len(token.encode())
-            elif "ByteFallback" in kinds and _BYTE_TOKEN.fullmatch(token):
+            elif has_byte_tokens and _BYTE_TOKEN.fullmatch(token):
                 sizes[i] = 1
             else:
                 sizes[i] = max(len(text.encode()) - start, 0)
         return sizes
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        with _panic_as_user_error():
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         parts = [list(self._cutter.cut(pieces(text) if text else [""])) for text in texts]
@@ -436,7 +429,9 @@ class HuggingFaceTokenizer:
 
     def _encode_slowly(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         for batch in batches(texts, len, _ENCODED_AT_ONCE):
-            for encoding in self._literal.encode_batch_fast(batch, add_special_tokens=False):
+            with _panic_as_user_error():
+                encodings = self._literal.encode_batch_fast(batch, add_special_tokens=False)
+            for encoding in encodings:
                 yield np.array(encoding.ids, np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -444,6 +439,20 @@ class HuggingFaceTokenizer:
 
     def save(self, directory: epath.PathLike) -> None:
         _save(directory, self._tokenizer.to_str(pretty=True), self._eos_token, self._template)
+
+
+@contextlib.contextmanager
+def _panic_as_user_error() -> Iterator[None]:
+    """The library panics at some texts whose added tokens depend on what is around them."""
+    try:
+        yield
+    except BaseException as error:  # a PanicException is no Exception, and cannot be imported
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"data.tokenizer: the tokenizers library fails at a text ({error}): expected added "
+            "tokens without single_word, lstrip and rstrip"
+        ) from None
 
 
 def _byte_level() -> tokenizers.Tokenizer:
@@ -488,6 +497,27 @@ def _save(
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def _check_not_random(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:
+    """Raises UserError if the library would give a text other ids at another time."""
+    dropout = getattr(tokenizer.model, "dropout", None)
+    require(
+        not dropout,
+        f"tokenizer {path}: its BPE drops merges at random (dropout = {dropout}), so that a text "
+        'has many encodings: set "dropout" to null in it',
+    )
+    seen: dict[str, str] = {}
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.normalized and tokenizer.normalizer:
+            text = tokenizer.normalizer.normalize_str(token.content)
+            other = seen.setdefault(text, token.content)
+            require(
+                other == token.content,
+                f"tokenizer {path}: its normalizer makes the added tokens {other!r} and "
+                f"{token.content!r} the same text, so that it could be either: set "
+                '"normalized" to false in one of them',
+            )
+
+
 def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
     config_path = path.parent / "tokenizer_config.json"
     if config_path.exists():
@@ -510,6 +540,14 @@ def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
         "it as "
         f'"eos_token" in {config_path}'
     )
+
+
+def _kinds(tokenizer: Mapping[str, Any], part: str) -> list[str]:
+    """Returns the types of the steps of a part of a tokenizer.json, such as its decoder."""
+    step = tokenizer.get(part) or {}
+    inner = [value for value in step.values() if isinstance(value, list)]
+    steps = [step, *(one for found in inner for one in found if isinstance(one, dict))]
+    return [one["type"] for one in steps if "type" in one]
 
 
 def _byte_characters() -> list[str]:

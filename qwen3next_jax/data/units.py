@@ -236,9 +236,7 @@ def _make_unit(
                     if weights:
                         weights.write(document.weights)
                     else:
-                        miscounted += miscounted_bytes(
-                            tokenizer, of_tokens, document.counted_bytes
-                        )
+                        miscounted += miscounted_bytes(of_tokens, document.counted_bytes)
                     ends.append(count)
                     hashes.append(text_hash(document.text))
                     sizes.append(document.counted_bytes)
