@@ -348,12 +348,8 @@ class HuggingFaceTokenizer:
         hidden = set(self.special_tokens) - {*self.parse_tokens}
         added = {t.content for t in self._tokenizer.get_added_tokens_decoder().values()}
         content = json.loads(self.json)
-        is_byte_level = "ByteLevel" in [
-            kind
-            for part in ("normalizer", "pre_tokenizer", "decoder")
-            for kind in _kinds(content, part)
-        ]
-        has_byte_tokens = "ByteFallback" in _kinds(content, "decoder")
+        # Without a decoder, the pre-tokenizer says what the characters of a token are.
+        kinds = _kinds(content, "decoder") or _kinds(content, "pre_tokenizer")
         # A decoder may treat the first token of a text in another way than those after it.
         before = next((i for token, i in ids.items() if token not in added), 0)
         decoded = self._tokenizer.decode_batch(
@@ -365,10 +361,10 @@ class HuggingFaceTokenizer:
         for (token, i), text in zip(ids.items(), decoded[1:], strict=True):
             if token in hidden:
                 continue
-            if is_byte_level:
+            if "ByteLevel" in kinds:
                 is_bytes = token not in added and characters.issuperset(token)
                 sizes[i] = len(token) if is_bytes else len(token.encode())
-            elif has_byte_tokens and _BYTE_TOKEN.fullmatch(token):
+            elif "ByteFallback" in kinds and _BYTE_TOKEN.fullmatch(token):
                 sizes[i] = 1
             else:
                 sizes[i] = max(len(text.encode()) - start, 0)
