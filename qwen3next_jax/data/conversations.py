@@ -214,7 +214,7 @@ def _encode_one(messages: Sequence[Message], rendered: Rendered, tokenizer: Toke
         for text in _texts(message):
             if found := next((token for token in known if token in text), None):
                 return faulty(
-                    f"message {i} writes out the tokenizer's token {found!r}: name it in "
+                    f"message {i} writes out the special token {found!r}: name it in "
                     "data.parse_tokens if it is to be this token"
                 )
     ids, loss_weights, position = [], [], 0

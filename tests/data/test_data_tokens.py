@@ -575,7 +575,7 @@ def test_any_tokenizer_has_one_meaning(
         "post_processor": None,
         "model": _model(kind, size, is_bytes, byte_fallback),
     }
-    path = tmp_path_factory.mktemp("any") / "tokenizer.json"
+    path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_text(json.dumps(content))
     library = tokenizers.Tokenizer.from_file(str(path))
     try:
