@@ -379,7 +379,7 @@ def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Sour
     tokens of the source exist, these are the files from which the tokens were made.
 
     Raises:
-      UserError: there are neither files nor tokens.
+      UserError: there are neither files nor tokens that this code made with these settings.
     """
     try:
         found = sources.resolve(source.name, source.text_field)
@@ -387,6 +387,13 @@ def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Sour
     except sources.NothingFound:
         store = Store(prepared_dir)
         if not store.exists(_corpus_name(source, tokenizer)):
+            records = map(store.read_record, store.names("corpora/*.json"))
+            require(
+                all(record.get("source") != source.name for record in records),
+                f"data.path {source.name!r}: the text is not there, and what was prepared of it in "
+                f"{store.root} is of another tokenizer, of other settings or of an older version, "
+                "which gave some texts other tokens: give its files back",
+            )
             raise
     files = _files_of(store.read_record(_corpus_name(source, tokenizer)))
     warn(
@@ -421,7 +428,7 @@ def _corpus_name(source: Source, tokenizer: Tokenizer) -> str:
 def _write_corpus(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> None:
     name = _corpus_name(corpus.source, tokenizer)
     content = {
-        "format": 2,
+        "format": units.FORMAT,
         "source": corpus.source.name,
         "tokenizer": tokenizer.fingerprint,
         "files": [[file.label, file.size] for file in corpus.source.files],

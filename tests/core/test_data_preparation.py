@@ -472,7 +472,7 @@ def test_what_an_older_mapping_prepared_is_made_anew(texts, tmp_path, monkeypatc
     shutil.rmtree(tmp_path / "texts")
     TrainData(config, 64, 4)
     monkeypatch.setattr(units, "FORMAT", units.FORMAT + 1)
-    with pytest.raises(NothingFound):
+    with pytest.raises(UserError, match="is not there, and what was prepared of it .* older"):
         TrainData(config, 64, 4)
 
 
