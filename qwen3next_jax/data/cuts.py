@@ -17,6 +17,8 @@ from typing import Any
 
 import tokenizers
 
+from qwen3next_jax.data.added_tokens import panic_as_user_error
+
 LONGEST = 1 << 17  # characters of a part, unless its text has no place for a cut
 _AROUND = 256  # characters on each side of a cut that are compared
 _SEARCHED = 1 << 12  # characters before the end of a part in which a cut is looked for
@@ -75,7 +77,8 @@ class Cutter:
         return self._ids(left + right) == self._ids(left) + self._ids(right[start - end :])
 
     def _ids(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with panic_as_user_error():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     @functools.cached_property
     def _kinds(self) -> list[tuple[re.Pattern[str], list[tuple[int, int]]]]:

@@ -5,7 +5,6 @@ same attributes, so preparation, evaluation (bits per byte), generation and expo
 alike.
 """
 
-import contextlib
 import copy
 import functools
 import json
@@ -21,7 +20,13 @@ from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.storage import is_bucket, to_path
 from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, require, short_repr
 from qwen3next_jax.data import cuts, fast_bpe
-from qwen3next_jax.data.added_tokens import Splitter, add_named, hide, is_hidden
+from qwen3next_jax.data.added_tokens import (
+    Splitter,
+    add_named,
+    hide,
+    is_hidden,
+    panic_as_user_error,
+)
 from qwen3next_jax.data.chat_template import TemplateFile, read_template
 from qwen3next_jax.data.cuts import Cutter
 from qwen3next_jax.data.text import batches, pieces
@@ -371,7 +376,7 @@ class HuggingFaceTokenizer:
         return sizes
 
     def encode(self, text: str) -> np.ndarray:
-        with _panic_as_user_error():
+        with panic_as_user_error():
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -425,7 +430,7 @@ class HuggingFaceTokenizer:
 
     def _encode_slowly(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         for batch in batches(texts, len, _ENCODED_AT_ONCE):
-            with _panic_as_user_error():
+            with panic_as_user_error():
                 encodings = self._literal.encode_batch_fast(batch, add_special_tokens=False)
             for encoding in encodings:
                 yield np.array(encoding.ids, np.int32)
@@ -435,20 +440,6 @@ class HuggingFaceTokenizer:
 
     def save(self, directory: epath.PathLike) -> None:
         _save(directory, self._tokenizer.to_str(pretty=True), self._eos_token, self._template)
-
-
-@contextlib.contextmanager
-def _panic_as_user_error() -> Iterator[None]:
-    """The library panics at some texts whose added tokens depend on what is around them."""
-    try:
-        yield
-    except BaseException as error:  # a PanicException is no Exception, and cannot be imported
-        if type(error).__name__ != "PanicException":
-            raise
-        raise UserError(
-            f"data.tokenizer: the tokenizers library fails at a text ({error}): expected added "
-            "tokens without single_word, lstrip and rstrip"
-        ) from None
 
 
 def _byte_level() -> tokenizers.Tokenizer:

@@ -604,7 +604,7 @@ def test_any_tokenizer_has_one_meaning(
             assert prompt == ids[:-1].tolist()
         counted = int(tokenizer.token_bytes[ids].sum())
         decoded = library.decode(prompt, skip_special_tokens=False)
-        if not has_special and decoded == text:
+        if not has_special and decoded == text and not text.startswith("##"):
             assert tokens.miscounted_bytes(counted, len(text.encode())) == 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuts, "LONGEST", 8)
