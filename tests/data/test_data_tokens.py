@@ -546,7 +546,7 @@ def _model(kind: str, size: int, is_bytes: bool, byte_fallback: bool) -> dict:
     }
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(
     kind=st.sampled_from(["BPE", "Unigram", "WordPiece", "WordLevel"]),
     size=st.integers(0, len(PAIRS)),
