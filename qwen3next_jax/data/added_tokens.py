@@ -9,7 +9,7 @@ files, which transformers reads.
 import contextlib
 import copy
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Set
 from typing import Any
 
 import tokenizers
@@ -180,15 +180,13 @@ class Splitter:
     the same character, the longest is matched.
 
     Args:
-      added: the entries `added_tokens` of a tokenizer.json, without hidden ones.
-      ids: token → id.
+      added: id → token.
       normalizer: the tokenizer's normalizer; None: there is none.
     """
 
     def __init__(
         self,
-        added: Sequence[Mapping[str, Any]],
-        ids: Mapping[str, int],
+        added: Mapping[int, tokenizers.AddedToken],
         normalizer: tokenizers.normalizers.Normalizer | None,
     ):
         def normalized(token: str) -> str:
@@ -197,14 +195,14 @@ class Splitter:
         self._normalizer = normalizer
         # NFC does not change ASCII text. Normalizing it anyway would take 20 ns per byte.
         self._keeps_ascii = isinstance(normalizer, tokenizers.normalizers.NFC)
-        raw = {t["content"]: ids[t["content"]] for t in added if not t["normalized"]}
-        later = {normalized(t["content"]): ids[t["content"]] for t in added if t["normalized"]}
+        raw = {t.content: i for i, t in added.items() if not t.normalized}
+        later = {normalized(t.content): i for i, t in added.items() if t.normalized}
         self._passes = [(_any_of(tokens), tokens) for tokens in (raw, later)]
 
     @staticmethod
-    def can_split(added: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether no token takes space around it, or depends on what is around it."""
-        return not any(t["single_word"] or t["lstrip"] or t["rstrip"] for t in added)
+    def can_split(token: tokenizers.AddedToken) -> bool:
+        """Whether a token takes no space around it and does not depend on what is around it."""
+        return not (token.single_word or token.lstrip or token.rstrip)
 
     def split(self, text: str) -> Iterator[str | int]:
         """Yields the normalized texts between added tokens, and the ids of these tokens."""

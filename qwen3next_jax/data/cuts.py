@@ -12,8 +12,7 @@ single space between words, and there only if both of these hold:
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import tokenizers
 
@@ -36,12 +35,10 @@ class Cutter:
 
     Args:
       tokenizer: the tokenizer.
-      content: the content of its tokenizer.json.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, content: Mapping[str, Any]):
+    def __init__(self, tokenizer: tokenizers.Tokenizer):
         self._tokenizer = tokenizer
-        self._model = content["model"]
 
     def cut(self, text: Iterable[str]) -> Iterator[str]:
         """Yields the parts of a text that are tokenized one by one.
@@ -82,8 +79,8 @@ class Cutter:
 
     @functools.cached_property
     def _kinds(self) -> list[tuple[re.Pattern[str], list[tuple[int, int]]]]:
-        """The kinds of places at which texts are cut: (pattern, the characters of a match that are
-        left of the cut and those that are not right of it, in the ways that are tried).
+        """The kinds of places at which texts are cut: a pattern, and the ways to cut its match that
+        are tried, as (characters of it that go to the left part, that are not in the right part).
         """
         line_ends = [(_LINE_END, [(1, 1)])] if self._are_apart("\n", _OVER_LINE_END) else []
         spaces = [(_SPACE, [(0, 0), (0, 1)])] if self._are_apart(" ", _OVER_SPACE) else []
@@ -98,4 +95,6 @@ class Cutter:
         pieces = [piece for piece, _ in splitter.pre_tokenize_str(text)] if splitter else [text]
         if not any(map(over.search, pieces)):
             return True
-        return self._model["type"] == "BPE" and not any(map(over.search, self._model["vocab"]))
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        is_bpe = isinstance(self._tokenizer.model, tokenizers.models.BPE)
+        return is_bpe and not any(map(over.search, vocabulary))

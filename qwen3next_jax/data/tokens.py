@@ -24,7 +24,6 @@ from qwen3next_jax.data.added_tokens import (
     Splitter,
     add_named,
     hide,
-    is_hidden,
     panic_as_user_error,
 )
 from qwen3next_jax.data.chat_template import TemplateFile, read_template
@@ -283,30 +282,34 @@ class HuggingFaceTokenizer:
         self.parse_tokens = tuple(parse_tokens)
         self._may_be_fast = True
 
-    @functools.cached_property
+    @property
+    def _hidden(self) -> set[str]:
+        """The special tokens that documents do not get."""
+        return set(self.special_tokens) - set(self.parse_tokens)
+
     def _literal_json(self) -> dict[str, Any]:
-        """The content of a tokenizer.json that encodes special tokens as ordinary text where a text
-        contains them in writing, but for those in `parse_tokens`.
+        """Returns the content of a tokenizer.json that encodes `_hidden` tokens as ordinary text
+        where a text contains them in writing.
         """
-        return hide(json.loads(self.json), set(self.special_tokens) - {*self.parse_tokens})
+        return hide(json.loads(self.json), self._hidden)
 
     @functools.cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        return tokenizers.Tokenizer.from_str(json.dumps(self._literal_json))
+        return tokenizers.Tokenizer.from_str(json.dumps(self._literal_json()))
 
     @functools.cached_property
     def _cutter(self) -> Cutter:
-        return Cutter(self._literal, self._literal_json)
+        return Cutter(self._literal)
 
-    @functools.cached_property
-    def _added(self) -> list[dict[str, Any]]:
-        """The entries of added tokens that are cut out of documents."""
-        added = self._literal_json["added_tokens"]
-        return [token for token in added if not is_hidden(token["content"])]
+    @property
+    def _added(self) -> dict[int, tokenizers.AddedToken]:
+        """The added tokens that documents get."""
+        added, hidden = self._tokenizer.get_added_tokens_decoder(), self._hidden
+        return {i: token for i, token in added.items() if token.content not in hidden}
 
     @functools.cached_property
     def _splitter(self) -> Splitter:
-        return Splitter(self._added, self._tokenizer.get_vocab(), self._literal.normalizer)
+        return Splitter(self._added, self._tokenizer.normalizer)
 
     @functools.cached_property
     def _table(self) -> fast_bpe.Table | None:
@@ -315,10 +318,11 @@ class HuggingFaceTokenizer:
 
     def _table_if_installed(self) -> fast_bpe.Table | None:
         """The same, whether or not tiktoken is installed."""
-        if not self._may_be_fast or not Splitter.can_split(self._added):
+        added = self._added.values()
+        if not self._may_be_fast or not all(map(Splitter.can_split, added)):
             return None
         bytes_of = {character: byte for byte, character in enumerate(_byte_characters())}
-        return fast_bpe.table(self._literal_json, bytes_of, [t["content"] for t in self._added])
+        return fast_bpe.table(self._literal_json(), bytes_of, [token.content for token in added])
 
     @property
     def misses_tiktoken(self) -> bool:
@@ -350,7 +354,7 @@ class HuggingFaceTokenizer:
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        hidden = set(self.special_tokens) - {*self.parse_tokens}
+        hidden = self._hidden
         added = {t.content for t in self._tokenizer.get_added_tokens_decoder().values()}
         content = json.loads(self.json)
         # Without a decoder, the pre-tokenizer says what the characters of a token are.
