@@ -80,8 +80,8 @@ class DataConfig:
     # "bytes", or the path of a Hugging Face tokenizer.json; "": the tokenizer of the model in
     # train.init_from, or bytes if there is none
     tokenizer: str = ""
-    # added tokens of the tokenizer, such as <think>, that are encoded as their own id where their
-    # text occurs in a document; all other added tokens are encoded as ordinary text
+    # special tokens of the tokenizer, such as <|im_end|>, that are encoded as their own id where
+    # their text occurs in a document; all other special tokens are encoded as ordinary text
     parse_tokens: tuple[str, ...] = ()
     # share of the documents that are held out for evaluation; a hash of a document's text, which
     # white space does not change, decides whether the document is held out

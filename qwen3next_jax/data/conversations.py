@@ -209,12 +209,12 @@ def _encode_one(messages: Sequence[Message], rendered: Rendered, tokenizer: Toke
             "no token of it counts in the loss: expected a message of the assistant with a weight "
             "above 0, which the chat template writes"
         )
-    known = [t for t in tokenizer.added_tokens if t not in tokenizer.parse_tokens]
+    known = [t for t in tokenizer.special_tokens if t not in tokenizer.parse_tokens]
     for i, message in enumerate(messages, start=1):
         for text in _texts(message):
             if found := next((token for token in known if token in text), None):
                 return faulty(
-                    f"message {i} writes out the tokenizer's token {found!r}: name it in "
+                    f"message {i} writes out the special token {found!r}: name it in "
                     "data.parse_tokens if it is to be this token"
                 )
     ids, loss_weights, position = [], [], 0

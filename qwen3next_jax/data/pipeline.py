@@ -120,6 +120,13 @@ class Data(Protocol):
           UserError: the rows belong to another model.
         """
 
+    @property
+    def token_bytes(self) -> np.ndarray:
+        """The number of UTF-8 bytes that each token stands for, int32 [vocab_size]; all 0 if bytes
+        cannot be counted by tokens.
+        """
+        return self.tokenizer.token_bytes
+
     def begin(self, row: int, starts: Mapping[str, int]) -> None:
         """Sets where this stage starts to read, so that it skips what earlier stages have read.
 
@@ -147,7 +154,7 @@ class Data(Protocol):
     def describe(self) -> dict[str, Any]:
         """Returns facts about the data as JSON values. There are at least two: `title`, a short
         text; and `bits_per_nat`, the factor that turns a loss in nats per token into bits per byte
-        of text, or None if the tokens are not text.
+        of text, or None if the tokens are not text or their bytes cannot be counted.
         """
 
     def batches(self, first_batch: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
@@ -332,6 +339,15 @@ class TextData(Data):
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
         find_sources(config, load_tokenizer(config.tokenizer, vocab_size, config.parse_tokens))
 
+    @property
+    def token_bytes(self) -> np.ndarray:
+        sizes = self.tokenizer.token_bytes
+        return sizes if self._is_counted else np.zeros_like(sizes)
+
+    @property
+    def _is_counted(self) -> bool:
+        return all(one.is_counted for one in self._prepared)
+
     def row(self, index: int) -> Batch:
         return self._text_row(self._stream[index][1])
 
@@ -382,13 +398,16 @@ class TextData(Data):
         total = _totals(self._prepared)
         bad = sum(sum(p.bad.values()) for p in self._prepared)
         counted = total["tokens"] - total["ignored_tokens"]
+        bits = None
+        if total["bytes"] and self._is_counted:
+            bits = counted / total["bytes"] / math.log(2)
         share = ""
         if total["ignored_tokens"]:
             share = f" ({counted / total['tokens']:.0%} in the loss)"
         return {
             "title": f"{total['documents']:,} documents, {total['tokens']:,} tokens{share}"
             + f", {bad:,} bad records" * (bad > 0),
-            "bits_per_nat": counted / total["bytes"] / math.log(2) if total["bytes"] else None,
+            "bits_per_nat": bits,
             "fingerprint": self.fingerprint,
             "sequence_length": self.sequence_length,
             **total,

@@ -92,6 +92,11 @@ class Corpus:
         return list(itertools.islice(found, 5))
 
     @property
+    def miscounted_bytes(self) -> int:
+        """By how many bytes the tokens of the documents differ from the texts."""
+        return sum(unit.miscounted_bytes for unit in self.units)
+
+    @property
     def records(self) -> int:
         """The number of records, including empty and bad ones."""
         return sum(unit.records for unit in self.units)
@@ -170,6 +175,11 @@ def prepare(
             warn(
                 f"{one.source.name}: too few documents: by their hashes, none is held out; the "
                 "held-out rows are those of the other globs"
+            )
+        if not one.is_counted:
+            warn(
+                f"{one.source.name}: bits per byte are not reported: data.tokenizer changes or "
+                f"loses parts of a text, so that its tokens are {one.miscounted_bytes:,} bytes off"
             )
     return opened
 
@@ -369,7 +379,7 @@ def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Sour
     tokens of the source exist, these are the files from which the tokens were made.
 
     Raises:
-      UserError: there are neither files nor tokens.
+      UserError: there are neither files nor tokens that this code made with these settings.
     """
     try:
         found = sources.resolve(source.name, source.text_field)
@@ -377,6 +387,13 @@ def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Sour
     except sources.NothingFound:
         store = Store(prepared_dir)
         if not store.exists(_corpus_name(source, tokenizer)):
+            records = map(store.read_record, store.names("corpora/*.json"))
+            require(
+                all(record.get("source") != source.name for record in records),
+                f"data.path {source.name!r}: the text is not there, and what was prepared of it in "
+                f"{store.root} is of another tokenizer, of other settings or of an older version, "
+                "which gave some texts other tokens: give its files back",
+            )
             raise
     files = _files_of(store.read_record(_corpus_name(source, tokenizer)))
     warn(
@@ -396,6 +413,7 @@ def _files_of(corpus_record: Mapping) -> tuple[SourceFile, ...]:
 def _corpus_name(source: Source, tokenizer: Tokenizer) -> str:
     where = source.name if sources.is_remote(source.name) else os.path.abspath(source.name)
     key = [
+        units.FORMAT,
         where,
         source.text_field,
         source.on_bad_text,
@@ -410,7 +428,7 @@ def _corpus_name(source: Source, tokenizer: Tokenizer) -> str:
 def _write_corpus(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> None:
     name = _corpus_name(corpus.source, tokenizer)
     content = {
-        "format": 2,
+        "format": units.FORMAT,
         "source": corpus.source.name,
         "tokenizer": tokenizer.fingerprint,
         "files": [[file.label, file.size] for file in corpus.source.files],
@@ -583,10 +601,13 @@ def _divide(
         "on and to hold out; expected at least 2 tokens",
     )
     kept = len(own) - min(heldout, len(own) - 1)
-    counted = own[:kept]
+    # The bytes of the held-out end are counted, because only a text's first token may stand for a
+    # space that the text does not have.
+    counted = own[kept:]
     if (weights := units.open_weights(store, filled[number])) is not None:
-        counted = counted[weights[start : start + kept] > 0]
-    return Divided(number, document, kept, int(tokenizer.token_bytes[counted].sum()))
+        counted = counted[weights[start + kept : start + len(own)] > 0]
+    of_end = int(tokenizer.token_bytes[counted].sum())
+    return Divided(number, document, kept, max(int(table["bytes"][document]) - of_end, 0))
 
 
 def _open_rows(
@@ -616,4 +637,5 @@ def _open_rows(
         corpus.bad_places,
         corpus.records,
         sum(unit.empty for unit in corpus.units),
+        corpus.miscounted_bytes,
     )

@@ -21,7 +21,7 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.storage import BucketPath
-from qwen3next_jax.data import digest_cache, format_1
+from qwen3next_jax.data import digest_cache, format_1, units
 from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, Recipe, Statistics
 from qwen3next_jax.data.rows import RowReader, RowTable
 from qwen3next_jax.data.sources import Source
@@ -29,6 +29,9 @@ from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import Tokenizer
 
 _FORMAT = 1  # of the index
+# Share of the bytes by which tokens may differ from the texts: some tokenizers compose accents
+# (NFC), which changes a few bytes.
+_MISCOUNTED = 1e-3
 _AT_ONCE = 4096  # files whose size and time one thread asks for
 _THREADS = 16  # a network file system answers several requests at once
 
@@ -50,6 +53,7 @@ class Prepared:
       bad_places: where the first five bad records are, such as "part.jsonl:17".
       records: number of records, including empty and bad ones; 0 in format 1.
       empty: number of empty documents.
+      miscounted_bytes: by how many bytes the tokens of the documents differ from their texts.
     """
 
     source: Source
@@ -61,6 +65,15 @@ class Prepared:
     bad_places: Sequence[str] = ()
     records: int = 0
     empty: int = 0
+    miscounted_bytes: int = 0
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the tokens stand for as many bytes as the texts have, so that bits per byte of
+        text can be computed from tokens.
+        """
+        text_bytes = sum(counts.text_bytes for counts in self.statistics.values())
+        return self.miscounted_bytes <= _MISCOUNTED * text_bytes
 
     @property
     def directories(self) -> list[pathlib.Path]:
@@ -112,6 +125,7 @@ def index_name(
         )
     key = {
         "format": _FORMAT,
+        "units": units.FORMAT,
         "sources": parts,
         "tokenizer": tokenizer.fingerprint,
         "parse_tokens": sorted(tokenizer.parse_tokens),
@@ -155,6 +169,7 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
                 "bad_places": list(one.bad_places),
                 "records": one.records,
                 "empty": one.empty,
+                "miscounted_bytes": one.miscounted_bytes,
             }
         )
     arrays["header"] = np.frombuffer(json.dumps(headers).encode(), np.uint8)
@@ -224,6 +239,7 @@ def _read_source(
         header["bad_places"],
         header["records"],
         header["empty"],
+        header["miscounted_bytes"],
     )
 
 

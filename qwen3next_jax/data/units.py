@@ -33,9 +33,9 @@ from qwen3next_jax.data.readers import BadRecords, Part, Record
 from qwen3next_jax.data.sources import SourceFile
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.text import Text, batches, byte_count, pieces
-from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.data.tokens import Tokenizer, miscounted_bytes
 
-_FORMAT = 2  # raise it when the same text no longer gives the same unit
+FORMAT = 3  # raise it when the same text no longer gives the same unit
 _BATCH_CHARACTERS = 1 << 20  # number of characters tokenized at once
 
 DOCUMENT = np.dtype(
@@ -96,6 +96,7 @@ class Unit:
     documents: int
     tokens: int  # number of tokens, including one end-of-document token per document
     text_bytes: int  # sum of the `bytes` of its documents
+    miscounted_bytes: int  # sum over its documents, see tokens.miscounted_bytes
     records: int  # number of lines or rows of the part, including empty ones
     smallest: tuple[int, int]  # (hash, index) of the document with the smallest hash
     largest_hash: int
@@ -124,7 +125,7 @@ def unit_key(job: Job, tokenizer: Tokenizer) -> str:
     """Returns the key of the unit that is made for `job`, whose digest must be known."""
     kind = readers.kind(job.file)
     parts: dict[str, Any] = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "content": job.digest,
         "kind": kind,
         "text_field": job.text_field if kind != "text" else "",
@@ -211,7 +212,7 @@ def _make_unit(
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     ends, hashes, sizes, numbers = (array.array("Q") for _ in range(4))
     content = hashlib.sha256()
-    count = records = empty = 0
+    count = records = empty = miscounted = 0
     with contextlib.ExitStack() as files:
         # The manifest of a unit is written after both files.
         weights = (
@@ -227,11 +228,15 @@ def _make_unit(
             for batch in encoded_documents(job, tokenizer, bad):
                 records, empty = batch.records, empty + batch.empty
                 for document in batch.documents:
+                    of_tokens = 0
                     for ids in document.tokens:
                         count += len(ids)
+                        of_tokens += int(tokenizer.token_bytes[ids].sum())
                         write(ids.astype(dtype).tobytes())
                     if weights:
                         weights.write(document.weights)
+                    else:
+                        miscounted += miscounted_bytes(of_tokens, document.counted_bytes)
                     ends.append(count)
                     hashes.append(text_hash(document.text))
                     sizes.append(document.counted_bytes)
@@ -253,6 +258,7 @@ def _make_unit(
         documents=len(table),
         tokens=count,
         text_bytes=sum(sizes),
+        miscounted_bytes=miscounted,
         records=records,
         smallest=(hashes[smallest], smallest) if len(table) else (2**64, 0),
         largest_hash=max(hashes, default=-1),

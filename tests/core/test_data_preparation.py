@@ -448,6 +448,40 @@ def test_rows_of_streams_are_those_of_the_mix(weights):
         counts[mix[row][0]] += 1
 
 
+# ---- the tokenizer
+
+
+def test_a_tokenizer_that_loses_text_gives_no_bits_per_byte(texts, tmp_path, capsys):
+    words = sorted({word for text in TEXTS for word in text.split()})
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
+    lossy = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    lossy.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    lossy.add_special_tokens(["<unk>", "</s>"])
+    lossy.save(str(tmp_path / "tokenizer.json"))
+    for tokenizer in "bytes", str(tmp_path):
+        config = DataConfig(path=texts, tokenizer=tokenizer, prepared_dir=str(tmp_path / "p"))
+        for _ in range(2):  # the second time from the index
+            data = TrainData(config, 64, 4)
+            is_counted = data.describe()["bits_per_nat"] is not None
+            said = "bits per byte are not reported" in capsys.readouterr().err
+            assert is_counted == data.token_bytes.any() == (not said) == (tokenizer == "bytes")
+
+
+def test_what_an_older_mapping_prepared_is_made_anew(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "FORMAT", units.FORMAT - 1)
+    config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
+    TrainData(config, 64, 4)
+    monkeypatch.undo()
+    assert len(list((tmp_path / "p").glob("tokens/*/*.json"))) == 4
+    TrainData(config, 64, 4)
+    assert len(list((tmp_path / "p").glob("tokens/*/*.json"))) == 8
+    shutil.rmtree(tmp_path / "texts")
+    TrainData(config, 64, 4)
+    monkeypatch.setattr(units, "FORMAT", units.FORMAT + 1)
+    with pytest.raises(UserError, match="is not there, and what was prepared of it .* older"):
+        TrainData(config, 64, 4)
+
+
 # ---- rows of format 1
 
 
@@ -775,6 +809,7 @@ def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(
     pytest.importorskip("tiktoken")
     small = tokenizers.Tokenizer(tokenizers.models.BPE())
     small.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    small.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=300,
         special_tokens=["<|endoftext|>", "<x>"],
@@ -811,7 +846,6 @@ def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(
     prepare([source], load_tokenizer(str(tmp_path)), recipe, tmp_path / "t")
     assert "tiktoken is not installed; " in capsys.readouterr().err
     # Where tiktoken would not help, nothing is said.
-    prepare([source], load_tokenizer(str(tmp_path), None, ["<x>"]), recipe, tmp_path / "u")
     np.save(tmp_path / "tokens.npy", np.resize(np.array([5, 6, 7, 0], np.uint16), 400))
     of_tokens = resolve(str(tmp_path / "tokens.npy"), "text")
     prepare([of_tokens], load_tokenizer(str(tmp_path)), recipe, tmp_path / "v")
