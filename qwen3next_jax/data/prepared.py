@@ -21,7 +21,7 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.storage import BucketPath
-from qwen3next_jax.data import digest_cache, format_1
+from qwen3next_jax.data import digest_cache, format_1, row_groups
 from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, Recipe, Statistics
 from qwen3next_jax.data.rows import RowReader, RowTable
 from qwen3next_jax.data.sources import Source
@@ -61,6 +61,16 @@ class Prepared:
     bad_places: Sequence[str] = ()
     records: int = 0
     empty: int = 0
+
+    @property
+    def counts(self) -> Statistics:
+        """Counts over the rows of both splits."""
+        return self.statistics[TRAIN] + self.statistics[HELDOUT]
+
+    @property
+    def fit(self) -> str:
+        """Describes the conversations that are longer than a row; "" if there are none."""
+        return row_groups.describe_fit(self.counts, self.rows[TRAIN].row_length)
 
     @property
     def directories(self) -> list[pathlib.Path]:
