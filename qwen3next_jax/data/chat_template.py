@@ -215,14 +215,14 @@ class ChatTemplate:
 
 
 def _with_reasoning(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages that have the reasoning under both of its names, where they have it under
-    one.
+    """Returns messages that have the reasoning under both of its names, or, where it is null, under
+    none: templates ask whether a name is there.
     """
     found = []
     for message in messages:
-        own = {name: message[name] for name in REASONING if message.get(name) is not None}
-        both = dict.fromkeys(REASONING, next(iter(own.values()))) if own else {}
-        found.append({**message, **both, **own})
+        rest = {name: value for name, value in message.items() if name not in REASONING}
+        texts = [message[name] for name in REASONING if message.get(name) is not None]
+        found.append(rest | (dict.fromkeys(REASONING, texts[0]) if texts else {}))
     return found
 
 

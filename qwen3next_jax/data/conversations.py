@@ -160,8 +160,8 @@ def _fault_of_message(message: Any) -> str:
         return f"has the weight {short_repr(weight)}: expected a number"
     if weight != 0 and not LEAST_WEIGHT <= weight <= LARGEST_WEIGHT:
         return (
-            f"has the weight {short_repr(weight)}: expected 0 or a number from {LEAST_WEIGHT:g} to "
-            f"{LARGEST_WEIGHT:g}, whose sums float32 holds"
+            f"has a weight out of range ({short_repr(weight)}): expected 0 or a number from "
+            f"{LEAST_WEIGHT:g} to {LARGEST_WEIGHT:g}, whose sums float32 holds"
         )
     if "weight" in message and role != "assistant":
         return f"of the role {role!r} has a weight: expected one in messages of the assistant alone"
