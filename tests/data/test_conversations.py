@@ -16,6 +16,7 @@ from qwen3next_jax.data.chat_template import ChatTemplate
 from qwen3next_jax.data.conversations import LARGEST_WEIGHT, LEAST_WEIGHT, find_fault
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.tokens import extends, load_tokenizer
+from qwen3next_jax.runs.dry_run import _describe_data
 from qwen3next_jax.training.loss import count_targets, total_loss
 
 MARKED = (
@@ -148,6 +149,8 @@ def test_prepare_counts_what_is_in_rows_and_names_what_is_lost(tmp_path, marked)
     )
     assert f"{stated} tokens; 9 have no target in it and are left out" in counts["title"]
     assert f"{counts['dropped_tokens']:,} tokens are dropped" in counts["title"]
+    given = config(tmp_path, marked, records)
+    assert counts["title"].partition("; ")[2] in _describe_data(given, 259, [96])
     fitting = open_data(config(tmp_path, marked, records), 512, 2).describe()
     assert counts["tokens"] + counts["dropped_tokens"] == fitting["tokens"]
     assert "longer" not in fitting["title"]
