@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.commands.python import Run
 from qwen3next_jax.config import (
     CheckpointConfig,
     Config,
@@ -228,6 +229,9 @@ def test_a_batch_with_nothing_to_predict_is_said_and_ends_the_run_if_it_is_the_f
     (at_7,) = (e for e in _events(tmp_path / "later", "train") if e["step"] == 7)
     assert [at_7[name] for name in ("loss", "total_loss", "top1", "bits_per_byte")] == [None] * 4
     assert None not in [loss for step, loss in _losses(tmp_path / "later").items() if step != 7]
+    assert np.isnan(Run(tmp_path / "later").series("loss")[1]).tolist() == [
+        i == 6 for i in range(16)
+    ]
     report = (tmp_path / "later" / "report.html").read_text()
     assert "nothing to predict" in report or "no token to predict" in report
     poisoned({0: ALONE})
