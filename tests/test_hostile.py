@@ -17,11 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.config import Config, from_dict
+from qwen3next_jax.config import Config, DataConfig, from_dict
+from qwen3next_jax.data import conversations
+from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.tokens import ByteTokenizer, load_tokenizer
 from qwen3next_jax.inference.sampling import Sampling, log_probabilities
 from qwen3next_jax.data.chat_template import ChatTemplate
 from qwen3next_jax.inference.end_tokens import end_tokens
+from qwen3next_jax.model.multi_token_prediction import target_weights
 from qwen3next_jax.interop.checksums import verify_hf
 from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config
 from qwen3next_jax.interop.huggingface import check_hf
@@ -319,3 +322,132 @@ def test_a_sweep_is_refused_or_its_points_lie_in_its_folder(tmp_path_factory, ax
         assert place.resolve().parent == folder.resolve()
         place.mkdir()
         place.rmdir()
+
+
+WRITTEN = st.lists(
+    st.sampled_from(
+        [
+            "{{ m.content }}",
+            "{% generation %}{{ m.content }}{% endgeneration %}",
+            "{% if m.role == 'assistant' %}{% generation %}x{% endgeneration %}{% endif %}",
+            "<|{{ m.role }}|>",
+            "{{ m.thinking }}{{ m.tool_calls }}",
+            "{{ '\\n' }}",
+            "{{ eos_token }}",
+            "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}",
+            "{{ m | tojson(indent=1) }}",
+            "{% if loop.last %}{{ m.content }}{% endif %}",
+        ]
+    ),
+    min_size=1,
+    max_size=4,
+).map(lambda pieces: "{% for m in messages %}" + "".join(pieces) + "{% endfor %}")
+PROMPTS = st.sampled_from(["", "{% if add_generation_prompt %}<|assistant|>{% endif %}"])
+SAID = st.sampled_from(["x", "né", "a\nb", "long " * 12, " "])
+WEIGHTS = st.sampled_from([0, 0.5, 1, 1, 1e-9, 1e9])
+TURNS = st.lists(st.tuples(SAID, SAID, WEIGHTS), min_size=1, max_size=3).map(
+    lambda turns: [
+        message
+        for asked, said, weight in turns
+        for message in (
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": said, "weight": weight},
+        )
+    ]
+)
+
+
+def open_conversations(folder, records, template, length=64, **settings):
+    """Rows of conversations that a template of a tokenizer of bytes writes."""
+    ByteTokenizer().save(folder)
+    fields = {"chat_template": template, "eos_token": "<|endoftext|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    (folder / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    shutil.rmtree(folder / "prepared", ignore_errors=True)
+    config = DataConfig(
+        path=str(folder / "chat.jsonl"),
+        messages_field="messages",
+        tokenizer=str(folder),
+        prepared_dir=str(folder / "prepared"),
+        heldout_fraction=0.3,
+        bad_records_limit=1.0,
+        **settings,
+    )
+    return open_data(config, length, 1)
+
+
+# A process an example, and rows on the disk.
+@fuzzed(
+    6,
+    template=st.builds(str.__add__, WRITTEN, PROMPTS),
+    conversations=st.lists(TURNS, min_size=4, max_size=10),
+    length=st.sampled_from([16, 40, 128]),
+)
+def test_the_targets_of_any_template_are_counted_as_they_are_in_rows(
+    tmp_path_factory, template, conversations, length
+):
+    folder = tmp_path_factory.getbasetemp() / "hostile_conversations"
+    folder.mkdir(exist_ok=True)
+    records = [{"messages": messages} for messages in conversations]
+    data = result_or_refusal(
+        lambda: open_conversations(folder, records, template, length, bad_records="skip")
+    )
+    if data is None:
+        return
+    counts = data.describe()
+    rows = [data.row(i) for i in range(data.rows)]
+    rows += [data.heldout_row(i) for i in range(data.heldout_rows)]
+    segments = np.stack([row["segment_ids"] for row in rows])
+    weights = np.stack([row["loss_weights"] for row in rows])
+    targets = np.asarray(target_weights({"segment_ids": segments, "loss_weights": weights}, 1))
+    assert (targets > 0).sum() == counts["tokens"] - counts["ignored_tokens"]
+    assert (targets > 0).any(axis=1).all()  # every row trains something
+    assert counts["tokens"] == (segments > 0).sum() and counts["documents"] == sum(
+        row["segment_ids"].max() for row in rows
+    )
+    bad = sum(counts["sources"][0]["bad_records"].values())
+    # One conversation may be divided, so that a part of it is held out.
+    in_all = counts["documents"] + counts["left_out_documents"] + bad
+    assert in_all - len(records) in (0, 1)
+
+
+PLACES_IN_RECORDS = st.sampled_from(
+    [("messages",), ("tools",), (0,), (1,)]
+    + [
+        (i, name)
+        for i in (0, 1)
+        for name in ("role", "content", "weight", "tool_calls", "thinking", "reasoning_content")
+    ]
+)
+NAMED_VALUES = VALUES | st.sampled_from([10**308, "assistant", "tool", [[[["x"]]]], {"role": "x"}])
+
+
+# Of the records of an example, one alone ends the preparation, and all together are left out.
+@fuzzed(2, changes=st.lists(st.tuples(PLACES_IN_RECORDS, NAMED_VALUES), min_size=30, max_size=60))
+def test_a_record_with_any_value_is_read_or_left_out_in_one_line(tmp_path_factory, changes):
+    folder = tmp_path_factory.getbasetemp() / "hostile_records"
+    folder.mkdir(exist_ok=True)
+    records = [{"messages": chat(f"{i}")} for i in range(8)]
+    for (place, *name), value in changes:
+        record = {"messages": chat("question")}
+        if isinstance(place, str):
+            record[place] = value
+        elif name:
+            record["messages"][place][name[0]] = value
+        else:
+            record["messages"][place] = value
+        records.append(record)
+        assert conversations.find_fault(record["messages"]).isprintable()
+    template = "{% for m in messages %}" + "{{ m.role }}{{ m.content }}{{ m.tool_calls }}" * 2
+    template += "{{ m.thinking }}{% endfor %}"
+    counts = open_conversations(folder, records, template, 4096, bad_records="skip").describe()
+    left_out = sum(counts["sources"][0]["bad_records"].values())
+    left_out += counts["left_out_documents"]  # a text of 5,000 characters
+    assert counts["documents"] + left_out == len(records) and counts["documents"] >= 8
+    result_or_refusal(
+        lambda: open_conversations(folder, [*records[:8], records[8]], template, 4096)
+    )
+
+
+def chat(question):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": "answer"}]

@@ -1,13 +1,14 @@
 """Continues a prompt with a trained model and streams the text to the terminal, or chats with it.
 
     qwen3next generate --model=WORKDIR_OR_HF_DIR --prompt="def "
-    qwen3next generate --model=HF_DIR --chat
+    qwen3next generate --model=HF_DIR --chat  # a template that writes the date gets today's
     qwen3next generate --model=WORKDIR --prompt="def " --samples=8 --record_routing=FOLDER
 
 The command writes the prompt and its continuation, or the answers of a chat, to standard output. It
 writes times, tokens per second and the memory of the cache to standard error.
 """
 
+import datetime
 import math
 import os
 import pathlib
@@ -52,6 +53,7 @@ def main() -> int:
         ChatTemplate.of_folder(
             folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder,
             "a model that was not trained to chat has none; use --prompt",
+            date=datetime.date.today().isoformat(),
         )
         if _chat.value
         else None

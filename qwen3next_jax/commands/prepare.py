@@ -28,8 +28,6 @@ _of = flags.DEFINE_integer("of", 1, "number of hosts that prepare together", low
 def main() -> int:
     from qwen3next_jax.data.pipeline import TextData, find_sources, source_of
     from qwen3next_jax.data.preparation import (
-        HELDOUT,
-        TRAIN,
         Recipe,
         Share,
         Unfinished,
@@ -80,9 +78,11 @@ def main() -> int:
             )
             continue
         for one in prepared:
-            total = one.statistics[TRAIN] + one.statistics[HELDOUT]
+            total = one.counts
+            in_loss = f" ({total.tokens - total.ignored:,} in the loss)" if total.ignored else ""
+            fit = f"; {one.fit}" if one.fit else ""
             print(
-                f"{one.source.name}: {total.documents:,} documents, {total.tokens:,} tokens, "
-                f"{total.rows:,} rows of {length}; fingerprint {one.fingerprint}"
+                f"{one.source.name}: {total.documents:,} documents, {total.tokens:,} tokens"
+                f"{in_loss}, {total.rows:,} rows of {length}{fit}; fingerprint {one.fingerprint}"
             )
     return ExitCode.DONE

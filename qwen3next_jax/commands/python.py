@@ -245,7 +245,7 @@ class Run:
         return saved_steps(self.path)
 
     def series(self, name: str, event: str = "train") -> tuple[np.ndarray, np.ndarray]:
-        """Returns the steps [N] and the values [N] of one metric.
+        """Returns the steps [N] and the values [N] of one metric; null is NaN.
 
         Args:
           name: a field of the events, such as "loss".
@@ -254,7 +254,7 @@ class Run:
         Raises:
           UserError: no event of this kind has the field `name`.
         """
-        found = [(e["step"], e[name]) for e in self._events(event) if name in e]
+        found = [(e["step"], _nan_if_null(e[name])) for e in self._events(event) if name in e]
         if not found:
             known = ", ".join(sorted({name for e in self._events(event) for name in e}))
             raise UserError(f"{self.path}: no {event!r} event has {name!r}; they have {known}")
@@ -263,7 +263,7 @@ class Run:
 
     def table(self, event: str = "train") -> dict[str, np.ndarray]:
         """Returns the numbers of all events of one kind as columns, which pandas.DataFrame takes.
-        A number that an event does not have is NaN.
+        A number that an event does not have, or has as null, is NaN.
         """
         events = list(self._events(event))
         names = dict.fromkeys(
@@ -272,7 +272,7 @@ class Run:
             for name, value in one.items()
             if isinstance(value, (int, float)) and not isinstance(value, bool)
         )
-        return {name: np.array([one.get(name, np.nan) for one in events]) for name in names}
+        return {name: np.array([_nan_if_null(one.get(name)) for one in events]) for name in names}
 
     def _events(self, event: str) -> Iterator[dict[str, Any]]:
         return iter(self._read().events.get(event, ()))
@@ -299,3 +299,7 @@ def _require_config(config: Any) -> None:
         isinstance(config, Config),
         f"config = {short_repr(config)}: expected a Config, which load_config('tiny') returns",
     )
+
+
+def _nan_if_null(value: Any) -> Any:
+    return np.nan if value is None else value

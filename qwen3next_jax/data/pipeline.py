@@ -19,7 +19,7 @@ from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config import DataConfig, ModelConfig
 from qwen3next_jax.config.registry import DATA_SOURCES, resolve
 from qwen3next_jax.data import preparation, readers
-from qwen3next_jax.data.conversations import open_chat
+from qwen3next_jax.data.conversations import Chat, open_chat
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
 from qwen3next_jax.data.rows import PackedRow
 from qwen3next_jax.data.sources import Source
@@ -326,6 +326,7 @@ class TextData(Data):
             "weights",
             "text_field",
             "messages_field",
+            "template_date",
             "on_bad_text",
             "bad_records",
             "bad_records_limit",
@@ -378,9 +379,10 @@ class TextData(Data):
 
     def describe(self) -> dict[str, Any]:
         """Returns facts about the data. The entries `documents`, `cut_documents`, `bytes` (of UTF-8
-        text), `tokens`, `ignored_tokens` (with the loss weight 0, whose text `bytes` leaves out),
-        `dropped_tokens` (of conversations longer than a row) and `padding_share` count training
-        and held-out rows together.
+        text), `tokens`, `ignored_tokens` (with the loss weight 0, whose text `bytes` leaves out)
+        and `padding_share` count training and held-out rows together. `dropped_tokens` counts the
+        tokens of conversations that are longer than a row, which are in no row, and
+        `left_out_documents` the conversations of which nothing is in a row.
         """
         parts = [
             {
@@ -404,9 +406,12 @@ class TextData(Data):
         share = ""
         if total["ignored_tokens"]:
             share = f" ({counted / total['tokens']:.0%} in the loss)"
+        title = f"{total['documents']:,} documents, {total['tokens']:,} tokens{share}"
+        if bad:
+            title += f", {bad:,} bad records"
+        fits = [f"; {p.fit}" for p in self._prepared if p.fit]
         return {
-            "title": f"{total['documents']:,} documents, {total['tokens']:,} tokens{share}"
-            + f", {bad:,} bad records" * (bad > 0),
+            "title": title + "".join(fits),
             "bits_per_nat": bits,
             "fingerprint": self.fingerprint,
             "sequence_length": self.sequence_length,
@@ -432,7 +437,7 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
                 config.on_bad_text,
                 config.bad_records,
                 config.bad_records_limit,
-                chat=open_chat(messages, config.tokenizer, tokenizer) if messages else None,
+                chat=_open_chat(messages, config, tokenizer),
             ),
             tokenizer,
             config.prepared_dir,
@@ -443,6 +448,12 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
     ]
 
 
+def _open_chat(field: str, config: DataConfig, tokenizer: Tokenizer) -> Chat | None:
+    if not field:
+        return None
+    return open_chat(field, config.tokenizer, tokenizer, config.template_date)
+
+
 def _totals(prepared: list[Prepared]) -> dict:
     def total(field: str, *splits: str) -> int:
         return sum(
@@ -451,7 +462,6 @@ def _totals(prepared: list[Prepared]) -> dict:
             for split in splits or (TRAIN, HELDOUT)
         )
 
-    stored = total("tokens") - total("dropped")
     return {
         "documents": total("documents"),
         "heldout_documents": total("documents", HELDOUT),
@@ -460,9 +470,10 @@ def _totals(prepared: list[Prepared]) -> dict:
         "tokens": total("tokens"),
         "ignored_tokens": total("ignored"),
         "dropped_tokens": total("dropped"),
+        "left_out_documents": total("left_out"),
         "rows": total("rows", TRAIN),
         "heldout_rows": total("rows", HELDOUT),
-        "padding_share": total("padding") / (stored + total("padding")),
+        "padding_share": total("padding") / (total("tokens") + total("padding")),
     }
 
 

@@ -170,6 +170,7 @@ def prepare(
         if index and all(one.format == 2 for one in opened):
             with contextlib.suppress(UserError):  # the folder may be read-only
                 write_index(store, index, opened)
+    _check_targets(opened, recipe, tokenizer)
     for one in opened:
         if one.format > 1 and not one.statistics[HELDOUT].documents:
             warn(
@@ -182,6 +183,37 @@ def prepare(
                 f"loses parts of a text, so that its tokens are {one.miscounted_bytes:,} bytes off"
             )
     return opened
+
+
+def _check_targets(opened: Sequence[Prepared], recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Warns of conversations that teach no end token.
+
+    Raises:
+      UserError: a source of conversations has no row to train on, or no source has a held-out row.
+    """
+    for one in opened:
+        if not one.source.chat:
+            continue
+        counts = one.counts
+        require(
+            one.statistics[TRAIN].documents > 0,
+            f"{one.source.name}: {one.fit}: none is left to train on: expected shorter prompts, or "
+            "a larger train.sequence_length",
+        )
+        if counts.endless:
+            warn(
+                f"{one.source.name}: {counts.endless:,} of {counts.documents:,} conversations have "
+                f"no end token ({tokenizer.decode([tokenizer.eos_id])!r}) that counts in the loss, "
+                "so that generation would not stop: name the token that ends a turn as eos_token "
+                "in tokenizer_config.json"
+            )
+    require(
+        any(one.statistics[HELDOUT].documents for one in opened)
+        or not any(one.source.chat for one in opened),
+        "no held-out conversation has a token that counts in the loss in its first "
+        f"{recipe.row_length} tokens: expected more conversations, a larger data.heldout_fraction, "
+        "or a larger train.sequence_length",
+    )
 
 
 def _prepare_all(
@@ -210,7 +242,7 @@ def _prepare_all(
         raise Unfinished(missing, in_all)
     divided = _divided(corpora, found, tokenizer, recipe, store)
     for i, corpus in corpora.items():
-        found[i] = pack(corpus, divided.get(i), recipe, store, progress, workers, share)
+        found[i] = pack(corpus, divided.get(i), tokenizer, recipe, store, progress, workers, share)
     return [found[i] for i in range(len(all_sources))]
 
 
@@ -473,6 +505,7 @@ def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
 def pack(
     corpus: Corpus,
     divided: Divided | None,
+    tokenizer: Tokenizer,
     recipe: Recipe,
     store: Store,
     progress: Progress = lambda *_: None,
@@ -490,6 +523,7 @@ def pack(
       corpus: the source with its units.
       divided: the document of the source that is divided between the two splits; None: there is
         none, and each document is trained on or held out by its hash.
+      tokenizer: the tokenizer of the units.
       recipe: the recipe of the rows.
       store: where the units are, and where the rows are written.
       progress: called with (what is packed, bytes of the tokens packed, bytes of all tokens).
@@ -522,7 +556,7 @@ def pack(
         what, size = f"{corpus.source.name}, rows of {recipe.row_length}", todo[item].token_bytes
         progress(what, sum(done.values()) * size, tokens * size)
 
-    do = functools.partial(_pack_group, recipe=recipe, store=store)
+    do = functools.partial(_pack_group, recipe=recipe, store=store, tokenizer=tokenizer)
     count = min(workers or usable_cores(), -(-tokens // _TOKENS_PER_WORKER))
     for item, _ in run_all(do, todo, count, show):
         show(item, todo[item].tokens)
@@ -530,9 +564,13 @@ def pack(
 
 
 def _pack_group(
-    group: row_groups.Group, progress: Callable[[int], None], recipe: Recipe, store: Store
+    group: row_groups.Group,
+    progress: Callable[[int], None],
+    recipe: Recipe,
+    store: Store,
+    tokenizer: Tokenizer,
 ) -> None:
-    row_groups.pack_group(group, recipe, store, progress)
+    row_groups.pack_group(group, recipe, store, tokenizer, progress)
 
 
 def _divided(
@@ -603,10 +641,7 @@ def _divide(
     kept = len(own) - min(heldout, len(own) - 1)
     # The bytes of the held-out end are counted, because only a text's first token may stand for a
     # space that the text does not have.
-    counted = own[kept:]
-    if (weights := units.open_weights(store, filled[number])) is not None:
-        counted = counted[weights[start + kept : start + len(own)] > 0]
-    of_end = int(tokenizer.token_bytes[counted].sum())
+    of_end = int(tokenizer.token_bytes[own[kept:]].sum())
     return Divided(number, document, kept, max(int(table["bytes"][document]) - of_end, 0))
 
 

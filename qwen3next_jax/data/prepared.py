@@ -21,7 +21,7 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.storage import BucketPath
-from qwen3next_jax.data import digest_cache, format_1, units
+from qwen3next_jax.data import digest_cache, format_1, row_groups, units
 from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, Recipe, Statistics
 from qwen3next_jax.data.rows import RowReader, RowTable
 from qwen3next_jax.data.sources import Source
@@ -74,6 +74,16 @@ class Prepared:
         """
         text_bytes = sum(counts.text_bytes for counts in self.statistics.values())
         return self.miscounted_bytes <= _MISCOUNTED * text_bytes
+
+    @property
+    def counts(self) -> Statistics:
+        """Counts over the rows of both splits."""
+        return self.statistics[TRAIN] + self.statistics[HELDOUT]
+
+    @property
+    def fit(self) -> str:
+        """Describes the conversations that are longer than a row; "" if there are none."""
+        return row_groups.describe_fit(self.counts, self.rows[TRAIN].row_length)
 
     @property
     def directories(self) -> list[pathlib.Path]:

@@ -305,7 +305,7 @@ class RowReader:
 
     def __init__(self, table: RowTable, row_length: int):
         self.table = table
-        self._row_length = row_length
+        self.row_length = row_length
         self._ends = np.cumsum(table.rows)  # [S]
         raise_file_limit()
         self._number = next(_reader_numbers)
@@ -349,15 +349,15 @@ class RowReader:
             .astype(np.int64)
         )
         stored = np.frombuffer(record, dtype, int(lengths.sum()), offset + 4 + 12 * pieces)
-        if len(stored) > self._row_length:
+        if len(stored) > self.row_length:
             raise _damaged(
-                path, f"row {position} holds {len(stored)} tokens, more than {self._row_length}"
+                path, f"row {position} holds {len(stored)} tokens, more than {self.row_length}"
             )
-        tokens_T = np.zeros(self._row_length, np.int32)
-        segment_ids_T = np.zeros(self._row_length, np.int32)
+        tokens_T = np.zeros(self.row_length, np.int32)
+        segment_ids_T = np.zeros(self.row_length, np.int32)
         weights_T = None
         if self.table.weighted:
-            weights_T = np.zeros(self._row_length, np.float32)
+            weights_T = np.zeros(self.row_length, np.float32)
             weights_T[: len(stored)] = stored["weight"]
             stored = stored["token"]
         tokens_T[: len(stored)] = stored

@@ -152,12 +152,15 @@ def summarise(total: dict[str, float]) -> dict[str, float]:
       accuracy: the share of targets that are the trunk's most likely token.
       bits_per_byte: the loss in bits per UTF-8 byte of the predicted tokens; absent if they have no
         bytes, as in synthetic tasks, or if these cannot be counted (`Data.token_bytes`).
-      targets, bytes: the number of tokens that were predicted, and of their UTF-8 bytes.
+      targets, bytes: the number of tokens that were predicted, and of their UTF-8 bytes; the other
+        metrics are absent if no token was predicted.
       mtp_loss/d: nats per token, for each MTP depth d from 0.
       mtp_acceptance/d: the share of positions at which the drafts of depths 0 … d all match the
         trunk's own greedy tokens.
     """
-    targets = max(total["targets"], 1.0)
+    targets = total["targets"]
+    if not targets:
+        return {"targets": 0.0, "bytes": 0.0}
     loss = total["nll"] / targets
     result = {
         "loss": loss,

@@ -234,9 +234,8 @@ class Display:
         elif kind == "checkpoint":
             self._checkpoint = f"step {step}"
         elif kind in FAULTS:
-            self._skipped = (
-                event.get("skipped", self._skipped + 1) if kind == "skip" else self._skipped
-            )
+            if kind in ("skip", "no_targets"):
+                self._skipped = event.get("skipped", self._skipped + 1)
             if kind == "rewind":
                 self._compiled_in = event.get("to_step", step) + 1
             if kind == "spike" and event.get("skipped"):
@@ -365,8 +364,10 @@ FAULTS = {
 }
 
 
-def _number(value: float | str, form: str) -> str:
+def _number(value: float | str | None, form: str) -> str:
     """Formats a number of an event. NaN and infinity are already text in events."""
+    if value is None:
+        return "–"
     return value if isinstance(value, str) else format(value, form)
 
 

@@ -23,6 +23,7 @@ from qwen3next_jax.runs.start import SAMPLE_TEMPERATURE
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.training.average import averaged_params
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
+from qwen3next_jax.training.guards import NO_TARGETS
 from qwen3next_jax.training.loop import Hook, Metrics, StepInfo, Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursor, ResolvedStage
@@ -31,6 +32,8 @@ from qwen3next_jax.training.state import State
 # Metrics of the train step that a "train" event leaves out, because they are arrays or, in "flags",
 # bits.
 NOT_LOGGED = ("expert_load", "grad_norms", "flags")
+# Metrics that are means over the targets of a batch; depths of MTP have a number behind the name.
+OF_TARGETS = ("loss", "top1", "mtp_loss", "mtp_top1", "total_loss")
 # Says what the run does while the block runs: `Display.during`.
 During = Callable[..., AbstractContextManager[None]]
 
@@ -135,6 +138,8 @@ class MetricsHook(Hook):
     def __call__(self, info: StepInfo) -> None:
         metrics = jax.device_get(info.metrics)
         record = {name: float(value) for name, value in metrics.items() if name not in NOT_LOGGED}
+        if int(metrics["flags"]) & NO_TARGETS:
+            record |= {name: None for name in record if name.partition("/")[0] in OF_TARGETS}
         load = metrics.get("expert_load")
         if load is not None:
             record["busiest_expert"] = float(np.max(load))
@@ -239,7 +244,7 @@ class EvaluationHook:
         params = info.state["params"]
         with self._during("evaluating on held-out text"):
             values = self._heldout.run(params)
-        self.heldout_loss = values["loss"]
+        self.heldout_loss = values.get("loss", 0.0)
         main = main_values(to_metric_values(values, self._heldout.metrics))[:1]
         self.heldout_text = "".join(f"{value.label} {value}" for value in main)
         self._metrics.write("heldout", info.step, **event_fields(values, self._heldout.metrics))

@@ -101,9 +101,13 @@ def make_train_step(
         grads, loss_parts, counts, row_grads = gradients(state["params"], batch)
         grad_norm = optax.tree.norm((grads, {n: g.rows for n, g in row_grads.items()}))
 
-        # The guards decide whether the update is skipped, from the loss and the gradient norm.
+        # The guards decide whether the update is skipped.
         skip, guard_state, guard_metrics = guards.check(
-            guard_config, state["guards"], loss_parts["total_loss"], grad_norm
+            guard_config,
+            state["guards"],
+            loss_parts["total_loss"],
+            grad_norm,
+            counts.has_targets,
         )
 
         # The main optimizer applies clipping, its direction, weight decay and the learning rate.
@@ -143,7 +147,6 @@ def make_train_step(
             "grad_norm": grad_norm,
             "grad_norms": norms_by_layer(run.model, assignment.with_zeros(state["params"], grads)),
             "tokens": counts.tokens,
-            "flags": metrics["flags"] | guards.NO_TARGETS * ~counts.has_targets,
             "learning_rate": learning_rate,
         }
         if "loss_weights" in batch:
