@@ -199,6 +199,7 @@ def test_long_rows_of_few_heads_go_in_pieces(batch, tokens, heads, split):
     assert split[0] == 1 or batch * heads * max(blocks) <= delta_rule_problem.PROCESSORS
 
 
+@pytest.mark.slow
 def test_the_second_call_of_a_row_in_pieces_writes_in_place():
     """Into the arrays that the first call wrote to: o and the states, then both parts of dV and the
     gradients of the states.
@@ -217,7 +218,7 @@ def test_the_second_call_of_a_row_in_pieces_writes_in_place():
     traced = jax.jit(both).trace(Inputs(q, q, v, gates, gates), state)
     lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("@mosaic_gpu") == 7
-    aliases = re.findall(r"output_operand_aliases = \[(.*?)\], ", lowered)
+    aliases = re.findall(r"output_operand_aliases = \[(.*?)\], result", lowered)
     assert sorted(x.count("operand_index") for x in aliases) == [2, 3]
 
 
