@@ -30,6 +30,7 @@ PROCESSORS = 132
 # number of chunks that a pass of the state computes in that time. This is a guess; it has not been
 # timed.
 COMPOSING = 48
+MOST_PIECES = 33  # more would take XLA longer to compose than COMPOSING says
 INTERPRETER = plgpu.InterpretGPUParams()
 
 
@@ -168,7 +169,7 @@ class Problem:
         """
         rows = self.batch * self.value_heads
         pieces = 1 + processors() // (rows * max(self.value_tiles, self.map_blocks))
-        pieces = min(pieces, self.chunks)
+        pieces = min(pieces, self.chunks, MOST_PIECES)
         in_turn = 2 * -(-self.chunks // pieces) + COMPOSING
         if pieces > 2 and in_turn <= 0.8 * self.chunks:
             return Split(pieces, 1)
