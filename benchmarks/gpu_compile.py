@@ -5,7 +5,7 @@ fits, and what is computed.
     python benchmarks/gpu_compile.py --config configs/small.py --operators
     python benchmarks/gpu_compile.py --kernels [--only convolution] [--tokens 4096] [--key_heads
     16] [--value_heads 16]
-        [--key 128] [--value 128] [--pieces 0]
+        [--key 128] [--value 128] [--pieces 0] [--warpgroups 1]
 
 XLA's CUDA plugin compiles for a described chip and touches no driver. It needs an environment
 apart, since a process with the plugin looks for GPUs, and a `ptxas` of CUDA 13 on the PATH (the
@@ -21,17 +21,21 @@ Printed: seconds to compile, memory of the arguments (the state) and of everythi
 (temporaries), FLOPs of all products, a loop of unstated length counted once, the largest array,
 XLA's own passes over memory (fusions and copies that are neither product nor kernel) and what
 they write, the collectives, and with --top what shares the temporaries' memory at its fullest,
-by shape. With --kernels, of all kernels: what ptxas says of registers and spills, and by count
-of the delta rule's copies and products, bytes between memory and chip and FLOPs. What no
-compiler says is a time.
+by shape. With --kernels, of all kernels: what ptxas says of registers and spills, what it says
+of performance that is lost, and the shared memory of a block; and by count of the delta rule's
+copies and products, bytes between memory and chip and FLOPs. What no compiler says is a time.
+The kernels are compiled by nvJitLink where it is installed (the extra `gpu` brings it), otherwise
+by `ptxas`: the two give different registers.
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import glob
 import importlib
+import io
 import os
 import re
 import runpy
@@ -208,7 +212,7 @@ def operators(config, place):
     }
 
 
-def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, pieces: int):
+def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, split):
     """{pass: (bytes a token that the kernels copy, all heads; products of 64 x 64 x 64 a chunk
     and value head)}, by hand from kernels/gpu/delta_rule*.py, residuals saved. A copy that
     another block made before may come out of the L2 cache.
@@ -217,13 +221,14 @@ def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, pieces
     tile, rows, numbers = 64 * 64 * 2, 8 * 64 * 4, 6 * 64 * 4
     chunk = (2 * keys * tile) / share + rows + numbers + tile  # q and k; P
     # q, k, P and the inverse once for two tiles of the value, or one where there are processors;
-    # then v or dO. Maps need neither q nor P.
-    width = lambda n: 1 if n % 2 or pieces * value_heads * n <= 132 else 2
-    passed = lambda n, read: n // width(n) * (read * tile + rows + numbers) + n * tile
-    scan, maps = passed(values, 2 * keys + 3), lambda n: (pieces > 1) * passed(n, keys + 2)
+    # then v or dO. Maps of the forward pass need neither q nor P.
+    passed = lambda blocks, n, read: blocks * (read * tile + rows + numbers) + n * tile
+    scan = passed(values // split.warpgroups, values, 2 * keys + 3)
+    blocks, mapped_share = -(-(keys + values) // 2), max(0, split.pieces - 2) / split.pieces
+    maps = lambda read: mapped_share * passed(blocks, 2 * blocks, read)
     states = keys * values * tile
-    forward = chunk + 2 * tile + scan + values * tile + maps(keys + values)
-    backward = chunk + scan + 2 * values * tile + states + maps(keys) + (pieces > 1) * scan
+    forward = chunk + 2 * tile + scan + values * tile + maps(keys + 2)
+    backward = chunk + scan + 2 * values * tile + states + maps(2 * keys + 3)
     again = (values - 1) * keys * tile + 64 * 4  # what has to make room
     gradients = (
         (2 * keys + 4 * values + 2) * tile
@@ -237,21 +242,12 @@ def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, pieces
     a_token = lambda x: x * value_heads / 64
     # three passes each, in products of 64 x 64 x 64
     ladder = 3 * (3 * 2 / 4 + 1 / 4 + 3 / 16 + 1 / 4 + 1 / 4)
-    mapped = lambda n: (pieces > 1) * n * (3 * keys + 2)
-    computed = 3 * keys / share + ladder + values * (4 * keys + 4) + mapped(keys + values)
-    state_back = values * (3 * keys + 4) * (1 + (pieces > 1))
+    mapped_tiles = mapped_share * 2 * blocks
+    computed = 3 * keys / share + ladder + values * (4 * keys + 4) + mapped_tiles * (3 * keys + 2)
+    state_back = (values + mapped_tiles) * (3 * keys + 4)
     # by both warpgroups of a block: E, and what is summed over pairs
     twice = (keys > 2) * (keys * values + 2 * values + 2)
-    back = (
-        3 * keys / share
-        + state_back
-        + mapped(keys)
-        + 5 * keys * values
-        + 6 * values
-        + 6 * keys
-        + 2
-        + twice
-    )
+    back = 3 * keys / share + state_back + 5 * keys * values + 6 * values + 6 * keys + 2 + twice
     return {
         "forward": (a_token(forward + states), computed),
         "forward alone": (a_token(forward), computed),
@@ -271,6 +267,7 @@ def show_kernels(options, place):
     from qwen3next_jax.kernels.gpu import delta_rule as pallas_gpu
     from qwen3next_jax.kernels.gpu import gated_norm as norm
     from qwen3next_jax.kernels.gpu import grouped_matmul as products
+    from qwen3next_jax.kernels.gpu.delta_rule_problem import Split
     from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
     t, g, h, k, v = (
@@ -287,8 +284,9 @@ def show_kernels(options, place):
         shaped(1, h, k, v, dtype=jnp.float32),
     )
     settings = Settings(64, normalize_qk=True, erase=True)
-    pieces = options.pieces or pallas_gpu.Problem.of(x, settings).pieces
-    common = dict(settings=settings, interpret=False, pieces=pieces)
+    split = Split(options.pieces, options.warpgroups) if options.pieces else None
+    split = pallas_gpu.Problem.of(x, settings, split).split
+    common = dict(settings=settings, interpret=False, split=split)
     forward = functools.partial(pallas_gpu.forward, inverses=None, save=True, **common)
     saved = [
         jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=place)
@@ -296,8 +294,11 @@ def show_kernels(options, place):
     ]
     backward = functools.partial(pallas_gpu.backward, **common)
     if options.only in "delta rule":
-        print(f"{t} tokens, {g} key heads of {k}, {h} value heads of {v}, in {pieces} piece(s)")
-    counts = kernel_counts(g, h, k, v, pieces)
+        print(
+            f"{t} tokens, {g} key heads of {k}, {h} value heads of {v}, in {split.pieces} piece(s)"
+            f", {split.warpgroups} tile(s) a block of whole rows"
+        )
+    counts = kernel_counts(g, h, k, v, split)
     of_experts = shaped(2 * t, 512), shaped(16, 512, 256), shaped(16, dtype=jnp.int32)
     d = 2 * g * k + h * v
     convolved = shaped(1, 3, d), shaped(1, t, d), shaped(4, d), shaped(1, t + 3, dtype=jnp.int32)
@@ -318,7 +319,10 @@ def show_kernels(options, place):
     ):
         if options.only not in (f"delta rule, {name}" if name in counts else name):
             continue
-        lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+        resources = io.StringIO()
+        with contextlib.redirect_stdout(resources):
+            lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+        shared = re.findall(r"smem_scratch_bytes=(\d+)", resources.getvalue())
         begun, said = time.time(), tempfile.TemporaryFile(mode="w+")
         before = [os.dup(1), os.dup(2)]
         for stream in (1, 2):
@@ -348,11 +352,21 @@ def show_kernels(options, place):
         said.seek(0)
         text = said.read()
         account = (
-            r"Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for.*?(\d+) bytes spill "
-            r"stores.*?Used (\d+) registers"
+            r"((?:ptxas info +: \(C\d+\) Potential Performance Loss: [^\n]*\n)*)"
+            r"(?:ptxas warning[^\n]*\n)?(?:ptxas info +: 0 bytes gmem\n)?"
+            r"ptxas info +: Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for.*?"
+            r"(\d+) bytes spill stores.*?Used (\d+) registers"
         )
-        for kernel, spilled, registers in re.findall(account, text, re.S):
-            print(f"  {kernel}: {registers} registers, {spilled} bytes spilled")
+        accounts = re.findall(account, text, re.S)
+        if len(shared) != len(accounts):  # a kernel that was compiled before has no account
+            shared = ["unknown"] * len(accounts)
+        for (losses, kernel, spilled, registers), size in zip(accounts, shared):
+            print(
+                f"  {kernel}: {registers} registers, {spilled} bytes spilled, {size} bytes of "
+                "shared memory"
+            )
+            for loss in re.findall(r"Loss: (.*)", losses):
+                print(f"    {loss}")
 
 
 def main():
@@ -387,6 +401,7 @@ def main():
         ("key", 128),
         ("value", 128),
         ("pieces", 0),
+        ("warpgroups", 1),
     ):
         parser.add_argument(f"--{name}", type=int, default=size)
     options = parser.parse_args()
@@ -395,6 +410,7 @@ def main():
             "CUDA_VISIBLE_DEVICES": "-1",
             "TF_CPP_MIN_LOG_LEVEL": "3",
             "MOSAIC_GPU_DUMP_PTXAS": "1",
+            "MOSAIC_GPU_DUMP_RESOURCES": "1",
             "XLA_FLAGS": f"--xla_dump_to={folder}",
         }
         compile_all(options)

@@ -31,6 +31,7 @@ from qwen3next_jax.kernels.gpu import delta_rule_self_test
 from qwen3next_jax.kernels.gpu import gated_norm as gated_norm_gpu
 from qwen3next_jax.kernels.gpu import grouped_matmul as products
 from qwen3next_jax.kernels.gpu import tokamax as tokamax_release
+from qwen3next_jax.kernels.gpu.delta_rule_problem import Split
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.model.gated_deltanet import GatedDeltaNet
 from qwen3next_jax.ops import gated_delta_rule, grouped_matmul
@@ -206,7 +207,9 @@ def kinds_of_call(key: int, value: int, interpret: bool) -> dict:
     heads = f"delta rule, K {key} V {value}"
     return {
         f"{heads}, float64": functools.partial(against_float64, key, value),
-        f"{heads}, XLA, a row in pieces": functools.partial(trial, True, True, True, interpret),
+        f"{heads}, XLA, a row in pieces": functools.partial(
+            trial, True, True, Split(3, 1), interpret
+        ),
     }
 
 
@@ -215,12 +218,16 @@ def correctness(args, note):
     trial = functools.partial(
         against_xla, delta_rule_self_test.max_error, delta_rule_self_test.TOLERANCE, width, width
     )
+    whole = Split(1, 1)
     further = (
         {}
         if i
         else {
-            "delta rule, XLA, without norms": functools.partial(trial, False, True, False, i),
-            "delta rule, XLA, without erasing": functools.partial(trial, True, False, False, i),
+            "delta rule, XLA, without norms": functools.partial(trial, False, True, whole, i),
+            "delta rule, XLA, without erasing": functools.partial(trial, True, False, whole, i),
+            "delta rule, XLA, two tiles a block": functools.partial(
+                trial, True, True, Split(1, 2), i
+            ),
         }
     )
     convolution = functools.partial(
