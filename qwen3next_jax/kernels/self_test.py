@@ -52,6 +52,7 @@ class SelfTest:
       tolerance: the largest difference with which the test passes.
       ran_on: the GPU and the JAX release with which the kernels have run training steps
         (docs/gpu.md); "" if they have run none.
+      without: what a user has to expect if the kernels do not run; "" if nothing is said.
     """
 
     name: str
@@ -61,6 +62,7 @@ class SelfTest:
     max_error: Callable[[], tuple[str, float]]
     tolerance: float
     ran_on: str = "an H200, jax 0.11.2"
+    without: str = ""
 
 
 def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
@@ -77,10 +79,11 @@ def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
         return False
     reason = unsupported or outcome(jax.local_devices()[0], test)
     ran = f"which ran on {test.ran_on}" if test.ran_on else "which never ran a whole step"
+    without = f"; {test.without}" if test.without else ""
     say(
-        f"{test.name}: XLA computes it without the kernel: the call {reason}"
+        f"{test.name}: XLA computes it without the kernel: the call {reason}{without}"
         if reason
-        else f"{test.name}: the kernels for Hopper GPUs, {ran}: {test.avoid}"
+        else f"{test.name}: the kernels for this GPU, {ran}: {test.avoid}"
     )
     return not reason
 
@@ -95,7 +98,14 @@ def unsupported_chip() -> str:
         chip = getattr(jax.local_devices()[0], "compute_capability", "unknown")
         if chip != "9.0":
             reason = f"on a GPU of compute capability {chip}: expected 9.0 (H100, H200)"
-    return reason if jax.process_count() == 1 else _agreed("chip", lambda: reason)
+    return agreed("chip", reason)
+
+
+def agreed(question: str, reason: str) -> str:
+    """Returns `reason`, why this process cannot run some kernels. If it is "", returns the first
+    other process's reason for the same question; "" if all processes can run them.
+    """
+    return reason if jax.process_count() == 1 else _agreed(question, lambda: reason)
 
 
 def agreed_reason(name: str, find: Callable[[], str]) -> str:
@@ -212,6 +222,8 @@ def _run(device, test: SelfTest) -> str:
         with jax.default_device(device):
             name, error = test.max_error()
     except Exception as failure:
+        if "RESOURCE_EXHAUSTED" in str(failure):
+            return f"{FAILED}: too little of its memory was free"
         text = " ".join(str(failure).split())[:200]
         return f"{FAILED} ({type(failure).__name__}: {text})"
     if error <= test.tolerance:
