@@ -175,6 +175,7 @@ def train(
                     hooks.StopHook(trainer, signals),
                     hooks.ProfilerHook(profiler),
                     hooks.IncidentsHook(incidents),
+                    hooks.OperatorsHook(workdir, metrics),
                     hooks.DisplayHook(display),
                 ),
                 add_hooks=add_hooks,
