@@ -28,7 +28,7 @@ from qwen3next_jax.ops import implementations
 from qwen3next_jax.ops.compile_target import compile_target
 
 PASSED = "right"  # the content of the file that stores a passed test
-FAILED = "failed where it was tried on this GPU"
+FAILED = f"failed {implementations.WHERE_TRIED}"
 FOLDER = pathlib.Path(os.path.expanduser("~/.cache/qwen3next_jax/kernels"))
 AVOID = f"a file {FOLDER}/avoid avoids all such kernels"
 # The number of seconds that a process waits for the outcome of another process. In that time the
@@ -68,9 +68,9 @@ class SelfTest:
 def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
     """Returns whether a call that names no implementation runs the kernels. If the kernels can run
     the call and no outcome of the test is stored, the function runs the test, or takes it to pass
-    if the test is put off. It prints the decision and its reason, each text once in a process, unless
-    `trace_and_record` records them. If the program is compiled for a GPU that this process does not
-    have, it returns False and prints nothing.
+    if the test is put off. It prints the decision and its reason, each text once in a process,
+    unless `trace_and_record` records them. If the program is compiled for a GPU that this process
+    does not have, it returns False and prints nothing.
 
     Args:
       test: the test on which the decision depends.
@@ -151,11 +151,12 @@ def largest_error(names, got, want) -> tuple[str, float]:
     return max(errors.items(), key=lambda item: item[1])
 
 
-def outcome(device, test: SelfTest, folder: pathlib.Path = FOLDER) -> str:
+def outcome(device, test: SelfTest, folder: pathlib.Path | None = None) -> str:
     """Returns what went wrong in the test in this process or, if it passed here, in another process
-    of the same run; "" if the kernels passed in all processes. `folder` holds the stored outcomes.
+    of the same run; "" if the kernels passed in all processes. `folder` holds the stored outcomes;
+    None: FOLDER.
     """
-    return _agreed((test.name, test.kind), lambda: _stored_outcome(device, test, folder))
+    return _agreed((test.name, test.kind), lambda: _stored_outcome(device, test, folder or FOLDER))
 
 
 def _agreed(call, find: Callable[[], str]) -> str:
@@ -240,6 +241,6 @@ def _run(device, test: SelfTest) -> str:
     if error <= test.tolerance:
         return ""
     return (
-        f"gave another {name} than XLA where it was tried on this GPU ({error:.2g} apart, at most "
+        f"gave another {name} than XLA {implementations.WHERE_TRIED} ({error:.2g} apart, at most "
         f"{test.tolerance})"
     )

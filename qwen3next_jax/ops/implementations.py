@@ -29,6 +29,8 @@ from qwen3next_jax.ops.compile_target import compile_target
 
 KERNELS = "qwen3next_jax.kernels"
 _PLATFORMS = {"tpu": "a TPU", "gpu": "a GPU", "cpu": "a CPU"}
+# Every reason of kernels that failed their test contains these words.
+WHERE_TRIED = "where it was tried on this GPU"
 # The operators that take most of a step if they run without kernels on a GPU or a TPU, as the
 # subject and the verb of a sentence.
 _SLOW_WITHOUT_KERNELS = {
