@@ -8,7 +8,9 @@ It exits with 0 if kernels run every operator, or if there is only a CPU; with 1
 without kernels and is slow; with 2 if something is broken.
 """
 
+import concurrent.futures
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import sys
@@ -39,25 +41,27 @@ def main() -> int:
     console = Console(highlight=False)
     if not console.is_terminal:  # a program may read the lines, so they must not be wrapped
         console.width = 10_000
-    print(f"python     {sys.version.split()[0]}")
-    print(f"libraries  {', '.join(_versions())}")
+    say = functools.partial(console.print, markup=False)
+    say(f"python     {sys.version.split()[0]}")
+    say(f"libraries  {', '.join(_versions())}")
     if driver := nvidia_driver():
-        print(f"driver     {driver} (NVIDIA)")
+        say(f"driver     {driver} (NVIDIA)")
     cli.enable_compilation_cache()
     try:
         devices = jax.devices()
     except RuntimeError as error:
-        print(f"broken: JAX finds no device: {one_line(str(error))}")
+        say(f"broken: JAX finds no device: {one_line(str(error))}")
         return BROKEN
-    print(f"devices    {_describe_devices(devices)}")
+    say(f"devices    {_describe_devices(devices)}")
     if line := unused_gpu(os.environ, jax.default_backend()):
-        print(f"broken: {line}")
+        say(f"broken: {line}")
         return BROKEN
     if jax.default_backend() == "cpu":
         _print_plan(console)
         return ExitCode.DONE
-    results = check(parts(ROWS, LENGTH), devices[0])
-    console.print(_results_table(results))
+    with console.status("compiling, testing and timing each operator"):
+        results = check(parts(ROWS, LENGTH), jax.local_devices()[0])
+    _print_results(results, console)
     return _verdict(results)
 
 
@@ -230,76 +234,100 @@ class Result:
 
 
 def check(parts: Sequence[Part], device: Any) -> list[Result]:
-    """Traces all parts, runs the tests of their kernels, and times each part on `device`."""
+    """Traces all parts, runs the tests of their kernels, compiles the parts side by side, and times
+    one after the other on `device`.
+    """
     import jax
 
     from qwen3next_jax.ops.implementations import trace_and_record
 
-    jitted = {part.name: jax.jit(part.function) for part in parts}
-    errors: dict[str, str] = {}
+    traced: dict[str, Any] = {}
+    errors: dict[str, Exception] = {}
 
-    def trace():
+    def trace() -> None:
         for part in parts:
             try:
-                jitted[part.name].trace(*part.shapes)
+                traced[part.name] = jax.jit(part.function).trace(*part.shapes)
             except Exception as error:
-                errors[part.name] = f"{type(error).__name__}: {one_line(str(error))}"
+                errors[part.name] = error
+
+    def compile_part(name: str) -> Any:
+        try:
+            return traced[name].lower().compile()
+        except Exception as error:
+            errors[name] = error
 
     decisions = trace_and_record(trace)
+    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+        compiled = dict(zip(traced, pool.map(compile_part, traced), strict=True))
+    seconds: dict[str, float] = {}
+    for part in parts:
+        if part.name in errors:
+            continue
+        try:
+            seconds[part.name] = _time(compiled[part.name], part.shapes)
+        except Exception as error:
+            errors[part.name] = error
     return [
-        _check_part(
+        _result(
             part,
-            jitted[part.name],
             [decision for decision in decisions if decision.operator in part.operators],
-            errors.get(part.name, ""),
+            errors.get(part.name),
+            seconds.get(part.name),
             device,
         )
         for part in parts
     ]
 
 
-def _check_part(part: Part, function, decisions, error: str, device) -> Result:
+def _result(part: Part, decisions, error: Exception | None, seconds, device) -> Result:
+    """Returns the result of a part.
+
+    Args:
+      decisions: the decisions on its operators (`implementations.Decision`).
+      error: what its trace, compilation or run raised; None if nothing.
+      seconds: its time; None if it was not timed.
+      device: the device that was timed.
+    """
     from qwen3next_jax.ops.implementations import WHERE_TRIED
 
     names = ", ".join(dict.fromkeys(decision.implementation for decision in decisions))
     if any(decision.is_kernel for decision in decisions):
         # Of the experts' operators, one has the kernels and the other calls it.
         decisions = [decision for decision in decisions if decision.is_kernel]
+    code = ExitCode.DONE
+    if any(decision.refusal for decision in decisions):
+        code = SLOW
+    if any(WHERE_TRIED in decision.refusal for decision in decisions):
+        code = BROKEN
     reasons = dict.fromkeys(
-        f"{decision.consequence or 'no kernels run'}: the call {decision.refusal}"
+        f"{decision.consequence or 'it runs without kernels'}: the call {decision.refusal}"
         if decision.refusal
         else decision.reason
         for decision in decisions
     )
     why = "; ".join(reasons)
-    code = SLOW if any(decision.refusal for decision in decisions) else ExitCode.DONE
-    if any(WHERE_TRIED in decision.refusal for decision in decisions):
-        code = BROKEN
-    if error:
-        return Result(part, names, error, None, None, BROKEN)
-    try:
-        seconds = _time(function, part.shapes)
-    except Exception as failure:
-        if out_of_memory(failure):
-            return Result(part, names, f"not timed: too little memory; {why}", None, None, code)
-        text = f"{type(failure).__name__}: {one_line(str(failure))[:300]}"
+    if error is not None and out_of_memory(error):
+        return Result(part, names, f"not timed, for lack of memory; {why}", None, None, code)
+    if error is not None:
+        text = f"{type(error).__name__}: {one_line(str(error))}"
         return Result(part, names, text, None, None, BROKEN)
     return Result(part, names, why, seconds, _share(part, seconds, device), code)
 
 
-def _time(function, shapes) -> float:
-    """Returns the shortest time of some calls of a jitted function with random arguments."""
+def _time(compiled, shapes) -> float:
+    """Returns the shortest time of some calls of a compiled function with random arguments."""
     import jax
 
     keys = jax.random.split(jax.random.key(0), len(shapes))
     arguments = [
         0.1 * jax.random.normal(key, x.shape, x.dtype) for key, x in zip(keys, shapes, strict=True)
     ]
-    jax.block_until_ready(function(*arguments))
+    jax.block_until_ready(compiled(*arguments))
     times = []
     for _ in range(_REPEATS):
         begin = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
+        jax.block_until_ready(compiled(*arguments))
         times.append(time.perf_counter() - begin)
     return min(times)
 
@@ -314,20 +342,24 @@ def _share(part: Part, seconds: float, device) -> float | None:
     return max(part.flops / chip.device_flops, part.bytes / bandwidth) / seconds
 
 
-def _results_table(results: Sequence[Result]) -> Table:
+def _print_results(results: Sequence[Result], console: Console) -> None:
+    """Prints a table of the times, and below it why each implementation runs."""
     table = Table("operator", "runs as", box=SIMPLE)
-    table.add_column("time", justify="right")
-    table.add_column("of data sheet", justify="right")
-    table.add_column("why", overflow="fold")
+    table.add_column("forward and backward", justify="right")
+    table.add_column("of the data sheet", justify="right")
     for result in results:
         table.add_row(
             result.part.name,
             result.runs_as or "–",
             "–" if result.seconds is None else f"{1e3 * result.seconds:.2f} ms",
             "–" if result.share is None else f"{result.share:.0%}",
-            result.why,
         )
-    return table
+    console.print(table)
+    names: dict[str, list[str]] = {}
+    for result in results:
+        names.setdefault(result.why, []).append(result.part.name)
+    for why, same in names.items():
+        console.print(f"{', '.join(same)}: {why}", markup=False)
 
 
 def _verdict(results: Sequence[Result]) -> int:
@@ -346,9 +378,9 @@ def _verdict(results: Sequence[Result]) -> int:
 
 def _print_plan(console: Console) -> None:
     """Prints what the command compares on a machine with a GPU or TPUs."""
-    print(
-        "This machine has a CPU only, which runs every operator without kernels. On a GPU or a TPU "
-        "the command compares"
+    console.print(
+        "JAX computes on a CPU here, which runs every operator without kernels. On a GPU or a TPU "
+        "this command compares"
     )
     table = Table("operator", "forward and backward on", box=SIMPLE)
     table.add_column("TFLOP", justify="right")
@@ -361,4 +393,4 @@ def _print_plan(console: Console) -> None:
             f"{part.bytes / 1e9:.2f}",
         )
     console.print(table)
-    print("with the time that the chip's data sheet allows for these operations and bytes.")
+    console.print("with the time that the chip's data sheet allows for these operations and bytes.")

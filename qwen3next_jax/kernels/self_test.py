@@ -81,7 +81,7 @@ def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
     reason = unsupported or _outcome_for_now(test)
     ran = f"which ran on {test.ran_on}" if test.ran_on else "which never ran a whole step"
     trained = f"have trained on {test.ran_on}" if test.ran_on else "have never trained a model"
-    passed = f"its kernels passed their test on this GPU; they {trained}"
+    passed = f"the kernels passed their test on this GPU and {trained}"
     implementations.give_reason(not reason, reason or passed)
     say(
         f"{test.name}: XLA computes it without the kernel: the call {reason}"

@@ -14,7 +14,6 @@ from flax import nnx
 from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.config import EvalConfig, TrainConfig
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.ops.implementations import Decision
 from qwen3next_jax.processes.distributed import StopVote, broadcast_from_process_0
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
 from qwen3next_jax.runs.checkpoint import Checkpoints
@@ -26,7 +25,7 @@ from qwen3next_jax.runs.start import SAMPLE_TEMPERATURE
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.training.average import averaged_params
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
-from qwen3next_jax.training.loop import Hook, Metrics, StepInfo, Trainer
+from qwen3next_jax.training.loop import Decision, Hook, Metrics, StepInfo, Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursor, ResolvedStage
 from qwen3next_jax.training.state import State
