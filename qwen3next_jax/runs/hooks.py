@@ -113,26 +113,32 @@ class DisplayHook(Hook):
 
 
 class OperatorsHook(Hook):
-    """Writes an "operators" event and the same in run.json, when a step has been traced."""
+    """Writes an "operators" event and the same in run.json when a step has been traced. They hold
+    what runs the operators of all stages since the start.
+    """
 
     def __init__(self, workdir: pathlib.Path, metrics: MetricsFile):
         self._workdir = workdir
         self._metrics = metrics
+        self._operators: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def step_traced(self, step: int, decisions: Sequence[Decision]) -> None:
-        operators = [
-            {
+        number = len(self._operators)
+        for decision in decisions:
+            why = f"the call {decision.refusal}" if decision.refusal else decision.reason
+            entry = {
                 "operator": decision.operator,
                 "implementation": decision.implementation,
                 "kernels": decision.is_kernel,
-                "why": f"the call {decision.refusal}" if decision.refusal else decision.reason,
+                "why": why,
                 "consequence": decision.consequence,
                 "call": decision.call,
             }
-            for decision in decisions
-        ]
-        self._metrics.write("operators", step - 1, operators=operators)
-        values = {"operators": operators}
+            self._operators.setdefault((decision.operator, decision.implementation, why), entry)
+        if len(self._operators) == number:
+            return
+        values = {"operators": list(self._operators.values())}
+        self._metrics.write("operators", step - 1, **values)
         broadcast_from_process_0(lambda: add_to_run_record(self._workdir, values))
 
 
