@@ -646,6 +646,13 @@ def write_run_record(
         partial.rename(workdir / "tokenizer")
 
 
+def add_to_run_record(workdir: pathlib.Path, values: dict[str, Any]) -> None:
+    """Replaces these entries of run.json. Does not write the file if it already has them."""
+    record = read_run(workdir)
+    if {name: record.get(name) for name in values} != values:
+        write_run(workdir, record | values)
+
+
 def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
     """Writes run.json atomically, with a digest of its content.
 

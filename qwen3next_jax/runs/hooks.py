@@ -2,7 +2,8 @@
 to `training.loop.Trainer`. Each hook is one class and uses no other hook.
 """
 
-from collections.abc import Callable, Mapping
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,10 +14,11 @@ from flax import nnx
 from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.config import EvalConfig, TrainConfig
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.processes.distributed import StopVote
+from qwen3next_jax.processes.distributed import StopVote, broadcast_from_process_0
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.display import Display
+from qwen3next_jax.runs.folder import add_to_run_record
 from qwen3next_jax.runs.incidents import Incidents
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.start import SAMPLE_TEMPERATURE
@@ -24,7 +26,7 @@ from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.training.average import averaged_params
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.guards import NO_TARGETS
-from qwen3next_jax.training.loop import Hook, Metrics, StepInfo, Trainer
+from qwen3next_jax.training.loop import Decision, Hook, Metrics, StepInfo, Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursor, ResolvedStage
 from qwen3next_jax.training.state import State
@@ -111,6 +113,36 @@ class DisplayHook(Hook):
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
         self._display.step(step)
+
+
+class OperatorsHook(Hook):
+    """Writes an "operators" event and the same in run.json when a step has been traced. They hold
+    what runs the operators of all stages since the start.
+    """
+
+    def __init__(self, workdir: pathlib.Path, metrics: MetricsFile):
+        self._workdir = workdir
+        self._metrics = metrics
+        self._operators: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def step_traced(self, step: int, decisions: Sequence[Decision]) -> None:
+        number = len(self._operators)
+        for decision in decisions:
+            why = f"the call {decision.refusal}" if decision.refusal else decision.reason
+            entry = {
+                "operator": decision.operator,
+                "implementation": decision.implementation,
+                "kernels": decision.is_kernel,
+                "why": why,
+                "consequence": decision.consequence,
+                "call": decision.call,
+            }
+            self._operators.setdefault((decision.operator, decision.implementation, why), entry)
+        if len(self._operators) == number:
+            return
+        values = {"operators": list(self._operators.values())}
+        self._metrics.write("operators", step - 1, **values)
+        broadcast_from_process_0(lambda: add_to_run_record(self._workdir, values))
 
 
 class MetricsHook(Hook):

@@ -32,7 +32,16 @@ Listener = Callable[[Event], None]
 
 # Events about a process, not about a step. They stay in the file when a run resumes or rewinds and
 # repeats steps.
-HISTORY = ("start", "stop", "damaged", "rewind", "save_failed", "hook_failed", "changed")
+HISTORY = (
+    "start",
+    "operators",
+    "stop",
+    "damaged",
+    "rewind",
+    "save_failed",
+    "hook_failed",
+    "changed",
+)
 
 
 class MetricsFile:

@@ -203,7 +203,7 @@ def test_one_line_says_why_experts_run_without_kernels(
     x, w = (jax.ShapeDtypeStruct(s, call["dtype"]) for s in ((256, d), (4, d, f)))
     assert not kernels.is_default(x, [w, w])
     (line,) = capsys.readouterr().err.splitlines()
-    assert reason in line and line.endswith(kernels.CONSEQUENCE)
+    assert reason in line
 
 
 def test_a_call_waits_for_no_process_that_lacks_tokamax(monkeypatch):

@@ -55,7 +55,7 @@ def unsupported() -> str:
         return ""
     if target.described:
         return "for a GPU that is not here: expected a GPU whose cuDNN says what it can run"
-    return self_test.agreed_reason("cudnn", _unsupported_here)
+    return self_test.agreed("cudnn", _unsupported_here())
 
 
 def version() -> int:
