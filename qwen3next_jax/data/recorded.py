@@ -14,6 +14,7 @@ Its metadata, which a file of another program need not have:
 Letters: T tokens of a row, L layers, A experts per token.
 """
 
+import glob as local_glob
 import json
 import math
 import os
@@ -313,7 +314,8 @@ def _find_files(config: DataConfig) -> list[tuple[str, pathlib.Path]]:
             f"data.path = {glob!r} with data.source = 'recorded': expected a local folder or glob",
         )
         folder = pathlib.Path(glob)
-        pattern = str(folder / "*.safetensors") if folder.is_dir() else glob
+        in_folder = f"{local_glob.escape(str(folder))}/*.safetensors"
+        pattern = in_folder if folder.is_dir() else glob
         found += [
             (file.label, pathlib.Path(file.path)) for file in sources.resolve(pattern, "").files
         ]

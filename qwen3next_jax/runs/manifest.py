@@ -27,6 +27,8 @@ from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.storage import ABSENT, BucketPath, StoreError, stat_of
 
 NAME = "manifest.json"
+# Files that Orbax writes: what it read, and the index of the arrays, which it writes last.
+_ORBAX, _ORBAX_INDEX = "_METADATA", "manifest.ocdbt"
 PIECE = 1 << 25  # size of a piece in bytes
 _MD5 = "md5:"  # the beginning of a digest that is an MD5 of a whole file
 
@@ -175,6 +177,8 @@ def _find_damage(directory: Folder, sizes_only: bool, run: str | None) -> str | 
         return f"it is a checkpoint of another run ({theirs}; this one is {ours})"
     if "step" in record and str(record["step"]) != directory.name:
         return f"it holds step {record['step']}, by its {NAME}: the folder was renamed or copied"
+    if _ORBAX in sizes and _ORBAX_INDEX not in sizes:
+        return f"Orbax wrote no {_ORBAX_INDEX}, the index of the arrays: it cannot be read"
     files = _resolved(directory, record.get("arrays"))
     if isinstance(files, BucketPath):
         return _find_damage_in_bucket(files, record["files"], piece, sizes_only)

@@ -29,7 +29,13 @@ from qwen3next_jax.data.tokens import same_tokens
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
 from qwen3next_jax.runs import origin
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import config_of, not_writable, read_run, write_run_record
+from qwen3next_jax.runs.folder import (
+    config_of,
+    not_writable,
+    read_run,
+    require_run_path,
+    write_run_record,
+)
 from qwen3next_jax.runs.load import tokenizer_of_run
 from qwen3next_jax.runs.preflight import (
     NOT_STRUCTURE,
@@ -339,7 +345,7 @@ def require_new_run(out: pathlib.Path | BucketPath) -> None:
         not isinstance(out, BucketPath),
         f"--out={out}: a merged run is written to a file system: give a folder there, and copy it",
     )
-    require_path(f"--out={out}", out.absolute() / "checkpoints" / ("0" * 200))
+    require_run_path(f"--out={out}", out)
     require(
         not os.path.lexists(out),
         f"--out={out}: already there: expected a new folder; choose another, or remove it first",
