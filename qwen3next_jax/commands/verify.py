@@ -14,7 +14,7 @@ also says which texts of an evaluation the prepared tokens contain.
 """
 
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from absl import flags
 from rich.box import SIMPLE
@@ -22,7 +22,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, similar_folder
+from qwen3next_jax.common.errors import (
+    ExitCode,
+    UserError,
+    error_message,
+    escape_control,
+    similar_folder,
+)
 from qwen3next_jax.common.storage import to_path
 
 ARGUMENTS = "PATH"  # the positional arguments, for --help
@@ -51,9 +57,11 @@ def main(arguments: list[str]) -> int:
     for path in map(to_path, arguments):
         for name, damage in verify(path):
             table.add_row(
-                escape(str(path)),
+                escape(escape_control(str(path))),
                 escape(escape_control(name)),
-                "ok" if damage is None else f"[bold red]damaged[/]: {escape(damage)}",
+                "ok"
+                if damage is None
+                else f"[bold red]damaged[/]: {escape(escape_control(damage))}",
             )
             checked, damaged = checked + 1, damaged + (damage is not None)
     console.print(table)
@@ -114,12 +122,9 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
         return _verify_export(path)
     if (path / "metadata.json").exists() or list(path.glob("*.array_record")):
         return _verify_rows(path)
-    folders = sorted({p.parent for p in path.glob("*/*.array_record")})
-    folders += sorted({p.parent for p in path.glob("rows/*/*.array_record")})
-    folders = [folder for folder in folders if not folder.name.startswith(".")]
-    manifests = sorted(path.glob("tokens/*/*.json"))
-    if folders or manifests:
-        return _verify_prepared(path, folders, manifests)
+    folders = _row_folders(path)
+    if folders or any(path.glob("tokens/*/*")) or any(path.glob("corpora/*.json")):
+        return _verify_prepared(path, folders)
     reason = (
         "no such folder"
         if not path.exists()
@@ -134,6 +139,7 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
 def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
     from qwen3next_jax.data.tokens import load_tokenizer
     from qwen3next_jax.runs import manifest
+    from qwen3next_jax.runs.checkpoint import FROZEN, frozen_digest
     from qwen3next_jax.runs.folder import is_step_name, read_run
 
     try:
@@ -144,16 +150,25 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
         yield "run.json", str(error)
     if record and (workdir / "tokenizer").exists():
         try:
-            same = load_tokenizer(str(workdir / "tokenizer")).fingerprint == record["tokenizer"]
+            same = load_tokenizer(str(workdir / "tokenizer")).fingerprint == record.get("tokenizer")
             yield "tokenizer", None if same else "its fingerprint is not the one in run.json"
         except UserError as error:
             yield "tokenizer", str(error)
+    frozen, expected = workdir / "frozen", set()
     for kind, run in (("checkpoints", record and record.get("id", "")), ("dumps", None)):
         folders = [p for p in (workdir / kind).glob("*") if is_step_name(p.name)]
         for folder in sorted(folders, key=lambda p: int(p.name)):
-            yield f"{kind}/{folder.name}", manifest.find_damage(folder, run=run)
-    if (workdir / "frozen").is_dir():
-        yield "frozen", manifest.find_damage(workdir / "frozen", run=record and record.get("id"))
+            damage = manifest.find_damage(folder, run=run)
+            if damage is None and (folder / FROZEN).is_file():
+                expected.add(frozen_digest(folder))
+            yield f"{kind}/{folder.name}", damage
+    if frozen.is_dir() or expected:
+        damage = manifest.find_damage(frozen, run=record and record.get("id"))
+        if not frozen.is_dir():
+            damage = "it is missing: without the frozen parameters no checkpoint can be read"
+        elif damage is None and expected - {manifest.digest(frozen)}:
+            damage = "its digest is not the one in the checkpoints: it is of another run"
+        yield "frozen", damage
 
 
 def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
@@ -168,22 +183,50 @@ def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
     return iter(findings)
 
 
-def _verify_prepared(
-    path: pathlib.Path, folders: list[pathlib.Path], manifests: list[pathlib.Path]
-) -> Iterator[Finding]:
+def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the folders of rows in `data.prepared_dir`; first those of format 1."""
+    found = [
+        sorted(
+            {
+                file.parent
+                for name in ("metadata.json", "*.array_record")
+                for file in path.glob(f"{pattern}/{name}")
+            }
+        )
+        for pattern in ("*", "rows/*")
+    ]
+    return [folder for folder in (*found[0], *found[1]) if not folder.name.startswith(".")]
+
+
+def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
+    from qwen3next_jax.data.prepared import open_index
+    from qwen3next_jax.data.preparation import read_corpus_units
     from qwen3next_jax.data.store import Store
-    from qwen3next_jax.data.units import find_unit, open_unit, open_weights
+    from qwen3next_jax.data.units import find_unit, open_unit, open_weights, unit_names
+
+    def check(name: str, read: Callable[[], object]) -> Finding:
+        try:
+            read()
+        except (UserError, ValueError, OSError) as error:
+            return name, error_message(error)
+        return name, None
+
+    def check_unit(key: str) -> None:
+        unit = find_unit(store, key)
+        open_unit(store, unit)
+        open_weights(store, unit)
 
     store = Store(path)
-    for manifest in manifests:
-        damage = None
-        try:
-            unit = find_unit(store, manifest.stem)
-            open_unit(store, unit)
-            open_weights(store, unit)
-        except UserError as error:
-            damage = str(error)
-        yield str(manifest.relative_to(path)), damage
+    finished, unfinished = unit_names(store)
+    for key in finished:
+        yield check(f"tokens/{key[:2]}/{key}.json", lambda: check_unit(key))
+    for key in unfinished:
+        what = "its manifest is missing: it is being prepared, or prepare it again"
+        yield f"tokens/{key[:2]}/{key}.tokens", what
+    for name in store.names("corpora/*.json"):
+        yield check(name, lambda: read_corpus_units(store, name))
+    for name in store.names("indexes/*.npz"):
+        yield check(name, lambda: open_index(store, name))
     for folder in folders:
         yield from _verify_rows(folder)
 

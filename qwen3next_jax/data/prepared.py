@@ -3,8 +3,9 @@
 To find the rows of a corpus of 15 T tokens without an index, a process would read a manifest for
 each of some 450,000 units and 56,000 folders of rows. The index is one file of some tens of bytes
 per shard. It holds what these manifests say, and the size and modification time of every file that
-holds rows. An index is used only if all of these files still have this size and time; otherwise
-`preparation` reads the manifests, reports what is wrong with them, and writes the index anew.
+holds rows. An index is used only if it has its own name and digest in it, and all of these files
+still have this size and time; otherwise `preparation` reads the manifests, reports what is wrong
+with them, and writes the index anew.
 """
 
 import concurrent.futures
@@ -13,13 +14,13 @@ import itertools
 import json
 import os
 import pathlib
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from qwen3next_jax.common import digests
+from qwen3next_jax.common import digests, json_files
+from qwen3next_jax.common.errors import error_message
 from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.data import digest_cache, format_1
 from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, Recipe, Statistics
@@ -28,7 +29,7 @@ from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import Tokenizer
 
-_FORMAT = 1  # of the index
+_FORMAT = 2  # of the index
 _AT_ONCE = 4096  # files whose size and time one thread asks for
 _THREADS = 16  # a network file system answers several requests at once
 
@@ -157,7 +158,9 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
                 "empty": one.empty,
             }
         )
-    arrays["header"] = np.frombuffer(json.dumps(headers).encode(), np.uint8)
+    header = {"name": name, "sources": headers, "arrays": _digest(arrays)}
+    header["digest"] = digests.sha256_json(header)
+    arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     with store.new_file(name) as path, path.open("wb") as file:
         np.savez(file, **arrays)
 
@@ -171,17 +174,50 @@ def read_index(
       The rows of each source; None if there is no such index, if it is damaged, or if a file with
       rows is missing or was written to after the index.
     """
-    listed = _list(store)
     try:
-        with store.local(name) as path, np.load(path, allow_pickle=False) as arrays:
-            headers = json.loads(arrays["header"].tobytes())
-            found = [
-                _read_source(store, arrays, i, source, recipe, header, listed)
-                for i, (source, header) in enumerate(zip(sources, headers, strict=True))
-            ]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        headers, arrays = open_index(store, name)
+    except (OSError, ValueError):
         return None
+    listed = _list(store)
+    found = [
+        _read_source(store, arrays, i, source, recipe, header, listed)
+        for i, (source, header) in enumerate(zip(sources, headers, strict=True))
+    ]
     return None if None in found else found
+
+
+def open_index(store: Store, name: str) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Returns what `write_index` wrote under `name`: a header of each source, and the arrays.
+
+    Raises:
+      OSError: there is no such file, or it cannot be read.
+      ValueError: it is damaged, or was written under another name.
+    """
+    try:
+        with store.local(name) as path, np.load(path, allow_pickle=False) as file:
+            arrays = {key: file[key] for key in file.files}
+        header = json_files.parse(arrays.pop("header").tobytes())
+        intact = header.pop("digest") == digests.sha256_json(header)
+        intact = intact and header["arrays"] == _digest(arrays)
+    except OSError:
+        raise
+    # zipfile, zlib, NumPy and a header of another form raise errors of every kind.
+    except Exception as error:
+        raise ValueError(f"not a readable index ({error_message(error)})") from error
+    if not intact:
+        raise ValueError("its bytes have another digest")
+    if header["name"] != name:
+        raise ValueError(f"it is the index {header['name']}: it was renamed")
+    return header["sources"], arrays
+
+
+def _digest(arrays: Mapping[str, np.ndarray]) -> str:
+    """Returns a digest of arrays and of their names, types and shapes."""
+    parts = [
+        [name, array.dtype.str, array.shape, digests.sha256(np.ascontiguousarray(array).tobytes())]
+        for name, array in sorted(arrays.items())
+    ]
+    return digests.sha256_json(parts)
 
 
 def _read_source(

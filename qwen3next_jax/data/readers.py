@@ -482,6 +482,17 @@ def _decompressed(raw: Any, file: SourceFile) -> tuple[Any, bool]:
     return raw, False
 
 
+def has_no_checksum(file: SourceFile) -> bool:
+    """Whether a local file is a frame of zstd without a checksum of its content (RFC 8878, 3.1.1).
+    Such a file may be damaged without an error.
+    """
+    if _ending(file) != "zstd" or is_remote(os.fspath(file.path)):
+        return False
+    with _readable(file.path), file.path.open("rb") as stream:
+        start = stream.read(5)
+    return len(start) == 5 and start[:4] == b"\x28\xb5\x2f\xfd" and not start[4] & 4
+
+
 def _ending(file: SourceFile) -> str:
     name = file.path.name.lower()
     return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else ""

@@ -240,7 +240,8 @@ class _Levanter:
             name = str(number) if is_v2 else f"c{separator}{number}"
             require(
                 (self._folder / name).is_file(),
-                f"{self._folder / name}: missing, with the entries from {number * self._in_file} on",
+                f"{self._folder / name}: missing, with the entries from "
+                f"{number * self._in_file} on",
             )
         self.length = length
 

@@ -34,7 +34,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.common.errors import ExitCode, UserError, one_line, require, warn
+from qwen3next_jax.common.errors import (
+    ExitCode,
+    UserError,
+    as_user_error,
+    one_line,
+    require,
+    warn,
+)
 from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.common.trees import join, map_leaves
 from qwen3next_jax.config import CheckpointConfig, Config, ModelConfig
@@ -361,7 +368,7 @@ class Checkpoints:
         """
         if not (where / FROZEN).is_file():
             return read_arrays(manifest.arrays_folder(where), abstract_state, partial)
-        record = json_files.read(where / FROZEN)
+        record = _read_frozen_record(where)
         trained, frozen = _split(abstract_state, frozenset(record["parameters"]))
         require(
             manifest.digest(self._frozen) == record["manifest"],
@@ -589,6 +596,26 @@ def _split(state: State, frozen_paths: frozenset[str]) -> tuple[State, State]:
     return others | only(False), only(True)
 
 
+def frozen_digest(checkpoint: pathlib.Path) -> str:
+    """Returns the digest of the manifest of the frozen parameters that a checkpoint was trained
+    with. The checkpoint has the file FROZEN.
+
+    Raises:
+      UserError: that file is damaged.
+    """
+    return _read_frozen_record(checkpoint)["manifest"]
+
+
+def _read_frozen_record(checkpoint: pathlib.Path) -> dict[str, Any]:
+    with as_user_error(f"{checkpoint / FROZEN}: damaged", ValueError, OSError):
+        record = json_files.read(checkpoint / FROZEN)
+        digest, paths = record.get("manifest"), record.get("parameters")
+        is_valid = isinstance(digest, str) and isinstance(paths, list)
+        if not is_valid or not all(isinstance(path, str) for path in paths):
+            raise ValueError("expected a digest and a list of parameters")
+    return record
+
+
 class TrainedModel(NamedTuple):
     """A model from a checkpoint of a run.
 
@@ -649,7 +676,7 @@ def load_adapters(
         require(step is not None, f"{workdir}: no valid checkpoint")
         state = jax.device_get(checkpoints.restore(step, abstract, partial=True))
     record = checkpoints.directory / str(step) / FROZEN
-    digest = json_files.read(record)["manifest"] if record.is_file() else ""
+    digest = frozen_digest(record.parent) if record.is_file() else ""
     return TrainedAdapters(config, _params_of_entries(state), step, digest)
 
 

@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 from typing import Any
 
 from qwen3next_jax.common import digests, json_files
@@ -30,6 +31,8 @@ NAME = "manifest.json"
 # Files that Orbax writes: what it read, and the index of the arrays, which it writes last.
 _ORBAX, _ORBAX_INDEX = "_METADATA", "manifest.ocdbt"
 PIECE = 1 << 25  # size of a piece in bytes
+# where a manifest in a bucket may say that its files are
+_PLACE = re.compile(r"(\.\./){2,9}arrays/[^/]+")
 _MD5 = "md5:"  # the beginning of a digest that is an MD5 of a whole file
 
 Folder = pathlib.Path | BucketPath
@@ -124,7 +127,7 @@ def moved_deeper(content: bytes) -> bytes:
 
 
 def _resolved(directory: Folder, place: Any) -> Folder:
-    if not place or not isinstance(place, str):
+    if not isinstance(place, str) or not _PLACE.fullmatch(place):
         return directory
     if isinstance(directory, BucketPath):
         return directory / place
@@ -168,7 +171,8 @@ def _find_damage(directory: Folder, sizes_only: bool, run: str | None) -> str | 
             _is_md5(d) or len(d) == len(_pieces(size, piece))
             for size, d in record["files"].values()
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+        is_valid = is_valid and all(isinstance(digest, str) for digest in expected)
+    except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError):
         is_valid = False
     if not is_valid:
         return f"{NAME} is damaged"
