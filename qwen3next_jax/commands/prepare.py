@@ -15,7 +15,7 @@ import pathlib
 from absl import flags
 
 from qwen3next_jax.commands import cli
-from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.errors import ExitCode, UserError, escape_control
 
 get_config = cli.define_config_flag()
 _workers = flags.DEFINE_integer(
@@ -81,8 +81,9 @@ def main() -> int:
             continue
         for one in prepared:
             total = one.statistics[TRAIN] + one.statistics[HELDOUT]
-            print(
+            line = (
                 f"{one.source.name}: {total.documents:,} documents, {total.tokens:,} tokens, "
                 f"{total.rows:,} rows of {length}; fingerprint {one.fingerprint}"
             )
+            print(escape_control(line))
     return ExitCode.DONE

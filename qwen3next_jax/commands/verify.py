@@ -103,9 +103,10 @@ def print_contamination(
             prepared_dir,
             progress=progress,
         )
-    print(f"{evaluation} in {prepared_dir}: {found.summary()}")
+    print(escape_control(f"{evaluation} in {prepared_dir}: {found.summary()}"))
     for i, share in found.worst():
-        print(f"  {share:4.0%}  {readers.describe(source, texts[i].file, texts[i].record)}")
+        place = readers.describe(source, texts[i].file, texts[i].record)
+        print(f"  {share:4.0%}  {escape_control(place)}")
 
 
 def verify(path: pathlib.Path) -> Iterator[Finding]:
@@ -139,7 +140,6 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
 def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
     from qwen3next_jax.data.tokens import load_tokenizer
     from qwen3next_jax.runs import manifest
-    from qwen3next_jax.runs.checkpoint import FROZEN, frozen_digest
     from qwen3next_jax.runs.folder import is_step_name, read_run
 
     try:
@@ -159,8 +159,11 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
         folders = [p for p in (workdir / kind).glob("*") if is_step_name(p.name)]
         for folder in sorted(folders, key=lambda p: int(p.name)):
             damage = manifest.find_damage(folder, run=run)
-            if damage is None and (folder / FROZEN).is_file():
-                expected.add(frozen_digest(folder))
+            if damage is None and (folder / manifest.FROZEN).is_file():
+                try:
+                    expected.add(manifest.read_frozen_record(folder)["manifest"])
+                except UserError as error:
+                    damage = str(error)
             yield f"{kind}/{folder.name}", damage
     if frozen.is_dir() or expected:
         damage = manifest.find_damage(frozen, run=record and record.get("id"))
@@ -232,7 +235,7 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
 
 
 def _verify_rows(directory: pathlib.Path) -> Iterator[Finding]:
-    from qwen3next_jax.data.row_groups import METADATA, read_metadata
+    from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, read_metadata
     from qwen3next_jax.data.rows import RowReader, RowTable
 
     try:
@@ -241,7 +244,7 @@ def _verify_rows(directory: pathlib.Path) -> Iterator[Finding]:
     except UserError as error:
         yield f"{directory.name}/{METADATA}", str(error)
         return
-    for split in content["shards"]:
+    for split in (TRAIN, HELDOUT):
         table = RowTable.of(split, [directory], [content], [0], [])
         rows, first = RowReader(table, content["row_length"]), 0
         for number, count in enumerate(table.rows.tolist()):

@@ -21,6 +21,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import time
 from collections.abc import Container, Iterator
 from typing import Any, NamedTuple
@@ -33,11 +34,9 @@ from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
-from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import (
     ExitCode,
     UserError,
-    as_user_error,
     one_line,
     require,
     warn,
@@ -70,7 +69,17 @@ logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathnam
 # `Checkpoints` reports the failure itself.
 logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
 
-FROZEN = "frozen.json"
+
+def _print_unraisable(error: Any) -> None:
+    """Prints an exception that could not be raised, except those of TensorStore's threads after a
+    failed save: each write that ends then reports to an event loop that Orbax has closed.
+    """
+    if str(error.exc_value) != "Event loop is closed":
+        _print_before(error)
+
+
+_print_before, sys.unraisablehook = sys.unraisablehook, _print_unraisable
+
 # The prefix of the name of a checkpoint that is being deleted. The folder is renamed before its
 # files are removed, so no reader finds a checkpoint without some of its files.
 _DELETED = ".deleted-"
@@ -296,7 +305,7 @@ class Checkpoints:
         if self._frozen_paths:
             paths = sorted(self._frozen_paths)
             record = {"manifest": manifest.digest(self._frozen), "parameters": paths}
-            (folder / FROZEN).write_text(json.dumps(record, indent=1))
+            (folder / manifest.FROZEN).write_text(json.dumps(record, indent=1))
         size = manifest.write_manifest(folder, step, run_id(self.directory.parent))
         saved = (
             "checkpoint",
@@ -366,9 +375,9 @@ class Checkpoints:
         Raises:
           UserError: the frozen parameters are damaged, or those of another run.
         """
-        if not (where / FROZEN).is_file():
+        if not (where / manifest.FROZEN).is_file():
             return read_arrays(manifest.arrays_folder(where), abstract_state, partial)
-        record = _read_frozen_record(where)
+        record = manifest.read_frozen_record(where)
         trained, frozen = _split(abstract_state, frozenset(record["parameters"]))
         require(
             manifest.digest(self._frozen) == record["manifest"],
@@ -596,26 +605,6 @@ def _split(state: State, frozen_paths: frozenset[str]) -> tuple[State, State]:
     return others | only(False), only(True)
 
 
-def frozen_digest(checkpoint: pathlib.Path) -> str:
-    """Returns the digest of the manifest of the frozen parameters that a checkpoint was trained
-    with. The checkpoint has the file FROZEN.
-
-    Raises:
-      UserError: that file is damaged.
-    """
-    return _read_frozen_record(checkpoint)["manifest"]
-
-
-def _read_frozen_record(checkpoint: pathlib.Path) -> dict[str, Any]:
-    with as_user_error(f"{checkpoint / FROZEN}: damaged", ValueError, OSError):
-        record = json_files.read(checkpoint / FROZEN)
-        digest, paths = record.get("manifest"), record.get("parameters")
-        is_valid = isinstance(digest, str) and isinstance(paths, list)
-        if not is_valid or not all(isinstance(path, str) for path in paths):
-            raise ValueError("expected a digest and a list of parameters")
-    return record
-
-
 class TrainedModel(NamedTuple):
     """A model from a checkpoint of a run.
 
@@ -675,8 +664,8 @@ def load_adapters(
         step = checkpoints.newest_good_step() if step is None else step
         require(step is not None, f"{workdir}: no valid checkpoint")
         state = jax.device_get(checkpoints.restore(step, abstract, partial=True))
-    record = checkpoints.directory / str(step) / FROZEN
-    digest = frozen_digest(record.parent) if record.is_file() else ""
+    record = checkpoints.directory / str(step) / manifest.FROZEN
+    digest = manifest.read_frozen_record(record.parent)["manifest"] if record.is_file() else ""
     return TrainedAdapters(config, _params_of_entries(state), step, digest)
 
 

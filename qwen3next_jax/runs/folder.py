@@ -689,12 +689,12 @@ def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
         raise not_writable(workdir, error) from error
 
 
-def not_writable(workdir: pathlib.Path, error: OSError) -> UserError:
-    """Returns the UserError that says that the run's folder cannot be written to, because of
-    `error`.
+def not_writable(workdir: pathlib.Path, error: OSError, flag: str = "--workdir") -> UserError:
+    """Returns the UserError that says that the run's folder, which `flag` named, cannot be written
+    to, because of `error`.
     """
     return UserError(
-        f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder"
+        f"{flag}={workdir}: cannot be written to ({error.strerror}): give another folder"
     )
 
 

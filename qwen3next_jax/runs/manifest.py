@@ -25,11 +25,13 @@ from typing import Any
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
+from qwen3next_jax.common.errors import as_user_error
 from qwen3next_jax.common.storage import ABSENT, BucketPath, StoreError, stat_of
 
 NAME = "manifest.json"
 # Files that Orbax writes: what it read, and the index of the arrays, which it writes last.
 _ORBAX, _ORBAX_INDEX = "_METADATA", "manifest.ocdbt"
+FROZEN = "frozen.json"  # in a checkpoint: with which frozen parameters it was trained
 PIECE = 1 << 25  # size of a piece in bytes
 # where a manifest in a bucket may say that its files are
 _PLACE = re.compile(r"(\.\./){2,9}arrays/[^/]+")
@@ -306,3 +308,19 @@ def _digests(directory: pathlib.Path, sizes: dict[str, int], piece: int):
                 yield name, start, digest
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def read_frozen_record(checkpoint: Folder) -> dict[str, Any]:
+    """Returns the content of the file FROZEN in a checkpoint: {"manifest": the digest of the
+    manifest of WORKDIR/frozen, "parameters": the paths of the parameters in it}.
+
+    Raises:
+      UserError: the file is missing or damaged.
+    """
+    with as_user_error(f"{checkpoint / FROZEN}: damaged", ValueError, OSError):
+        record = json_files.read(checkpoint / FROZEN)
+        digest, paths = record.get("manifest"), record.get("parameters")
+        is_valid = isinstance(digest, str) and isinstance(paths, list)
+        if not is_valid or not all(isinstance(path, str) for path in paths):
+            raise ValueError("expected a digest and a list of parameters")
+    return record
