@@ -228,7 +228,7 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
         yield f"tokens/{key[:2]}/{key}.tokens", what
     for name in store.names("corpora/*.json"):
         yield check(name, lambda: read_corpus_units(store, name))
-    for name in store.names("indexes/*.npz"):
+    for name in store.names("indexes/*"):
         yield check(name, lambda: open_index(store, name))
     for folder in folders:
         yield from _verify_rows(folder)

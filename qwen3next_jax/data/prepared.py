@@ -3,13 +3,14 @@
 To find the rows of a corpus of 15 T tokens without an index, a process would read a manifest for
 each of some 450,000 units and 56,000 folders of rows. The index is one file of some tens of bytes
 per shard. It holds what these manifests say, and the size and modification time of every file that
-holds rows. An index is used only if it has its own name and digest in it, and all of these files
-still have this size and time; otherwise `preparation` reads the manifests, reports what is wrong
-with them, and writes the index anew.
+holds rows. An index is used only if it begins with a digest of its name and content, and all of
+these files still have this size and time; otherwise `preparation` reads the manifests, reports what
+is wrong with them, and writes the index anew.
 """
 
 import concurrent.futures
 import dataclasses
+import io
 import itertools
 import json
 import os
@@ -19,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import error_message
+from qwen3next_jax.common import digests
 from qwen3next_jax.common.storage import BucketPath
 from qwen3next_jax.data import digest_cache, format_1
 from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, Recipe, Statistics
@@ -120,7 +120,7 @@ def index_name(
         "format_1": format_1.folder_names(store),  # one of them may hold the rows of a source
         **dataclasses.asdict(recipe),
     }
-    return f"indexes/{digests.sha256_json(key)[:20]}.npz"
+    return f"indexes/{digests.sha256_json(key)[:20]}.index"
 
 
 def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
@@ -158,11 +158,11 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
                 "empty": one.empty,
             }
         )
-    header = {"name": name, "sources": headers, "arrays": _digest(arrays)}
-    header["digest"] = digests.sha256_json(header)
-    arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    with store.new_file(name) as path, path.open("wb") as file:
-        np.savez(file, **arrays)
+    arrays["header"] = np.frombuffer(json.dumps(headers).encode(), np.uint8)
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    with store.new_file(name) as path:
+        path.write_bytes(_seal(name, content.getvalue()) + content.getvalue())
 
 
 def read_index(
@@ -193,31 +193,18 @@ def open_index(store: Store, name: str) -> tuple[list[dict[str, Any]], dict[str,
       OSError: there is no such file, or it cannot be read.
       ValueError: it is damaged, or was written under another name.
     """
-    try:
-        with store.local(name) as path, np.load(path, allow_pickle=False) as file:
-            arrays = {key: file[key] for key in file.files}
-        header = json_files.parse(arrays.pop("header").tobytes())
-        intact = header.pop("digest") == digests.sha256_json(header)
-        intact = intact and header["arrays"] == _digest(arrays)
-    except OSError:
-        raise
-    # zipfile, zlib, NumPy and a header of another form raise errors of every kind.
-    except Exception as error:
-        raise ValueError(f"not a readable index ({error_message(error)})") from error
-    if not intact:
-        raise ValueError("its bytes have another digest")
-    if header["name"] != name:
-        raise ValueError(f"it is the index {header['name']}: it was renamed")
-    return header["sources"], arrays
+    sealed = store.path(name).read_bytes()
+    content = sealed[len(_seal("", b"")) :]
+    if not sealed.startswith(_seal(name, content)):
+        raise ValueError("its name or its bytes are not those that were written: delete it")
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        arrays = {key: file[key] for key in file.files}
+    return json.loads(arrays.pop("header").tobytes()), arrays
 
 
-def _digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """Returns a digest of arrays and of their names, types and shapes."""
-    parts = [
-        [name, array.dtype.str, array.shape, digests.sha256(np.ascontiguousarray(array).tobytes())]
-        for name, array in sorted(arrays.items())
-    ]
-    return digests.sha256_json(parts)
+def _seal(name: str, content: bytes) -> bytes:
+    """Returns the beginning of an index: a digest of its name and of the bytes that follow."""
+    return digests.sha256(name.encode() + b"\n" + content).encode() + b"\n"
 
 
 def _read_source(
