@@ -451,7 +451,20 @@ def _read_corpus_record(store: Store, name: str) -> dict:
         f"{path}: it is the list {content.get('name')} of {content.get('source')}: it was renamed; "
         "give it its name back, or delete it and prepare its texts again",
     )
+    fields = [content.get(key) for key in ("source", "tokens", "files", "parts")]
+    is_valid = [isinstance(field, kind) for field, kind in zip(fields, (str, str, list, list))]
+    is_valid = all(is_valid) and all(_is_row(row, (str, int)) for row in content["files"])
+    require(
+        is_valid and all(_is_row(row, (int, int, int, str)) for row in content["parts"]),
+        f"{path} is damaged: delete it and prepare its texts again",
+    )
     return content
+
+
+def _is_row(row: object, kinds: Sequence[type]) -> bool:
+    """Whether `row` is a list of values of these types."""
+    is_list = isinstance(row, list) and len(row) == len(kinds)
+    return is_list and all(isinstance(value, kind) for value, kind in zip(row, kinds))
 
 
 def read_corpus_units(store: Store, name: str) -> tuple[dict, list[Unit]]:

@@ -34,7 +34,7 @@ _ORBAX, _ORBAX_INDEX = "_METADATA", "manifest.ocdbt"
 FROZEN = "frozen.json"  # in a checkpoint: with which frozen parameters it was trained
 PIECE = 1 << 25  # size of a piece in bytes
 # where a manifest in a bucket may say that its files are
-_PLACE = re.compile(r"(\.\./){2,9}arrays/[^/]+")
+_PLACE = re.compile(r"(\.\./){2,9}arrays/[0-9][^/]*")
 _MD5 = "md5:"  # the beginning of a digest that is an MD5 of a whole file
 
 Folder = pathlib.Path | BucketPath

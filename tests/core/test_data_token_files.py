@@ -70,6 +70,14 @@ def levanter(folder, ends=None, data=ALL, finished=True):
     (folder / "shard_ledger.json").write_text(json.dumps({"is_finished": finished}))
 
 
+def write_levanter_offsets(folder, ends):
+    """Writes the number of documents and their ends over those that `levanter` wrote."""
+    tensorstore = pytest.importorskip("tensorstore")
+    store = {"driver": "file", "path": f"{folder}/input_ids/offsets/"}
+    array = tensorstore.open({"driver": "zarr3", "kvstore": store}, open=True).result()
+    array[: len(ends)].write(np.array(ends, np.int64)).result()
+
+
 FORMATS = {
     "levanter": levanter,
     "megatron": megatron,
@@ -221,10 +229,8 @@ MISTAKES = {
         )
         for name, header in {
             "10**30 tokens": _HEADER % f"({10**30},)",
-            "a power": _HEADER % "(10**30,)",
             "a truth value": _HEADER % "(True,)",
             "brackets": "((((",
-            "less than no tokens": _HEADER % "(-5,)",
         }.items()
     },
     "a matrix": (
