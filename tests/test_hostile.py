@@ -18,12 +18,15 @@ import pytest
 import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from qwen3next_jax.commands.show import print_model
 from qwen3next_jax.commands.verify import verify
 from qwen3next_jax.common import object_stores
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, DataConfig, from_dict
 from qwen3next_jax.data import pipeline, recorded, sources, token_files
+from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.store import write_json
 from qwen3next_jax.data.tokens import ByteTokenizer, load_tokenizer
 from qwen3next_jax.inference.sampling import Sampling, log_probabilities
@@ -529,3 +532,11 @@ def test_any_lock_is_refused_or_ends_soon(field, value, content):
     if found is not None:
         assert 0 < found[1]["seconds"] <= 30
         assert str(lease._taken(found[1])).isprintable() and len(str(lease._taken(found[1]))) < 500
+
+
+def test_names_reach_the_terminal_as_they_are_and_without_control_characters(capsys):
+    PreparationProgress()("\x1b]0;owned\a\x9b2J", 1, 1)
+    print_model(dataclasses.replace(SETTINGS, name="[red]"), (1,), (1,), Console())
+    lines = capsys.readouterr().out.splitlines()
+    assert r"\x1b]0;owned\x07\x9b2J" in lines[0] and "[red]" in lines[1]
+    assert all(line.isprintable() for line in lines)

@@ -90,9 +90,7 @@ def print_model(
 
     model = config.model
     counts, kinds = parameter_counts(model), layer_kinds(model)
-    console.print(
-        f"[bold]{escape(escape_control(config.name))}[/]: {_millions(counts.total)} parameters"
-    )
+    console.print(f"[bold]{escape(config.name)}[/]: {_millions(counts.total)} parameters")
     console.print(
         f"  {_millions(counts.active)} that a token uses in the layers, "
         f"{_millions(counts.embeddings)} in embedding and head"

@@ -38,6 +38,7 @@ from qwen3next_jax.data import (
     units,
 )
 from qwen3next_jax.data.datatrove_step import PrepareShare
+from qwen3next_jax.data.digest_cache import DigestCache
 from qwen3next_jax.data.pipeline import TrainData
 from qwen3next_jax.data.preparation import Share, Unfinished, prepare, tokenize
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Recipe
@@ -288,6 +289,15 @@ def test_digests_of_large_corpora_are_kept_until_a_file_changes(texts, tmp_path,
 
 
 # ---- the split
+
+
+def test_lines_that_are_no_digests_are_left_out(texts, tmp_path):
+    (folder := tmp_path / "p" / "digests").mkdir(parents=True)
+    lines = ["null", "[[1], 2]", "[1, 2, 3]", '["a"]', "[" * 10**5, "{}", '["kept", "digest"]']
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "p" / "content_digests.json").write_text('{"no path": "x", "a\\u00001": 2}')
+    cache = DigestCache(Store(tmp_path / "p"), resolve(texts, "text"))
+    assert cache._known == {"kept": "digest"}
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.5, 0.99])
