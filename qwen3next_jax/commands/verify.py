@@ -14,6 +14,7 @@ also says which texts of an evaluation the prepared tokens contain.
 """
 
 import pathlib
+import re
 from collections.abc import Callable, Iterator
 
 from absl import flags
@@ -29,7 +30,7 @@ from qwen3next_jax.common.errors import (
     escape_control,
     similar_folder,
 )
-from qwen3next_jax.common.storage import to_path
+from qwen3next_jax.common.storage import StoreError, to_path
 
 ARGUMENTS = "PATH"  # the positional arguments, for --help
 
@@ -188,17 +189,16 @@ def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
 
 def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
     """Returns the folders of rows in `data.prepared_dir`; first those of format 1."""
-    found = [
-        sorted(
-            {
-                file.parent
-                for name in ("metadata.json", "*.array_record")
-                for file in path.glob(f"{pattern}/{name}")
-            }
-        )
-        for pattern in ("*", "rows/*")
-    ]
-    return [folder for folder in (*found[0], *found[1]) if not folder.name.startswith(".")]
+    found = []
+    for pattern in ("*", "rows/*"):
+        folders = {file.parent for file in path.glob(f"{pattern}/*.array_record")}
+        folders |= {
+            file.parent
+            for file in path.glob(f"{pattern}/metadata.json")
+            if re.fullmatch("[0-9a-f]{20}", file.parent.name)
+        }
+        found += [folder for folder in sorted(folders) if not folder.name.startswith(".")]
+    return found
 
 
 def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
@@ -210,6 +210,8 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
     def check(name: str, read: Callable[[], object]) -> Finding:
         try:
             read()
+        except StoreError:  # an outage is no damage
+            raise
         except (UserError, ValueError, OSError) as error:
             return name, error_message(error)
         return name, None

@@ -447,8 +447,12 @@ def _read_corpus_record(store: Store, name: str) -> dict:
     except FileNotFoundError as error:
         raise UserError(f"{path}: it is missing") from error
     require(
-        content.get("name") == name,
-        f"{path}: it is the list {content.get('name')} of {content.get('source')}: it was renamed; "
+        "name" in content,
+        f"{path}: an older version wrote it, which commit 0f111363 reads: prepare its texts again",
+    )
+    require(
+        content["name"] == name,
+        f"{path}: it is the list {content['name']} of {content.get('source')}: it was renamed; "
         "give it its name back, or delete it and prepare its texts again",
     )
     fields = [content.get(key) for key in ("source", "tokens", "files", "parts")]
