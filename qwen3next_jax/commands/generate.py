@@ -20,7 +20,7 @@ from absl import flags
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.storage import to_path
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import UserError, require_path
 from qwen3next_jax.common.metrics import mtp_target
 
 
@@ -196,8 +196,14 @@ def _check_flags() -> None:
                 f"{where} with --speculative={_speculative.value}: the experts of drafts are not "
                 "recorded: expected one of the two"
             )
-        if pathlib.Path(_record_routing.value).is_file():
-            raise UserError(f"{where} is a file: expected a folder, or the name of a new one")
+        folder = pathlib.Path(_record_routing.value)
+        require_path(where, folder / ("0" * 64))  # longer than the names that are written
+        place = next(f for f in (folder, *folder.absolute().parents) if os.path.lexists(f))
+        if not os.path.isdir(place) or not os.access(place, os.W_OK | os.X_OK):
+            raise UserError(
+                f"{where}: {place} is {'read-only' if os.path.isdir(place) else 'no folder'}: "
+                "expected a folder, or the name of a new one"
+            )
 
 
 class _Timer:

@@ -15,7 +15,7 @@ import pathlib
 from absl import flags
 
 from qwen3next_jax.commands import cli
-from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.errors import ExitCode, UserError, escape_control
 
 get_config = cli.define_config_flag()
 _workers = flags.DEFINE_integer(
@@ -81,8 +81,9 @@ def main() -> int:
             total = one.counts
             in_loss = f" ({total.tokens - total.ignored:,} in the loss)" if total.ignored else ""
             fit = f"; {one.fit}" if one.fit else ""
-            print(
+            line = (
                 f"{one.source.name}: {total.documents:,} documents, {total.tokens:,} tokens"
                 f"{in_loss}, {total.rows:,} rows of {length}{fit}; fingerprint {one.fingerprint}"
             )
+            print(escape_control(line))
     return ExitCode.DONE

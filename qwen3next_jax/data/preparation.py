@@ -157,7 +157,7 @@ def prepare(
     store = Store(prepared_dir)
     store.remove_leftovers()
     gone = {
-        i: store.read_record(_corpus_name(source, tokenizer))["tokens"]
+        i: _read_corpus_record(store, _corpus_name(source, tokenizer))["tokens"]
         for i, source in enumerate(all_sources)
         if source.text_is_gone
     }
@@ -309,6 +309,13 @@ def tokenize(
             f"fast: {how_to_install('prepare')}"
         )
 
+    unchecked = sum(readers.has_no_checksum(jobs[n].file) for n in todo)
+    if unchecked:
+        warn(
+            f"{source.name}: {unchecked} .zst files have no checksums, so damage in them may not "
+            "be noticed; zstd --check writes them"
+        )
+
     def show(item: int, done: int) -> None:
         read[todo[item]] = done
         progress(source.name, sum(read.values()) if len(read) < 1000 else done, total)
@@ -427,7 +434,7 @@ def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Sour
                 "which gave some texts other tokens: give its files back",
             )
             raise
-    files = _files_of(store.read_record(_corpus_name(source, tokenizer)))
+    files = _files_of(_read_corpus_record(store, _corpus_name(source, tokenizer)))
     warn(
         f"data.path {source.name!r}: the text is not there; taking the tokens of {len(files)} "
         f"files that were prepared in {store.root}"
@@ -461,6 +468,7 @@ def _write_corpus(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> None:
     name = _corpus_name(corpus.source, tokenizer)
     content = {
         "format": units.FORMAT,
+        "name": name,
         "source": corpus.source.name,
         "tokenizer": tokenizer.fingerprint,
         "files": [[file.label, file.size] for file in corpus.source.files],
@@ -477,26 +485,70 @@ def _write_corpus(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> None:
     store.write_record(name, content)
 
 
-def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
-    name = _corpus_name(source, tokenizer)
-    content = store.read_record(name)
+def _read_corpus_record(store: Store, name: str) -> dict:
+    """Returns the list of units that `_write_corpus` wrote under `name`.
+
+    Raises:
+      UserError: it is missing or damaged, or is the list of another source.
+    """
+    path = store.path(name)
+    try:
+        content = store.read_record(name)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: it is missing") from error
+    require(
+        "name" in content,
+        f"{path}: an older version wrote it, which commit 0f111363 reads: prepare its texts again",
+    )
+    require(
+        content["name"] == name,
+        f"{path}: it is the list {content['name']} of {content.get('source')}: it was renamed; "
+        "give it its name back, or delete it and prepare its texts again",
+    )
+    fields = [content.get(key) for key in ("source", "tokens", "files", "parts")]
+    is_valid = [isinstance(field, kind) for field, kind in zip(fields, (str, str, list, list))]
+    is_valid = all(is_valid) and all(_is_row(row, (str, int)) for row in content["files"])
+    require(
+        is_valid and all(_is_row(row, (int, int, int, str)) for row in content["parts"]),
+        f"{path} is damaged: delete it and prepare its texts again",
+    )
+    return content
+
+
+def _is_row(row: object, kinds: Sequence[type]) -> bool:
+    """Whether `row` is a list of values of these types."""
+    is_list = isinstance(row, list) and len(row) == len(kinds)
+    return is_list and all(isinstance(value, kind) for value, kind in zip(row, kinds))
+
+
+def read_corpus_units(store: Store, name: str) -> tuple[dict, list[Unit]]:
+    """Returns the content of the list of units `name`, and the units that it names.
+
+    Raises:
+      UserError: the list is damaged, or a unit is missing or another than when it was written.
+    """
+    path, content = store.path(name), _read_corpus_record(store, name)
+    advice = f"give data.path = {content['source']!r} its files back"
     found = []
     for *_, key in content["parts"]:
         unit = units.find_unit(store, key)
         require(
             unit is not None,
-            f"{store.path(name)}: its unit {key} is missing, and the text that it was made of is "
-            f"not there: give data.path = {source.name!r} its files back",
+            f"{path}: its unit {key} is missing; it is made anew from the text that it was made "
+            f"of: {advice}",
         )
         found.append(unit)
-    parts = tuple((i, Part(start, stop)) for i, start, stop, _ in content["parts"])
-    corpus = Corpus(dataclasses.replace(source, files=_files_of(content)), parts, tuple(found))
     require(
-        corpus.digest == content["tokens"],
-        f"{store.path(name)}: its units hold other tokens than it says: give data.path = "
-        f"{source.name!r} its files back, and delete this file",
+        digests.sha256_json([unit.identity for unit in found]) == content["tokens"],
+        f"{path}: its units hold other tokens than it says: {advice}, and delete this file",
     )
-    return corpus
+    return content, found
+
+
+def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
+    content, found = read_corpus_units(store, _corpus_name(source, tokenizer))
+    parts = tuple((i, Part(start, stop)) for i, start, stop, _ in content["parts"])
+    return Corpus(dataclasses.replace(source, files=_files_of(content)), parts, tuple(found))
 
 
 # ---- rows

@@ -3,17 +3,18 @@
 To find the rows of a corpus of 15 T tokens without an index, a process would read a manifest for
 each of some 450,000 units and 56,000 folders of rows. The index is one file of some tens of bytes
 per shard. It holds what these manifests say, and the size and modification time of every file that
-holds rows. An index is used only if all of these files still have this size and time; otherwise
-`preparation` reads the manifests, reports what is wrong with them, and writes the index anew.
+holds rows. An index is used only if it begins with a digest of its name and content, and all of
+these files still have this size and time; otherwise `preparation` reads the manifests, reports what
+is wrong with them, and writes the index anew.
 """
 
 import concurrent.futures
 import dataclasses
+import io
 import itertools
 import json
 import os
 import pathlib
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import Tokenizer
 
-_FORMAT = 1  # of the index
+_FORMAT = 2  # of the index
 # Share of the bytes by which tokens may differ from the texts: some tokenizers compose accents
 # (NFC), which changes a few bytes.
 _MISCOUNTED = 1e-3
@@ -143,7 +144,7 @@ def index_name(
         "format_1": format_1.folder_names(store),  # one of them may hold the rows of a source
         **dataclasses.asdict(recipe),
     }
-    return f"indexes/{digests.sha256_json(key)[:20]}.npz"
+    return f"indexes/{digests.sha256_json(key)[:20]}.index"
 
 
 def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
@@ -183,8 +184,10 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
             }
         )
     arrays["header"] = np.frombuffer(json.dumps(headers).encode(), np.uint8)
-    with store.new_file(name) as path, path.open("wb") as file:
-        np.savez(file, **arrays)
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    with store.new_file(name) as path:
+        path.write_bytes(_seal(name, content.getvalue()) + content.getvalue())
 
 
 def read_index(
@@ -196,17 +199,37 @@ def read_index(
       The rows of each source; None if there is no such index, if it is damaged, or if a file with
       rows is missing or was written to after the index.
     """
-    listed = _list(store)
     try:
-        with store.local(name) as path, np.load(path, allow_pickle=False) as arrays:
-            headers = json.loads(arrays["header"].tobytes())
-            found = [
-                _read_source(store, arrays, i, source, recipe, header, listed)
-                for i, (source, header) in enumerate(zip(sources, headers, strict=True))
-            ]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        headers, arrays = open_index(store, name)
+    except (OSError, ValueError):
         return None
+    listed = _list(store)
+    found = [
+        _read_source(store, arrays, i, source, recipe, header, listed)
+        for i, (source, header) in enumerate(zip(sources, headers, strict=True))
+    ]
     return None if None in found else found
+
+
+def open_index(store: Store, name: str) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Returns what `write_index` wrote under `name`: a header of each source, and the arrays.
+
+    Raises:
+      OSError: there is no such file, or it cannot be read.
+      ValueError: it is damaged, or was written under another name.
+    """
+    sealed = store.path(name).read_bytes()
+    content = sealed[len(_seal("", b"")) :]
+    if not sealed.startswith(_seal(name, content)):
+        raise ValueError("its name or its bytes are not those that were written: delete it")
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        arrays = {key: file[key] for key in file.files}
+    return json.loads(arrays.pop("header").tobytes()), arrays
+
+
+def _seal(name: str, content: bytes) -> bytes:
+    """Returns the beginning of an index: a digest of its name and of the bytes that follow."""
+    return digests.sha256(name.encode() + b"\n" + content).encode() + b"\n"
 
 
 def _read_source(

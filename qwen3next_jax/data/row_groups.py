@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import UserError, short_repr
 from qwen3next_jax.data import store as stores
 from qwen3next_jax.data.packing import Documents, Packer, Rows
-from qwen3next_jax.data.rows import RowWriter, token_dtype
+from qwen3next_jax.data.rows import RowWriter, shard_name, token_dtype
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.data.units import Unit, open_unit, open_weights
@@ -386,7 +386,49 @@ def read_metadata(directory: pathlib.Path) -> dict:
         ) from None
     if content.get("fingerprint", directory.name) != directory.name:
         raise renamed(directory, f"the rows of {content['fingerprint']}")
+    if fault := _find_fault(content):
+        raise UserError(
+            f"{directory / METADATA} is damaged ({fault}): delete {directory} to have it prepared "
+            "again"
+        )
     return content
+
+
+def _find_fault(content: dict) -> str:
+    """Returns what is wrong with the content of a metadata.json; "" if nothing is. Its digest is
+    right, so another program, or a mistake in this one, wrote it.
+    """
+    lengths = {"row_length": content.get("row_length")}
+    lengths["rows_per_record"] = content.get("rows_per_record", 1)  # absent in format 1
+    for name, value in lengths.items():
+        if type(value) is not int or not 1 <= value <= _LONGEST:
+            return f"{name} = {short_repr(value)}"
+    if content.get("dtype") not in ("uint16", "uint32"):
+        return f"dtype = {short_repr(content.get('dtype'))}"
+    if type(content.get("weighted", False)) is not bool:
+        return f"weighted = {short_repr(content['weighted'])}"
+    known = {field.name for field in dataclasses.fields(Statistics)}
+    for side in (TRAIN, HELDOUT):
+        try:
+            counts, shards = content["statistics"][side], content["shards"][side]
+            rows = [shard["rows"] for shard in shards]
+            numbers = [*counts.values(), *rows, *(shard["size"] for shard in shards)]
+            names = [shard["file"] for shard in shards]
+            fields = [shard.keys() == {"file", "rows", "size"} for shard in shards]
+        except (KeyError, TypeError, AttributeError, IndexError):
+            return f"no statistics or shards of {side}"
+        if not counts.keys() <= known or "rows" not in counts or not all(fields):
+            return f"the statistics or shards of {side} have other entries"
+        if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
+            return f"a count of {side} is no number, or too large"
+        if names != [shard_name(side, i) for i in range(len(names))]:
+            return f"its shards of {side} are {short_repr(names)}"
+        if sum(rows) != counts["rows"]:
+            return f"{counts['rows']} rows of {side}, {sum(rows)} in its shards"
+    return ""
+
+
+_LONGEST = 1 << 30  # tokens of a row
 
 
 def renamed(directory: pathlib.Path, holds: str) -> UserError:

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.data import conversations, fast_bpe, readers, token_files
 from qwen3next_jax.data.conversations import Chat
 from qwen3next_jax.data.readers import BadRecords, Part, Record
@@ -160,9 +160,15 @@ def find_unit(store: Store, key: str) -> Unit | None:
             f"{store.path(name)}: it is the manifest of {content.get('key')}: it was renamed; "
             "delete it to have it prepared again"
         )
-    content["smallest"] = tuple(content["smallest"])
-    content["bad_first"] = tuple((number, kind) for number, kind in content["bad_first"])
-    return Unit(**content)
+    try:
+        content["smallest"] = tuple(content["smallest"])
+        content["bad_first"] = tuple((number, kind) for number, kind in content["bad_first"])
+        unit = Unit(**content)
+        is_valid = unit.dtype in ("uint16", "uint32") and 0 <= unit.documents <= unit.tokens
+    except (KeyError, TypeError, ValueError):
+        is_valid = False
+    require(is_valid, f"{store.path(name)} is damaged: delete it to have it prepared again")
+    return unit
 
 
 def find_unit_of(store: Store, job: Job, tokenizer: Tokenizer) -> Unit | None:
@@ -393,6 +399,17 @@ def _normalized(text: Text) -> Iterator[str]:
 
 def _batched(records: Iterable[Record]) -> Iterator[list[Record]]:
     return batches(records, lambda record: len(record.text or ""), _BATCH_CHARACTERS)
+
+
+def unit_names(store: Store) -> tuple[list[str], list[str]]:
+    """Returns the keys of all units whose manifests are there, and those of the units of which only
+    the tokens are there; both sorted.
+    """
+    manifests, tokens = (
+        [name.rpartition("/")[2].removesuffix(f".{suffix}") for name in store.names(pattern)]
+        for suffix, pattern in ((s, f"tokens/*/*.{s}") for s in ("json", "tokens"))
+    )
+    return manifests, sorted(set(tokens) - set(manifests))
 
 
 def open_unit(store: Store, unit: Unit) -> tuple[np.ndarray, np.ndarray]:

@@ -19,6 +19,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from qwen3next_jax.common.errors import escape_lines
 from qwen3next_jax.common.metrics import (
     evaluation_of_event,
     main_values,
@@ -262,7 +263,7 @@ class Display:
         """Prints a plain line that stays on the screen."""
         # Standard output may be a file on a full disk; the run continues without the line.
         with contextlib.suppress(OSError):
-            self._console.print(line, markup=False, soft_wrap=True)
+            self._console.print(escape_lines(line), markup=False, soft_wrap=True)
             sys.stdout.flush()
 
     def panel(self) -> Panel:

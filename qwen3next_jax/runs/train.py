@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from qwen3next_jax.common.errors import ExitCode, warn
+from qwen3next_jax.common.errors import ExitCode, escape_control, warn
 from qwen3next_jax.common.installation import shell_command, unused_gpu
 from qwen3next_jax.common.events import iterate_events, divergence_reason
 from qwen3next_jax.common.object_stores import set_fsspec_patience
@@ -372,7 +372,7 @@ def _first_state(
 
     description = broadcast_from_process_0(describe)
     if is_process_0():  # loading can take minutes, and the display starts after it
-        print(f"{workdir}: {description}", flush=True)
+        print(escape_control(f"{workdir}: {description}"), flush=True)
         for line in (*partial_ablations(run.model), *run.assignment.lines):
             print(line, flush=True)
         if line := unused_gpu(os.environ, jax.default_backend()):

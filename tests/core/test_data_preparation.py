@@ -18,9 +18,11 @@ import time
 import unicodedata
 
 import numpy as np
+import pyarrow
 import pytest
 import tokenizers
 
+from qwen3next_jax.commands.verify import verify
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
@@ -36,6 +38,7 @@ from qwen3next_jax.data import (
     units,
 )
 from qwen3next_jax.data.datatrove_step import PrepareShare
+from qwen3next_jax.data.digest_cache import DigestCache
 from qwen3next_jax.data.pipeline import TrainData
 from qwen3next_jax.data.preparation import Share, Unfinished, prepare, tokenize
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Recipe
@@ -286,6 +289,15 @@ def test_digests_of_large_corpora_are_kept_until_a_file_changes(texts, tmp_path,
 
 
 # ---- the split
+
+
+def test_lines_that_are_no_digests_are_left_out(texts, tmp_path):
+    (folder := tmp_path / "p" / "digests").mkdir(parents=True)
+    lines = ["null", "[[1], 2]", "[1, 2, 3]", '["a"]', "[" * 10**5, "{}", '["kept", "digest"]']
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "p" / "content_digests.json").write_text('{"no path": "x", "a\\u00001": 2}')
+    cache = DigestCache(Store(tmp_path / "p"), resolve(texts, "text"))
+    assert cache._known == {"kept": "digest"}
 
 
 @pytest.mark.parametrize("fraction", [0.02, 0.5, 0.99])
@@ -705,6 +717,106 @@ def test_an_index_opens_the_rows_until_a_file_of_them_changes(texts, tmp_path, m
     with (tmp_path / "texts" / "b.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
     assert TrainData(config, 64, 4).fingerprint != before.fingerprint
+
+
+def _change_record(path, **changes):
+    """Writes other values to a JSON file, with the digest of what it then holds."""
+    content = json.loads(path.read_text()) | changes
+    content.pop("digest")
+    store.write_json(path, content)
+
+
+def _exchange(folder, pattern):
+    first, second = sorted(folder.glob(pattern))[:2]
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def test_exchanged_indexes_open_no_other_rows(tmp_path):
+    configs = []
+    for i in range(2):
+        write_jsonl(tmp_path / f"{i}.jsonl", TEXTS[70 * i : 70 * (i + 1)])
+        configs.append(DataConfig(path=f"{tmp_path}/{i}.jsonl", prepared_dir=f"{tmp_path}/p"))
+    before = [TrainData(config, 64, 4).fingerprint for config in configs]
+    _exchange(tmp_path / "p", "indexes/*")
+    assert [TrainData(config, 64, 4).fingerprint for config in configs] == before
+
+
+SPOILT = {
+    "an index, flipped": ("indexes/*", lambda path: _flip(path)),
+    "a list of units, flipped": ("corpora/*", lambda path: _flip(path)),
+    "lists of units, exchanged": (
+        "corpora/*",
+        lambda path: _exchange(path.parents[1], "corpora/*"),
+    ),
+    "indexes, exchanged": ("indexes/*", lambda path: _exchange(path.parents[1], "indexes/*")),
+    "shards, removed": (
+        "rows/*/metadata.json",
+        lambda path: [file.unlink() for file in path.parent.glob("*.array_record")],
+    ),
+    "no shards": (
+        "rows/*/metadata.json",
+        lambda path: _change_record(path, shards={"train": [], "heldout": []}),
+    ),
+    "shards of no split": ("rows/*/metadata.json", lambda path: _change_record(path, shards=[])),
+    "no statistics": ("rows/*/metadata.json", lambda path: _change_record(path, statistics={})),
+    "rows of no length": (
+        "rows/*/metadata.json",
+        lambda path: _change_record(path, row_length=10**30),
+    ),
+    "a unit's manifest, removed": ("tokens/*/*.json", lambda path: path.unlink()),
+    "a unit's manifest without entries": (
+        "tokens/*/*.json",
+        lambda path: _change_record(path, bad_first=[1]),
+    ),
+}
+
+
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def two_sources(tmp_path_factory):
+    """Prepared data of two sources."""
+    folder = tmp_path_factory.mktemp("two_sources")
+    for i in range(2):
+        write_jsonl(folder / f"{i}.jsonl", TEXTS[70 * i : 70 * (i + 1)])
+        TrainData(DataConfig(path=f"{folder}/{i}.jsonl", prepared_dir=f"{folder}/p"), 64, 4)
+    assert not any(damage for _, damage in verify(folder / "p"))
+    return folder / "p"
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_verify_finds_everything_that_is_not_as_it_was_written(name, two_sources, tmp_path):
+    shutil.copytree(two_sources, tmp_path / "p")
+    pattern, spoil = SPOILT[name]
+    spoil(sorted((tmp_path / "p").glob(pattern))[0])
+    damages = [damage for _, damage in verify(tmp_path / "p") if damage]
+    assert damages and all(damage.isprintable() for damage in damages)
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_compressed_text_without_checksums_is_said(checksum, tmp_path, capsys):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:50])
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write((tmp_path / "a.jsonl").read_bytes())
+    frame = bytearray(sink.getvalue().to_pybytes())
+    assert not frame[4] & 4
+    if checksum:  # a wrong one
+        frame[4] |= 4
+        frame += b"1234"
+    (tmp_path / "a.jsonl.zst").write_bytes(frame)
+    refused = (
+        pytest.raises(UserError, match="damaged zstd") if checksum else contextlib.nullcontext()
+    )
+    with refused:
+        run(f"{tmp_path}/a.jsonl.zst", tmp_path / "p")
+    assert ("1 .zst files have no checksums" in capsys.readouterr().err) != checksum
 
 
 def test_few_shards_are_open_at_once(texts, tmp_path, monkeypatch):
