@@ -281,7 +281,7 @@ class ModelConfig:
         """The implementation that `delta_rule` names; None for "auto"."""
         return None if self.delta_rule == "auto" else self.delta_rule
 
-    @functools.cached_property
+    @property
     def pattern(self) -> tuple[str, ...]:
         """The kind of every layer: LINEAR, FULL, or the name of a mixer, as in `layer_types`."""
         interval = self.full_attention_interval
@@ -293,7 +293,7 @@ class ModelConfig:
             for i in range(self.num_hidden_layers)
         )
 
-    @functools.cached_property
+    @property
     def mixers(self) -> tuple[str, ...]:
         """The name of every layer's mixer, in MIXERS of `config/registry.py` or as an import
         string.
@@ -311,7 +311,7 @@ class ModelConfig:
             and (layer + 1) % self.decoder_sparse_step == 0
         )
 
-    @functools.cached_property
+    @property
     def layer_kinds(self) -> tuple[tuple[str, bool], ...]:
         """For every layer, the pair (name of its mixer, whether the layer has experts). The layer
         of the multi-token prediction module, if there is one, is last.
@@ -333,7 +333,7 @@ class ModelConfig:
         """
         return not all(sparse for _, sparse in self.layer_kinds)
 
-    @functools.cached_property
+    @property
     def stacks(self) -> tuple[tuple[int, ...], ...]:
         """The indices of the layers, grouped by the traced block that computes them. The parameters
         of the layers of one group are stacked, so that a scan can compute these layers.

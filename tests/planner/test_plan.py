@@ -119,11 +119,20 @@ def test_a_figure_that_does_not_exist():
 
 
 @pytest.mark.parametrize(
-    "name", ["v9:2x2x1", "h100:16x9", "v5p", "v5p:8x8", "v6e:2x2x1", "v5p:axb", "v5p:0x2x2"]
+    "name, known",
+    [
+        ("v9:2x2x1", "of v4: .*v5p: 2x2x1.*tpu7x.*h100, h200: HOSTSxGPUS"),
+        ("h100:16x9", "of h100: HOSTSxGPUS"),
+        ("v5p", "of v5p: 2x2x1"),
+        ("v5p:8x8", "of v5p: 2x2x1"),
+        ("v6e:2x2x1", "of v6e: 1x1"),
+        ("v5p:axb", "of v5p: 2x2x1"),
+        ("v5p:0x2x2", "of v5p: 2x2x1"),
+    ],
 )
-def test_unknown_topology_lists_the_known(name):
+def test_unknown_topology_lists_the_known(name, known):
     with pytest.raises(
-        UserError, match=rf"--topology={name}: unknown.*v5p: 2x2x1.*tpu7x.*h100, h200: HOSTSxGPUS"
+        UserError, match=rf"--topology={name}: unknown; expected CHIP:GRID, {known}"
     ):
         topology.describe_topology(name)
 
