@@ -118,8 +118,7 @@ def add_flops(results: dict, tiny: bool) -> None:
     import step
 
     for name, sides in results.items():
-        shape = shapes.tiny(shapes.SHAPES[name]) if tiny else shapes.SHAPES[name]
-        flops = step.flops_of(shape)
+        flops = step.flops_of(shape_of(name, tiny))
         for found in sides.values():
             if "seconds" in found:
                 peak = step.peak_flops(found["device"])
@@ -127,11 +126,15 @@ def add_flops(results: dict, tiny: bool) -> None:
                 found["mfu"] = flops / found["seconds"] / peak if peak else None
 
 
-def rows(results: dict) -> list[list[str]]:
+def shape_of(name: str, tiny: bool) -> shapes.Shape:
+    return shapes.tiny(shapes.SHAPES[name]) if tiny else shapes.SHAPES[name]
+
+
+def rows(results: dict, tiny: bool) -> list[list[str]]:
     """The cells of the table, one row for each side and each published figure of a shape."""
     table = []
     for name, sides in results.items():
-        shape = shapes.SHAPES[name]
+        shape = shape_of(name, tiny)
         first = [f"`{name}`: {shape.title}"]
         for side, found in sides.items():
             table.append([*first, SIDES[side], *cells(found), shape.goal if side == "ours" else ""])
@@ -190,21 +193,37 @@ def machine(results: dict) -> str:
     return ", ".join([*parts, f"Python {platform.python_version()}"])
 
 
+def headline(results: dict) -> str:
+    """One row for the README's table of results, of `period`; "" if it was not measured."""
+    sides = {side: f for side, f in results.get("period", {}).items() if "seconds" in f}
+    if "ours" not in sides:
+        return ""
+    ours = sides["ours"]
+    peers = [f"{SIDES[side]} {f['seconds']:.3f} s" for side, f in sides.items() if side != "ours"]
+    mfu = f", {ours['mfu']:.1%} of the peak" if ours["mfu"] else ""
+    beside = f"; {', '.join(peers)}" if peers else ""
+    return (
+        f"| one GPU ({ours['device']}): a training step of one period of the released model, 64 "
+        f"experts, 32,768 tokens | **{ours['seconds']:.3f} s**{mfu}{beside} |"
+    )
+
+
 def store(results: dict, words: list[str]) -> None:
     """Writes docs/results/gpu.json (benchmarks/results.py says what the fields are)."""
     sys.path.insert(0, str(HERE.parent))
     import results as page
 
+    words = ["--peer_python=PYTHON" if "peer_python" in word else word for word in words]
     times = profiles(results)
     record = {
         "title": "One GPU: training steps beside transformers and flash-linear-attention",
         "date": datetime.date.today().isoformat(),
-        "commit": page._commit(),
+        "commit": page.commit(),
         "machine": machine(results),
         "command": f"uv run --extra gpu python benchmarks/gpu/compare.py {' '.join(words)}"
         "  # needs a GPU",
         "columns": list(COLUMNS),
-        "rows": rows(results),
+        "rows": rows(results, tiny=False),
         "remarks": [
             "The median of the steps after three others, each synchronised; MFU of 989.4 TFLOP/s "
             "by one count of model FLOPs for both sides (`qwen3next_jax/model/flops.py`); the "
@@ -268,10 +287,10 @@ def main() -> int:
                 measuring.write(options.json, results)
     add_flops(results, options.tiny)
     measuring.write(options.json, results)
-    print("\n" + markdown(COLUMNS, rows(results)))
+    print("\n" + markdown(COLUMNS, rows(results, options.tiny)))
     times = profiles(results)
     print("\n" + markdown(times[0], times[1:]))
-    print(f"\n{machine(results)}; written to {options.json}")
+    print(f"\n{headline(results)}\n\n{machine(results)}; written to {options.json}")
     if options.store:
         store(results, sys.argv[1:])
         print("docs/results/gpu.json")

@@ -162,7 +162,7 @@ def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
     logits_CV = logits(largest_C)
     total_C = jnp.sum(jnp.exp(logits_CV - largest_C[:, None]), axis=1)
     logsumexp_C = largest_C + jnp.log(total_C)
-    target_logit_C = jnp.sum(jnp.where(hit_CV, logits_CV, 0), axis=1)
+    target_logit_C = _target_logits(logits_CV, target_C, hit_CV)
     figures = Rows(logsumexp_C - target_logit_C, logsumexp_C, best_C, best_C == target_C)
     if not gradients:
         return figures, None, None
@@ -174,3 +174,17 @@ def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
     dx_CD = jnp.dot(dlogits_CV, w_DV.T, preferred_element_type=wide).astype(x_CD.dtype)
     dw_DV = jnp.dot(x_CD.T, dlogits_CV, preferred_element_type=wide)
     return figures, dx_CD, dw_DV
+
+
+def _target_logits(logits_CV, target_C, hit_CV):
+    """Returns the logit of each target [C]; 0 if the target is outside of the vocabulary.
+
+    A GPU reads the targets' logits alone, where the sum over `hit_CV`, which marks the targets,
+    would read all logits once more. On other platforms the sum is fused with other reductions.
+    """
+    if compile_target().platform != "gpu":
+        return jnp.sum(jnp.where(hit_CV, logits_CV, 0), axis=1)
+    # An index below 0 would count from the end.
+    index_C = jnp.where(target_C < 0, logits_CV.shape[1], target_C)
+    found = jnp.take_along_axis(logits_CV, index_C[:, None], axis=1, mode="fill", fill_value=0)
+    return found[:, 0]

@@ -37,10 +37,11 @@ def experts_in_caches() -> bool:
 
 
 def unroll_short_loops() -> bool:
-    """Returns whether a model unrolls a loop over few layers. It does so on a TPU, because a loop
-    on a TPU copies every slice that it reads from or writes to the arrays of all layers.
+    """Returns whether a model unrolls a loop over few layers. It does so on a TPU and on a GPU,
+    where a loop copies every slice that it reads from or writes to the arrays of all layers. (On a
+    GPU it also fills those that it writes with zeros first.)
     """
-    return compile_target().platform == "tpu"
+    return compile_target().platform in ("tpu", "gpu")
 
 
 def float32_precision(dtype) -> jax.lax.Precision:
