@@ -2,7 +2,8 @@ r"""A training step, or its operators one by one, compiled for H100s with no GPU
 what is computed.
 
     python benchmarks/gpu/compile.py --shape=period [--top=12] [--passes=30]
-    python benchmarks/gpu/compile.py --config=configs/small.py [--gpus=8] [--mesh=data=4,expert=2]
+    python benchmarks/gpu/compile.py --config=configs/small.py [--gpus=8] [--mesh=expert=8]
+        [--set train.remat=block]
     python benchmarks/gpu/compile.py --config=configs/small.py --operators
     python benchmarks/gpu/compile.py --kernels [--only=attention] [--tokens=4096] [--key_heads=16]
         [--value_heads=16] [--key=128] [--value=128] [--pieces=0]
@@ -35,7 +36,6 @@ import glob
 import os
 import pathlib
 import re
-import runpy
 import tempfile
 import time
 from typing import NamedTuple
@@ -402,8 +402,9 @@ def parse() -> argparse.Namespace:
     what.add_argument("--config", default="configs/small.py", help="the step of a config")
     parser.add_argument("--gpus", type=int, default=1, help="H100s of one host")
     parser.add_argument("--mesh", default="", help="AXIS=SIZE,…; default: all GPUs along `data`")
-    parser.add_argument("--rows", type=int, default=0, help="instead of the config's batch_size")
-    parser.add_argument("--remat", default="", help="instead of the config's train.remat")
+    parser.add_argument(
+        "--set", nargs="*", default=[], help="settings of the config: train.remat=block …"
+    )
     parser.add_argument(
         "--xla_forms", action="store_true", help="no kernels: as on a GPU that is no Hopper"
     )
@@ -447,21 +448,18 @@ def main():
 def config_of(options: argparse.Namespace):
     """Returns the `Config` that is compiled, for the mesh of the options."""
     from qwen3next_jax.config import Config, MeshConfig, from_dict
+    from qwen3next_jax.config.files import apply_overrides, load_config_file
 
     if options.shape:
-        config = step.config_of(shapes.SHAPES[options.shape])
+        values = step.settings_of(shapes.SHAPES[options.shape])
     else:
-        config = from_dict(Config, runpy.run_path(options.config)["get_config"]().to_dict())
+        values = load_config_file(pathlib.Path(options.config))
+    apply_overrides(values, [tuple(part.partition("=")[::2]) for part in options.set])
+    config = from_dict(Config, values)
     sizes = dict(part.split("=") for part in options.mesh.split(",") if part)
     sizes = {axis: int(size) for axis, size in sizes.items()} or {"data": options.gpus}
     mesh = MeshConfig(**{"data": 1} | sizes)
-    train = dataclasses.replace(
-        config.train,
-        remat=options.remat or config.train.remat,
-        batch_size=options.rows or config.train.batch_size,
-    )
-    parallel = dataclasses.replace(config.parallel, mesh=mesh)
-    return dataclasses.replace(config, train=train, parallel=parallel)
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=mesh))
 
 
 def run_all_kernels() -> None:
@@ -508,9 +506,9 @@ def compile_all(options: argparse.Namespace) -> None:
     with compiling_for("gpu"):
         traced = train_step.trace(run.abstract_state, abstract_batch(run, stage))
     show(
-        f"step of {options.shape or options.config}, {config.train.batch_size} x "
-        f"{config.train.sequence_length} tokens, remat {config.train.remat}, on {options.gpus} x "
-        f"H100 ({options.mesh or 'all along data'})",
+        f"step of {options.shape or config.name}, {config.train.batch_size} x "
+        f"{config.train.sequence_length} tokens in {config.train.gradient_accumulation} parts, "
+        f"remat {config.train.remat}, on {options.gpus} x H100 ({options.mesh or 'along data'})",
         traced.lower(lowering_platforms=("cuda",)),
         options,
     )

@@ -6,7 +6,7 @@
 
 `--shape`: a name of `shapes.SHAPES`. Parameters and both moments of AdamW are float32, products
 bfloat16; one device, no MTP, no remat. The tokens are random, so that the router spreads them
-evenly. `--remat` and `--options` are train.remat and parallel.compiler_options of a run.
+evenly. `--set train.remat=block` and the like change settings of the run.
 
 Printed and written to --json: the median seconds of a step after three others, each synchronised;
 the device's peak memory; the seconds from the start of the process to the end of the first step;
@@ -25,54 +25,58 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 
 import measuring
 import shapes
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-# Sets of XLA's flags that others use for training on GPUs, beside XLA's own choice (one GPU).
+# Sets of XLA's flags beside its own choice, which with jax 0.12 has CUDA graphs ("command buffers")
+# of everything but loops, autotuning at level 4 and Triton beside cuBLAS. NVIDIA's images for JAX
+# and MaxText's scripts set the scheduler and the products, marin no command buffers.
 FLAGS = {
     "XLA's defaults": "",
-    # NVIDIA's JAX images and MaxText's scripts for GPUs set it
     "latency hiding scheduler": "--xla_gpu_enable_latency_hiding_scheduler=true",
-    # MaxText's scripts, and JAX-Toolbox for Hopper: cuBLAS instead of products in Triton
     "products by cuBLAS alone": "--xla_gpu_enable_triton_gemm=false",
-    # marin: no CUDA graphs
     "no command buffers": "--xla_gpu_enable_command_buffer=",
-    # more kinds of work inside of CUDA graphs, loops included
-    "more command buffers": "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUBLASLT,CUDNN,"
-    "CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE --xla_gpu_graph_min_graph_size=1",
-    # what autotuning gains, and what the first step costs without
+    "command buffers of loops, too": "--xla_gpu_enable_command_buffer=+WHILE",
+    "bfloat16 wherever the program says so": "--xla_allow_excess_precision=false",
     "no autotuning": "--xla_gpu_autotune_level=0",
     "every tile tried": "--xla_gpu_exhaustive_tiling_search=true",
 }
 
 
-def config_of(shape: shapes.Shape, remat: str = "none", options: str = ""):
-    """Returns the `Config` of a run whose steps are those of `shape`."""
-    from qwen3next_jax.config import Config, default_config, from_dict
+def settings_of(shape: shapes.Shape) -> dict:
+    """Returns the settings of a run whose steps are those of `shape`, as a nested dict."""
+    from qwen3next_jax.config import default_config
 
-    values = default_config()
-    values["name"] = "step"
     settings = {f"model.{name}": value for name, value in shape.model.items()}
     settings |= {
+        "name": "step",
         "model.mtp_depth": 0,
         "model.max_position_embeddings": max(shape.length, 32_768),
         "train.batch_size": shape.rows,
         "train.sequence_length": shape.length,
         "train.gradient_accumulation": shape.micro_batches,
-        "train.remat": remat,
-        "parallel.compiler_options": options,
     }
+    values = default_config()
     for name, value in (settings | dict(shape.ours)).items():
         *groups, field = name.split(".")
         group = values
         for part in groups:
             group = group[part]
-        if field not in group:
-            raise KeyError(f"{name}: there is no such setting")
         group[field] = value
+    return values
+
+
+def config_of(shape: shapes.Shape, overrides: Sequence[str] = ()):
+    """Returns the `Config` of `settings_of` with the settings `overrides`, each NAME=VALUE."""
+    from qwen3next_jax.config import Config, from_dict
+    from qwen3next_jax.config.files import apply_overrides
+
+    values = settings_of(shape)
+    apply_overrides(values, [tuple(part.partition("=")[::2]) for part in overrides])
     return from_dict(Config, values)
 
 
@@ -155,7 +159,7 @@ def measure(shape: shapes.Shape, options: argparse.Namespace) -> dict:
 
     cli.keep_freed_memory()
     cli.enable_compilation_cache()  # as train.py does
-    config = config_of(shape, options.remat, options.options)
+    config = config_of(shape, options.set)
     run = resolve_run(config, single_device_mesh())
     state = run.init_state()
     batch = jax.device_put(batch_of(shape), run.batch_sharding)
@@ -228,8 +232,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", required=True, choices=shapes.SHAPES)
     parser.add_argument("--json", type=pathlib.Path, help="the file to write")
     parser.add_argument("--rounds", type=int, default=12, help="steps that are timed")
-    parser.add_argument("--remat", default="none")
-    parser.add_argument("--options", default="", help="of XLA's compiler, NAME=VALUE,…")
+    parser.add_argument("--set", nargs="*", default=[], help="settings: train.remat=block …")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--flags", action="store_true", help="compare sets of XLA's flags")
     parser.add_argument("--first_step_alone", action="store_true")
