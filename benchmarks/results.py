@@ -87,9 +87,13 @@ def page() -> str:
     left_over = {path.stem for path in (DOCS / "results").glob("*.json")} - set(SECTIONS)
     if left_over:
         raise ValueError(f"docs/results: SECTIONS has no place for {', '.join(sorted(left_over))}")
-    recorded = [name for name in SECTIONS if (DOCS / "results" / f"{name}.json").exists()]
-    sections = [section(read(name)) for name in recorded]
+    sections = [section(read(name)) for name in recorded()]
     return "\n".join([INTRODUCTION, *sections])
+
+
+def recorded() -> list[str]:
+    """Returns the names of the records that exist, in the order of the page."""
+    return [name for name in SECTIONS if (DOCS / "results" / f"{name}.json").exists()]
 
 
 def read(name: str) -> dict[str, Any]:

@@ -3,19 +3,18 @@ second, fourth and eighth layer and in none, at the size of configs/small.py; 5 
 
     uv run --extra gpu qwen3next sweep configs/sweeps/ratio_gpu.py
 
-The text is the Python source of the installed packages, byte by byte: tens of megabytes, of which
-a run reads a part, once. Equal FLOPs are 418 steps of 65,536 tokens with attention in every layer
-to 609 with none; `--emit` prints the commands. The sweep has not been run.
+The text is the Python source of the packages in `.venv`, where uv installs them, byte by byte: tens
+of megabytes, of which a run reads a part, once (another text: `--set data.path=…`). Equal FLOPs are
+418 steps of 65,536 tokens with attention in every layer to 609 with none; `--emit` prints the
+commands. The sweep has not been run.
 """
-
-import sysconfig
 
 
 def get_sweep():
     return {
         "base": "configs/small.py",
         "set": {
-            "data.path": f"{sysconfig.get_path('purelib')}/**/*.py",
+            "data.path": ".venv/lib/python3.*/site-packages/**/*.py",
             "data.heldout_fraction": 0.02,
             "model.vocab_size": 512,  # bytes; a multiple of the tiles of products
             "model.num_hidden_layers": 8,
