@@ -41,6 +41,7 @@ FLAGS = {
     "products by cuBLAS alone": "--xla_gpu_enable_triton_gemm=false",
     "no command buffers": "--xla_gpu_enable_command_buffer=",
     "command buffers of loops, too": "--xla_gpu_enable_command_buffer=+WHILE",
+    "products of one operand merged": "--xla_gpu_dot_merger_threshold_mb=1024",
     "bfloat16 wherever the program says so": "--xla_allow_excess_precision=false",
     "no autotuning": "--xla_gpu_autotune_level=0",
     "every tile tried": "--xla_gpu_exhaustive_tiling_search=true",
