@@ -146,7 +146,7 @@ def kind_of(program, instruction) -> str:
     if op != "fusion":
         kinds = {"dot": "products", "copy": "copies", "copy-start": "copies", "transpose": "copies"}
         return kinds.get(op, op)
-    if "__triton_gemm" in instruction.attributes:
+    if instruction.name.startswith("gemm_fusion"):
         return "products"
     inside = [i for name in instruction.called for i in program.computations[name].values()]
     opcodes = {i.opcode for i in inside}
@@ -215,21 +215,33 @@ def show(name: str, lowered, options: argparse.Namespace) -> None:
 
 
 def show_collectives(program) -> None:
-    """Prints how many collectives a step runs, whether they are asynchronous (other work can run
-    between their start and their end), and the bytes of their results.
+    """Prints how many collectives a step runs, the bytes of their results, and how many of them
+    have products or kernels to run beside: scheduled between their start and their end.
     """
     found: dict = {}
-    for _, instruction, times in program.walk():
-        if not collective(instruction) or instruction.opcode.endswith("-done"):
+    began: dict = {}  # name of a start → products and kernels of its computation until then
+    before: dict = {}  # computation → products and kernels until now
+    for computation, instruction, times in program.walk():
+        place = id(computation)
+        if not collective(instruction):
+            if kind_of(program, instruction) in ("products", "products in fusions", "kernels"):
+                before[place] = before.get(place, 0) + 1
             continue
-        is_async = instruction.opcode.endswith("-start")
-        name = instruction.opcode.removesuffix("-start")
-        shapes = instruction.shapes[-1:] if is_async else instruction.shapes
-        count, size = found.get((name, is_async), (0.0, 0.0))
-        found[name, is_async] = count + times, size + times * sum(s.bytes for s in shapes)
-    for (name, is_async), (count, size) in sorted(found.items()):
-        how = "asynchronous" if is_async else "synchronous"
-        print(f"  {count:7.0f} x {size / 1e9:7.1f} GB  {name}, {how}")
+        if instruction.opcode.endswith("-start"):
+            began[place, instruction.name] = before.get(place, 0)
+            continue
+        beside = False
+        if instruction.opcode.endswith("-done"):
+            beside = before.get(place, 0) > began[place, instruction.operands[0]]
+        name = instruction.opcode.removesuffix("-done")
+        count, size, overlapped = found.get(name, (0.0, 0.0, 0.0))
+        size += times * sum(s.bytes for s in instruction.shapes)
+        found[name] = count + times, size, overlapped + times * beside
+    for name, (count, size, overlapped) in sorted(found.items()):
+        print(
+            f"  {count:7.0f} x {size / 1e9:7.1f} GB  {name}, {overlapped:.0f} of them beside "
+            "products or kernels"
+        )
 
 
 def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, pieces: int):
