@@ -41,8 +41,8 @@ import time
 from typing import NamedTuple
 
 import operators
-import shapes
 import step
+from shapes import SHAPES
 
 
 NAMES = (
@@ -346,7 +346,7 @@ def show_kernels(options, place):
     d = 2 * g * k + h * v
     convolved = shaped(1, 3, d), shaped(1, t, d), shaped(4, d), shaped(1, t + 3, dtype=jnp.int32)
     normed = shaped(1, t, h * v), shaped(1, t, h * v), shaped(v)
-    for name, function, arrays in (
+    for name, function, shapes in (
         ("forward", forward, (x, state)),
         ("backward", backward, (x, *saved, values, state)),
         ("convolution, forward", functools.partial(convolution.forward, "silu"), convolved),
@@ -368,7 +368,7 @@ def show_kernels(options, place):
     ):
         if options.only not in (f"delta rule, {name}" if name in counts else name):
             continue
-        lowered = jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
+        lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
         begun, said = time.time(), tempfile.TemporaryFile(mode="w+")
         before = [os.dup(1), os.dup(2)]
         for stream in (1, 2):
@@ -410,7 +410,7 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--shape", choices=shapes.SHAPES, help="a step of shapes.SHAPES")
+    what.add_argument("--shape", choices=SHAPES, help="a step of SHAPES")
     what.add_argument("--config", default="configs/small.py", help="the step of a config")
     parser.add_argument("--gpus", type=int, default=1, help="H100s of one host")
     parser.add_argument("--mesh", default="", help="AXIS=SIZE,…; default: all GPUs along `data`")
@@ -463,7 +463,7 @@ def config_of(options: argparse.Namespace):
     from qwen3next_jax.config.files import apply_overrides, load_config_file
 
     if options.shape:
-        values = step.settings_of(shapes.SHAPES[options.shape])
+        values = step.settings_of(SHAPES[options.shape])
     else:
         values = load_config_file(pathlib.Path(options.config))
     apply_overrides(values, [tuple(part.partition("=")[::2]) for part in options.set])
