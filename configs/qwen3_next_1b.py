@@ -10,7 +10,7 @@ The tokenizer has at most 65,536 tokens. A step is 262,144 of them, in eight par
 other; on eight GPUs, all at once, with --config.train.gradient_accumulation=1. AdamW keeps float32
 weights and moments.
 
-Memory, as compiled for H100s: 51.7 GiB on one GPU, 29.5 GiB on each of eight.
+Memory, as compiled for H100s: 53.2 GiB on one GPU, 29.5 GiB on each of eight.
 Time: it has not been run. By its 3.36 GFLOP a token, a day on one H100 is 6.4 billion tokens at
 25 % of the peak and 8.9 billion at 35 %; on eight, if they scale, 51 and 71 billion. So the 20
 billion of train.steps would take 2.2 to 3.1 days, and 7 to 9 hours.
