@@ -81,7 +81,7 @@ def train(run: ResolvedRun, step: Callable, evaluate: Callable, data: Data, stat
             busiest.append(load_LE.max())
             idle.append(np.sum(load_LE == 0))
     batches = (jax.device_put(b, run.batch_sharding) for b in data.heldout(HELDOUT_ROWS))
-    heldout = evaluate_heldout(evaluate, state["params"], batches, data.tokenizer.token_bytes)
+    heldout = evaluate_heldout(evaluate, state["params"], batches, data.token_bytes)
     return {
         "busiest": float(np.mean(busiest)),
         "idle": float(np.mean(idle)),

@@ -19,6 +19,7 @@ from qwen3next_jax.common import digests
 from qwen3next_jax.data import row_groups, units
 from qwen3next_jax.data.contamination import NgramIndex
 from qwen3next_jax.data.store import Store
+from qwen3next_jax.data.tokens import ByteTokenizer
 
 # Tokenizes a file and prints the process's largest resident size in bytes.
 _TOKENIZE = """
@@ -99,7 +100,8 @@ def main() -> None:
         for length in (256, 512, 1024, 4096, 256, 512, 1024, 4096):
             start = time.process_time()
             recipe = row_groups.Recipe(length, 0.02, time.time_ns() % 2**32)
-            row_groups.pack_group(row_groups.Group(0, (unit,), None), recipe, store)
+            group = row_groups.Group(0, (unit,), None)
+            row_groups.pack_group(group, recipe, store, ByteTokenizer())
             speed = unit.tokens / (time.process_time() - start) / 1e6
             print(f"packing into rows of {length}: {speed:.1f} M tokens per CPU second")
     rng = np.random.default_rng(0)

@@ -62,7 +62,7 @@ if int(length):
     start, begin = used(), time.perf_counter()
     recipe = preparation.Recipe(int(length), 0.02, 0)
     divided = preparation._divided({0: corpus}, {}, tokenizer, recipe, store)
-    rows = preparation.pack(corpus, divided.get(0), recipe, store, workers=workers)
+    rows = preparation.pack(corpus, divided.get(0), tokenizer, recipe, store, workers=workers)
     found |= {"rows": rows.fingerprint, "pack_wall": time.perf_counter() - begin,
               "pack_cpu": used() - start}
 found["peak_bytes"] = 1024 * max(resource.getrusage(who).ru_maxrss

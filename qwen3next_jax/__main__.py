@@ -17,6 +17,7 @@ VERBS = {
     "report": "write a page with the charts of runs",
     "sweep": "run an ablation sweep and write its report",
     "scaling": "fit loss against size and tokens, and predict runs",
+    "doctor": "check this machine: chip, versions, what runs each operator, how fast",
     "show": "describe the model of a config: layers, parameters, FLOPs, memory",
     "plan": "predict memory and time of a step on a slice, without the slice",
     "verify": "check runs, exports and prepared data against their digests",

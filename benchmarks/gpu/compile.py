@@ -5,8 +5,8 @@ what is computed.
     python benchmarks/gpu/compile.py --config=configs/small.py [--gpus=8] [--mesh=expert=8]
         [--set train.remat=block]
     python benchmarks/gpu/compile.py --config=configs/small.py --operators
-    python benchmarks/gpu/compile.py --kernels [--only=attention] [--tokens=4096] [--key_heads=16]
-        [--value_heads=16] [--key=128] [--value=128] [--pieces=0]
+    python benchmarks/gpu/compile.py --kernels [--only=convolution] [--tokens=4096] [--key_heads=16]
+        [--value_heads=16] [--key=128] [--value=128] [--pieces=0] [--warpgroups=1]
 
 XLA's CUDA plugin compiles for a described chip and touches no driver. It needs an environment
 apart, since a process with the plugin looks for GPUs, and a `ptxas` of CUDA 13 on the PATH (the
@@ -14,25 +14,31 @@ wheel nvidia-cuda-nvcc brings one):
 
     uv venv .gpu -p 3.12
     uv pip install --python .gpu/bin/python -e . jax==0.12.0.1 jaxlib==0.12.0.1 \
-        jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1 tokamax==0.0.17 nvidia-cuda-nvcc
+        jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1 nvidia-cuda-nvcc \
+        tokamax==0.0.17 jax-triton==0.4.1 triton==3.9.0
     .gpu/bin/python benchmarks/gpu/compile.py --shape=small
 
 Printed: seconds to compile; memory of the arguments (the state) and of everything else
-(temporaries); FLOPs of all products, a loop of unstated length counted once; the largest array;
-the collectives, and how many of them are asynchronous; with --top what shares the temporaries'
-memory at its fullest, by shape. Then XLA's work by kind: how many kernels run in a step, the bytes
-that they read and write, and the least time of these bytes at the H100's 3.35 TB/s. --passes lists
-the longest by kind and by function of this package. Kernels, attention by cuDNN and products are
-listed with their bytes alone. With --kernels, of all kernels: what ptxas says of registers and
-spills, and by count of the delta rule's copies and products, bytes between memory and chip and
-FLOPs. What no compiler says is a time.
+(temporaries), without what cuDNN's attention works in; FLOPs of all products, a loop of unstated
+length counted once; the largest array; the collectives, and how many of them are asynchronous; with
+--top what shares the temporaries' memory at its fullest, by shape. Then XLA's work by kind: how
+many kernels run in a step, the bytes that they read and write, and the least time of these bytes at
+the H100's 3.35 TB/s. --passes lists the longest by kind and by function of this package. Kernels,
+attention by cuDNN and products are listed with their bytes alone. With --kernels, of all kernels
+but cuDNN's: what ptxas says of registers and spills, what it says of performance that is lost, and
+the shared memory of a block; and by count of the delta rule's copies and products, bytes between
+memory and chip and FLOPs. What no compiler says is a time. The kernels are compiled by nvJitLink
+where it is installed (the extra `gpu` brings it), otherwise by `ptxas`: the two give different
+registers.
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import glob
+import io
 import os
 import pathlib
 import re
@@ -40,6 +46,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
+import experts_passes
 import operators
 import step
 from shapes import SHAPES
@@ -73,7 +80,6 @@ def largest_arrays(folder: str, top: int):
     return [(gib, count[shape], shape) for shape, gib in size.most_common(top)]
 
 
-BANDWIDTH = 3.35e12  # bytes/s of an H100 (SXM), by its data sheet
 # opcode of what a fusion is for → kind; the first that the fusion has counts
 KINDS = (
     (("dot", "convolution"), "products in fusions"),
@@ -167,7 +173,8 @@ def show_work(program, longest: int) -> None:
     def line(name, of):
         size = sum(w.bytes for w in of)
         count = sum(w.times for w in of)
-        print(f"  {count:7.0f} x {size / 1e9:7.1f} GB {1e3 * size / BANDWIDTH:6.1f} ms  {name}")
+        ms = 1e3 * size / experts_passes.BANDWIDTH
+        print(f"  {count:7.0f} x {size / 1e9:7.1f} GB {ms:6.1f} ms  {name}")
 
     def grouped(key):
         groups = {}
@@ -244,7 +251,7 @@ def show_collectives(program) -> None:
         )
 
 
-def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, pieces: int):
+def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, split):
     """{pass: (bytes a token that the kernels copy, all heads; products of 64 x 64 x 64 a chunk
     and value head)}, by hand from kernels/gpu/delta_rule*.py, residuals saved. A copy that
     another block made before may come out of the L2 cache.
@@ -253,13 +260,14 @@ def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, pieces
     tile, rows, numbers = 64 * 64 * 2, 8 * 64 * 4, 6 * 64 * 4
     chunk = (2 * keys * tile) / share + rows + numbers + tile  # q and k; P
     # q, k, P and the inverse once for two tiles of the value, or one where there are processors;
-    # then v or dO. Maps need neither q nor P.
-    width = lambda n: 1 if n % 2 or pieces * value_heads * n <= 132 else 2
-    passed = lambda n, read: n // width(n) * (read * tile + rows + numbers) + n * tile
-    scan, maps = passed(values, 2 * keys + 3), lambda n: (pieces > 1) * passed(n, keys + 2)
+    # then v or dO. Maps of the forward pass need neither q nor P.
+    passed = lambda blocks, n, read: blocks * (read * tile + rows + numbers) + n * tile
+    scan = passed(values // split.warpgroups, values, 2 * keys + 3)
+    blocks, mapped_share = -(-(keys + values) // 2), max(0, split.pieces - 2) / split.pieces
+    maps = lambda read: mapped_share * passed(blocks, 2 * blocks, read)
     states = keys * values * tile
-    forward = chunk + 2 * tile + scan + values * tile + maps(keys + values)
-    backward = chunk + scan + 2 * values * tile + states + maps(keys) + (pieces > 1) * scan
+    forward = chunk + 2 * tile + scan + values * tile + maps(keys + 2)
+    backward = chunk + scan + 2 * values * tile + states + maps(2 * keys + 3)
     again = (values - 1) * keys * tile + 64 * 4  # what has to make room
     gradients = (
         (2 * keys + 4 * values + 2) * tile
@@ -273,21 +281,12 @@ def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, pieces
     a_token = lambda x: x * value_heads / 64
     # three passes each, in products of 64 x 64 x 64
     ladder = 3 * (3 * 2 / 4 + 1 / 4 + 3 / 16 + 1 / 4 + 1 / 4)
-    mapped = lambda n: (pieces > 1) * n * (3 * keys + 2)
-    computed = 3 * keys / share + ladder + values * (4 * keys + 4) + mapped(keys + values)
-    state_back = values * (3 * keys + 4) * (1 + (pieces > 1))
+    mapped_tiles = mapped_share * 2 * blocks
+    computed = 3 * keys / share + ladder + values * (4 * keys + 4) + mapped_tiles * (3 * keys + 2)
+    state_back = (values + mapped_tiles) * (3 * keys + 4)
     # by both warpgroups of a block: E, and what is summed over pairs
     twice = (keys > 2) * (keys * values + 2 * values + 2)
-    back = (
-        3 * keys / share
-        + state_back
-        + mapped(keys)
-        + 5 * keys * values
-        + 6 * values
-        + 6 * keys
-        + 2
-        + twice
-    )
+    back = 3 * keys / share + state_back + 5 * keys * values + 6 * values + 6 * keys + 2 + twice
     return {
         "forward": (a_token(forward + states), computed),
         "forward alone": (a_token(forward), computed),
@@ -297,17 +296,17 @@ def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, pieces
 
 def show_kernels(options, place):
     """Forward with residuals, and backward: the delta rule's, those of convolution, norm and
-    gate beside it, and tokamax's for attention with heads of `key` and for products of two rows
-    a token with the experts of configs/small.py.
+    gate beside it, and tokamax's for products of two rows a token with the experts of
+    configs/small.py.
     """
     import jax
     import jax.numpy as jnp
 
-    from qwen3next_jax.kernels.gpu import attention
     from qwen3next_jax.kernels.gpu import causal_conv1d as convolution
     from qwen3next_jax.kernels.gpu import delta_rule as pallas_gpu
     from qwen3next_jax.kernels.gpu import gated_norm as norm
     from qwen3next_jax.kernels.gpu import grouped_matmul as products
+    from qwen3next_jax.kernels.gpu.delta_rule_problem import Split
     from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
     t, g, h, k, v = (
@@ -324,8 +323,9 @@ def show_kernels(options, place):
         shaped(1, h, k, v, dtype=jnp.float32),
     )
     settings = Settings(64, normalize_qk=True, erase=True)
-    pieces = options.pieces or pallas_gpu.Problem.of(x, settings).pieces
-    common = dict(settings=settings, interpret=False, pieces=pieces)
+    split = Split(options.pieces, options.warpgroups) if options.pieces else None
+    split = pallas_gpu.Problem.of(x, settings, split).split
+    common = dict(settings=settings, interpret=False, split=split)
     forward = functools.partial(pallas_gpu.forward, inverses=None, save=True, **common)
     saved = [
         jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=place)
@@ -333,15 +333,11 @@ def show_kernels(options, place):
     ]
     backward = functools.partial(pallas_gpu.backward, **common)
     if options.only in "delta rule":
-        print(f"{t} tokens, {g} key heads of {k}, {h} value heads of {v}, in {pieces} piece(s)")
-    counts = kernel_counts(g, h, k, v, pieces)
-    queries, keys_values, ids = (
-        shaped(1, t, h, k),
-        shaped(1, t, g, k),
-        shaped(1, t, dtype=jnp.int32),
-    )
-    inputs, of_scores = (queries, keys_values, keys_values, ids, ids), dict(scale=1.0, causal=True)
-    sums = shaped(1, h, t, dtype=jnp.float32)
+        print(
+            f"{t} tokens, {g} key heads of {k}, {h} value heads of {v}, in {split.pieces} piece(s)"
+            f", {split.warpgroups} tile(s) a block of whole rows"
+        )
+    counts = kernel_counts(g, h, k, v, split)
     of_experts = shaped(2 * t, 512), shaped(16, 512, 256), shaped(16, dtype=jnp.int32)
     d = 2 * g * k + h * v
     convolved = shaped(1, 3, d), shaped(1, t, d), shaped(4, d), shaped(1, t + 3, dtype=jnp.int32)
@@ -357,18 +353,15 @@ def show_kernels(options, place):
         ),
         ("norm and gate, forward", functools.partial(norm.forward, 1e-6), normed),
         ("norm and gate, backward", functools.partial(norm.backward, 1e-6), (*normed, normed[0])),
-        ("attention, forward", functools.partial(attention.forward, **of_scores), inputs),
-        (
-            "attention, backward",
-            functools.partial(attention.backward, **of_scores),
-            (*inputs, queries, sums, queries),
-        ),
         ("grouped products, forward", products.matmul, of_experts),
         ("grouped products, backward", products.gradients, (*of_experts, shaped(2 * t, 256))),
     ):
         if options.only not in (f"delta rule, {name}" if name in counts else name):
             continue
-        lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+        resources = io.StringIO()
+        with contextlib.redirect_stdout(resources):
+            lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+        shared = re.findall(r"smem_scratch_bytes=(\d+)", resources.getvalue())
         begun, said = time.time(), tempfile.TemporaryFile(mode="w+")
         before = [os.dup(1), os.dup(2)]
         for stream in (1, 2):
@@ -398,11 +391,21 @@ def show_kernels(options, place):
         said.seek(0)
         text = said.read()
         account = (
-            r"Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for.*?(\d+) bytes spill "
-            r"stores.*?Used (\d+) registers"
+            r"((?:ptxas info +: \(C\d+\) Potential Performance Loss: [^\n]*\n)*)"
+            r"(?:ptxas warning[^\n]*\n)?(?:ptxas info +: 0 bytes gmem\n)?"
+            r"ptxas info +: Compiling entry function '(\w+?)(?:_mosaic_gpu_kernel)?' for.*?"
+            r"(\d+) bytes spill stores.*?Used (\d+) registers"
         )
-        for kernel, spilled, registers in re.findall(account, text, re.S):
-            print(f"  {kernel}: {registers} registers, {spilled} bytes spilled")
+        accounts = re.findall(account, text, re.S)
+        if len(shared) != len(accounts):  # a kernel that was compiled before has no account
+            shared = ["unknown"] * len(accounts)
+        for (losses, kernel, spilled, registers), size in zip(accounts, shared):
+            print(
+                f"  {kernel}: {registers} registers, {spilled} bytes spilled, {size} bytes of "
+                "shared memory"
+            )
+            for loss in re.findall(r"Loss: (.*)", losses):
+                print(f"    {loss}")
 
 
 def parse() -> argparse.Namespace:
@@ -439,6 +442,7 @@ def parse() -> argparse.Namespace:
         ("key", 128),
         ("value", 128),
         ("pieces", 0),
+        ("warpgroups", 1),
     ):
         parser.add_argument(f"--{name}", type=int, default=size)
     return parser.parse_args()
@@ -453,7 +457,7 @@ def main():
             "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder}",
         }
         if options.kernels:
-            os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+            os.environ |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_RESOURCES": "1"}
         compile_all(options)
 
 
@@ -474,18 +478,6 @@ def config_of(options: argparse.Namespace):
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=mesh))
 
 
-def run_all_kernels() -> None:
-    """Lets every call run its kernels, as where all of them passed their tests."""
-    from qwen3next_jax.kernels import self_test
-
-    def is_enabled(test, unsupported=""):
-        self_test.say(f"{test.name}: {unsupported or 'kernels'}")
-        return not unsupported
-
-    self_test.unsupported_chip = lambda: ""
-    self_test.is_enabled = is_enabled
-
-
 def compile_all(options: argparse.Namespace) -> None:
     import jax
 
@@ -502,7 +494,7 @@ def compile_all(options: argparse.Namespace) -> None:
     mesh = make_mesh(config.parallel, topology.devices)
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     if not options.xla_forms:
-        run_all_kernels()
+        experts_passes.describe_chip()
     if options.kernels:
         return show_kernels(options, place)
     if options.operators:

@@ -89,6 +89,7 @@ def against_xla(max_error: Callable, tolerance: float, *arguments) -> Errors:
 def calls(widths: bool, interpret: bool) -> dict[str, Callable[[], Errors]]:
     """Returns every kind of call by its name."""
     from qwen3next_jax.kernels.gpu import causal_conv1d, delta_rule_self_test, gated_norm
+    from qwen3next_jax.kernels.gpu.delta_rule_problem import Split
 
     rule = functools.partial(
         against_xla, delta_rule_self_test.max_error, delta_rule_self_test.TOLERANCE
@@ -99,12 +100,16 @@ def calls(widths: bool, interpret: bool) -> dict[str, Callable[[], Errors]]:
     for key, value in pairs:
         name = f"delta rule, K {key} V {value}"
         found[f"{name}, float64"] = functools.partial(against_float64, key, value)
-        pieces = functools.partial(rule, key, value, True, True, True, interpret)
+        pieces = functools.partial(rule, key, value, True, True, Split(3, 1), interpret)
         found[f"{name}, XLA, a row in pieces"] = pieces
     if not interpret:
-        for name, normalize, erase in (("norms", False, True), ("erasing", True, False)):
-            call = functools.partial(rule, width, width, normalize, erase, False, interpret)
-            found[f"delta rule, XLA, without {name}"] = call
+        for what, normalize, erase, split in (
+            ("without norms", False, True, Split(1, 1)),
+            ("without erasing", True, False, Split(1, 1)),
+            ("two tiles a block", True, True, Split(1, 2)),
+        ):
+            call = functools.partial(rule, width, width, normalize, erase, split, interpret)
+            found[f"delta rule, XLA, {what}"] = call
     convolution = (causal_conv1d.max_error, causal_conv1d.TOLERANCE)
     found["convolution, XLA"] = functools.partial(
         against_xla, *convolution, "silu", "bfloat16", 4, interpret

@@ -573,14 +573,16 @@ def positive_integers(flag: str, values: Sequence[str]) -> tuple[int, ...]:
 
 
 def enable_compilation_cache() -> None:
-    """Stores compiled programs in the user's cache folder, so a command compiles them only once."""
+    """Stores compiled programs in the user's cache folder, so a command compiles them only once. On
+    a GPU, JAX stores there as well what XLA measured to choose the form of each operation. Another
+    release of jaxlib may choose among other forms, so each release has its own folder.
+    """
     import jax
+    import jaxlib
 
     if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update(
-            "jax_compilation_cache_dir",
-            str(pathlib.Path.home() / ".cache" / "qwen3next_jax" / "compiled"),
-        )
+        folder = pathlib.Path.home() / ".cache" / "qwen3next_jax" / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(folder / jaxlib.__version__))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from qwen3next_jax.commands.waiting import waiting
 from qwen3next_jax.common.storage import to_path
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import UserError, escape_lines
 from qwen3next_jax.common.metrics import Metric, MetricValue, to_metric_values
 from qwen3next_jax.config import Config, DataConfig, MeshConfig, ModelConfig
 from qwen3next_jax.config.compatibility import weights_differ
@@ -248,7 +248,7 @@ def _print(title: str, values: list[MetricValue]) -> None:
         for value in values:
             table.add_row(value.label, str(value))
     console = Console()
-    console.print(title, markup=False, highlight=False)
+    console.print(escape_lines(title), markup=False, highlight=False)
     console.print(table)
 
 

@@ -17,6 +17,7 @@ PEFT's adapter_model.safetensors and adapter_config.json (docs/adapting.md).
 
 import dataclasses
 import pathlib
+import shlex
 import typing
 
 from absl import flags
@@ -76,7 +77,7 @@ def main() -> int:
         size = sum(f.stat().st_size for f in files)
         print(
             f"{_out.value}: {len(files)} files, {size / 1e6:,.1f} MB, {which}; "
-            f"next: {shell_command('generate')} --model={_out.value} --prompt='def '"
+            f"next: {shell_command('generate')} --model={shlex.quote(_out.value)} --prompt='def '"
         )
     return 0
 

@@ -1,13 +1,14 @@
 """Continues a prompt with a trained model and streams the text to the terminal, or chats with it.
 
     qwen3next generate --model=WORKDIR_OR_HF_DIR --prompt="def "
-    qwen3next generate --model=HF_DIR --chat
+    qwen3next generate --model=HF_DIR --chat  # a template that writes the date gets today's
     qwen3next generate --model=WORKDIR --prompt="def " --samples=8 --record_routing=FOLDER
 
 The command writes the prompt and its continuation, or the answers of a chat, to standard output. It
 writes times, tokens per second and the memory of the cache to standard error.
 """
 
+import datetime
 import math
 import os
 import pathlib
@@ -19,7 +20,7 @@ from absl import flags
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.storage import to_path
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import UserError, require_path
 from qwen3next_jax.common.metrics import mtp_target
 
 
@@ -52,6 +53,7 @@ def main() -> int:
         ChatTemplate.of_folder(
             folder / "tokenizer" if (folder / "tokenizer").is_dir() else folder,
             "a model that was not trained to chat has none; use --prompt",
+            date=datetime.date.today().isoformat(),
         )
         if _chat.value
         else None
@@ -194,8 +196,14 @@ def _check_flags() -> None:
                 f"{where} with --speculative={_speculative.value}: the experts of drafts are not "
                 "recorded: expected one of the two"
             )
-        if pathlib.Path(_record_routing.value).is_file():
-            raise UserError(f"{where} is a file: expected a folder, or the name of a new one")
+        folder = pathlib.Path(_record_routing.value)
+        require_path(where, folder / ("0" * 64))  # longer than the names that are written
+        place = next(f for f in (folder, *folder.absolute().parents) if os.path.lexists(f))
+        if not os.path.isdir(place) or not os.access(place, os.W_OK | os.X_OK):
+            raise UserError(
+                f"{where}: {place} is {'read-only' if os.path.isdir(place) else 'no folder'}: "
+                "expected a folder, or the name of a new one"
+            )
 
 
 class _Timer:

@@ -14,7 +14,7 @@ import pathlib
 from absl import flags
 
 from qwen3next_jax.commands import cli
-from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.errors import ExitCode, UserError, as_user_error
 from qwen3next_jax.common.installation import how_to_install
 
 
@@ -81,7 +81,8 @@ def main() -> int:
         if _json.value and is_process_0():
             kept = {name: results[name] for name in ("results", "versions", "n-samples", "n-shot")}
             kept |= {"contamination": contamination} if _prepared_dir.value else {}
-            pathlib.Path(_json.value).write_text(json.dumps(kept, indent=2, default=str) + "\n")
+            with as_user_error(f"--json={_json.value}: cannot be written", OSError):
+                pathlib.Path(_json.value).write_text(json.dumps(kept, indent=2, default=str) + "\n")
     return ExitCode.DONE
 
 

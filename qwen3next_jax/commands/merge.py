@@ -16,12 +16,13 @@ docs/adapting.md).
 """
 
 import dataclasses
+import shlex
 
 from absl import flags
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import UserError, escape_control
 from qwen3next_jax.common.installation import shell_command
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import MeshConfig
@@ -62,13 +63,14 @@ def main(names: list[str]) -> int:
         )
         mesh = mesh or single_device_mesh()
         for source, weight in zip(sources, weights, strict=True):
-            print(f"{weight:8.4f} × {source.folder} after step {source.step}")
+            print(escape_control(f"{weight:8.4f} × {source.folder} after step {source.step}"))
+        quoted = shlex.quote(_out.value)
         if _export.value:
             _write_export(sources, weights, mesh, out)
-            next_command = f"{shell_command('generate')} --model={_out.value} --prompt='def '"
+            next_command = f"{shell_command('generate')} --model={quoted} --prompt='def '"
         else:
             merging.write_merged_run(sources, weights, mesh, out)
-            next_command = f"{shell_command('eval')} --workdir={_out.value}"
+            next_command = f"{shell_command('eval')} --workdir={quoted}"
         print(f"{_out.value}: merged {len(sources)} checkpoints; next: {next_command}")
     return 0
 

@@ -15,7 +15,7 @@ import pathlib
 from absl import flags
 
 from qwen3next_jax.commands import cli
-from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.errors import ExitCode, UserError, escape_control
 
 get_config = cli.define_config_flag()
 _workers = flags.DEFINE_integer(
@@ -28,8 +28,6 @@ _of = flags.DEFINE_integer("of", 1, "number of hosts that prepare together", low
 def main() -> int:
     from qwen3next_jax.data.pipeline import TextData, find_sources, source_of
     from qwen3next_jax.data.preparation import (
-        HELDOUT,
-        TRAIN,
         Recipe,
         Share,
         Unfinished,
@@ -80,9 +78,12 @@ def main() -> int:
             )
             continue
         for one in prepared:
-            total = one.statistics[TRAIN] + one.statistics[HELDOUT]
-            print(
-                f"{one.source.name}: {total.documents:,} documents, {total.tokens:,} tokens, "
-                f"{total.rows:,} rows of {length}; fingerprint {one.fingerprint}"
+            total = one.counts
+            in_loss = f" ({total.tokens - total.ignored:,} in the loss)" if total.ignored else ""
+            fit = f"; {one.fit}" if one.fit else ""
+            line = (
+                f"{one.source.name}: {total.documents:,} documents, {total.tokens:,} tokens"
+                f"{in_loss}, {total.rows:,} rows of {length}{fit}; fingerprint {one.fingerprint}"
             )
+            print(escape_control(line))
     return ExitCode.DONE

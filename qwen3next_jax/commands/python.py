@@ -12,16 +12,20 @@ A mistake raises `UserError`, whose text is the line that the command prints.
 
 import dataclasses
 import html
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from qwen3next_jax.common.errors import ExitCode, UserError, did_you_mean
+from qwen3next_jax.common.errors import ExitCode, UserError, require, short_repr
+from qwen3next_jax.common.installation import skip_absent_tpu
 from qwen3next_jax.common.storage import to_path, with_patience
-from qwen3next_jax.config import MESH_AXES, Config, MeshConfig, from_dict, registry
+from qwen3next_jax.config import Config, MeshConfig, from_dict, registry
 from qwen3next_jax.config.files import default_of, find_file, load_config_file
+
+skip_absent_tpu(os.environ)  # before the functions below import JAX
 
 
 def load_config(path: str | pathlib.Path, settings: Mapping[str, Any] | None = None) -> Config:
@@ -37,8 +41,20 @@ def load_config(path: str | pathlib.Path, settings: Mapping[str, Any] | None = N
     """
     from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 
+    require(
+        isinstance(path, (str, os.PathLike)) and os.fspath(path) != "",
+        f"path = {short_repr(path)}: expected a config file, or a name such as 'tiny'",
+    )
+    require(
+        settings is None or isinstance(settings, Mapping),
+        f"settings = {short_repr(settings)}: expected a dict such as {{'train.steps': 100}}",
+    )
     values = load_config_file(find_file(path), flag="")
     for name, value in (settings or {}).items():
+        require(
+            isinstance(name, str),
+            f"settings: {short_repr(name)}: expected the name of a setting, such as 'train.steps'",
+        )
         default_of(name)  # raises if there is no such setting
         *groups, key = name.split(".")
         group = values
@@ -63,7 +79,8 @@ def train(config: Config, workdir: str | pathlib.Path, restart: bool = False) ->
     from qwen3next_jax.runs import preflight
     from qwen3next_jax.runs import train as runs_train
 
-    workdir = with_patience(to_path(workdir), config.checkpoint.patience)
+    _require_config(config)
+    workdir = with_patience(to_path(workdir, "workdir = "), config.checkpoint.patience)
     preflight.check(config, workdir, restart)
     code = runs_train.train(config, workdir, restart)
     if code != ExitCode.DONE:
@@ -103,8 +120,16 @@ def evaluate(
     from qwen3next_jax.commands.evaluate import run_evaluations
     from qwen3next_jax.evals.evaluation import EvalOptions
 
+    if config is not None:
+        _require_config(config)
+    require(
+        not isinstance(names, str) and all(isinstance(name, str) for name in names),
+        f"names = {short_repr(names)}: expected a list of evaluations, such as ['heldout']",
+    )
     options = dataclasses.replace(EvalOptions(), rows=rows)
-    results = run_evaluations(config, to_path(path), tuple(names), options, step, ema=ema)
+    results = run_evaluations(
+        config, to_path(path, "path = "), tuple(names), options, step, ema=ema
+    )
     return {result.name: result.values for result in results}
 
 
@@ -131,12 +156,17 @@ def generate(
     from qwen3next_jax.inference.decode import complete
     from qwen3next_jax.runs.load import load_model
 
+    texts = [prompts] if isinstance(prompts, str) else prompts
+    require(
+        isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts),
+        f"prompts = {short_repr(prompts)}: expected a text or a list of texts",
+    )
+    path = to_path(path, "path = ")
     model, tokenizer, _, mesh, _ = load_model(path, step)
     if tokenizer is None:
         raise UserError(f"{path}: no tokenizer.json there: put the model's own beside config.json")
-    ends = end_tokens(to_path(path), model.config.vocab_size)
+    ends = end_tokens(path, model.config.vocab_size)
     stop_ids = sorted((ends | {tokenizer.eos_id, model.config.eos_token_id}) - {-1})
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
     rows = complete(
         model,
         [tokenizer.encode(text) for text in texts],
@@ -167,12 +197,22 @@ def plan(
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
     from qwen3next_jax.planner.topology import describe_topology
 
-    for axis in mesh or {}:
-        if axis not in MESH_AXES:
-            hint = did_you_mean(axis, MESH_AXES)
-            raise UserError(f"mesh: {axis!r} is not one of {', '.join(MESH_AXES)}{hint}")
+    _require_config(config)
+    require(
+        isinstance(topology, str),
+        f"topology = {short_repr(topology)}: expected a slice, such as 'v5p:8x8x8'",
+    )
+    require(
+        mesh is None or isinstance(mesh, Mapping),
+        f"mesh = {short_repr(mesh)}: expected a dict such as {{'data': 8}}",
+    )
+    require(
+        type(slices) is int and slices >= 1,
+        f"slices = {short_repr(slices)}: expected the number of slices, at least 1",
+    )
     if mesh is not None:
-        parallel = dataclasses.replace(config.parallel, mesh=MeshConfig(**mesh))
+        mesh_config = from_dict(MeshConfig, dict(mesh), "mesh")
+        parallel = dataclasses.replace(config.parallel, mesh=mesh_config)
         config = dataclasses.replace(config, parallel=parallel)
     return make_plan_in_subprocess(config, describe_topology(topology, slices))
 
@@ -189,7 +229,7 @@ class Run:
     """
 
     def __init__(self, path: str | pathlib.Path):
-        self.path = to_path(path)
+        self.path = to_path(path, "path = ")
         self._read()
 
     @property
@@ -205,7 +245,7 @@ class Run:
         return saved_steps(self.path)
 
     def series(self, name: str, event: str = "train") -> tuple[np.ndarray, np.ndarray]:
-        """Returns the steps [N] and the values [N] of one metric.
+        """Returns the steps [N] and the values [N] of one metric; null is NaN.
 
         Args:
           name: a field of the events, such as "loss".
@@ -214,7 +254,7 @@ class Run:
         Raises:
           UserError: no event of this kind has the field `name`.
         """
-        found = [(e["step"], e[name]) for e in self._events(event) if name in e]
+        found = [(e["step"], _nan_if_null(e[name])) for e in self._events(event) if name in e]
         if not found:
             known = ", ".join(sorted({name for e in self._events(event) for name in e}))
             raise UserError(f"{self.path}: no {event!r} event has {name!r}; they have {known}")
@@ -223,7 +263,7 @@ class Run:
 
     def table(self, event: str = "train") -> dict[str, np.ndarray]:
         """Returns the numbers of all events of one kind as columns, which pandas.DataFrame takes.
-        A number that an event does not have is NaN.
+        A number that an event does not have, or has as null, is NaN.
         """
         events = list(self._events(event))
         names = dict.fromkeys(
@@ -232,7 +272,7 @@ class Run:
             for name, value in one.items()
             if isinstance(value, (int, float)) and not isinstance(value, bool)
         )
-        return {name: np.array([one.get(name, np.nan) for one in events]) for name in names}
+        return {name: np.array([_nan_if_null(one.get(name)) for one in events]) for name in names}
 
     def _events(self, event: str) -> Iterator[dict[str, Any]]:
         return iter(self._read().events.get(event, ()))
@@ -252,3 +292,14 @@ class Run:
 
         page = html.escape(render_report([self._read()]), quote=True)
         return f'<iframe srcdoc="{page}" width="100%" height="640" frameborder="0"></iframe>'
+
+
+def _require_config(config: Any) -> None:
+    require(
+        isinstance(config, Config),
+        f"config = {short_repr(config)}: expected a Config, which load_config('tiny') returns",
+    )
+
+
+def _nan_if_null(value: Any) -> Any:
+    return np.nan if value is None else value

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qwen3next_jax.commands import cli
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import UserError, escape_control
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.common.trees import path_string
 
@@ -35,9 +35,10 @@ def main(arguments: list[str]) -> int:
     from qwen3next_jax.training.stages import stage_at
 
     dump = read_dump(folder)
-    print(f"{arguments[0]}: step {dump.step}, halted because of {dump.reason}")
+    reason = escape_control(f"step {dump.step}, halted because of {dump.reason}")
+    print(f"{arguments[0]}: {reason}")
     for row, names in enumerate(dump.documents):
-        print(f"row {row}: {', '.join(names)}")
+        print(escape_control(f"row {row}: {', '.join(names)}"))
 
     stage = stage_at(dump.run.stages, dump.step)
     # what is frozen has no gradient, and lazy AdamW's tables have none of their shape

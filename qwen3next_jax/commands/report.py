@@ -7,11 +7,10 @@ the last step that they have in common. docs/report.md explains every chart.
 """
 
 import pathlib
-import sys
 
 from absl import flags
 
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import UserError, warn
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.reporting.page import write_report
 
@@ -37,7 +36,7 @@ def main(arguments: list[str]) -> int:
             f"{out}: cannot be written ({error.strerror}): give another --out"
         ) from error
     for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+        warn(note, "note")
     runs = f"{len(workdirs)} runs" if len(workdirs) > 1 else "1 run"
     print(
         f"wrote {out.absolute()}: {runs}, {out.stat().st_size / 1e6:.1f} MB; open it in a browser"

@@ -15,7 +15,7 @@ import sys
 
 from absl import flags
 
-from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, escape_lines
 from qwen3next_jax.common.storage import to_path, write_whole
 
 ARGUMENTS = "SWEEP …"  # the positional arguments, for --help
@@ -28,7 +28,11 @@ _SIZE = flags.DEFINE_enum(
     "what N counts: all parameters, or FLOPs per token / 6 (models with experts)",
 )
 _RESAMPLES = flags.DEFINE_integer(
-    "resamples", 200, "resampled fits from which intervals are", lower_bound=20
+    "resamples",
+    200,
+    "resampled fits from which intervals are",
+    lower_bound=20,
+    upper_bound=10_000,
 )
 _SEED = flags.DEFINE_integer("seed", 0, "seed of the resampling", lower_bound=0)
 _OUT = flags.DEFINE_string("out", None, "folder for scaling.html and scaling.json")
@@ -47,9 +51,9 @@ def main(arguments: list[str]) -> int:
     paths = [to_path(argument) for argument in arguments]
     runs = read_runs(paths, _METRIC.value, _SIZE.value)
     for sentence in missing_points(paths):
-        print(sentence, file=sys.stderr)
+        print(escape_control(sentence), file=sys.stderr)
     scaling = analyse(runs, _RESAMPLES.value, _SEED.value)
-    print(as_text(scaling, _RESAMPLES.value))
+    print(escape_lines(as_text(scaling, _RESAMPLES.value)))
     alone = paths[0] if paths[0].is_dir() else paths[0].parent
     folder = alone if len(paths) == 1 else pathlib.Path()
     folder = to_path(_OUT.value, "--out=") if _OUT.value else folder

@@ -16,10 +16,17 @@ from typing import Any
 from absl import flags
 from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from qwen3next_jax.commands import cli
-from qwen3next_jax.common.errors import ExitCode, UserError, short_repr
+from qwen3next_jax.common.errors import (
+    ExitCode,
+    UserError,
+    as_user_error,
+    escape_control,
+    short_repr,
+)
 from qwen3next_jax.config import Config, ModelConfig
 
 ARGUMENTS = "CONFIG.py"  # the positional arguments, for --help
@@ -44,7 +51,8 @@ def main(paths: list[str]) -> int:
     if len(configs) == 2:
         _print_differences(paths, configs, console)
     if _svg.value:
-        pathlib.Path(_svg.value).write_text(draw_config(configs[0]))
+        with as_user_error(f"--svg={_svg.value}: cannot be written", OSError):
+            pathlib.Path(_svg.value).write_text(draw_config(configs[0]))
         print(f"wrote {_svg.value}")
     return ExitCode.DONE
 
@@ -66,8 +74,10 @@ def _load(path: str, console: Console) -> Config:
         default = dict(_leaves(default_config()))
         for name, value in _leaves(values):
             if name not in default or default[name] != value:
-                table.add_row(name, short_repr(default.get(name)), short_repr(value))
-        console.print(f"{path} is not valid. It sets:", table)
+                table.add_row(
+                    *map(escape, (name, short_repr(default.get(name)), short_repr(value)))
+                )
+        console.print(f"{escape(escape_control(str(path)))} is not valid. It sets:", table)
         raise
 
 
@@ -87,7 +97,7 @@ def print_model(
 
     model = config.model
     counts, kinds = parameter_counts(model), layer_kinds(model)
-    console.print(f"[bold]{config.name}[/]: {_millions(counts.total)} parameters")
+    console.print(f"[bold]{escape(config.name)}[/]: {_millions(counts.total)} parameters")
     console.print(
         f"  {_millions(counts.active)} that a token uses in the layers, "
         f"{_millions(counts.embeddings)} in embedding and head"

@@ -19,7 +19,7 @@ from typing import Any
 
 from absl import flags
 
-from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, escape_lines
 from qwen3next_jax.common.storage import to_path
 
 ARGUMENTS = "SWEEP_FILE"  # the positional arguments, for --help
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
     sweep = load_sweep(path, changes)
     for sentence in sweep.overridden:
-        print(sentence, file=sys.stderr, flush=True)
+        print(escape_control(sentence), file=sys.stderr, flush=True)
     from rich.console import Console
 
     from qwen3next_jax.sweeps import runner
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     console = Console(highlight=False)
 
     def log(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(escape_lines(line), markup=False, soft_wrap=True)
 
     def update_report(failed: dict[str, str]) -> None:
         results = [

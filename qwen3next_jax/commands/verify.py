@@ -14,7 +14,8 @@ also says which texts of an evaluation the prepared tokens contain.
 """
 
 import pathlib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 
 from absl import flags
 from rich.box import SIMPLE
@@ -22,8 +23,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qwen3next_jax.common.errors import ExitCode, UserError, escape_control, similar_folder
-from qwen3next_jax.common.storage import to_path
+from qwen3next_jax.common.errors import (
+    ExitCode,
+    UserError,
+    error_message,
+    escape_control,
+    similar_folder,
+)
+from qwen3next_jax.common.storage import StoreError, to_path
 
 ARGUMENTS = "PATH"  # the positional arguments, for --help
 
@@ -51,9 +58,11 @@ def main(arguments: list[str]) -> int:
     for path in map(to_path, arguments):
         for name, damage in verify(path):
             table.add_row(
-                escape(str(path)),
+                escape(escape_control(str(path))),
                 escape(escape_control(name)),
-                "ok" if damage is None else f"[bold red]damaged[/]: {escape(damage)}",
+                "ok"
+                if damage is None
+                else f"[bold red]damaged[/]: {escape(escape_control(damage))}",
             )
             checked, damaged = checked + 1, damaged + (damage is not None)
     console.print(table)
@@ -95,9 +104,10 @@ def print_contamination(
             prepared_dir,
             progress=progress,
         )
-    print(f"{evaluation} in {prepared_dir}: {found.summary()}")
+    print(escape_control(f"{evaluation} in {prepared_dir}: {found.summary()}"))
     for i, share in found.worst():
-        print(f"  {share:4.0%}  {readers.describe(source, texts[i].file, texts[i].record)}")
+        place = readers.describe(source, texts[i].file, texts[i].record)
+        print(f"  {share:4.0%}  {escape_control(place)}")
 
 
 def verify(path: pathlib.Path) -> Iterator[Finding]:
@@ -114,12 +124,9 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
         return _verify_export(path)
     if (path / "metadata.json").exists() or list(path.glob("*.array_record")):
         return _verify_rows(path)
-    folders = sorted({p.parent for p in path.glob("*/*.array_record")})
-    folders += sorted({p.parent for p in path.glob("rows/*/*.array_record")})
-    folders = [folder for folder in folders if not folder.name.startswith(".")]
-    manifests = sorted(path.glob("tokens/*/*.json"))
-    if folders or manifests:
-        return _verify_prepared(path, folders, manifests)
+    folders = _row_folders(path)
+    if folders or any(path.glob("tokens/*/*")) or any(path.glob("corpora/*.json")):
+        return _verify_prepared(path, folders)
     reason = (
         "no such folder"
         if not path.exists()
@@ -144,16 +151,28 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
         yield "run.json", str(error)
     if record and (workdir / "tokenizer").exists():
         try:
-            same = load_tokenizer(str(workdir / "tokenizer")).fingerprint == record["tokenizer"]
+            same = load_tokenizer(str(workdir / "tokenizer")).fingerprint == record.get("tokenizer")
             yield "tokenizer", None if same else "its fingerprint is not the one in run.json"
         except UserError as error:
             yield "tokenizer", str(error)
+    frozen, expected = workdir / "frozen", set()
     for kind, run in (("checkpoints", record and record.get("id", "")), ("dumps", None)):
         folders = [p for p in (workdir / kind).glob("*") if is_step_name(p.name)]
         for folder in sorted(folders, key=lambda p: int(p.name)):
-            yield f"{kind}/{folder.name}", manifest.find_damage(folder, run=run)
-    if (workdir / "frozen").is_dir():
-        yield "frozen", manifest.find_damage(workdir / "frozen", run=record and record.get("id"))
+            damage = manifest.find_damage(folder, run=run)
+            if damage is None and (folder / manifest.FROZEN).is_file():
+                try:
+                    expected.add(manifest.read_frozen_record(folder)["manifest"])
+                except UserError as error:
+                    damage = str(error)
+            yield f"{kind}/{folder.name}", damage
+    if frozen.is_dir() or expected:
+        damage = manifest.find_damage(frozen, run=record and record.get("id"))
+        if not frozen.is_dir():
+            damage = "it is missing: without the frozen parameters no checkpoint can be read"
+        elif damage is None and expected - {manifest.digest(frozen)}:
+            damage = "its digest is not the one in the checkpoints: it is of another run"
+        yield "frozen", damage
 
 
 def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
@@ -168,28 +187,57 @@ def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
     return iter(findings)
 
 
-def _verify_prepared(
-    path: pathlib.Path, folders: list[pathlib.Path], manifests: list[pathlib.Path]
-) -> Iterator[Finding]:
+def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the folders of rows in `data.prepared_dir`; first those of format 1."""
+    found = []
+    for pattern in ("*", "rows/*"):
+        folders = {file.parent for file in path.glob(f"{pattern}/*.array_record")}
+        folders |= {
+            file.parent
+            for file in path.glob(f"{pattern}/metadata.json")
+            if re.fullmatch("[0-9a-f]{20}", file.parent.name)
+        }
+        found += [folder for folder in sorted(folders) if not folder.name.startswith(".")]
+    return found
+
+
+def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
+    from qwen3next_jax.data.prepared import open_index
+    from qwen3next_jax.data.preparation import read_corpus_units
     from qwen3next_jax.data.store import Store
-    from qwen3next_jax.data.units import find_unit, open_unit, open_weights
+    from qwen3next_jax.data.units import find_unit, open_unit, open_weights, unit_names
+
+    def check(name: str, read: Callable[[], object]) -> Finding:
+        try:
+            read()
+        except StoreError:  # an outage is no damage
+            raise
+        except (UserError, ValueError, OSError) as error:
+            return name, error_message(error)
+        return name, None
+
+    def check_unit(key: str) -> None:
+        unit = find_unit(store, key)
+        open_unit(store, unit)
+        open_weights(store, unit)
 
     store = Store(path)
-    for manifest in manifests:
-        damage = None
-        try:
-            unit = find_unit(store, manifest.stem)
-            open_unit(store, unit)
-            open_weights(store, unit)
-        except UserError as error:
-            damage = str(error)
-        yield str(manifest.relative_to(path)), damage
+    finished, unfinished = unit_names(store)
+    for key in finished:
+        yield check(f"tokens/{key[:2]}/{key}.json", lambda: check_unit(key))
+    for key in unfinished:
+        what = "its manifest is missing: it is being prepared, or prepare it again"
+        yield f"tokens/{key[:2]}/{key}.tokens", what
+    for name in store.names("corpora/*.json"):
+        yield check(name, lambda: read_corpus_units(store, name))
+    for name in store.names("indexes/*"):
+        yield check(name, lambda: open_index(store, name))
     for folder in folders:
         yield from _verify_rows(folder)
 
 
 def _verify_rows(directory: pathlib.Path) -> Iterator[Finding]:
-    from qwen3next_jax.data.row_groups import METADATA, read_metadata
+    from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, read_metadata
     from qwen3next_jax.data.rows import RowReader, RowTable
 
     try:
@@ -198,7 +246,7 @@ def _verify_rows(directory: pathlib.Path) -> Iterator[Finding]:
     except UserError as error:
         yield f"{directory.name}/{METADATA}", str(error)
         return
-    for split in content["shards"]:
+    for split in (TRAIN, HELDOUT):
         table = RowTable.of(split, [directory], [content], [0], [])
         rows, first = RowReader(table, content["row_length"]), 0
         for number, count in enumerate(table.rows.tolist()):

@@ -166,6 +166,15 @@ def _is_bad_records(value: Any) -> bool:
     )
 
 
+def _is_operators(value: Any) -> bool:
+    """Whether the value is a list of what runs each operator, as an "operators" event has it."""
+    names = ("operator", "implementation", "why", "consequence", "call")
+    return isinstance(value, list) and all(
+        isinstance(entry, dict) and all(isinstance(entry.get(name), str) for name in names)
+        for entry in value
+    )
+
+
 def _is_parameter_groups(value: Any) -> bool:
     """Whether `value` maps names of parameter groups to {statistic: number}."""
     return isinstance(value, dict) and all(
@@ -209,6 +218,7 @@ _FIELD_CHECKS = {
     "suite": _is_text,
     "changes": _is_changes,
     "bad_records": _is_bad_records,
+    "operators": _is_operators,
     "groups": _is_parameter_groups,
     "figures": _is_metrics,
     "router_entropy": _or_none(_is_list),

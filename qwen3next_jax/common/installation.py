@@ -5,11 +5,15 @@ chips, or only the compiler for them.
 
 import importlib.util
 import pathlib
-from collections.abc import MutableMapping
+import re
+from collections.abc import Mapping, MutableMapping
 
 _IN_CHECKOUT = (pathlib.Path(__file__).parents[2] / "pyproject.toml").exists()
 # The device files of NVIDIA's GPUs, of the same in WSL, and of AMD's.
 GPU_DEVICES = tuple(map(pathlib.Path, ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")))
+NVIDIA_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
+# JAX's plugins for NVIDIA GPUs, the one of the extra "gpu" first.
+CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 def shell_command(verb: str) -> str:
@@ -47,3 +51,43 @@ def skip_absent_tpu(environment: MutableMapping[str, str]) -> None:
         environment["JAX_PLATFORMS"] = "cpu"
     elif importlib.util.find_spec("jax_cuda13_plugin"):
         environment["JAX_PLATFORMS"] = "cuda,cpu"
+
+
+def nvidia_driver() -> str:
+    """Returns the release of the NVIDIA driver of this machine; "" if it has none."""
+    try:
+        text = NVIDIA_DRIVER.read_text()
+    except OSError:
+        return ""
+    found = re.search(r"Kernel Module.*?(\d+\.\d[\d.]*)", text)
+    return found[1] if found else "of an unknown release"
+
+
+def unused_gpu(environment: Mapping[str, str], platform: str) -> str:
+    """Returns one line if this machine has an NVIDIA GPU but JAX computes on the CPU, and nobody
+    asked for that; otherwise "".
+
+    Args:
+      environment: the environment variables of the process, `os.environ`.
+      platform: JAX's default backend.
+    """
+    is_chosen = {"JAX_PLATFORMS", "JAX_PLATFORM_NAME"} & environment.keys()
+    driver = nvidia_driver()
+    if platform != "cpu" or is_chosen or not driver:
+        return ""
+    found = f"this machine has an NVIDIA GPU (driver {driver}), but JAX computes on the CPU"
+    if not any(map(importlib.util.find_spec, CUDA_PLUGINS)):
+        return f"{found}: it has no CUDA plugin; {how_to_install('gpu')}"
+    if not any(map(pathlib.Path.exists, GPU_DEVICES)):
+        return f"{found}: there is no device file /dev/nvidia0; a container needs --gpus=all"
+    if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return f"{found}: CUDA_VISIBLE_DEVICES hides the GPU; unset it"
+    if path := environment.get("LD_LIBRARY_PATH"):
+        return (
+            f"{found}: its plugin finds no GPU; LD_LIBRARY_PATH={path} may give it other CUDA "
+            "libraries than its own: unset it. nvidia-smi shows whether the driver works"
+        )
+    return (
+        f"{found}: its plugin finds no GPU. nvidia-smi shows whether the driver works; CUDA 13 "
+        "needs a driver of 580 or later"
+    )

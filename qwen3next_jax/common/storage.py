@@ -18,7 +18,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from qwen3next_jax.common.errors import ExitCode, UserError, require, require_path
+from qwen3next_jax.common.errors import ExitCode, UserError, require, require_path, short_repr
 from qwen3next_jax.common.object_stores import (
     ABSENT,
     Conflict,
@@ -52,11 +52,17 @@ def to_path(path: str | os.PathLike, where: str = "") -> "pathlib.Path | BucketP
     as "--workdir=".
 
     Raises:
-      UserError: `path` is a URL of another kind, or names no bucket.
+      UserError: `path` is empty or no path, is a URL of another kind, or names no bucket.
     """
     if isinstance(path, (pathlib.Path, BucketPath)):
         return path
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    # An empty path would be the current folder.
+    require(
+        isinstance(text, str) and text != "",
+        f"{where}{short_repr(path)}: expected the path of a folder or a file"
+        + ("" if path == "" else f", not {type(path).__name__}"),
+    )
     if not is_bucket(text):
         require(
             "://" not in text,

@@ -18,6 +18,7 @@ BOUNDS = {
     "0 … 1": lambda x: 0 <= x <= 1,
     "0 or more, less than 1": lambda x: 0 <= x < 1,
     "between 0 and 1": lambda x: 0 < x < 1,
+    "1 … 4096": lambda x: 1 <= x <= 4096,
     "0 … 2^32 - 1": lambda x: 0 <= x < 2**32,
 }
 

@@ -178,11 +178,13 @@ class ModelConfig:
             self,
             "model",
             {
-                "a positive number": "vocab_size hidden_size num_hidden_layers num_attention_heads "
+                "a positive number": "vocab_size hidden_size num_attention_heads "
                 "num_key_value_heads head_dim linear_num_key_heads "
                 "linear_num_value_heads linear_key_head_dim linear_value_head_dim "
                 "linear_conv_kernel_dim decoder_sparse_step "
                 "max_position_embeddings rms_norm_eps initializer_range",
+                # Deeper models have not been trained, and every layer is listed and traced.
+                "1 … 4096": "num_hidden_layers",
                 "0 or more": "num_experts mtp_depth shared_expert_intermediate_size "
                 "full_attention_interval",
                 "at least 1": "yarn_factor",
@@ -279,7 +281,7 @@ class ModelConfig:
         """The implementation that `delta_rule` names; None for "auto"."""
         return None if self.delta_rule == "auto" else self.delta_rule
 
-    @property
+    @functools.cached_property
     def pattern(self) -> tuple[str, ...]:
         """The kind of every layer: LINEAR, FULL, or the name of a mixer, as in `layer_types`."""
         interval = self.full_attention_interval
@@ -291,7 +293,7 @@ class ModelConfig:
             for i in range(self.num_hidden_layers)
         )
 
-    @property
+    @functools.cached_property
     def mixers(self) -> tuple[str, ...]:
         """The name of every layer's mixer, in MIXERS of `config/registry.py` or as an import
         string.
@@ -309,7 +311,7 @@ class ModelConfig:
             and (layer + 1) % self.decoder_sparse_step == 0
         )
 
-    @property
+    @functools.cached_property
     def layer_kinds(self) -> tuple[tuple[str, bool], ...]:
         """For every layer, the pair (name of its mixer, whether the layer has experts). The layer
         of the multi-token prediction module, if there is one, is last.
@@ -331,7 +333,7 @@ class ModelConfig:
         """
         return not all(sparse for _, sparse in self.layer_kinds)
 
-    @property
+    @functools.cached_property
     def stacks(self) -> tuple[tuple[int, ...], ...]:
         """The indices of the layers, grouped by the traced block that computes them. The parameters
         of the layers of one group are stacked, so that a scan can compute these layers.

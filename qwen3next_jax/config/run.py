@@ -5,6 +5,7 @@ The architecture is in `config/model.py`. The comment beside a field is the sett
 """
 
 import dataclasses
+import datetime
 import math
 import re
 from typing import Any, Literal
@@ -68,6 +69,9 @@ class DataConfig:
     # says (docs/data.md); one name for all globs of data.path, or a comma-separated name for each,
     # empty for a glob of texts; "": all globs are texts
     messages_field: str = ""
+    # the day that a chat template writes if it asks for the date, such as "2026-01-31"; "": such a
+    # template is refused. Prepared data keep this day
+    template_date: str = ""
     # what to do with a document that is not UTF-8: end the run, skip the document, or replace each
     # wrong byte by U+FFFD
     on_bad_text: Literal["stop", "skip", "replace"] = "stop"
@@ -80,8 +84,8 @@ class DataConfig:
     # "bytes", or the path of a Hugging Face tokenizer.json; "": the tokenizer of the model in
     # train.init_from, or bytes if there is none
     tokenizer: str = ""
-    # added tokens of the tokenizer, such as <think>, that are encoded as their own id where their
-    # text occurs in a document; all other added tokens are encoded as ordinary text
+    # special tokens of the tokenizer, such as <|im_end|>, that are encoded as their own id where
+    # their text occurs in a document; all other special tokens are encoded as ordinary text
     parse_tokens: tuple[str, ...] = ()
     # share of the documents that are held out for evaluation; a hash of a document's text, which
     # white space does not change, decides whether the document is held out
@@ -147,6 +151,16 @@ class DataConfig:
             "that hold the conversations",
         )
 
+        require(
+            not self.template_date or any(self.messages_fields),
+            f"data.template_date = {self.template_date!r} without data.messages_field: only "
+            "conversations have a chat template that may write it",
+        )
+        require(
+            not self.template_date or _is_day(self.template_date),
+            f"data.template_date = {short_repr(self.template_date)}: expected a day as YYYY-MM-DD",
+        )
+
     @property
     def text_fields(self) -> tuple[str, ...]:
         """The text field of each glob."""
@@ -165,6 +179,14 @@ class DataConfig:
     def globs(self) -> tuple[str, ...]:
         """The globs in `path`."""
         return tuple(glob.strip() for glob in self.path.split(",") if glob.strip())
+
+
+def _is_day(text: str) -> bool:
+    """Whether `text` is a day, written as YYYY-MM-DD."""
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 @dataclasses.dataclass(frozen=True)

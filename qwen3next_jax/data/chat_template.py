@@ -21,6 +21,8 @@ from qwen3next_jax.common.storage import to_path
 
 # A message of a conversation: "role" and "content", and whatever else the template reads.
 Message = Mapping[str, Any]
+# The names under which templates read the reasoning before an answer.
+REASONING = ("reasoning_content", "thinking")
 
 _MAX_CHARACTERS = 1 << 20  # the most characters of a template, and of the text that it renders
 # The limits of the process that renders a template: bytes of memory; and for each conversation
@@ -96,17 +98,23 @@ class ChatTemplate:
 
     A separate process with limited time and memory renders it, in jinja2's sandbox and without
     access to files.
+
+    The reasoning before an answer has two names, "reasoning_content" and "thinking". A message that
+    has one of them is given to the template with both.
     """
 
     _file: TemplateFile
+    _date: str = ""
 
     @classmethod
-    def of_folder(cls, folder: epath.PathLike, remedy: str) -> "ChatTemplate":
+    def of_folder(cls, folder: epath.PathLike, remedy: str, date: str = "") -> "ChatTemplate":
         """Reads the template of the tokenizer in `folder`, and checks its syntax.
 
         Args:
           folder: the folder.
           remedy: the end of the message if there is none: what to do.
+          date: the day, such as "2026-01-31", that a template gets if it asks for the date; "": a
+            template that asks for it fails.
 
         Raises:
           UserError: there is no template, or it cannot be read, is too long, or has a syntax error.
@@ -117,14 +125,14 @@ class ChatTemplate:
                 f"{folder}: no chat template there (chat_template.jinja, or chat_template in "
                 f"tokenizer_config.json): {remedy}"
             )
-        template = cls(file)
+        template = cls(file, date)
         template._run({})
         return template
 
     @functools.cached_property
     def digest(self) -> str:
         """Digest of everything that determines the rendered text, but for jinja2's version."""
-        return digests.sha256_json([self._file.text, self._file.special])
+        return digests.sha256_json([self._file.text, self._file.special, self._date])
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Returns the text that the model continues with its answer to the messages.
@@ -136,8 +144,7 @@ class ChatTemplate:
           UserError: the template fails, refuses the messages, does what the sandbox forbids, or
             renders no text or too much.
         """
-        (answer,) = self._run({"prompt": list(messages)})
-        rendered = _checked(answer)
+        (rendered,) = self._rendered({"prompt": _with_reasoning(messages)})
         if rendered.fault:
             raise UserError(f"{self._file.path}: the chat template {rendered.fault}")
         return rendered.text
@@ -148,10 +155,19 @@ class ChatTemplate:
         prompt before it.
 
         Raises:
-          UserError: rendering exceeds a limit of its process.
+          UserError: rendering exceeds a limit of its process, or the template asks for the date and
+            there is none.
         """
-        request = {"conversations": [list(messages) for messages in conversations]}
-        return [_checked(answer) for answer in self._run(request)]
+        return self._rendered({"conversations": list(map(_with_reasoning, conversations))})
+
+    def _rendered(self, request: dict[str, Any]) -> list[Rendered]:
+        answers = self._run(request)
+        if any("dateless" in answer for answer in answers):
+            raise UserError(
+                f"{self._file.path}: the chat template writes the date: name the day to write with "
+                "data.template_date = 'YYYY-MM-DD', so that prepared data are the same every day"
+            )
+        return list(map(_checked, answers))
 
     def _run(self, request: dict[str, Any]) -> list[dict[str, Any]]:
         """Runs `render_template` with this request, and returns the entry `rendered` of its answer.
@@ -163,6 +179,7 @@ class ChatTemplate:
         request = request | {
             "template": self._file.text,
             "special": self._file.special,
+            "date": self._date,
             "seconds": _MAX_CPU_SECONDS,
             "bytes": _MAX_BYTES,
             "characters": _MAX_CHARACTERS,
@@ -195,6 +212,18 @@ class ChatTemplate:
         if "error" in answer:
             raise UserError(f"{where}: the chat template fails ({_short(answer['error'])})")
         return answer["rendered"]
+
+
+def _with_reasoning(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages that have the reasoning under both of its names, or, where it is null, under
+    none: templates ask whether a name is there.
+    """
+    found = []
+    for message in messages:
+        rest = {name: value for name, value in message.items() if name not in REASONING}
+        texts = [message[name] for name in REASONING if message.get(name) is not None]
+        found.append(rest | (dict.fromkeys(REASONING, texts[0]) if texts else {}))
+    return found
 
 
 def _checked(answer: Mapping[str, Any]) -> Rendered:

@@ -23,7 +23,7 @@ from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.data import fast_bpe
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import Tokenizer, same_tokens
-from qwen3next_jax.data.units import Unit, find_unit, open_unit
+from qwen3next_jax.data.units import FORMAT, Unit, find_unit, open_unit
 from qwen3next_jax.data.workers import run_all, usable_cores
 
 NGRAM = 13  # tokens
@@ -127,14 +127,14 @@ def find_units(store: Store, tokenizer: Tokenizer) -> list[Unit]:
     older = 0
     for name in store.names("corpora/*.json"):
         content = store.read_record(name)
-        if "tokenizer" not in content:
+        if content.get("format") != FORMAT:
             older += 1
         elif same_tokens(content["tokenizer"], tokenizer.fingerprint):
             keys |= {key: None for *_, key in content["parts"]}
     if older:
         warn(
-            f"{store.root}: {older} lists of prepared files do not say which tokenizer made their "
-            "tokens, and are left out: run qwen3next prepare once more on them"
+            f"{store.root}: {older} lists of prepared files are of an older version, which gave "
+            "some texts other tokens, and are left out: run qwen3next prepare once more on them"
         )
     require(bool(keys), f"{store.root}: it holds no tokens that this tokenizer made")
     units = [find_unit(store, key) for key in keys]

@@ -7,19 +7,24 @@ A record of JSON has a list of messages in the field `data.messages_field`:
 
 The first message may have the role "system" or "developer". After it, "user" and "assistant" take
 turns; messages of the role "tool" may stand between two messages of the assistant. The last message
-is the assistant's. A message of the assistant may have a "weight", a number of 0 or more: the loss
-weight of its tokens, 1 by default. All else in a message is the template's to read. A record with
-"tools" beside its messages is refused, because the text would not say which tools there are.
+is the assistant's. A message of the assistant may have a "weight": the loss weight of its tokens, 1
+by default, which is 0 or within `LEAST_WEIGHT` … `LARGEST_WEIGHT`. All else in a message is the
+template's to read. A record with "tools" beside its messages is refused, because the text would not
+say which tools there are.
 
 The text of a turn is encoded by itself, and so is the text between two turns, as generation encodes
-its prompt. A conversation ends with the tokenizer's end token, whose loss weight is 0.
+its prompt. A conversation ends with the tokenizer's end token.
+
+Generation stops at the end token, so the assistant has to learn where it stands. If a turn does not
+contain it, and the token after the turn is the end token, that token belongs to the turn: some
+templates end a turn by the marker of the next role, and some write no end after the last turn. The
+end token has the loss weight 0 everywhere else.
 """
 
 import dataclasses
 import functools
 import importlib.metadata
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,8 +33,15 @@ from etils import epath
 
 from qwen3next_jax.common.errors import require, short_repr
 from qwen3next_jax.common.storage import is_bucket, to_path
-from qwen3next_jax.data.chat_template import ChatTemplate, Message, Rendered
+from qwen3next_jax.data.chat_template import REASONING, ChatTemplate, Message, Rendered
 from qwen3next_jax.data.tokens import HuggingFaceTokenizer, Tokenizer
+
+# The loss weights that a message may have, besides 0. The loss divides each weight by the sum S of
+# all weights in a batch, in float32, whose normal numbers are 2^-126 … 2^128. With weights within
+# 2^-30 … 2^30 (about 10^9) and up to 2^31 targets in a batch, S is at most 2^61, and a weight's
+# share of S at least 2^-91. The gradient multiplies this share by probabilities, which are exact to
+# 2^-24, and by other factors, for which 2^11 is left.
+LEAST_WEIGHT, LARGEST_WEIGHT = 1e-9, 1e9
 
 # The roles that may follow a role; None is the beginning.
 _NEXT = {
@@ -58,7 +70,7 @@ class Chat:
     def identity(self) -> dict[str, str]:
         """JSON values that determine, with the tokenizer, the tokens and weights of a record."""
         return {
-            "format": "1",  # raise it when the same messages no longer give the same tokens
+            "format": "2",  # raise it when the same messages no longer give the same tokens
             "field": self.field,
             "template": self.template.digest,
             "jinja2": importlib.metadata.version("jinja2"),
@@ -66,13 +78,14 @@ class Chat:
         }
 
 
-def open_chat(field: str, spec: str, tokenizer: Tokenizer) -> Chat:
+def open_chat(field: str, spec: str, tokenizer: Tokenizer, date: str = "") -> Chat:
     """Returns how the conversations of a source become tokens.
 
     Args:
       field: `data.messages_field` of the source.
       spec: `data.tokenizer`.
       tokenizer: the tokenizer that it names.
+      date: `data.template_date`.
 
     Raises:
       UserError: the tokenizer has no chat template, or encodes no piece of a text by itself.
@@ -84,7 +97,7 @@ def open_chat(field: str, spec: str, tokenizer: Tokenizer) -> Chat:
         f"{where}: the tokenizer {spec or 'bytes'!r} has no chat template: {remedy}",
     )
     path = to_path(spec) if is_bucket(spec) else epath.Path(spec)
-    template = ChatTemplate.of_folder(path if path.is_dir() else path.parent, remedy)
+    template = ChatTemplate.of_folder(path if path.is_dir() else path.parent, remedy, date)
     twice = np.concatenate([tokenizer.encode("x"), tokenizer.encode("x")])
     require(
         tokenizer.decode(twice) == "xx",
@@ -133,7 +146,7 @@ def _fault_of_message(message: Any) -> str:
     if not isinstance(message, dict):
         return f"is {short_repr(message)}: expected an object with role and content"
     role, content = message.get("role"), message.get("content")
-    if role not in _NEXT or role is None:
+    if not isinstance(role, str) or role not in _NEXT:
         roles = ", ".join(name for name in _NEXT if name)
         return f"has the role {short_repr(role)}: expected one of {roles}"
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
@@ -145,11 +158,19 @@ def _fault_of_message(message: Any) -> str:
     weight = message.get("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
         return f"has the weight {short_repr(weight)}: expected a number"
-    if not (math.isfinite(weight) and weight >= 0) or "weight" in message and role != "assistant":
+    if weight != 0 and not LEAST_WEIGHT <= weight <= LARGEST_WEIGHT:
         return (
-            f"of the role {role!r} has the weight {weight}: expected 0 or more, and a message of "
-            "the assistant"
+            f"has a weight out of range ({short_repr(weight)}): expected 0 or a number from "
+            f"{LEAST_WEIGHT:g} to {LARGEST_WEIGHT:g}, whose sums float32 holds"
         )
+    if "weight" in message and role != "assistant":
+        return f"of the role {role!r} has a weight: expected one in messages of the assistant alone"
+    reasoning = [message[name] for name in REASONING if message.get(name) is not None]
+    for text in reasoning:
+        if not isinstance(text, str):
+            return f"has the reasoning {short_repr(text)}: expected a string"
+    if len(set(reasoning)) > 1:
+        return f"has two different texts in {' and '.join(REASONING)}, which name one thing"
     return ""
 
 
@@ -209,28 +230,52 @@ def _encode_one(messages: Sequence[Message], rendered: Rendered, tokenizer: Toke
             "no token of it counts in the loss: expected a message of the assistant with a weight "
             "above 0, which the chat template writes"
         )
-    known = [t for t in tokenizer.added_tokens if t not in tokenizer.parse_tokens]
+    known = [t for t in tokenizer.special_tokens if t not in tokenizer.parse_tokens]
     for i, message in enumerate(messages, start=1):
         for text in _texts(message):
             if found := next((token for token in known if token in text), None):
                 return faulty(
-                    f"message {i} writes out the tokenizer's token {found!r}: name it in "
+                    f"message {i} writes out the special token {found!r}: name it in "
                     "data.parse_tokens if it is to be this token"
                 )
+    ids, loss_weights = _encode_turns(rendered, weights, tokenizer)
+    if not loss_weights.any():
+        return faulty("no token of it counts in the loss: the assistant's turns have no tokens")
+    return Encoded(rendered.text, ids, loss_weights)
+
+
+def _encode_turns(
+    rendered: Rendered, weights: Sequence[float], tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (the tokens of a conversation, int32 [N]; their loss weights, float32 [N]).
+
+    Args:
+      rendered: the conversation.
+      weights: the loss weight of each turn.
+      tokenizer: the tokenizer.
+    """
     ids, loss_weights, position = [], [], 0
-    for weight, (start, stop) in zip(weights, turns, strict=True):
-        for text, its_weight in (
-            (rendered.text[position:start], 0.0),
-            (rendered.text[start:stop], weight),
-        ):
-            ids.append(tokenizer.encode(text))
-            loss_weights.append(np.full(len(ids[-1]), its_weight, np.float32))
+    unended = 0.0  # the weight of the turn before, if it does not contain the end token
+
+    def add(tokens: np.ndarray, weight: float) -> None:
+        ids.append(tokens)
+        loss_weights.append(np.full(len(tokens), weight, np.float32))
+
+    def add_between(tokens: np.ndarray) -> None:
+        add(tokens, 0.0)
+        if len(tokens) and tokens[0] == tokenizer.eos_id:
+            loss_weights[-1][0] = unended
+
+    for weight, (start, stop) in zip(weights, rendered.turns, strict=True):
+        add_between(tokenizer.encode(rendered.text[position:start]))
+        turn = tokenizer.encode(rendered.text[start:stop])
+        add(turn, weight)
+        unended = weight if len(turn) and tokenizer.eos_id not in turn else 0.0
         position = stop
-    ids.append(np.append(tokenizer.encode(rendered.text[position:]), tokenizer.eos_id))
-    loss_weights.append(np.zeros(len(ids[-1]), np.float32))
-    return Encoded(
-        rendered.text, np.concatenate(ids).astype(np.int32), np.concatenate(loss_weights)
-    )
+    add_between(np.append(tokenizer.encode(rendered.text[position:]), tokenizer.eos_id))
+    weights_N = np.concatenate(loss_weights)
+    weights_N[0] = 0.0  # nothing comes before the first token, from which it could be predicted
+    return np.concatenate(ids).astype(np.int32), weights_N
 
 
 def parse(text: str) -> list[dict[str, Any]]:

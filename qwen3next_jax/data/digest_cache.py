@@ -4,6 +4,7 @@ Every `DigestCache` appends the digests that it gets to a file of its own, `dige
 recorded digest is valid as long as the corpus file has the same path, size and modification time.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -38,15 +39,17 @@ class DigestCache:
             old = json_files.read(store.path(_FORMAT_1))
         except (OSError, ValueError):
             old = {}
+        known = []
         for entry, digest in old.items():
-            self._known[f"{entry}\0{0}\0{entry.split(chr(0))[1]}"] = digest
+            _, *rest = entry.split("\0")
+            known += [[f"{entry}\0{0}\0{rest[0]}", digest]] if rest else []
         for name in store.names("digests/*.jsonl"):
             for line in store.path(name).read_text(errors="replace").splitlines():
-                try:
-                    entry, digest = json.loads(line)
-                except ValueError:  # the process that wrote this line was killed
-                    continue
-                self._known[entry] = digest
+                with contextlib.suppress(ValueError):  # its process was killed as it wrote
+                    known.append(json_files.parse(line, list))
+        for pair in known:
+            if len(pair) == 2 and all(isinstance(text, str) for text in pair):
+                self._known[pair[0]] = pair[1]
 
     def get(self, file: SourceFile, part: Part) -> str:
         """Returns the recorded digest of a part; "" if there is none."""

@@ -6,8 +6,10 @@ give the same ids, but there is no proof of this, so `HuggingFaceTokenizer` comp
 sample of every batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
+
+from qwen3next_jax.data.added_tokens import is_hidden
 
 # GPT-2's pattern. ByteLevel(use_regex=True) splits texts by it.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -60,13 +62,16 @@ class Table(NamedTuple):
             raise Differs from error
 
 
-def table(tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int]) -> Table | None:
+def table(
+    tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int], added: Collection[str]
+) -> Table | None:
     """Returns the `Table` of a tokenizer. Returns None if the tokenizer is not a byte-level BPE, or
     if its ids are not in the order of its merges.
 
     Args:
       tokenizer: the content of a tokenizer.json.
       bytes_of: character in the vocabulary's tokens → the byte that it stands for.
+      added: tokens that are cut out of a text before.
     """
     model = tokenizer["model"]
     pattern = _pattern(tokenizer.get("pre_tokenizer") or {})
@@ -74,15 +79,17 @@ def table(tokenizer: Mapping[str, Any], bytes_of: Mapping[str, int]) -> Table | 
     is_plain = model.get("type") == "BPE" and not any(model.get(option) for option in options)
     if pattern is None or not is_plain:
         return None
-    added = {token["content"] for token in tokenizer["added_tokens"]}
+    merged = ["".join(m) if isinstance(m, list) else m.replace(" ", "") for m in model["merges"]]
+    unmerged = set() if model.get("ignore_merges") else {t for t in added if len(t) > 1} - {*merged}
     ranks = {}
     for token, i in model["vocab"].items():
+        if is_hidden(token) or token in unmerged:
+            continue
         if not set(token) <= bytes_of.keys():
             if token in added:
                 continue
             return None
         ranks[bytes(bytes_of[character] for character in token)] = i
-    merged = ["".join(m) if isinstance(m, list) else m.replace(" ", "") for m in model["merges"]]
     ids = [model["vocab"].get(token, -1) for token in merged]
     has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
     return Table(pattern, ranks) if has_all_bytes and ids == sorted(ids) else None

@@ -36,6 +36,8 @@ def find(
     """
     if tokenizer.parse_tokens or source.bad_records != "stop" or source.chat:
         return None  # format 1 does not have these settings
+    if tokenizer.libraries:
+        return None  # the code that wrote format 1 gave some texts other tokens
     wanted = {"tokenizer": tokenizer.fingerprint, "files": len(source.files)}
     wanted |= dataclasses.asdict(recipe)
     folders = folder_names(store)

@@ -57,12 +57,11 @@ class Packer:
       row_length: T, number of tokens of a row.
       seed: seed of the order of pieces and rows.
       buffered_tokens: number of tokens that are collected before rows are packed; at least 16 T.
-      keep_whole: whether every document is one piece. Then a document of more than T tokens loses
-        those after its first T, and rows may end with more padding.
+      keep_whole: whether every document is one piece. Then no document may have more than T
+        tokens, and rows may end with more padding.
 
     Attributes:
-      cut_documents: number of documents that were split into more than one piece or lost tokens.
-      dropped_tokens: number of tokens that documents lost.
+      cut_documents: number of documents that were split into more than one piece.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class Packer:
         self._pieces: list[_Pieces] = []
         self._buffered = 0
         self.cut_documents = 0
-        self.dropped_tokens = 0
 
     def add(self, documents: Documents) -> Iterator[Rows]:
         """Adds documents. Packs and yields rows whenever enough tokens are buffered."""
@@ -112,13 +110,7 @@ class Packer:
     def _add(self, documents: Documents) -> None:
         """Buffers documents, cut into pieces of at most T tokens."""
         sizes = np.diff(documents.ends, prepend=0)
-        if self._keep_whole:
-            kept = np.minimum(sizes, self._row_length)
-            self.cut_documents += int((kept < sizes).sum())
-            self.dropped_tokens += int((sizes - kept).sum())
-            counts = np.ones_like(sizes)
-        else:
-            counts = -(-sizes // self._row_length)  # number of pieces of each document
+        counts = -(-sizes // self._row_length)  # number of pieces of each document
         number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         before = number * self._row_length  # tokens of the document before each piece
         whole = counts == 1

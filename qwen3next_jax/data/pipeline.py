@@ -19,7 +19,7 @@ from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config import DataConfig, ModelConfig
 from qwen3next_jax.config.registry import DATA_SOURCES, resolve
 from qwen3next_jax.data import preparation, readers
-from qwen3next_jax.data.conversations import open_chat
+from qwen3next_jax.data.conversations import Chat, open_chat
 from qwen3next_jax.data.preparation import HELDOUT, TRAIN, Prepared, Progress, Recipe
 from qwen3next_jax.data.rows import PackedRow
 from qwen3next_jax.data.sources import Source
@@ -120,6 +120,13 @@ class Data(Protocol):
           UserError: the rows belong to another model.
         """
 
+    @property
+    def token_bytes(self) -> np.ndarray:
+        """The number of UTF-8 bytes that each token stands for, int32 [vocab_size]; all 0 if bytes
+        cannot be counted by tokens.
+        """
+        return self.tokenizer.token_bytes
+
     def begin(self, row: int, starts: Mapping[str, int]) -> None:
         """Sets where this stage starts to read, so that it skips what earlier stages have read.
 
@@ -147,7 +154,7 @@ class Data(Protocol):
     def describe(self) -> dict[str, Any]:
         """Returns facts about the data as JSON values. There are at least two: `title`, a short
         text; and `bits_per_nat`, the factor that turns a loss in nats per token into bits per byte
-        of text, or None if the tokens are not text.
+        of text, or None if the tokens are not text or their bytes cannot be counted.
         """
 
     def batches(self, first_batch: int, share: Sequence[int] | None = None) -> Iterator[Batch]:
@@ -319,6 +326,7 @@ class TextData(Data):
             "weights",
             "text_field",
             "messages_field",
+            "template_date",
             "on_bad_text",
             "bad_records",
             "bad_records_limit",
@@ -331,6 +339,15 @@ class TextData(Data):
     @staticmethod
     def check(config: DataConfig, sequence_length: int, vocab_size: int) -> None:
         find_sources(config, load_tokenizer(config.tokenizer, vocab_size, config.parse_tokens))
+
+    @property
+    def token_bytes(self) -> np.ndarray:
+        sizes = self.tokenizer.token_bytes
+        return sizes if self._is_counted else np.zeros_like(sizes)
+
+    @property
+    def _is_counted(self) -> bool:
+        return all(one.is_counted for one in self._prepared)
 
     def row(self, index: int) -> Batch:
         return self._text_row(self._stream[index][1])
@@ -362,9 +379,10 @@ class TextData(Data):
 
     def describe(self) -> dict[str, Any]:
         """Returns facts about the data. The entries `documents`, `cut_documents`, `bytes` (of UTF-8
-        text), `tokens`, `ignored_tokens` (with the loss weight 0, whose text `bytes` leaves out),
-        `dropped_tokens` (of conversations longer than a row) and `padding_share` count training
-        and held-out rows together.
+        text), `tokens`, `ignored_tokens` (with the loss weight 0, whose text `bytes` leaves out)
+        and `padding_share` count training and held-out rows together. `dropped_tokens` counts the
+        tokens of conversations that are longer than a row, which are in no row, and
+        `left_out_documents` the conversations of which nothing is in a row.
         """
         parts = [
             {
@@ -382,13 +400,19 @@ class TextData(Data):
         total = _totals(self._prepared)
         bad = sum(sum(p.bad.values()) for p in self._prepared)
         counted = total["tokens"] - total["ignored_tokens"]
+        bits = None
+        if total["bytes"] and self._is_counted:
+            bits = counted / total["bytes"] / math.log(2)
         share = ""
         if total["ignored_tokens"]:
             share = f" ({counted / total['tokens']:.0%} in the loss)"
+        title = f"{total['documents']:,} documents, {total['tokens']:,} tokens{share}"
+        if bad:
+            title += f", {bad:,} bad records"
+        fits = [f"; {p.fit}" for p in self._prepared if p.fit]
         return {
-            "title": f"{total['documents']:,} documents, {total['tokens']:,} tokens{share}"
-            + f", {bad:,} bad records" * (bad > 0),
-            "bits_per_nat": counted / total["bytes"] / math.log(2) if total["bytes"] else None,
+            "title": title + "".join(fits),
+            "bits_per_nat": bits,
             "fingerprint": self.fingerprint,
             "sequence_length": self.sequence_length,
             **total,
@@ -413,7 +437,7 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
                 config.on_bad_text,
                 config.bad_records,
                 config.bad_records_limit,
-                chat=open_chat(messages, config.tokenizer, tokenizer) if messages else None,
+                chat=_open_chat(messages, config, tokenizer),
             ),
             tokenizer,
             config.prepared_dir,
@@ -424,6 +448,12 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
     ]
 
 
+def _open_chat(field: str, config: DataConfig, tokenizer: Tokenizer) -> Chat | None:
+    if not field:
+        return None
+    return open_chat(field, config.tokenizer, tokenizer, config.template_date)
+
+
 def _totals(prepared: list[Prepared]) -> dict:
     def total(field: str, *splits: str) -> int:
         return sum(
@@ -432,7 +462,6 @@ def _totals(prepared: list[Prepared]) -> dict:
             for split in splits or (TRAIN, HELDOUT)
         )
 
-    stored = total("tokens") - total("dropped")
     return {
         "documents": total("documents"),
         "heldout_documents": total("documents", HELDOUT),
@@ -441,9 +470,10 @@ def _totals(prepared: list[Prepared]) -> dict:
         "tokens": total("tokens"),
         "ignored_tokens": total("ignored"),
         "dropped_tokens": total("dropped"),
+        "left_out_documents": total("left_out"),
         "rows": total("rows", TRAIN),
         "heldout_rows": total("rows", HELDOUT),
-        "padding_share": total("padding") / (stored + total("padding")),
+        "padding_share": total("padding") / (total("tokens") + total("padding")),
     }
 
 

@@ -92,6 +92,11 @@ class Corpus:
         return list(itertools.islice(found, 5))
 
     @property
+    def miscounted_bytes(self) -> int:
+        """By how many bytes the tokens of the documents differ from the texts."""
+        return sum(unit.miscounted_bytes for unit in self.units)
+
+    @property
     def records(self) -> int:
         """The number of records, including empty and bad ones."""
         return sum(unit.records for unit in self.units)
@@ -152,7 +157,7 @@ def prepare(
     store = Store(prepared_dir)
     store.remove_leftovers()
     gone = {
-        i: store.read_record(_corpus_name(source, tokenizer))["tokens"]
+        i: _read_corpus_record(store, _corpus_name(source, tokenizer))["tokens"]
         for i, source in enumerate(all_sources)
         if source.text_is_gone
     }
@@ -165,13 +170,50 @@ def prepare(
         if index and all(one.format == 2 for one in opened):
             with contextlib.suppress(UserError):  # the folder may be read-only
                 write_index(store, index, opened)
+    _check_targets(opened, recipe, tokenizer)
     for one in opened:
         if one.format > 1 and not one.statistics[HELDOUT].documents:
             warn(
                 f"{one.source.name}: too few documents: by their hashes, none is held out; the "
                 "held-out rows are those of the other globs"
             )
+        if not one.is_counted:
+            warn(
+                f"{one.source.name}: bits per byte are not reported: data.tokenizer changes or "
+                f"loses parts of a text, so that its tokens are {one.miscounted_bytes:,} bytes off"
+            )
     return opened
+
+
+def _check_targets(opened: Sequence[Prepared], recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Warns of conversations that teach no end token.
+
+    Raises:
+      UserError: a source of conversations has no row to train on, or no source has a held-out row.
+    """
+    for one in opened:
+        if not one.source.chat:
+            continue
+        counts = one.counts
+        require(
+            one.statistics[TRAIN].documents > 0,
+            f"{one.source.name}: {one.fit}: none is left to train on: expected shorter prompts, or "
+            "a larger train.sequence_length",
+        )
+        if counts.endless:
+            warn(
+                f"{one.source.name}: {counts.endless:,} of {counts.documents:,} conversations have "
+                f"no end token ({tokenizer.decode([tokenizer.eos_id])!r}) that counts in the loss, "
+                "so that generation would not stop: name the token that ends a turn as eos_token "
+                "in tokenizer_config.json"
+            )
+    require(
+        any(one.statistics[HELDOUT].documents for one in opened)
+        or not any(one.source.chat for one in opened),
+        "no held-out conversation has a token that counts in the loss in its first "
+        f"{recipe.row_length} tokens: expected more conversations, a larger data.heldout_fraction, "
+        "or a larger train.sequence_length",
+    )
 
 
 def _prepare_all(
@@ -200,7 +242,7 @@ def _prepare_all(
         raise Unfinished(missing, in_all)
     divided = _divided(corpora, found, tokenizer, recipe, store)
     for i, corpus in corpora.items():
-        found[i] = pack(corpus, divided.get(i), recipe, store, progress, workers, share)
+        found[i] = pack(corpus, divided.get(i), tokenizer, recipe, store, progress, workers, share)
     return [found[i] for i in range(len(all_sources))]
 
 
@@ -265,6 +307,13 @@ def tokenize(
         warn(
             "tiktoken is not installed; with it, a byte-level BPE is tokenized several times as "
             f"fast: {how_to_install('prepare')}"
+        )
+
+    unchecked = sum(readers.has_no_checksum(jobs[n].file) for n in todo)
+    if unchecked:
+        warn(
+            f"{source.name}: {unchecked} .zst files have no checksums, so damage in them may not "
+            "be noticed; zstd --check writes them"
         )
 
     def show(item: int, done: int) -> None:
@@ -369,7 +418,7 @@ def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Sour
     tokens of the source exist, these are the files from which the tokens were made.
 
     Raises:
-      UserError: there are neither files nor tokens.
+      UserError: there are neither files nor tokens that this code made with these settings.
     """
     try:
         found = sources.resolve(source.name, source.text_field)
@@ -377,8 +426,15 @@ def find_source(source: Source, tokenizer: Tokenizer, prepared_dir: str) -> Sour
     except sources.NothingFound:
         store = Store(prepared_dir)
         if not store.exists(_corpus_name(source, tokenizer)):
+            records = map(store.read_record, store.names("corpora/*.json"))
+            require(
+                all(record.get("source") != source.name for record in records),
+                f"data.path {source.name!r}: the text is not there, and what was prepared of it in "
+                f"{store.root} is of another tokenizer, of other settings or of an older version, "
+                "which gave some texts other tokens: give its files back",
+            )
             raise
-    files = _files_of(store.read_record(_corpus_name(source, tokenizer)))
+    files = _files_of(_read_corpus_record(store, _corpus_name(source, tokenizer)))
     warn(
         f"data.path {source.name!r}: the text is not there; taking the tokens of {len(files)} "
         f"files that were prepared in {store.root}"
@@ -396,6 +452,7 @@ def _files_of(corpus_record: Mapping) -> tuple[SourceFile, ...]:
 def _corpus_name(source: Source, tokenizer: Tokenizer) -> str:
     where = source.name if sources.is_remote(source.name) else os.path.abspath(source.name)
     key = [
+        units.FORMAT,
         where,
         source.text_field,
         source.on_bad_text,
@@ -410,7 +467,8 @@ def _corpus_name(source: Source, tokenizer: Tokenizer) -> str:
 def _write_corpus(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> None:
     name = _corpus_name(corpus.source, tokenizer)
     content = {
-        "format": 2,
+        "format": units.FORMAT,
+        "name": name,
         "source": corpus.source.name,
         "tokenizer": tokenizer.fingerprint,
         "files": [[file.label, file.size] for file in corpus.source.files],
@@ -427,26 +485,70 @@ def _write_corpus(corpus: Corpus, tokenizer: Tokenizer, store: Store) -> None:
     store.write_record(name, content)
 
 
-def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
-    name = _corpus_name(source, tokenizer)
-    content = store.read_record(name)
+def _read_corpus_record(store: Store, name: str) -> dict:
+    """Returns the list of units that `_write_corpus` wrote under `name`.
+
+    Raises:
+      UserError: it is missing or damaged, or is the list of another source.
+    """
+    path = store.path(name)
+    try:
+        content = store.read_record(name)
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: it is missing") from error
+    require(
+        "name" in content,
+        f"{path}: an older version wrote it, which commit 0f111363 reads: prepare its texts again",
+    )
+    require(
+        content["name"] == name,
+        f"{path}: it is the list {content['name']} of {content.get('source')}: it was renamed; "
+        "give it its name back, or delete it and prepare its texts again",
+    )
+    fields = [content.get(key) for key in ("source", "tokens", "files", "parts")]
+    is_valid = [isinstance(field, kind) for field, kind in zip(fields, (str, str, list, list))]
+    is_valid = all(is_valid) and all(_is_row(row, (str, int)) for row in content["files"])
+    require(
+        is_valid and all(_is_row(row, (int, int, int, str)) for row in content["parts"]),
+        f"{path} is damaged: delete it and prepare its texts again",
+    )
+    return content
+
+
+def _is_row(row: object, kinds: Sequence[type]) -> bool:
+    """Whether `row` is a list of values of these types."""
+    is_list = isinstance(row, list) and len(row) == len(kinds)
+    return is_list and all(isinstance(value, kind) for value, kind in zip(row, kinds))
+
+
+def read_corpus_units(store: Store, name: str) -> tuple[dict, list[Unit]]:
+    """Returns the content of the list of units `name`, and the units that it names.
+
+    Raises:
+      UserError: the list is damaged, or a unit is missing or another than when it was written.
+    """
+    path, content = store.path(name), _read_corpus_record(store, name)
+    advice = f"give data.path = {content['source']!r} its files back"
     found = []
     for *_, key in content["parts"]:
         unit = units.find_unit(store, key)
         require(
             unit is not None,
-            f"{store.path(name)}: its unit {key} is missing, and the text that it was made of is "
-            f"not there: give data.path = {source.name!r} its files back",
+            f"{path}: its unit {key} is missing; it is made anew from the text that it was made "
+            f"of: {advice}",
         )
         found.append(unit)
-    parts = tuple((i, Part(start, stop)) for i, start, stop, _ in content["parts"])
-    corpus = Corpus(dataclasses.replace(source, files=_files_of(content)), parts, tuple(found))
     require(
-        corpus.digest == content["tokens"],
-        f"{store.path(name)}: its units hold other tokens than it says: give data.path = "
-        f"{source.name!r} its files back, and delete this file",
+        digests.sha256_json([unit.identity for unit in found]) == content["tokens"],
+        f"{path}: its units hold other tokens than it says: {advice}, and delete this file",
     )
-    return corpus
+    return content, found
+
+
+def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
+    content, found = read_corpus_units(store, _corpus_name(source, tokenizer))
+    parts = tuple((i, Part(start, stop)) for i, start, stop, _ in content["parts"])
+    return Corpus(dataclasses.replace(source, files=_files_of(content)), parts, tuple(found))
 
 
 # ---- rows
@@ -455,6 +557,7 @@ def _read_corpus(source: Source, tokenizer: Tokenizer, store: Store) -> Corpus:
 def pack(
     corpus: Corpus,
     divided: Divided | None,
+    tokenizer: Tokenizer,
     recipe: Recipe,
     store: Store,
     progress: Progress = lambda *_: None,
@@ -472,6 +575,7 @@ def pack(
       corpus: the source with its units.
       divided: the document of the source that is divided between the two splits; None: there is
         none, and each document is trained on or held out by its hash.
+      tokenizer: the tokenizer of the units.
       recipe: the recipe of the rows.
       store: where the units are, and where the rows are written.
       progress: called with (what is packed, bytes of the tokens packed, bytes of all tokens).
@@ -504,7 +608,7 @@ def pack(
         what, size = f"{corpus.source.name}, rows of {recipe.row_length}", todo[item].token_bytes
         progress(what, sum(done.values()) * size, tokens * size)
 
-    do = functools.partial(_pack_group, recipe=recipe, store=store)
+    do = functools.partial(_pack_group, recipe=recipe, store=store, tokenizer=tokenizer)
     count = min(workers or usable_cores(), -(-tokens // _TOKENS_PER_WORKER))
     for item, _ in run_all(do, todo, count, show):
         show(item, todo[item].tokens)
@@ -512,9 +616,13 @@ def pack(
 
 
 def _pack_group(
-    group: row_groups.Group, progress: Callable[[int], None], recipe: Recipe, store: Store
+    group: row_groups.Group,
+    progress: Callable[[int], None],
+    recipe: Recipe,
+    store: Store,
+    tokenizer: Tokenizer,
 ) -> None:
-    row_groups.pack_group(group, recipe, store, progress)
+    row_groups.pack_group(group, recipe, store, tokenizer, progress)
 
 
 def _divided(
@@ -583,10 +691,10 @@ def _divide(
         "on and to hold out; expected at least 2 tokens",
     )
     kept = len(own) - min(heldout, len(own) - 1)
-    counted = own[:kept]
-    if (weights := units.open_weights(store, filled[number])) is not None:
-        counted = counted[weights[start : start + kept] > 0]
-    return Divided(number, document, kept, int(tokenizer.token_bytes[counted].sum()))
+    # The bytes of the held-out end are counted, because only a text's first token may stand for a
+    # space that the text does not have.
+    of_end = int(tokenizer.token_bytes[own[kept:]].sum())
+    return Divided(number, document, kept, max(int(table["bytes"][document]) - of_end, 0))
 
 
 def _open_rows(
@@ -616,4 +724,5 @@ def _open_rows(
         corpus.bad_places,
         corpus.records,
         sum(unit.empty for unit in corpus.units),
+        corpus.miscounted_bytes,
     )

@@ -3,17 +3,18 @@
 To find the rows of a corpus of 15 T tokens without an index, a process would read a manifest for
 each of some 450,000 units and 56,000 folders of rows. The index is one file of some tens of bytes
 per shard. It holds what these manifests say, and the size and modification time of every file that
-holds rows. An index is used only if all of these files still have this size and time; otherwise
-`preparation` reads the manifests, reports what is wrong with them, and writes the index anew.
+holds rows. An index is used only if it begins with a digest of its name and content, and all of
+these files still have this size and time; otherwise `preparation` reads the manifests, reports what
+is wrong with them, and writes the index anew.
 """
 
 import concurrent.futures
 import dataclasses
+import io
 import itertools
 import json
 import os
 import pathlib
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,14 +22,17 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.storage import BucketPath
-from qwen3next_jax.data import digest_cache, format_1
+from qwen3next_jax.data import digest_cache, format_1, row_groups, units
 from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, Recipe, Statistics
 from qwen3next_jax.data.rows import RowReader, RowTable
 from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import Tokenizer
 
-_FORMAT = 1  # of the index
+_FORMAT = 2  # of the index
+# Share of the bytes by which tokens may differ from the texts: some tokenizers compose accents
+# (NFC), which changes a few bytes.
+_MISCOUNTED = 1e-3
 _AT_ONCE = 4096  # files whose size and time one thread asks for
 _THREADS = 16  # a network file system answers several requests at once
 
@@ -50,6 +54,7 @@ class Prepared:
       bad_places: where the first five bad records are, such as "part.jsonl:17".
       records: number of records, including empty and bad ones; 0 in format 1.
       empty: number of empty documents.
+      miscounted_bytes: by how many bytes the tokens of the documents differ from their texts.
     """
 
     source: Source
@@ -61,6 +66,25 @@ class Prepared:
     bad_places: Sequence[str] = ()
     records: int = 0
     empty: int = 0
+    miscounted_bytes: int = 0
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the tokens stand for as many bytes as the texts have, so that bits per byte of
+        text can be computed from tokens.
+        """
+        text_bytes = sum(counts.text_bytes for counts in self.statistics.values())
+        return self.miscounted_bytes <= _MISCOUNTED * text_bytes
+
+    @property
+    def counts(self) -> Statistics:
+        """Counts over the rows of both splits."""
+        return self.statistics[TRAIN] + self.statistics[HELDOUT]
+
+    @property
+    def fit(self) -> str:
+        """Describes the conversations that are longer than a row; "" if there are none."""
+        return row_groups.describe_fit(self.counts, self.rows[TRAIN].row_length)
 
     @property
     def directories(self) -> list[pathlib.Path]:
@@ -112,6 +136,7 @@ def index_name(
         )
     key = {
         "format": _FORMAT,
+        "units": units.FORMAT,
         "sources": parts,
         "tokenizer": tokenizer.fingerprint,
         "parse_tokens": sorted(tokenizer.parse_tokens),
@@ -119,7 +144,7 @@ def index_name(
         "format_1": format_1.folder_names(store),  # one of them may hold the rows of a source
         **dataclasses.asdict(recipe),
     }
-    return f"indexes/{digests.sha256_json(key)[:20]}.npz"
+    return f"indexes/{digests.sha256_json(key)[:20]}.index"
 
 
 def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
@@ -155,11 +180,14 @@ def write_index(store: Store, name: str, prepared: Sequence[Prepared]) -> None:
                 "bad_places": list(one.bad_places),
                 "records": one.records,
                 "empty": one.empty,
+                "miscounted_bytes": one.miscounted_bytes,
             }
         )
     arrays["header"] = np.frombuffer(json.dumps(headers).encode(), np.uint8)
-    with store.new_file(name) as path, path.open("wb") as file:
-        np.savez(file, **arrays)
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    with store.new_file(name) as path:
+        path.write_bytes(_seal(name, content.getvalue()) + content.getvalue())
 
 
 def read_index(
@@ -171,17 +199,37 @@ def read_index(
       The rows of each source; None if there is no such index, if it is damaged, or if a file with
       rows is missing or was written to after the index.
     """
-    listed = _list(store)
     try:
-        with store.local(name) as path, np.load(path, allow_pickle=False) as arrays:
-            headers = json.loads(arrays["header"].tobytes())
-            found = [
-                _read_source(store, arrays, i, source, recipe, header, listed)
-                for i, (source, header) in enumerate(zip(sources, headers, strict=True))
-            ]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        headers, arrays = open_index(store, name)
+    except (OSError, ValueError):
         return None
+    listed = _list(store)
+    found = [
+        _read_source(store, arrays, i, source, recipe, header, listed)
+        for i, (source, header) in enumerate(zip(sources, headers, strict=True))
+    ]
     return None if None in found else found
+
+
+def open_index(store: Store, name: str) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Returns what `write_index` wrote under `name`: a header of each source, and the arrays.
+
+    Raises:
+      OSError: there is no such file, or it cannot be read.
+      ValueError: it is damaged, or was written under another name.
+    """
+    sealed = store.path(name).read_bytes()
+    content = sealed[len(_seal("", b"")) :]
+    if not sealed.startswith(_seal(name, content)):
+        raise ValueError("its name or its bytes are not those that were written: delete it")
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        arrays = {key: file[key] for key in file.files}
+    return json.loads(arrays.pop("header").tobytes()), arrays
+
+
+def _seal(name: str, content: bytes) -> bytes:
+    """Returns the beginning of an index: a digest of its name and of the bytes that follow."""
+    return digests.sha256(name.encode() + b"\n" + content).encode() + b"\n"
 
 
 def _read_source(
@@ -224,6 +272,7 @@ def _read_source(
         header["bad_places"],
         header["records"],
         header["empty"],
+        header["miscounted_bytes"],
     )
 
 

@@ -4,6 +4,8 @@ from typing import Any
 
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from qwen3next_jax.common.errors import escape_control
+
 
 class PreparationProgress:
     """A context manager that shows how far the preparation of each source has come: as a bar on a
@@ -36,6 +38,7 @@ class PreparationProgress:
             if self._bars.console.is_terminal:
                 self._bars.start()
             else:
-                print(f"{self._doing} {source} ({bytes_in_all / 1e6:.1f} MB)", flush=True)
-            self._tasks[source] = self._bars.add_task(source, total=bytes_in_all)
+                line = f"{self._doing} {source} ({bytes_in_all / 1e6:.1f} MB)"
+                print(escape_control(line), flush=True)
+            self._tasks[source] = self._bars.add_task(escape_control(source), total=bytes_in_all)
         self._bars.update(self._tasks[source], completed=bytes_read)

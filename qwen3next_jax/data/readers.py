@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow
+import pyarrow.compute
 import pyarrow.ipc
 import pyarrow.parquet
 from etils import epath
@@ -262,7 +263,11 @@ def _readable(path: epath.Path) -> Iterator[None]:
 
 
 def _parquet_errors(path: epath.Path) -> contextlib.AbstractContextManager:
-    return as_user_error(f"{path}: not a readable Parquet file", pyarrow.ArrowException)
+    return as_user_error(f"{path}: not a readable Parquet file", *_ARROW_ERRORS)
+
+
+# Of a damaged file. pyarrow raises UnicodeDecodeError for a name that is not UTF-8.
+_ARROW_ERRORS = (pyarrow.ArrowException, MemoryError, UnicodeDecodeError)
 
 
 def describe(source: Source, file: int, record: int) -> str:
@@ -477,6 +482,17 @@ def _decompressed(raw: Any, file: SourceFile) -> tuple[Any, bool]:
     return raw, False
 
 
+def has_no_checksum(file: SourceFile) -> bool:
+    """Whether a local file is a frame of zstd without a checksum of its content (RFC 8878, 3.1.1).
+    Such a file may be damaged without an error.
+    """
+    if _ending(file) != "zstd" or is_remote(os.fspath(file.path)):
+        return False
+    with _readable(file.path), file.path.open("rb") as stream:
+        start = stream.read(5)
+    return len(start) == 5 and start[:4] == b"\x28\xb5\x2f\xfd" and not start[4] & 4
+
+
 def _ending(file: SourceFile) -> str:
     name = file.path.name.lower()
     return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else ""
@@ -533,13 +549,19 @@ def _read_array(
 _NEXT_ELEMENT = re.compile(r"\s*(?:,\s*)?([^\s,])")
 
 
+_ONE_RECORD_A_LINE = "expected JSON lines, with one record a line, or an array of records"
+
+
 def _json_text(line: str, field: str, bad: BadRecords, where: _Place, messages: bool) -> str | None:
     if not line.strip():
         return None
     try:
         record = json_files.parse(line)
     except ValueError as error:
-        bad.leave_out(where.number, where, "broken JSON", str(error))
+        cause = error.__cause__
+        breaks_off = isinstance(cause, json.JSONDecodeError) and cause.pos >= len(line.rstrip())
+        hint = ": the record breaks off at the end of the line: " + _ONE_RECORD_A_LINE
+        bad.leave_out(where.number, where, "broken JSON", f"{error}{hint if breaks_off else ''}")
         return None
     if field not in record:
         what = (
@@ -585,20 +607,50 @@ def _read_arrow(file: SourceFile, part: Part, text_field: str, bad: BadRecords) 
     """
     with (
         file.path.open("rb") as stream,
-        as_user_error(f"{file.path}: not a readable Arrow file", pyarrow.ArrowException, OSError),
+        as_user_error(f"{file.path}: not a readable Arrow file", *_ARROW_ERRORS, OSError),
     ):
-        has_footer = stream.read(6) == b"ARROW1"
-        stream.seek(0)
-        table = pyarrow.ipc.open_file(stream) if has_footer else pyarrow.ipc.open_stream(stream)
-        _check_column(file, table.schema, text_field)
-        batches = (
-            (table.get_batch(i) for i in range(table.num_record_batches)) if has_footer else table
-        )
         number = 0
-        for batch in batches:
+        for batch in _arrow_batches(file, stream, text_field):
+            if batch is None:
+                what = "no end marker after it: the file was cut short, or is still being written"
+                bad.leave_out(number, _Place(file, part, number, text_field), "cut short", what)
+                return
             for text in _texts(file, part, number, batch.column(text_field), text_field, bad):
                 number += 1
                 yield Record(number - 1, text, min(stream.tell(), file.size))
+
+
+def _arrow_batches(
+    file: SourceFile, stream: Any, text_field: str
+) -> Iterator[pyarrow.RecordBatch | None]:
+    """Yields the batches of a file in Arrow's IPC format. A file in the stream format may hold
+    several streams one after the other; None follows the last batch of a stream without end marker.
+    """
+    has_footer = stream.read(6) == b"ARROW1"
+    stream.seek(0)
+    if has_footer:
+        table = pyarrow.ipc.open_file(stream)
+        _check_column(file, table.schema, text_field)
+        yield from (table.get_batch(i) for i in range(table.num_record_batches))
+        return
+    end = 0
+    while not end or end < file.size:
+        reader = pyarrow.ipc.open_stream(stream)
+        _check_column(file, reader.schema, text_field)
+        last = stream.tell()
+        for batch in reader:
+            last = stream.tell()
+            yield batch
+        # pyarrow takes the end of the file for the end of the stream, too.
+        end = stream.tell()
+        stream.seek(last)
+        if stream.read(end - last) not in _ARROW_ENDS:
+            yield None
+            return
+
+
+# The end marker of a stream, and that of Arrow before version 0.15.
+_ARROW_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", b"\0\0\0\0")
 
 
 def _texts(
@@ -611,7 +663,11 @@ def _texts(
 ) -> Iterator[Text | None]:
     """Yields the texts of a column, whose first row is record `number` of the part. Yields None for
     a record that is left out.
+
+    Raises:
+      pyarrow.ArrowInvalid: the column is damaged.
     """
+    _check_offsets(column)
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     if pyarrow.types.is_string_view(column.type):
@@ -627,6 +683,29 @@ def _texts(
             continue
         text = _decoded(data, bad, where)
         yield None if text is None else _checked(text, bad, where)
+
+
+def _check_offsets(column: pyarrow.Array) -> None:
+    """Raises pyarrow.ArrowInvalid unless all texts of a column lie in its buffers; without this
+    check, pyarrow would read memory beyond them. Whether they are UTF-8 is not checked.
+    """
+    if pyarrow.types.is_dictionary(column.type):
+        _check_offsets(column.dictionary)
+        indices = column.indices
+        indices.validate(full=True)
+        inside = pyarrow.compute.and_(
+            pyarrow.compute.greater_equal(indices, 0),
+            pyarrow.compute.less(indices, len(column.dictionary)),
+        )
+        if pyarrow.compute.all(inside).as_py() is False:
+            raise pyarrow.ArrowInvalid("an index beyond its dictionary")
+        return
+    binary = {
+        pyarrow.string(): pyarrow.binary(),
+        pyarrow.large_string(): pyarrow.large_binary(),
+        pyarrow.string_view(): pyarrow.binary_view(),
+    }
+    column.view(binary[column.type]).validate(full=True)
 
 
 def _check_column(file: SourceFile, schema: pyarrow.Schema, text_field: str) -> None:

@@ -14,6 +14,7 @@ Its metadata, which a file of another program need not have:
 Letters: T tokens of a row, L layers, A experts per token.
 """
 
+import glob as local_glob
 import json
 import math
 import os
@@ -25,9 +26,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from qwen3next_jax.common import digests
+from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
-from qwen3next_jax.common.errors import UserError, error_message, require
+from qwen3next_jax.common.errors import UserError, as_user_error, error_message, require, short_repr
 from qwen3next_jax.config import DataConfig, ModelConfig
 from qwen3next_jax.data import sources
 from qwen3next_jax.data.pipeline import Batch, Data
@@ -40,6 +41,17 @@ _IDENTITY = (
     "num_hidden_layers",
     "num_experts",
     "num_experts_per_tok",
+)
+
+
+# What safetensors raises for a damaged file, or for a dtype that NumPy does not have.
+_READ_ERRORS = (
+    AttributeError,
+    LookupError,
+    OSError,
+    TypeError,
+    ValueError,
+    safetensors.SafetensorError,
 )
 
 
@@ -77,6 +89,9 @@ def write_record(
 
     Returns:
       The path of the file.
+
+    Raises:
+      UserError: the folder cannot be written to.
     """
     identity = {name: getattr(model, name) for name in _IDENTITY}
     content = safetensors.numpy.save(
@@ -88,10 +103,11 @@ def write_record(
     )
     path = folder / f"{digests.sha256(content)[:20]}.safetensors"
     part = path.with_suffix(f".{os.getpid()}.part")
-    folder.mkdir(parents=True, exist_ok=True)
-    part.write_bytes(content)
-    fsync(part)
-    part.rename(path)
+    with as_user_error(f"{folder}: cannot be written to", OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content)
+        fsync(part)
+        part.rename(path)
     return path
 
 
@@ -113,8 +129,8 @@ def read_record(path: os.PathLike) -> Record:
             )
             tokens, experts = file.get_tensor("tokens"), file.get_tensor("routed_experts")
         prompt_tokens = int(metadata.get("prompt_tokens", 1))
-        model = dict(json.loads(metadata.get("model", "{}")))
-    except (OSError, ValueError, TypeError, safetensors.SafetensorError) as error:
+        model = json_files.parse(metadata.get("model", "{}"))
+    except _READ_ERRORS as error:
         raise UserError(
             f"{path}: cannot be read ({error_message(error)}): expected a safetensors file of "
             "recorded routing (docs/routing.md)"
@@ -132,9 +148,22 @@ def read_record(path: os.PathLike) -> Record:
         f"{path}: routed_experts of {len(experts)} tokens for {n} tokens: expected {n - 1} or {n}",
     )
     require(
-        experts.min(initial=0) >= -1 and experts.max(initial=0) < 2**15,
+        experts.size > 0,
+        f"{path}: routed_experts of shape {experts.shape}: expected one layer and one expert at "
+        "least",
+    )
+    require(
+        experts.min() >= -1 and experts.max() < 2**15,
         f"{path}: routed_experts holds numbers {experts.min()} … {experts.max()}: expected "
         f"-1 … {2**15 - 1}",
+    )
+    require(
+        tokens.min() >= 0 and tokens.max() < 2**31,
+        f"{path}: tokens {tokens.min()} … {tokens.max()}: expected 0 … {2**31 - 1}",
+    )
+    require(
+        0 <= prompt_tokens <= n,
+        f"{path}: prompt_tokens = {short_repr(prompt_tokens)}: expected 0 … {n}, its tokens",
     )
     padded = np.full((n, *experts.shape[1:]), -1, np.int16)
     padded[: len(experts)] = experts
@@ -144,10 +173,11 @@ def read_record(path: os.PathLike) -> Record:
 def check_record(path: os.PathLike, record: Record, model: ModelConfig) -> None:
     """Raises UserError if the experts of a record cannot be those of `model`."""
     for name, value in record.model.items():
-        own = getattr(model, name, None)
+        own = getattr(model, name) if name in _IDENTITY else None
         require(
             value == own,
-            f"{path}: recorded by a model with {name} = {value}, while model.{name} = {own}: "
+            f"{path}: recorded by a model with {name[:80]} = {short_repr(value)}, while "
+            f"model.{name[:80]} = {short_repr(own)}: "
             "expected the routing of the model that is trained",
         )
     layers, chosen = record.routed_experts.shape[1:]
@@ -208,6 +238,13 @@ class RecordedData(Data):
             _check_length(path, record, sequence_length)
             self._labels.append(label)
             self._records.append(record)
+            shapes = [r.routed_experts.shape[1:] for r in (record, self._records[0])]
+            require(
+                shapes[0] == shapes[1],
+                f"{path}: routed_experts of {shapes[0][0]} layers and {shapes[0][1]} experts per "
+                f"token, {shapes[1][0]} and {shapes[1][1]} in {self._labels[0]}: expected texts of "
+                "one model",
+            )
             contents.append(digests.sha256_file(path))
         count = len(self._records)
         self.heldout_rows = max(1, round(config.heldout_fraction * count))
@@ -313,7 +350,8 @@ def _find_files(config: DataConfig) -> list[tuple[str, pathlib.Path]]:
             f"data.path = {glob!r} with data.source = 'recorded': expected a local folder or glob",
         )
         folder = pathlib.Path(glob)
-        pattern = str(folder / "*.safetensors") if folder.is_dir() else glob
+        in_folder = f"{local_glob.escape(str(folder))}/*.safetensors"
+        pattern = in_folder if folder.is_dir() else glob
         found += [
             (file.label, pathlib.Path(file.path)) for file in sources.resolve(pattern, "").files
         ]

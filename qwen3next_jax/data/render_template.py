@@ -9,6 +9,7 @@ nothing of this package.
 Standard input is a JSON object:
   template: the template's text.
   special: the tokenizer's special tokens by name.
+  date: the day that the template is told, such as "2026-01-31"; "" for none.
   prompt: a list of messages, for which the prompt of the next answer is rendered; or
   conversations: a list of lists of messages, which are rendered as they are. Without either, only
     the template's syntax is checked.
@@ -22,8 +23,10 @@ Standard output is a JSON object with `error`, why all of it failed, or with:
     refused: why the template refuses the messages.
     error: why rendering failed.
     unclear: why the assistant's turns cannot be told from the rest.
+    dateless: true, if the template asks for the date and there is none.
 """
 
+import datetime
 import json
 import resource
 import sys
@@ -43,6 +46,10 @@ class Refused(Exception):
 
 class Unclear(Exception):
     """Raised if the assistant's turns cannot be told from the rest of a conversation."""
+
+
+class Dateless(Exception):
+    """Raised if the template asks for the date and there is none."""
 
 
 class Generation(jinja2.ext.Extension):
@@ -72,6 +79,7 @@ class Renderer:
       text: the template.
       special: {name of a special token, such as "eos_token": its text or None}, which the template
         may read.
+      date: the day that the function `strftime_now` formats; "" for none.
       marks: whether the blocks {% generation %} of the template write marks around their content.
       characters: the most characters that a rendered text may have; `text` cuts a longer one.
 
@@ -79,7 +87,7 @@ class Renderer:
       has_marks: whether the template marks the assistant's turns.
     """
 
-    def __init__(self, text: str, special: dict, marks: bool, characters: int):
+    def __init__(self, text: str, special: dict, date: str, marks: bool, characters: int):
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -88,9 +96,8 @@ class Renderer:
         environment.marks, environment.has_marks = marks, False
         environment.globals |= {name: value or "" for name, value in special.items()}
         environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = lambda value, indent=None: json.dumps(
-            value, ensure_ascii=False, indent=indent
-        )
+        environment.globals["strftime_now"] = _formatter_of(date)
+        environment.filters["tojson"] = _to_json
         self._template = environment.from_string(text)
         self.has_marks = environment.has_marks
         self._characters = characters
@@ -163,7 +170,7 @@ def render(request: dict) -> list[dict]:
     """Returns the entry `rendered` of the answer."""
     limit, conversations = request["characters"], request.get("conversations")
     marks = conversations is not None
-    renderer = Renderer(request["template"], request["special"], marks, limit)
+    renderer = Renderer(request["template"], request["special"], request["date"], marks, limit)
     if conversations is not None:
         found = []
         for messages in conversations:
@@ -182,6 +189,8 @@ def _guarded(render_one, messages: list) -> dict:
         return {"refused": str(error)}
     except Unclear as error:
         return {"unclear": str(error)}
+    except Dateless:
+        return {"dateless": True}
     except MemoryError:
         raise
     except Exception as error:
@@ -208,6 +217,30 @@ def _describe(error: Exception) -> str:
 def _refuse(message: object):
     """Implements the function `raise_exception` of templates."""
     raise Refused(str(message)[:1000])
+
+
+def _formatter_of(date: str):
+    """Returns the function `strftime_now` of templates, which formats `date` in place of now."""
+
+    def strftime_now(form: str) -> str:
+        if not date:
+            raise Dateless
+        return datetime.datetime.fromisoformat(date).strftime(form)
+
+    return strftime_now
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Implements the filter `tojson` of templates. Unlike jinja2's own, it escapes no HTML, and
+    takes what transformers' filter takes.
+    """
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _limit_time(seconds: int) -> None:

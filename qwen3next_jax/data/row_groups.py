@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import UserError, short_repr
 from qwen3next_jax.data import store as stores
 from qwen3next_jax.data.packing import Documents, Packer, Rows
-from qwen3next_jax.data.rows import RowWriter, token_dtype
+from qwen3next_jax.data.rows import RowWriter, shard_name, token_dtype
 from qwen3next_jax.data.store import Store
+from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.data.units import Unit, open_unit, open_weights
 
 _FORMAT = 2  # raise it when the same units no longer give the same rows
+_WHOLE_FORMAT = 2  # the same for units whose documents are kept whole
 METADATA = "metadata.json"
 TRAIN, HELDOUT = "train", "heldout"
 # A group ends with the unit at which it reaches this number of tokens. Several workers can pack
@@ -45,17 +47,22 @@ class Recipe:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Counts over one split of a source."""
+    """Counts over the rows of one split of a source; the last four count conversations alone."""
 
     documents: int = 0
-    # documents that were split into more than one piece, or lost their end
+    # documents that were split into more than one piece; conversations that are longer than a row
     cut_documents: int = 0
     text_bytes: int = 0  # of UTF-8 text, without that of the `ignored` tokens
     tokens: int = 0  # including one end-of-document token per document
     rows: int = 0
     padding: int = 0  # tokens of padding
     ignored: int = 0  # tokens with the loss weight 0
-    dropped: int = 0  # tokens at the ends of documents that are longer than a row
+    # tokens that are not in the rows: the ends of long conversations, and all of the `left_out`
+    dropped: int = 0
+    # conversations that are in no row, because no token of theirs that fits counts in the loss
+    left_out: int = 0
+    # whole conversations in which no end token counts in the loss
+    endless: int = 0
 
     def __add__(self, other: "Statistics") -> "Statistics":
         mine, others = dataclasses.astuple(self), dataclasses.astuple(other)
@@ -73,8 +80,7 @@ class Divided:
       document: index of the document in its unit.
       train_tokens: number of the document's first tokens, without the end token, that are trained
         on; the tokens after them are held out. Either part may be empty.
-      train_bytes: number of bytes of UTF-8 text that the first `train_tokens` tokens stand for; in
-        a unit with weights, only of those whose weight is above 0.
+      train_bytes: number of bytes of UTF-8 text that the first `train_tokens` tokens stand for.
     """
 
     unit: int
@@ -90,7 +96,8 @@ class Group:
     first: int  # index of the first unit, among the units of the source that hold documents
     units: tuple[Unit, ...]
     divided: Divided | None  # its `unit` is the index in the group
-    keep_whole: bool = False  # whether no document is cut: a long one loses its end
+    # whether no document is divided between rows: a long one loses its end
+    keep_whole: bool = False
 
     @property
     def tokens(self) -> int:
@@ -133,7 +140,7 @@ def group_key(group: Group, recipe: Recipe) -> str:
         "units": [unit.identity for unit in group.units],
         "divided": group.divided and dataclasses.astuple(group.divided),
         **dataclasses.asdict(recipe),
-        **({"keep_whole": True} if group.keep_whole else {}),
+        **({"keep_whole": _WHOLE_FORMAT} if group.keep_whole else {}),
     }
     return digests.sha256_json(parts)[:20]
 
@@ -143,7 +150,11 @@ def folder_name(key: str) -> str:
 
 
 def pack_group(
-    group: Group, recipe: Recipe, store: Store, progress: Callable[[int], None] = lambda _: None
+    group: Group,
+    recipe: Recipe,
+    store: Store,
+    tokenizer: Tokenizer,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Writes the rows of a group, unless they exist already.
 
@@ -151,6 +162,7 @@ def pack_group(
       group: the units.
       recipe: the recipe of the rows.
       store: where the units are, and where the rows are written.
+      tokenizer: the tokenizer of the units.
       progress: called with the number of tokens packed so far.
 
     Raises:
@@ -169,28 +181,31 @@ def pack_group(
             side: Packer(length, recipe.seed, keep_whole=group.keep_whole)
             for side in (TRAIN, HELDOUT)
         }
-        counts = {side: dataclasses.asdict(Statistics()) for side in (TRAIN, HELDOUT)}
+        counts = {side: Statistics() for side in (TRAIN, HELDOUT)}
 
         def write(side: str, packed: Iterable[Rows]) -> None:
             for rows in packed:
                 writers[side].write(rows)
-                counts[side]["rows"] += len(rows.ends)
-                counts[side]["padding"] += length * len(rows.ends) - int(rows.lengths.sum())
+                padding = length * len(rows.ends) - int(rows.lengths.sum())
+                counts[side] += Statistics(rows=len(rows.ends), padding=padding)
 
         done = 0
         for side, documents, text_bytes in _documents(group, recipe, store):
-            counts[side]["documents"] += len(documents.ends)
-            counts[side]["text_bytes"] += text_bytes
-            counts[side]["tokens"] += len(documents.tokens)
-            if group.weighted:
-                counts[side]["ignored"] += int((documents.tokens["weight"] == 0).sum())
-            write(side, packers[side].add(documents))
             done += len(documents.tokens)
+            if group.keep_whole:
+                documents, found = fit_conversations(documents, length, tokenizer)
+                counts[side] += found
+            else:
+                counts[side] += Statistics(
+                    documents=len(documents.ends),
+                    text_bytes=text_bytes,
+                    tokens=len(documents.tokens),
+                )
+            write(side, packers[side].add(documents))
             progress(done)
         for side, packer in packers.items():
             write(side, packer.finish())
-            counts[side]["cut_documents"] = packer.cut_documents
-            counts[side]["dropped"] = packer.dropped_tokens
+            counts[side] += Statistics(cut_documents=packer.cut_documents)
         shards = {
             side: [dataclasses.asdict(shard) for shard in writer.close()]
             for side, writer in writers.items()
@@ -203,7 +218,7 @@ def pack_group(
             **({"weighted": True} if group.weighted else {}),
             "rows_per_record": writers[TRAIN].rows_per_record,
             **dataclasses.asdict(recipe),
-            "statistics": counts,
+            "statistics": {side: dataclasses.asdict(found) for side, found in counts.items()},
             "shards": shards,
         }
         stores.write_json(directory / METADATA, content)
@@ -233,14 +248,76 @@ def _documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Split]:
             end = int(ends[stop - 1])
             own = np.asarray(tokens[start:end])
             if group.weighted:
-                own = _with_weights(own, 1 if weights is None else weights[start:end])
+                own = with_weights(own, 1 if weights is None else weights[start:end])
             if divided and divided.document == first:
                 yield from _both_sides(own, some[0], number, divided)
             else:
                 yield from _by_split(own, some, start, number, recipe.heldout_fraction)
 
 
-def _with_weights(tokens: np.ndarray, weights: np.ndarray | int) -> np.ndarray:
+def fit_conversations(
+    documents: Documents, row_length: int, tokenizer: Tokenizer
+) -> tuple[Documents, Statistics]:
+    """Fits conversations into rows: each keeps its first `row_length` tokens, and those of which no
+    such token counts in the loss are left out.
+
+    Args:
+      documents: the conversations; their tokens have weights.
+      row_length: T, number of tokens of a row.
+      tokenizer: the tokenizer of the units.
+
+    Returns:
+      (the conversations, counts over them).
+    """
+    sizes = np.diff(documents.ends, prepend=0)
+    owner = np.repeat(np.arange(len(sizes)), sizes)  # of each token: its conversation
+    position = np.arange(len(documents.tokens)) - (documents.ends - sizes)[owner]
+    fits = position < row_length
+    # The first token of a conversation is not predicted; in the end of a divided one it may count.
+    tokens = documents.tokens.copy()
+    tokens["weight"][position == 0] = 0
+    counts = tokens["weight"] > 0
+
+    def holders(which: np.ndarray) -> np.ndarray:
+        return np.bincount(owner[which], minlength=len(sizes)) > 0
+
+    has_target = holders(counts & fits)
+    is_cut = sizes > row_length
+    stays = fits & has_target[owner]
+    lengths = np.minimum(sizes, row_length)[has_target]
+    found = Documents(
+        tokens[stays], np.cumsum(lengths), documents.unit, documents.records[has_target]
+    )
+    ends = holders(counts & (tokens["token"] == tokenizer.eos_id))
+    return found, Statistics(
+        documents=len(lengths),
+        cut_documents=int(is_cut.sum()),
+        text_bytes=int(tokenizer.token_bytes[tokens["token"][counts & stays]].sum()),
+        tokens=len(found.tokens),
+        ignored=int((stays & ~counts).sum()),
+        dropped=int((~stays).sum()),
+        left_out=int((~has_target).sum()),
+        endless=int((has_target & ~is_cut & ~ends).sum()),
+    )
+
+
+def describe_fit(counts: Statistics, row_length: int) -> str:
+    """Describes the conversations that are longer than a row of `row_length` tokens; "" if there
+    are none.
+    """
+    if not counts.dropped:
+        return ""
+    left_out = ""
+    if counts.left_out:
+        left_out = f"; {counts.left_out:,} have no target in it and are left out"
+    return (
+        f"{counts.cut_documents:,} of {counts.documents + counts.left_out:,} conversations are "
+        f"longer than a row of {row_length:,} tokens{left_out}; {counts.dropped:,} tokens are "
+        "dropped"
+    )
+
+
+def with_weights(tokens: np.ndarray, weights: np.ndarray | int) -> np.ndarray:
     """Returns tokens and their loss weights as one array of `rows.token_dtype`."""
     found = np.empty(len(tokens), token_dtype(tokens.dtype.name, True))
     found["token"], found["weight"] = tokens, weights
@@ -309,7 +386,49 @@ def read_metadata(directory: pathlib.Path) -> dict:
         ) from None
     if content.get("fingerprint", directory.name) != directory.name:
         raise renamed(directory, f"the rows of {content['fingerprint']}")
+    if fault := _find_fault(content):
+        raise UserError(
+            f"{directory / METADATA} is damaged ({fault}): delete {directory} to have it prepared "
+            "again"
+        )
     return content
+
+
+def _find_fault(content: dict) -> str:
+    """Returns what is wrong with the content of a metadata.json; "" if nothing is. Its digest is
+    right, so another program, or a mistake in this one, wrote it.
+    """
+    lengths = {"row_length": content.get("row_length")}
+    lengths["rows_per_record"] = content.get("rows_per_record", 1)  # absent in format 1
+    for name, value in lengths.items():
+        if type(value) is not int or not 1 <= value <= _LONGEST:
+            return f"{name} = {short_repr(value)}"
+    if content.get("dtype") not in ("uint16", "uint32"):
+        return f"dtype = {short_repr(content.get('dtype'))}"
+    if type(content.get("weighted", False)) is not bool:
+        return f"weighted = {short_repr(content['weighted'])}"
+    known = {field.name for field in dataclasses.fields(Statistics)}
+    for side in (TRAIN, HELDOUT):
+        try:
+            counts, shards = content["statistics"][side], content["shards"][side]
+            rows = [shard["rows"] for shard in shards]
+            numbers = [*counts.values(), *rows, *(shard["size"] for shard in shards)]
+            names = [shard["file"] for shard in shards]
+            fields = [shard.keys() == {"file", "rows", "size"} for shard in shards]
+        except (KeyError, TypeError, AttributeError, IndexError):
+            return f"no statistics or shards of {side}"
+        if not counts.keys() <= known or "rows" not in counts or not all(fields):
+            return f"the statistics or shards of {side} have other entries"
+        if any(type(number) is not int or not 0 <= number < 2**62 for number in numbers):
+            return f"a count of {side} is no number, or too large"
+        if names != [shard_name(side, i) for i in range(len(names))]:
+            return f"its shards of {side} are {short_repr(names)}"
+        if sum(rows) != counts["rows"]:
+            return f"{counts['rows']} rows of {side}, {sum(rows)} in its shards"
+    return ""
+
+
+_LONGEST = 1 << 30  # tokens of a row
 
 
 def renamed(directory: pathlib.Path, holds: str) -> UserError:

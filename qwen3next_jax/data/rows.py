@@ -117,7 +117,7 @@ class RowWriter:
 
     def _write_record(self) -> None:
         if self._writer is None:
-            self._path = self._directory / _shard_name(self._split, len(self._shards))
+            self._path = self._directory / shard_name(self._split, len(self._shards))
             self._writer = _array_record().ArrayRecordWriter(str(self._path), "group_size:1,zstd:1")
         with as_user_error(f"{self._path}: cannot be written", RuntimeError):
             self._writer.write(b"".join(self._waiting))
@@ -224,7 +224,7 @@ class RowTable:
         shards = [[Shard(**shard) for shard in content["shards"][split]] for content in metadata]
         flat = [shard for of_folder in shards for shard in of_folder]
         assert all(
-            shard.file == _shard_name(split, i)
+            shard.file == shard_name(split, i)
             for of_folder in shards
             for i, shard in enumerate(of_folder)
         )
@@ -253,7 +253,7 @@ class RowTable:
         """Returns the path of shard `number`, counted over all folders, and its description."""
         folder = self.folder_of(number)
         first = int(self.shard_ends[folder - 1]) if folder else 0
-        name = _shard_name(self.split, number - first)
+        name = shard_name(self.split, number - first)
         shard = Shard(name, int(self.rows[number]), int(self.sizes[number]))
         return self.directory(folder) / name, shard
 
@@ -262,7 +262,7 @@ class RowTable:
         first = 0
         for name, end in zip(self.folders.tolist(), self.shard_ends.tolist(), strict=True):
             for i in range(end - first):
-                yield f"{self.root}/{name.decode()}/{_shard_name(self.split, i)}"
+                yield f"{self.root}/{name.decode()}/{shard_name(self.split, i)}"
             first = end
 
     def check(self) -> None:
@@ -283,7 +283,7 @@ class RowTable:
                 raise _damaged(path, f"it has {sizes[str(path)]} bytes instead of {shard.size}")
 
 
-def _shard_name(split: str, number: int) -> str:
+def shard_name(split: str, number: int) -> str:
     """Returns the name of shard `number`, counted within its folder."""
     return f"{split}-{number:05d}.array_record"
 
@@ -305,7 +305,7 @@ class RowReader:
 
     def __init__(self, table: RowTable, row_length: int):
         self.table = table
-        self._row_length = row_length
+        self.row_length = row_length
         self._ends = np.cumsum(table.rows)  # [S]
         raise_file_limit()
         self._number = next(_reader_numbers)
@@ -349,15 +349,15 @@ class RowReader:
             .astype(np.int64)
         )
         stored = np.frombuffer(record, dtype, int(lengths.sum()), offset + 4 + 12 * pieces)
-        if len(stored) > self._row_length:
+        if len(stored) > self.row_length:
             raise _damaged(
-                path, f"row {position} holds {len(stored)} tokens, more than {self._row_length}"
+                path, f"row {position} holds {len(stored)} tokens, more than {self.row_length}"
             )
-        tokens_T = np.zeros(self._row_length, np.int32)
-        segment_ids_T = np.zeros(self._row_length, np.int32)
+        tokens_T = np.zeros(self.row_length, np.int32)
+        segment_ids_T = np.zeros(self.row_length, np.int32)
         weights_T = None
         if self.table.weighted:
-            weights_T = np.zeros(self._row_length, np.float32)
+            weights_T = np.zeros(self.row_length, np.float32)
             weights_T[: len(stored)] = stored["weight"]
             stored = stored["token"]
         tokens_T[: len(stored)] = stored

@@ -13,8 +13,8 @@ llm.c, the end token marks the end of each document.
 """
 
 import pathlib
+import tokenize
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -30,6 +30,7 @@ _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _LLM_C_MAGIC = {20240520: "<u2", 20240801: "<u4"}
 _LEDGER = "shard_ledger.json"
 _READ_AT_ONCE = 1 << 24  # tokens
+_MOST = 1 << 48  # tokens or documents of a file
 
 
 def kind(name: str) -> str:
@@ -78,7 +79,8 @@ def read(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, i
     require(other is None or other.exists(), f"{path}: {other} is missing beside it")
     reader = {"megatron": _megatron, "datatrove": _datatrove, "olmo": _olmo, "llm.c": _llm_c}
     reader["levanter"] = _levanter
-    tokens, ends = reader[kind(path.name.lower())](path, tokenizer)
+    with as_user_error(f"{path}: cannot be read", OSError):
+        tokens, ends = reader[kind(path.name.lower())](path, tokenizer)
     pieces = _at_end_tokens(path, tokens, tokenizer) if ends is None else _at(tokens, ends)
     for ids, stop in pieces:
         bad = np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))
@@ -99,8 +101,9 @@ def read(file: SourceFile, tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, i
 
 def _check_ends(path: pathlib.Path, ends: np.ndarray, tokens: int) -> None:
     """Raises a UserError unless documents with these ends cover all tokens in order."""
+    is_ordered = bool((ends >= 0).all() and (ends[1:] >= ends[:-1]).all())
     require(
-        len(ends) > 0 and int(ends[-1]) == tokens and bool((np.diff(ends, prepend=0) >= 0).all()),
+        len(ends) > 0 and int(ends[-1]) == tokens and is_ordered,
         f"{path}: the ends of its {len(ends)} documents do not divide its {tokens} tokens: it is "
         "damaged, or names no documents",
     )
@@ -185,63 +188,111 @@ def _datatrove(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, np
     return tokens, ends
 
 
-class _Blocks:
-    """An array of tokens on disk, which is read in blocks. Slices have to be taken in order.
+class _Levanter:
+    """An array of a cache of levanter, integers [n]. Slices have to be taken in order.
 
     Args:
-      array: a tensorstore.TensorStore, int [at least `length`].
-      length: number of its tokens.
+      folder: the array's folder.
+
+    Attributes:
+      length: number of entries, which `check_chunks` sets.
+
+    Raises:
+      UserError: the folder holds no such array; or, when a slice is taken, it is damaged.
     """
 
-    def __init__(self, array: Any, length: int):
-        self._array, self._length = array, length
-        self._start = 0
-        self._block = np.zeros(0, np.int32)
+    def __init__(self, folder: pathlib.Path):
+        import tensorstore  # takes a while, and only these files need it
+
+        self._folder, self.length = folder, 0
+        self._start, self._block = 0, np.zeros(0, np.int64)
+        store = {"driver": "file", "path": f"{folder.absolute()}/"}
+        with as_user_error(f"{folder}: not an array of levanter", ValueError, OSError):
+            self._array = tensorstore.open(
+                {"driver": "zarr3", "kvstore": store}, open=True
+            ).result()
+        require(
+            self._array.rank == 1 and self._array.dtype.numpy_dtype.kind in "ui",
+            f"{folder}: it holds {self._array.dtype.name} {list(self._array.shape)}: expected "
+            "integers [n]",
+        )
+        layout = self._array.chunk_layout
+        (self._in_file,), (in_chunk,) = layout.write_chunk.shape, layout.read_chunk.shape
+        require(
+            0 < in_chunk <= _READ_AT_ONCE and self._in_file // in_chunk <= _READ_AT_ONCE,
+            f"{folder}: {self._in_file} entries in a file, {in_chunk} in a chunk: expected chunks "
+            f"of at most {_READ_AT_ONCE}, and at most as many in a file",
+        )
+
+    def check_chunks(self, length: int) -> None:
+        """Sets the number of entries, and raises UserError unless there are files for all of them.
+        For a file that is missing, TensorStore would give zeros. (It gives them, too, for a chunk
+        that a file leaves out; that is what its writer did with a chunk of zeros.)
+        """
+        require(
+            0 < length <= self._array.shape[0],
+            f"{self._folder}: damaged: {length} of {self._array.shape[0]} entries are in use",
+        )
+        encoding = self._array.spec().to_json()["metadata"].get("chunk_key_encoding", {})
+        is_v2 = encoding.get("name") == "v2"
+        separator = encoding.get("configuration", {}).get("separator", "/")
+        for number in range(-(-length // self._in_file)):
+            name = str(number) if is_v2 else f"c{separator}{number}"
+            require(
+                (self._folder / name).is_file(),
+                f"{self._folder / name}: missing, with the entries from "
+                f"{number * self._in_file} on",
+            )
+        self.length = length
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
-    def __getitem__(self, tokens: slice) -> np.ndarray:
-        first, stop = tokens.start - self._start, tokens.stop - self._start
-        if stop > len(self._block):
-            end = min(max(tokens.start + _READ_AT_ONCE, tokens.stop), self._length)
-            self._block = self._array[tokens.start : end].read().result()
-            self._start, first, stop = tokens.start, 0, tokens.stop - tokens.start
-        return self._block[first:stop]
+    def __getitem__(self, entries: slice) -> np.ndarray:
+        if entries.stop > self._start + len(self._block):
+            end = min(max(entries.start + _READ_AT_ONCE, entries.stop), self.length)
+            with as_user_error(f"{self._folder}: damaged", ValueError, OSError, MemoryError):
+                self._block = self._array[entries.start : end].read().result()
+            self._start = entries.start
+        return self._block[entries.start - self._start : entries.stop - self._start]
 
 
-def _levanter(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[_Blocks, np.ndarray]:
-    import tensorstore  # takes a while, and only these files need it
-
+def _levanter(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[_Levanter, np.ndarray]:
     del tokenizer
-
-    def opened(name: str) -> Any:
-        folder = path.parent / "input_ids" / name
-        spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{folder.absolute()}/"}}
-        try:
-            return tensorstore.open(spec, open=True).result()
-        except ValueError as error:
-            raise UserError(
-                f"{folder}: not an array of levanter ({error_message(error)})"
-            ) from error
-
     with as_user_error(f"{path}: not a ledger of levanter", ValueError):
         finished = json_files.read(path).get("is_finished", True)
     require(bool(finished), f"{path}: the cache is not finished, by what it says")
-    offsets, data = opened("offsets"), opened("data")
-    documents = int(offsets[0].read().result())
-    ends = np.asarray(offsets[1 : documents + 1].read().result())
+    folder = path.parent / "input_ids"
+    offsets, data = _Levanter(folder / "offsets"), _Levanter(folder / "data")
+    offsets.check_chunks(1)
+    documents = int(offsets[0:1][0])
     require(
-        data.dtype.numpy_dtype.kind in "ui" and data.rank == 1,
-        f"{path}: its tokens are of type {data.dtype.name}: expected integers [n]",
+        0 < documents < _MOST, f"{folder / 'offsets'}: damaged, or empty: {documents} documents"
     )
-    in_all = int(ends[-1]) if documents else 0
+    offsets.check_chunks(documents + 1)
+    ends = offsets[1 : documents + 1]
+    last = int(ends[-1])
     require(
-        in_all > 0 and bool((np.diff(ends, prepend=0) >= 0).all()) and in_all <= data.shape[0],
-        f"{path}: its {documents} offsets end at {in_all} of {data.shape[0]} tokens: it is empty "
-        "or damaged",
+        0 < last < _MOST and bool((ends >= 0).all() and (ends[1:] >= ends[:-1]).all()),
+        f"{path}: its {documents} offsets end at {last}: damaged, or empty",
     )
-    return _Blocks(data, in_all), ends
+    data.check_chunks(last)
+    return data, ends.astype(np.int64)
+
+
+# What NumPy raises for a header that is no header: it reads one as a Python literal.
+_HEADER_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    tokenize.TokenError,
+)
 
 
 def _olmo(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, None]:
@@ -258,8 +309,8 @@ def _olmo(path: pathlib.Path, tokenizer: Tokenizer) -> tuple[np.ndarray, None]:
         return tokens, None
     try:
         tokens = np.load(path, mmap_mode="r")
-    except ValueError as error:
-        raise UserError(f"{path}: not a NumPy file ({error})") from error
+    except _HEADER_ERRORS as error:
+        raise UserError(f"{path}: not a NumPy file ({error_message(error)})") from error
     require(
         tokens.ndim == 1 and tokens.dtype.kind in "ui",
         f"{path}: {tokens.dtype} {list(tokens.shape)}: expected integers [n]",

@@ -8,6 +8,7 @@ alike.
 import copy
 import functools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -18,19 +19,24 @@ from etils import epath
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.storage import is_bucket, to_path
 from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, require, short_repr
-from qwen3next_jax.data import fast_bpe
+from qwen3next_jax.data import cuts, fast_bpe
+from qwen3next_jax.data.added_tokens import (
+    Splitter,
+    add_named,
+    hide,
+    panic_as_user_error,
+)
 from qwen3next_jax.data.chat_template import TemplateFile, read_template
+from qwen3next_jax.data.cuts import Cutter
 from qwen3next_jax.data.text import batches, pieces
 
 END_OF_TEXT = "<|endoftext|>"
 _COMMON_EOS = (END_OF_TEXT, "</s>", "<|im_end|>", "<eos>", "<|end_of_text|>")
-# Characters. Longer documents are cut at line ends and tokenized in parts, because the tokenizers
-# library encodes a text on one core and needs about a hundred bytes of memory per byte of text.
-_LONGEST_TEXT = 1 << 17
 _ENCODED_AT_ONCE = 1 << 20  # characters
 # Of every so many parts of a batch, one is compared: both libraries encode its first so many
 # characters.
 _COMPARED_EVERY, _COMPARED_CHARACTERS = 256, 1 << 12
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # how SentencePiece names a byte
 _LARGEST_GAP = 1 << 20  # most unused ids of a vocabulary; a damaged file could demand gigabytes
 
 
@@ -40,22 +46,24 @@ class Tokenizer(Protocol):
     Attributes:
       vocab_size: number of ids (the largest id plus one).
       eos_id: the id that ends every document.
-      token_bytes: int32 [vocab_size], number of UTF-8 bytes that each token stands for; 0 for
-        special tokens.
+      token_bytes: int32 [vocab_size], number of UTF-8 bytes that each token stands for inside of
+        a text; 0 for special tokens that are not in `parse_tokens`. Some tokenizers change or lose
+        parts of a text, which no token stands for (`miscounted_bytes`).
       fingerprint: hexadecimal digest that changes when the mapping from text to ids may change.
       libraries: name of each library that determines the ids of a text → its version.
-      parse_tokens: the added tokens that get their own ids where documents contain them in writing.
+      parse_tokens: the special tokens that get their own ids where documents contain them in
+        writing.
       fallback: the same tokenizer with a slower library, for texts to which the faster library
         gives other ids (`fast_bpe.Differs`); None if there is only one library.
       misses_tiktoken: whether tiktoken is not installed, and would encode documents if it were.
-      added_tokens: the texts of all added tokens, which stand outside of the ordinary vocabulary.
+      special_tokens: the texts of all special tokens, which mark things and are no text.
       reads_text: whether the ids stand for text; False for the ids of a synthetic task.
     """
 
     reads_text: bool
     libraries: Mapping[str, str]
     parse_tokens: tuple[str, ...]
-    added_tokens: tuple[str, ...]
+    special_tokens: tuple[str, ...]
     fallback: "Tokenizer | None"
     misses_tiktoken: bool
     vocab_size: int
@@ -69,9 +77,9 @@ class Tokenizer(Protocol):
         """
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of each text, int32 or uint16 [n], with `eos_id` at the end. An added
-        token that a text contains in writing is encoded as ordinary text, unless it is one of
-        `parse_tokens`.
+        """Returns the ids of each text, int32 or uint16 [n], with `eos_id` at the end: those of
+        `encode`, but a special token that a text contains in writing is encoded as ordinary text,
+        unless it is one of `parse_tokens`.
 
         Raises:
           fast_bpe.Differs: the faster library gives other ids; the caller has to use `fallback`.
@@ -105,12 +113,13 @@ def load_tokenizer(
       spec: "bytes" or "", the path of a Hugging Face `tokenizer.json`, or a directory that holds
         one (local or gs://).
       vocab_size: size of the model's vocabulary; None: unknown.
-      parse_tokens: the added tokens that get their own ids where documents contain them in writing
-        (`data.parse_tokens`).
+      parse_tokens: the special tokens that get their own ids where documents contain them in
+        writing (`data.parse_tokens`).
 
     Raises:
       UserError: there is no such file; or it is not a tokenizer; or the tokenizer has no
-        end-of-document token, has more than `vocab_size` ids, or lacks one of `parse_tokens`.
+        end-of-document token, has more than `vocab_size` ids, lacks one of `parse_tokens`, or its
+        folder names added tokens that contradict it.
     """
     if spec in ("", "bytes"):
         require(not parse_tokens, "data.parse_tokens: the tokenizer 'bytes' has no such tokens")
@@ -154,13 +163,27 @@ def extends(one: Tokenizer, other: Tokenizer) -> bool:
     )
 
 
+def miscounted_bytes(token_bytes: int, text_bytes: int) -> int:
+    """Returns by how many bytes the tokens of a document differ from its text.
+
+    The first token may stand for a space that the text does not have. This is no error, because no
+    row asks for the first token of a document.
+
+    Args:
+      token_bytes: the sum of the tokenizer's `token_bytes` over the document.
+      text_bytes: number of bytes of the document as UTF-8.
+    """
+    more = token_bytes - text_bytes
+    return 0 if more == 1 else abs(more)
+
+
 class ByteTokenizer:
     """The tokenizer whose ids 0 … 255 are the bytes of UTF-8 text; id 256 ends a document."""
 
     reads_text = True
     libraries: Mapping[str, str] = {}
     parse_tokens: tuple[str, ...] = ()
-    added_tokens = (END_OF_TEXT,)
+    special_tokens = (END_OF_TEXT,)
     fallback = None
     misses_tiktoken = False
     vocab_size = 257
@@ -228,6 +251,8 @@ class HuggingFaceTokenizer:
         ):
             with json_files.open_regular(path) as file:
                 self._tokenizer = tokenizers.Tokenizer.from_buffer(file.read(json_files.MAX_BYTES))
+        add_named(path.parent, self._tokenizer)
+        _check_not_random(path, self._tokenizer)
         # `token_bytes` and the library allocate tables with an entry for every id up to the
         # largest.
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -244,16 +269,47 @@ class HuggingFaceTokenizer:
         self.eos_id = self._tokenizer.token_to_id(self._eos_token)
         self.json = self._tokenizer.to_str()
         self.fingerprint = _fingerprint(self.json, self.eos_id)
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        self.added_tokens = tuple(token.content for token in added)
+        tokens = self._tokenizer.get_added_tokens_decoder().values()
+        added = [token.content for token in tokens]
+        special = [token.content for token in tokens if token.special]
+        self.special_tokens = tuple(dict.fromkeys([*special, self._eos_token]))
         for token in parse_tokens:
             require(
-                token in self.added_tokens and token != self._eos_token,
+                token in added and token != self._eos_token,
                 f"data.parse_tokens: {token!r} is not an added token of {path}, or ends documents"
-                f"{did_you_mean(token, self.added_tokens)}",
+                f"{did_you_mean(token, added)}",
             )
         self.parse_tokens = tuple(parse_tokens)
-        self._may_be_fast = not parse_tokens
+        self._may_be_fast = True
+
+    @property
+    def _hidden(self) -> set[str]:
+        """The special tokens that documents do not get."""
+        return set(self.special_tokens) - set(self.parse_tokens)
+
+    def _literal_json(self) -> dict[str, Any]:
+        """Returns the content of a tokenizer.json that encodes `_hidden` tokens as ordinary text
+        where a text contains them in writing.
+        """
+        return hide(json.loads(self.json), self._hidden)
+
+    @functools.cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_str(json.dumps(self._literal_json()))
+
+    @functools.cached_property
+    def _cutter(self) -> Cutter:
+        return Cutter(self._literal)
+
+    @property
+    def _added(self) -> dict[int, tokenizers.AddedToken]:
+        """The added tokens that documents get."""
+        added, hidden = self._tokenizer.get_added_tokens_decoder(), self._hidden
+        return {i: token for i, token in added.items() if token.content not in hidden}
+
+    @functools.cached_property
+    def _splitter(self) -> Splitter:
+        return Splitter(self._added, self._tokenizer.normalizer)
 
     @functools.cached_property
     def _table(self) -> fast_bpe.Table | None:
@@ -262,10 +318,11 @@ class HuggingFaceTokenizer:
 
     def _table_if_installed(self) -> fast_bpe.Table | None:
         """The same, whether or not tiktoken is installed."""
-        if not self._may_be_fast:
+        added = self._added.values()
+        if not self._may_be_fast or not all(map(Splitter.can_split, added)):
             return None
         bytes_of = {character: byte for byte, character in enumerate(_byte_characters())}
-        return fast_bpe.table(json.loads(self.json), bytes_of)
+        return fast_bpe.table(self._literal_json(), bytes_of, [token.content for token in added])
 
     @property
     def misses_tiktoken(self) -> bool:
@@ -296,40 +353,38 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
-        decoder = json.loads(self.json).get("decoder") or {}
-        kinds = {step.get("type") for step in [decoder, *decoder.get("decoders", ())]}
-        added = self._tokenizer.get_added_tokens_decoder()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        hidden = self._hidden
+        added = {t.content for t in self._tokenizer.get_added_tokens_decoder().values()}
+        content = json.loads(self.json)
+        # Without a decoder, the pre-tokenizer says what the characters of a token are.
+        kinds = _kinds(content, "decoder") or _kinds(content, "pre_tokenizer")
+        # A decoder may treat the first token of a text in another way than those after it.
+        before = next((i for token, i in ids.items() if token not in added), 0)
+        decoded = self._tokenizer.decode_batch(
+            [[before], *([before, i] for i in ids.values())], skip_special_tokens=False
+        )
+        start = len(decoded[0].encode())
+        characters = set(_byte_characters())
         sizes = np.zeros(self.vocab_size, np.int32)
-        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
-            if i in added:
-                sizes[i] = 0 if added[i].special else len(token.encode())
-            elif "ByteLevel" in kinds:
-                sizes[i] = len(token)  # one character per byte
-            elif "ByteFallback" in kinds and len(token) == 6 and token.startswith("<0x"):
+        for (token, i), text in zip(ids.items(), decoded[1:], strict=True):
+            if token in hidden:
+                continue
+            if "ByteLevel" in kinds:
+                is_bytes = token not in added and characters.issuperset(token)
+                sizes[i] = len(token) if is_bytes else len(token.encode())
+            elif "ByteFallback" in kinds and _BYTE_TOKEN.fullmatch(token):
                 sizes[i] = 1
-            elif kinds & {"Metaspace", "ByteFallback"}:
-                sizes[i] = len(token.replace("▁", " ").encode())
             else:
-                sizes[i] = len(self.decode([i]).encode())
+                sizes[i] = max(len(text.encode()) - start, 0)
         return sizes
 
-    @functools.cached_property
-    def _literal(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, without the added tokens that are not in `parse_tokens`. It encodes
-        them as ordinary text where a text contains them in writing.
-        """
-        content = json.loads(self.json)
-        content["added_tokens"] = [
-            token for token in content["added_tokens"] if token["content"] in self.parse_tokens
-        ]
-        content["post_processor"] = None  # it may name an added token, and is not needed here
-        return tokenizers.Tokenizer.from_str(json.dumps(content))
-
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        with panic_as_user_error():
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
-        parts = [list(_cut_at_lines([text])) for text in texts]
+        parts = [list(self._cutter.cut(pieces(text) if text else [""])) for text in texts]
         encoded = self._encode(part for parts_of_text in parts for part in parts_of_text)
         end = np.array([self.eos_id], np.int32)
         return [
@@ -338,7 +393,7 @@ class HuggingFaceTokenizer:
         ]
 
     def encode_long(self, text: bytes) -> Iterator[np.ndarray]:
-        yield from self._encode(_cut_at_lines(pieces(text)))
+        yield from self._encode(self._cutter.cut(pieces(text)))
         yield np.array([self.eos_id], np.int32)
 
     def _encode(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
@@ -368,18 +423,20 @@ class HuggingFaceTokenizer:
             raise fast_bpe.Differs
 
     def _encode_fast(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        normalizer = self._literal.normalizer
-        # NFC does not change ASCII text. Normalizing it anyway would take 20 ns per byte.
-        keeps_ascii = isinstance(normalizer, tokenizers.normalizers.NFC)
         for text in texts:
-            if normalizer is not None and not (keeps_ascii and text.isascii()):
-                text = normalizer.normalize_str(text)
-            ids = self._fast.encode_ordinary(text)
+            if len(text) > 2 * cuts.LONGEST:  # tiktoken fails at long runs of spaces
+                yield from self._encode_slowly([text])
+                continue
+            ids: list[int] = []
+            for part in self._splitter.split(text):
+                ids += [part] if isinstance(part, int) else self._fast.encode_ordinary(part)
             yield np.fromiter(ids, np.int32, len(ids))  # faster than np.array
 
     def _encode_slowly(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
         for batch in batches(texts, len, _ENCODED_AT_ONCE):
-            for encoding in self._literal.encode_batch_fast(batch, add_special_tokens=False):
+            with panic_as_user_error():
+                encodings = self._literal.encode_batch_fast(batch, add_special_tokens=False)
+            for encoding in encodings:
                 yield np.array(encoding.ids, np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -431,6 +488,27 @@ def _save(
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def _check_not_random(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:
+    """Raises UserError if the library would give a text other ids at another time."""
+    dropout = getattr(tokenizer.model, "dropout", None)
+    require(
+        not dropout,
+        f"tokenizer {path}: its BPE drops merges at random (dropout = {dropout}), so that a text "
+        'has many encodings: set "dropout" to null in it',
+    )
+    seen: dict[str, str] = {}
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.normalized and tokenizer.normalizer:
+            text = tokenizer.normalizer.normalize_str(token.content)
+            other = seen.setdefault(text, token.content)
+            require(
+                other == token.content,
+                f"tokenizer {path}: its normalizer makes the added tokens {other!r} and "
+                f"{token.content!r} the same text, so that it could be either: set "
+                '"normalized" to false in one of them',
+            )
+
+
 def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
     config_path = path.parent / "tokenizer_config.json"
     if config_path.exists():
@@ -455,22 +533,12 @@ def _eos_token(path: epath.Path, tokenizer: tokenizers.Tokenizer) -> str:
     )
 
 
-def _cut_at_lines(text: Iterable[str]) -> Iterator[str]:
-    """Yields the parts of a text that are tokenized one by one.
-
-    Args:
-      text: the text, in pieces of any length.
-    """
-    rest = ""
-    for piece in text:
-        rest += piece
-        start = 0
-        while len(rest) - start > _LONGEST_TEXT:
-            end = rest.rfind("\n", start, start + _LONGEST_TEXT) + 1 or start + _LONGEST_TEXT
-            yield rest[start:end]
-            start = end
-        rest = rest[start:]
-    yield rest
+def _kinds(tokenizer: Mapping[str, Any], part: str) -> list[str]:
+    """Returns the types of the steps of a part of a tokenizer.json, such as its decoder."""
+    step = tokenizer.get(part) or {}
+    inner = [value for value in step.values() if isinstance(value, list)]
+    steps = [step, *(one for found in inner for one in found if isinstance(one, dict))]
+    return [one["type"] for one in steps if "type" in one]
 
 
 def _byte_characters() -> list[str]:

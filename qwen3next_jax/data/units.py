@@ -26,16 +26,16 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.data import conversations, fast_bpe, readers, token_files
 from qwen3next_jax.data.conversations import Chat
 from qwen3next_jax.data.readers import BadRecords, Part, Record
 from qwen3next_jax.data.sources import SourceFile
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.text import Text, batches, byte_count, pieces
-from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.data.tokens import Tokenizer, miscounted_bytes
 
-_FORMAT = 2  # raise it when the same text no longer gives the same unit
+FORMAT = 3  # raise it when the same text no longer gives the same unit
 _BATCH_CHARACTERS = 1 << 20  # number of characters tokenized at once
 
 DOCUMENT = np.dtype(
@@ -96,6 +96,7 @@ class Unit:
     documents: int
     tokens: int  # number of tokens, including one end-of-document token per document
     text_bytes: int  # sum of the `bytes` of its documents
+    miscounted_bytes: int  # sum over its documents, see tokens.miscounted_bytes
     records: int  # number of lines or rows of the part, including empty ones
     smallest: tuple[int, int]  # (hash, index) of the document with the smallest hash
     largest_hash: int
@@ -124,7 +125,7 @@ def unit_key(job: Job, tokenizer: Tokenizer) -> str:
     """Returns the key of the unit that is made for `job`, whose digest must be known."""
     kind = readers.kind(job.file)
     parts: dict[str, Any] = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "content": job.digest,
         "kind": kind,
         "text_field": job.text_field if kind != "text" else "",
@@ -159,9 +160,15 @@ def find_unit(store: Store, key: str) -> Unit | None:
             f"{store.path(name)}: it is the manifest of {content.get('key')}: it was renamed; "
             "delete it to have it prepared again"
         )
-    content["smallest"] = tuple(content["smallest"])
-    content["bad_first"] = tuple((number, kind) for number, kind in content["bad_first"])
-    return Unit(**content)
+    try:
+        content["smallest"] = tuple(content["smallest"])
+        content["bad_first"] = tuple((number, kind) for number, kind in content["bad_first"])
+        unit = Unit(**content)
+        is_valid = unit.dtype in ("uint16", "uint32") and 0 <= unit.documents <= unit.tokens
+    except (KeyError, TypeError, ValueError):
+        is_valid = False
+    require(is_valid, f"{store.path(name)} is damaged: delete it to have it prepared again")
+    return unit
 
 
 def find_unit_of(store: Store, job: Job, tokenizer: Tokenizer) -> Unit | None:
@@ -211,7 +218,7 @@ def _make_unit(
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     ends, hashes, sizes, numbers = (array.array("Q") for _ in range(4))
     content = hashlib.sha256()
-    count = records = empty = 0
+    count = records = empty = miscounted = 0
     with contextlib.ExitStack() as files:
         # The manifest of a unit is written after both files.
         weights = (
@@ -227,11 +234,15 @@ def _make_unit(
             for batch in encoded_documents(job, tokenizer, bad):
                 records, empty = batch.records, empty + batch.empty
                 for document in batch.documents:
+                    of_tokens = 0
                     for ids in document.tokens:
                         count += len(ids)
+                        of_tokens += int(tokenizer.token_bytes[ids].sum())
                         write(ids.astype(dtype).tobytes())
                     if weights:
                         weights.write(document.weights)
+                    else:
+                        miscounted += miscounted_bytes(of_tokens, document.counted_bytes)
                     ends.append(count)
                     hashes.append(text_hash(document.text))
                     sizes.append(document.counted_bytes)
@@ -253,6 +264,7 @@ def _make_unit(
         documents=len(table),
         tokens=count,
         text_bytes=sum(sizes),
+        miscounted_bytes=miscounted,
         records=records,
         smallest=(hashes[smallest], smallest) if len(table) else (2**64, 0),
         largest_hash=max(hashes, default=-1),
@@ -387,6 +399,17 @@ def _normalized(text: Text) -> Iterator[str]:
 
 def _batched(records: Iterable[Record]) -> Iterator[list[Record]]:
     return batches(records, lambda record: len(record.text or ""), _BATCH_CHARACTERS)
+
+
+def unit_names(store: Store) -> tuple[list[str], list[str]]:
+    """Returns the keys of all units whose manifests are there, and those of the units of which only
+    the tokens are there; both sorted.
+    """
+    manifests, tokens = (
+        [name.rpartition("/")[2].removesuffix(f".{suffix}") for name in store.names(pattern)]
+        for suffix, pattern in ((s, f"tokens/*/*.{s}") for s in ("json", "tokens"))
+    )
+    return manifests, sorted(set(tokens) - set(manifests))
 
 
 def open_unit(store: Store, unit: Unit) -> tuple[np.ndarray, np.ndarray]:

@@ -1,12 +1,68 @@
 """Text generation for evaluations: a batch of prompts, each continued until a stop string."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from qwen3next_jax.common.errors import UserError, as_user_error, short_repr
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.inference.decode import concatenate_pieces, generate
+from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model import Qwen3Next
+
+_FILTERS = {"top_k": int, "top_p": float, "min_p": float}
+# Options of other decoders, with the values at which they change nothing.
+_NEUTRAL = {"num_beams": 1, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
+
+
+class GenerationOptions(NamedTuple):
+    """How a task wants its texts generated.
+
+    Attributes:
+      max_new_tokens: the largest number of tokens to generate.
+      sampling: how tokens are sampled.
+      stops: the strings before which a text ends.
+    """
+
+    max_new_tokens: int
+    sampling: Sampling
+    stops: list[str]
+
+
+def generation_options(options: Mapping[str, Any]) -> GenerationOptions:
+    """Returns the options of a task of lm-evaluation-harness as this package's decoder takes them.
+
+    Args:
+      options: the task's `generation_kwargs` after the harness's `normalize_gen_kwargs`, which has
+        set "until", "max_gen_toks" and "do_sample".
+
+    Raises:
+      UserError: an option is unknown, or its value is out of range.
+    """
+    known = {"until", "max_gen_toks", "do_sample", "temperature", *_FILTERS}
+    for name, value in options.items():
+        if name not in known and not (name in _NEUTRAL and value == _NEUTRAL[name]):
+            raise UserError(
+                f"a task sets {name} = {short_repr(value)} for the texts that the model generates, "
+                f"which this decoder cannot do: expected {', '.join(sorted(known))}"
+            )
+    sampling = Sampling()
+    if options["do_sample"]:  # greedy decoding takes the likeliest token whatever the filters are
+        with as_user_error("a task's sampling options: expected numbers", ValueError, TypeError):
+            filters = {
+                name: kind(options[name]) for name, kind in _FILTERS.items() if name in options
+            }
+            sampling = Sampling(float(options.get("temperature", 1.0)), **filters)
+        if sampling.greedy:
+            raise UserError(
+                "a task sets do_sample with temperature = 0: expected do_sample = false for greedy "
+                "decoding, or a temperature above 0"
+            )
+        sampling.check()
+    return GenerationOptions(
+        options["max_gen_toks"], sampling, [stop for stop in options["until"] if stop]
+    )
 
 
 def generate_until(

@@ -13,13 +13,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.evals.continuation import generate_until
+from qwen3next_jax.evals.continuation import generate_until, generation_options
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.inference import speculative as drafting
+from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model import Qwen3Next
 
 _MAX_NEW_TOKENS = 256  # the limit for tasks that set none
@@ -143,29 +145,35 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Continues the context of each request up to the first of the request's stop strings.
 
-        Decoding is greedy, unless the options of the request set `do_sample`.
+        The harness settles what the options of a request mean (`normalize_gen_kwargs`): other names
+        of the limit, and whether a temperature asks for sampling.
 
         Raises:
-          UserError: a request asks for so many tokens that `max_length` leaves none for the prompt.
+          UserError: a request has an option that this decoder does not have, or asks for so many
+            tokens that `max_length` leaves none for the prompt.
         """
-        # Requests with the same limit and temperature are decoded together.
-        groups: dict[tuple[int, float], list[int]] = {}
-        for i, request in enumerate(requests):
-            groups.setdefault(self._limit_and_temperature(request.args[1]), []).append(i)
+        options = [
+            generation_options(normalize_gen_kwargs(request.args[1], _MAX_NEW_TOKENS))
+            for request in requests
+        ]
+        # Requests with the same limit and sampling are decoded together.
+        groups: dict[tuple[int, Sampling], list[int]] = {}
+        for i, (max_new_tokens, sampling, _) in enumerate(options):
+            self._check_limit(max_new_tokens)
+            groups.setdefault((max_new_tokens, sampling), []).append(i)
         texts = [""] * len(requests)
-        for (max_new_tokens, temperature), members in groups.items():
+        for (max_new_tokens, sampling), members in groups.items():
             longest = self.max_length - max_new_tokens
             prompts = [self._encode_prompt(requests[i].args[0], longest) for i in members]
             for batch in _batches_by_length([len(prompt) for prompt in prompts], self.batch_size):
-                stops = [_stop_strings(requests[members[i]].args[1]) for i in batch]
                 new_texts = generate_until(
                     self.model,
                     self._tokenizer,
                     [prompts[i] for i in batch],
-                    stops,
+                    [options[members[i]].stops for i in batch],
                     rows=self.batch_size,
                     max_new_tokens=max_new_tokens,
-                    temperature=temperature,
+                    **sampling._asdict(),
                     mesh=self._mesh,
                     speculative=self._speculative,
                     seed=members[batch[0]],  # different for every batch
@@ -175,33 +183,19 @@ class HarnessModel(TemplateLM):
                     self.cache_hook.add_partial("generate_until", requests[members[i]].args, text)
         return texts
 
-    def _limit_and_temperature(self, options: dict) -> tuple[int, float]:
-        """Returns the largest number of tokens to generate, and the sampling temperature, which is
-        0 for greedy decoding.
-        """
-        max_new_tokens = int(options.get("max_gen_toks", _MAX_NEW_TOKENS))
+    def _check_limit(self, max_new_tokens: int) -> None:
         if max_new_tokens >= self.max_length:
             raise UserError(
                 f"a task generates {max_new_tokens} tokens, and max_length = {self.max_length} "
                 "leaves no room for a prompt: give a larger --max_length (the model's context is "
                 f"{self.model.config.context_length})"
             )
-        sampled = options.get("do_sample", False)
-        return max_new_tokens, float(options.get("temperature", 0.0)) if sampled else 0.0
 
     def _encode_prompt(self, context: str, longest: int) -> np.ndarray:
         """Returns the last `longest` tokens of the context; the prefix token alone if the context
         has no tokens.
         """
         return np.array((self.tok_encode(context) or [self.prefix_token_id])[-longest:], np.int32)
-
-
-def _stop_strings(options: dict) -> list[str]:
-    """Returns the stop strings in a task's generation options. The option "until" is a string or a
-    list of strings; empty strings are dropped.
-    """
-    until = options.get("until") or []
-    return [stop for stop in ([until] if isinstance(until, str) else until) if stop]
 
 
 def _batches_by_length(lengths: Sequence[int], size: int) -> list[list[int]]:

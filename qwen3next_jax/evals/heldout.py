@@ -28,7 +28,7 @@ Batch = dict[str, jax.Array]
 class Heldout(Evaluation):
     """The evaluation "heldout". Its main metrics are bits per byte and the acceptance of drafts. If
     the model was trained on a synthetic task, accuracy is a main metric too, and there are no bits
-    per byte.
+    per byte. If the bytes of a text cannot be counted by its tokens, the loss takes their place.
     """
 
     metrics = {
@@ -54,7 +54,11 @@ class Heldout(Evaluation):
     def run(self, params: dict) -> dict[str, float]:
         context = self.eval_context
         batches = (place_on_mesh(batch, context.mesh) for batch in context.heldout())
-        return evaluate_heldout(self._step, params, batches, context.tokenizer.token_bytes)
+        values = evaluate_heldout(self._step, params, batches, context.open_data().token_bytes)
+        if "bits_per_byte" not in values and context.tokenizer.reads_text:
+            loss = dataclasses.replace(self.metrics["loss"], main=True)
+            self.metrics = self.metrics | {"loss": loss}
+        return values
 
 
 def make_heldout_step(
@@ -147,13 +151,16 @@ def summarise(total: dict[str, float]) -> dict[str, float]:
       perplexity: per token.
       accuracy: the share of targets that are the trunk's most likely token.
       bits_per_byte: the loss in bits per UTF-8 byte of the predicted tokens; absent if they have no
-        bytes, as in synthetic tasks.
-      targets, bytes: the number of tokens that were predicted, and of their UTF-8 bytes.
+        bytes, as in synthetic tasks, or if these cannot be counted (`Data.token_bytes`).
+      targets, bytes: the number of tokens that were predicted, and of their UTF-8 bytes; the other
+        metrics are absent if no token was predicted.
       mtp_loss/d: nats per token, for each MTP depth d from 0.
       mtp_acceptance/d: the share of positions at which the drafts of depths 0 … d all match the
         trunk's own greedy tokens.
     """
-    targets = max(total["targets"], 1.0)
+    targets = total["targets"]
+    if not targets:
+        return {"targets": 0.0, "bytes": 0.0}
     loss = total["nll"] / targets
     result = {
         "loss": loss,

@@ -198,6 +198,12 @@ def check_sizes(
     """
     prefix = f"{form.trunk_prefix}layers."
     layers = {name.removeprefix(prefix).split(".")[0] for name in shapes if name.startswith(prefix)}
+    if not layers and shapes:
+        example = min(shapes, key=lambda name: (".layers." not in name, name))
+        raise UserError(
+            f"{where}: the weights have no tensor {prefix}0.…: they have, for example, {example}: "
+            "expected the names that transformers writes for this model_type"
+        )
     for name in ("num_hidden_layers", "layer_types", "mlp_only_layers"):
         require(
             _count(fields, name) <= len(layers),

@@ -15,6 +15,7 @@ import safetensors
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import UserError, as_user_error, short_repr
 from qwen3next_jax.common.storage import BucketPath
+from qwen3next_jax.interop.families.fields import note_once
 from qwen3next_jax.interop.writing import INDEX, SINGLE
 
 _READ_AT_ONCE = 1 << 26  # bytes of a bucket
@@ -55,7 +56,13 @@ def weight_files(directory: pathlib.Path) -> list[pathlib.Path]:
       UserError: there are no weights, the weights are pickles, or the index is not valid.
     """
     if (directory / INDEX).is_file():
-        return [directory / name for name in sorted(set(_weight_map(directory).values()))]
+        names = sorted(set(_weight_map(directory).values()))
+        if (directory / SINGLE).is_file() and SINGLE not in names:
+            note_once(
+                f"{directory}: the weights are read from what {INDEX} "
+                f"names, not from {SINGLE}, which transformers would read"
+            )
+        return [directory / name for name in names]
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     pickles = sorted(f.name for f in directory.iterdir() if f.suffix in _PICKLE_SUFFIXES)

@@ -1,5 +1,6 @@
-"""Kernels for the operators in `qwen3next_jax.ops`, for TPUs and for Hopper GPUs. This folder may
-be deleted: the operators then run their XLA implementations.
+"""Kernels for the operators in `qwen3next_jax.ops`, for TPUs and for Hopper GPUs (those of experts
+for all GPUs from Ampere on). This folder may be deleted: the operators then run their XLA
+implementations.
 
 `ops.implementations` reads the table `KERNELS`, which gives the modules as strings. It imports a
 kernel's module when JAX traces a call of the operator for the kernel's platform, or when a call
@@ -15,7 +16,7 @@ KERNELS = {
     },
     "attention": {
         "splash": ("tpu", "qwen3next_jax.kernels.tpu.splash_attention"),
-        "tokamax": ("gpu", "qwen3next_jax.kernels.gpu.attention"),
+        "cudnn": ("gpu", "qwen3next_jax.kernels.gpu.attention"),
     },
     "attention_heads": {
         "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.attention_heads"),
@@ -39,6 +40,7 @@ KERNELS = {
     },
     "routed_experts": {
         "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.routed_experts"),
+        "tokamax": ("gpu", "qwen3next_jax.kernels.gpu.routed_experts"),
     },
     "sum_by_token": {
         "pallas_tpu": ("tpu", "qwen3next_jax.kernels.tpu.sum_by_token"),

@@ -34,8 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.blocks import save_for_backward
-from qwen3next_jax.ops.compile_target import compile_target
-from qwen3next_jax.ops.preferences import row_major
+from qwen3next_jax.ops.preferences import device_memory, row_major
 from qwen3next_jax.ops.ragged_exchange import exchange
 from qwen3next_jax.ops.routed_experts import (
     Kept,
@@ -203,7 +202,7 @@ def _chunk(x_RD, expert_RA, parts: int = 1) -> int:
 
 def _chunk_bytes() -> int:
     """Returns the bytes that the rows of a chunk may take."""
-    return max(CHUNK_BYTES, (compile_target().memory_bytes or 0) // CHUNK_PART)
+    return max(CHUNK_BYTES, device_memory() // CHUNK_PART)
 
 
 # ---- one custom gradient around all chunks

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qwen3next_jax.common.errors import UserError, did_you_mean, require
+from qwen3next_jax.common.errors import UserError, did_you_mean, require, short_repr
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.parameters import Declared, Kind
 
@@ -88,7 +88,9 @@ def choose(
       UserError: `text` is not valid, or it chooses nothing.
     """
     where = f"{setting} = {text!r}"
-    conditions = [_parsed(word, parameters, where) for word in text.split()]
+    # The module for multi-token prediction is the layer after the last one.
+    last_layer = model.num_hidden_layers - 1 + bool(model.mtp_depth)
+    conditions = [_parsed(word, parameters, last_layer, where) for word in text.split()]
     require(bool(conditions), f"{where}: expected conditions such as kind=norm or layer=0-3")
     chosen = {}
     for path, declared in parameters.items():
@@ -118,7 +120,7 @@ def _layers_of(model: ModelConfig, path: str, declared: Declared) -> list[int | 
 
 
 def _parsed(
-    word: str, parameters: Mapping[str, Declared], where: str
+    word: str, parameters: Mapping[str, Declared], last_layer: int, where: str
 ) -> Callable[[str, Declared, list[int | None]], np.ndarray | bool]:
     """Parses one condition.
 
@@ -153,7 +155,7 @@ def _parsed(
                 f"{where}: no parameter of this model has a part {part!r}"
                 f"{did_you_mean(part, known)}: expected one of {', '.join(known)}",
             )
-    numbers = {i for text in values for i in _range(text, where)} if field == "layer" else set()
+    ranges = [_range(text, last_layer, where) for text in values] if field == "layer" else []
 
     def holds(path: str, declared: Declared, layers: list[int | None]) -> np.ndarray | bool:
         if field == "name":
@@ -161,19 +163,28 @@ def _parsed(
         if field == "kind":
             return declared.kind in values
         if field == "layer":
-            return np.array([layer in numbers for layer in layers])[:, None]
+            return np.array([_is_in(layer, ranges) for layer in layers])[:, None]
         names = [part.name for part in declared.parts] or [""]
         return np.array([name in values for name in names])[None, :]
 
     return (lambda *parameter: np.logical_not(holds(*parameter))) if negates else holds
 
 
-def _range(text: str, where: str) -> range:
-    """Returns the layers that "7" or "0-3" stands for."""
-    first, _, last = text.partition("-")
-    last = last or first
+def _range(text: str, last_layer: int, where: str) -> range:
+    """Returns the layers that "7" or "0-3" stands for. The layers are 0 to `last_layer`."""
+    first, dash, last = text.partition("-")
+    last = last if dash else first
     require(
-        first.isdecimal() and last.isdecimal() and int(first) <= int(last),
-        f"{where}: layer={text}: expected a number, or a range such as 0-3",
+        first.isdecimal() and last.isdecimal() and max(len(first), len(last)) < 19,
+        f"{where}: layer={short_repr(text)}: expected a number, or a range with both ends such as "
+        "0-3",
+    )
+    require(
+        int(first) <= int(last) <= last_layer,
+        f"{where}: layer={text}: expected layers of this model, which are 0 to {last_layer}",
     )
     return range(int(first), int(last) + 1)
+
+
+def _is_in(layer: int | None, ranges: list[range]) -> bool:
+    return layer is not None and any(layer in numbers for numbers in ranges)

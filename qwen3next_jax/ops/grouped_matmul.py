@@ -45,8 +45,9 @@ class BlockSizes(NamedTuple):
 # benchmarks/grouped_matmul.py. With these sizes the copied weights stay in the cache.
 _CPU = BlockSizes(largest=128, per_group=1, batch=2**20)
 # These sizes have not been timed. With long blocks, the weights are copied less often. A batch of
-# blocks is one batched product, which should be large enough to occupy the whole chip.
-_GPU = BlockSizes(largest=512, per_group=8, batch=2**26)
+# blocks is one batched product: few and large ones occupy the chip, and 2**28 elements are 0.5 GiB
+# of bfloat16. For 327,680 rows, 64 groups and matrices of 2,048 x 1,024 there are 4 batches.
+_GPU = BlockSizes(largest=1024, per_group=4, batch=2**28)
 _FULL_TILE = 64  # a product of fewer rows takes no less time
 
 
@@ -61,7 +62,7 @@ def grouped_matmul(
       group_sizes: [E] integers, the number of rows of each group. If their sum is less than R, the
         result has zeros in the last R - sum rows.
       implementation: "blocked", "ragged_dot", or None for the platform's best. None means
-        "ragged_dot" on a TPU, tokamax's kernels on an H100 or H200 on which they passed their test
+        "ragged_dot" on a TPU, tokamax's kernels on a GPU on which they passed their test
         (docs/gpu.md), and "blocked" otherwise.
 
     Returns:

@@ -6,20 +6,39 @@ forms in a tuple `FORMS`. An operator may also have kernels, which the plugin pa
 or raises an error that says why it cannot run. If a call names none, `choose` returns the best one
 for the platform that the program is compiled for (`compile_target`). If the plugin is not
 installed, every operator runs one of its forms.
+
+`trace_and_record` traces a function and returns what `choose` decided meanwhile, and why. Kernels
+that have to be tested on the chip first are taken to pass while the function is traced. Afterwards
+their tests run side by side; if one fails, the function is traced again without these kernels.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
+
+import jax
 
 from qwen3next_jax.ops.compile_target import compile_target
 
 KERNELS = "qwen3next_jax.kernels"
-_PLATFORMS = {"tpu": "a TPU", "gpu": "a GPU"}
+_PLATFORMS = {"tpu": "a TPU", "gpu": "a GPU", "cpu": "a CPU"}
+# Every reason of kernels that failed their test contains these words.
+WHERE_TRIED = "where it was tried on this GPU"
+# The operators that take most of a step if they run without kernels on a GPU or a TPU, as the
+# subject and the verb of a sentence.
+_SLOW_WITHOUT_KERNELS = {
+    "attention": "attention runs",
+    "gated_delta_rule": "the gated delta rule runs",
+    "grouped_matmul": "experts run",
+    "routed_experts": "experts run",
+}
 
 
 class Unsupported(NotImplementedError):
@@ -148,21 +167,40 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
     """
     platform = compile_target().platform
     if named is not None:
-        same_name = [form for form in forms if form.name == named]
-        if same_name:
-            return Chosen(next((f for f in same_name if platform in f.platforms), same_name[-1]))
-        kernel, refusal = kernels(operator).get(named), "is not in the folder " + _folder()
-        if kernel is not None:
-            refusal = kernel.refusal(platform, call)
-        if refusal:
-            raise Unsupported(f"implementation={named!r} {refusal}; use {forms[0].name!r}")
-        return Chosen(kernel, interpret=platform == "cpu")
+        chosen = _choose_named(operator, named, forms, platform, call)
+        _record(operator, call, chosen, "named by the caller")
+        return chosen
     # No kernel is the default on a CPU, so the plugin is not imported there.
+    reason = f"the default on {_PLATFORMS.get(platform, platform)}"
+    refusal = ""
     if platform != "cpu":
         for kernel in kernels(operator).values():
-            if kernel.platform == platform and kernel.is_default(call):
-                return Chosen(kernel)
-    return Chosen(next((form for form in forms if platform in form.platforms), forms[0]))
+            if kernel.platform != platform:
+                continue
+            _state.reason = _state.refusal = ""
+            if kernel.is_default(call):
+                chosen = Chosen(kernel)
+                _record(operator, call, chosen, _state.reason or reason)
+                return chosen
+            if is_recording():
+                refusal = refusal or _state.refusal or kernel.load().supports(**call)
+                refusal = refusal or f"is not one that {kernel.name} runs by default"
+    chosen = Chosen(next((form for form in forms if platform in form.platforms), forms[0]))
+    _record(operator, call, chosen, reason, refusal)
+    return chosen
+
+
+def _choose_named(operator, named, forms, platform, call) -> Chosen:
+    """Does what `choose` does for a call that names an implementation."""
+    same_name = [form for form in forms if form.name == named]
+    if same_name:
+        return Chosen(next((f for f in same_name if platform in f.platforms), same_name[-1]))
+    kernel, refusal = kernels(operator).get(named), "is not in the folder " + _folder()
+    if kernel is not None:
+        refusal = kernel.refusal(platform, call)
+    if refusal:
+        raise Unsupported(f"implementation={named!r} {refusal}; use {forms[0].name!r}")
+    return Chosen(kernel, interpret=platform == "cpu")
 
 
 @functools.cache
@@ -186,3 +224,131 @@ def _folder() -> str:
     spec = importlib.util.find_spec(KERNELS)
     missing = spec is None or spec.origin is None
     return f"{folder}, which is missing" if missing else folder
+
+
+# ---- What was decided, and tests of kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What runs one operator in a traced function, and why.
+
+    Attributes:
+      operator: name of the operator.
+      implementation: name of the form or of the kernels.
+      is_kernel: whether it is kernels.
+      reason: why it runs.
+      refusal: why the kernels for this platform do not run, as a clause whose subject is the call;
+        "" if they run, if the platform has none or if the caller named the implementation.
+      call: the shapes and dtypes of the first such call.
+    """
+
+    operator: str
+    implementation: str
+    is_kernel: bool
+    reason: str
+    refusal: str
+    call: str
+
+    @property
+    def consequence(self) -> str:
+        """What a user has to expect of a step in which the operator has no kernels although the
+        platform has some; "" if nothing.
+        """
+        slow = _SLOW_WITHOUT_KERNELS.get(self.operator, "")
+        if not slow or not self.refusal:
+            return ""
+        return f"{slow} without kernels: expect a step several times as long"
+
+
+class _State(threading.local):
+    """What this thread records.
+
+    Attributes:
+      decisions: operator, implementation, reason and refusal → decision; None: nothing is recorded.
+      tests: kind of call → the test of its kernels, which returns "" or what went wrong.
+      reason, refusal: why the kernels that were asked last are, or are not, the default.
+    """
+
+    def __init__(self):
+        self.decisions: dict[tuple, Decision] | None = None
+        self.tests: dict[Hashable, Callable[[], str]] = {}
+        self.reason = self.refusal = ""
+
+
+_state = _State()
+
+
+def trace_and_record(trace: Callable[[], object]) -> tuple[Decision, ...]:
+    """Calls `trace()`, which traces a function, and returns the decisions made meanwhile in this
+    thread, each once. Tests that `assume_passes` put off run side by side when the trace has
+    ended. If one fails, everything that JAX has traced is forgotten, and `trace()` is called again.
+    """
+    while True:
+        with _recording():
+            trace()
+            decisions, tests = tuple(_state.decisions.values()), tuple(_state.tests.values())
+        if not tests:
+            return decisions
+        with concurrent.futures.ThreadPoolExecutor(len(tests)) as pool:
+            failures = [reason for reason in pool.map(lambda test: test(), tests) if reason]
+        if not failures:
+            return decisions
+        jax.clear_caches()
+
+
+def assume_passes(kind: Hashable, test: Callable[[], str]) -> bool:
+    """Returns whether the kernels of a call may be taken to pass their test for now, because
+    `trace_and_record` runs it later. Otherwise the caller has to run it.
+
+    Args:
+      kind: what the outcome of the test depends on. Of tests of one kind, one runs.
+      test: returns "" if the kernels passed, otherwise what went wrong. A later call of `choose`
+        has to know the outcome.
+    """
+    if is_recording():
+        _state.tests.setdefault(kind, test)
+    return is_recording()
+
+
+def give_reason(enabled: bool, reason: str) -> None:
+    """Says why kernels are or are not the default of the call for which their function `is_default`
+    is running. A refusal is a clause whose subject is the call.
+    """
+    if enabled:
+        _state.reason = reason
+    else:
+        _state.refusal = _state.refusal or reason
+
+
+def is_recording() -> bool:
+    """Whether this thread is tracing a function for `trace_and_record`."""
+    return _state.decisions is not None
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    _state.decisions, _state.tests = {}, {}
+    try:
+        yield
+    finally:
+        _state.decisions, _state.tests = None, {}
+
+
+def _record(operator, call, chosen: Chosen, reason: str, refusal: str = "") -> None:
+    if not is_recording():
+        return
+    kind = operator, chosen.name, reason, refusal
+    if kind not in _state.decisions:
+        _state.decisions[kind] = Decision(
+            operator, chosen.name, chosen.is_kernel, reason, refusal, _describe(call)
+        )
+
+
+def _describe(call: Mapping[str, Any]) -> str:
+    """Returns the dtypes and shapes of the first three arrays of a call, such as "bfloat16
+    [8, 4096, 256]".
+    """
+    leaves = jax.tree.leaves(list(call.values()))
+    arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    return ", ".join(f"{array.dtype} {list(array.shape)}" for array in arrays[:3])

@@ -11,6 +11,7 @@ from qwen3next_jax.ops.compile_target import compile_target
 _LANES = 128
 # Platform → the most periods of layers whose loop is unrolled. More take longer to compile.
 UNROLLED = {"tpu": 4, "gpu": 6}
+_GPU_MEMORY = 80 * 2**30
 
 
 def heads_side_by_side(*widths: int) -> bool:
@@ -36,6 +37,14 @@ def experts_in_caches() -> bool:
     so on a CPU.
     """
     return compile_target().platform == "cpu"
+
+
+def device_memory() -> int:
+    """Returns the bytes of memory by which a layer chooses how many rows it computes at a time; 0
+    if nothing is known. JAX tells a TPU's while it traces, but no GPU's: it is taken for an H100's.
+    """
+    target = compile_target()
+    return _GPU_MEMORY if target.platform == "gpu" else target.memory_bytes or 0
 
 
 def unroll_loop(repeats: int) -> bool:

@@ -360,8 +360,12 @@ def estimated_seconds(
     if _devices(mesh) == 1:
         return compute + hbm
     # In each micro-batch, the weights are gathered in bfloat16 once (twice if the backward pass
-    # gathers them again), and the gradients are reduce-scattered once.
-    weights = micro_batches * 2 * _gathered(m, mesh) * (2 if train.remat == "none" else 3)
+    # gathers them again), and the gradients are reduce-scattered once. A mesh that splits the
+    # weights over no other axis than `tensor` gathers none.
+    weights = 0.0
+    if max(mesh.data, mesh.context, mesh.expert) > 1:
+        passes_over_weights = 2 if train.remat == "none" else 3
+        weights = micro_batches * 2 * _gathered(m, mesh) * passes_over_weights
     layers, hidden = m.num_hidden_layers, 2 * m.hidden_size * tokens * micro_batches
     saves_rows = train.remat in ("none", "dots", "dots keep=experts") and _gathers_at_once(
         m, train, mesh

@@ -88,10 +88,7 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
         compiler is not installed.
     """
     chip, _, grid = name.partition(":")
-    known = (
-        "; ".join(f"{c}: {grids}" for c, grids in KNOWN.items())
-        + f"; {', '.join(GPUS)}: HOSTSxGPUS, such as 1x8, 16x8"
-    )
+    known = _known_grids(chip)
     if chip in GPUS and re.fullmatch("[1-9][0-9]*x[1-8]", grid):
         if slices != 1:
             raise UserError(
@@ -133,6 +130,18 @@ def describe_topology(name: str, slices: int = 1) -> Topology:
         reason = str(error).splitlines()[0].partition(": ")[2]
         raise UserError(f"--topology={name}: {reason}; known: {known}") from None
     return Topology(name, CHIPS[chip], shape, tuple(devices), slices)
+
+
+def _known_grids(chip: str) -> str:
+    """Returns the grids of a chip, for messages; those of all chips if there is no such chip."""
+    if chip in KNOWN:
+        return f"{chip}: {KNOWN[chip]}"
+    of_gpus = "HOSTSxGPUS, such as 1x8, 16x8"
+    if chip in GPUS:
+        return f"{chip}: {of_gpus}"
+    return (
+        "; ".join(f"{c}: {grids}" for c, grids in KNOWN.items()) + f"; {', '.join(GPUS)}: {of_gpus}"
+    )
 
 
 def _gpus(name: str, chip: Chip, shape: tuple[int, int]) -> Topology:

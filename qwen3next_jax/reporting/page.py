@@ -96,6 +96,7 @@ def render_report(runs: Sequence[Run]) -> str:
     sections["Samples"] = _samples_html(runs)
     sections["Faults and restarts"] = _faults_html(runs)
     sections["Bad records in the data"] = _bad_records_html(runs)
+    sections["What runs each operator"] = _operators_html(runs)
     sections["Configuration"] = _configuration_html(runs)
     sections = {name: content for name, content in sections.items() if content}
     body = "".join(_section(name, content) for name, content in sections.items())
@@ -1035,6 +1036,25 @@ def _bad_records_html(runs: Sequence[Run]) -> str:
         for glob, count, text in run.last("start", "bad_records") or ()
     ]
     head = [*(["run"] if len(runs) > 1 else []), "data.path", "records", ""]
+    return table(head, rows) if rows else ""
+
+
+def _operators_html(runs: Sequence[Run]) -> str:
+    """Returns a table of what ran each operator since the newest start, and why; "" if no run has
+    recorded it.
+    """
+    rows = [
+        [
+            *([run.name] if len(runs) > 1 else []),
+            entry["operator"],
+            entry["implementation"],
+            " · ".join(filter(None, (entry["consequence"], entry["why"]))),
+            entry["call"],
+        ]
+        for run in runs
+        for entry in run.last("operators", "operators") or ()
+    ]
+    head = [*(["run"] if len(runs) > 1 else []), "operator", "runs as", "why", "a call"]
     return table(head, rows) if rows else ""
 
 

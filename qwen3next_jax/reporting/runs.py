@@ -355,6 +355,7 @@ HELDOUT_SETTINGS = (
     "data.weights",
     "data.text_field",
     "data.messages_field",
+    "data.template_date",
     "data.heldout_fraction",
     "data.synthetic.pairs",
     "eval.rows",

@@ -25,6 +25,9 @@ from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import (
     SAVE_ERRORS,
     Checkpoints,
+    OrbaxPath,
+    check_chunks,
+    count_chunks,
     make_checkpointer,
     with_text_keys,
 )
@@ -131,10 +134,11 @@ class BucketCheckpoints(Checkpoints):
     def _write(self, step: int, attempt: str, state: State) -> int:
         """Makes one attempt to write a checkpoint. Returns its size in bytes."""
         arrays = self.directory.parent / "arrays" / attempt
-        self._checkpointer.save(str(arrays), args=_save_arguments(state))
+        self._checkpointer.save(OrbaxPath(arrays), args=_save_arguments(state))
         self._checkpointer.wait_until_finished()
         if not is_process_0():
             return 0
+        check_chunks(arrays, count_chunks(state))
         self.before_manifest()
         self._lease.confirm()
         folder = self.directory / str(step)

@@ -13,24 +13,34 @@ buckets.
 """
 
 import concurrent.futures
+import fnmatch
 import json
 import logging
+import math
 import os
 import pathlib
 import re
 import shutil
+import sys
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
+from etils import epath
 from flax import nnx
 from jax.sharding import Mesh
 
-from qwen3next_jax.common import json_files
-from qwen3next_jax.common.errors import ExitCode, UserError, require, warn
+from qwen3next_jax.common.errors import (
+    ExitCode,
+    UserError,
+    one_line,
+    require,
+    warn,
+)
 from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.common.trees import join, map_leaves
 from qwen3next_jax.config import CheckpointConfig, Config, ModelConfig
@@ -59,7 +69,17 @@ logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathnam
 # `Checkpoints` reports the failure itself.
 logging.getLogger("asyncio").addFilter(lambda record: "never retrieved" not in record.getMessage())
 
-FROZEN = "frozen.json"
+
+def _print_unraisable(error: Any) -> None:
+    """Prints an exception that could not be raised, except those of TensorStore's threads after a
+    failed save: each write that ends then reports to an event loop that Orbax has closed.
+    """
+    if str(error.exc_value) != "Event loop is closed":
+        _print_before(error)
+
+
+_print_before, sys.unraisablehook = sys.unraisablehook, _print_unraisable
+
 # The prefix of the name of a checkpoint that is being deleted. The folder is renamed before its
 # files are removed, so no reader finds a checkpoint without some of its files.
 _DELETED = ".deleted-"
@@ -192,12 +212,14 @@ class Checkpoints:
             if self._frozen_paths:
                 state = self._without_frozen(state)
             self._checkpointer.save(
-                self.directory / str(step), args=ocp.args.PyTreeSave(with_text_keys(state))
+                OrbaxPath(self.directory / str(step)),
+                args=ocp.args.PyTreeSave(with_text_keys(state)),
             )
         except SAVE_ERRORS as error:
             self._report_failure(step, error)
             return
-        self._saving = (step, self._background.submit(self._finish, step, start_time))
+        expected = count_chunks(state)
+        self._saving = (step, self._background.submit(self._finish, step, start_time, expected))
 
     def wait(self) -> None:
         """Waits until the last save is complete, with its manifest, or has failed."""
@@ -265,21 +287,25 @@ class Checkpoints:
 
     # ---- in the background
 
-    def _finish(self, step: int, start_time: float) -> list[tuple[str, int, dict[str, Any]]]:
+    def _finish(
+        self, step: int, start_time: float, expected: int
+    ) -> list[tuple[str, int, dict[str, Any]]]:
         """Waits for Orbax, writes the manifest, and deletes old checkpoints. Returns the events
         (event, step, values) to record.
 
         Args:
           start_time: `time.perf_counter` at the start of the save.
+          expected: `count_chunks` of the state.
         """
         self._checkpointer.wait_until_finished()
         if not is_process_0():
             return []
         folder = self.directory / str(step)
+        check_chunks(folder, expected)
         if self._frozen_paths:
             paths = sorted(self._frozen_paths)
             record = {"manifest": manifest.digest(self._frozen), "parameters": paths}
-            (folder / FROZEN).write_text(json.dumps(record, indent=1))
+            (folder / manifest.FROZEN).write_text(json.dumps(record, indent=1))
         size = manifest.write_manifest(folder, step, run_id(self.directory.parent))
         saved = (
             "checkpoint",
@@ -339,6 +365,7 @@ class Checkpoints:
         if broadcast_from_process_0(clear):
             write_arrays(self._frozen, frozen)
             if is_process_0():
+                check_chunks(self._frozen, count_chunks(frozen))
                 manifest.write_manifest(self._frozen, run=run)
         return trained
 
@@ -348,9 +375,9 @@ class Checkpoints:
         Raises:
           UserError: the frozen parameters are damaged, or those of another run.
         """
-        if not (where / FROZEN).is_file():
+        if not (where / manifest.FROZEN).is_file():
             return read_arrays(manifest.arrays_folder(where), abstract_state, partial)
-        record = json_files.read(where / FROZEN)
+        record = manifest.read_frozen_record(where)
         trained, frozen = _split(abstract_state, frozenset(record["parameters"]))
         require(
             manifest.digest(self._frozen) == record["manifest"],
@@ -431,6 +458,24 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
 
+@epath.register_path_cls
+class OrbaxPath(type(epath.Path("/"))):
+    """A folder as Orbax gets it: a local one, or one in a bucket.
+
+    Orbax finds the files of each process with `glob`. That of `epath.Path` takes the whole path for
+    a pattern: under a folder named `lr=[0.1]` it finds nothing, and Orbax writes a checkpoint
+    without its index; under `a*` it finds the files of other runs, too.
+    """
+
+    def glob(self, pattern: str) -> Iterator["OrbaxPath"]:
+        """Yields the files and folders in this folder whose names match; no "**"."""
+        folder, _, pattern = pattern.rpartition("/")
+        inside = self / folder
+        for path in inside.iterdir() if inside.is_dir() else ():
+            if fnmatch.fnmatchcase(path.name, pattern):
+                yield path
+
+
 def make_checkpointer(in_background: bool = False) -> ocp.AsyncCheckpointer:
     """Returns Orbax's writer and reader of checkpoints.
 
@@ -453,7 +498,42 @@ def make_checkpointer(in_background: bool = False) -> ocp.AsyncCheckpointer:
 def write_arrays(folder: pathlib.Path, state: State) -> None:
     """Writes `state` to the new `folder`, and waits until it is on the disk."""
     with make_checkpointer() as checkpointer:
-        checkpointer.save(os.fspath(folder), args=ocp.args.PyTreeSave(with_text_keys(state)))
+        checkpointer.save(OrbaxPath(folder), args=ocp.args.PyTreeSave(with_text_keys(state)))
+
+
+def count_chunks(state: State) -> int:
+    """Returns the number of entries that a checkpoint of `state` has at least: for each array its
+    description and its chunks, one for each shard.
+    """
+    count = 0
+    for leaf in jax.tree.leaves(state):
+        count += 1
+        if leaf.size:
+            is_sharded = isinstance(leaf, jax.Array)
+            shard = leaf.sharding.shard_shape(leaf.shape) if is_sharded else leaf.shape
+            count += leaf.size // math.prod(shard)
+    return count
+
+
+def check_chunks(folder: pathlib.Path | BucketPath, expected: int) -> None:
+    """Checks that the index of the arrays in `folder`, by which they are read, names all chunks.
+
+    Args:
+      expected: `count_chunks` of the state that was written.
+
+    Raises:
+      OSError: chunks are missing, or the index cannot be read.
+    """
+    base = {"driver": "file", "path": f"{folder}/"}
+    if isinstance(folder, BucketPath):
+        base = {"driver": "gcs", "bucket": folder.bucket, "path": f"{folder.key}/"}
+    try:
+        index = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        found = len(index.list().result())
+    except ValueError as error:
+        raise OSError(f"Orbax's index cannot be read: {one_line(str(error))}") from error
+    if found < expected:
+        raise OSError(f"Orbax's index names {found} of {expected} chunks")
 
 
 def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = False) -> State:
@@ -476,7 +556,7 @@ def read_arrays(folder: pathlib.Path, abstract_state: State, partial: bool = Fal
     )
     try:
         with make_checkpointer() as checkpointer:
-            restored = checkpointer.restore(os.fspath(folder), args=arguments)
+            restored = checkpointer.restore(OrbaxPath(folder), args=arguments)
     except (ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().split("\n")[0][:200]
         raise UserError(f"{folder}: not a checkpoint of this model ({reason})") from error
@@ -584,8 +664,8 @@ def load_adapters(
         step = checkpoints.newest_good_step() if step is None else step
         require(step is not None, f"{workdir}: no valid checkpoint")
         state = jax.device_get(checkpoints.restore(step, abstract, partial=True))
-    record = checkpoints.directory / str(step) / FROZEN
-    digest = json_files.read(record)["manifest"] if record.is_file() else ""
+    record = checkpoints.directory / str(step) / manifest.FROZEN
+    digest = manifest.read_frozen_record(record.parent)["manifest"] if record.is_file() else ""
     return TrainedAdapters(config, _params_of_entries(state), step, digest)
 
 

@@ -19,6 +19,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from qwen3next_jax.common.errors import escape_lines
 from qwen3next_jax.common.metrics import (
     evaluation_of_event,
     main_values,
@@ -125,6 +126,8 @@ class Display:
         self._spinner = Spinner("dots")
         self._skipped = 0
         self._faults: list[str] = []
+        self._operators: list[str] = []
+        self._slow: list[str] = []
         self._live = None
         if visible and self._console.is_terminal:
             self._progress = Progress(
@@ -231,12 +234,15 @@ class Display:
         elif kind == "sample":
             self._sample = event["text"]
             line = f"step {step}  sample {event['text']!r}"
+        elif kind == "operators":
+            self._operators = operator_lines(event["operators"])
+            self._slow = slow_lines(event["operators"])
+            line = "\n".join((*self._operators, *(f"warning: {text}" for text in self._slow)))
         elif kind == "checkpoint":
             self._checkpoint = f"step {step}"
         elif kind in FAULTS:
-            self._skipped = (
-                event.get("skipped", self._skipped + 1) if kind == "skip" else self._skipped
-            )
+            if kind in ("skip", "no_targets"):
+                self._skipped = event.get("skipped", self._skipped + 1)
             if kind == "rewind":
                 self._compiled_in = event.get("to_step", step) + 1
             if kind == "spike" and event.get("skipped"):
@@ -257,7 +263,7 @@ class Display:
         """Prints a plain line that stays on the screen."""
         # Standard output may be a file on a full disk; the run continues without the line.
         with contextlib.suppress(OSError):
-            self._console.print(line, markup=False, soft_wrap=True)
+            self._console.print(escape_lines(line), markup=False, soft_wrap=True)
             sys.stdout.flush()
 
     def panel(self) -> Panel:
@@ -269,7 +275,10 @@ class Display:
         cells = [Text.assemble((name + " ", "dim"), value) for name, value in self._cells()]
         for i in range(0, len(cells), columns):
             grid.add_row(*cells[i : i + columns])
-        parts: list[Any] = [Text(self._title, style="dim"), self._progress]
+        parts: list[Any] = [Text(self._title, style="dim")]
+        parts += [Text(line, style="dim") for line in self._operators]
+        parts += [Text(text, style="yellow") for text in self._slow]
+        parts.append(self._progress)
         if self._waits_for:
             self._spinner.update(text=Text(str(self._waits_for), style="bold"))
             parts.append(self._spinner)
@@ -365,8 +374,35 @@ FAULTS = {
 }
 
 
-def _number(value: float | str, form: str) -> str:
+def operator_lines(operators: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns lines that say what runs each operator, and why: one line for each reason.
+
+    Args:
+      operators: the field of an "operators" event.
+    """
+    names: dict[str, list[str]] = {}
+    for entry in operators:
+        name = f"{entry['operator']} {entry['implementation']}"
+        if name not in names.setdefault(entry["why"], []):
+            names[entry["why"]].append(name)
+    return [f"{', '.join(same)}: {why}" for why, same in names.items()]
+
+
+def slow_lines(operators: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns what a user has to expect because operators run without kernels, each text once, with
+    the first reason.
+    """
+    slow: dict[str, str] = {}
+    for entry in operators:
+        if entry["consequence"]:
+            slow.setdefault(entry["consequence"], f"{entry['consequence']} ({entry['why']})")
+    return list(slow.values())
+
+
+def _number(value: float | str | None, form: str) -> str:
     """Formats a number of an event. NaN and infinity are already text in events."""
+    if value is None:
+        return "–"
     return value if isinstance(value, str) else format(value, form)
 
 

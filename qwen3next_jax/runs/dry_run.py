@@ -5,12 +5,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.config import Config, DataConfig
 from qwen3next_jax.data import readers
+from qwen3next_jax.data.packing import Documents
 from qwen3next_jax.data.pipeline import find_sources, source_of
 from qwen3next_jax.data.readers import BadRecords
+from qwen3next_jax.data.row_groups import describe_fit, fit_conversations, with_weights
 from qwen3next_jax.data.sources import Source
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.data.units import Job, encoded_documents
@@ -56,7 +59,8 @@ def dry_run(
     restart = restart or is_restart_unfinished(workdir)
     mesh = make_mesh(config.parallel, devices)
     run = run_on_all(lambda: prepare_start(config, mesh, workdir, restart))
-    data = run_on_all(lambda: _describe_data(run.config.data, run.model.vocab_size))
+    lengths = sorted({stage.sequence_length for stage in run.stages})
+    data = run_on_all(lambda: _describe_data(run.config.data, run.model.vocab_size, lengths))
     if not is_process_0():
         return ExitCode.DONE
     train = run.config.train
@@ -153,38 +157,59 @@ def _describe_init_from(run: ResolvedRun, parent: preflight.Parent | None) -> st
     return f"with {model}, reading {tokens}"
 
 
-def _describe_data(config: DataConfig, vocab_size: int) -> str:
-    """Reads the first document of each glob. Returns a description of the training data."""
+def _describe_data(config: DataConfig, vocab_size: int, row_lengths: Sequence[int]) -> str:
+    """Reads the first documents of each glob. Returns a description of the training data.
+
+    Args:
+      config: settings of the data.
+      vocab_size: size of the model's vocabulary.
+      row_lengths: the numbers of tokens of a row, over all stages.
+    """
     if config.source != "text":
         return f"{config.source}, generated during training"
     tokenizer = source_of(config).tokenizer_of(config, vocab_size)
     resolved = find_sources(config, tokenizer)
+    fits = []
     for source in resolved:
         if not source.text_is_gone:
-            _read_first(source, tokenizer)
+            fits += _read_first(source, tokenizer, row_lengths)
     return (
         f"{sum(len(source.files) for source in resolved):,} files, "
         f"{gigabytes(sum(source.size for source in resolved))}, tokenizer of "
         f"{tokenizer.vocab_size:,} tokens; the first document of "
-        f"{'each glob' if len(resolved) > 1 else 'it'} has been read"
+        f"{'each glob' if len(resolved) > 1 else 'it'} has been read" + "".join(fits)
     )
 
 
-def _read_first(source: Source, tokenizer: Tokenizer) -> None:
-    """Reads the first document or conversation of a source.
+def _read_first(source: Source, tokenizer: Tokenizer, row_lengths: Sequence[int]) -> list[str]:
+    """Reads the first document of a source, or the first conversations, of some megabyte.
+
+    Returns:
+      Of conversations: for each length of a row, how many of them are longer.
 
     Raises:
-      UserError: it cannot be read, or the source holds none.
+      UserError: they cannot be read, or the source holds none.
     """
     if source.chat is None:
         next(readers.documents(source))
-        return
+        return []
     for file in source.files:
         job = Job(file, readers.parts(file)[0], "", chat=source.chat)
         bad = BadRecords(source.on_bad_text, source.bad_records)
-        if next(encoded_documents(job, tokenizer, bad), None):
-            return
+        first = next((b for b in encoded_documents(job, tokenizer, bad) if b.documents), None)
+        if first:
+            return [_describe_fit(first.documents, tokenizer, length) for length in row_lengths]
     raise readers.no_text(source, {})
+
+
+def _describe_fit(conversations: Sequence[Any], tokenizer: Tokenizer, row_length: int) -> str:
+    """Returns how many of these `units` documents are longer than a row."""
+    tokens = [with_weights(c.tokens[0], c.weights) for c in conversations]
+    ends = np.cumsum([len(own) for own in tokens])
+    documents = Documents(np.concatenate(tokens), ends, 0, np.zeros_like(ends))
+    _, counts = fit_conversations(documents, row_length, tokenizer)
+    fit = describe_fit(counts, row_length)
+    return f"; of the first ones, {fit}" if fit else ""
 
 
 def _newest_step(workdir: pathlib.Path) -> int:

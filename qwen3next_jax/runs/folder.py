@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
-from qwen3next_jax.common.errors import UserError, require, similar_folder, warn
+from qwen3next_jax.common.errors import UserError, require, require_path, similar_folder, warn
 from qwen3next_jax.common.events import has_events_file, iterate_events
 from qwen3next_jax.common.storage import BucketPath, StoreError
 from qwen3next_jax.common.trees import flatten
@@ -107,6 +107,8 @@ _RUN_FILES = (
 _RESTART_ADVICE = "start anew with --restart, which moves the old files to WORKDIR/before-TIME"
 _PARTIAL = ".partial"  # the suffix of before-TIME until all files are moved
 _PARTIAL_NAME = re.compile(r"before-\d{8}-\d{6}(-\d+)?\.partial")
+_CONTROL = "".join(map(chr, range(32)))  # Google Cloud Storage refuses some of them in names
+_SCHEMES = (("gs",), ("s3",), ("az",), ("hf",))  # folders of / that etils takes for buckets
 # The format of run.json. Files of format 1 do not have the field "format", and their folders may
 # lack metrics.jsonl.
 _FORMAT = 2
@@ -513,6 +515,24 @@ def move_aside(workdir: pathlib.Path) -> None:
         raise not_writable(workdir, error) from error
 
 
+def require_run_path(where: str, workdir: pathlib.Path | BucketPath) -> None:
+    """Raises a UserError that begins with `where` if Orbax cannot write checkpoints to the folder
+    of a run: because of its name, or because the paths in it would be too long.
+    """
+    # longer than any path that a run writes, so that no later save fails
+    require_path(where, workdir.absolute() / "checkpoints" / ("0" * 200))
+    if isinstance(workdir, BucketPath):
+        names, forbidden = workdir.key.split("/"), "?#" + _CONTROL
+    else:
+        names, forbidden = workdir.absolute().parts[1:], "\\"
+    # TensorStore, which writes the arrays, gives these another meaning in a path.
+    wrong = next((c for c in "".join(names) if c in forbidden), "")
+    require(not wrong, f"{where}: the path holds {wrong!r}: give a folder without it")
+    # Orbax takes these paths of a file system for buckets.
+    is_bucket = "gs:" in names or not isinstance(workdir, BucketPath) and names[:1] in _SCHEMES
+    require(not is_bucket, f"{where}: Orbax takes it for a bucket: give another folder")
+
+
 def is_restart_unfinished(workdir: pathlib.Path) -> bool:
     """Whether a process was killed in `move_aside`. The remaining files belong to the old run, so
     the next start moves them too, with or without --restart.
@@ -646,6 +666,13 @@ def write_run_record(
         partial.rename(workdir / "tokenizer")
 
 
+def add_to_run_record(workdir: pathlib.Path, values: dict[str, Any]) -> None:
+    """Replaces these entries of run.json. Does not write the file if it already has them."""
+    record = read_run(workdir)
+    if {name: record.get(name) for name in values} != values:
+        write_run(workdir, record | values)
+
+
 def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
     """Writes run.json atomically, with a digest of its content.
 
@@ -669,12 +696,12 @@ def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
         raise not_writable(workdir, error) from error
 
 
-def not_writable(workdir: pathlib.Path, error: OSError) -> UserError:
-    """Returns the UserError that says that the run's folder cannot be written to, because of
-    `error`.
+def not_writable(workdir: pathlib.Path, error: OSError, flag: str = "--workdir") -> UserError:
+    """Returns the UserError that says that the run's folder, which `flag` named, cannot be written
+    to, because of `error`.
     """
     return UserError(
-        f"--workdir={workdir}: cannot be written to ({error.strerror}): give another folder"
+        f"{flag}={workdir}: cannot be written to ({error.strerror}): give another folder"
     )
 
 

@@ -2,7 +2,8 @@
 to `training.loop.Trainer`. Each hook is one class and uses no other hook.
 """
 
-from collections.abc import Callable, Mapping
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,17 +14,19 @@ from flax import nnx
 from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.config import EvalConfig, TrainConfig
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.processes.distributed import StopVote
+from qwen3next_jax.processes.distributed import StopVote, broadcast_from_process_0
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.display import Display
+from qwen3next_jax.runs.folder import add_to_run_record
 from qwen3next_jax.runs.incidents import Incidents
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.start import SAMPLE_TEMPERATURE
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.training.average import averaged_params
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
-from qwen3next_jax.training.loop import Hook, Metrics, StepInfo, Trainer
+from qwen3next_jax.training.guards import NO_TARGETS
+from qwen3next_jax.training.loop import Decision, Hook, Metrics, StepInfo, Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursor, ResolvedStage
 from qwen3next_jax.training.state import State
@@ -31,6 +34,8 @@ from qwen3next_jax.training.state import State
 # Metrics of the train step that a "train" event leaves out, because they are arrays or, in "flags",
 # bits.
 NOT_LOGGED = ("expert_load", "grad_norms", "flags")
+# Metrics that are means over the targets of a batch; depths of MTP have a number behind the name.
+OF_TARGETS = ("loss", "top1", "mtp_loss", "mtp_top1", "total_loss")
 # Says what the run does while the block runs: `Display.during`.
 During = Callable[..., AbstractContextManager[None]]
 
@@ -110,6 +115,36 @@ class DisplayHook(Hook):
         self._display.step(step)
 
 
+class OperatorsHook(Hook):
+    """Writes an "operators" event and the same in run.json when a step has been traced. They hold
+    what runs the operators of all stages since the start.
+    """
+
+    def __init__(self, workdir: pathlib.Path, metrics: MetricsFile):
+        self._workdir = workdir
+        self._metrics = metrics
+        self._operators: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def step_traced(self, step: int, decisions: Sequence[Decision]) -> None:
+        number = len(self._operators)
+        for decision in decisions:
+            why = f"the call {decision.refusal}" if decision.refusal else decision.reason
+            entry = {
+                "operator": decision.operator,
+                "implementation": decision.implementation,
+                "kernels": decision.is_kernel,
+                "why": why,
+                "consequence": decision.consequence,
+                "call": decision.call,
+            }
+            self._operators.setdefault((decision.operator, decision.implementation, why), entry)
+        if len(self._operators) == number:
+            return
+        values = {"operators": list(self._operators.values())}
+        self._metrics.write("operators", step - 1, **values)
+        broadcast_from_process_0(lambda: add_to_run_record(self._workdir, values))
+
+
 class MetricsHook(Hook):
     """Writes a "stage" event when a stage begins, and a "train" event with the metrics of a step
     whenever it is called.
@@ -135,6 +170,8 @@ class MetricsHook(Hook):
     def __call__(self, info: StepInfo) -> None:
         metrics = jax.device_get(info.metrics)
         record = {name: float(value) for name, value in metrics.items() if name not in NOT_LOGGED}
+        if int(metrics["flags"]) & NO_TARGETS:
+            record |= {name: None for name in record if name.partition("/")[0] in OF_TARGETS}
         load = metrics.get("expert_load")
         if load is not None:
             record["busiest_expert"] = float(np.max(load))
@@ -239,7 +276,7 @@ class EvaluationHook:
         params = info.state["params"]
         with self._during("evaluating on held-out text"):
             values = self._heldout.run(params)
-        self.heldout_loss = values["loss"]
+        self.heldout_loss = values.get("loss", 0.0)
         main = main_values(to_metric_values(values, self._heldout.metrics))[:1]
         self.heldout_text = "".join(f"{value.label} {value}" for value in main)
         self._metrics.write("heldout", info.step, **event_fields(values, self._heldout.metrics))

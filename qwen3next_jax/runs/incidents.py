@@ -96,8 +96,8 @@ class Incidents:
         if not flags:
             return
         if flags & NO_TARGETS:
-            self._report_no_targets(step)
-        if not flags & ~NO_TARGETS:
+            self._report_no_targets(step, values)
+        if not flags & (NON_FINITE | SPIKE | HALTED):
             return
         reason = self._describe(flags, values)
         numbers = {
@@ -118,17 +118,18 @@ class Incidents:
                 reason += f", the last of {self._config.max_skips} skipped updates in a row"
             raise Halted(step, reason, spike, state)
 
-    def _report_no_targets(self, step: int) -> None:
-        """Reports that the batch of a step has no token to predict.
+    def _report_no_targets(self, step: int, values: dict[str, Any]) -> None:
+        """Reports that the batch of a step has no token to predict, and that its update was
+        skipped.
 
         Raises:
           UserError: it is the first batch of a stage. The settings are then the likely cause, and
-            the run would train on nothing, with a loss of 0. In a later batch, the documents may be
-            the cause, so this method only writes an event.
+            the run would train on nothing. In a later batch, the documents may be the cause, so
+            this method only writes an event.
         """
         reason = f"its batch has no token to predict: {why_no_targets(self._model)}"
         require(step not in self._first_steps, f"step {step}: {reason}")
-        self._metrics.write("no_targets", step, reason=reason)
+        self._metrics.write("no_targets", step, reason=reason, skipped=int(values["skipped"]))
 
     def _describe(self, flags: int, values: dict[str, Any]) -> str:
         """Describes the loss and gradient norm that set `flags`."""

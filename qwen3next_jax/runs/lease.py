@@ -23,10 +23,19 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from qwen3next_jax.common.errors import ExitCode, UserError, warn
+from qwen3next_jax.common import json_files
+from qwen3next_jax.common.errors import (
+    ExitCode,
+    UserError,
+    escape_control,
+    one_line,
+    require,
+    warn,
+)
 from qwen3next_jax.common.storage import ABSENT, BucketPath, Conflict, Unavailable
 
 _LONGEST = 30.0  # seconds
+_LARGEST = 1 << 16  # bytes of the object
 
 
 class Lease:
@@ -116,7 +125,7 @@ class Lease:
         """
         unsaved = "; ".join(filter(None, (describe() for describe in self._describe_unsaved)))
         unsaved = f"; not saved: {unsaved}" if unsaved else ""
-        print(f"error: {self._workdir}: {reason}{unsaved}", file=sys.stderr, flush=True)
+        warn(f"{self._workdir}: {reason}{unsaved}", "error")
         sys.stdout.flush()
         os._exit(code)
 
@@ -147,12 +156,9 @@ class Lease:
         self._version = version
         if record.get("released"):
             return
-        seconds = float(record.get("seconds", _LONGEST))
-        print(
-            f"{self._workdir}: waiting up to {seconds:g} s for the lock of process "
-            f"{record.get('process')} on {record.get('host')}",
-            flush=True,
-        )
+        seconds = float(record["seconds"])
+        waiting = f"{self._workdir}: waiting up to {seconds:g} s for the lock of {_owner(record)}"
+        print(escape_control(waiting), flush=True)
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(min(1.0, seconds / 10))
@@ -166,9 +172,8 @@ class Lease:
     def _taken(self, record: dict[str, Any]) -> UserError:
         """Returns the error that another process, which `record` describes, has the lock."""
         return UserError(
-            f"{self._workdir}: another process is training in it (process "
-            f"{record.get('process')} on {record.get('host')}): wait for it, end it, or give "
-            "another --workdir"
+            f"{self._workdir}: another process is training in it ({_owner(record)}): wait for it, "
+            "end it, or give another --workdir"
         )
 
     def _read(self) -> tuple[str, dict[str, Any]] | None:
@@ -177,18 +182,18 @@ class Lease:
         entry = path.entry()
         if entry is None:
             return None
+        foreign = f"{path}: not the lock of a run: another program's object; give another --workdir"
+        require(entry.size <= _LARGEST, foreign)
         try:
-            record = json.loads(path.read_bytes())
+            record = json_files.parse(path.read_bytes())
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise UserError(
-                f"{path}: not the lock of a run: another program's object; give another --workdir"
-            ) from error
-        if not isinstance(record, dict) or "owner" not in record:
-            raise UserError(
-                f"{path}: not the lock of a run: another program's object; give another --workdir"
-            )
+            raise UserError(foreign) from error
+        # Another value would let this process wait for ever.
+        seconds = record.get("seconds")
+        is_number = type(seconds) in (int, float) and 0 < seconds <= _LONGEST
+        require("owner" in record and is_number, foreign)
         return entry.version, record
 
     def _write(self, released: bool = False, patience: float | None = None) -> None:
@@ -247,10 +252,14 @@ class Lease:
             other = now[1] if now else {}
             self.end_process(
                 ExitCode.TAKEN_OVER,
-                f"process {other.get('process')} on {other.get('host')} has taken over this run, "
-                f"because this process did not renew its lock for {self.seconds:g} s: this one "
-                "stops without writing anything else",
+                f"{_owner(other)} has taken over this run, because this process did not renew its "
+                f"lock for {self.seconds:g} s: this one stops without writing anything else",
             )
+
+
+def _owner(record: dict[str, Any]) -> str:
+    """Returns what a lock says of its owner, in one line."""
+    return one_line(f"process {record.get('process')} on {record.get('host')}")
 
 
 def open_lock(workdir: pathlib.Path | BucketPath, patience: float, is_owner: bool) -> Any:

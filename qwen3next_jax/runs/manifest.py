@@ -20,14 +20,21 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 from typing import Any
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
+from qwen3next_jax.common.errors import as_user_error
 from qwen3next_jax.common.storage import ABSENT, BucketPath, StoreError, stat_of
 
 NAME = "manifest.json"
+# Files that Orbax writes: what it read, and the index of the arrays, which it writes last.
+_ORBAX, _ORBAX_INDEX = "_METADATA", "manifest.ocdbt"
+FROZEN = "frozen.json"  # in a checkpoint: with which frozen parameters it was trained
 PIECE = 1 << 25  # size of a piece in bytes
+# where a manifest in a bucket may say that its files are
+_PLACE = re.compile(r"(\.\./){2,9}arrays/[0-9][^/]*")
 _MD5 = "md5:"  # the beginning of a digest that is an MD5 of a whole file
 
 Folder = pathlib.Path | BucketPath
@@ -122,7 +129,7 @@ def moved_deeper(content: bytes) -> bytes:
 
 
 def _resolved(directory: Folder, place: Any) -> Folder:
-    if not place or not isinstance(place, str):
+    if not isinstance(place, str) or not _PLACE.fullmatch(place):
         return directory
     if isinstance(directory, BucketPath):
         return directory / place
@@ -166,7 +173,8 @@ def _find_damage(directory: Folder, sizes_only: bool, run: str | None) -> str | 
             _is_md5(d) or len(d) == len(_pieces(size, piece))
             for size, d in record["files"].values()
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+        is_valid = is_valid and all(isinstance(digest, str) for digest in expected)
+    except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError):
         is_valid = False
     if not is_valid:
         return f"{NAME} is damaged"
@@ -175,6 +183,8 @@ def _find_damage(directory: Folder, sizes_only: bool, run: str | None) -> str | 
         return f"it is a checkpoint of another run ({theirs}; this one is {ours})"
     if "step" in record and str(record["step"]) != directory.name:
         return f"it holds step {record['step']}, by its {NAME}: the folder was renamed or copied"
+    if _ORBAX in sizes and _ORBAX_INDEX not in sizes:
+        return f"Orbax wrote no {_ORBAX_INDEX}, the index of the arrays: it cannot be read"
     files = _resolved(directory, record.get("arrays"))
     if isinstance(files, BucketPath):
         return _find_damage_in_bucket(files, record["files"], piece, sizes_only)
@@ -298,3 +308,19 @@ def _digests(directory: pathlib.Path, sizes: dict[str, int], piece: int):
                 yield name, start, digest
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def read_frozen_record(checkpoint: Folder) -> dict[str, Any]:
+    """Returns the content of the file FROZEN in a checkpoint: {"manifest": the digest of the
+    manifest of WORKDIR/frozen, "parameters": the paths of the parameters in it}.
+
+    Raises:
+      UserError: the file is missing or damaged.
+    """
+    with as_user_error(f"{checkpoint / FROZEN}: damaged", ValueError, OSError):
+        record = json_files.read(checkpoint / FROZEN)
+        digest, paths = record.get("manifest"), record.get("parameters")
+        is_valid = isinstance(digest, str) and isinstance(paths, list)
+        if not is_valid or not all(isinstance(path, str) for path in paths):
+            raise ValueError("expected a digest and a list of parameters")
+    return record

@@ -8,6 +8,7 @@ checkpoint. So parameters that are equal in all checkpoints, such as frozen ones
 """
 
 import contextlib
+import fcntl
 import os
 import pathlib
 import shutil
@@ -29,7 +30,13 @@ from qwen3next_jax.data.tokens import same_tokens
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
 from qwen3next_jax.runs import origin
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import config_of, not_writable, read_run, write_run_record
+from qwen3next_jax.runs.folder import (
+    config_of,
+    not_writable,
+    read_run,
+    require_run_path,
+    write_run_record,
+)
 from qwen3next_jax.runs.load import tokenizer_of_run
 from qwen3next_jax.runs.preflight import (
     NOT_STRUCTURE,
@@ -339,7 +346,7 @@ def require_new_run(out: pathlib.Path | BucketPath) -> None:
         not isinstance(out, BucketPath),
         f"--out={out}: a merged run is written to a file system: give a folder there, and copy it",
     )
-    require_path(f"--out={out}", out.absolute() / "checkpoints" / ("0" * 200))
+    require_run_path(f"--out={out}", out)
     require(
         not os.path.lexists(out),
         f"--out={out}: already there: expected a new folder; choose another, or remove it first",
@@ -373,22 +380,19 @@ def write_merged_run(
     record = kept | origin.find_source(last.name, last.parent, "")
     record |= {"merged": merged, "id": uuid.uuid4().hex, "changes": []}
     tokenizer = tokenizer_of_run(last.folder, last.record)
-    partial = out.absolute().parent / f".{out.name}.partial"
+    partial = _PartialRun(out)
 
     def begin() -> None:
-        require_new_run(out)
-        shutil.rmtree(partial, ignore_errors=True)
-        try:
-            partial.mkdir(parents=True)
-        except OSError as error:
-            raise not_writable(out, error) from error
-        write_run_record(partial, record, tokenizer, new=True)
-        with MetricsFile(partial / "metrics.jsonl", last.step) as metrics:
+        partial.begin()
+        write_run_record(partial.folder, record, tokenizer, new=True)
+        with MetricsFile(partial.folder / "metrics.jsonl", last.step) as metrics:
             metrics.write("merged", last.step, merged=merged)
 
     broadcast_from_process_0(begin)
     frozen_paths = _assignment(last.config).frozen_paths
-    with Checkpoints(partial, last.config.checkpoint, frozen_paths=frozen_paths) as checkpoints:
+    with Checkpoints(
+        partial.folder, last.config.checkpoint, frozen_paths=frozen_paths
+    ) as checkpoints:
         checkpoints.begin(last.step)
         checkpoints.save(last.step, state)
         checkpoints.wait()
@@ -397,8 +401,65 @@ def write_merged_run(
         reason = values.get("reason")
         require(name != "save_failed", f"--out={out}: not written ({reason}): make room")
 
-    def finish() -> None:
-        require_new_run(out)
-        partial.rename(out)
+    broadcast_from_process_0(partial.finish)
 
-    broadcast_from_process_0(finish)
+
+class _PartialRun:
+    """The folder `.NAME.partial` beside `--out=NAME`, in which process 0 writes a merged run. One
+    process at a time writes there. What a killed one left is removed; a folder without the file
+    `_MARK` is not ours, and stays.
+    """
+
+    _MARK = "merging"
+
+    def __init__(self, out: pathlib.Path):
+        self._out = out
+        self.folder = out.absolute().parent / f".{out.name}.partial"
+
+    def begin(self) -> None:
+        """Makes the folder, with nothing in it but the mark, which is locked.
+
+        Raises:
+          UserError: `out` exists, or the folder is not ours, is in use, or cannot be written to.
+        """
+        require_new_run(self._out)
+        mark = self.folder / self._MARK
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            require(
+                mark.is_file() or not any(self.folder.iterdir()),
+                f"--out={self._out}: it is written in {self.folder}, which holds other files: "
+                "rename or remove that folder, or give another --out",
+            )
+            self._lock = mark.open("a")
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"--out={self._out}: another merge is writing there: wait for it, or give "
+                    "another folder"
+                ) from error
+            except OSError:
+                pass  # a file system without locks
+            require_new_run(self._out)  # another merge may have ended meanwhile
+            for path in self.folder.iterdir():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                elif path != mark:
+                    path.unlink()
+        except OSError as error:
+            raise not_writable(self._out, error, "--out") from error
+
+    def finish(self) -> None:
+        """Gives the folder its name.
+
+        Raises:
+          UserError: `out` exists, or cannot be written.
+        """
+        require_new_run(self._out)
+        try:
+            self.folder.rename(self._out)
+            (self._out / self._MARK).unlink()
+            self._lock.close()
+        except OSError as error:
+            raise not_writable(self._out, error, "--out") from error

@@ -36,6 +36,7 @@ from qwen3next_jax.runs.folder import (
     read_config,
     read_run,
     is_restart_unfinished,
+    require_run_path,
     run_id,
     saved_steps,
     complete_steps,
@@ -87,9 +88,7 @@ def check(
     Raises:
       UserError: a check failed; the message names the first mistake.
     """
-    # This path is longer than any path that a run writes, so no later save fails because its path
-    # is too long.
-    require_path(f"--workdir={workdir}", workdir.absolute() / "checkpoints" / ("0" * 200))
+    require_run_path(f"--workdir={workdir}", workdir)
     if isinstance(workdir, BucketPath):
         require(
             workdir.scheme == "gs",

@@ -32,7 +32,16 @@ Listener = Callable[[Event], None]
 
 # Events about a process, not about a step. They stay in the file when a run resumes or rewinds and
 # repeats steps.
-HISTORY = ("start", "stop", "damaged", "rewind", "save_failed", "hook_failed", "changed")
+HISTORY = (
+    "start",
+    "operators",
+    "stop",
+    "damaged",
+    "rewind",
+    "save_failed",
+    "hook_failed",
+    "changed",
+)
 
 
 class MetricsFile:
@@ -228,7 +237,7 @@ class Throughput:
         self._peak = chip.device_flops * run.mesh.size if chip else None
 
     def measure(
-        self, step: int, loss: float, steps: int, seconds: float, data_wait: float
+        self, step: int, loss: float | None, steps: int, seconds: float, data_wait: float
     ) -> dict[str, Any]:
         """Returns the fields of a "train" event that are not metrics of the step. "mfu" is None if
         the peak FLOP/s of the chip are unknown. "memory_limit" is None if the platform does not
@@ -236,7 +245,7 @@ class Throughput:
 
         Args:
           step: the number of the step.
-          loss: the loss of the step, in nats per token.
+          loss: the loss of the step, in nats per token; None if it had no token to predict.
           steps: the number of steps since the last event.
           seconds: the time of these steps.
           data_wait: the part of this time in which the loop waited for data, in seconds.
@@ -244,7 +253,9 @@ class Throughput:
         speed = steps * self._stage.tokens_per_step / seconds
         flops = speed * self._flops_per_token
         used, limit = device_memory()
-        bits = {} if self._bits_per_nat is None else {"bits_per_byte": loss * self._bits_per_nat}
+        bits = {}
+        if self._bits_per_nat is not None:
+            bits["bits_per_byte"] = None if loss is None else loss * self._bits_per_nat
         stage = {"stage": self._stage.name} if self._stage.name else {}
         return (
             stage

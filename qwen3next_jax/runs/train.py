@@ -6,6 +6,7 @@ protect it from faults: the folder, checkpoints, records, signals, the watchdog 
 
 import dataclasses
 import math
+import os
 import pathlib
 import shlex
 import sys
@@ -15,8 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from qwen3next_jax.common.errors import ExitCode, warn
-from qwen3next_jax.common.installation import shell_command
+from qwen3next_jax.common.errors import ExitCode, escape_control, warn
+from qwen3next_jax.common.installation import shell_command, unused_gpu
 from qwen3next_jax.common.events import iterate_events, divergence_reason
 from qwen3next_jax.common.object_stores import set_fsspec_patience
 from qwen3next_jax.common.rooms import has_room
@@ -175,6 +176,7 @@ def train(
                     hooks.StopHook(trainer, signals),
                     hooks.ProfilerHook(profiler),
                     hooks.IncidentsHook(incidents),
+                    hooks.OperatorsHook(workdir, metrics),
                     hooks.DisplayHook(display),
                 ),
                 add_hooks=add_hooks,
@@ -370,9 +372,11 @@ def _first_state(
 
     description = broadcast_from_process_0(describe)
     if is_process_0():  # loading can take minutes, and the display starts after it
-        print(f"{workdir}: {description}", flush=True)
+        print(escape_control(f"{workdir}: {description}"), flush=True)
         for line in (*partial_ablations(run.model), *run.assignment.lines):
             print(line, flush=True)
+        if line := unused_gpu(os.environ, jax.default_backend()):
+            warn(line)
     if is_new:
         state, cursor = start_state(run, data, opened.parent, opened.files)
     else:

@@ -2,10 +2,8 @@
 its data and evaluations exist. It checks all points before any of them starts, and trains nothing.
 """
 
-import pathlib
-
 from qwen3next_jax.common.errors import UserError, require
-from qwen3next_jax.config.files import UserInput
+from qwen3next_jax.config.files import UserInput, find_file
 from qwen3next_jax.runs import unread
 from qwen3next_jax.runs.start import check_without_devices
 from qwen3next_jax.sweeps.points import Point, Sweep
@@ -15,7 +13,7 @@ def given_settings(sweep: Sweep, point: Point) -> UserInput:
     """Returns the settings that the user gave to a point: the settings in the base file, and the
     point's overrides.
     """
-    return UserInput(frozenset(point.overrides), pathlib.Path(sweep.base), sweep.base_config)
+    return UserInput(frozenset(point.overrides), find_file(sweep.base), sweep.base_config)
 
 
 def unread_settings(sweep: Sweep, point: Point) -> dict[str, str]:

@@ -43,6 +43,9 @@ from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 _KEYS = ("base", "set", "axes", "match", "x")
 _MATCHES = ("", "parameters", "flops")
 _WIDTH_STEP = 8
+# The most points of a sweep. Each is a process, a folder and a row of the report, and reading them
+# takes milliseconds each.
+_MOST_POINTS = 10_000
 _LONGEST_NAME = 255  # the most bytes in the name of a file or a folder
 
 
@@ -113,6 +116,12 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
         )
     match, x = record.get("match", ""), record.get("x", next(iter(axes)))
     _check_options(match, x, tuple(axes), path)
+    if (count := math.prod(map(len, axes.values()))) > _MOST_POINTS:
+        sizes = " × ".join(f"{len(values)} of {axis}" for axis, values in axes.items())
+        raise UserError(
+            f"{path}: {count:,} points ({sizes}): expected at most {_MOST_POINTS:,}; divide the "
+            "sweep into several files"
+        )
 
     points: list[Point] = []
     for combination in itertools.product(*(values.items() for values in axes.values())):

@@ -35,12 +35,12 @@ from qwen3next_jax.sweeps.check import unread_settings
 from qwen3next_jax.sweeps.points import Point, Sweep, as_text, check_unchanged, manifest
 from qwen3next_jax.sweeps.results import is_done
 
-TRAIN = pathlib.Path(__file__).parents[2] / "train.py"
+TRAIN = pathlib.Path(__file__).parents[2] / "train.py"  # in a checkout; a wheel has no such file
 _POLL = 0.5  # seconds between two checks of the points' processes
 
 
 def train_arguments(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[str]:
-    """Returns the arguments with which train.py runs this point."""
+    """Returns the arguments with which `qwen3next train` runs this point."""
     settings = [f"--config.{name}={as_text(value)}" for name, value in point.overrides.items()]
     # A setting without effect on this point has an effect on others (`check.check_settings`).
     allowed = ["--allow-unread"] if unread_settings(sweep, point) else []
@@ -56,8 +56,11 @@ def shell_command(sweep: Sweep, point: Point, workdir: pathlib.Path) -> str:
     """Returns the command that runs a point, for a shell or a cluster's scheduler. It contains
     relative paths, so it works only in the current folder of this process.
     """
-    train = ["uv", "run", "train.py"]
-    if pathlib.Path.cwd() != TRAIN.parent:
+    if not TRAIN.exists():
+        train = ["qwen3next", "train"]
+    elif pathlib.Path.cwd() == TRAIN.parent:
+        train = ["uv", "run", "train.py"]
+    else:
         train = ["uv", "run", f"--project={TRAIN.parent}", str(TRAIN)]
     return shlex.join([*train, *train_arguments(sweep, point, workdir)])
 
@@ -224,11 +227,12 @@ class Runner:
         """
         path = self._log_path(point)
         path.parent.mkdir(parents=True, exist_ok=True)
+        train = [str(TRAIN)] if TRAIN.exists() else ["-m", "qwen3next_jax", "train"]
         self.starts[point.name] = self.starts.get(point.name, 0) + 1
         with path.open("ab") as log:
             size = os.fstat(log.fileno()).st_size
             process = subprocess.Popen(
-                [sys.executable, str(TRAIN), *train_arguments(self.sweep, point, self.workdir)],
+                [sys.executable, *train, *train_arguments(self.sweep, point, self.workdir)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

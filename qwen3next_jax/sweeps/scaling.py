@@ -21,7 +21,7 @@ from scipy.optimize import least_squares, minimize_scalar, nnls
 from scipy.special import logsumexp
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.common.errors import UserError, did_you_mean, require
+from qwen3next_jax.common.errors import UserError, did_you_mean, require, short_repr
 
 CONSTANTS = ("E", "A", "B", "α", "β")
 # Residuals of log L above this are outliers: they count linearly, not quadratically (2203.15556).
@@ -34,6 +34,9 @@ DETERMINED = 2.0
 # nearest step.
 SAME_BUDGET = 0.05
 _LARGEST_EXPONENT = 3.0
+# The smallest number that a run may have, and 1 over the largest: far outside of what is measured,
+# and far inside of what float64 can square and multiply.
+_SMALLEST = 1e-30
 _START_EXPONENTS = (0.1, 0.25, 0.5, 1.0, 2.0)
 _STARTS = 6  # how many of the combinations of start exponents are optimised
 _EXTRAPOLATED = 10.0  # how far beyond the measured sizes an optimum is searched
@@ -257,8 +260,9 @@ def _read_run(point: dict[str, Any], metric: str, size: str, path: pathlib.Path)
     def number(key: str, hint: str) -> float:
         value = point.get(key)
         require(
-            isinstance(value, (int, float)) and 0 < value < math.inf,
-            f"{where} has {key} = {value!r}: expected a positive number{hint}",
+            isinstance(value, (int, float)) and _SMALLEST <= value <= 1 / _SMALLEST,
+            f"{where} has {key} = {short_repr(value)}: expected a number from {_SMALLEST} to "
+            f"{1 / _SMALLEST}{hint}",
         )
         return float(value)
 

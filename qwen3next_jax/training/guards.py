@@ -1,6 +1,8 @@
 """Numerical guards: a part of the compiled step that decides whether the step's update is applied.
 
-The update is never applied if the loss or the gradient norm is not finite. A spike is a loss or a
+The update is never applied if the loss or the gradient norm is not finite, or if the batch has no
+token to predict; a batch without one is no reason to end the run, and its loss of 0 is not compared
+with others. A spike is a loss or a
 gradient norm whose robust z-score, relative to a window of past steps, exceeds a threshold. The
 setting `guards.on_spike` says what follows a spike: the step's update is applied ("continue") or
 skipped ("skip"), or the step halts the run ("rewind", "stop"). The compiled steps after a halt
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 from qwen3next_jax.config import GuardConfig
 
 NON_FINITE, SPIKE, SKIPPED, HALTED = 1, 2, 4, 8  # bits of a step's flags
-NO_TARGETS = 16  # another bit, which the train step sets: the batch had no token to predict
+NO_TARGETS = 16  # another bit: the batch had no token to predict
 
 # A z-score divides by the spread of the window. The spread counts as at least _MIN_RELATIVE_SPREAD
 # × max(|median|, m), where m is _MIN_LOSS for losses and _MIN_NORM for gradient norms. Without this
@@ -37,8 +39,8 @@ def init_guards(config: GuardConfig) -> dict[str, jax.Array]:
 
     Returns:
       A dict with these entries:
-        losses: float32 [W], ring buffer of the last finite losses.
-        grad_norms: float32 [W], ring buffer of the last finite gradient norms.
+        losses: float32 [W], ring buffer of the last finite losses, of batches with targets.
+        grad_norms: float32 [W], ring buffer of the gradient norms of the same steps.
         entries: int32, the number of values that were written to each ring buffer so far.
         skipped: int32, the number of steps whose update was skipped.
         skipped_in_a_row: int32, the number of consecutive steps, up to the last one, whose own loss
@@ -78,7 +80,11 @@ def reset(
 
 
 def check(
-    config: GuardConfig, guards: dict, loss: jax.Array, grad_norm: jax.Array
+    config: GuardConfig,
+    guards: dict,
+    loss: jax.Array,
+    grad_norm: jax.Array,
+    has_targets: jax.Array | bool = True,
 ) -> tuple[jax.Array, dict, dict]:
     """Decides whether the update of a step is applied.
 
@@ -86,6 +92,7 @@ def check(
       config: the settings of the guards.
       guards: the guards before the step.
       loss, grad_norm: the step's total loss and gradient norm, float32 scalars.
+      has_targets: whether the batch has a token to predict, bool.
 
     Returns:
       (skip, new guards, metrics). skip is a bool: whether the update is skipped. metrics has the
@@ -93,22 +100,21 @@ def check(
       z-scores; 0 until the window is full), and `skipped` (the number of skipped updates so far).
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    window_is_full = guards["entries"] >= config.window
-    loss_z = jnp.where(window_is_full & finite, _robust_z(loss, guards["losses"], _MIN_LOSS), 0.0)
-    grad_norm_z = jnp.where(
-        window_is_full & finite, _robust_z(grad_norm, guards["grad_norms"], _MIN_NORM), 0.0
-    )
+    comparable = (guards["entries"] >= config.window) & finite & has_targets
+    loss_z = jnp.where(comparable, _robust_z(loss, guards["losses"], _MIN_LOSS), 0.0)
+    grad_norm_z = jnp.where(comparable, _robust_z(grad_norm, guards["grad_norms"], _MIN_NORM), 0.0)
     spike = jnp.maximum(loss_z, grad_norm_z) > config.spike_z
 
     was_halted = guards["halted"] > 0
     bad = ~finite if config.on_spike == "continue" else ~finite | spike
-    in_a_row = jnp.where(bad, guards["skipped_in_a_row"] + 1, 0)
+    in_a_row = guards["skipped_in_a_row"]
+    in_a_row = jnp.where(bad, in_a_row + 1, jnp.where(has_targets, 0, in_a_row))
     halts = in_a_row >= config.max_skips
     if config.on_spike in ("rewind", "stop"):
         halts |= spike
-    skip = bad | was_halted
+    skip = bad | was_halted | jnp.logical_not(has_targets)
 
-    record = finite & ~was_halted & ~halts
+    record = finite & has_targets & ~was_halted & ~halts
     slot = guards["entries"] % config.window
     new = {
         "losses": jnp.where(record, guards["losses"].at[slot].set(loss), guards["losses"]),
@@ -123,7 +129,11 @@ def check(
         "data_offset": guards["data_offset"],
     }
     flags = (
-        NON_FINITE * ~finite + SPIKE * spike + SKIPPED * skip + HALTED * (was_halted | halts)
+        NON_FINITE * ~finite
+        + SPIKE * spike
+        + SKIPPED * skip
+        + HALTED * (was_halted | halts)
+        + NO_TARGETS * jnp.logical_not(has_targets)
     ).astype(jnp.int32)
     return (
         skip,

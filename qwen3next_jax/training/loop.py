@@ -32,6 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from qwen3next_jax.common.errors import ExitCode, UserError, error_message
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.model.multi_token_prediction import target_weights
+from qwen3next_jax.ops.implementations import Decision, trace_and_record
 from qwen3next_jax.sharding.batch_layout import BatchLayout
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.training import guards
@@ -101,9 +102,13 @@ def make_train_step(
         grads, loss_parts, counts, row_grads = gradients(state["params"], batch)
         grad_norm = optax.tree.norm((grads, {n: g.rows for n, g in row_grads.items()}))
 
-        # The guards decide whether the update is skipped, from the loss and the gradient norm.
+        # The guards decide whether the update is skipped.
         skip, guard_state, guard_metrics = guards.check(
-            guard_config, state["guards"], loss_parts["total_loss"], grad_norm
+            guard_config,
+            state["guards"],
+            loss_parts["total_loss"],
+            grad_norm,
+            counts.has_targets,
         )
 
         # The main optimizer applies clipping, its direction, weight decay and the learning rate.
@@ -143,7 +148,6 @@ def make_train_step(
             "grad_norm": grad_norm,
             "grad_norms": norms_by_layer(run.model, assignment.with_zeros(state["params"], grads)),
             "tokens": counts.tokens,
-            "flags": metrics["flags"] | guards.NO_TARGETS * ~counts.has_targets,
             "learning_rate": learning_rate,
         }
         if "loss_weights" in batch:
@@ -235,6 +239,11 @@ class Hook:
         """Called before `step`, after its batch was read. `pending` holds the metrics of the step
         before it, whose arrays the devices may still be computing; {} before the first step after a
         start or a rewind.
+        """
+
+    def step_traced(self, step: int, decisions: Sequence[Decision]) -> None:
+        """Called when the function of a stage's steps has been traced and is not compiled yet.
+        `step` is the next step; `decisions` say what runs each operator, and why.
         """
 
     def after_dispatch(self, step: int, pending: Metrics) -> None:
@@ -454,6 +463,8 @@ class Trainer:
             # to a signal would be late.
             self._call_all("before_step", step, metrics)
             previous = metrics
+            if begins_stage:
+                self._trace_step(step, state, batch)
             state, metrics = self._train_step(state, batch)
             self._call_all("after_dispatch", step, metrics)
             jax.block_until_ready(previous)
@@ -520,6 +531,16 @@ class Trainer:
         self._call_all("stage_begins", step, stage, cursor)
         first_batch = cursor.batch(step, int(state["guards"]["data_offset"]))
         return self.data.batches(first_batch, self._layout.rows)
+
+    def _trace_step(self, step: int, state: State, batch: Batch) -> None:
+        """Traces the stage's update step, unless this was already done or `make_step` made a
+        function that JAX has not jitted, and tells the hooks what runs its operators.
+        """
+        if not hasattr(self._train_step, "trace"):
+            return
+        decisions = trace_and_record(lambda: self._train_step.trace(state, batch))
+        if decisions:
+            self._call_all("step_traced", step, decisions)
 
     def _end_step(self, step: int, metrics: Metrics, state: State) -> None:
         """Calls `step_ended` of all hooks, unless this was already done for `step`."""

@@ -38,7 +38,8 @@ from qwen3next_jax.model.multi_token_prediction import target_weights, targets_i
 
 class Counts(NamedTuple):
     """Counts of the whole batch, by which the sums of the loss are divided. All but `has_targets`
-    are float32. A count of 0 becomes 1, so that a batch of padding alone has a loss of 0.
+    are float32. A count of 0 becomes 1, so that a batch of padding alone has a loss of 0. A sum of
+    weights that is not finite becomes NaN, so that the loss is NaN, too, and the guards see it.
 
     Attributes:
       targets: the sum of the loss weights of the targets of the next-token loss; without loss
@@ -80,7 +81,7 @@ def count_targets(
 
     def total_weight(offset):
         found = jnp.sum(target_weights(batch, offset))
-        return jnp.where(found > 0, found, 1.0)
+        return jnp.where(found == 0, 1.0, jnp.where(jnp.isfinite(found), found, jnp.nan))
 
     depths = range(mtp_depth)
     targets = jnp.sum(target_weights(batch, 1))
@@ -91,7 +92,7 @@ def count_targets(
         sum(
             (total(targets_in_document(batch["segment_ids"], 2 + d)) for d in depths), jnp.zeros(())
         ),
-        targets > 0,
+        targets != 0,
     )
     if model is None or not has_indexer(model):
         return counts

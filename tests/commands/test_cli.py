@@ -125,6 +125,14 @@ MISTAKES = [
         "expected less than the model's context, 512",
     ),
     (
+        [*GENERATE, "--model=nowhere", "--record_routing=/dev/null/x"],
+        "--record_routing=/dev/null/x: /dev/null is no folder",
+    ),
+    (
+        [*GENERATE, "--model=nowhere", f"--record_routing={'x/' * 2500}"],
+        "a path of 5,064 bytes",
+    ),
+    (
         [*GENERATE, "--model=nowhere", "--temperature=nan"],
         "--temperature=nan: expected a finite number",
     ),

@@ -6,6 +6,7 @@ import pytest
 
 import qwen3next_jax
 from qwen3next_jax import UserError
+from qwen3next_jax.commands import verify
 from tests import in_process
 
 
@@ -45,6 +46,44 @@ def test_mistakes_are_one_line(tmp_path):
         with pytest.raises(UserError) as error:
             call()
         assert len(str(error.value).splitlines()) == 1
+
+
+def test_arguments_of_another_type_are_one_line(tmp_path):
+    config = qwen3next_jax.load_config("mqar")
+    for call in (
+        lambda: qwen3next_jax.load_config(None),
+        lambda: qwen3next_jax.load_config(""),
+        lambda: qwen3next_jax.load_config("mqar", ["train.steps"]),
+        lambda: qwen3next_jax.load_config("mqar", "train.steps=3"),
+        lambda: qwen3next_jax.load_config("mqar", {3: 4}),
+        lambda: qwen3next_jax.load_config("mqar", {"train.steps": None}),
+        lambda: qwen3next_jax.train("mqar", tmp_path),
+        lambda: qwen3next_jax.train(None, tmp_path),
+        lambda: qwen3next_jax.train(config, None),
+        lambda: qwen3next_jax.train(config, ""),
+        lambda: qwen3next_jax.evaluate(tmp_path, "heldout"),
+        lambda: qwen3next_jax.evaluate(None),
+        lambda: qwen3next_jax.evaluate(tmp_path, config="mqar"),
+        lambda: qwen3next_jax.generate("", "def "),
+        lambda: qwen3next_jax.generate(tmp_path, 3),
+        lambda: qwen3next_jax.generate(tmp_path, [3]),
+        lambda: qwen3next_jax.plan("mqar", "v5p:2x2x1"),
+        lambda: qwen3next_jax.plan(config, None),
+        lambda: qwen3next_jax.plan(config, "v5p:2x2x1", {"dta": 4}),
+        lambda: qwen3next_jax.plan(config, "v5p:2x2x1", {"data": "four"}),
+        lambda: qwen3next_jax.plan(config, "v5p:2x2x1", slices=0),
+        lambda: qwen3next_jax.Run(None),
+        lambda: qwen3next_jax.Run(""),
+    ):
+        with pytest.raises(UserError) as error:
+            call()
+        assert "expected" in str(error.value) or "did you mean" in str(error.value)
+        assert len(str(error.value).splitlines()) == 1
+
+
+def test_an_empty_argument_is_not_the_current_folder():
+    with pytest.raises(UserError, match="'': expected the path"):
+        verify.main([""])
 
 
 def test_public_names_exist():

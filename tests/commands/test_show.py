@@ -2,6 +2,8 @@
 
 import math
 import pathlib
+import subprocess
+import sys
 import xml.etree.ElementTree
 
 import jax
@@ -77,3 +79,16 @@ def test_show_refuses_a_third_config():
 
     with pytest.raises(UserError, match="3"):
         show.main(["a.py", "b.py", "c.py"])
+
+
+def test_an_unwritable_figure_is_one_line():
+    command = [sys.executable, "-m", "qwen3next_jax", "show", "tiny", "--svg=/proc/tiny.svg"]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert said.returncode and said.stderr.splitlines()[-1].startswith(
+        "error: --svg=/proc/tiny.svg: cannot be written"
+    )
+
+
+def test_too_many_layers_are_refused_at_once():
+    with pytest.raises(UserError, match="num_hidden_layers = 100000: expected 1 … 4096"):
+        ModelConfig(num_hidden_layers=100_000)

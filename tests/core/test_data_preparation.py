@@ -18,9 +18,11 @@ import time
 import unicodedata
 
 import numpy as np
+import pyarrow
 import pytest
 import tokenizers
 
+from qwen3next_jax.commands.verify import verify
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
@@ -36,6 +38,7 @@ from qwen3next_jax.data import (
     units,
 )
 from qwen3next_jax.data.datatrove_step import PrepareShare
+from qwen3next_jax.data.digest_cache import DigestCache
 from qwen3next_jax.data.pipeline import TrainData
 from qwen3next_jax.data.preparation import Share, Unfinished, prepare, tokenize
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Recipe
@@ -288,6 +291,15 @@ def test_digests_of_large_corpora_are_kept_until_a_file_changes(texts, tmp_path,
 # ---- the split
 
 
+def test_lines_that_are_no_digests_are_left_out(texts, tmp_path):
+    (folder := tmp_path / "p" / "digests").mkdir(parents=True)
+    lines = ["null", "[[1], 2]", "[1, 2, 3]", '["a"]', "[" * 10**5, "{}", '["kept", "digest"]']
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "p" / "content_digests.json").write_text('{"no path": "x", "a\\u00001": 2}')
+    cache = DigestCache(Store(tmp_path / "p"), resolve(texts, "text"))
+    assert cache._known == {"kept": "digest"}
+
+
 @pytest.mark.parametrize("fraction", [0.02, 0.5, 0.99])
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_neither_side_of_a_small_corpus_is_empty(tmp_path, count, fraction):
@@ -400,6 +412,12 @@ def test_bad_records_stop_or_are_left_out_and_counted(kind, tmp_path, capsys):
         TrainData(config, 64, 4)
 
 
+def test_an_object_over_several_lines_is_named(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps({"text": "one"}, indent=2))
+    with pytest.raises(UserError, match="a.json:1: .*expected JSON lines, .* or an array"):
+        run(f"{tmp_path}/a.json", tmp_path / "p")
+
+
 def test_what_stands_before_damaged_compression_is_read(tmp_path):
     lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-1000])
@@ -440,6 +458,40 @@ def test_rows_of_streams_are_those_of_the_mix(weights):
     for row in range(400):
         assert pipeline.rows_of_streams(weights, row) == counts
         counts[mix[row][0]] += 1
+
+
+# ---- the tokenizer
+
+
+def test_a_tokenizer_that_loses_text_gives_no_bits_per_byte(texts, tmp_path, capsys):
+    words = sorted({word for text in TEXTS for word in text.split()})
+    vocabulary = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
+    lossy = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    lossy.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    lossy.add_special_tokens(["<unk>", "</s>"])
+    lossy.save(str(tmp_path / "tokenizer.json"))
+    for tokenizer in "bytes", str(tmp_path):
+        config = DataConfig(path=texts, tokenizer=tokenizer, prepared_dir=str(tmp_path / "p"))
+        for _ in range(2):  # the second time from the index
+            data = TrainData(config, 64, 4)
+            is_counted = data.describe()["bits_per_nat"] is not None
+            said = "bits per byte are not reported" in capsys.readouterr().err
+            assert is_counted == data.token_bytes.any() == (not said) == (tokenizer == "bytes")
+
+
+def test_what_an_older_mapping_prepared_is_made_anew(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(units, "FORMAT", units.FORMAT - 1)
+    config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
+    TrainData(config, 64, 4)
+    monkeypatch.undo()
+    assert len(list((tmp_path / "p").glob("tokens/*/*.json"))) == 4
+    TrainData(config, 64, 4)
+    assert len(list((tmp_path / "p").glob("tokens/*/*.json"))) == 8
+    shutil.rmtree(tmp_path / "texts")
+    TrainData(config, 64, 4)
+    monkeypatch.setattr(units, "FORMAT", units.FORMAT + 1)
+    with pytest.raises(UserError, match="is not there, and what was prepared of it .* older"):
+        TrainData(config, 64, 4)
 
 
 # ---- rows of format 1
@@ -667,6 +719,106 @@ def test_an_index_opens_the_rows_until_a_file_of_them_changes(texts, tmp_path, m
     assert TrainData(config, 64, 4).fingerprint != before.fingerprint
 
 
+def _change_record(path, **changes):
+    """Writes other values to a JSON file, with the digest of what it then holds."""
+    content = json.loads(path.read_text()) | changes
+    content.pop("digest")
+    store.write_json(path, content)
+
+
+def _exchange(folder, pattern):
+    first, second = sorted(folder.glob(pattern))[:2]
+    content = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(content)
+
+
+def test_exchanged_indexes_open_no_other_rows(tmp_path):
+    configs = []
+    for i in range(2):
+        write_jsonl(tmp_path / f"{i}.jsonl", TEXTS[70 * i : 70 * (i + 1)])
+        configs.append(DataConfig(path=f"{tmp_path}/{i}.jsonl", prepared_dir=f"{tmp_path}/p"))
+    before = [TrainData(config, 64, 4).fingerprint for config in configs]
+    _exchange(tmp_path / "p", "indexes/*")
+    assert [TrainData(config, 64, 4).fingerprint for config in configs] == before
+
+
+SPOILT = {
+    "an index, flipped": ("indexes/*", lambda path: _flip(path)),
+    "a list of units, flipped": ("corpora/*", lambda path: _flip(path)),
+    "lists of units, exchanged": (
+        "corpora/*",
+        lambda path: _exchange(path.parents[1], "corpora/*"),
+    ),
+    "indexes, exchanged": ("indexes/*", lambda path: _exchange(path.parents[1], "indexes/*")),
+    "shards, removed": (
+        "rows/*/metadata.json",
+        lambda path: [file.unlink() for file in path.parent.glob("*.array_record")],
+    ),
+    "no shards": (
+        "rows/*/metadata.json",
+        lambda path: _change_record(path, shards={"train": [], "heldout": []}),
+    ),
+    "shards of no split": ("rows/*/metadata.json", lambda path: _change_record(path, shards=[])),
+    "no statistics": ("rows/*/metadata.json", lambda path: _change_record(path, statistics={})),
+    "rows of no length": (
+        "rows/*/metadata.json",
+        lambda path: _change_record(path, row_length=10**30),
+    ),
+    "a unit's manifest, removed": ("tokens/*/*.json", lambda path: path.unlink()),
+    "a unit's manifest without entries": (
+        "tokens/*/*.json",
+        lambda path: _change_record(path, bad_first=[1]),
+    ),
+}
+
+
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def two_sources(tmp_path_factory):
+    """Prepared data of two sources."""
+    folder = tmp_path_factory.mktemp("two_sources")
+    for i in range(2):
+        write_jsonl(folder / f"{i}.jsonl", TEXTS[70 * i : 70 * (i + 1)])
+        TrainData(DataConfig(path=f"{folder}/{i}.jsonl", prepared_dir=f"{folder}/p"), 64, 4)
+    assert not any(damage for _, damage in verify(folder / "p"))
+    return folder / "p"
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_verify_finds_everything_that_is_not_as_it_was_written(name, two_sources, tmp_path):
+    shutil.copytree(two_sources, tmp_path / "p")
+    pattern, spoil = SPOILT[name]
+    spoil(sorted((tmp_path / "p").glob(pattern))[0])
+    damages = [damage for _, damage in verify(tmp_path / "p") if damage]
+    assert damages and all(damage.isprintable() for damage in damages)
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_compressed_text_without_checksums_is_said(checksum, tmp_path, capsys):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:50])
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write((tmp_path / "a.jsonl").read_bytes())
+    frame = bytearray(sink.getvalue().to_pybytes())
+    assert not frame[4] & 4
+    if checksum:  # a wrong one
+        frame[4] |= 4
+        frame += b"1234"
+    (tmp_path / "a.jsonl.zst").write_bytes(frame)
+    refused = (
+        pytest.raises(UserError, match="damaged zstd") if checksum else contextlib.nullcontext()
+    )
+    with refused:
+        run(f"{tmp_path}/a.jsonl.zst", tmp_path / "p")
+    assert ("1 .zst files have no checksums" in capsys.readouterr().err) != checksum
+
+
 def test_few_shards_are_open_at_once(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "_SHARD_BYTES", 2 * 2 * 64)  # two rows each
     monkeypatch.setattr(rows, "_MOST_OPEN", 8)
@@ -769,6 +921,7 @@ def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(
     pytest.importorskip("tiktoken")
     small = tokenizers.Tokenizer(tokenizers.models.BPE())
     small.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    small.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=300,
         special_tokens=["<|endoftext|>", "<x>"],
@@ -805,7 +958,6 @@ def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(
     prepare([source], load_tokenizer(str(tmp_path)), recipe, tmp_path / "t")
     assert "tiktoken is not installed; " in capsys.readouterr().err
     # Where tiktoken would not help, nothing is said.
-    prepare([source], load_tokenizer(str(tmp_path), None, ["<x>"]), recipe, tmp_path / "u")
     np.save(tmp_path / "tokens.npy", np.resize(np.array([5, 6, 7, 0], np.uint16), 400))
     of_tokens = resolve(str(tmp_path / "tokens.npy"), "text")
     prepare([of_tokens], load_tokenizer(str(tmp_path)), recipe, tmp_path / "v")

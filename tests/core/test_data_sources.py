@@ -11,6 +11,7 @@ import os
 import unicodedata
 
 import etils.epath.backend
+import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
@@ -54,6 +55,21 @@ def write_arrow(path, table, has_footer=False):
         writer.write_table(table, max_chunksize=2)
 
 
+def _two_streams(path):
+    write_arrow(path, pyarrow.table({"text": TEXTS[:1]}))
+    first = path.read_bytes()
+    write_arrow(path, pyarrow.table({"text": TEXTS[1:]}))
+    path.write_bytes(first + path.read_bytes())
+
+
+def _arrow_with_offsets(path, offsets):
+    """Writes an Arrow file of two texts that begin and end at `offsets`, also where no text is."""
+    write_arrow(path, pyarrow.table({"text": ["abcd", "efgh"]}))
+    good, bad = (np.array(ends, "<i4").tobytes() for ends in ([0, 4, 8], offsets))
+    assert good in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(good, bad))
+
+
 ARRAY = json.dumps([{"id": i, "text": text} for i, text in enumerate(TEXTS)], indent=1).encode()
 DICTIONARY = pyarrow.table({"text": pyarrow.array(TEXTS).dictionary_encode()})
 VIEW = pyarrow.table({"text": pyarrow.array(TEXTS, pyarrow.string_view())})
@@ -79,6 +95,7 @@ FORMATS = {
     "dictionary.arrow": lambda path: write_arrow(path, DICTIONARY),
     "view.arrow": lambda path: write_arrow(path, VIEW),
     "footer.arrow": lambda path: write_arrow(path, pyarrow.table({"text": TEXTS}), True),
+    "streams.arrow": lambda path: _two_streams(path),
 }
 
 
@@ -376,6 +393,20 @@ BAD = {
     "cut.json": (lambda p: p.write_bytes(ARRAY[:-3]), [":3", "not JSON", "element 3"]),
     "open.json": (lambda p: p.write_bytes(ARRAY[:-1]), ["breaks off after element 3"]),
     "broken.arrow": (lambda p: p.write_bytes(b"nothing of use"), ["not a readable Arrow file"]),
+    "cut.arrow": (
+        lambda p: (
+            write_arrow(p, pyarrow.table({"text": TEXTS})),
+            p.write_bytes(p.read_bytes()[:-8]),
+        ),
+        ["no end marker"],
+    ),
+    "memory.arrow": (lambda p: _arrow_with_offsets(p, [0, 4, 60]), ["not a readable Arrow file"]),
+    "order.arrow": (lambda p: _arrow_with_offsets(p, [0, 6, 2]), ["not a readable Arrow file"]),
+    "negative.arrow": (lambda p: _arrow_with_offsets(p, [-4, 1, 8]), ["not a readable Arrow file"]),
+    "index.arrow": (
+        lambda p: write_arrow(p, pyarrow.table({"text": _beyond_its_dictionary()})),
+        ["not a readable Arrow file"],
+    ),
     "plain.jsonl.gz": (lambda p: p.write_bytes(jsonl(TEXTS)), ["damaged gzip"]),
     "broken.parquet": (
         lambda p: p.write_bytes(b"PAR1 nothing of use PAR1"),
@@ -412,6 +443,11 @@ BAD = {
 }
 
 
+def _beyond_its_dictionary():
+    indices, texts = pyarrow.array([0, 7], pyarrow.int32()), pyarrow.array(["a"])
+    return pyarrow.DictionaryArray.from_arrays(indices, texts, safe=False)
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_files_are_named_in_one_line(name, tmp_path):
     write, expected = BAD[name]
@@ -424,15 +460,19 @@ def test_bad_files_are_named_in_one_line(name, tmp_path):
         assert part in message
 
 
-def test_flipped_bytes_in_parquet_never_escape_as_another_error(tmp_path):
-    path = tmp_path / "a.parquet"
-    write_parquet(path, {"text": [f"document {i} " * 20 for i in range(50)]})
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_flipped_bytes_in_arrow_files_never_escape_as_another_error(name, tmp_path):
+    """With `replace`, text that is damaged is read: none but that of the file."""
+    path = tmp_path / name
+    texts = {"text": [f"document {i} " * 20 for i in range(50)]}
+    write_parquet(path, texts) if name == "a.parquet" else write_arrow(path, pyarrow.table(texts))
     good = path.read_bytes()
     detected = 0
     for position in range(0, len(good), max(1, len(good) // 40)):
         path.write_bytes(good[:position] + bytes([good[position] ^ 0x55]) + good[position + 1 :])
         try:
-            read(path)
+            source = resolve(str(path), "text", on_bad_text="replace")
+            assert sum(len(document.text) for document in documents(source)) < 2 * 11_800
         except UserError:
             detected += 1
     assert detected > 0

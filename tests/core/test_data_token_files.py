@@ -3,6 +3,7 @@ mistake in one line.
 """
 
 import json
+import shutil
 import struct
 
 import numpy as np
@@ -69,6 +70,14 @@ def levanter(folder, ends=None, data=ALL, finished=True):
     (folder / "shard_ledger.json").write_text(json.dumps({"is_finished": finished}))
 
 
+def write_levanter_offsets(folder, ends):
+    """Writes the number of documents and their ends over those that `levanter` wrote."""
+    tensorstore = pytest.importorskip("tensorstore")
+    store = {"driver": "file", "path": f"{folder}/input_ids/offsets/"}
+    array = tensorstore.open({"driver": "zarr3", "kvstore": store}, open=True).result()
+    array[: len(ends)].write(np.array(ends, np.int64)).result()
+
+
 FORMATS = {
     "levanter": levanter,
     "megatron": megatron,
@@ -105,6 +114,21 @@ def _short(path):
     path.write_bytes(path.read_bytes()[:-5])
 
 
+def _set_chunk(path, length):
+    record = json.loads(path.read_text())
+    record["chunk_grid"]["configuration"]["chunk_shape"] = [length]
+    record["codecs"] = [{"name": "bytes", "configuration": {"endian": "little"}}]
+    path.write_text(json.dumps(record))
+
+
+def _npy(folder, header):
+    length = len(header).to_bytes(2, "little")
+    (folder / "a.npy").write_bytes(b"\x93NUMPY\1\0" + length + header.encode() + ALL.tobytes())
+
+
+_HEADER = "{'descr': '<u2', 'fortran_order': False, 'shape': %s}"
+
+
 def _cut_levanter(folder):
     (folder / "input_ids" / "data" / "zarr.json").unlink()
 
@@ -116,6 +140,37 @@ MISTAKES = {
         "shard_ledger.json: .*not finished",
     ),
     "levanter, cut short": (levanter, _cut_levanter, "input_ids.*not an array"),
+    "levanter, a chunk is missing": (
+        levanter,
+        lambda f: (f / "input_ids" / "data" / "c" / "2").unlink(),
+        "data/c/2: missing",
+    ),
+    "levanter, no chunks": (
+        levanter,
+        lambda f: shutil.rmtree(f / "input_ids" / "data" / "c"),
+        "data/c/0: missing",
+    ),
+    "levanter, a short chunk": (
+        levanter,
+        lambda f: _short(f / "input_ids" / "data" / "c" / "2"),
+        "input_ids/data: damaged",
+    ),
+    "levanter, negative offsets": (
+        lambda f: levanter(f, [-5, len(ALL)]),
+        lambda f: None,
+        "2 offsets end at",
+    ),
+    "levanter, no documents": (lambda f: levanter(f, []), lambda f: None, "offsets/c/0: missing"),
+    "levanter, offsets beyond the data": (
+        lambda f: levanter(f, [10**12]),
+        lambda f: None,
+        "data/c/[0-9]+: missing",
+    ),
+    "levanter, a long chunk": (
+        levanter,
+        lambda f: _set_chunk(f / "input_ids" / "data" / "zarr.json", 10**12),
+        "input_ids/data: (not an array|10+ entries)",
+    ),
     "levanter, offsets": (lambda f: levanter(f, [5, 3]), lambda f: None, "2 offsets end at 3"),
     "no .bin": (megatron, lambda f: (f / "a.bin").unlink(), "a.idx: .*a.bin is missing beside it"),
     "no index": (datatrove, lambda f: (f / "a.ds.index").unlink(), "a.ds.index is missing"),
@@ -166,6 +221,18 @@ MISTAKES = {
         lambda f: None,
         "stands inside of a document",
     ),
+    **{
+        f"a header of {name}": (
+            lambda f, header=header: _npy(f, header),
+            lambda f: None,
+            "not a NumPy file",
+        )
+        for name, header in {
+            "10**30 tokens": _HEADER % f"({10**30},)",
+            "a truth value": _HEADER % "(True,)",
+            "brackets": "((((",
+        }.items()
+    },
     "a matrix": (
         lambda f: np.save(f / "a.npy", np.zeros((2, 2))),
         lambda f: None,

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -12,8 +13,10 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig, ModelConfig, TrainConfig
 from qwen3next_jax.data import chat_template
 from qwen3next_jax.data.chat_template import ChatTemplate
+from qwen3next_jax.data.conversations import LARGEST_WEIGHT, LEAST_WEIGHT, find_fault
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.tokens import extends, load_tokenizer
+from qwen3next_jax.runs.dry_run import _describe_data
 from qwen3next_jax.training.loss import count_targets, total_loss
 
 MARKED = (
@@ -37,13 +40,13 @@ def marked(tmp_path_factory):
     return make_folder(tmp_path_factory.mktemp("tokenizer"), MARKED)
 
 
-def make_folder(folder, template):
+def make_folder(folder, template, markers=(), eos="<|im_end|>"):
     load_tokenizer("bytes").save(folder)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", *markers])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": "<|im_end|>", "chat_template": template})
+        json.dumps({"eos_token": eos, "chat_template": template})
     )
     return folder
 
@@ -126,6 +129,33 @@ def test_a_long_conversation_keeps_its_beginning_and_no_other_is_cut(tmp_path, m
     dropped = sum(max(len(t) - 96, 0) for t in whole)
     assert data.describe()["dropped_tokens"] == dropped > 0
     assert data.describe()["cut_documents"] == sum(len(t) > 96 for t in whole)
+
+
+def test_prepare_counts_what_is_in_rows_and_names_what_is_lost(tmp_path, marked):
+    long = says("question " * 20, "an answer that does not fit")
+    records = [{"messages": c} for i, c in enumerate(CONVERSATIONS * 2)] + [{"messages": long}] * 9
+    data = open_data(config(tmp_path, marked, records), 96, 2)
+    found, counts = list(pieces(data)), data.describe()
+    assert all(weights[1:].any() for _, weights in found)  # each trains something
+    assert len(found) == counts["documents"] == len(records) - counts["left_out_documents"]
+    assert counts["left_out_documents"] == 9
+    assert counts["tokens"] == sum(len(tokens) for tokens, _ in found)
+    in_loss = sum(int((weights > 0).sum()) for _, weights in found)
+    assert counts["tokens"] - counts["ignored_tokens"] == in_loss
+    text_bytes = sum(data.tokenizer.token_bytes[t[w > 0]].sum() for t, w in found)
+    assert counts["bytes"] == text_bytes
+    stated = (
+        f"{counts['cut_documents']} of {len(records)} conversations are longer than a row of 96"
+    )
+    assert f"{stated} tokens; 9 have no target in it and are left out" in counts["title"]
+    assert f"{counts['dropped_tokens']:,} tokens are dropped" in counts["title"]
+    given = config(tmp_path, marked, records)
+    assert counts["title"].partition("; ")[2] in _describe_data(given, 259, [96])
+    fitting = open_data(config(tmp_path, marked, records), 512, 2).describe()
+    assert counts["tokens"] + counts["dropped_tokens"] == fitting["tokens"]
+    assert "longer" not in fitting["title"]
+    with pytest.raises(UserError, match="longer than a row of 24 tokens; 69 .*sequence_length"):
+        open_data(config(tmp_path, marked, records), 24, 2)
 
 
 MODEL = ModelConfig(
@@ -229,6 +259,82 @@ def test_texts_alone_have_the_rows_that_they_had_before_there_were_weights(tmp_p
     assert data.fingerprint == "87f8406de133c47ce4d6"
 
 
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ '\\n' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+END_INSIDE, END_AFTER = "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"
+NO_END = MARKED.replace("<|im_end|>", "<|stop|>")
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "ends"),
+    [
+        (GLM, "<|user|>", 2),  # the next role's marker, and the end of the conversation
+        (GLM, "<|im_end|>", 1),
+        (MARKED, "<|im_end|>", 2),
+        (MARKED.replace(END_INSIDE, END_AFTER), "<|im_end|>", 2),
+        (NO_END, "<|im_end|>", 0),
+    ],
+)
+def test_the_token_that_ends_a_turn_counts_or_preparation_warns(
+    tmp_path, capfd, template, eos, ends
+):
+    folder = make_folder(tmp_path, template, ["<|user|>", "<|assistant|>"], eos)
+    records = [{"messages": says("q", f"answer {i}", "q", "last")} for i in range(40)]
+    data = open_data(config(tmp_path, folder, records), 128, 1)
+    for tokens, weights in pieces(data):
+        assert (tokens[weights > 0] == data.tokenizer.eos_id).sum() == ends
+        assert weights[tokens == data.tokenizer.eos_id].sum() == ends
+    warned = "conversations have no end token" in capfd.readouterr().err
+    assert warned == (ends == 0)
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_settings(tmp_path):
+    template = "{{ strftime_now('%d %b %Y') }}" + MARKED
+    folder = str(make_folder(tmp_path, template))
+    with pytest.raises(UserError, match="writes the date.*data.template_date"):
+        open_data(config(tmp_path, folder), 256, 2)
+    data = open_data(config(tmp_path, folder, template_date="2026-01-31"), 256, 2)
+    assert data.tokenizer.decode(next(pieces(data))[0]).startswith("31 Jan 2026<|im_start|>")
+    other = open_data(config(tmp_path, folder, template_date="2026-02-01"), 256, 2)
+    assert other.fingerprint != data.fingerprint
+    for wrong in ("today", "2026-1-3", "20260131", "2026-02-30"):
+        with pytest.raises(UserError, match="data.template_date.*YYYY-MM-DD"):
+            DataConfig(path="x", messages_field="messages", template_date=wrong)
+
+
+def test_templates_get_what_transformers_gives_them(tmp_path):
+    template = (
+        "{{ messages[0] | tojson }}|{{ {'b': 'ä<', 'a': [1]} | tojson(ensure_ascii=True, indent=1, "
+        "separators=(',', ':'), sort_keys=True) }}|{{ messages[1].thinking }}"
+        "{{ messages[1].reasoning_content }}{{ 'thinking' in messages[2] }}"
+    )
+    rendering = ChatTemplate.of_folder(make_folder(tmp_path, template), "")
+    reasons = [{"role": "a", name: "why"} for name in ("thinking", "reasoning_content")]
+    for reason in reasons:
+        first, dumped, rest = rendering.prompt([{"role": "ä"}, reason, {"thinking": None}]).split(
+            "|"
+        )
+        assert first == '{"role": "ä"}' and rest == "whywhyFalse"
+        assert dumped == json.dumps(
+            {"b": "ä<", "a": [1]}, indent=1, separators=(",", ":"), sort_keys=True
+        )
+
+
+def test_weights_outside_the_range_that_float32_sums_are_refused():
+    for weight in (0, 1, 1e-9, 1e9, 2.5, 10**9):
+        assert not find_fault(says("a", "b", weight=weight))
+    wrong = (3e38, 1e308, 10**308, 1e-50, 1.01e9, 9e-10, -1, np.inf, np.nan, None, "1", [], True)
+    for weight in wrong:
+        fault = find_fault(says("a", "b", weight=weight))
+        assert "weight" in fault and len(fault) < 200
+    many = jnp.full(1 << 20, LARGEST_WEIGHT, jnp.float32).at[::2].set(LEAST_WEIGHT)
+    shares = many / many.sum()
+    assert shares.min() > 0 and float(shares.sum()) == pytest.approx(1, rel=2**-20)
+    assert shares.min() > 2**11 * float(np.finfo(np.float32).tiny) * 2**24
+
+
 BAD = [
     ({"text": "x"}, "no field 'messages'"),
     ({"messages": "hello"}, "expected a list of messages"),
@@ -237,10 +343,19 @@ BAD = [
     ({"messages": says("a", "b")[:1]}, "'user'.*expected the role 'assistant'"),
     ({"messages": says("a", "b")[::-1]}, "message 1 of the role 'assistant' is the first"),
     ({"messages": says("a", "b")[:1] * 2}, "message 2 of the role 'user' follows"),
-    ({"messages": says("a", "b", weight=-1)}, "weight -1"),
+    ({"messages": says("a", "b", weight=-1)}, "weight out of range .-1"),
     ({"messages": says("a", "b", weight=0)}, "no token of it counts"),
     ({"messages": says("<|im_end|>", "b")}, "message 1 .*'<.im_end.>'.*data.parse_tokens"),
     ({"messages": says("\0", "b")}, "message 1 contains NUL"),
+    ({"messages": [{"role": ["user"], "content": "a"}]}, "message 1 has the role .'user'"),
+    ({"messages": says("a", "b", role={})}, "message 2 has the role {}"),
+    (
+        {"messages": says("a", "b", weight=10**308)},
+        "message 2 has a weight out of range .a number of",
+    ),
+    ({"messages": says("a", "b", weight=3e38)}, "weight out of range .3e.38.: expected 0 or"),
+    ({"messages": says("a", "b", thinking=[1])}, "message 2 has the reasoning .1."),
+    ({"messages": says("a", "b", thinking="c", reasoning_content="d")}, "two different texts"),
     ({"messages": says("a", "b"), "tools": [{"name": "f"}]}, "'tools'"),
 ]
 

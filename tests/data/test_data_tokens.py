@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.data import fast_bpe, tokens
+from qwen3next_jax.data import cuts, fast_bpe, tokens
 from qwen3next_jax.data import text as texts
 from qwen3next_jax.data.tokens import END_OF_TEXT, load_tokenizer
 from qwen3next_jax.inference.streaming import DecodeStream
@@ -106,11 +106,12 @@ def test_long_documents_are_tokenized_in_parts_without_loss(byte_level):
 
 
 def test_a_long_text_gets_the_ids_of_a_short_one(tokenizer, monkeypatch):
-    for text in (TEXT, "😀" * 9, "e\u0301\n" * 5, "no line end" * 4):
+    for text in (TEXT, "😀" * 9, "e\u0301\n" * 5, "no line end" * 4, "x y\nz " * 9):
+        (short,) = tokenizer.encode_documents([text])
         for longest, piece in ((1 << 17, 5), (7, 1), (7, 3), (7, 16)):
             with monkeypatch.context() as patch:
-                patch.setattr(tokens, "_LONGEST_TEXT", longest)
-                (short,) = tokenizer.encode_documents([text])
+                patch.setattr(cuts, "LONGEST", longest)
+                patch.setattr(cuts, "_AROUND", 3)
                 patch.setattr(texts, "_PIECE", piece)
                 patch.setattr(tokens, "_ENCODED_AT_ONCE", 10)
                 long = np.concatenate(list(tokenizer.encode_long(text.encode())))
@@ -213,19 +214,19 @@ def test_bad_tokenizers_are_named_in_one_line(byte_level, tmp_path):
     assert "expected a JSON object" in error_of(str(tmp_path))
 
 
-def test_no_token_comes_from_text_unless_it_is_named(byte_level, byte_fallback):
-    """A token that the tokenizer does not mark special does not come from text, either."""
+def test_no_special_token_comes_from_text_unless_it_is_named(byte_level, byte_fallback):
     text = "a <think>b</think> <|im_end|> </s> <unk> c"
     for path in (byte_level, byte_fallback):
         tokenizer = load_tokenizer(path)
-        added = set(tokenizer._tokenizer.get_added_tokens_decoder())
+        added = tokenizer._tokenizer.get_added_tokens_decoder()
         (ids,) = tokenizer.encode_documents([text])
-        assert not added & set(ids[:-1].tolist()) and tokenizer.decode(ids[:-1]) == text
-    think = load_tokenizer(byte_level)._tokenizer.token_to_id("<think>")
-    (ids,) = load_tokenizer(byte_level, None, ["<think>"]).encode_documents([text])
-    assert (ids == think).sum() == 1 and tokenizer.decode(ids[:-1]) != ""
+        special = {i for i, token in added.items() if token.special}
+        assert not special & set(ids[:-1].tolist()) and tokenizer.decode(ids[:-1]) == text
+        assert set(added) - special <= set(ids.tolist())  # <think> is text
     special = load_tokenizer(byte_level, None, ["<|im_end|>"])
-    assert special.encode_documents([text])[0].tolist().count(1) == 1
+    (ids,) = special.encode_documents([text])
+    assert ids.tolist().count(1) == 1
+    assert special.token_bytes[ids].sum() == len(text.encode())
     for spec, token, expected in (
         (byte_level, "<thin>", "'<thin>' is not an added token.*did you mean '<think>'"),
         (byte_level, END_OF_TEXT, "ends documents"),
@@ -237,11 +238,11 @@ def test_no_token_comes_from_text_unless_it_is_named(byte_level, byte_fallback):
 
 def test_tiktoken_gives_the_same_ids_or_is_not_used(byte_level, byte_fallback, tmp_path):
     pytest.importorskip("tiktoken")
-    fast, slow = load_tokenizer(byte_level), load_tokenizer(byte_level).fallback
+    fast = load_tokenizer(byte_level, None, ["<|im_end|>"])
+    slow = fast.fallback
     assert "tiktoken" in fast.libraries and "tokenizers" in slow.libraries
     assert load_tokenizer(byte_fallback).fallback is None  # no byte-level BPE
-    assert load_tokenizer(byte_level, None, ["<think>"]).fallback is None
-    texts = [TEXT, "", TEXT * 9000, "e\u0301 <think> " * 50, *TRAINING]
+    texts = [TEXT, "", TEXT * 9000, "e\u0301 <think><|im_end|> " * 50, *TRAINING]
     assert len(TEXT * 9000) > 1 << 18  # in parts
     for one, other in zip(fast.encode_documents(texts), slow.encode_documents(texts), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -261,3 +262,356 @@ def test_tiktoken_splits_as_the_tokenizer_does(byte_level, texts):
     tokenizer = load_tokenizer(byte_level)
     both = zip(tokenizer._encode_fast(texts), tokenizer._encode_slowly(texts), strict=True)
     assert all(np.array_equal(fast, slow) for fast, slow in both)
+
+
+def _with_added(path, folder, special=(), others=()):
+    """The tokenizer in `path` with further added tokens, in `folder`."""
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+    tokenizer.add_special_tokens([*special])
+    tokenizer.add_tokens([*others])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
+def test_added_runs_of_spaces_are_one_token_in_documents(byte_level, tmp_path):
+    tokenizer = load_tokenizer(_with_added(byte_level, tmp_path, others=["    "]))
+    text = "def f():\n    return 1\n        x\n"
+    for one in filter(None, (tokenizer, tokenizer.fallback)):  # with tiktoken and without
+        (ids,) = one.encode_documents([text])
+        np.testing.assert_array_equal(ids[:-1], tokenizer.encode(text))
+        assert ids.tolist().count(tokenizer.vocab_size - 1) == 3
+    assert tokenizer.token_bytes[ids].sum() == len(text)
+
+
+def test_a_named_token_gets_its_own_id_in_documents(byte_level, tmp_path):
+    """Also if special tokens with lower ids are text there."""
+    folder = _with_added(byte_level, tmp_path, special=["<a>", "<b>"], others=["<c>"])
+    plain, named = load_tokenizer(folder), load_tokenizer(folder, None, ["<b>"])
+    last = plain.vocab_size - 1
+    (ids,), (parsed,) = (t.encode_documents(["<a><b><c>"]) for t in (plain, named))
+    assert [i for i in ids.tolist() if i >= last - 2] == [last]
+    assert [i for i in parsed.tolist() if i >= last - 2] == [last - 1, last]
+
+
+def test_a_special_token_of_the_models_vocabulary_does_not_come_from_text(tmp_path):
+    pieces = ["<unk>", "</s>", "▁", *"ab</s>", "x"]
+    scores = [(piece, -float(i)) for i, piece in enumerate(dict.fromkeys(pieces))]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, 0))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    (ids,) = tokenizer.encode_documents(["a</s>b"])
+    assert ids.tolist().count(tokenizer.eos_id) == 1 and ids[-1] == tokenizer.eos_id
+
+
+def test_bytes_are_those_of_the_text(byte_fallback, tmp_path):
+    def counted(tokenizer, text):
+        (ids,) = tokenizer.encode_documents([text])
+        return int(tokenizer.token_bytes[ids].sum())
+
+    # Runs of ▁ that stand for spaces.
+    content = json.loads(open(byte_fallback, encoding="utf-8").read())
+    content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    content["pre_tokenizer"] = None
+    content["model"]["vocab"]["▁▁▁▁"] = len(content["model"]["vocab"])
+    run = {"id": 0, "content": "▁▁▁▁", "special": False, "normalized": True}
+    run |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
+    content["added_tokens"].append(run)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.token_bytes[tokenizer.encode("    ")].tolist() == [4]
+    assert counted(tokenizer, "a\n    b\n") == 8
+    # A space before every text, which no row asks for.
+    content["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [{"type": "Prepend", "prepend": "▁"}, content["normalizer"]],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    text = "two words"
+    assert counted(load_tokenizer(str(tmp_path)), text) == len(text) + 1
+    assert tokens.miscounted_bytes(len(text) + 1, len(text)) == 0
+    # WordPiece writes no spaces, and ## before what continues a word.
+    words = ["[UNK]", END_OF_TEXT, "two", "wo", "##rd", "##s"]
+    pieces = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    pieces.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    pieces.decoder = tokenizers.decoders.WordPiece()
+    pieces.add_special_tokens(["[UNK]", END_OF_TEXT])
+    pieces.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert counted(tokenizer, text) == len(text) + 1
+    assert tokens.miscounted_bytes(counted(tokenizer, "two \n\n words"), 12) > 0  # what is lost
+
+
+def test_tokens_that_other_files_name_have_their_ids(byte_level, tmp_path):
+    folder = _with_added(byte_level, tmp_path)
+    size = load_tokenizer(folder).vocab_size
+    before = load_tokenizer(folder).fingerprint
+    decoder, listed = tmp_path / "tokenizer_config.json", tmp_path / "added_tokens.json"
+
+    def name(named, **fields):
+        decoder.write_text(json.dumps({"added_tokens_decoder": named, **fields}))
+
+    marks = {str(size): {"content": "<m>", "special": True}, str(size + 1): {"content": "<n>"}}
+    name(marks, eos_token="<m>")
+    one = load_tokenizer(folder)
+    assert one.encode("a<m><n>").tolist()[1:] == [size, size + 1] and one.eos_id == size
+    (ids,) = one.encode_documents(["a<m><n>"])
+    assert size not in ids[:-1] and size + 1 in ids and one.fingerprint != before
+    (tmp_path / "copy").mkdir()
+    one.save(tmp_path / "copy")
+    assert load_tokenizer(str(tmp_path / "copy")).fingerprint == one.fingerprint
+    decoder.unlink()
+    listed.write_text(json.dumps({"<n>": size + 1, "<m>": size}))
+    assert load_tokenizer(folder).encode("<m><n>").tolist() == [size, size + 1]
+    for content, why in (
+        ({"<m>": 5}, "'<m>' has id 5 there, but in tokenizer.json this id is that of"),
+        ({"<think>": 5}, f"'<think>' has id 5 there, but in tokenizer.json id {size - 1}"),
+        ({"<m>": size + 3}, f"the next free id of tokenizer.json is {size}: expected no gap"),
+        ({"<m>": "5"}, "expected token → id"),
+        ({"\ud800": size}, "expected token → id"),
+        (["<m>"], "expected a JSON object"),
+    ):
+        listed.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=f"added_tokens.json: .*{why}"):
+            load_tokenizer(folder)
+    listed.unlink()
+    for named in ([1], {"x": {"content": "<m>"}}, {"9": 5}, {"9": {"content": "<m>", "lstrip": 1}}):
+        name(named)
+        with pytest.raises(UserError, match="tokenizer_config.json: added_tokens_decoder: "):
+            load_tokenizer(folder)
+
+
+def test_tokenizers_of_which_a_text_has_several_encodings_are_refused(byte_level, tmp_path):
+    content = json.loads(open(byte_level, encoding="utf-8").read())
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content | {"model": content["model"] | {"dropout": 0.1}}))
+    with pytest.raises(UserError, match="drops merges at random"):
+        load_tokenizer(str(path))
+    flags = dict.fromkeys(FLAGS, False) | {"normalized": True, "id": 0}
+    added = [*content["added_tokens"], flags | {"content": "<A>"}, flags | {"content": "<a>"}]
+    path.write_text(
+        json.dumps(content | {"added_tokens": added, "normalizer": NORMALIZERS["lower"]})
+    )
+    with pytest.raises(UserError, match="'<A>' and '<a>' the same text"):
+        load_tokenizer(str(path))
+
+
+def test_a_text_without_a_safe_place_is_encoded_whole(byte_level, tmp_path, monkeypatch):
+    monkeypatch.setattr(cuts, "LONGEST", 8)
+    monkeypatch.setattr(cuts, "_AROUND", 8)
+
+    def parts(spec, text):
+        return [*load_tokenizer(spec)._cutter.cut([text])]
+
+    text = "some words\nand more of them\n\n  and  x"
+    assert len(parts(byte_level, text)) > 2 and "".join(parts(byte_level, text)) == text
+    assert len(parts(byte_level, "x" * 99)) == len(parts(byte_level, " " * 99)) == 1
+    # No piece ends where a word does: a token may hold the end of one word and the next.
+    content = json.loads(open(byte_level, encoding="utf-8").read())
+    content["pre_tokenizer"]["use_regex"] = False
+    content["model"]["vocab"] |= {"eĠ": 900, "Ċa": 901}
+    content["model"]["merges"] += [["e", "Ġ"], ["Ċ", "a"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    assert parts(str(tmp_path), text) == [text]
+
+
+# ---- any tokenizer
+
+LETTERS = ["a", "b", "A", "é", "e", "\u0301", " ", "  ", "\n", "▁", "##", ".", "1", "ß", "ﬁ", "😀"]
+ANY_TEXT = st.lists(
+    st.sampled_from([*LETTERS, "<t>", "a b", " a", "</s>", "<0x0A>", "\n\n\n", "aa"]), max_size=14
+).map("".join)
+NORMALIZERS = {
+    "none": None,
+    "NFC": {"type": "NFC"},
+    "NFKC": {"type": "NFKC"},
+    "lower": {"type": "Lowercase"},
+    "bert": {
+        "type": "BertNormalizer",
+        "clean_text": True,
+        "handle_chinese_chars": True,
+        "strip_accents": None,
+        "lowercase": True,
+    },
+    "strip": {"type": "Strip", "strip_left": True, "strip_right": True},
+    "spaces": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+    "prefix": {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ],
+    },
+}
+BYTES_OF_PIECES = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "use_regex": False,
+    "trim_offsets": True,
+}
+PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PRE_TOKENIZERS = {
+    "none": None,
+    "bytes": BYTES_OF_PIECES | {"use_regex": True},
+    "bytes, space": BYTES_OF_PIECES | {"add_prefix_space": True, "use_regex": True},
+    "bytes, whole": BYTES_OF_PIECES,
+    "pattern": {
+        "type": "Sequence",
+        "pretokenizers": [
+            {
+                "type": "Split",
+                "pattern": {"Regex": PATTERN},
+                "behavior": "Isolated",
+                "invert": False,
+            },
+            BYTES_OF_PIECES,
+        ],
+    },
+    "words": {"type": "WhitespaceSplit"},
+    "bert": {"type": "BertPreTokenizer"},
+    **{
+        f"metaspace {scheme} {split}": {
+            "type": "Metaspace",
+            "replacement": "▁",
+            "prepend_scheme": scheme,
+            "split": split,
+        }
+        for scheme in ("always", "first", "never")
+        for split in (True, False)
+    },
+}
+TO_SPACES = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+DECODERS = {
+    "none": None,
+    "bytes": BYTES_OF_PIECES,
+    "wordpiece": {"type": "WordPiece", "prefix": "##", "cleanup": False},
+    "metaspace": {
+        "type": "Metaspace",
+        "replacement": "▁",
+        "prepend_scheme": "always",
+        "split": True,
+    },
+    "pieces": {
+        "type": "Sequence",
+        "decoders": [TO_SPACES, {"type": "ByteFallback"}, {"type": "Fuse"}],
+    },
+    "pieces, strip": {
+        "type": "Sequence",
+        "decoders": [
+            TO_SPACES,
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ],
+    },
+}
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+ADDED = st.fixed_dictionaries(
+    {
+        "content": st.sampled_from(
+            ["  ", "   ", "▁▁", "<t>", "\n\n", "a b", "</s>", "é", "A", " a", "\na", "."]
+        )
+    }
+    | {flag: st.booleans() for flag in FLAGS}
+)
+PAIRS = ["a a", "a b", "▁ a", "▁ ▁", "Ġ a", "Ġ Ġ", "Ċ Ċ", "\n \n", "aa a", "b \n", "\n a", "Ã ©"]
+
+
+def _model(kind: str, size: int, is_bytes: bool, byte_fallback: bool) -> dict:
+    """A model with `size` tokens of more than one character."""
+    characters = "".join(tokens._byte_characters()) if is_bytes else "ab\n ▁AeéI.1<>t/s"
+    vocabulary = ["<unk>", *dict.fromkeys(characters)]
+    if byte_fallback:
+        vocabulary += [f"<0x{i:02X}>" for i in range(256)]
+    pairs = [p.split(" ") for p in PAIRS[:size] if set(p) - {" "} <= {*characters}]
+    longer = ["".join(pair) for pair in pairs] + ["</s>"]
+    vocabulary = list(dict.fromkeys([*vocabulary, *longer]))
+    ids = {token: i for i, token in enumerate(vocabulary)}
+    if kind == "BPE":
+        more = {"byte_fallback": byte_fallback, "unk_token": "<unk>", "fuse_unk": True}
+        return {"type": kind, "vocab": ids, "merges": pairs, **more}
+    if kind == "Unigram":
+        scores = [[token, -1.0 - i / 7] for i, token in enumerate(vocabulary)]
+        return {"type": kind, "vocab": scores, "unk_id": 0, "byte_fallback": byte_fallback}
+    inner = [f"##{c}" for c in characters] if kind == "WordPiece" else ["aa", "ab", "a\n"]
+    ids |= {token: len(ids) + i for i, token in enumerate(t for t in inner if t not in ids)}
+    more = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100}
+    return {
+        "type": kind,
+        "vocab": ids,
+        "unk_token": "<unk>",
+        **(more if kind == "WordPiece" else {}),
+    }
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(
+    kind=st.sampled_from(["BPE", "Unigram", "WordPiece", "WordLevel"]),
+    size=st.integers(0, len(PAIRS)),
+    byte_fallback=st.booleans(),
+    parts=st.tuples(*(st.sampled_from([*p]) for p in (NORMALIZERS, PRE_TOKENIZERS, DECODERS))),
+    added=st.lists(ADDED, max_size=4, unique_by=lambda token: token["content"]),
+    several=st.lists(ANY_TEXT, min_size=1, max_size=4),
+)
+def test_any_tokenizer_has_one_meaning(
+    tmp_path_factory, kind, size, byte_fallback, parts, added, several
+):
+    """Documents have the ids of prompts, which are those of the library, whole or in parts; no
+    special token comes from text; and bytes are those of the text wherever no text is lost.
+    """
+    normalizer, splitter, decoder = parts
+    is_bytes = splitter.startswith("bytes") or splitter == "pattern"
+    content = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": 0, **dict.fromkeys(FLAGS, False), **token}
+            for token in [*added, {"content": END_OF_TEXT, "special": True}]
+        ],
+        "normalizer": NORMALIZERS[normalizer],
+        "pre_tokenizer": PRE_TOKENIZERS[splitter],
+        "decoder": DECODERS[decoder],
+        "post_processor": None,
+        "model": _model(kind, size, is_bytes, byte_fallback),
+    }
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_text(json.dumps(content))
+    library = tokenizers.Tokenizer.from_file(str(path))
+    try:
+        tokenizer = load_tokenizer(str(path))
+    except UserError as error:
+        assert "the same text, so that it could be either" in str(error)
+        return
+    special = {i: t for i, t in library.get_added_tokens_decoder().items() if t.special}
+
+    def normalized(text):
+        return library.normalizer.normalize_str(text) if library.normalizer else text
+
+    for text in several:
+        try:
+            (ids,) = tokenizer.encode_documents([text])
+            prompt = tokenizer.encode(text).tolist()
+        except UserError as error:
+            assert "the tokenizers library fails" in str(error)
+            return
+        assert prompt == library.encode(text, add_special_tokens=False).ids
+        assert not special.keys() & set(ids[:-1].tolist())
+        has_special = special.keys() & set(prompt) or any(
+            t.content in text or normalized(t.content) in normalized(text) for t in special.values()
+        )
+        if not has_special:
+            assert prompt == ids[:-1].tolist()
+        counted = int(tokenizer.token_bytes[ids].sum())
+        decoded = library.decode(prompt, skip_special_tokens=False)
+        if not has_special and decoded == text and not text.startswith("##"):
+            assert tokens.miscounted_bytes(counted, len(text.encode())) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuts, "LONGEST", 8)
+        patch.setattr(cuts, "_AROUND", 12)
+        text = "".join(several) * 3
+        (short,) = tokenizer.encode_documents([text])
+        long = np.concatenate(list(tokenizer.encode_long(text.encode())))
+    (whole,) = tokenizer.encode_documents([text])
+    np.testing.assert_array_equal(whole, short)
+    np.testing.assert_array_equal(whole, long)

@@ -33,6 +33,7 @@ from qwen3next_jax.evals import continuation, evaluation, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.evals.sinks import measure_sinks
 from qwen3next_jax.inference.decode import complete
+from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.sharding.mesh import compute_mesh, make_mesh
 from qwen3next_jax.sweeps.points import Point
@@ -120,6 +121,24 @@ def test_texts_end_at_their_own_stop_strings_and_decoding_with_the_last(monkeypa
     assert texts(["\n", "n"], [";"], []) == ["o", "two", "ends"] and len(steps) == 5
     assert texts(["\n"], ["e"], []) == ["one", "two; thr", "ends"] and len(steps) == 9
     assert texts([], [], []) == [said[0][:20], "two; three", "ends"] and len(steps) == 20
+
+
+def test_a_tasks_sampling_options_reach_the_decoder():
+    options = {"until": ["\n", ""], "max_gen_toks": 7, "do_sample": False, "temperature": 0.0}
+    got = continuation.generation_options({**options, "top_p": 0.9, "num_beams": 1})
+    assert got == (7, Sampling(), ["\n"])  # greedy decoding ignores the filters, as elsewhere
+    options |= {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 5}
+    assert continuation.generation_options(options).sampling == Sampling(0.8, 5, 0.9)
+    for unknown in ({"num_beams": 10}, {"temprature": 1.0}, {"top_p": 2.0}):
+        with pytest.raises(UserError, match="|".join(unknown)):
+            continuation.generation_options(options | unknown)
+
+
+@pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_completion_tokens"])
+def test_the_harness_names_one_limit_in_many_ways(name):
+    models = pytest.importorskip("lm_eval.models.utils")
+    options = models.normalize_gen_kwargs({name: 3, "temperature": 0.8}, 256)
+    assert continuation.generation_options(options) == (3, Sampling(0.8), [])
 
 
 @pytest.mark.parametrize("kind", [1, 2, 3])

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -172,8 +173,15 @@ def test_the_experts_of_another_model_are_refused(change, match, recorded):
         ({"routed_experts": np.tile(np.int32([1, -1]), (13, 3, 1))}, "token 0.*layer 1"),
         ({"tokens": np.full(14, 257)}, "257.*256"),
         ({"tokens": np.zeros(14)}, "float64"),
+        ({"routed_experts": np.zeros((13, 0, 2), np.int16)}, r"\(13, 0, 2\)"),
+        ({"routed_experts": np.zeros((13, 2, 0), np.int16)}, r"\(13, 2, 0\)"),
+        ({"tokens": np.full(14, 2**63, np.uint64)}, "9223372036854775808"),
+        ({"routed_experts": np.zeros((13, 3, 2), ml_dtypes.float8_e4m3fn)}, "cannot be read"),
     ],
-    ids=("none", "length", "layers", "same", "too high", "half", "vocabulary", "dtype"),
+    ids=(
+        ("none", "length", "layers", "same", "too high", "half", "vocabulary", "dtype")
+        + ("no layers", "no experts", "large", "float8")
+    ),
 )
 def test_files_of_other_programs(arrays, match, tmp_path):
     """Without metadata; vLLM writes 0 for dense layers, and any type of integer."""
@@ -189,3 +197,33 @@ def test_files_of_other_programs(arrays, match, tmp_path):
     safetensors.numpy.save_file(bad, tmp_path / "b.safetensors")
     with pytest.raises(UserError, match=match):
         RecordedData.check_model(config, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "match"),
+    [
+        ({"model": "[" * 10**5}, "levels deep"),
+        ({"model": "[1]"}, "expected a JSON object"),
+        ({"prompt_tokens": str(10**30)}, "prompt_tokens"),
+        ({"prompt_tokens": "9" * 5000}, "cannot be read"),
+        ({"model": '{"__class__": 1}'}, "__class__"),
+    ],
+    ids=("deep", "list", "prompt", "digits", "name"),
+)
+def test_metadata_of_other_programs(metadata, match, tmp_path):
+    arrays = {"tokens": np.arange(14), "routed_experts": np.full((13, 3, 2), -1)}
+    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors", metadata)
+    config = DataConfig(source="recorded", path=str(tmp_path))
+    with pytest.raises(UserError, match=match) as caught:
+        RecordedData.check_model(config, MODEL)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1000
+
+
+def test_texts_of_two_models_are_no_data(tmp_path):
+    """In a folder whose name is a pattern, too."""
+    (folder := tmp_path / "[a]*").mkdir()
+    for layers in (2, 3):
+        arrays = {"tokens": np.arange(14), "routed_experts": np.zeros((13, layers, 2), np.int16)}
+        safetensors.numpy.save_file(arrays, folder / f"{layers}.safetensors")
+    with pytest.raises(UserError, match="3.safetensors: .*3 layers.*2 and 2 in"):
+        RecordedData(DataConfig(source="recorded", path=str(folder)), 16, 2)

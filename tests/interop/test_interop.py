@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import signal
 import time
@@ -566,6 +567,15 @@ def _replace(reference, nested=None, **changes):
     return damage
 
 
+def _rename(directory, old, new):
+    """Replaces the beginning `old` of the tensors' names by `new`."""
+    tensors = load_file(directory / "model.safetensors")
+    save_file(
+        {re.sub(f"^{re.escape(old)}", new, name): array for name, array in tensors.items()},
+        directory / "model.safetensors",
+    )
+
+
 def _index(**weight_map):
     """Adds an index that maps tensor names to file names."""
     return lambda d: (d / "model.safetensors.index.json").write_text(
@@ -594,6 +604,10 @@ DAMAGE = {
     "digests outside": (
         lambda d: (d / "SHA256SUMS").write_text("0  ../x\n"),
         "SHA256SUMS: it names '../x', which is outside",
+    ),
+    "another prefix": (
+        lambda d: _rename(d, "model.", "language_model.model."),
+        "no tensor model.layers.0.…: they have, for example, language_model.model.layers.0.",
     ),
     "layers": (
         lambda d: edit_config(d, num_hidden_layers=10**9, layer_types=None),
@@ -650,6 +664,10 @@ DAMAGE = {
     "tied and untied": (
         _replace("qwen3_5_wrapper_tiny", {"tie_word_embeddings": True}),
         "tie_word_embeddings is true and false",
+    ),
+    "rotary positions outside of the text model": (
+        _replace("qwen3_5_wrapper_tiny", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        "stands beside text_config, where transformers ignores it: move it into text_config",
     ),
     "nested layers": (
         _replace("qwen3_5_wrapper_tiny", {"num_hidden_layers": 5, "layer_types": None}),
@@ -764,6 +782,23 @@ def test_damage_is_named_in_one_line(checkpoint, damage):
         load_hf(checkpoint)
     text = str(error.value)
     assert message in text and str(checkpoint) in text and text.isprintable() and len(text) < 1000
+
+
+def test_an_index_is_read_before_a_single_file_and_said(checkpoint, capsys):
+    shutil.copy(checkpoint / "model.safetensors", checkpoint / "model-1.safetensors")
+    names = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "model-1.safetensors")})
+    )
+    load_hf(checkpoint)
+    assert "read from what model.safetensors.index.json names" in capsys.readouterr().err
+
+
+def test_a_quantised_wrapper_is_refused_without_a_note(checkpoint, capsys):
+    _replace("qwen3_5_wrapper_tiny", quantization_config={"quant_method": "fp8"})(checkpoint)
+    with pytest.raises(UserError, match="quantization_config"):
+        load_hf(checkpoint)
+    assert "note" not in capsys.readouterr().err
 
 
 def test_a_flipped_bit_is_found_in_an_export(tmp_path):

@@ -28,6 +28,8 @@ from qwen3next_jax.data import remote_shard
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.interop.huggingface import load_hf, save_hf
 from qwen3next_jax.processes import supervisor
+from qwen3next_jax.runs import checkpoint as checkpoint_module
+from qwen3next_jax.runs.bucket_checkpoints import BucketCheckpoints
 from qwen3next_jax.runs.checkpoint import load_trained
 from qwen3next_jax.runs.lease import Lease
 from qwen3next_jax.runs.metrics_pieces import MetricsPieces
@@ -209,6 +211,59 @@ def test_an_object_of_another_program_is_not_overwritten(bucket):
     with pytest.raises(UserError, match="lock"):
         train(CONFIG, to_path("gs://bucket/run"))
     assert lock.read_bytes() == b"theirs"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 10**5,
+        b'{"owner": "x", "seconds": 1000000000000}',
+        b'{"owner": "x", "seconds": "30"}',
+        b'{"owner": "x", "seconds": NaN}',
+        b'{"owner": "x"}',
+        b"[]",
+        b"x" * 10**6,
+    ],
+    ids=("deep", "for ever", "text", "nan", "none", "list", "large"),
+)
+def test_a_lock_that_no_run_wrote_is_refused(content, bucket):
+    (lock := to_path("gs://bucket/run/lock")).write_bytes(content)
+    with pytest.raises(UserError, match="not the lock of a run"):
+        Lease(to_path("gs://bucket/run"), 1.2).run_locked(lambda: None)
+    assert lock.read_bytes() == content
+
+
+def test_the_owner_of_a_lock_is_printed_without_control_characters(bucket, capfd):
+    record = {"owner": "x", "host": "\x1b]0;owned\a", "process": "\x1b[2J", "seconds": 0.1}
+    to_path("gs://bucket/run/lock").write_text(json.dumps(record))
+    with Lease(to_path("gs://bucket/run"), 1.2) as lease:
+        lease.run_locked(lambda: None)
+    out, _ = capfd.readouterr()
+    assert "waiting" in out and all(line.isprintable() for line in out.splitlines())
+
+
+def test_a_bucket_that_turns_read_only_prints_no_traceback(bucket, monkeypatch, capfd):
+    """The writes of a failed save end when Orbax's event loop is closed."""
+    workdir, ended, raised = to_path("gs://bucket/[run]*"), [], []
+    monkeypatch.setattr(checkpoint_module, "_print_before", raised.append)
+    monkeypatch.setattr(Lease, "end_process", lambda self, code, _: ended.append(code) or 1 / 0)
+    state = {f"{i}": jax.numpy.arange(1000.0) for i in range(60)}
+    with Lease(workdir, 1.2) as lease:
+        lease.run_locked(lambda: None)
+        lease._done.set()
+        retention = dataclasses.replace(CONFIG.checkpoint, patience=1)
+        with BucketCheckpoints(workdir, retention, (), lease) as checkpoints:
+            checkpoints.begin(0)
+            bucket.faults["read_only"] = 1.0
+            checkpoints.save(2, state)
+            with pytest.raises(ZeroDivisionError):
+                checkpoints.wait()
+            bucket.faults["read_only"] = 0.0
+            checkpoints.save(4, state)
+            checkpoints.wait()
+            assert checkpoints.steps() == [4]
+    assert ended == [ExitCode.STORAGE] and not raised
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.slow

@@ -9,22 +9,34 @@ import re
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from qwen3next_jax.commands.verify import verify
 from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
 from qwen3next_jax.runs import checkpoint as checkpoint_module
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import MAY_CHANGE, RunLock, open_run, read_run, write_run
+from qwen3next_jax.runs.folder import (
+    MAY_CHANGE,
+    RunLock,
+    open_run,
+    read_run,
+    require_run_path,
+    write_run,
+)
 from qwen3next_jax.training.stages import DataCursor
 from tests.faults import table
 
 ROOT = pathlib.Path(__file__).parents[2]
 STATE = {"w": jnp.arange(1000.0)}
+ABSTRACT = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE
+)
 
 
 def _save(workdir, steps, **keep):
@@ -114,6 +126,55 @@ def test_what_a_killed_save_or_deletion_left_is_removed(tmp_path):
         assert checkpoints.newest_good_step() == 10
         checkpoints.begin(10)
     assert _steps(tmp_path) == [10]
+
+
+def test_names_with_pattern_characters_hold_checkpoints(tmp_path):
+    for name in ("lr=[0.1,0.2]", "**", "a?{b}", "50%20#ü \n"):
+        _save(tmp_path / name, [10])
+        with Checkpoints(tmp_path / name) as checkpoints:
+            assert jnp.array_equal(checkpoints.restore(10, ABSTRACT)["w"], STATE["w"])
+
+
+@pytest.mark.parametrize(
+    "name", ["a\\b", "gs:/a", "/gs/a", "/s3/a", "gs://a/b?c", "gs://a/b#c", "gs://a/b\nc"]
+)
+def test_names_that_orbax_takes_for_others_are_refused(name):
+    with pytest.raises(UserError, match="--workdir=") as caught:
+        require_run_path(f"--workdir={name}", to_path(name))
+    assert str(caught.value).isprintable()
+
+
+def test_a_checkpoint_without_its_index_is_neither_sealed_nor_verified(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        # as for a path that is a pattern
+        patch.setattr(checkpoint_module.OrbaxPath, "glob", lambda self, pattern: iter(()))
+        told = _save(tmp_path, [10])
+    assert [(event, step) for event, step, _ in told] == [("save_failed", 10)]
+    assert _steps(tmp_path) == []
+    _save(tmp_path, [20])
+    (tmp_path / "checkpoints/20/manifest.ocdbt").unlink()
+    manifest.write_manifest(tmp_path / "checkpoints/20", 20)  # as an earlier version sealed it
+    assert "manifest.ocdbt" in manifest.find_damage(tmp_path / "checkpoints/20")
+
+
+def test_verify_compares_frozen_parameters_with_the_checkpoints(tmp_path):
+    state = {"params": {"a": jnp.arange(4.0), "b": jnp.arange(9.0)}}
+    for name in ("run", "other"):
+        frozen = {"b"} if name == "run" else {"a"}
+        with Checkpoints(
+            tmp_path / name, CheckpointConfig(), frozen_paths=frozenset(frozen)
+        ) as checkpoints:
+            checkpoints.begin(0)
+            checkpoints.save(10, state)
+
+    def damages():
+        return {name: damage for name, damage in verify(tmp_path / "run") if name != "run.json"}
+
+    assert damages() == {"checkpoints/10": None, "frozen": None}
+    (tmp_path / "run/frozen").rename(tmp_path / "frozen")
+    assert "missing" in damages()["frozen"]
+    (tmp_path / "other/frozen").rename(tmp_path / "run/frozen")
+    assert "another run" in damages()["frozen"]
 
 
 @pytest.mark.parametrize("size", [0, 1, 100, 250])

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.commands.python import Run
 from qwen3next_jax.config import (
     CheckpointConfig,
     Config,
@@ -33,7 +34,7 @@ from qwen3next_jax.runs.incidents import read_dump
 from qwen3next_jax.sharding.rules import batch_sharding
 from qwen3next_jax.sweeps.results import is_done
 from qwen3next_jax.training import guards
-from qwen3next_jax.training.loss import total_loss
+from qwen3next_jax.training.loss import count_targets, total_loss
 from tests import in_process
 from tests.in_process import resolved, shared_step
 
@@ -169,6 +170,30 @@ def test_a_spike_is_a_jump_upwards_of_a_full_window():
     assert int(memory["spikes"]) == 1 and int(memory["skipped"]) == 3
 
 
+def test_a_batch_without_targets_is_skipped_and_compared_with_no_other():
+    """Nor is it one of the skips in a row that end a run, or the end of such a row."""
+    config = GuardConfig(window=4, max_skips=2)
+    check = functools.partial(guards.check, config)
+    memory = guards.init_guards(config)
+    for loss in (5.0, 5.1, 5.2, 5.0, float("nan")):
+        memory = check(memory, jnp.float32(loss), jnp.float32(1.0))[1]
+    skip, after, metrics = check(memory, jnp.float32(0.0), jnp.float32(0.0), jnp.array(False))
+    assert skip and int(metrics["flags"]) == guards.NO_TARGETS | guards.SKIPPED
+    assert metrics["loss_z"] == 0
+    _same(after, memory | {"skipped": memory["skipped"] + 1})
+    assert int(check(after, jnp.float32(jnp.nan), jnp.float32(1.0))[1]["halted"])
+
+
+def test_weights_whose_sum_is_not_finite_make_no_loss_of_zero():
+    """They come from sources of data outside the package alone."""
+    batch = {"tokens": jnp.ones((1, 4), jnp.int32), "segment_ids": jnp.ones((1, 4), jnp.int32)}
+    for weight in (3e38, np.inf, np.nan):
+        counts = count_targets(batch | {"loss_weights": jnp.full((1, 4), weight, jnp.float32)}, 1)
+        assert np.isnan(counts.targets) and counts.has_targets and np.isnan(counts.mtp_targets[0])
+    counts = count_targets(batch | {"loss_weights": jnp.zeros((1, 4), jnp.float32)}, 1)
+    assert counts.targets == 1 and not counts.has_targets
+
+
 def test_a_nan_is_skipped_and_everything_else_goes_on(config, poisoned, tmp_path):
     """The update of step 5 is dropped, bit for bit; a run resumed behind it ends as the one that
     was not.
@@ -200,7 +225,15 @@ def test_a_batch_with_nothing_to_predict_is_said_and_ends_the_run_if_it_is_the_f
     poisoned({6: ALONE})
     assert train(config, tmp_path / "later") == 0
     (event,) = _events(tmp_path / "later", "no_targets")
-    assert event["step"] == 7 and _losses(tmp_path / "later")[7] == 0
+    assert event["step"] == 7 and event["skipped"] == 1
+    (at_7,) = (e for e in _events(tmp_path / "later", "train") if e["step"] == 7)
+    assert [at_7[name] for name in ("loss", "total_loss", "top1", "bits_per_byte")] == [None] * 4
+    assert None not in [loss for step, loss in _losses(tmp_path / "later").items() if step != 7]
+    assert np.isnan(Run(tmp_path / "later").series("loss")[1]).tolist() == [
+        i == 6 for i in range(16)
+    ]
+    report = (tmp_path / "later" / "report.html").read_text()
+    assert "nothing to predict" in report or "no token to predict" in report
     poisoned({0: ALONE})
     of_prefix = dataclasses.replace(
         MODEL, full_mixer="masked_attention", mixer={"mask": "prefix", "prefix_tokens": 5}

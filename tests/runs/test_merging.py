@@ -172,6 +172,31 @@ def test_a_merged_run_goes_on_and_resumes_bitwise(run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, _saved(out, 10), _saved(killed, 10))
 
 
+def test_of_merges_at_once_one_wins_and_a_foreign_folder_stays(tmp_path):
+    out = tmp_path / "merged"
+    first, others = merging._PartialRun(out), [merging._PartialRun(out) for _ in range(2)]
+    first.begin()
+    for other in others:
+        with pytest.raises(UserError, match="another merge is writing there"):
+            other.begin()
+    (first.folder / "run.json").write_text("first")
+    first.finish()
+    assert [path.name for path in out.iterdir()] == ["run.json"]
+    with pytest.raises(UserError, match="already there"):
+        others[0].begin()
+    killed = merging._PartialRun(tmp_path / "again")
+    killed.begin()
+    (killed.folder / "checkpoints").mkdir()
+    killed._lock.close()
+    merging._PartialRun(tmp_path / "again").begin()
+    assert [path.name for path in killed.folder.iterdir()] == ["merging"]
+    (foreign := tmp_path / ".theirs.partial").mkdir()
+    (foreign / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds other files"):
+        merging._PartialRun(tmp_path / "theirs").begin()
+    assert (foreign / "notes.txt").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("weights", "steps"),
     [("1,-1", (1, 2)), ("1,2", (1, 2, 3)), ("nan,1", (1, 2)), ("square", (1,)), ("linear", (2, 1))],

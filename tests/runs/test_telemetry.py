@@ -43,6 +43,21 @@ TRAIN = {
     "memory_bytes": 2_345_678_901,
     "memory_limit": None,
 }
+_SLOW = "experts run without kernels: expect a step several times as long"
+OPERATORS = {
+    "event": "operators",
+    "step": 0,
+    "operators": [
+        dict(
+            zip(("operator", "implementation", "why", "consequence"), entry), kernels=False, call=""
+        )
+        for entry in (
+            ("gated_delta_rule", "pallas_gpu", "passed", ""),
+            ("routed_experts", "xla", "the call fails", _SLOW),
+            ("grouped_matmul", "blocked", "the call fails", _SLOW),
+        )
+    ],
+}
 HELDOUT = {
     "event": "heldout",
     "step": 125,
@@ -129,6 +144,7 @@ def _screen(width: int) -> str:
     for event in (
         TRAIN,
         HELDOUT,
+        OPERATORS,
         {"event": "checkpoint", "step": 125},
         {"event": "skip", "step": 121, "reason": "gradient not finite", "skipped": 3},
         {"event": "sample", "step": 125, "text": "def f(x):\n    return [bold]x[/]\n"},
@@ -162,6 +178,8 @@ def test_the_live_display_shows_everything_at_any_width(width):
         "checkpoint step 125",
         "skipped 3",
         "step 121  update skipped: gradient not finite",
+        "expect a step several times as long",
+        "gated_delta_rule pallas_gpu: passed",
         "heldout  bits per byte 2.7410  drafts accepted t+2 75.0%",
         "return [bold]x[/]",
     ):
@@ -171,6 +189,7 @@ def test_the_live_display_shows_everything_at_any_width(width):
 def test_without_a_terminal_the_display_prints_plain_lines(capsys):
     with Display("title", stages_of(500), 0) as display:
         for event in (
+            OPERATORS,
             TRAIN | {"mfu": 0.401},
             HELDOUT,
             {"event": "rewind", "step": 100, "reason": "spike"},
@@ -184,6 +203,13 @@ def test_without_a_terminal_the_display_prints_plain_lines(capsys):
         ):
             display(event)
     lines = capsys.readouterr().out.splitlines()
+    assert lines[2:5] == [
+        "gated_delta_rule pallas_gpu: passed",
+        "routed_experts xla, grouped_matmul blocked: the call fails",
+        "warning: experts run without kernels: expect a step several times as long (the call "
+        "fails)",
+    ]
+    del lines[2:5]
     assert len(lines) == 7 and "compil" in lines[1] and "compil" in lines[2]
     lines = [lines[0], *lines[3:]]
     assert (

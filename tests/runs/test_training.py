@@ -23,6 +23,7 @@ from flax import nnx
 import qwen3next_jax
 from qwen3next_jax.commands import export
 from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import (
     CheckpointConfig,
     Config,
@@ -134,6 +135,16 @@ def test_a_run_learns_and_a_second_start_says_it_is_done(config, finished, capsy
     assert train(config, finished) == 0
     assert "already trained to step 20" in capsys.readouterr().out
     assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_records_what_runs_each_operator(finished):
+    (event,) = [e for e in read_events(finished / "metrics.jsonl") if e["event"] == "operators"]
+    assert read_run(finished)["operators"] == event["operators"]
+    found = {entry["operator"]: entry for entry in event["operators"]}
+    assert found["attention"]["implementation"] == "xla"
+    assert all(entry["why"] == "the default on a CPU" for entry in found.values())
+    page = (finished / "report.html").read_text()
+    assert "What runs each operator" in page and found["attention"]["call"] in page
 
 
 def test_a_run_is_read_as_arrays(finished):

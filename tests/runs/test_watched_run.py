@@ -76,6 +76,7 @@ def test_every_event_is_there(run):
         steps.setdefault(event["event"], []).append(event["step"])
     assert steps == {
         "start": [0],
+        "operators": [0],
         "profile": [5],
         "train": [5, 10, 15, 20],
         "diagnostics": [10, 20],

@@ -151,6 +151,19 @@ def test_attention_by_splash_kernels(packed):
     assert_equal(results(f, arguments, {}, 2, ids), results(whole, arguments, {}, None, ids))
 
 
+@pytest.mark.slow
+@pytest.mark.needs("kernels")
+@pytest.mark.parametrize("packed", [True, False])
+def test_attention_by_cudnn(packed):
+    time = 512  # blocks of 128, in bfloat16
+    (f, arguments), (whole, _) = attention_case(time, "cudnn"), attention_case(time)
+    arguments = {name: x.astype(jnp.bfloat16) for name, x in arguments.items()}
+    wide = {name: x.astype(jnp.float32) for name, x in arguments.items()}
+    ids = jnp.asarray(layout(time)) if packed else None
+    got, want = results(f, arguments, {}, 2, ids), results(whole, wide, {}, None, ids)
+    assert_equal(got, want, bar=4 * 2.0**-9)
+
+
 def test_attention_refuses_an_odd_number_of_tokens():
     with pytest.raises(ValueError, match="an even number"):
         split(

@@ -161,6 +161,10 @@ def test_results_without_counts_are_refused(tmp_path):
         write({key: value for key, value in point.items() if key != name})
         with pytest.raises(UserError, match=f"a=1.*{name}"):
             read_runs([file])
+    for count in (1e-320, 10**400):
+        write(point | {"parameters": count})
+        with pytest.raises(UserError, match="a=1 has parameters"):
+            read_runs([file])
     for wrong in ("", "[]", '{"points": 3}'):
         file.write_text(wrong)
         with pytest.raises(UserError, match="results.json"):

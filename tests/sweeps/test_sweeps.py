@@ -22,7 +22,7 @@ from qwen3next_jax.config.files import apply_overrides, load_config_file
 from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.sweeps import points, runner
-from qwen3next_jax.sweeps.check import check_points
+from qwen3next_jax.sweeps.check import check_points, check_settings
 from qwen3next_jax.sweeps.points import load_sweep, manifest
 from qwen3next_jax.sweeps.report import report
 from qwen3next_jax.sweeps.results import (
@@ -102,6 +102,21 @@ def test_points_are_all_combinations_with_plain_commands(tmp_path):
         and "--workdir=w/points/ratio=3-1,size=a,seed=0" in command
     )
     check_points(sweep)
+
+
+def test_a_shipped_sweep_is_checked_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sweep = load_sweep("configs/sweeps/ratio.py")
+    check_settings(sweep)
+    assert all("--config=configs/tiny.py" in line for line in runner.shell_lines(sweep, tmp_path))
+
+
+def test_a_sweep_of_a_billion_points_is_refused_at_once(tmp_path):
+    axes = {f"train.{name}": list(range(1, 1001)) for name in ("seed", "steps", "batch_size")}
+    path = tmp_path / "sweep.py"
+    path.write_text(f"def get_sweep():\n    return {{'base': 'tiny', 'axes': {axes}}}\n")
+    with pytest.raises(UserError, match="1,000,000,000 points .*: expected at most 10,000"):
+        load_sweep(path)
 
 
 def test_the_printed_command_of_a_point_is_that_point(tmp_path, monkeypatch):

@@ -120,7 +120,15 @@ def text_fields_in_wrapper(fields: Fields, where: str) -> Fields:
         f"{where}: tie_word_embeddings is true and false, at the top and in text_config: expected "
         "the same in both",
     )
-    note_unknown(fields, _WRAPPER_FIELDS | IGNORED | rope.FIELDS, where)
+    for name, value in present_fields(fields, rope.FIELDS).items():
+        require(
+            text.get(name) == value,
+            f"{where}: {name} = {short_repr(value)} stands beside text_config, where transformers "
+            f"ignores it: move it into text_config, which has {short_repr(text.get(name))}, or "
+            "remove it",
+        )
+    known = _WRAPPER_FIELDS | IGNORED | rope.FIELDS | set(_TEXT_FIELDS_OF_WRAPPER)
+    note_unknown(fields, known, where)
     return (
         present_fields(fields, _TEXT_FIELDS_OF_WRAPPER)
         | present_fields(text, list(text))

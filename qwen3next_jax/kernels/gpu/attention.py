@@ -1,8 +1,9 @@
-"""Attention over packed documents with tokamax's kernels for Hopper GPUs (docs/gpu.md).
+"""Attention over packed documents with cuDNN, for Hopper GPUs and later (docs/gpu.md).
 
-In a row, segment ids do not decrease before the padding, which is at the end and has the id 0. So
-the keys of a document are consecutive. A query attends to the keys from the first key of its
-document to the document's last key or, in causal attention, to the key of the query's own token.
+cuDNN keeps the documents of a row apart by their offsets and lengths. Documents of similar length
+share a call (`document_ranges.py` says why), and a call without documents is skipped. Documents of
+at most SHORT tokens are computed with XLA, all of them at once, because cuDNN's tiles of 128 tokens
+would be mostly empty. Where a row is one document, there is one call without offsets.
 
 B batch, T queries, S keys, N query heads, M key/value heads, D head width.
 """
@@ -14,168 +15,325 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.kernels import self_test
-from qwen3next_jax.kernels.gpu import tokamax
+from qwen3next_jax.kernels.gpu import cudnn, document_ranges
+from qwen3next_jax.kernels.gpu.document_ranges import SHORT
 from qwen3next_jax.ops.attention import xla
 
-WIDTHS = (64, 128, 256)
-ROWS = 128  # the numbers of queries and of keys must be multiples of this
-# The largest allowed relative L2 difference between the kernels and the XLA implementation, which
-# both round the softmax weights to bfloat16.
-TOLERANCE = 0.03
-
-
-def is_default(q, k, v, split: bool) -> bool:
-    """Returns False, so that only a call that names these kernels runs them. The reason is that a
-    training step with them never finished on the GPU (docs/gpu.md).
-    """
-    return False
+MAX_WIDTH = 256
+# The numbers of queries and of keys must be multiples of this. Without a mask of documents, some
+# releases of cuDNN give NaN if a row ends in the middle of a tile of 128 keys.
+ROWS = 128
+# The arrays of a call as cuDNN sees them, [documents, N, T, D], have fewer elements than this. From
+# here on its gradients are wrong.
+TOO_LARGE = 2**31
+# A call takes so many rows that these arrays have at most this many elements, or one row. The
+# backward pass works in one of them in float32 (2 GiB), and for grouped heads in two in bfloat16.
+ELEMENTS = 2**29
+MOST_DOCUMENTS = 2**16 - 1  # of a call, the limit of a grid's axis
+# The largest allowed relative L2 difference between cuDNN and the XLA implementation. Both round
+# the operands of three chained products to bfloat16.
+TOLERANCE = 5 * 2.0**-9
 
 
 def supports(q, k, v, split: bool) -> str:
-    """Returns why the kernels cannot run a call; "" if they can.
+    """Returns why cuDNN cannot run a call; "" if it can.
 
     Args:
       q, k, v: the queries [B, T, N, D] and the keys and values [B, S, M, D].
-      split: whether the sequence is split over a mesh axis. The kernels then get half of a shard's
-        tokens at a time.
+      split: whether the sequence is split over a mesh axis. Some calls then get half of a shard's
+        tokens.
     """
     queries, keys = (x.shape[1] // (2 if split else 1) for x in (q, k))
+    width = q.shape[3]
     if not q.dtype == k.dtype == v.dtype == jnp.bfloat16:
         return f"has q, k, v of {q.dtype}, {k.dtype}, {v.dtype}: expected bfloat16"
-    if q.shape[3] not in WIDTHS:
-        return f"has heads of {q.shape[3]} channels: expected {', '.join(map(str, WIDTHS))}"
+    if width % 8 or width > MAX_WIDTH:
+        return f"has heads of {width} channels: expected a multiple of 8, at most {MAX_WIDTH}"
     if queries % ROWS or keys % ROWS:
         return f"has {queries} queries and {keys} keys: expected multiples of {ROWS}"
-    return tokamax.unsupported()
+    if _elements(q) >= TOO_LARGE:
+        return (
+            f"has rows of {q.shape[1]} tokens of {q.shape[2]} heads of {width} channels, as which "
+            f"cuDNN sees {_elements(q):,} numbers: expected fewer than {TOO_LARGE:,}, beyond which "
+            "its gradients are wrong; split the row over `context` or the heads over `tensor`"
+        )
+    return cudnn.unsupported()
+
+
+def is_default(q, k, v, split: bool) -> bool:
+    """Returns whether a call that names no implementation runs cuDNN: if it supports the call and
+    has passed its test on this GPU. Prints the decision once.
+    """
+    reason = supports(q, k, v, split)
+    return self_test.is_enabled(test(q.shape[3], q.shape[2] != k.shape[2]), reason)
 
 
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret=False):
-    """Takes and returns the same as `ops.attention.xla.forward`. With `interpret`, that is, on a
-    CPU, it calls `xla.forward`, because Pallas' interpreter does not support everything that the
-    kernels use.
+    """Takes and returns the same as `forward` of `ops.attention.dispatch`, except that a row of
+    padding has zeros and the logsumexp UNSEEN. In a call that is not causal, the keys are tokens of
+    the row before the queries, so that at most one document has both.
     """
-    if interpret:
-        return xla.forward(
-            q, k, v, segment_ids, kv_segment_ids, scale=scale, causal=causal, block=xla.CPU_BLOCK
-        )
-    sm90 = tokamax.module("attention.pallas_mosaic_gpu_kernel_sm90")
-    config = sm90.Config(block_q=64, block_kv=64 if q.shape[3] == 256 else 128, num_stages=2)
-    kernel = functools.partial(
-        sm90.flash_attention_kernel,
-        bias=None,
-        mask=None,
-        is_causal=causal,
-        logits_soft_cap=None,
-        logits_scale=scale,
-        out_dtype=q.dtype,
-        normalize_output=True,
-        return_residuals=True,
-        use_stable_softmax=True,
-        rescale_threshold=1.0,
-        config=config,
-    )
-    o, (largest_BNT, total_BNT) = jax.vmap(
-        lambda q, k, v, start, end: kernel(q, k, v, k_start=start, k_end=end)
-    )(q, k, v, *_key_limits(segment_ids, kv_segment_ids))
-    return o, jnp.where(total_BNT > 0, largest_BNT + jnp.log(total_BNT), xla.UNSEEN)
+    run = functools.partial(_forward, scale=scale, causal=causal, interpret=interpret)
+    return _in_parts(run, q, k, v, segment_ids, kv_segment_ids)
 
 
 def backward(
     q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret=False
 ):
-    """Takes and returns the same as `ops.attention.xla.backward`. With `interpret`, that is, on a
-    CPU, it calls `xla.backward`.
+    """Takes and returns the same as `backward` of `ops.attention.dispatch`, for the calls that
+    `forward` takes. Padding gets zeros.
     """
-    if interpret:
-        return xla.backward(
-            *(q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do),
-            scale=scale,
-            causal=causal,
-            block=xla.CPU_BLOCK,
-        )
-    sm90 = tokamax.module("attention.pallas_mosaic_gpu_vjp_kernel_sm90")
-    # A thread has 168 registers if two warpgroups compute, and 255 if one does. Heads of 256
-    # channels spill fewer registers with one.
-    config = sm90.Config(
-        block_q_dkv=64,
-        block_kv_dkv=64,
-        block_q_dq=64,
-        block_kv_dq=64,
-        num_stages=2,
-        compute_wgs=1 if q.shape[3] == 256 else 2,
-    )
-    kernel = functools.partial(
-        sm90.flash_attention_vjp_kernel,
-        bias=None,
-        mask=None,
-        is_causal=causal,
-        logits_soft_cap=None,
-        logits_scale=scale,
-        ds_dtype=None,
-        config=config,
+    run = functools.partial(_backward, scale=scale, causal=causal, interpret=interpret)
+    o, do = o.astype(q.dtype), do.astype(q.dtype)
+    return _in_parts(run, q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do)
+
+
+def _elements(q) -> int:
+    """Returns the number of elements of the largest array that cuDNN sees for one row of q."""
+    _, t, n, d = q.shape
+    return max(
+        (t // of.longest * of.documents * of.longest * n * d)
+        for of in document_ranges.length_classes(t)
     )
 
-    def row_backward(q, k, v, o, logsumexp, do, start, end):
-        # The kernel takes the largest score and the sum of exponentials and computes the weights as
-        # exp(score − largest) / sum. With the logsumexp and 1 in their place it computes the same
-        # weights: exp(score − logsumexp) / 1.
-        return kernel(
-            q, k, v, (logsumexp, jnp.ones_like(logsumexp)), o, do, k_start=start, k_end=end
-        )[:3]
 
-    dq, dk, dv = jax.vmap(row_backward)(
-        q,
-        k,
-        v,
-        o.astype(q.dtype),
-        logsumexp_BNT,
-        do.astype(q.dtype),
-        *_key_limits(segment_ids, kv_segment_ids),
+def _in_parts(run, q, *arrays):
+    """Returns run(q, *arrays), computed for as many rows at a time as a call may have."""
+    documents = max(
+        q.shape[1] // of.longest * of.documents for of in document_ranges.length_classes(q.shape[1])
     )
-    return dq, dk, dv
+    rows = max(1, min(ELEMENTS // _elements(q), MOST_DOCUMENTS // documents))
+    parts = [
+        run(*(None if x is None else x[first : first + rows] for x in (q, *arrays)))
+        for first in range(0, q.shape[0], rows)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return tuple(jnp.concatenate(results) for results in zip(*parts))
 
 
-def _key_limits(segment_ids, kv_segment_ids):
-    """Returns two arrays [B, 1, T]: the index of the first key of each query's document, and one
-    more than the index of the document's last key. Padding counts as one more document. Both
-    results are None if `segment_ids` is None, that is, if a row is one document.
-
-    The axis of heads has one entry, which holds for all heads. With an entry for each head, tokamax
-    0.0.17 would use the limits of a wrong head for the gradients of keys that several query heads
-    share.
-    """
+def _forward(q, k, v, segment_ids, kv_segment_ids, *, scale, causal, interpret):
+    call = functools.partial(cudnn.forward, scale=scale, causal=causal, interpret=interpret)
     if segment_ids is None:
-        return None, None
-    last = jnp.iinfo(jnp.int32).max
-    ids_BT, kv_ids_BS = (
-        jnp.where(ids > 0, ids, last).astype(jnp.int32) for ids in (segment_ids, kv_segment_ids)
+        return call(q, k, v, None)
+    result = jnp.zeros_like(q), jnp.full((q.shape[0], *q.shape[2:0:-1]), xla.UNSEEN, jnp.float32)
+
+    def computed(q, k, v, documents, result):
+        like_q = result[0].shape
+        o, logsumexp = call(q, k, v, documents)
+        new = o.reshape(like_q), _by_token(logsumexp, documents.queries)
+        return _merge(documents.queries.covered, new, result)
+
+    if not causal:
+        documents = cudnn.Documents(*document_ranges.of_shared(segment_ids, kv_segment_ids))
+        return computed(q, k, v, documents, result)
+    first, length = document_ranges.spans(segment_ids)
+    for of in document_ranges.length_classes(q.shape[1]):
+        ranges = document_ranges.of_class(first, length, of)
+        rows = (x.reshape(-1, of.longest, *x.shape[2:]) for x in (q, k, v))
+        run = functools.partial(computed, *rows, cudnn.Documents(ranges, ranges))
+        result = _if_any(ranges.covered, run, result)
+    short = (length > 0) & (length <= SHORT)
+
+    def computed_short(result):
+        return _merge(short, _short_forward(q, k, v, segment_ids, short, scale), result)
+
+    return _if_any(short, computed_short, result)
+
+
+def _backward(
+    q, k, v, segment_ids, kv_segment_ids, o, logsumexp_BNT, do, *, scale, causal, interpret
+):
+    call = functools.partial(cudnn.backward, scale=scale, causal=causal, interpret=interpret)
+    if segment_ids is None:
+        return call(q, k, v, o, logsumexp_BNT, do, None)
+    result = tuple(map(jnp.zeros_like, (q, k, v)))
+
+    def computed(q, k, v, o, do, documents, result):
+        logsumexp = _by_document(logsumexp_BNT, documents.queries, q.shape[1])
+        new = call(q, k, v, o, logsumexp, do, documents)
+        new = tuple(x.reshape(like.shape) for x, like in zip(new, result))
+        dq = _merge(documents.queries.covered, new[:1], result[:1])
+        return *dq, *_merge(documents.keys.covered, new[1:], result[1:])
+
+    if not causal:
+        documents = cudnn.Documents(*document_ranges.of_shared(segment_ids, kv_segment_ids))
+        return computed(q, k, v, o, do, documents, result)
+    first, length = document_ranges.spans(segment_ids)
+    for of in document_ranges.length_classes(q.shape[1]):
+        ranges = document_ranges.of_class(first, length, of)
+        rows = (x.reshape(-1, of.longest, *x.shape[2:]) for x in (q, k, v, o, do))
+        run = functools.partial(computed, *rows, cudnn.Documents(ranges, ranges))
+        result = _if_any(ranges.covered, run, result)
+    short = (length > 0) & (length <= SHORT)
+
+    def computed_short(result):
+        new = _short_backward(q, k, v, segment_ids, short, o, logsumexp_BNT, do, scale)
+        return _merge(short, new, result)
+
+    return _if_any(short, computed_short, result)
+
+
+def _if_any(covered_BT, run, result):
+    """Returns run(result) if any token is covered, else `result`. It is a loop of one turn or none,
+    because XLA copies the arrays of a conditional that is skipped.
+    """
+    turns = jnp.any(covered_BT).astype(jnp.int32)
+    return jax.lax.fori_loop(0, turns, lambda _, result: run(result), result)
+
+
+def _merge(covered_BT, new, result):
+    """Returns the arrays of `new` where a token is covered, and those of `result` elsewhere. The
+    arrays are [B, T, heads, D] or [B, N, T].
+    """
+
+    def merge(x, y):
+        mask = covered_BT[..., None, None] if x.ndim == 4 else covered_BT[:, None]
+        return jnp.where(mask, x, y)
+
+    return tuple(map(merge, new, result))
+
+
+def _by_token(logsumexp, ranges: document_ranges.Ranges):
+    """Rearranges the logsumexp by document [documents, N, L] to [B, N, T]."""
+    return logsumexp[ranges.document, :, ranges.place].swapaxes(1, 2)
+
+
+def _by_document(logsumexp_BNT, ranges: document_ranges.Ranges, width: int):
+    """The reverse of `_by_token`, with UNSEEN after the last token of a document."""
+    tokens = logsumexp_BNT.swapaxes(1, 2).reshape(-1, logsumexp_BNT.shape[1])
+    place = jnp.arange(width)
+    in_document = (place < ranges.counts[:, None])[..., None]
+    at = jnp.minimum(ranges.begins[:, None] + place, tokens.shape[0] - 1)
+    return jnp.where(in_document, tokens[at], xla.UNSEEN).swapaxes(1, 2)
+
+
+# ---- documents of at most SHORT tokens
+# ---- blocks of SHORT queries see their own block of keys and the block before it
+
+
+def _short_forward(q, k, v, segment_ids, short_BT, scale):
+    """Returns o and the logsumexp of the tokens of short documents."""
+    queries, own, earlier = _short_blocks(q, k, v, segment_ids, short_BT)
+    settings = dict(scale=scale, block=SHORT)
+    (q, ids), (k, v, kv_ids), (k0, v0, kv_ids0) = queries, own, earlier
+    o, logsumexp = xla.combine(
+        xla.forward(q, k, v, ids, kv_ids, causal=True, **settings),
+        xla.forward(q, k0, v0, ids, kv_ids0, causal=False, **settings),
     )
-    search = lambda side: jax.vmap(functools.partial(jnp.searchsorted, side=side))(
-        kv_ids_BS, ids_BT
-    ).astype(jnp.int32)[:, None]
-    return search("left"), search("right")
+    b, t = short_BT.shape
+    logsumexp_BTN = logsumexp.swapaxes(1, 2).reshape(b, t, -1)
+    return o.astype(q.dtype).reshape(b, t, *o.shape[2:]), logsumexp_BTN.swapaxes(1, 2)
 
 
-def max_error(width: int, kernels=None) -> tuple[str, float]:
-    """Runs the kernels and the XLA implementation on three documents and padding, with two query
-    heads per key head. Returns the name of the result in which they differ most, and the relative
-    L2 difference.
+def _short_backward(q, k, v, segment_ids, short_BT, o, logsumexp_BNT, do, scale):
+    """Returns dq, dk and dv of the tokens of short documents."""
+    shapes = q.shape, k.shape, v.shape
+    o, do = map(_blocks, (o, do))
+    logsumexp = _blocks(logsumexp_BNT.swapaxes(1, 2)).swapaxes(1, 2)
+    (q, ids), own, earlier = _short_blocks(q, k, v, segment_ids, short_BT)
+
+    def gradients(k, v, kv_ids, causal):
+        return xla.backward(
+            *(q, k, v, ids, kv_ids, o, logsumexp, do), scale=scale, block=SHORT, causal=causal
+        )
+
+    (dq, *dkv), (dq0, *dkv0) = gradients(*own, causal=True), gradients(*earlier, causal=False)
+    back = (jnp.roll(x.reshape(shapes[1]), -SHORT, axis=1) for x in dkv0)
+    dk, dv = (x.reshape(shapes[1]) + y for x, y in zip(dkv, back))
+    return (dq + dq0).reshape(shapes[0]), dk, dv
+
+
+def _blocks(x):
+    """Splits the tokens of x [B, T, ...] into blocks, [B · T / SHORT, SHORT, ...]."""
+    return x.reshape(-1, SHORT, *x.shape[2:])
+
+
+def _short_blocks(q, k, v, segment_ids, short_BT):
+    """Returns three tuples: the queries of each block and their ids, the keys, values and ids of
+    the same block, and those of the block before it in the row. No query of a block sees a key
+    whose id is -1.
+    """
+    kv_ids = jnp.where(short_BT, segment_ids, -1)
+    # The first block gets the last one, with which it shares no short document.
+    earlier = (jnp.roll(x, SHORT, axis=1) for x in (k, v, kv_ids))
+    return (
+        (_blocks(q), _blocks(jnp.where(short_BT, segment_ids, 0))),
+        tuple(map(_blocks, (k, v, kv_ids))),
+        tuple(map(_blocks, earlier)),
+    )
+
+
+# ---- the test on the user's own GPU
+
+
+def test(width: int, grouped: bool) -> self_test.SelfTest:
+    """Returns the self-test of calls with heads of `width` channels. `grouped`: whether several
+    query heads read one key/value head.
+    """
+    return self_test.SelfTest(
+        name="attention (cuDNN)",
+        avoid=self_test.AVOID,
+        kind=(width, grouped, cudnn.version()),
+        modules=(
+            __name__,
+            cudnn.__name__,
+            document_ranges.__name__,
+            xla.__name__,
+            cudnn.ENTRY,
+        ),
+        max_error=functools.partial(max_error, width, grouped),
+        tolerance=TOLERANCE,
+        ran_on="",
+    )
+
+
+def max_error(width: int, grouped: bool, kernels=None) -> tuple[str, float]:
+    """Runs cuDNN and the XLA implementation on rows with documents of every class of length and
+    padding, on rows of one document, and on keys that lie before the queries. Returns the name of
+    the result in which they differ most, and the relative L2 difference.
 
     Args:
       width: D.
-      kernels: two functions to test instead of `forward` and `backward`; None means `forward` and
-        `backward`.
+      grouped: whether two query heads read each key/value head.
+      kernels: two functions to test instead of `forward` and `backward`; None means these two.
     """
     rng = np.random.default_rng(0)
-    array = lambda heads: jnp.asarray(rng.normal(size=(2, 2 * ROWS, heads, width)), jnp.bfloat16)
-    q, k, v, do = array(4), array(2), array(2), array(4)
-    ids = jnp.asarray([[1] * 100 + [2] * 30 + [3] * 100 + [0] * 26, [1] * 256])
+    t, heads = 1024, (4, 2) if grouped else (2, 2)
+    array = lambda n: jnp.asarray(rng.normal(size=(3, t, n, width)), jnp.bfloat16)
+    q, k, v, do = array(heads[0]), array(heads[1]), array(heads[1]), array(heads[0])
+    lengths = (300, 40, 100, 200, 64, 1, 250)
+    ids = np.zeros((3, t), np.int32)
+    ids[0, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    ids[1] = 1
+    ids[2] = np.repeat((1, 2), t // 2)
+    half = lambda x, part: x[:, part * t // 2 :][:, : t // 2]
+    cases = {
+        "": (q, k, v, do, ids, ids, True),
+        " of one document": (q, k, v, do, None, None, True),
+        " of earlier keys": (
+            *(half(q, 1), half(k, 0), half(v, 0), half(do, 1)),
+            *(half(ids, 1), half(ids, 0), False),
+        ),
+    }
 
     def results(forward, backward, **settings):
-        settings |= dict(scale=width**-0.5, causal=True)
-        o, logsumexp = forward(q, k, v, ids, ids, **settings)
-        return o, logsumexp, *backward(q, k, v, ids, ids, o, logsumexp, do, **settings)
+        found = {}
+        for case, (q, k, v, do, ids, kv_ids, causal) in cases.items():
+            seen = jnp.ones(q.shape[:2], bool)
+            if ids is not None:
+                ids, kv_ids = jnp.asarray(ids), jnp.asarray(kv_ids)
+                seen = ids > 0 if causal else ids == jnp.max(kv_ids, axis=1, keepdims=True)
+            do = jnp.where(seen[..., None, None], do, 0)
+            common = dict(scale=width**-0.5, causal=causal, **settings)
+            o, logsumexp = forward(q, k, v, ids, kv_ids, **common)
+            gradients = backward(q, k, v, ids, kv_ids, o, logsumexp, do, **common)
+            o = jnp.where(seen[..., None, None], o, 0)
+            logsumexp = jnp.where(seen[:, None], logsumexp, 0)
+            named = zip(("o", "logsumexp", "dq", "dk", "dv"), (o, logsumexp, *gradients))
+            found |= {name + case: x for name, x in named}
+        return found
 
     got = jax.jit(functools.partial(results, *(kernels or (forward, backward))))()
     want = jax.jit(functools.partial(results, xla.forward, xla.backward, block=ROWS))()
-    return self_test.largest_error(("o", "logsumexp", "dq", "dk", "dv"), got, want)
+    return self_test.largest_error(tuple(want), got.values(), want.values())

@@ -43,8 +43,6 @@ def is_default(x: Inputs, settings: Settings, split: bool) -> bool:
     """
     if x.q.shape[1] <= C // 2:  # XLA takes shorter chunks for such short rows
         return False
-    pieces = Problem.of(x, settings).pieces
-    test = delta_rule_self_test.test(
-        x.q.shape[3], x.v.shape[3], settings.normalize_qk, settings.erase, split=pieces > 1
-    )
+    key, value, over_chip = x.q.shape[3], x.v.shape[3], Problem.of(x, settings).split
+    test = delta_rule_self_test.test(key, value, settings.normalize_qk, settings.erase, over_chip)
     return self_test.is_enabled(test, supports(x, settings, split))

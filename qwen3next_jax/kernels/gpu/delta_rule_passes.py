@@ -6,21 +6,22 @@ state. A kernel of `delta_rule_states` then carries the state, or in the backwar
 from chunk to chunk. In the backward pass, the kernel of `delta_rule_gradients` finally computes the
 gradients of each chunk's inputs.
 
-If a call has too few heads to fill the chip, each row is split into pieces that run at the same
-time. An additional call of a kernel of `delta_rule_states` then computes the affine map of each
-piece: the state after the piece is U + M S if the state before it is S. Composing these maps gives
-the state before each piece.
+If a call has too few heads to fill the chip, each row is split into pieces, and two calls of
+kernels of `delta_rule_states` compute the pass. The state after a piece is U + M S if the state
+before it is S. The first call computes the first piece and the maps U + M S of all other pieces but
+the last. Composing these maps gives the state before each piece, and the second call computes all
+pieces but the first.
 
 B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key width, V value width.
 """
 
-import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.kernels.gpu import delta_rule_gradients, delta_rule_states
-from qwen3next_jax.kernels.gpu.delta_rule_problem import Problem
+from qwen3next_jax.kernels.gpu.delta_rule_problem import Problem, Split
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import C, tiles
 from qwen3next_jax.ops.delta_rule import associative, chunk_math
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
@@ -36,7 +37,7 @@ def forward(
     *,
     save: bool,
     interpret: bool = False,
-    pieces: int | None = None,
+    split: Split | None = None,
 ):
     """Computes what `ops.delta_rule.interface.Implementation.forward` describes, always in chunks
     of 64 tokens.
@@ -46,10 +47,9 @@ def forward(
 
     Args:
       interpret: whether a CPU interprets the kernels.
-      pieces: number of pieces into which each row is split, a divisor of the number of chunks; if
-        None, `Problem.best_pieces` chooses it.
+      split: how the passes of the state split the work; if None, `Problem.best_split` chooses it.
     """
-    p = Problem.of(x, settings, pieces, save=save, interpret=interpret)
+    p = Problem.of(x, settings, split, save=save, interpret=interpret)
     q, k, v = (p.pad_time(y) for y in x[:3])
     rows = p.rows(x)
     made = p.run_chunks(q, k, rows, settings.erase and inverses is None)
@@ -58,22 +58,11 @@ def forward(
     if settings.erase:
         inverses = made["inverses"] if inverses is None else from_residual(inverses, p.value_heads)
         inputs.append(inverses)
-    if p.pieces > 1:
-        u, m = _maps_of_pieces(p, p.value_tiles, inputs)
-        initial = associative.states((m, u), initial, EXACT, reverse=False)[0]
-        initial = initial.reshape(-1, *p.state_shape[1:])
-    outputs = dict(final=_transposed_states(p), o=p.shaped(*v.shape))
+    outputs = dict(o=p.shaped(*v.shape))
     if save:
         outputs["states"] = p.shaped(p.chunks, *p.state_shape)
-    results = p.run_states(
-        delta_rule_states.forward_kernel,
-        "forward",
-        outputs,
-        tiles(p.warpgroups),
-        [*inputs, transpose(initial)],
-    )
+    results, final = _carry(p, "forward", inputs, initial, outputs, tiles(p.warpgroups))
     o = results["o"][:, : x.v.shape[1]]
-    final = transpose(p.by_piece(results["final"])[-1])
     if not save:
         return o, final, None, None
     return o, final, results["states"], to_residual(inverses) if settings.erase else None
@@ -88,19 +77,23 @@ def backward(
     settings: Settings,
     *,
     interpret: bool = False,
-    pieces: int | None = None,
+    split: Split | None = None,
 ):
     """Computes what `ops.delta_rule.interface.Implementation.backward` describes, in chunks of 64
-    tokens. `inverses`, `interpret` and `pieces` have the same meaning as in `forward`.
+    tokens. `inverses`, `interpret` and `split` have the same meaning as in `forward`.
     """
-    p = Problem.of(x, settings, pieces, interpret=interpret)
+    p = Problem.of(x, settings, split, interpret=interpret)
     q, k, v, do = (p.pad_time(y) for y in (*x[:3], do.astype(x.v.dtype)))
     rows = p.rows(x)
     made = p.run_chunks(q, k, rows, False)
     known = [from_residual(inverses, p.value_heads)] if settings.erase else []
-    chunk_inputs = [made["factors"], rows, made["p"], *known]
-    out = _state_gradients(p, q, k, v, do, dfinal.astype(jnp.float32), chunk_inputs)
-    dinitial = transpose(p.by_piece(out["dinitial"])[0])
+    outputs = dict(
+        dv=p.shaped(*v.shape), dv_low=p.shaped(*v.shape), dstates=p.shaped(p.chunks, *p.state_shape)
+    )
+    inputs = [q, k, do, made["factors"], rows, made["p"], *known]
+    out, dinitial = _carry(
+        p, "backward", inputs, dfinal.astype(jnp.float32), outputs, tiles(p.warpgroups, 2)
+    )
 
     tokens = [q, k, v, do, out["dv"], out["dv_low"]]
     inputs = [*tokens, states, out["dstates"], made["factors"], rows, *known]
@@ -125,69 +118,59 @@ def backward(
     return dq, dk, out["dv"][:, :time], dg, dbeta, dinitial
 
 
-def _state_gradients(p: Problem, q, k, v, do, dfinal, chunk_inputs: list) -> dict:
-    """Runs the pass that carries the gradient of the state from the last chunk to the first.
+KERNELS = {
+    "forward": (delta_rule_states.first_forward_kernel, delta_rule_states.forward_kernel),
+    "backward": (delta_rule_states.first_backward_kernel, delta_rule_states.backward_kernel),
+}
+
+
+def _carry(p: Problem, name: str, inputs: list, first, outputs: dict, results) -> tuple[dict, Any]:
+    """Runs the pass of the state called `name`, "forward" or "backward". The second one carries the
+    gradient of the state from the last chunk to the first.
 
     Args:
-      chunk_inputs: the arrays factors, rows, P beta and, with the delta term, the inverses.
+      p: the problem.
+      name: the key of the kernels in KERNELS.
+      inputs: the input arrays of the kernels without the first states.
+      first: [B, H, K, V] float32, the state (or gradient) with which the pass starts.
+      outputs: shape and dtype of each output with an axis of tokens or chunks, by name.
+      results: shared memory from which these outputs are copied, for `Problem.run_states`.
 
     Returns:
-      dinitial: [pieces · B, H, V, K] float32, the gradient of the state before each piece.
-      dv, dv_low: [B, N C, H, V], two bfloat16 arrays whose sum is the gradient of v.
-      dstates: [N, B, H, K, V], the gradient of the state after each chunk.
+      The outputs by name, and the state (or gradient) with which the pass ends, [B, H, K, V].
     """
-    outputs = dict(dinitial=_transposed_states(p))
-    if p.pieces > 1:
-        _, m = _maps_of_pieces(p, 0, [q, k, v, *chunk_inputs])
-        # The part of the gradient of the state before each piece that comes from the outputs of
-        # that piece.
-        own = dataclasses.replace(p, map_tiles=(p.value_tiles, 0)).run_states(
-            delta_rule_states.backward_kernel,
-            "map_backward",
-            outputs,
-            tiles(1),
-            [q, k, do, *chunk_inputs],
+    rows = p.batch, p.value_heads
+    last = lambda pieces: p.shaped(pieces * rows[0], rows[1], p.value, p.key, dtype=jnp.float32)
+    first_kernel, kernel = KERNELS[name]
+    if p.pieces == 1:
+        made = p.run_states(
+            kernel, name, dict(outputs, last=last(1)), results, [*inputs, transpose(first)]
         )
-        maps = transpose(m), transpose(p.by_piece(own["dinitial"]))
-        dfinal = associative.states(maps, dfinal, EXACT, reverse=True)[0]
-        dfinal = dfinal.reshape(-1, *p.state_shape[1:])
-    outputs |= dict(
-        dv=p.shaped(*v.shape), dv_low=p.shaped(*v.shape), dstates=p.shaped(p.chunks, *p.state_shape)
+        return made, transpose(made.pop("last"))
+
+    columns = 2 * C * p.map_blocks
+    maps = p.shaped((p.pieces - 2) * rows[0], rows[1], columns, p.key, dtype=jnp.float32)
+    made = p.run_first_pieces(
+        first_kernel,
+        f"{name}_first",
+        dict(outputs, last=last(1), maps=maps),
+        results,
+        [*inputs, transpose(first)],
     )
-    return p.run_states(
-        delta_rule_states.backward_kernel,
-        "backward",
-        outputs,
-        tiles(p.warpgroups, 2),
-        [q, k, do, *chunk_inputs, transpose(dfinal)],
-    )
-
-
-def _maps_of_pieces(p: Problem, value_tiles: int, inputs: list):
-    """Returns U and M of each piece, [pieces, B, H, K, …] in float32: if S is the state before a
-    piece, U + M S is the state after it.
-
-    Args:
-      value_tiles: number of blocks of 64 value channels that U has.
-    """
-    p = dataclasses.replace(p, save=False, map_tiles=(value_tiles, p.key_tiles))
-    shape = p.pieces * p.batch, p.value_heads, p.columns * C, p.key
-    results = p.run_states(
-        delta_rule_states.forward_kernel,
-        "maps",
-        dict(maps=p.shaped(*shape, dtype=jnp.float32)),
-        tiles(1),
-        inputs,
-    )
-    return jnp.split(transpose(p.by_piece(results["maps"])), [value_tiles * C], axis=-1)
-
-
-def _transposed_states(p: Problem):
-    """Returns the shape [pieces · B, H, V, K] and dtype float32 of the kernels' transposed
-    states.
-    """
-    shape = p.pieces * p.batch, p.value_heads, p.value, p.key
-    return p.shaped(*shape, dtype=jnp.float32)
+    u, m, _ = jnp.split(transpose(p.by_piece(made["maps"])), [p.value, p.value + p.key], axis=-1)
+    firsts, after = associative.states((m, u), transpose(made["last"]), EXACT, reverse=False)
+    firsts = jnp.concatenate([firsts, after[None]]).reshape(-1, *p.state_shape[1:])
+    # The second call writes to the same arrays, which hold the first piece already.
+    refs = {output: jax.new_ref(made[output]) for output in outputs}
+    lasts = p.run_states(
+        kernel,
+        name,
+        dict(last=last(p.pieces - 1)),
+        results,
+        [*inputs, transpose(firsts), *refs.values()],
+    )["last"]
+    made = {output: jax.freeze(ref) for output, ref in refs.items()}
+    return made, transpose(p.by_piece(lasts)[-1])
 
 
 def transpose(x):

@@ -2,8 +2,8 @@
 the sizes, and the calls of the kernels over their grids.
 
 "A pass of the state" is a call of a kernel of `delta_rule_states`, which carries the state, or its
-gradient, from chunk to chunk. It may split each row into pieces that run at the same time
-(`delta_rule_passes`). "Maps" are the affine maps U + M S of these pieces, where S is the state
+gradient, from chunk to chunk. Two such calls may split each row into pieces that run at the same
+time (`delta_rule_passes`). "Maps" are the affine maps U + M S of these pieces, where S is the state
 before a piece and U + M S is the state after it.
 
 B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key width, V value width.
@@ -11,6 +11,7 @@ B batch, T time, G key heads, H value heads, N chunks of C = 64 tokens, K key wi
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +19,43 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from qwen3next_jax.kernels.gpu import delta_rule_chunks, delta_rule_states
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import C, rows, tiles
+from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.ops.delta_rule import chunk_math
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 WIDTHS = (64, 128, 256)  # the head widths that the kernels take
-# The number of streaming multiprocessors of an H200 or an H100 SXM. A block of a pass of the state
-# uses so much shared memory that it occupies one multiprocessor alone.
+# The number of streaming multiprocessors of an H200 or an H100 SXM.
 PROCESSORS = 132
-# The time in which XLA composes the maps of the pieces, as the number of chunks that a pass of the
-# state computes in that time. This is a guess; it has not been timed.
-COMPOSING = 64
+# The time that the second call of a row in pieces and XLA's composition of the maps take, as the
+# number of chunks that a pass of the state computes in that time. This is a guess; it has not been
+# timed.
+COMPOSING = 48
+MOST_PIECES = 33  # more would take XLA longer to compose than COMPOSING says
 INTERPRETER = plgpu.InterpretGPUParams()
+
+
+def processors() -> int:
+    """Returns the number of streaming multiprocessors of this process's GPU, or PROCESSORS if the
+    program is compiled for a GPU that is not here, or interpreted.
+    """
+    target = compile_target()
+    if target.described or target.platform != "gpu":
+        return PROCESSORS
+    return getattr(jax.local_devices()[0], "core_count", PROCESSORS)
+
+
+class Split(NamedTuple):
+    """How the passes of the state split the work of a call over the chip.
+
+    Attributes:
+      pieces: number of pieces into which every row is split: 1, or 3 or more, at most the number of
+        chunks. Their lengths differ by a chunk at most.
+      warpgroups: number of warpgroups that compute in a block, 1 or 2, each one tile of 64 value
+        channels; 1 if rows are split or if the number of tiles is odd.
+    """
+
+    pieces: int
+    warpgroups: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +73,7 @@ class Problem:
       erase: whether a write to the state has the delta term (`Settings.erase`).
       save: whether the forward pass writes the state before each chunk.
       interpret: whether a CPU interprets the kernels.
-      pieces: number of pieces of equal length into which every row is split in the passes of the
-        state.
-      map_tiles: for a pass that computes maps, the number of blocks of 64 columns of U and the
-        number of blocks of 64 columns of M; None for other passes.
+      split: how the passes of the state split the work over the chip.
     """
 
     batch: int
@@ -62,20 +86,19 @@ class Problem:
     erase: bool
     save: bool = False
     interpret: bool = False
-    pieces: int = 1
-    map_tiles: tuple[int, int] | None = None
+    split: Split = Split(1, 1)
 
     @classmethod
-    def of(cls, x: Inputs, settings: Settings, pieces: int | None = None, **others) -> "Problem":
-        """Returns the problem of a call. If `pieces` is None, `best_pieces` chooses the number of
-        pieces. `others` sets the fields `save` and `interpret`.
+    def of(cls, x: Inputs, settings: Settings, split: Split | None = None, **others) -> "Problem":
+        """Returns the problem of a call. If `split` is None, `best_split` chooses it. `others` sets
+        the fields `save` and `interpret`.
         """
         batch, time, key_heads, key = x.q.shape
         value_heads, value = x.v.shape[2:]
         normalize, erase = settings.normalize_qk, settings.erase
         sizes = batch, -(-time // C), key_heads, value_heads, key, value
         p = cls(*sizes, normalize, erase, **others)
-        return dataclasses.replace(p, pieces=pieces or p.best_pieces())
+        return dataclasses.replace(p, split=split or p.best_split())
 
     # ---- numbers that follow from the sizes
 
@@ -100,16 +123,12 @@ class Problem:
         return self.batch, self.value_heads, self.key, self.value
 
     @property
-    def computes_maps(self) -> bool:
-        """Whether this is the problem of a pass that computes maps."""
-        return self.map_tiles is not None
-
-    @property
-    def columns(self) -> int:
-        """The number of blocks of 64 value channels in a pass of the state. In a pass that computes
-        maps it counts the columns of U and M.
+    def map_blocks(self) -> int:
+        """The number of blocks of the grid that compute the map of a piece for a value head. Each
+        computes two tiles of 64 columns: U has `value_tiles` tiles, M has `key_tiles` tiles, and if
+        the sum is odd, the last tile of the last block has no meaning.
         """
-        return sum(self.map_tiles) if self.computes_maps else self.value_tiles
+        return -(-(self.value_tiles + self.key_tiles) // 2)
 
     @property
     def stages(self) -> int:
@@ -119,34 +138,52 @@ class Problem:
         return 1 if self.key == max(WIDTHS) else 2
 
     @property
+    def pieces(self) -> int:
+        """The number of pieces into which the passes of the state split every row."""
+        return self.split.pieces
+
+    @property
     def warpgroups(self) -> int:
-        """The number of warpgroups that compute in a block of a pass of the state. It is 1 or 2,
-        and each warpgroup computes 64 value channels. Two warpgroups share the tiles of q and k
-        that they read. One warpgroup is used if `columns` is odd, or if there are enough
-        multiprocessors for all blocks of one warpgroup.
+        """The number of warpgroups that compute in a block of a pass of the state."""
+        return self.split.warpgroups
+
+    def best_split(self) -> Split:
+        """Returns how the passes of the state split the work over the chip.
+
+        A block of a pass needs a multiprocessor to itself, because of its shared memory. A row that
+        is not split takes N chunks one after another, on B · H · tiles multiprocessors if a block
+        computes one tile. If the chip has fewer, a block computes two tiles, which share the tiles
+        of q and k that they read.
+
+        A row in P pieces takes 2 N / P chunks one after another: the first call computes piece 0
+        and the maps of P - 2 pieces, the second call computes the other P - 1 pieces. If K is at
+        most V, either call needs P - 1 times as many multiprocessors as whole rows, because a map
+        takes `map_blocks` blocks with two tiles each, and a piece `value_tiles` blocks with one. P
+        is the largest number with which the chip runs all blocks of a call at the same time, so
+        more pieces would wait for one another.
+
+        Rows are not split if that saves less than a fifth of the time (COMPOSING). So rows stay
+        whole if P is 2, which saves nothing, if they are short, and if a call has enough heads and
+        rows to fill the chip and would only pay for the maps. Neither packed documents nor gates
+        change the choice. They shrink M, or make it zero, but piece 0 takes as long as a map.
         """
-        blocks = self.pieces * self.batch * self.value_heads * self.columns
-        return 1 if self.columns % 2 or blocks <= PROCESSORS else 2
+        rows = self.batch * self.value_heads
+        pieces = 1 + processors() // (rows * max(self.value_tiles, self.map_blocks))
+        pieces = min(pieces, self.chunks, MOST_PIECES)
+        in_turn = 2 * -(-self.chunks // pieces) + COMPOSING
+        if pieces > 2 and in_turn <= 0.8 * self.chunks:
+            return Split(pieces, 1)
+        one_tile = self.value_tiles % 2 or rows * self.value_tiles <= processors()
+        return Split(1, 1 if one_tile else 2)
 
-    def best_pieces(self) -> int:
-        """Returns the number of pieces with which the passes of the state take the least time, or 1
-        if several pieces would save less than a fifth of the time. It tries the powers of two up to
-        32 that divide the number of chunks.
-
-        The time is estimated as the number of chunks that a multiprocessor computes one after
-        another. With several pieces there is an additional pass for the maps, and XLA needs time to
-        compose them (COMPOSING).
+    def chunks_of_piece(self, piece):
+        """Returns two integers: the index of the first chunk of a piece, and the number of its
+        chunks. The chunks are counted in the order in which the pass computes them.
         """
-
-        def chunks_in_turn(pieces: int) -> int:
-            passes = [self.value_tiles] + [self.value_tiles + self.key_tiles] * (pieces > 1)
-            blocks = (self.batch * self.value_heads * pieces * -(-tiles // 2) for tiles in passes)
-            return self.chunks // pieces * sum(-(-n // PROCESSORS) for n in blocks) + COMPOSING * (
-                pieces > 1
-            )
-
-        best = min((n for n in (1, 2, 4, 8, 16, 32) if self.chunks % n == 0), key=chunks_in_turn)
-        return best if chunks_in_turn(best) <= 0.8 * chunks_in_turn(1) else 1
+        if self.pieces == 1:
+            return 0, self.chunks
+        start, stop = (i * self.chunks // self.pieces for i in (piece, piece + 1))
+        return start, stop - start
 
     # ---- layouts
 
@@ -196,8 +233,8 @@ class Problem:
         return jnp.sum(x, axis=3, dtype=jnp.float32).astype(x.dtype)
 
     def by_piece(self, x):
-        """Reshapes x [pieces · B, …] to [pieces, B, …]."""
-        return x.reshape(self.pieces, self.batch, *x.shape[1:])
+        """Reshapes x [pieces · B, …], for some of the pieces, to [pieces, B, …]."""
+        return x.reshape(-1, self.batch, *x.shape[1:])
 
     # ---- calls
 
@@ -213,7 +250,7 @@ class Problem:
           grid: size of each grid axis by name.
           outputs: shape and dtype of each output by name.
           scratch: the scratch memory and barriers.
-          inputs: the input arrays.
+          inputs: the input arrays, or references to arrays (`jax.new_ref`) that the kernel changes.
           threads: `num_threads` and `thread_name` for blocks of several warpgroups.
         """
         with jax.enable_x64(False):
@@ -254,53 +291,71 @@ class Problem:
             [q, k, rows_BHN8C],
         )
 
-    def run_states(self, kernel, name: str, outputs: dict, scratch, inputs: list) -> dict:
-        """Runs a pass of the state. The grid has one block for every 64 or 128 value channels of
-        every value head in every piece of every row of the batch. Returns the outputs by name.
+    def run_states(self, kernel, name: str, outputs: dict, results, inputs: list) -> dict:
+        """Runs a pass of the state over whole rows, or over all pieces but the first. The grid has
+        one block for every 64 or 128 value channels of every value head of every row or piece.
+        Returns the outputs by name.
 
         Args:
           kernel: `delta_rule_states.forward_kernel` or `backward_kernel`.
           name: name of the kernel in a compiled program.
           outputs: shape and dtype of each output by name.
-          scratch: shared memory from which the kernel's results (O, or in the backward pass dV) are
+          results: shared memory from which the kernel's results (O, or in the backward pass dV) are
             copied to global memory.
-          inputs: the input arrays.
+          inputs: the input arrays. If rows are split, references to the arrays that
+            `run_first_pieces` returned for the first piece come last; the kernel writes to them.
         """
-        maps_forward = self.computes_maps and kernel is delta_rule_states.forward_kernel
-        copies = self.warpgroups + 5 + self.erase - 2 * maps_forward
-        barriers = [
-            plgpu.Barrier(num_arrivals=n, num_barriers=self.stages)
-            for n in (copies, self.warpgroups)
-        ]
         grid = dict(
-            value_tiles=self.columns // self.warpgroups,
+            value_tiles=self.value_tiles // self.warpgroups,
             heads=self.value_heads,
-            batch=self.pieces * self.batch,
+            batch=max(1, self.pieces - 1) * self.batch,
         )
-        return self.call(
-            kernel,
-            name,
-            grid,
-            outputs,
-            [*self._state_scratch(), scratch, *barriers],
-            inputs,
-            num_threads=self.warpgroups + 1,
-            thread_name="warpgroups",
-        )
+        scratch = self._state_scratch(self.warpgroups, results)
+        scratch += self._state_barriers(self.warpgroups)
+        return self._call_states(kernel, name, grid, outputs, scratch, inputs)
 
-    def _state_scratch(self) -> list:
+    def run_first_pieces(self, kernel, name: str, outputs: dict, results, inputs: list) -> dict:
+        """Runs the pass of the state that computes the first piece of every row, and the maps of
+        the other pieces but the last. The arguments and the result are those of `run_states`.
+        `kernel` is `delta_rule_states.first_forward_kernel` or `first_backward_kernel`.
+        """
+        blocks = self.value_tiles + (self.pieces - 2) * self.map_blocks
+        grid = dict(blocks=blocks, heads=self.value_heads, batch=self.batch)
+        unread = 2 if kernel is delta_rule_states.first_forward_kernel else 0  # q and P beta
+        barriers = self._state_barriers(1) + self._state_barriers(2, unread)
+        scratch = self._state_scratch(2, results) + barriers
+        return self._call_states(kernel, name, grid, outputs, scratch, inputs)
+
+    def _call_states(self, kernel, name, grid, outputs, scratch, inputs) -> dict:
+        """Calls a kernel of a pass of the state. The arguments are those of `call`."""
+        threads = dict(num_threads=2, thread_name="warpgroups")
+        return self.call(kernel, name, grid, outputs, scratch, inputs, **threads)
+
+    def _state_scratch(self, warpgroups: int, results) -> list:
         """Returns the shared memory of a pass of the state, in this order. For each stage: q; k; v,
         or dO in the backward pass; P beta; both parts of the inverse; the 6 rows of `factors`; the
-        8 rows that the method `rows` returns. For each warpgroup: the tiles of its state.
+        8 rows that the method `rows` returns. For each of the warpgroups: the tiles of its state.
+        Then `results`.
         """
         n, keys = self.stages, tiles(self.stages, width=self.key)
         return [
             keys,
             keys,
-            tiles(n, self.warpgroups),
+            tiles(n, warpgroups),
             tiles(n),
             tiles(n, 2),
             rows(n, 6),
             rows(n, 8),
-            tiles(self.warpgroups, height=self.key),
+            tiles(warpgroups, height=self.key),
+            results,
+        ]
+
+    def _state_barriers(self, warpgroups: int, unread: int = 0) -> list:
+        """Returns the barriers `arrived` and `read` (`delta_rule_states._StatePass`) of blocks with
+        `warpgroups` warpgroups that compute. `unread` is the number of inputs, of q, k, P beta, the
+        factors, the rows and the inverse, that the blocks do not read.
+        """
+        copies = warpgroups + 5 + self.erase - unread
+        return [
+            plgpu.Barrier(num_arrivals=n, num_barriers=self.stages) for n in (copies, warpgroups)
         ]

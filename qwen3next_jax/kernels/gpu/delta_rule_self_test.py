@@ -10,6 +10,7 @@ import numpy as np
 
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import delta_rule_passes
+from qwen3next_jax.kernels.gpu.delta_rule_problem import Split
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import C
 from qwen3next_jax.ops.delta_rule import chunk_math, chunked
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
@@ -22,7 +23,7 @@ TOLERANCE = 0.03
 
 
 def test(
-    key: int, value: int, normalize: bool, erase: bool, split: bool, interpret: bool = False
+    key: int, value: int, normalize: bool, erase: bool, split: Split, interpret: bool = False
 ) -> self_test.SelfTest:
     """Returns the test for calls of one kind.
 
@@ -31,9 +32,11 @@ def test(
       value: V, the value width.
       normalize: whether q and k are L2-normalised.
       erase: whether the write has the delta term -S^T k.
-      split: whether rows are split into pieces.
+      split: how the passes of the state split the work. All numbers of pieces above 1 are one
+        kind.
       interpret: whether a CPU interprets the kernels.
     """
+    split = Split(min(split.pieces, 3), split.warpgroups)
     kind = key, value, normalize, erase, split
     parts = "passes", "problem", "tiles", "chunks", "states", "gradients"
     modules = tuple(f"{__package__}.delta_rule_{part}" for part in parts)
@@ -44,17 +47,20 @@ def test(
         modules,
         functools.partial(max_error, *kind, interpret),
         TOLERANCE,
+        # The passes with two tiles a block and those over pieces have not run as they are now.
+        ran_on="an H200, jax 0.11.2" if split == Split(1, 1) else "",
     )
 
 
 def max_error(
-    key: int, value: int, normalize: bool, erase: bool, split: bool, interpret: bool
+    key: int, value: int, normalize: bool, erase: bool, split: Split, interpret: bool
 ) -> tuple[str, float]:
     """Runs the kernels and the implementation "chunked" in XLA. Returns the name of the output or
     gradient in which they differ most, and the relative L2 difference.
 
-    The arrays have three chunks, two documents, padding, and one key head with two value heads.
-    With `split` each chunk is a piece. The arguments have the same meaning as in `test`.
+    The arrays have three chunks, two documents, padding, and one key head with two value heads. If
+    rows are split, each chunk is a piece, and the gates are weak, so that the state before the
+    second piece still matters after it. The arguments have the same meaning as in `test`.
     """
     rng = np.random.default_rng(0)
     time, heads = 2 * C + 6, 2
@@ -67,10 +73,11 @@ def max_error(
     )
     scale = 1 if normalize else key**-0.5
     segments = chunk_math.encode_segments(jnp.asarray([[1] * 40 + [2] * (time - 44) + [0] * 4]))
+    decay = 0.01 if split.pieces > 1 else 1
     is_token = segments[:, :, None] > 0
     g, beta = (
         jnp.where(is_token, f(array(1, time, heads, dtype=jnp.float32)), 0)
-        for f in (lambda x: -jnp.exp(x), jax.nn.sigmoid)
+        for f in (lambda x: -decay * jnp.exp(x), jax.nn.sigmoid)
     )
     x = Inputs(q * scale, k * scale, v, g, beta, segments)
     initial, dfinal = (array(1, heads, key, value, dtype=jnp.float32) for _ in range(2))
@@ -82,8 +89,7 @@ def max_error(
         gradients = implementation.backward(x, *saved, do, dfinal, settings, **others)
         return o, final, *gradients
 
-    pieces = 3 if split else 1
-    kernels = functools.partial(results, delta_rule_passes, interpret=interpret, pieces=pieces)
+    kernels = functools.partial(results, delta_rule_passes, interpret=interpret, split=split)
     got = jax.jit(kernels)()
     want = jax.jit(functools.partial(results, chunked, parallel=False))()
     return self_test.largest_error(

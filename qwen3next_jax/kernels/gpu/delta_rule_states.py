@@ -1,18 +1,30 @@
 """The Mosaic GPU kernels that pass the state, or its gradient, from chunk to chunk (sm_90a).
 
-A block of the grid computes one or two tiles of 64 value channels of a value head. One warpgroup
-computes each tile, and one more warpgroup copies inputs to shared memory. The formulas are in
-docs/delta_rule.md, "In terms of E".
+A block of the grid has two warpgroups. It computes one or two tiles of 64 value channels of a value
+head, each with one warpgroup. The second warpgroup of a block that computes one tile copies inputs
+to shared memory. In a block that computes two tiles, the first warpgroup copies them as well: with
+a third warpgroup for the copies, each thread would have 168 registers. `setmaxnreg`, which moves
+registers from one warpgroup to another, has no effect if nvJitLink compiles the kernels, as it does
+with jax 0.12 where it is installed. The formulas are in docs/delta_rule.md, "In terms of E".
 
 States, errors and outputs are transposed here: their rows are value channels, and their columns are
 tokens or key channels. So they can be left operands of products, which wgmma takes from registers.
 For keys of at most 128 channels, everything that the next chunk waits for therefore stays in
 registers.
 
+If rows are split into P pieces (`Problem.best_split`), two kernels run one after the other. Pieces
+are numbered in the order in which the state, or its gradient, passes through them: in a backward
+pass, piece 0 is the end of the row. The first kernel computes piece 0, whose first state is known,
+and at the same time the affine maps of the pieces 1 to P - 2: the state after a piece is U + M S if
+S is the state before it. XLA composes the maps. The second kernel computes the pieces 1 to P - 1,
+all at the same time.
+
 C = 64 tokens of a chunk.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,21 +46,110 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
 )
 
 
-def forward_kernel(p, *refs):
-    """Computes the state of a value head from the first chunk of a piece to the last, and O. A pass
-    that computes maps computes no O. In such a pass the first value channels of the state are U,
-    which starts from zero. The remaining channels are M, which starts from the identity and gets
-    zeros as values.
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What a block of the grid computes.
+
+    Attributes:
+      b, h: the index of the row of the batch and of the value head.
+      piece: the index of the piece of the row; 0 if rows are not split.
+      index: the index, in the arrays of first and last states, of those of the piece.
+      tile: the index of the first tile of 64 columns. The columns are the value channels. In a
+        block that computes maps, they are the columns of U and then those of M.
+      warpgroups: the number of warpgroups that compute one tile each, 1 or 2.
+      maps: whether the block computes a part of the map of the piece.
     """
-    _Forward(p, *refs).run()
+
+    b: Any
+    h: Any
+    piece: Any
+    index: Any
+    tile: Any
+    warpgroups: int
+    maps: bool
+
+
+def forward_kernel(p, *refs):
+    """Computes the state of a value head from the first chunk of a row to the last, and O. If rows
+    are split into pieces, it computes all pieces but piece 0.
+    """
+    _run_rows(_Forward, p, refs)
 
 
 def backward_kernel(p, *refs):
-    """Computes the gradient of a value head's state from the last chunk of a piece to the first,
-    and dV as a high and a low part. A pass that computes maps computes only the gradient of the
-    state, which starts from zero.
+    """Computes the gradient of a value head's state from the last chunk of a row to the first, and
+    dV as a high and a low part. If rows are split into pieces, it computes all pieces but piece 0.
     """
-    _Backward(p, *refs).run()
+    _run_rows(_Backward, p, refs)
+
+
+def first_forward_kernel(p, *refs):
+    """Computes piece 0 of each row as `forward_kernel` computes a row, and the maps of the pieces
+    1 to P - 2.
+    """
+    _run_first_pieces(_Forward, p, refs)
+
+
+def first_backward_kernel(p, *refs):
+    """Computes piece 0 of each row as `backward_kernel` computes a row, and the maps of the pieces
+    1 to P - 2.
+    """
+    _run_first_pieces(_Backward, p, refs)
+
+
+def _run_rows(kind, p, refs):
+    """Runs a block of `forward_kernel` or `backward_kernel`. `kind` is the class of the block."""
+    inputs, outputs, (last, *scratch) = _split_refs(kind, p, refs)
+    index, tile = jax.lax.axis_index("batch"), jax.lax.axis_index("value_tiles")
+    place = Place(
+        b=jax.lax.rem(index, p.batch),
+        h=jax.lax.axis_index("heads"),
+        piece=1 + jax.lax.div(index, p.batch) if p.pieces > 1 else 0,
+        index=index,
+        tile=tile * p.warpgroups,
+        warpgroups=p.warpgroups,
+        maps=False,
+    )
+    kind(p, place, inputs, outputs, last, scratch).run()
+
+
+def _run_first_pieces(kind, p, refs):
+    """Runs a block of `first_forward_kernel` or `first_backward_kernel`. Of the blocks of a value
+    head, the first ones compute piece 0, and each of the others computes two tiles of columns of a
+    map.
+    """
+    inputs, outputs, (last, last_maps, *scratch) = _split_refs(kind, p, refs)
+    *scratch, arrived, read, maps_arrived, maps_read = scratch
+    b, h, block = (jax.lax.axis_index(name) for name in ("batch", "heads", "blocks"))
+    first = Place(b, h, piece=0, index=b, tile=block, warpgroups=1, maps=False)
+    number = block - p.value_tiles
+    piece = 1 + jax.lax.div(number, p.map_blocks)
+    other = Place(
+        b,
+        h,
+        piece,
+        index=(piece - 1) * p.batch + b,
+        tile=2 * jax.lax.rem(number, p.map_blocks),
+        warpgroups=2,
+        maps=True,
+    )
+
+    @pl.when(number < 0)
+    def _():
+        kind(p, first, inputs, outputs, last, [*scratch, arrived, read]).run()
+
+    @pl.when(number >= 0)
+    def _():
+        kind(p, other, inputs, outputs, last_maps, [*scratch, maps_arrived, maps_read]).run()
+
+
+def _split_refs(kind, p, refs):
+    """Returns three lists: the references to the inputs (the first states are the last input), to
+    the outputs with an axis of tokens or chunks, and all others.
+    """
+    inputs = 7 + p.erase
+    outputs = inputs + kind.outputs(p)
+    return refs[:inputs], refs[inputs:outputs], refs[outputs:]
 
 
 def state_in_shared_memory(p) -> bool:
@@ -80,70 +181,84 @@ class _StatePass:
     Attributes:
       first_to_last: True if the block goes from the first chunk of its piece to the last; False if
         it goes from the last chunk to the first.
-      b, h: the index of the row of the batch and of the value head.
-      w, c: the index of the warpgroup in the block, and of the tile of value channels that it
-        computes.
+      place: what the block computes.
+      w, c: the index of the warpgroup in the block, and of the tile of columns that it computes.
+        A warpgroup that only copies has no tile.
       inputs: seven pairs (array in global memory or None, its copy in shared memory with one slot
         for each stage): q, k, v (in the backward pass dO), P beta, the factors, the rows and the
         inverse. A pair whose array is None is not copied.
-      first_gmem: the state (or gradient) with which each piece starts; None in a pass that computes
-        maps.
-      last_gmem: the output for the state (or gradient) with which each piece ends.
+      first_gmem: the states (or gradients) with which pieces start.
+      last_gmem: the output for the states (or gradients) with which pieces end.
       arrived, read: two barriers for each slot. `arrived` is passed when the slot's inputs have
         been copied, `read` when all computing warpgroups have read them.
     """
 
     first_to_last: bool
 
-    def __init__(self, p):
-        b, self.h, c, self.w = (
-            jax.lax.axis_index(name) for name in ("batch", "heads", "value_tiles", "warpgroups")
+    def __init__(self, p, place: Place, inputs, last_gmem, scratch):
+        q_gmem, k_gmem, v_gmem, factors_gmem, rows_gmem, p_gmem, *inverses_gmem, first = inputs
+        q, k, v, products, inverse, factors, rows, state_tiles, result_tiles, *barriers = scratch
+        self.p, self.place, self.w = p, place, jax.lax.axis_index("warpgroups")
+        self.b, self.h, self.c = place.b, place.h, place.tile + self.w
+        self.first_gmem, self.last_gmem = first, last_gmem
+        self.q, self.k, self.v, self.p_ref = q, k, v, products
+        self.inverse, self.factors, self.rows = inverse, factors, rows
+        self.state_tiles, self.result_tiles = state_tiles, result_tiles
+        self.arrived, self.read = barriers
+        self.inputs = (
+            (q_gmem, q),
+            (k_gmem, k),
+            (v_gmem, v),
+            (p_gmem, products),
+            (factors_gmem, factors),
+            (rows_gmem, rows),
+            (inverses_gmem[0] if p.erase else None, inverse),
         )
-        self.p, self.b, self.c = p, jax.lax.rem(b, p.batch), c * p.warpgroups + self.w
+
+    @staticmethod
+    def outputs(p) -> int:
+        """Returns the number of outputs with an axis of tokens or chunks."""
+        raise NotImplementedError
 
     def run(self):
-        """Runs the block. The last warpgroup copies the inputs of every chunk to a slot as soon as
-        all other warpgroups have read the slot's earlier inputs. The other warpgroups compute the
-        chunks one after another.
+        """Runs the block. The inputs of a chunk are copied to a slot as soon as all computing
+        warpgroups have read the slot's earlier inputs. The chunks are computed one after another.
         """
-        p = self.p
-        length, w = p.chunks // p.pieces, jax.lax.axis_index("warpgroups")
-        start = jax.lax.div(jax.lax.axis_index("batch"), p.batch) * length
-        number = lambda i: start + (i if self.first_to_last else length - 1 - i)
+        p, w = self.p, self.w
+        start, length = p.chunks_of_piece(self.place.piece)
+        number = lambda i: start + i if self.first_to_last else p.chunks - 1 - start - i
 
-        @pl.when(w == p.warpgroups)
-        def _():
-            if not p.interpret:
-                registers = 24 if state_in_shared_memory(p) else 40
-                plgpu.set_max_registers(registers, action="decrease")
+        def copy(i):
+            slot = jax.lax.rem(i, p.stages)
+            pl.when(i >= p.stages)(lambda: plgpu.barrier_wait(self.read.at[slot]))
+            self.start_copies(number(i), slot, self.arrived.at[slot])
 
-            @pl.loop(0, length)
-            def _(i):
-                slot = jax.lax.rem(i, p.stages)
-                pl.when(i >= p.stages)(lambda: plgpu.barrier_wait(self.read.at[slot]))
-                self.start_copies(number(i), slot, self.arrived.at[slot])
+        def step(i, state):
+            slot = jax.lax.rem(i, p.stages)
+            # Without this barrier, the compiler keeps the addresses of all arrays in the slot in
+            # registers during the whole loop.
+            if p.stages == 1:
+                slot = jax.lax.optimization_barrier(slot)
+            plgpu.barrier_wait(self.arrived.at[slot])
+            state = self.chunk(number(i), slot, state)
+            plgpu.commit_smem()  # all reads of the slot end before a copy writes to it
+            plgpu.barrier_arrive(self.read.at[slot])
+            if self.place.warpgroups > 1:
+                pl.when((w == 0) & (i + p.stages < length))(lambda: copy(i + p.stages))
+            return state
 
-        @pl.when(w < p.warpgroups)
-        def _():
-            if not p.interpret:
-                registers = 240 if state_in_shared_memory(p) else 232
-                plgpu.set_max_registers(registers, action="increase")
-
-            def step(i, state):
-                slot = jax.lax.rem(i, p.stages)
-                # Without this barrier, the compiler keeps the addresses of all arrays in the slot
-                # in registers during the whole loop.
-                if p.stages == 1:
-                    slot = jax.lax.optimization_barrier(slot)
-                plgpu.barrier_wait(self.arrived.at[slot])
-                state = self.chunk(number(i), slot, state)
-                plgpu.commit_smem()  # all reads of the slot end before a copy writes to it
-                plgpu.barrier_arrive(self.read.at[slot])
-                return state
-
+        def compute():
             state = jax.lax.fori_loop(0, length, step, self.first_state())
             self.store_last_state(state)
             plgpu.wait_smem_to_gmem(0)
+
+        if self.place.warpgroups > 1:
+            first_copies = jnp.minimum(length, p.stages)
+            pl.when(w == 0)(lambda: pl.loop(0, first_copies)(copy))
+            compute()
+        else:
+            pl.when(w == 1)(lambda: pl.loop(0, length)(copy))
+            pl.when(w == 0)(compute)
 
     def chunk(self, n, slot, state):
         """Computes chunk n from the inputs in `slot`. Takes and returns this warpgroup's 64 rows of
@@ -152,26 +267,35 @@ class _StatePass:
         raise NotImplementedError
 
     def first_state(self):
-        """Returns the transposed state with which the piece starts: the 64 value channels of this
-        warpgroup by all key channels, float32. In a pass that computes maps it is zeros for the
+        """Returns the transposed state with which the piece starts: the 64 columns of this
+        warpgroup by all key channels, float32. In a block that computes maps it is zeros for the
         tiles of U and 64 rows of the identity for the tiles of M.
         """
-        p, c = self.p, self.c
-        if not p.computes_maps:
+        if not self.place.maps:
             return plgpu.load(
-                self.first_gmem.at[jax.lax.axis_index("batch"), self.h, channels(c)],
+                self.first_gmem.at[self.place.index, self.h, channels(self.c)],
                 layout=plgpu.Layout.WGMMA,
                 optimized=False,
             )
         i, j = (
-            plgpu.broadcasted_iota(jnp.int32, (C, p.key), axis, layout=plgpu.Layout.WGMMA)
+            plgpu.broadcasted_iota(jnp.int32, (C, self.p.key), axis, layout=plgpu.Layout.WGMMA)
             for axis in (0, 1)
         )
-        return jnp.where(i + (c - p.map_tiles[0]) * C == j, 1.0, 0.0)
+        return jnp.where(i + (self.c - self.p.value_tiles) * C == j, 1.0, 0.0)
 
     def store_last_state(self, state):
         """Stores the state (or gradient) with which the piece ends."""
-        self.last_gmem[jax.lax.axis_index("batch"), self.h, channels(self.c)] = state
+        self.last_gmem[self.place.index, self.h, channels(self.c)] = state
+
+    def load_values(self, slot):
+        """Returns the transposed tile of v, or in the backward pass of dO. M starts from the
+        identity and gets zeros as values: for tiles of M the result is zeros.
+        """
+        values = load_transposed(self.v.at[slot, self.w])
+        if not self.place.maps:
+            return values
+        is_u = (self.c < self.p.value_tiles).astype(jnp.float32)
+        return (values.astype(jnp.float32) * is_u).astype(jnp.bfloat16)
 
     def start_copies(self, n, slot, barrier):
         """Starts the copies of chunk n's inputs to a slot: q and k, the tiles of v or dO of all
@@ -184,8 +308,8 @@ class _StatePass:
         for source, target in keys:
             if source is not None:
                 copy(source.at[b, tokens(n), jax.lax.div(h, p.heads_per_key)], target.at[slot])
-        for w in range(p.warpgroups):
-            c = jnp.minimum(jax.lax.axis_index("value_tiles") * p.warpgroups + w, p.value_tiles - 1)
+        for w in range(self.place.warpgroups):
+            c = jnp.minimum(self.place.tile + w, p.value_tiles - 1)
             copy(values[0].at[b, tokens(n), h, channels(c)], values[1].at[slot, w])
         for source, target in (products, factors, rows):
             if source is not None:
@@ -215,31 +339,21 @@ class _StatePass:
 
 
 class _Forward(_StatePass):
-    """The block of a forward pass."""
+    """The block of a forward pass. A block that computes maps computes no O."""
 
     first_to_last = True
 
-    def __init__(self, p, q_gmem, k_gmem, v_gmem, factors_gmem, rows_gmem, p_gmem, *refs):
-        super().__init__(p)
-        refs = list(refs)
-        inverses_gmem = refs.pop(0) if p.erase else None
-        self.first_gmem = None if p.computes_maps else refs.pop(0)
-        self.last_gmem = refs.pop(0)
-        self.o_gmem = None if p.computes_maps else refs.pop(0)
-        self.states_gmem = refs.pop(0) if p.save else None
-        *targets, self.state_tiles, self.o_tiles, self.arrived, self.read = refs
-        self.q, self.k, self.v, self.p_ref, self.inverse, self.factors, self.rows = targets
-        if p.computes_maps:
-            q_gmem = p_gmem = None
-        self.inputs = (
-            (q_gmem, self.q),
-            (k_gmem, self.k),
-            (v_gmem, self.v),
-            (p_gmem, self.p_ref),
-            (factors_gmem, self.factors),
-            (rows_gmem, self.rows),
-            (inverses_gmem, self.inverse),
-        )
+    def __init__(self, p, place, inputs, outputs, last_gmem, scratch):
+        super().__init__(p, place, inputs, last_gmem, scratch)
+        self.o_gmem, *states_gmem = outputs
+        self.states_gmem = states_gmem[0] if p.save and not place.maps else None
+        if place.maps:
+            _, k, v, _, *others = self.inputs
+            self.inputs = ((None, self.q), k, v, (None, self.p_ref), *others)
+
+    @staticmethod
+    def outputs(p) -> int:
+        return 1 + p.save
 
     def chunk(self, n, slot, state):
         body = functools.partial(self.products, n, slot, state)
@@ -250,12 +364,12 @@ class _Forward(_StatePass):
         `outputs`, `errors` and `after` are accumulators for K S, O, E and S'.
         """
         p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
-        maps, from_shared = p.computes_maps, state_in_shared_memory(p)
+        maps, from_shared = self.place.maps, state_in_shared_memory(p)
         factors = self.factors.at[slot]
         before, copy_state = self.state_operand(
             state,
             self.state_tiles.at[w],
-            self.states_gmem.at[n, b, h, :, channels(c)] if p.save else None,
+            None if self.states_gmem is None else self.states_gmem.at[n, b, h, :, channels(c)],
             in_flight=1,
         )
         if p.erase:
@@ -263,9 +377,7 @@ class _Forward(_StatePass):
         if not (maps or from_shared):
             outputs.add(before, transposed(self.q.at[slot]))
         copy_state()
-        values = load_transposed(self.v.at[slot, w]).astype(jnp.float32)
-        if maps:
-            values = values * (c < p.map_tiles[0]).astype(jnp.float32)
+        values = self.load_values(slot).astype(jnp.float32)
         if p.erase:
             in_flight = 0 if maps or from_shared else 1
             values = (values - along_j(factors, K_GAMMA) * k_state.read(in_flight)).astype(
@@ -299,42 +411,32 @@ class _Forward(_StatePass):
 
     def copy_outputs(self, n, outputs, in_flight: int):
         """Waits for all products except the last `in_flight` ones, then starts the copy of O to
-        global memory. In a pass that computes maps it does nothing.
+        global memory. In a block that computes maps it does nothing.
         """
-        if self.p.computes_maps:
+        if self.place.maps:
             return
         store_transposed(
             outputs.read(in_flight),
-            self.o_tiles.at[self.w],
+            self.result_tiles.at[self.w],
             self.o_gmem.at[self.b, tokens(n), self.h, channels(self.c)],
             in_flight=int(self.p.save),
         )
 
 
 class _Backward(_StatePass):
-    """The block of a backward pass."""
+    """The block of a backward pass. A block that computes maps computes only the gradient of the
+    state.
+    """
 
     first_to_last = False
 
-    def __init__(self, p, q_gmem, k_gmem, do_gmem, factors_gmem, rows_gmem, p_gmem, *refs):
-        super().__init__(p)
-        refs = list(refs)
-        inverses_gmem = refs.pop(0) if p.erase else None
-        self.first_gmem = None if p.computes_maps else refs.pop(0)
-        self.last_gmem = refs.pop(0)
-        if not p.computes_maps:
-            *self.dv_gmems, self.dstates_gmem = (refs.pop(0) for _ in range(3))
-        *targets, self.dstate_tiles, self.dv_tiles, self.arrived, self.read = refs
-        self.q, self.k, self.do, self.p_ref, self.inverse, self.factors, self.rows = targets
-        self.inputs = (
-            (q_gmem, self.q),
-            (k_gmem, self.k),
-            (do_gmem, self.do),
-            (p_gmem, self.p_ref),
-            (factors_gmem, self.factors),
-            (rows_gmem, self.rows),
-            (inverses_gmem, self.inverse),
-        )
+    def __init__(self, p, place, inputs, outputs, last_gmem, scratch):
+        super().__init__(p, place, inputs, last_gmem, scratch)
+        *self.dv_gmems, self.dstates_gmem = outputs
+
+    @staticmethod
+    def outputs(p) -> int:
+        return 3
 
     def chunk(self, n, slot, state):
         body = functools.partial(self.products, n, slot, state)
@@ -346,14 +448,14 @@ class _Backward(_StatePass):
         are accumulators for K dS', (P beta)^T dO, dV and dS.
         """
         p, b, h, w, c = self.p, self.b, self.h, self.w, self.c
-        maps, from_shared = p.computes_maps, state_in_shared_memory(p)
+        maps, from_shared = self.place.maps, state_in_shared_memory(p)
         factors = self.factors.at[slot]
         target = None if maps else self.dstates_gmem.at[n, b, h, :, channels(c)]
-        after, copy_state = self.state_operand(dstate, self.dstate_tiles.at[w], target, in_flight=2)
+        after, copy_state = self.state_operand(dstate, self.state_tiles.at[w], target, in_flight=2)
         k_dstate.add(after, transposed(self.k.at[slot]))
         if from_shared:
             p_do.start(along_j(factors, K_RHO) * k_dstate.read())
-        doutputs = load_transposed(self.do.at[slot, w])
+        doutputs = self.load_values(slot)
         p_do.add(doutputs, self.p_ref.at[slot])
         copy_state()
         if from_shared:
@@ -374,6 +476,9 @@ class _Backward(_StatePass):
         if not maps:
             for i, (x, gmem) in enumerate(zip(high_and_low(dvalues), self.dv_gmems)):
                 store_transposed(
-                    x, self.dv_tiles.at[w, i], gmem.at[b, tokens(n), h, channels(c)], in_flight=2
+                    x,
+                    self.result_tiles.at[w, i],
+                    gmem.at[b, tokens(n), h, channels(c)],
+                    in_flight=2,
                 )
         return before.read()

@@ -1,13 +1,22 @@
-"""Grouped matrix products with tokamax's kernels for Hopper GPUs (docs/gpu.md). Rows are sorted by
-group, and the rows of a group are multiplied by the matrix of that group. Rows after the last group
-belong to no group.
+"""Grouped matrix products with tokamax's kernels (docs/gpu.md). Rows are sorted by group, and the
+rows of a group are multiplied by the matrix of that group. Rows after the last group belong to no
+group.
+
+On a Hopper GPU (H100, H200), y and dx are products of the Mosaic kernel and dw is one of the Triton
+kernel; on other GPUs from Ampere on, all three are Triton's. The files that tokamax ships with its
+measurements on an H100 (tokamax/data/autotuning) give for 131,072 to 524,288 rows, widths of 768 to
+4,096 and 128 experts, in TFLOP/s: y 384 to 468 by Mosaic and 152 to 505 by Triton, dx 296 to 425
+and 147 to 430, dw 108 to 119 and 591 to 725. The tiles below are those that were fastest there.
 
 R rows, D input width, F output width, E groups.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import backend
 
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import tokamax
@@ -16,114 +25,270 @@ from qwen3next_jax.kernels.gpu import tokamax
 # bfloat16 operands. Both sum in float32 and round the result to bfloat16.
 TOLERANCE = 0.02
 MIN_ROWS = 128  # calls of fewer rows than a tile do not run the kernels by default
+# The Mosaic kernels copy tiles of 8 x 64 and 1 x 64 numbers, and a copy takes only arrays that
+# consist of whole tiles (jax/experimental/mosaic/gpu/launch_context.py, TileTransform). They read x
+# [R, D], w [D, F] and dy [R, F], and for dw also x transposed, [D, R].
+WIDTHS = 64
+ROWS = 64
 
 
 def supports(x, weights) -> str:
     """Returns why the kernels cannot run a call; "" if they can.
 
     Args:
-      x: [R, D], the rows.
+      x: [R, D], the rows. Any number of rows can be run: they are padded to a multiple of ROWS.
       weights: the arrays of matrices [E, D, F], one array for each product of the call.
     """
     if {x.dtype, *(w.dtype for w in weights)} != {jnp.dtype(jnp.bfloat16)}:
         return f"has rows of {x.dtype} and matrices of {weights[0].dtype}: expected bfloat16"
-    if any(n % 64 for w in weights for n in w.shape[1:]) or x.shape[0] % 8:
-        return (
-            f"has {x.shape[0]} rows, matrices of {weights[0].shape[1:]}: expected multiples of 8 "
-            "and 64"
-        )
-    return tokamax.unsupported()
+    return next(filter(None, (_choose(*w.shape[1:]).refusal for w in weights)), "")
 
 
 def is_default(x, weights) -> bool:
     """Returns whether a call that names no implementation runs the kernels. The call runs them if
-    it has at least MIN_ROWS rows, if the kernels support it and if they passed their test on this
+    it has at least MIN_ROWS rows, if the kernels support it and if they passed their tests on this
     GPU. For MIN_ROWS rows or more the function prints the decision once.
     """
     if x.shape[0] < MIN_ROWS:
         return False
-    return self_test.is_enabled(test(), supports(x, weights))
+    refusal = supports(x, weights)
+    return all([self_test.is_enabled(test(*w.shape[1:]), refusal) for w in weights])
+
+
+class _Kernels(NamedTuple):
+    """The languages of the kernels for matrices of one shape, "mosaic" or "triton".
+
+    Attributes:
+      rows: of those for y and dx.
+      weights: of the one for dw.
+      refusal: why no kernels can run; "" if they can.
+    """
+
+    rows: str = ""
+    weights: str = ""
+    refusal: str = ""
+
+
+def _choose(*widths: int) -> _Kernels:
+    """Returns the kernels for matrices of `widths`, (D, F)."""
+    no_triton = tokamax.triton_unsupported()
+    no_mosaic = tokamax.unsupported()
+    if not no_mosaic and any(width % WIDTHS for width in widths):
+        no_mosaic = f"has matrices of {widths}: expected multiples of {WIDTHS}"
+    if no_mosaic and no_triton:
+        same = no_mosaic == no_triton
+        return _Kernels(refusal=no_mosaic if same else f"{no_mosaic}; Triton's run {no_triton}")
+    if not no_mosaic and no_triton:
+        self_test.say(
+            "grouped products: expect gradients of the experts' weights to take several times as "
+            f"long: they do not run in Triton, {no_triton}"
+        )
+    return _Kernels("triton" if no_mosaic else "mosaic", "mosaic" if no_triton else "triton")
 
 
 def matmul(x_RD, w_EDF, sizes_E):
     """Returns y [R, F], the result of `ops.grouped_matmul`, with zeros in rows of no group.
     `sizes_E` [E] has the number of rows of each group.
     """
-    kernel = tokamax.module("ragged_dot.pallas_mosaic_gpu_kernel_sm90").ragged_dot_kernel
-    y_RF = kernel(x_RD, w_EDF, sizes_E, x_RD.dtype, _config(block_m=128, num_stages=4))
-    # The kernel does not write the rows of no group.
-    return jnp.where(jnp.arange(x_RD.shape[0])[:, None] < jnp.sum(sizes_E), y_RF, 0)
+    return _zeros_after(sizes_E, product(x_RD, w_EDF, sizes_E))
 
 
 def gradients(x_RD, w_EDF, sizes_E, dy_RF):
     """Returns the gradients of x_RD and w_EDF, given dy_RF [R, F], the gradient of y."""
-    kernel = tokamax.module(
-        "ragged_dot.pallas_mosaic_gpu_kernel_sm90"
-    ).ragged_contracting_dim_dot_kernel
-    return matmul(dy_RF, w_EDF.swapaxes(1, 2), sizes_E), kernel(
-        x_RD, dy_RF, sizes_E, w_EDF.dtype, _config(block_m=64, num_stages=2)
+    return matmul(dy_RF, w_EDF.swapaxes(1, 2), sizes_E), weight_gradients(
+        x_RD, dy_RF, sizes_E, w_EDF.dtype
     )
 
 
-def _config(**sizes):
-    """Returns tokamax's settings of a kernel. `sizes` are `block_m` and `num_stages`."""
+def product(x_RD, w_EDF, sizes_E):
+    """Returns y [R, F], where rows of no group are undefined. What x has in those rows does not
+    matter.
+    """
+    run = _mosaic_product if _choose(*w_EDF.shape[1:]).rows == "mosaic" else _triton_product
+    return run(_padded(x_RD), w_EDF, sizes_E)[: x_RD.shape[0]]
+
+
+def weight_gradients(x_RD, dy_RF, sizes_E, dtype):
+    """Returns dw [E, D, F], the sum of x_r dy_rᵀ over the rows r of each group; zeros for a group
+    without rows. What x and dy have in rows of no group does not matter.
+    """
+    kernels = _choose(x_RD.shape[1], dy_RF.shape[1])
+    run = _mosaic_weight_gradients if kernels.weights == "mosaic" else _triton_weight_gradients
+    return run(_padded(x_RD), _padded(dy_RF), sizes_E, dtype)
+
+
+def _zeros_after(sizes_E, y_RF):
+    """Returns y_RF with zeros in rows of no group."""
+    return jnp.where(jnp.arange(y_RF.shape[0])[:, None] < jnp.sum(sizes_E), y_RF, 0)
+
+
+def _padded(x_RD):
+    """Returns x_RD with zeros after its rows, so that their number is a multiple of ROWS."""
+    missing = -x_RD.shape[0] % ROWS
+    return jnp.pad(x_RD, ((0, missing), (0, 0))) if missing else x_RD
+
+
+# ---- Mosaic
+
+
+def mosaic_tiles(width: int) -> dict:
+    """Returns tokamax's settings for y and dx, which sum over `width` numbers. A stage of the
+    pipeline takes 48 KiB of the 227 KiB of shared memory, and the result 16 KiB. Where few stages
+    are summed, two blocks share a multiprocessor, so that one computes while the other writes.
+    """
+    tiles = dict(block_m=128, block_n=64, block_k=128)
+    if width <= 512:
+        return tiles | dict(num_stages=2, persistent=False, minor="M", grid_tile_width=1)
+    return tiles | dict(num_stages=4, persistent=True, minor="N", grid_tile_width=8)
+
+
+MOSAIC_TILES_DW = dict(
+    block_m=128,
+    block_n=64,
+    block_k=128,
+    num_stages=2,
+    persistent=False,
+    minor="M",
+    grid_tile_width=1,
+)
+
+
+def mosaic_config(minor: str, **settings):
+    """Returns tokamax's settings of a Mosaic kernel. `minor` is the dimension, "M" or "N", along
+    which neighbouring blocks of the grid lie.
+    """
     common = tokamax.module("ragged_dot.pallas_mosaic_gpu_common")
-    return common.Config(
-        block_n=64,
-        block_k=128,
-        split_k=1,
-        persistent=False,
-        grid_minor_dim=common.MatmulDimension.M,
-        **sizes,
+    return common.Config(split_k=1, grid_minor_dim=common.MatmulDimension[minor], **settings)
+
+
+def _mosaic_product(x_RD, w_EDF, sizes_E):
+    kernel = tokamax.module("ragged_dot.pallas_mosaic_gpu_kernel_sm90").ragged_dot_kernel
+    tiles = mosaic_tiles(x_RD.shape[1])
+    # A persistent kernel asks the process's GPU for the number of its multiprocessors. Without a
+    # GPU, where a program is only compiled, the kernel is not persistent.
+    has_gpu = hasattr(backend.get_default_device(), "core_count")
+    config = mosaic_config(**tiles | dict(persistent=tiles["persistent"] and has_gpu))
+    return kernel(x_RD, w_EDF, sizes_E, x_RD.dtype, config)
+
+
+def _mosaic_weight_gradients(x_RD, dy_RF, sizes_E, dtype):
+    sm90 = tokamax.module("ragged_dot.pallas_mosaic_gpu_kernel_sm90")
+    # The kernel multiplies rows of no group by zero, so they have to be finite.
+    x_RD, dy_RF = _zeros_after(sizes_E, x_RD), _zeros_after(sizes_E, dy_RF)
+    return sm90.ragged_contracting_dim_dot_kernel(
+        x_RD, dy_RF, sizes_E, dtype, mosaic_config(**MOSAIC_TILES_DW)
     )
 
 
-def test() -> self_test.SelfTest:
-    """Returns the test, which is the same for all calls."""
-    names = "pallas_mosaic_gpu_kernel_sm90", "pallas_mosaic_gpu_common"
-    modules = tuple(f"tokamax._src.ops.ragged_dot.{name}" for name in names)
+# ---- Triton
+
+
+def triton_tiles(chip: float) -> dict:
+    """Returns tokamax's settings for y and dx on a GPU of the compute capability `chip`. Shared
+    memory holds block_m · block_k + block_k · block_n numbers for each stage.
+    """
+    if int(chip) == 10:
+        return dict(block_m=256, block_n=256, block_k=32, num_warps=4, num_stages=3)
+    if chip == 8.0:
+        return dict(block_m=64, block_n=256, block_k=32, num_warps=4, num_stages=5)
+    return dict(block_m=128, block_n=128, block_k=32, num_warps=4, num_stages=4)
+
+
+def triton_tiles_dw(chip: float) -> dict:
+    """Returns tokamax's settings for dw on a GPU of the compute capability `chip`."""
+    if int(chip) == 10:
+        return dict(block_m=256, block_n=256, block_k=32, num_warps=8, num_stages=5)
+    if chip == 9.0:
+        return dict(block_m=128, block_n=256, block_k=32, num_warps=8, num_stages=5)
+    if chip == 8.0:
+        return dict(block_m=256, block_n=64, block_k=64, num_warps=4, num_stages=3)
+    return dict(block_m=128, block_n=128, block_k=32, num_warps=4, num_stages=4)
+
+
+_PRECISION = (jax.lax.Precision.DEFAULT,) * 2
+
+
+def _triton_product(x_RD, w_EDF, sizes_E):
+    triton = tokamax.module("ragged_dot.triton")
+    return triton._ragged_dot(
+        x_RD,
+        w_EDF,
+        group_sizes=sizes_E,
+        precision=_PRECISION,
+        out_dtype=x_RD.dtype,
+        split_k_intermediate_dtype=None,
+        config=triton.Config(**triton_tiles(tokamax.capability())),
+    )
+
+
+def _triton_weight_gradients(x_RD, dy_RF, sizes_E, dtype):
+    triton = tokamax.module("ragged_dot.triton")
+    return triton._ragged_contracting_dim_dot(
+        x_RD,
+        dy_RF,
+        group_sizes=sizes_E,
+        precision=_PRECISION,
+        out_dtype=dtype,
+        config=triton.Config(**triton_tiles_dw(tokamax.capability())),
+    )
+
+
+# ---- the test
+
+
+def test(*widths: int) -> self_test.SelfTest:
+    """Returns the test for matrices of `widths`, (D, F)."""
+    kernels = _choose(*widths)
+    languages = {"mosaic": "pallas_mosaic_gpu_kernel_sm90", "triton": "triton"}
+    used = sorted({languages[name] for name in kernels[:2] if name})
+    names = ("tokamax._src.ops.ragged_dot." + name for name in used)
     return self_test.SelfTest(
         "grouped products",
         self_test.AVOID,
-        (tokamax.RELEASE,),
-        modules,
-        max_error,
+        (tokamax.RELEASE, *kernels[:2], *widths),
+        (__name__, *names),
+        lambda: max_error(*widths),
         TOLERANCE,
         ran_on="",
     )
 
 
-def max_error(functions=None) -> tuple[str, float]:
-    """Runs the kernels and the XLA products on groups that end inside a tile, an empty group and
-    rows of no group. Returns the name of the result in which they differ most, and the relative L2
-    difference.
+def max_error(*widths: int, functions=None) -> tuple[str, float]:
+    """Runs the kernels and XLA products on what a layer may hand to them: groups that end inside a
+    tile, a group of several tiles, a group without rows, and rows of no group, which are NaN.
+    Returns the name of the result in which they differ most, and the relative L2 difference.
 
     Args:
+      widths: (D, F) of the matrices.
       functions: two functions to test instead of `matmul` and `gradients`; None means `matmul` and
         `gradients`.
     """
+    d, f = widths
+    sizes, rows = (130, 0, 257, 69), 640
     rng = np.random.default_rng(0)
     array = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-    sizes = np.array([130, 0, 57, 69])
-    x, w, dy = array(264, 192), array(len(sizes), 192, 64), array(264, 64)
-    results = lambda matmul, gradients: jax.jit(
-        lambda x, w, dy: (
-            matmul(x, w, jnp.asarray(sizes, jnp.int32)),
-            *gradients(x, w, jnp.asarray(sizes, jnp.int32), dy),
-        )
-    )(x, w, dy)
-    group = np.repeat(np.arange(len(sizes) + 1), [*sizes, 264 - sum(sizes)])
+    x, w, dy = array(rows, d), array(len(sizes), d, f), array(rows, f)
+    ends = np.cumsum(sizes)
+    multiply, differentiate = functions or (matmul, gradients)
 
-    def dense(x, w, *_):
-        matrices = jnp.concatenate([w, jnp.zeros_like(w[:1])]).astype(jnp.float32)
-        return jnp.einsum(
-            "rd,rdf->rf",
-            x.astype(jnp.float32),
-            matrices[group],
-            precision=jax.lax.Precision.HIGHEST,
-        ).astype(x.dtype)
+    def products(x, w, dy):
+        x, dy = (a.at[ends[-1] :].set(jnp.nan) for a in (x, dy))
+        sizes_E = jnp.asarray(sizes, jnp.int32)
+        return multiply(x, w, sizes_E), *differentiate(x, w, sizes_E, dy)
 
-    want = results(dense, lambda x, w, _, dy: jax.vjp(dense, x, w)[1](dy))
+    def expected(x, w, dy):
+        exact = dict(precision=jax.lax.Precision.HIGHEST)
+        x, w, dy = (a.astype(jnp.float32) for a in (x, w, dy))
+        groups = [
+            (x[end - size : end], w[e], dy[end - size : end])
+            for e, (size, end) in enumerate(zip(sizes, ends))
+        ]
+        rest = ((0, int(rows - ends[-1])), (0, 0))
+        y = jnp.concatenate([jnp.dot(x, w, **exact) for x, w, _ in groups])
+        dx = jnp.concatenate([jnp.dot(dy, w.T, **exact) for _, w, dy in groups])
+        dw = jnp.stack([jnp.dot(x.T, dy, **exact) for x, _, dy in groups])
+        return jnp.pad(y, rest), jnp.pad(dx, rest), dw
+
     return self_test.largest_error(
-        ("product", "dx", "dw"), results(*(functions or (matmul, gradients))), want
+        ("product", "dx", "dw"), jax.jit(products)(x, w, dy), jax.jit(expected)(x, w, dy)
     )

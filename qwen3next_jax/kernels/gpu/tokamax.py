@@ -1,14 +1,17 @@
-"""Imports the kernels for Hopper GPUs of the library tokamax, and says whether they can run here
-(docs/gpu.md).
+"""Imports the kernels of the library tokamax, and says whether they can run here (docs/gpu.md). It
+has kernels in two languages: Mosaic, for Hopper GPUs, and Triton, for GPUs from Ampere on.
+
+Several processes of a run have to compile the same program, so they agree on every answer.
 """
 
 import importlib
 import importlib.metadata
-import importlib.util
+import os
 
 import jax
 
 from qwen3next_jax.kernels import self_test
+from qwen3next_jax.ops.compile_target import compile_target
 
 # The kernels have no public names in tokamax, so another release may not have them. Only this
 # release is accepted.
@@ -19,18 +22,56 @@ def module(name: str):
     """Imports and returns a module of tokamax's operators, such as
     "ragged_dot.pallas_mosaic_gpu_common".
     """
+    # Triton 3.9 warns where this is not set, since its next release changes the default.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     return importlib.import_module(f"tokamax._src.ops.{name}")
 
 
 def unsupported() -> str:
-    """Returns why tokamax's kernels cannot run in this process; "" if they can."""
-    if importlib.util.find_spec("tokamax") is None:
-        return f"without tokamax, which is not installed: expected {RELEASE} (the extra gpu)"
-    if (found := importlib.metadata.version("tokamax")) != RELEASE:
-        return f"with tokamax {found}: expected {RELEASE}"
-    if jax.__version_info__ < (0, 12):
-        return (
-            f"with jax {jax.__version__}, where -accumulator * x gives zeros on an H100: expected "
-            "0.12"
-        )
-    return self_test.unsupported_chip()
+    """Returns why tokamax's Mosaic kernels cannot run in this run; "" if they can."""
+    return (
+        self_test.agreed("tokamax", _missing("tokamax", RELEASE) or _old_jax())
+        or self_test.unsupported_chip()
+    )
+
+
+def triton_unsupported() -> str:
+    """Returns why tokamax's Triton kernels cannot run in this run; "" if they can."""
+    return self_test.agreed(
+        "tokamax's Triton kernels",
+        _missing("tokamax", RELEASE) or _missing("jax-triton") or _missing("triton") or _old_chip(),
+    )
+
+
+def _missing(package: str, release: str = "") -> str:
+    """Returns why a package cannot be used; "" if it can. `release` is the only accepted one; ""
+    accepts any.
+    """
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        needed = f"{release} (the extra gpu)" if release else "the extra gpu"
+        return f"without {package}, which is not installed: expected {needed}"
+    return f"with {package} {found}: expected {release}" if release not in ("", found) else ""
+
+
+def _old_jax() -> str:
+    if jax.__version_info__ >= (0, 12):
+        return ""
+    return (
+        f"with jax {jax.__version__}, where -accumulator * x gives zeros on an H100: expected 0.12"
+    )
+
+
+def _old_chip() -> str:
+    if compile_target().platform == "cpu":  # as `self_test.unsupported_chip`
+        return ""
+    chip = capability()
+    return "" if chip >= 8 else f"on a GPU of compute capability {chip}: expected 8.0 or more"
+
+
+def capability() -> float:
+    """Returns the compute capability of this process's first GPU, such as 9.0 for an H100; 0 if it
+    has none.
+    """
+    return float(getattr(jax.local_devices()[0], "compute_capability", 0) or 0)

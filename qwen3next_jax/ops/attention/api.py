@@ -13,7 +13,7 @@ from qwen3next_jax.ops import blocks, checks
 from qwen3next_jax.ops.attention import dispatch
 from qwen3next_jax.ops.implementations import choose
 
-IMPLEMENTATIONS = ("xla", "splash", "tokamax")
+IMPLEMENTATIONS = ("xla", "splash", "cudnn")
 
 
 def attention(
@@ -37,10 +37,10 @@ def attention(
       scale: factor of the scores; None means D^-1/2.
       implementation: name of the implementation, or None for the platform's best. "xla" computes
         attention block by block. "splash" runs JAX's kernels on a TPU; a CPU interprets them.
-        "tokamax" runs tokamax's kernels on an H100 or H200, and the same code as "xla" on a CPU; a
-        training step with these kernels never finished when it was tried (docs/gpu.md). None means
-        "splash" on a TPU for rows of at least 128 tokens (for shards of at least 256 tokens with
-        `axis_name`), and "xla" otherwise.
+        "cudnn" runs cuDNN on a Hopper GPU or a later one; a CPU runs the same calls in JAX. None
+        means "splash" on a TPU for rows of at least 128 tokens (for shards of at least 256 tokens
+        with `axis_name`), "cudnn" on a GPU on which it passed its test (docs/gpu.md says for which
+        arrays), and "xla" otherwise.
       axis_name: name of the mesh axis over which T is split in order, for a call inside
         `shard_map`. Every array is then this shard's part, a document has the same id on every
         shard, and T is even if the axis has more than one shard.

@@ -33,7 +33,7 @@ class Options(NamedTuple):
       chosen: the implementation that runs the call.
       scale: factor of the scores.
       causal: whether a query attends only to its own token and the tokens before it. If not, it
-        attends to all keys of its segment.
+        attends to all keys of its segment, and the keys are tokens of the row before the queries.
     """
 
     chosen: Chosen

@@ -109,9 +109,8 @@ def _ring_forward(options, axis_name, q, k, v, segment_ids):
 
     def pair(queries, keys, done):
         (q, ids), (k, v, kv_ids) = queries, keys
-        return _combine(
-            done, dispatch.forward(options._replace(causal=False), q, k, v, ids, kv_ids)
-        )
+        new = dispatch.forward(options._replace(causal=False), q, k, v, ids, kv_ids)
+        return xla.combine(done, new)
 
     def step(earlier, visiting, result):
         for query, key in _pairs(earlier):
@@ -222,21 +221,6 @@ def _if_document_shared(ids, kv_ids, pair, skip, *arguments):
     first_B = ids[:, 0]
     shared = jnp.any((first_B > 0) & (first_B == jnp.max(kv_ids, axis=1)))
     return jax.lax.cond(shared, pair, skip, *arguments)
-
-
-def _combine(done, new):
-    """Combines the results of attention to two disjoint sets of keys. `done` and `new` are pairs
-    (o, logsumexp), one for each set. Returns the pair (o, logsumexp) for both sets together.
-    """
-    (o1, l1), (o2, l2) = done, new
-    # A query may attend to none of the new keys. Its `l1` is always finite, because `done` includes
-    # the query's own key.
-    l2 = jnp.where(l2 == xla.UNSEEN, -jnp.inf, l2)
-    top = jnp.maximum(l1, l2)
-    weights = jnp.exp(l1 - top), jnp.exp(l2 - top)
-    total = weights[0] + weights[1]
-    share1, share2 = ((w / total).swapaxes(1, 2)[..., None] for w in weights)
-    return share1 * o1 + share2 * o2, top + jnp.log(total)
 
 
 # ---- the two blocks of a shard, stacked on a leading axis

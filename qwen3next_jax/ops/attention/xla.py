@@ -117,6 +117,21 @@ def _finish(o, largest, total):
     )
 
 
+def combine(done, new):
+    """Combines the results of attention to two disjoint sets of keys. `done` and `new` are pairs
+    (o, logsumexp), one for each set. Returns the pair (o, logsumexp) for both sets together.
+    """
+    (o1, l1), (o2, l2) = done, new
+    # A query may attend to none of the new keys. Its `l1` is always finite, because `done` includes
+    # the query's own key.
+    l2 = jnp.where(l2 == UNSEEN, -jnp.inf, l2)
+    top = jnp.maximum(l1, l2)
+    weights = jnp.exp(l1 - top), jnp.exp(l2 - top)
+    total = weights[0] + weights[1]
+    share1, share2 = ((w / total).swapaxes(1, 2)[..., None] for w in weights)
+    return share1 * o1 + share2 * o2, top + jnp.log(total)
+
+
 def forward(q, k, v, segment_ids, kv_segment_ids, *, scale, block, causal):
     """Computes attention as `forward` in `dispatch.py` describes it, in blocks of at most `block`
     queries and `block` keys.

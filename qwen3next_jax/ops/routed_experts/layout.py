@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops.blocks import wide
+from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.ops.grouped_matmul import grouped_matmul
 from qwen3next_jax.ops.implementations import Form, choose
 
@@ -301,8 +302,10 @@ def _tile_sizes(choices: int, experts: int, capacity: int) -> tuple[int, int, in
     """
     capacity = min(capacity, choices)
     # On average, half a tile of each expert is padding. To keep that small, a tile has at most a
-    # quarter of the mean number of rows of an expert, but at least 16 rows.
-    size = min(1 << max((capacity // experts // 4).bit_length() - 1, 4), _LARGEST_TILE)
+    # quarter of the mean number of rows of an expert, but at least 16 rows, or on a GPU 64: its
+    # kernels copy the rows in tiles of 64.
+    smallest = 64 if compile_target().platform == "gpu" else 16
+    size = min(max(1 << (capacity // experts // 4).bit_length() >> 1, smallest), _LARGEST_TILE)
     most = choices // size + experts  # every expert has at least one tile
     tiles = most if capacity == choices else min(-(-capacity // size) + experts // 2, most)
     return size, tiles, most

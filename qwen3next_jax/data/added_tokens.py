@@ -1,0 +1,234 @@
+"""Added tokens: those that stand outside of a tokenizer's ordinary vocabulary and are cut out of a
+text before anything else happens to it.
+
+Special ones mark things, such as the end of a document or whose turn it is. Others are text, such
+as runs of spaces. `tokenizer.json` lists both; a tokenizer's folder may name more in two other
+files, which transformers reads.
+"""
+
+import contextlib
+import copy
+import re
+from collections.abc import Collection, Iterator, Mapping, Set
+from typing import Any
+
+import tokenizers
+from etils import epath
+
+from qwen3next_jax.common import json_files
+from qwen3next_jax.common.errors import UserError, as_user_error, require, short_repr
+
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+_NAMED += ("mask_token",)
+# The first character of a hidden token's name. No document contains it (`readers` refuses it).
+_HIDDEN = "\0"
+
+
+def add_named(folder: epath.Path, tokenizer: tokenizers.Tokenizer) -> None:
+    """Adds to `tokenizer` the tokens that its folder names beside tokenizer.json, as transformers
+    does: those in `added_tokens_decoder` of tokenizer_config.json or, without it, in
+    added_tokens.json.
+
+    Raises:
+      UserError: a file cannot be read, or a token would not get the id that the file names.
+    """
+    path, named = _read_named(folder)
+    known = tokenizer.get_added_tokens_decoder()
+    new = {i: token for i, token in sorted(named.items()) if repr(known.get(i)) != repr(token)}
+    for i, token in new.items():
+        has = tokenizer.token_to_id(token.content)
+        require(
+            has in (None, i) and tokenizer.id_to_token(i) in (None, token.content),
+            f"{path}: {token.content!r} has id {i} there, but in tokenizer.json "
+            + (
+                f"id {has}"
+                if has is not None
+                else f"this id is that of {tokenizer.id_to_token(i)!r}"
+            )
+            + ": expected one meaning of each id: take both files from one model",
+        )
+        tokenizer.add_tokens([token])
+        has = tokenizer.token_to_id(token.content)
+        require(
+            has == i,
+            f"{path}: {token.content!r} has id {i} there, but the next free id of tokenizer.json "
+            f"is {has}: expected no gap: take both files from one model",
+        )
+
+
+def _read_named(folder: epath.Path) -> tuple[epath.Path, dict[int, tokenizers.AddedToken]]:
+    """Returns (file, id → token that it names)."""
+    path = folder / "tokenizer_config.json"
+    config = _read(path)
+    decoder = config.get("added_tokens_decoder")
+    specials = _contents(config)
+    if decoder is not None:
+        where = f"{path}: added_tokens_decoder"
+        require(isinstance(decoder, dict), f"{where}: expected an object of id → token")
+        found = {}
+        for key, token in decoder.items():
+            require(
+                key.isascii()
+                and key.isdigit()
+                and len(key) < 10
+                and isinstance(token, dict)
+                and _is_text(token.get("content"))
+                and all(isinstance(token.get(flag, False), bool) for flag in _FLAGS),
+                f"{where}: {short_repr(key)} names {short_repr(token)}: expected an id and a token "
+                "with its content and flags",
+            )
+            content, flags = token["content"], {f: token[f] for f in _FLAGS if f in token}
+            if content in specials:
+                flags["special"] = True
+            found[int(key)] = tokenizers.AddedToken(content, **flags)
+        return path, found
+    specials |= _contents(_read(folder / "special_tokens_map.json"))
+    path = folder / "added_tokens.json"
+    found = {}
+    for content, i in _read(path).items():
+        require(
+            type(i) is int and 0 <= i < 10**9 and _is_text(content),
+            f"{path}: {short_repr(content)} names {short_repr(i)}: expected token → id",
+        )
+        special = content in specials
+        found[i] = tokenizers.AddedToken(content, normalized=not special, special=special)
+    return path, found
+
+
+def _is_text(content: Any) -> bool:
+    """Whether `content` is a string that is not empty and has no lone surrogate."""
+    return isinstance(content, str) and content.encode(errors="ignore").decode() == content != ""
+
+
+def _read(path: epath.Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    with as_user_error(f"{path}: cannot be read", OSError, ValueError):
+        return json_files.read(path)
+
+
+def _contents(fields: Mapping[str, Any]) -> set[str]:
+    """Returns the special tokens that a tokenizer_config.json or special_tokens_map.json names."""
+    extra = [fields.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
+    lists = [value for value in extra if isinstance(value, list)]
+    tokens = [fields.get(name) for name in _NAMED] + [token for one in lists for token in one]
+    texts = (token.get("content") if isinstance(token, dict) else token for token in tokens)
+    return {text for text in texts if isinstance(text, str)}
+
+
+@contextlib.contextmanager
+def panic_as_user_error() -> Iterator[None]:
+    """The library panics at some texts whose added tokens depend on what is around them."""
+    try:
+        yield
+    except BaseException as error:  # a PanicException is no Exception, and cannot be imported
+        if type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"data.tokenizer: the tokenizers library fails at a text ({error}): expected added "
+            "tokens without single_word, lstrip and rstrip"
+        ) from None
+
+
+def hide(tokenizer: Mapping[str, Any], hidden: Set[str]) -> dict[str, Any]:
+    """Returns a tokenizer that encodes `hidden` tokens as ordinary text where a text contains them
+    in writing, and gives all else the same ids.
+
+    The tokens get names that no document contains, and keep their ids. A token may be part of the
+    model's vocabulary, too, from which the model could take it.
+
+    Args:
+      tokenizer: the content of a tokenizer.json.
+      hidden: the texts of special tokens.
+    """
+
+    def name(token: Any) -> Any:
+        return _HIDDEN + token if token in hidden else token
+
+    found = copy.deepcopy({k: v for k, v in tokenizer.items() if k not in ("model", "decoder")})
+    for token in found["added_tokens"]:
+        if token["content"] in hidden:
+            token |= {"content": name(token["content"]), "normalized": False}
+    found["post_processor"] = None  # it may name an added token, and is not needed here
+    model = found["model"] = dict(tokenizer["model"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {name(token): i for token, i in model["vocab"].items()}
+    else:
+        model["vocab"] = [[name(token), score] for token, score in model["vocab"]]
+    if "unk_token" in model:
+        model["unk_token"] = name(model["unk_token"])
+    if "merges" in model:
+        prefix = len(model.get("continuing_subword_prefix") or "")
+        pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
+        model["merges"] = [
+            [left, right]
+            for left, right in pairs
+            if hidden.isdisjoint((left, right, left + right[prefix:]))
+        ]
+    return found
+
+
+def is_hidden(token: str) -> bool:
+    """Whether `hide` gave a token of the vocabulary this name."""
+    return token.startswith(_HIDDEN)
+
+
+class Splitter:
+    """Cuts added tokens out of a text, as the tokenizers library does: first those that are matched
+    in the text itself, then those that are matched in the normalized text. Of several that begin at
+    the same character, the longest is matched.
+
+    Args:
+      added: id → token.
+      normalizer: the tokenizer's normalizer; None: there is none.
+    """
+
+    def __init__(
+        self,
+        added: Mapping[int, tokenizers.AddedToken],
+        normalizer: tokenizers.normalizers.Normalizer | None,
+    ):
+        def normalized(token: str) -> str:
+            return normalizer.normalize_str(token) if normalizer else token
+
+        self._normalizer = normalizer
+        # NFC does not change ASCII text. Normalizing it anyway would take 20 ns per byte.
+        self._keeps_ascii = isinstance(normalizer, tokenizers.normalizers.NFC)
+        raw = {t.content: i for i, t in added.items() if not t.normalized}
+        later = {normalized(t.content): i for i, t in added.items() if t.normalized}
+        self._passes = [(_any_of(tokens), tokens) for tokens in (raw, later)]
+
+    @staticmethod
+    def can_split(token: tokenizers.AddedToken) -> bool:
+        """Whether a token takes no space around it and does not depend on what is around it."""
+        return not (token.single_word or token.lstrip or token.rstrip)
+
+    def split(self, text: str) -> Iterator[str | int]:
+        """Yields the normalized texts between added tokens, and the ids of these tokens."""
+        for part in _split(text, *self._passes[0]):
+            if isinstance(part, int):
+                yield part
+                continue
+            if self._normalizer and not (self._keeps_ascii and part.isascii()):
+                part = self._normalizer.normalize_str(part)
+            yield from _split(part, *self._passes[1])
+
+
+def _any_of(tokens: Collection[str]) -> re.Pattern[str] | None:
+    if not tokens:
+        return None
+    return re.compile(f"({'|'.join(map(re.escape, sorted(tokens, key=len, reverse=True)))})")
+
+
+def _split(
+    text: str, pattern: re.Pattern[str] | None, ids: Mapping[str, int]
+) -> Iterator[str | int]:
+    if pattern is None:
+        yield text
+        return
+    for i, part in enumerate(pattern.split(text)):
+        if i % 2:
+            yield ids[part]
+        elif part:
+            yield part

@@ -1,0 +1,145 @@
+"""Where the documents of packed rows begin and how long they are, as cuDNN's attention takes it: by
+an offset and a length for each document (`cudnn.py`).
+
+cuDNN sees R rows of L tokens with at most M documents each. It plans work, and in the backward pass
+memory, for R · M documents of L tokens, however long they are. A row of T tokens may have up to T
+documents, and T documents of T tokens would need far too much. Therefore documents are sorted into
+classes of length (`length_classes`), and each class is a call of its own, on the same array seen as
+rows of L tokens, the class's longest length. A document may go past the end of such a row: it then
+goes on in the next one, which follows in memory. As a class has no short documents, few of its
+documents begin in one row. So M is a small number that no data can exceed.
+
+B batch, T tokens of a row, R rows of L tokens with R · L = B · T, M documents of such a row.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Documents of at most this many tokens are in no class.
+SHORT = 64
+_RATIO = 4  # of the longest length of a class to that of the next
+
+
+class LengthClass(NamedTuple):
+    """The documents of more than `above` and at most `longest` tokens."""
+
+    longest: int
+    above: int
+
+    @property
+    def documents(self) -> int:
+        """M, the largest number of documents that begin among `longest` consecutive tokens; 2 or
+        more, because cuDNN takes offsets only of several documents. Two documents begin at least
+        above + 1 tokens apart.
+        """
+        return max(2, -(-self.longest // (self.above + 1)))
+
+
+class Ranges(NamedTuple):
+    """The documents of one call.
+
+    Attributes:
+      lengths: int32 [R, M], number of tokens of each document, in order; -1 where there is none.
+      offsets: int32 [R, M + 1], index in its row of each document's first token; -1 where there is
+        none, and in the last column.
+      begins: int32 [R · M], index among all R · L tokens of the first token of each document of
+        all rows, in order; the entries after the last document are 0.
+      counts: int32 [R · M], number of tokens of these documents; 0 after the last document.
+      covered: bool [B, T], whether a token belongs to one of these documents.
+      document: int32 [B, T], index in `begins` of the token's document, if it is covered.
+      place: int32 [B, T], position of the token in this document, if it is covered.
+    """
+
+    lengths: jax.Array
+    offsets: jax.Array
+    begins: jax.Array
+    counts: jax.Array
+    covered: jax.Array
+    document: jax.Array
+    place: jax.Array
+
+
+def length_classes(length: int) -> tuple[LengthClass, ...]:
+    """Returns the classes of all documents of more than SHORT tokens in rows of `length` tokens,
+    the longest first. The longest length of each class divides `length`.
+    """
+    classes, longest = [], length
+    while longest > SHORT:
+        above = SHORT if longest % _RATIO else max(SHORT, longest // _RATIO)
+        classes.append(LengthClass(longest, above))
+        longest = above
+    return tuple(classes)
+
+
+def spans(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns two arrays int32 [B, T]: the index in its row of the first token of each token's
+    document, and the number of tokens of this document, 0 in padding.
+
+    Args:
+      segment_ids_BT: [B, T], which do not decrease along T; 0 marks padding at the end.
+    """
+    t = segment_ids_BT.shape[1]
+    place = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), segment_ids_BT.shape)
+    edge = segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1]
+    is_first = jnp.pad(edge, ((0, 0), (1, 0)), constant_values=True)
+    is_last = jnp.pad(edge, ((0, 0), (0, 1)), constant_values=True)
+    first = jax.lax.cummax(jnp.where(is_first, place, 0), axis=1)
+    end = jax.lax.cummin(jnp.where(is_last, place + 1, t), axis=1, reverse=True)
+    return first, jnp.where(segment_ids_BT > 0, end - first, 0)
+
+
+def of_class(first_BT: jax.Array, length_BT: jax.Array, of: LengthClass) -> Ranges:
+    """Returns the documents of one class.
+
+    Args:
+      first_BT, length_BT: the results of `spans`.
+      of: the class. Its longest length divides T.
+    """
+    place = jnp.arange(first_BT.shape[1], dtype=jnp.int32) - first_BT
+    covered = (length_BT > of.above) & (length_BT <= of.longest)
+    begins = (covered & (place == 0)).reshape(-1, of.longest)
+    return _ranges(begins, length_BT.reshape(begins.shape), covered, place, of.documents)
+
+
+def of_shared(segment_ids_BT: jax.Array, kv_segment_ids_BS: jax.Array) -> tuple[Ranges, Ranges]:
+    """Returns the documents that queries and keys share, where the keys are tokens of the row
+    before the queries: in each row none, or the last document of the keys, if the first query
+    belongs to it. The first result is for the queries, the second for the keys.
+    """
+    last_B1 = jnp.max(kv_segment_ids_BS, axis=1, keepdims=True)  # padding at the end has the id 0
+    shared_B1 = (segment_ids_BT[:, :1] == last_B1) & (last_B1 > 0)
+
+    def ranges(ids):
+        covered = (ids == last_B1) & shared_B1
+        first, length = spans(ids)
+        place = jnp.arange(ids.shape[1], dtype=jnp.int32) - first
+        return _ranges(covered & (place == 0), length, covered, place, documents=2)
+
+    return ranges(segment_ids_BT), ranges(kv_segment_ids_BS)
+
+
+def _ranges(begins_RL, length_RL, covered, place, documents: int) -> Ranges:
+    """Returns the documents that begin where `begins_RL` is True, with the lengths `length_RL` at
+    these tokens; at most `documents` of them in each row.
+    """
+    rows, width = begins_RL.shape
+    row = jnp.broadcast_to(jnp.arange(rows)[:, None], begins_RL.shape)
+    column = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), begins_RL.shape)
+    of_row = jnp.where(begins_RL, jnp.cumsum(begins_RL, axis=1) - 1, documents)
+    none = jnp.full((rows, documents), -1, jnp.int32)
+    offsets = none.at[row, of_row].set(column, mode="drop")
+    lengths = none.at[row, of_row].set(length_RL, mode="drop")
+    document = (jnp.cumsum(begins_RL.reshape(-1)) - 1).astype(jnp.int32)
+    of_all = jnp.where(begins_RL.reshape(-1), document, rows * documents)
+    empty = jnp.zeros(rows * documents, jnp.int32)
+    return Ranges(
+        lengths=lengths,
+        offsets=jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1),
+        begins=empty.at[of_all].set(jnp.arange(rows * width, dtype=jnp.int32), mode="drop"),
+        counts=empty.at[of_all].set(length_RL.reshape(-1), mode="drop"),
+        covered=covered,
+        document=document.reshape(covered.shape),
+        place=place,
+    )

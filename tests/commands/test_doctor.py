@@ -1,0 +1,103 @@
+"""`qwen3next doctor`: what it finds, and its exit code."""
+
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from qwen3next_jax import kernels as plugin
+from qwen3next_jax.commands import doctor
+from qwen3next_jax.common import installation
+from qwen3next_jax.ops import implementations
+from qwen3next_jax.ops.implementations import Form, choose
+
+
+def test_every_part_traces_and_asks_for_its_operators():
+    results = doctor.parts(1, 128)
+    for part in results:
+        decisions = implementations.trace_and_record(
+            lambda: jax.jit(part.function).trace(*part.shapes)
+        )
+        found = {decision.operator for decision in decisions}
+        assert found >= {part.operators[-1]} and part.bytes > 0, part.name
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The module of the kernels of an operator "doubled", on what looks like a GPU."""
+    module = types.SimpleNamespace(supports=lambda x: "", run=lambda x: 2 * x)
+    monkeypatch.setitem(plugin.KERNELS, "doubled", {"kernel": ("gpu", "doubled_kernel")})
+    monkeypatch.setitem(sys.modules, "doubled_kernel", module)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    implementations.kernels.cache_clear()
+    yield module
+    implementations.kernels.cache_clear()
+
+
+FORMS = (Form("xla", ("cpu", "gpu"), {"run": lambda x: x + x}),)
+
+
+def part():
+    """Returns a part with a function of its own, which JAX has not traced yet."""
+    return doctor.Part(
+        "double",
+        ("doubled",),
+        lambda x: choose("doubled", None, FORMS, x=x).function("run")(x),
+        (jax.ShapeDtypeStruct((1024,), jnp.float32),),
+        flops=0,
+        bytes=8 * 1024,
+    )
+
+
+def no_memory(x):
+    raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte")
+
+
+@pytest.mark.parametrize(
+    "change, code, why",
+    [
+        ({}, 0, "the default on a GPU"),
+        ({"supports": lambda x: "has an odd size"}, 1, "without kernels: the call has an odd size"),
+        ({"supports": lambda x: f"failed {implementations.WHERE_TRIED}"}, 2, "failed where"),
+        ({"run": no_memory}, 0, "not timed, for lack of memory; the default on a GPU"),
+        ({"run": lambda x: x @ x[:2]}, 2, "TypeError: "),
+    ],
+)
+def test_the_exit_code_says_what_is_wrong(kernel, capsys, change, code, why):
+    vars(kernel).update(change)
+    device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
+    (result,) = doctor.check([part()], device)
+    assert doctor._verdict([result]) == result.code == code and why in result.why
+    assert (result.share is None) == (result.seconds is None) == ("run" in change)
+    assert ("double" in capsys.readouterr().out) == (code > 0)
+
+
+@pytest.mark.parametrize(
+    "environment, plugin_found, devices, platform, says",
+    [
+        ({}, False, True, "cpu", "--extra gpu"),
+        ({"LD_LIBRARY_PATH": "/opt/cuda"}, True, True, "cpu", "LD_LIBRARY_PATH=/opt/cuda"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, True, True, "cpu", "CUDA_VISIBLE_DEVICES hides"),
+        ({}, True, False, "cpu", "--gpus=all"),
+        ({}, True, True, "cpu", "nvidia-smi shows"),
+        ({"JAX_PLATFORMS": "cpu"}, True, True, "cpu", ""),
+        ({}, True, True, "gpu", ""),
+    ],
+)
+def test_a_gpu_that_jax_does_not_use_is_named(
+    monkeypatch, tmp_path, environment, plugin_found, devices, platform, says
+):
+    driver, device = tmp_path / "version", tmp_path / "nvidia0"
+    driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release")
+    if devices:
+        device.touch()
+    monkeypatch.setattr(installation, "NVIDIA_DRIVER", driver)
+    monkeypatch.setattr(installation, "GPU_DEVICES", (device,))
+    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: plugin_found or None)
+    line = installation.unused_gpu(environment, platform)
+    assert bool(line) == bool(says) and says in line
+    assert not line or "driver 580.82.07" in line
+    driver.unlink()
+    assert installation.unused_gpu(environment, platform) == ""

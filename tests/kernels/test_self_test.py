@@ -1,0 +1,113 @@
+"""Tests of kernels on a GPU that are put off while a step is traced, with stand-in kernels."""
+
+import sys
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from qwen3next_jax import kernels as plugin
+from qwen3next_jax.kernels import self_test
+from qwen3next_jax.ops import implementations
+from qwen3next_jax.ops.implementations import Form, choose, trace_and_record
+
+FORMS = (Form("xla", ("cpu", "gpu"), {"run": lambda x: x}),)
+
+
+@pytest.fixture
+def operators(monkeypatch, tmp_path):
+    """Adds operators "attention" and "b" with a kernel each that doubles x. The results of their
+    tests are the values of the returned dict: functions that return an error.
+    """
+    results = {}
+
+    def kernel(operator):
+        def is_default(x):
+            test = self_test.SelfTest(
+                operator, "", (x.shape,), (), lambda: ("y", results[operator]()), tolerance=0.5
+            )
+            return self_test.is_enabled(test)
+
+        return types.SimpleNamespace(
+            supports=lambda x: "", is_default=is_default, run=lambda x: 2 * x
+        )
+
+    for operator in ("attention", "b"):
+        monkeypatch.setitem(plugin.KERNELS, operator, {"kernel": ("gpu", f"{operator}_kernel")})
+        monkeypatch.setitem(sys.modules, f"{operator}_kernel", kernel(operator))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(self_test, "FOLDER", tmp_path)
+    monkeypatch.setattr(self_test, "_agreed_outcomes", {})
+    self_test.say.cache_clear()
+    implementations.kernels.cache_clear()
+    yield results
+    implementations.kernels.cache_clear()
+
+
+def step():
+    """Returns a new function that calls both operators, jitted."""
+
+    def call(operator, x):
+        return choose(operator, None, FORMS, x=x).function("run")(x)
+
+    return jax.jit(lambda x: call("attention", x) + call("b", x))
+
+
+def traced(function, x=jnp.ones(3)):
+    """Returns operator → (implementation, reason or refusal, consequence), and the result."""
+    decisions = trace_and_record(lambda: function.trace(x))
+    return {
+        d.operator: (d.implementation, d.refusal or d.reason, d.consequence) for d in decisions
+    }, float(function(x)[0])
+
+
+def test_tests_run_side_by_side_and_their_outcomes_are_stored(operators, capsys):
+    both_run = threading.Barrier(2)
+    operators["attention"] = operators["b"] = lambda: both_run.wait(timeout=20) * 0.0
+    found, result = traced(step())
+    assert [name for name, _, _ in found.values()] == ["kernel", "kernel"] and result == 4
+    assert all("passed their test" in reason for _, reason, _ in found.values())
+
+    def fails():
+        raise AssertionError("a stored outcome needs no test")
+
+    operators["attention"] = operators["b"] = fails
+    self_test._agreed_outcomes.clear()  # as in a new process
+    assert traced(step()) == (found, result)
+    assert not capsys.readouterr().err  # the run shows the decisions in its head
+
+
+def test_after_a_failed_test_the_step_is_traced_without_the_kernels(operators, capsys):
+    operators["attention"], operators["b"] = lambda: 1.0, lambda: 0.0
+    found, result = traced(step())
+    name, refusal, consequence = found["attention"]
+    assert name == "xla" and found["b"][0] == "kernel" and result == 1 + 2
+    assert refusal.startswith("gave another y than XLA where it was tried")
+    assert consequence == "attention runs without kernels: expect a step several times as long"
+
+
+def test_a_test_without_memory_says_so_and_is_run_again(operators, tmp_path):
+    def no_memory():
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")
+
+    operators["attention"], operators["b"] = no_memory, lambda: 0.0
+    found, _ = traced(step())
+    assert found["attention"][1].endswith("too little of its memory was free")
+    operators["attention"] = lambda: 0.0
+    self_test._agreed_outcomes.clear()
+    assert traced(step())[0]["attention"][0] == "kernel"
+
+
+def test_what_a_caller_names_has_no_consequence(operators):
+    function = jax.jit(
+        lambda x: choose("attention", "xla", FORMS, x=x).function("run")(x),
+    )
+    assert traced(function) == ({"attention": ("xla", "named by the caller", "")}, 1.0)
+
+
+def test_a_trace_that_fails_leaves_nothing_recording(operators):
+    with pytest.raises(ZeroDivisionError):
+        trace_and_record(lambda: 1 / 0)
+    assert not implementations.is_recording()
