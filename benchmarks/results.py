@@ -34,8 +34,10 @@ from qwen3next_jax.sharding.mesh import mesh_text
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-# The sections of the page, in this order.
+# The sections of the page, in this order. A section without a record is left out: its figures
+# have not been measured yet.
 SECTIONS = (
+    "gpu",
     "tiny",
     "exactness",
     "decoding",
@@ -85,8 +87,13 @@ def page() -> str:
     left_over = {path.stem for path in (DOCS / "results").glob("*.json")} - set(SECTIONS)
     if left_over:
         raise ValueError(f"docs/results: SECTIONS has no place for {', '.join(sorted(left_over))}")
-    sections = [section(read(name)) for name in SECTIONS]
+    sections = [section(read(name)) for name in recorded()]
     return "\n".join([INTRODUCTION, *sections])
+
+
+def recorded() -> list[str]:
+    """Returns the names of the records that exist, in the order of the page."""
+    return [name for name in SECTIONS if (DOCS / "results" / f"{name}.json").exists()]
 
 
 def read(name: str) -> dict[str, Any]:
@@ -157,7 +164,7 @@ def store(name: str, table: str, command: str, machine: str) -> None:
     record = {
         "title": old["title"],
         "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": machine,
         "command": command,
         "columns": columns,
@@ -167,7 +174,7 @@ def store(name: str, table: str, command: str, machine: str) -> None:
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
-def _commit() -> str:
+def commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True

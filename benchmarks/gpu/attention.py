@@ -16,13 +16,13 @@ import argparse
 import functools
 import json
 import platform
-import statistics
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
+import measuring
 import numpy as np
+import step  # noqa: F401 (finds the package)
 
 from qwen3next_jax.kernels.gpu import attention as cudnn_attention
 from qwen3next_jax.kernels.gpu import cudnn
@@ -37,6 +37,7 @@ SHAPES = (  # rows, tokens, query heads, key/value heads, width, documents
     (1, 32768, 16, 2, 256, "text"),
 )
 TINY = ((2, 256, 4, 2, 8, "six"), (2, 256, 4, 2, 8, "one"), (1, 512, 4, 2, 8, "text"))
+CALLS = 5  # one behind the other, so that what the host does to start one is not waited for
 RESULTS = ("o", "dq", "dk", "dv")
 
 
@@ -109,15 +110,15 @@ def packed_and_separate(t: int, width: int) -> dict[str, float]:
 
 def milliseconds(f, *arguments) -> float:
     """Returns the median time of a call, measured over several calls in a row."""
-    jax.block_until_ready(f(*arguments))
-    times = []
-    for _ in range(7):
-        begun = time.perf_counter()
-        for _ in range(5):
+
+    def calls():
+        for _ in range(CALLS):
             result = f(*arguments)
         jax.block_until_ready(result)
-        times.append((time.perf_counter() - begun) / 5)
-    return 1e3 * statistics.median(times)
+
+    with measuring.alone():
+        seconds, _ = measuring.median_seconds(calls, 7)
+    return 1e3 * seconds / CALLS
 
 
 def main() -> int:

@@ -24,11 +24,7 @@ import datetime
 import functools
 import importlib.metadata
 import os
-import pathlib
-import statistics
 import sys
-import tempfile
-import time
 
 TINY = "--tiny" in sys.argv
 if TINY:
@@ -40,6 +36,8 @@ if TINY:
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import measuring  # noqa: E402
+import step  # noqa: E402
 
 from qwen3next_jax.kernels import self_test  # noqa: E402
 from qwen3next_jax.kernels.gpu import delta_rule_passes  # noqa: E402
@@ -95,31 +93,22 @@ def both(implementation, x, state, do, dfinal, **others):
 
 def clock_milliseconds(run, rounds: int) -> float:
     """Returns the median time of a call in milliseconds."""
-    seconds = []
-    for _ in range(rounds + 1):  # the first round warms up
-        begun = time.perf_counter()
+
+    def calls():
         for _ in range(CALLS):
             result = run()
         jax.block_until_ready(result)
-        seconds.append((time.perf_counter() - begun) / CALLS)
-    return 1e3 * statistics.median(seconds[1:])
+
+    seconds, _ = measuring.median_seconds(calls, rounds)
+    return 1e3 * seconds / CALLS
 
 
-def kernel_milliseconds(run, calls: int = 3) -> collections.Counter:
+def kernel_milliseconds(run) -> collections.Counter:
     """Returns the milliseconds of a call by kernel. XLA's own kernels are added up as "XLA"."""
     sums = collections.Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(calls):
-                jax.block_until_ready(run())
-        for file in pathlib.Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-                lines = plane.lines if "GPU" in plane.name else ()
-                for line in (line for line in lines if line.name.startswith("Stream")):
-                    for event in line.events:
-                        _, ours, name = event.name.partition("gated_delta_rule_")
-                        name = name.removesuffix("_mosaic_gpu_kernel") if ours else "XLA"
-                        sums[name] += 1e-6 * event.duration_ns / calls
+    for kernel, (ms, _) in step.profile(lambda: jax.block_until_ready(run()), times=3).items():
+        _, ours, name = kernel.partition("gated_delta_rule_")
+        sums[name.removesuffix("_mosaic_gpu_kernel") if ours else "XLA"] += ms
     return sums
 
 
@@ -142,8 +131,9 @@ def time_line(label: str, run, rounds: int):
     """Prints the times of a program in one line."""
     if TINY:
         return print(f"  {label}: interpreted, not timed", flush=True)
-    clock = clock_milliseconds(run, rounds)
-    kernels = kernel_milliseconds(run)
+    with measuring.alone():
+        clock = clock_milliseconds(run, rounds)
+        kernels = kernel_milliseconds(run)
     by_name = ", ".join(f"{name} {ms:.3f}" for name, ms in kernels.most_common())
     print(f"  {label}: {kernels.total():.3f} ms, clock {clock:.3f} ({by_name})", flush=True)
 

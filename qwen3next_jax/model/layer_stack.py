@@ -27,12 +27,8 @@ from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.remat import rematerialized
-from qwen3next_jax.ops.preferences import unroll_short_loops
+from qwen3next_jax.ops.preferences import unroll_loop
 from qwen3next_jax.sharding.rules import constrain, gather_params
-
-# If the period has at most this many repeats, its loop is unrolled on platforms where a loop copies
-# the arrays that it reads and writes (`unroll_short_loops`).
-UNROLLED = 4
 
 Cache = Any  # the cache of one block: a dict of arrays, stacked over the block's layers
 
@@ -100,7 +96,7 @@ def run_layers(
     repeats = len(config.stacks[-1])
     # without a loop, the results saved for the backward pass need not be copied to stacked arrays
     # and back
-    unrolled = cache is None and repeats <= UNROLLED and unroll_short_loops()
+    unrolled = cache is None and unroll_loop(repeats)
     decoding = cache is not None and context.mesh is None
     periodic_params, scanned_params = list(params[single:]), list(params[single:])
     numbers = None if cache is None else jnp.arange(repeats)

@@ -16,8 +16,11 @@ from qwen3next_jax.ops.compile_target import compile_target
 # last-level cache: with 2048 rows and a vocabulary of 8192, chunks of 256 to 512 rows are 15 %
 # faster than one chunk of all rows. Accelerators are faster with larger chunks, because matrix
 # products of many rows are more efficient, and because every chunk reads and writes dw. The float32
-# logits of a chunk take half a GiB on a GPU, and 1 / _MEMORY_PART of the chip's memory on a TPU.
-_CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 2**22, 2**27
+# logits of a chunk take 0.5 to 2 GiB on a GPU, and 1 / _MEMORY_PART of the chip's memory on a TPU.
+_CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 2**22, (2**27, 2**29)
+# On a GPU a row of a chunk writes and reads some 20 bytes for each of its V logits, and 8 D / C
+# bytes of the float32 dw. With C = 4 D rows that is a tenth.
+_GPU_CHUNK_ROWS_PER_WIDTH = 4
 _MIN_CHUNK_ROWS = 512
 _MEMORY_PART = 32
 
@@ -65,7 +68,10 @@ def linear_cross_entropy(
     rows, vocabulary = x.shape[0], w.shape[1]
     if chunk is None:
         target = compile_target()
-        elements = _GPU_CHUNK_ELEMENTS if target.platform == "gpu" else _CHUNK_ELEMENTS
+        elements = _CHUNK_ELEMENTS
+        if target.platform == "gpu":
+            least, most = _GPU_CHUNK_ELEMENTS
+            elements = min(max(_GPU_CHUNK_ROWS_PER_WIDTH * w.size, least), most)
         if target.memory_bytes:
             elements = target.memory_bytes // (4 * _MEMORY_PART)
         chunk = max(elements // vocabulary, _MIN_CHUNK_ROWS)
@@ -162,7 +168,7 @@ def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
     logits_CV = logits(largest_C)
     total_C = jnp.sum(jnp.exp(logits_CV - largest_C[:, None]), axis=1)
     logsumexp_C = largest_C + jnp.log(total_C)
-    target_logit_C = jnp.sum(jnp.where(hit_CV, logits_CV, 0), axis=1)
+    target_logit_C = _target_logits(logits_CV, target_C, hit_CV)
     figures = Rows(logsumexp_C - target_logit_C, logsumexp_C, best_C, best_C == target_C)
     if not gradients:
         return figures, None, None
@@ -174,3 +180,17 @@ def _chunk(x_CD, w_DV, target_C, weight_C, wide, gradients):
     dx_CD = jnp.dot(dlogits_CV, w_DV.T, preferred_element_type=wide).astype(x_CD.dtype)
     dw_DV = jnp.dot(x_CD.T, dlogits_CV, preferred_element_type=wide)
     return figures, dx_CD, dw_DV
+
+
+def _target_logits(logits_CV, target_C, hit_CV):
+    """Returns the logit of each target [C]; 0 if the target is outside of the vocabulary.
+
+    A GPU reads the targets' logits alone, where the sum over `hit_CV`, which marks the targets,
+    would read all logits once more. On other platforms the sum is fused with other reductions.
+    """
+    if compile_target().platform != "gpu":
+        return jnp.sum(jnp.where(hit_CV, logits_CV, 0), axis=1)
+    # An index below 0 would count from the end.
+    index_C = jnp.where(target_C < 0, logits_CV.shape[1], target_C)
+    found = jnp.take_along_axis(logits_CV, index_C[:, None], axis=1, mode="fill", fill_value=0)
+    return found[:, 0]

@@ -9,6 +9,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from qwen3next_jax.ops.compile_target import compile_target
 
 _LANES = 128
+# Platform → the most periods of layers whose loop is unrolled. More take longer to compile.
+UNROLLED = {"tpu": 4, "gpu": 6}
 _GPU_MEMORY = 80 * 2**30
 
 
@@ -45,11 +47,12 @@ def device_memory() -> int:
     return _GPU_MEMORY if target.platform == "gpu" else target.memory_bytes or 0
 
 
-def unroll_short_loops() -> bool:
-    """Returns whether a model unrolls a loop over few layers. It does so on a TPU, because a loop
-    on a TPU copies every slice that it reads from or writes to the arrays of all layers.
+def unroll_loop(repeats: int) -> bool:
+    """Returns whether a model unrolls a loop over `repeats` periods of layers. It does so for few
+    periods on a TPU and on a GPU, where a loop copies every slice that it reads from or writes to
+    the arrays of all layers. (On a GPU it also fills those that it writes with zeros first.)
     """
-    return compile_target().platform == "tpu"
+    return repeats <= UNROLLED.get(compile_target().platform, 0)
 
 
 def float32_precision(dtype) -> jax.lax.Precision:

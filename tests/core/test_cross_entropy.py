@@ -2,6 +2,7 @@
 real vocabulary.
 """
 
+import functools
 import types
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.ops import linear_cross_entropy
+from qwen3next_jax.ops.compile_target import compiling_for
 
 
 def problem(rows=70, width=12, vocabulary=40, dtype=np.float32, w_dtype=None):
@@ -48,7 +50,8 @@ def test_value_gradients_and_rows(chunk, chip, monkeypatch):
     """For a narrow model v6e computes the logits anew instead of storing them."""
     if chip:
         described = types.SimpleNamespace(
-            tpu=types.SimpleNamespace(mem_bw_bytes_per_second=1.64e12, bf16_ops_per_second=9.2e14)
+            platform="tpu",
+            tpu=types.SimpleNamespace(mem_bw_bytes_per_second=1.64e12, bf16_ops_per_second=9.2e14),
         )
         monkeypatch.setattr("qwen3next_jax.ops.cross_entropy.compile_target", lambda: described)
     x, w, targets, weights = problem()
@@ -90,16 +93,30 @@ def test_bfloat16_rows(w_dtype):
         assert np.linalg.norm(np.asarray(a, np.float64) - b) <= 2.0**-8 * np.linalg.norm(b)
 
 
-def test_rows_of_weight_zero_do_not_count():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_rows_of_weight_zero_do_not_count(platform):
     """Whatever their target is, out of range included, and with logits that would overflow an
     exp.
     """
     x, w, targets, weights = problem()
     ignored = weights == 0
     f = jax.jit(jax.grad(lambda x, targets: linear_cross_entropy(x, w, targets, weights)[0]))
-    got = f(jnp.where(ignored[:, None], 1e4, x), jnp.where(ignored, -100, targets))
-    np.testing.assert_array_equal(got[ignored], 0)
-    np.testing.assert_array_equal(got[~ignored], f(x, targets)[~ignored])
+    with compiling_for(platform):
+        got = f(jnp.where(ignored[:, None], 1e4, x), jnp.where(ignored, -100, targets))
+        np.testing.assert_array_equal(got[ignored], 0)
+        np.testing.assert_array_equal(got[~ignored], f(x, targets)[~ignored])
+
+
+def test_a_gpu_reads_the_same_logits_of_targets():
+    x, w, targets, weights = problem()
+    targets = targets.at[:3].set(jnp.array([-1, -100, w.shape[1]]))
+    rows = {}
+    for platform in ("cpu", "gpu"):
+        with compiling_for(platform):
+            f = jax.jit(functools.partial(linear_cross_entropy, chunk=32))
+            rows[platform] = f(x, w, targets, weights)
+    for a, b in zip(jax.tree.leaves(rows["cpu"]), jax.tree.leaves(rows["gpu"]), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.slow

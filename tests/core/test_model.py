@@ -195,8 +195,9 @@ def test_scanned_layers_equal_the_same_layers_one_by_one(monkeypatch):
 
     states = jax.device_get(jax.jit(run)(params))
     params = jax.device_get(params)  # in NumPy: each slice of a JAX array would be a program
-    with compiling_for("tpu"):
-        assert "unroll=2" in str(jax.make_jaxpr(lambda params: run(params))(params))
+    for platform in ("tpu", "gpu"):
+        with compiling_for(platform):
+            assert "unroll=2" in str(jax.make_jaxpr(lambda params: run(params))(params))
     model, x = nnx.merge(graphdef, params), states[0]
     run_block = jax.jit(
         lambda graph, p, x: nnx.merge(graph, p)(x, context), static_argnames="graph"

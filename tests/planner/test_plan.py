@@ -33,7 +33,7 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.config.remat import POLICIES
-from qwen3next_jax.model.layer_stack import UNROLLED
+from qwen3next_jax.ops.preferences import UNROLLED
 from qwen3next_jax.planner import planning, subprocess_plan, topology
 from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 from qwen3next_jax.planner.search import (
@@ -322,7 +322,7 @@ def test_compiler_options_are_the_chips_unless_the_run_has_its_own():
     ids=("recurrent layers", "every second of attention"),
 )
 def plan(request):
-    periods = UNROLLED + 1  # else there is no loop over them
+    periods = UNROLLED["tpu"] + 1  # else there is no loop over them
     of_kind = dataclasses.replace(
         MODEL,
         full_attention_interval=request.param,

@@ -1,31 +1,35 @@
-r"""The train step of a config, or its operators one by one, compiled for H100s with no GPU: what
-fits, and what is computed.
+r"""A training step, or its operators one by one, compiled for H100s with no GPU: what fits, and
+what is computed.
 
-    python benchmarks/gpu_compile.py --config configs/small.py [--gpus 8] [--top 12]
-    python benchmarks/gpu_compile.py --config configs/small.py --operators
-    python benchmarks/gpu_compile.py --kernels [--only convolution] [--tokens 4096] [--key_heads
-    16] [--value_heads 16]
-        [--key 128] [--value 128] [--pieces 0] [--warpgroups 1]
+    python benchmarks/gpu/compile.py --shape=period [--top=12] [--passes=30]
+    python benchmarks/gpu/compile.py --config=configs/small.py [--gpus=8] [--mesh=expert=8]
+        [--set train.remat=block]
+    python benchmarks/gpu/compile.py --config=configs/small.py --operators
+    python benchmarks/gpu/compile.py --kernels [--only=convolution] [--tokens=4096] [--key_heads=16]
+        [--value_heads=16] [--key=128] [--value=128] [--pieces=0] [--warpgroups=1]
 
 XLA's CUDA plugin compiles for a described chip and touches no driver. It needs an environment
 apart, since a process with the plugin looks for GPUs, and a `ptxas` of CUDA 13 on the PATH (the
 wheel nvidia-cuda-nvcc brings one):
 
     uv venv .gpu -p 3.12
-    uv pip install --python .gpu/bin/python -e . jax==0.12.0.1 jaxlib==0.12.0.1
-    jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1 \
-        tokamax==0.0.17
-    .gpu/bin/python benchmarks/gpu_compile.py
+    uv pip install --python .gpu/bin/python -e . jax==0.12.0.1 jaxlib==0.12.0.1 \
+        jax-cuda13-plugin==0.12.0.1 jax-cuda13-pjrt==0.12.0.1 nvidia-cuda-nvcc \
+        tokamax==0.0.17 jax-triton==0.4.1 triton==3.9.0
+    .gpu/bin/python benchmarks/gpu/compile.py --shape=small
 
-Printed: seconds to compile, memory of the arguments (the state) and of everything else
-(temporaries), FLOPs of all products, a loop of unstated length counted once, the largest array,
-XLA's own passes over memory (fusions and copies that are neither product nor kernel) and what
-they write, the collectives, and with --top what shares the temporaries' memory at its fullest,
-by shape. With --kernels, of all kernels: what ptxas says of registers and spills, what it says
-of performance that is lost, and the shared memory of a block; and by count of the delta rule's
-copies and products, bytes between memory and chip and FLOPs. What no compiler says is a time.
-The kernels are compiled by nvJitLink where it is installed (the extra `gpu` brings it), otherwise
-by `ptxas`: the two give different registers.
+Printed: seconds to compile; memory of the arguments (the state) and of everything else
+(temporaries), without what cuDNN's attention works in; FLOPs of all products, a loop of unstated
+length counted once; the largest array; the collectives, and how many of them are asynchronous; with
+--top what shares the temporaries' memory at its fullest, by shape. Then XLA's work by kind: how
+many kernels run in a step, the bytes that they read and write, and the least time of these bytes at
+the H100's 3.35 TB/s. --passes lists the longest by kind and by function of this package. Kernels,
+attention by cuDNN and products are listed with their bytes alone. With --kernels, of all kernels
+but cuDNN's: what ptxas says of registers and spills, what it says of performance that is lost, and
+the shared memory of a block; and by count of the delta rule's copies and products, bytes between
+memory and chip and FLOPs. What no compiler says is a time. The kernels are compiled by nvJitLink
+where it is installed (the extra `gpu` brings it), otherwise by `ptxas`: the two give different
+registers.
 """
 
 import argparse
@@ -34,17 +38,27 @@ import contextlib
 import dataclasses
 import functools
 import glob
-import importlib
 import io
 import os
+import pathlib
 import re
-import runpy
 import tempfile
 import time
+from typing import NamedTuple
 
-COLLECTIVES = re.compile(
-    r"= \S+ "
-    r"(all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute)(?:-start)?\("
+import experts_passes
+import operators
+import step
+from shapes import SHAPES
+
+
+NAMES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
 )
 
 
@@ -66,27 +80,120 @@ def largest_arrays(folder: str, top: int):
     return [(gib, count[shape], shape) for shape, gib in size.most_common(top)]
 
 
-def passes(program) -> tuple[float, float]:
-    """How many fusions and copies run that are neither product nor kernel, and the bytes that
-    they write.
+# opcode of what a fusion is for → kind; the first that the fusion has counts
+KINDS = (
+    (("dot", "convolution"), "products in fusions"),
+    (("sort",), "sorts"),
+    (("scatter", "gather"), "gathers, scatters"),
+    (("reduce", "reduce-window"), "reductions"),
+    (("dynamic-update-slice",), "writes into stacked arrays"),
+    (("dynamic-slice",), "reads of stacked arrays"),
+)
+
+
+class Work(NamedTuple):
+    """One instruction that runs as a kernel of its own.
+
+    Attributes:
+      kind: what it is.
+      source: the function of this package from which it was compiled.
+      results: shapes of its results, as text.
+      times: how often it runs in a step.
+      bytes: what it reads and writes in a step.
     """
+
+    kind: str
+    source: str
+    results: str
+    times: float
+    bytes: float
+
+
+def work(program) -> list[Work]:
+    """Returns what a step runs, one entry for each instruction of the program that is no loop, no
+    collective, and moves data.
+    """
+    from qwen3next_jax.planner import compiled
+
     fused = {
         id(program.computations[name])
         for _, i, _ in program.walk()
-        if i.opcode == "fusion"
+        if i.opcode in ("fusion", "fusion-start", "custom-call")
         for name in i.called
     }
-    own = [
-        (times, times * i.bytes)
-        for computation, i, times in program.walk()
-        if id(computation) not in fused
-        and i.opcode in ("fusion", "fusion-start", "copy", "transpose")
-        and not i.name.startswith("gemm_fusion")
-    ]
-    return sum(times for times, _ in own), sum(size for _, size in own)
+    found = []
+    for computation, instruction, times in program.walk():
+        if id(computation) in fused or collective(instruction):
+            continue
+        if instruction.opcode == "fusion-start":  # its own shapes have the operands, too
+            root = program.computations[instruction.called[0]].root
+            instruction = dataclasses.replace(instruction, opcode="fusion", shapes=root.shapes)
+        moved = times * compiled.hbm_bytes(program, computation, instruction)
+        if not moved:
+            continue
+        results = ", ".join(f"{s.dtype}{list(s.dims)}".replace(" ", "") for s in instruction.shapes)
+        source = program.source_function(instruction)
+        found.append(Work(kind_of(program, instruction), source, results[:90], times, moved))
+    return found
 
 
-def show(name: str, lowered, top: int):
+def collective(instruction) -> bool:
+    return instruction.opcode.removesuffix("-start").removesuffix("-done") in NAMES
+
+
+def kind_of(program, instruction) -> str:
+    """Returns what an instruction is, for the table."""
+    op = instruction.opcode
+    if op == "custom-call":
+        target = instruction.attribute("custom_call_target")
+        if "mosaic" in target or "triton" in target:
+            return "kernels"
+        return "products" if "cublas" in target else f"calls of {target.strip('"')}"
+    if op != "fusion":
+        kinds = {"dot": "products", "copy": "copies", "copy-start": "copies", "transpose": "copies"}
+        return kinds.get(op, op)
+    if instruction.name.startswith("gemm_fusion"):
+        return "products"
+    inside = [i for name in instruction.called for i in program.computations[name].values()]
+    opcodes = {i.opcode for i in inside}
+    for names, kind in KINDS:
+        if opcodes & set(names):
+            return kind
+    if opcodes <= {"parameter", "convert", "bitcast", "tuple"}:
+        return "casts"
+    if opcodes <= {"parameter", "copy", "transpose", "bitcast", "convert", "reshape", "tuple"}:
+        return "copies"
+    return "loops over memory"
+
+
+def show_work(program, longest: int) -> None:
+    """Prints the work by kind, and the longest by kind and function."""
+    found = work(program)
+
+    def line(name, of):
+        size = sum(w.bytes for w in of)
+        count = sum(w.times for w in of)
+        ms = 1e3 * size / experts_passes.BANDWIDTH
+        print(f"  {count:7.0f} x {size / 1e9:7.1f} GB {ms:6.1f} ms  {name}")
+
+    def grouped(key):
+        groups = {}
+        for w in found:
+            groups.setdefault(key(w), []).append(w)
+        return sorted(groups.items(), key=lambda item: -sum(w.bytes for w in item[1]))
+
+    print("by kind: kernels in a step, bytes read and written, ms at 3.35 TB/s")
+    line("all", found)
+    for kind, of in grouped(lambda w: w.kind):
+        line(kind, of)
+    if longest:
+        print("the longest, by kind and function, with the results of the longest")
+    for (kind, source), of in grouped(lambda w: (w.kind, w.source))[:longest]:
+        line(f"{kind}: {source}: {max(of, key=lambda w: w.bytes).results}", of)
+
+
+def show(name: str, lowered, options: argparse.Namespace) -> None:
+    """Compiles a program and prints what the compiler made of it."""
     from qwen3next_jax.planner import compiled as programs
     from qwen3next_jax.planner import hlo, planning
 
@@ -96,120 +203,52 @@ def show(name: str, lowered, top: int):
     begun = time.time()
     compiled = lowered.compile(planning.FAST_GPU_COMPILE)
     seconds, memory, text = time.time() - begun, compiled.memory_analysis(), compiled.as_text()
+    if options.hlo:
+        options.hlo.write_text(text)
     program = hlo.parse(text)
     sizes = [s.bytes for computation, instruction, _ in program.walk() for s in instruction.shapes]
-    count, written = passes(program)
     print(
         f"{name}: compiled in {seconds:.0f} s, arguments "
         f"{memory.argument_size_in_bytes / 2**30:.2f} GiB, "
         f"temporaries {memory.temp_size_in_bytes / 2**30:.2f} GiB, products "
         f"{programs.gpu_flops(program) / 1e12:.2f} TFLOP, "
-        f"largest array {max(sizes) / 2**30:.2f} GiB, {count:.0f} passes that write "
-        f"{written / 1e9:.1f} GB, "
-        f"collectives {dict(collections.Counter(COLLECTIVES.findall(text)))}",
+        f"largest array {max(sizes) / 2**30:.2f} GiB",
         flush=True,
     )
-    for gib, places, shape in largest_arrays(folder, top):
+    for gib, places, shape in largest_arrays(folder, options.top):
         print(f"  {gib:6.2f} GiB in {places:2} places  {shape}")
+    show_work(program, options.passes)
+    show_collectives(program)
 
 
-def operators(config, place):
-    """{name: (function, shapes)}: forward and backward of one layer's operators at the config's
-    sizes, in bfloat16, and of the whole recurrent layer, which computes again what a step does.
+def show_collectives(program) -> None:
+    """Prints how many collectives a step runs, the bytes of their results, and how many of them
+    have products or kernels to run beside: scheduled between their start and their end.
     """
-    import jax
-    import jax.numpy as jnp
-    from flax import nnx
-
-    from qwen3next_jax import ops
-    from qwen3next_jax.model import remat
-    from qwen3next_jax.model.block import mixer_class
-    from qwen3next_jax.model.layers import Context, document_positions
-    from qwen3next_jax.model.parameters import Make
-    from qwen3next_jax.ops.gated_norm import gated_norm
-
-    m, b, t = config.model, config.train.batch_size, config.train.sequence_length
-
-    def shaped(*dims, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=place)
-
-    def with_gradients(f):
-        def run(differentiated, others, dy):
-            y, pullback = jax.vjp(lambda *a: f(*a, *others), *differentiated)
-            return y, pullback(dy)
-
-        return run
-
-    rows, g, h = b * t * m.num_experts_per_tok, m.linear_num_key_heads, m.linear_num_value_heads
-    k, v = m.linear_key_head_dim, m.linear_value_head_dim
-    e, d, i, n, q = (
-        m.num_experts,
-        m.hidden_size,
-        m.moe_intermediate_size,
-        m.num_attention_heads,
-        m.head_dim,
-    )
-    float_bth, ids = shaped(b, t, h, dtype=jnp.float32), shaped(b, t, dtype=jnp.int32)
-    channels = 2 * k + h // g * v
-    graph, params = nnx.split(
-        nnx.eval_shape(lambda: mixer_class("gated_deltanet")(m, Make(m, nnx.Rngs(0)), (0,)))
-    )
-    layer = remat.rematerialized(
-        lambda params, x, ids: nnx.merge(graph, params)(x, Context(document_positions(ids), ids))[
-            0
-        ],
-        "kept",
-    )
-    return {
-        "experts": (
-            with_gradients(ops.expert_mlp),
-            (shaped(rows, d), shaped(e, d, 2, i), shaped(e, i, d)),
-            (shaped(e, dtype=jnp.int32),),
-            shaped(rows, d),
-        ),
-        "attention": (
-            with_gradients(lambda q, k, v, ids: ops.attention(q, k, v, segment_ids=ids)),
-            (shaped(b, t, n, q), *[shaped(b, t, m.num_key_value_heads, q)] * 2),
-            (ids,),
-            shaped(b, t, n, q),
-        ),
-        "delta rule": (
-            with_gradients(
-                lambda q, k, v, g, beta, ids: ops.gated_delta_rule(
-                    q, k, v, g=g, beta=beta, segment_ids=ids
-                )[0]
-            ),
-            (shaped(b, t, g, k), shaped(b, t, g, k), shaped(b, t, h, v), float_bth, float_bth),
-            (ids,),
-            shaped(b, t, h, v),
-        ),
-        "convolution": (
-            with_gradients(lambda x, w, ids: ops.causal_conv1d(x, w, segment_ids=ids)[0]),
-            (shaped(b, t, g, channels), shaped(m.linear_conv_kernel_dim, g, channels)),
-            (ids,),
-            shaped(b, t, g, channels),
-        ),
-        "norm and gate": (
-            with_gradients(lambda o, gate, weight: gated_norm(o, gate, weight, m.rms_norm_eps)),
-            (shaped(b, t, h * v), shaped(b, t, h * v), shaped(v, dtype=jnp.float32)),
-            (),
-            shaped(b, t, h * v),
-        ),
-        "cross-entropy": (
-            with_gradients(
-                lambda x, w, targets, weights: ops.linear_cross_entropy(x, w, targets, weights)[0]
-            ),
-            (shaped(b * t, d), shaped(d, m.vocab_size, dtype=jnp.float32)),
-            (shaped(b * t, dtype=jnp.int32), shaped(b * t, dtype=jnp.float32)),
-            shaped(dtype=jnp.float32),
-        ),
-        "recurrent layer": (
-            with_gradients(layer),
-            (jax.tree.map(lambda p: shaped(*p.shape, dtype=p.dtype), params), shaped(b, t, d)),
-            (ids,),
-            shaped(b, t, d),
-        ),
-    }
+    found: dict = {}
+    began: dict = {}  # name of a start → products and kernels of its computation until then
+    before: dict = {}  # computation → products and kernels until now
+    for computation, instruction, times in program.walk():
+        place = id(computation)
+        if not collective(instruction):
+            if kind_of(program, instruction) in ("products", "products in fusions", "kernels"):
+                before[place] = before.get(place, 0) + 1
+            continue
+        if instruction.opcode.endswith("-start"):
+            began[place, instruction.name] = before.get(place, 0)
+            continue
+        beside = False
+        if instruction.opcode.endswith("-done"):
+            beside = before.get(place, 0) > began[place, instruction.operands[0]]
+        name = instruction.opcode.removesuffix("-done")
+        count, size, overlapped = found.get(name, (0.0, 0.0, 0.0))
+        size += times * sum(s.bytes for s in instruction.shapes)
+        found[name] = count + times, size, overlapped + times * beside
+    for name, (count, size, overlapped) in sorted(found.items()):
+        print(
+            f"  {count:7.0f} x {size / 1e9:7.1f} GB  {name}, {overlapped:.0f} of them beside "
+            "products or kernels"
+        )
 
 
 def kernel_counts(key_heads: int, value_heads: int, key: int, value: int, split):
@@ -369,26 +408,28 @@ def show_kernels(options, place):
                 print(f"    {loss}")
 
 
-def main():
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", default="configs/small.py")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--shape", choices=SHAPES, help="a step of SHAPES")
+    what.add_argument("--config", default="configs/small.py", help="the step of a config")
+    parser.add_argument("--gpus", type=int, default=1, help="H100s of one host")
+    parser.add_argument("--mesh", default="", help="AXIS=SIZE,…; default: all GPUs along `data`")
     parser.add_argument(
-        "--gpus", type=int, default=1, help="H100s of one host, all along the mesh's `data` axis"
+        "--set", nargs="*", default=[], help="settings of the config: train.remat=block …"
     )
-    parser.add_argument("--remat", default="", help="instead of the config's train.remat")
     parser.add_argument(
-        "--with_kernels",
-        action="store_true",
-        help="as where all kernels were right when first tried; the memory that cuDNN's attention "
-        "works in is not counted",
+        "--xla_forms", action="store_true", help="no kernels: as on a GPU that is no Hopper"
     )
     parser.add_argument(
         "--operators", action="store_true", help="one layer's operators instead of the whole step"
     )
     parser.add_argument("--only", default="", help="of the operators or kernels, those so named")
-    parser.add_argument("--top", type=int, default=0)
+    parser.add_argument("--top", type=int, default=0, help="arrays of the fullest moment")
+    parser.add_argument("--passes", type=int, default=0, help="kinds and functions")
+    parser.add_argument("--hlo", type=pathlib.Path, help="file for the text of the program")
     parser.add_argument(
         "--kernels",
         action="store_true",
@@ -404,25 +445,43 @@ def main():
         ("warpgroups", 1),
     ):
         parser.add_argument(f"--{name}", type=int, default=size)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main():
+    options = parse()
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {
             "CUDA_VISIBLE_DEVICES": "-1",
             "TF_CPP_MIN_LOG_LEVEL": "3",
-            "MOSAIC_GPU_DUMP_PTXAS": "1",
-            "MOSAIC_GPU_DUMP_RESOURCES": "1",
-            "XLA_FLAGS": f"--xla_dump_to={folder}",
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={folder}",
         }
+        if options.kernels:
+            os.environ |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_RESOURCES": "1"}
         compile_all(options)
 
 
-def compile_all(options):
+def config_of(options: argparse.Namespace):
+    """Returns the `Config` that is compiled, for the mesh of the options."""
+    from qwen3next_jax.config import Config, MeshConfig, from_dict
+    from qwen3next_jax.config.files import apply_overrides, load_config_file
+
+    if options.shape:
+        values = step.settings_of(SHAPES[options.shape])
+    else:
+        values = load_config_file(pathlib.Path(options.config))
+    apply_overrides(values, [tuple(part.partition("=")[::2]) for part in options.set])
+    config = from_dict(Config, values)
+    sizes = dict(part.split("=") for part in options.mesh.split(",") if part)
+    sizes = {axis: int(size) for axis, size in sizes.items()} or {"data": options.gpus}
+    mesh = MeshConfig(**{"data": 1} | sizes)
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=mesh))
+
+
+def compile_all(options: argparse.Namespace) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from qwen3next_jax.config import Config, MeshConfig, from_dict
-    from qwen3next_jax.kernels import self_test
-    from qwen3next_jax.kernels.gpu import cudnn
     from qwen3next_jax.ops.compile_target import compiling_for
     from qwen3next_jax.planner.planning import abstract_batch
     from qwen3next_jax.planner.topology import describe_topology
@@ -431,41 +490,31 @@ def compile_all(options):
     from qwen3next_jax.training.resolve import resolve_run
 
     topology = describe_topology(f"h100:1x{options.gpus}")
-    config = from_dict(Config, runpy.run_path(options.config)["get_config"]().to_dict())
-    config = dataclasses.replace(
-        config, parallel=dataclasses.replace(config.parallel, mesh=MeshConfig(data=options.gpus))
-    )
-    config = dataclasses.replace(
-        config, train=dataclasses.replace(config.train, remat=options.remat or config.train.remat)
-    )
+    config = config_of(options)
     mesh = make_mesh(config.parallel, topology.devices)
-    if options.with_kernels:
-        self_test.unsupported_chip = lambda: ""
-        cudnn.unsupported = lambda: ""
-        importlib.import_module(cudnn.ENTRY).check_compute_capability = lambda capability: True
-        self_test.is_enabled = lambda test, unsupported="": (
-            self_test.say(f"{test.name}: {unsupported or 'kernels'}") or not unsupported
-        )
+    place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    if not options.xla_forms:
+        experts_passes.describe_chip()
     if options.kernels:
-        return show_kernels(options, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        return show_kernels(options, place)
     if options.operators:
-        for name, (function, *shapes) in operators(
-            config, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        ).items():
+        for name, (function, *arrays) in operators.operators(config, place).items():
             if options.only in name:
                 with compiling_for("gpu"):
-                    traced = jax.jit(function).trace(*shapes)
-                show(name, traced.lower(lowering_platforms=("cuda",)), options.top)
+                    traced = jax.jit(function).trace(*arrays)
+                show(name, traced.lower(lowering_platforms=("cuda",)), options)
         return
     run = resolve_run(config, mesh)
     (stage,) = run.stages
-    step = make_train_step(run, stage)
+    train_step = make_train_step(run, stage)
     with compiling_for("gpu"):
-        traced = step.trace(run.abstract_state, abstract_batch(run, stage))
+        traced = train_step.trace(run.abstract_state, abstract_batch(run, stage))
     show(
-        f"step of {options.config}, remat {config.train.remat}, on {options.gpus} x H100",
+        f"step of {options.shape or config.name}, {config.train.batch_size} x "
+        f"{config.train.sequence_length} tokens in {config.train.gradient_accumulation} parts, "
+        f"remat {config.train.remat}, on {options.gpus} x H100 ({options.mesh or 'along data'})",
         traced.lower(lowering_platforms=("cuda",)),
-        options.top,
+        options,
     )
 
 
