@@ -1,5 +1,6 @@
-"""Families of models: their tokenizers as tiny ones of the same structure, and chat templates of our
-own that do what theirs do. In a template, « and » stand for {% generation %} and {% endgeneration %}.
+"""Families of models: their tokenizers as tiny ones of the same structure, and chat templates of
+our own that do what theirs do. In a template, « and » stand for {% generation %} and
+{% endgeneration %}.
 """
 
 from typing import Any, NamedTuple
@@ -173,7 +174,8 @@ FAMILIES = (
         "DeepSeek (V3)",
         "tokenizer, template",
         _turns(
-            "{{ bos_token }}{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}",
+            "{{ bos_token }}{% for m in messages if m.role == 'system' %}{{ m.content }}"
+            "{% endfor %}",
             "{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% endif %}",
             "<｜Assistant｜>«{{ (m.content or '').split('</think>')[-1] }}"
             "{% for call in m.tool_calls or [] %}{{ call.function.arguments + '' }}{% endfor %}"
@@ -280,7 +282,8 @@ FAMILIES = (
             "<|im_start|>assistant{{ '\\n' }}«{% if " + _IS_NEW + " %}<think>"
             "{{ m.reasoning_content }}</think>{% else %}<think></think>{% endif %}"
             "{{ m.content or '' }}"
-            "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|im_end|>»{{ '\\n' }}",
+            "{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|im_end|>»"
+            "{{ '\\n' }}",
             "<|im_start|>assistant{{ '\\n' }}<think>{{ '\\n' }}",
             tool="<tool_response>{{ m.content }}</tool_response>",
         ),

@@ -4,7 +4,6 @@ page has the results; `python tests/data/test_families_of_tokenizers.py` writes 
 
 import json
 import pathlib
-import re
 import tempfile
 from unittest import mock
 
@@ -13,7 +12,7 @@ import tokenizers
 from families_of_tokenizers import FAMILIES, Family
 
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.data import conversations, cuts, fast_bpe, render_template
+from qwen3next_jax.data import conversations, cuts, render_template
 from qwen3next_jax.data.chat_template import ChatTemplate, TemplateFile
 from qwen3next_jax.data.tokens import _byte_characters, load_tokenizer, miscounted_bytes
 
