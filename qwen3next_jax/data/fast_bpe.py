@@ -14,6 +14,11 @@ from qwen3next_jax.data.added_tokens import is_hidden
 # GPT-2's pattern. ByteLevel(use_regex=True) splits texts by it.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WHITE_SPACE = r"|\s+(?!\S)|\s+"  # how the patterns of the usual vocabularies end
+# UTF-8 has no others. Vocabularies of the GPT-NeoX kind lack some of the rest.
+_BYTES_OF_TEXT = (*range(0xC0), *range(0xC2, 0xF5))
+# (behavior, invert) of a Split whose pieces are the matches of its pattern. They are the same where
+# the pattern matches all of a text, as the usual ones do.
+_SPLITS = (("Isolated", False), ("Removed", True))
 
 
 class Differs(Exception):
@@ -91,7 +96,7 @@ def table(
             return None
         ranks[bytes(bytes_of[character] for character in token)] = i
     ids = [model["vocab"].get(token, -1) for token in merged]
-    has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
+    has_all_bytes = all(bytes([byte]) in ranks for byte in _BYTES_OF_TEXT)
     return Table(pattern, ranks) if has_all_bytes and ids == sorted(ids) else None
 
 
@@ -117,9 +122,8 @@ def _pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
     if len(steps) == 1:
         return _GPT2_PATTERN if steps[0].get("use_regex", True) else None
     split = steps[0]
-    wanted = {"type": "Split", "behavior": "Isolated", "invert": False}
-    if len(steps) > 2 or steps[1].get("use_regex", True):
+    if len(steps) > 2 or steps[1].get("use_regex", True) or split.get("type") != "Split":
         return None
-    if any(split.get(key) != value for key, value in wanted.items()):
+    if (split.get("behavior"), split.get("invert")) not in _SPLITS:
         return None
     return split["pattern"].get("Regex")
