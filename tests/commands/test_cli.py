@@ -1,6 +1,7 @@
 """The commands as a user types them: mistakes cost one line and no compute."""
 
 import ast
+import itertools
 import json
 import os
 import pathlib
@@ -335,6 +336,13 @@ def test_a_run_that_goes_on_keeps_its_vocabulary_when_its_parent_is_gone(tmp_pat
 def test_every_setting_has_a_meaning():
     """The comment above each field, which `--help` shows, is found."""
     assert [setting.name for setting in list_settings(Config) if not setting.meaning] == []
+
+
+def test_the_settings_of_a_group_are_listed_together():
+    """So `--help` and the page of settings name each group once."""
+    groups = [setting.name.rpartition(".")[0] for setting in list_settings(Config)]
+    names = [group for group, _ in itertools.groupby(groups)]
+    assert len(names) == len(set(names))
 
 
 def test_the_example_in_the_help_of_sweeps_is_a_sweep():
