@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from qwen3next_jax.commands import cli
 from qwen3next_jax.common import installation
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
@@ -64,6 +65,18 @@ MISTAKES = [
     (
         ["train.py", TINY, "--config.learning_rate=1"],
         "--config.learning_rate: no such setting (did you mean --config.optimizer.learning_rate=…",
+    ),
+    (
+        ["train.py", TINY, "--config.train.learning_rate=1"],
+        "--config.train.learning_rate: no such setting (did you mean --config.optimizer.learning_r",
+    ),
+    (
+        ["train.py", TINY, "--config.lora.rank=1"],
+        "--config.lora: no such setting (did you mean --config.model.lora.rank=…?)",
+    ),
+    (
+        ["train.py", "--help", "lerning"],
+        "--help lerning: no flag or setting has this word (did you mean 'learning_rate'?)",
     ),
     (
         ["train.py", "--config=configs/tiy.py"],
@@ -132,6 +145,10 @@ MISTAKES = [
     (
         ["-m", "qwen3next_jax", "sweep", "configs/sweeps/mqar.py", "--set=train.stesp=3"],
         "train.stesp",
+    ),
+    (
+        ["-m", "qwen3next_jax", "sweep", "configs/sweeps/mqar.py", "--set=train.learning_rate=3"],
+        "train.learning_rate (did you mean 'optimizer.learning_rate'?)",
     ),
     (["-m", "qwen3next_jax", "report", "nowhere"], "nowhere: not the folder of a run"),
     (
@@ -220,6 +237,14 @@ def test_help_shows_the_commands_own_flags(command):
         == ("gated_attention:" in result.stdout)  # the settings of mixers
         == (command[0] != "-m")
     )
+
+
+def test_help_on_a_word_shows_what_has_it(monkeypatch):
+    monkeypatch.setattr(cli, "_reads_settings", True)
+    shown = cli._help_on("Warmup")
+    names = re.findall(r"--config\.([\w.]+)", shown)
+    assert "optimizer.warmup_steps" in names
+    assert all("warmup" in entry.lower() for entry in re.split(r"\n  (?=-)", shown))
 
 
 @pytest.mark.slow
