@@ -5,11 +5,13 @@
 import os
 import pathlib
 import re
+import runpy
 import signal
 import subprocess
 import sys
 
 import pytest
+import yaml
 from documented_commands import check, commands_of, mistakes, pages
 
 from qwen3next_jax.__main__ import VERBS
@@ -93,6 +95,29 @@ def test_the_page_of_exit_codes_has_every_code():
     page = (ROOT / "docs" / "reference" / "exit_codes.md").read_text()
     codes = re.findall(r"^\| (\d+) \|", page, re.MULTILINE)
     assert set(map(int, codes)) == {*ExitCode, 128 + signal.SIGABRT}
+
+
+def test_every_page_is_in_the_menu():
+    """The notes are added to it when the site is built."""
+    menu = set(
+        re.findall(r"[\w/]+\.md", str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    )
+    found = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert menu == {page for page in found if not page.startswith("notes/")}
+
+
+@pytest.mark.skipif(bool(MISSING), reason="they describe parts of folders that were deleted")
+def test_the_reference_pages_say_what_the_code_says():
+    reference = runpy.run_path(str(ROOT / "docs" / "_site" / "reference.py"))
+    for name, text in reference["pages"]().items():
+        current = (ROOT / "docs" / "reference" / name).read_text()
+        assert current == text, f"{name}: python docs/_site/reference.py writes it anew"
+
+
+def test_pages_are_plain_markdown():
+    """They hold nothing that only the program that makes the site understands."""
+    special = re.compile(r"^(:::|\?\?\?|!!!) ", re.MULTILINE)
+    assert [page.name for page in PAGES if special.search(page.read_text())] == []
 
 
 @pytest.mark.slow

@@ -35,7 +35,12 @@ def test_an_example_runs(script, tmp_path):
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path, monkeypatch):
-    """Its cells run one after another, and a cell that ends with a run or a model shows it."""
+    """Its cells run one after another, and a cell that ends with a run or a model shows it. They
+    leave nothing in the folder where they run.
+    """
+    here = tmp_path / "examples"
+    here.mkdir()
+    monkeypatch.chdir(here)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     notebook = json.loads((ROOT / "examples" / "tour.ipynb").read_text())
     shown, names = [], {}
@@ -54,3 +59,4 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
     assert "&lt;svg" in run._repr_html_()  # a page in a frame
     assert len(repr(model)) < 5000
     assert read_back is True
+    assert list(here.iterdir()) == []

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import ctypes
 import functools
+import itertools
 import os
 import pathlib
 import re
@@ -19,10 +20,11 @@ import textwrap
 import threading
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from absl import app, flags, logging
+from rich.console import Console
 
 from qwen3next_jax.common.installation import has_tpu_chips
 from qwen3next_jax.common.errors import (
@@ -50,6 +52,7 @@ from qwen3next_jax.config.files import (
     apply_overrides,
     default_of,
     find_file,
+    flags_hint,
     load_config_file,
     settings_called,
 )
@@ -58,6 +61,7 @@ from qwen3next_jax.processes.launch import Launch, find_launch
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 
 _STDOUT = 1
+_HELP = ("-h", "-?", "--help", "-help", "--helpshort", "--helpfull")  # flags that ask for help
 
 
 def run(command: types.ModuleType, arguments: str = "") -> None:
@@ -180,15 +184,16 @@ def _parse(doc: str, argv: Sequence[str]) -> list[str]:
     for it; exits with one line on standard error if a flag is wrong.
     """
     try:
-        if {"-h", "-?", "--help", "-help", "--helpshort", "--helpfull"} & set(argv[1:]):
-            print(_help(doc))
+        if asked := [argument for argument in argv[1:] if argument in _HELP]:
+            word = "".join(argv[argv.index(asked[0]) + 1 :][:1])
+            print(_help_on(word) if word and not word.startswith("-") else _help(doc))
             sys.exit(ExitCode.DONE)
         return flags.FLAGS(_take_overrides(argv))
     except UserError as error:
         sys.exit(_report(str(error)))
     except flags.UnrecognizedFlagError as error:
         hint = (
-            (settings_called(error.flagname) if _reads_settings else "")
+            (flags_hint(settings_called(error.flagname)) if _reads_settings else "")
             or did_you_mean(error.flagname, _own_flags()).replace("'", "--", 1).replace("'", "")
             or "; --help shows them"
         )
@@ -242,9 +247,46 @@ def _own_flags() -> list[str]:
 
 
 def _help(doc: str) -> str:
-    """Returns the text of `--help`: the command's docstring and its flags."""
-    width = min(shutil.get_terminal_size().columns, 120)
+    """Returns the text of `--help`: the command's docstring, its flags, and every setting."""
+    width = _help_width()
     lines = [doc.strip(), "", "flags:"]
+    for name, text in _flag_entries():
+        lines += _entry(name, text, width)
+    if _reads_settings:
+        lines += ["", "settings, with their defaults (--help WORD shows those with this word):"]
+        for _, entries in itertools.groupby(_setting_entries(), lambda entry: entry[0]):
+            lines.append("")
+            for _, name, text in entries:
+                lines += _entry(name, text, width)
+    return "\n".join(lines)
+
+
+def _help_on(word: str) -> str:
+    """Returns the text of `--help WORD`: the flags and settings that have the word in their name or
+    meaning.
+
+    Raises:
+      UserError: none has it.
+    """
+    entries = _flag_entries()
+    if _reads_settings:
+        entries += [(name, text) for _, name, text in _setting_entries()]
+    found = [entry for entry in entries if word.lower() in " ".join(entry).lower()]
+    if not found:
+        parts = {part for name, _ in entries for part in re.findall(r"\w+", name.partition("=")[0])}
+        raise UserError(
+            f"--help {word}: no flag or setting has this word{did_you_mean(word, sorted(parts))}; "
+            "--help alone shows all"
+        )
+    return "\n".join(line for entry in found for line in _entry(*entry, _help_width()))
+
+
+def _help_width() -> int:
+    return min(shutil.get_terminal_size().columns, 120)
+
+
+def _flag_entries() -> list[tuple[str, str]]:
+    """Returns (flag, meaning) of the command's own flags."""
     entries = []
     for flag in map(flags.FLAGS.__getitem__, _own_flags()):
         default = (
@@ -255,32 +297,25 @@ def _help(doc: str) -> str:
         entries.append(
             (f"--{flag.name}" + "=…" * (not flag.boolean), flag.help.partition(";\n")[0] + default)
         )
-    for name, text in entries:
-        lines += _entry(name, text, width)
-    if _reads_settings:
-        lines += _help_of_settings(width)
-    return "\n".join(lines)
+    return entries
 
 
-def _help_of_settings(width: int) -> list[str]:
-    """Returns the lines of `--help` on every setting, by group, with its default and meaning."""
-    lines = ["", "settings, with their defaults:"]
-    group = None
+def _setting_entries() -> Iterator[tuple[str, str, str]]:
+    """Yields (group, flag with its default, meaning) of every setting, in the order of the
+    groups.
+    """
     for name, default, allowed, meaning in list_settings(Config):
-        if name.rpartition(".")[0] != group:
-            group = name.rpartition(".")[0]
-            lines.append("")
+        group = name.rpartition(".")[0]
         if isinstance(default, tuple):
             default = ",".join(map(str, default))
         if isinstance(default, MixerConfig):
-            name, default = f"{name}.SETTING", "…"
-        text = f"{allowed}: {meaning}" if allowed and meaning else allowed or meaning
-        lines += _entry(f"--config.{name}={default}", text, width)
-        if name == "model.mixer.SETTING":
+            yield group, f"--config.{name}.SETTING=…", meaning
             for mixer, own in mixer_settings().items():
                 text = ", ".join(f"{setting.name}={setting.default}" for setting in own)
-                lines += _entry(f"  {mixer}:", text, width)
-    return lines
+                yield group, f"  {mixer}:", text
+            continue
+        text = f"{allowed}: {meaning}" if allowed and meaning else allowed or meaning
+        yield group, f"--config.{name}={default}", text
 
 
 def _entry(name: str, text: str, width: int) -> list[str]:
@@ -570,6 +605,16 @@ def positive_integers(flag: str, values: Sequence[str]) -> tuple[int, ...]:
             f"--{flag}={','.join(values)}: expected positive numbers separated by commas"
         )
     return tuple(int(value) for value in values)
+
+
+def make_console() -> Console:
+    """Makes the console on which a command prints its tables. In a pipe or a file lines have any
+    length, because a program may read them: nothing is wrapped or cut.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 10_000
+    return console
 
 
 def enable_compilation_cache() -> None:

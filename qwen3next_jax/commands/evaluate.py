@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from flax import nnx
-from rich.console import Console
 from rich.table import Table
 
+from qwen3next_jax.commands import cli
 from qwen3next_jax.commands.waiting import waiting
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.common.errors import UserError, escape_lines
@@ -247,8 +247,8 @@ def _print(title: str, values: list[MetricValue]) -> None:
         table = Table("", "", show_header=False)
         for value in values:
             table.add_row(value.label, str(value))
-    console = Console()
-    console.print(escape_lines(title), markup=False, highlight=False)
+    console = cli.make_console()
+    console.print(escape_lines(title), markup=False)
     console.print(table)
 
 

@@ -67,7 +67,7 @@ def main() -> int:
     level = "O1" if _quick.value else ""
     # Only "calibrated" counts an uneven load.
     cost_model = _cost_model("calibrated" if _skew.value else "schedule")
-    topology, console = describe_topology(_topology.value, _slices.value), Console(highlight=False)
+    topology, console = describe_topology(_topology.value, _slices.value), cli.make_console()
     if out:
         _check_writable(out)
     if _skew.value and not topology.chip.torus:

@@ -4,8 +4,10 @@ norm of every parameter and gradient, and the number of their values that are no
     qwen3next replay WORKDIR/dumps/STEP
 """
 
-from rich.console import Console
-from rich.table import Table
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Column, Table
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import UserError, escape_control
@@ -27,7 +29,6 @@ def main(arguments: list[str]) -> int:
     cli.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     import jax
-    import numpy as np
 
     from qwen3next_jax.runs.incidents import read_dump
     from qwen3next_jax.training.gradients import make_gradients
@@ -46,28 +47,7 @@ def main(arguments: list[str]) -> int:
     gradients = jax.device_get(
         jax.jit(make_gradients(dump.run, stage))(dump.state["params"], dump.batch)[0]
     )
-    table = Table(
-        "parameter",
-        "norm",
-        "not finite",
-        "gradient norm",
-        "not finite",
-        "largest",
-        title="before the update",
-        title_justify="left",
-    )
-    for (path, value), gradient in zip(
-        jax.tree_util.tree_leaves_with_path(jax.device_get(params)),
-        jax.tree.leaves(gradients),
-        strict=True,
-    ):
-        table.add_row(
-            path_string(path, "."),
-            *_summary(np.asarray(value)),
-            *_summary(np.asarray(gradient)),
-            f"{np.max(np.abs(gradient)):.3g}",
-        )
-    Console(highlight=False).print(table)
+    cli.make_console().print(norms_table(jax.device_get(params), gradients))
 
     _, values = make_train_step(dump.run, stage)(dump.state, dump.batch)
     scalars = {
@@ -75,6 +55,39 @@ def main(arguments: list[str]) -> int:
     }
     print("the step: " + ", ".join(f"{name} {value:.6g}" for name, value in scalars.items()))
     return 0
+
+
+def norms_table(params: Any, gradients: Any) -> Table:
+    """Returns the table of the norms of parameters and gradients.
+
+    Args:
+      params: tree of NumPy arrays.
+      gradients: tree of NumPy arrays with the same structure.
+    """
+    import jax
+    import numpy as np
+
+    table = Table(
+        # Where the terminal is too narrow, the names take several lines. Nothing is cut.
+        Column("parameter", overflow="fold"),
+        *(
+            Column(heading, no_wrap=True)
+            for heading in ("norm", "not\nfinite", "gradient\nnorm", "not\nfinite", "largest")
+        ),
+        title="before the update",
+        title_justify="left",
+        box=SIMPLE,
+    )
+    for (path, value), gradient in zip(
+        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(gradients), strict=True
+    ):
+        table.add_row(
+            path_string(path, "."),
+            *_summary(np.asarray(value)),
+            *_summary(np.asarray(gradient)),
+            f"{np.max(np.abs(gradient)):.3g}",
+        )
+    return table
 
 
 def _summary(values) -> tuple[str, str]:

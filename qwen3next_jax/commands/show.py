@@ -42,9 +42,7 @@ def main(paths: list[str]) -> int:
     cli.check_writable("svg", _svg.value)
     if _svg.value and pathlib.Path(_svg.value).exists():
         raise UserError(f"--svg={_svg.value}: the file exists: choose another name, or remove it")
-    console = Console(highlight=False)
-    if not console.is_terminal:  # a program may read the lines, so they must not be wrapped
-        console.width = 10_000
+    console = cli.make_console()
     configs = [_load(path, console) for path in paths]
     for config in configs:
         print_model(config, devices, lengths, console)

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 
 from absl import flags
 from rich.box import SIMPLE
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import (
     ExitCode,
     UserError,
@@ -51,9 +51,7 @@ Finding = tuple[str, str | None]
 def main(arguments: list[str]) -> int:
     if not arguments:
         raise UserError("expected a folder: qwen3next verify runs/tiny")
-    console, damaged, checked = Console(highlight=False), 0, 0
-    if not console.is_terminal:  # a program may read the lines, so they must not be wrapped
-        console.width = 10_000
+    console, damaged, checked = cli.make_console(), 0, 0
     table = Table("", "what", "state", box=SIMPLE)
     for path in map(to_path, arguments):
         for name, damage in verify(path):

@@ -34,8 +34,9 @@ class Setting(NamedTuple):
 
 
 def list_settings(cls: type, prefix: str = "") -> Iterator[Setting]:
-    """Yields the settings of the config dataclass `cls` and of all groups in it, in the order of
-    the fields. Their names begin with `prefix`.
+    """Yields the settings of the config dataclass `cls`, in the order of the fields, and then those
+    of each group in it, so that the settings of a group are not interrupted. Their names begin with
+    `prefix`.
     """
     comments = {}
     for parent in reversed(cls.__mro__):
@@ -43,14 +44,17 @@ def list_settings(cls: type, prefix: str = "") -> Iterator[Setting]:
             comments |= _comments(parent)
     bounds = declared_bounds(cls)
     hints = typing.get_type_hints(cls)
+    groups = {}
     for field in dataclasses.fields(cls):
         name = prefix + field.name
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
-            yield from list_settings(hint, f"{name}.")
+            groups[name] = hint
             continue
         allowed = ", ".join(_choices(hint)) or bounds.get(field.name, "")
         yield Setting(name, field.default, allowed, comments.get(field.name, ""))
+    for name, group in groups.items():
+        yield from list_settings(group, f"{name}.")
 
 
 def mixer_settings() -> dict[str, list[Setting]]:

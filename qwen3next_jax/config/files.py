@@ -6,6 +6,7 @@ one line, which names the file and the number of the line.
 
 import ast
 import contextlib
+import difflib
 import importlib.util
 import pathlib
 import sys
@@ -180,13 +181,26 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[tuple[str, str]]
         group[key] = parse_flag(text, default, f"--config.{name}={text}")
 
 
-def settings_called(name: str) -> str:
-    """Returns a hint with the flags of the settings whose dotted names are `name` or end in it, as
-    "train.steps" does in "steps"; "" if there is none.
+def settings_called(name: str, guess: bool = False) -> list[str]:
+    """Returns at most three settings whose dotted names are `name` or end in it, as "train.steps"
+    does in "steps".
+
+    Args:
+      name: the last parts of a dotted name.
+      guess: if there is no such setting, whether to return those whose last part is similar.
     """
-    found = [path for path in flatten(default_config()) if f".{path}".endswith(f".{name}")]
-    flags = " or ".join(f"--config.{path}=…" for path in found[:3])
-    return f" (did you mean {flags}?)" if found else ""
+    last_parts = {path: path.rpartition(".")[2] for path in flatten(default_config())}
+    found = [path for path in last_parts if f".{path}".endswith(f".{name}")]
+    if not found and guess:
+        close = difflib.get_close_matches(name, last_parts.values(), n=1, cutoff=0.75)
+        found = [path for path, part in last_parts.items() if part in close]
+    return found[:3]
+
+
+def flags_hint(settings: Sequence[str]) -> str:
+    """Returns a hint with the flags of these settings; "" if there are none."""
+    flags = " or ".join(f"--config.{path}=…" for path in settings)
+    return f" (did you mean {flags}?)" if settings else ""
 
 
 def default_of(name: str) -> Any:
@@ -204,7 +218,12 @@ def default_of(name: str) -> Any:
         if not isinstance(settings, Mapping) or key not in settings:
             where = "--" + ".".join(("config", *path[: depth + 1]))
             known = settings if isinstance(settings, Mapping) else ()
-            hint = (settings_called(key) if not depth else "") or did_you_mean(key, known)
+            elsewhere = ".".join(path[depth:])  # this name, in another group
+            hint = (
+                flags_hint(settings_called(elsewhere))
+                or did_you_mean(key, known)
+                or flags_hint(settings_called(elsewhere, guess=True))
+            )
             if known and not hint:
                 hint = f"; known here: {', '.join(known)}"
             raise UserError(f"{where}: no such setting{hint}")

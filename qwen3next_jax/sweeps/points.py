@@ -35,7 +35,7 @@ from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, did_you_mean, short_repr
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict, to_dict
-from qwen3next_jax.config.files import call_file, find_file, load_config_file
+from qwen3next_jax.config.files import call_file, find_file, load_config_file, settings_called
 from qwen3next_jax.config.mixer import is_mixer_setting, without_earlier_defaults
 from qwen3next_jax.config.registry import trust_user_settings
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
@@ -452,10 +452,13 @@ def _known_setting(name: str, where: str, known: tuple[str, ...] = ()) -> None:
         )
     if is_mixer_setting(name):
         return
-    for key in name.split("."):
+    path = name.split(".")
+    for depth, key in enumerate(path):
         if not isinstance(settings, dict) or key not in settings:
-            hint = did_you_mean(key, [*settings, *known] if isinstance(settings, dict) else known)
-            raise UserError(f"{where}: no such setting as {name}{hint}")
+            elsewhere = " or ".join(map(repr, settings_called(".".join(path[depth:]))))
+            hint = f" (did you mean {elsewhere}?)" if elsewhere else ""
+            names = [*settings, *known] if isinstance(settings, dict) else known
+            raise UserError(f"{where}: no such setting as {name}{hint or did_you_mean(key, names)}")
         settings = settings[key]
     if isinstance(settings, dict):
         raise UserError(

@@ -1,6 +1,7 @@
 """The commands as a user types them: mistakes cost one line and no compute."""
 
 import ast
+import itertools
 import json
 import os
 import pathlib
@@ -11,6 +12,7 @@ import sys
 
 import pytest
 
+from qwen3next_jax.commands import cli
 from qwen3next_jax.common import installation
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
@@ -63,6 +65,18 @@ MISTAKES = [
     (
         ["train.py", TINY, "--config.learning_rate=1"],
         "--config.learning_rate: no such setting (did you mean --config.optimizer.learning_rate=…",
+    ),
+    (
+        ["train.py", TINY, "--config.train.learning_rate=1"],
+        "--config.train.learning_rate: no such setting (did you mean --config.optimizer.learning_r",
+    ),
+    (
+        ["train.py", TINY, "--config.lora.rank=1"],
+        "--config.lora: no such setting (did you mean --config.model.lora.rank=…?)",
+    ),
+    (
+        ["train.py", "--help", "lerning"],
+        "--help lerning: no flag or setting has this word (did you mean 'learning_rate'?)",
     ),
     (
         ["train.py", "--config=configs/tiy.py"],
@@ -139,6 +153,10 @@ MISTAKES = [
     (
         ["-m", "qwen3next_jax", "sweep", "configs/sweeps/mqar.py", "--set=train.stesp=3"],
         "train.stesp",
+    ),
+    (
+        ["-m", "qwen3next_jax", "sweep", "configs/sweeps/mqar.py", "--set=train.learning_rate=3"],
+        "train.learning_rate (did you mean 'optimizer.learning_rate'?)",
     ),
     (["-m", "qwen3next_jax", "report", "nowhere"], "nowhere: not the folder of a run"),
     (
@@ -227,6 +245,14 @@ def test_help_shows_the_commands_own_flags(command):
         == ("gated_attention:" in result.stdout)  # the settings of mixers
         == (command[0] != "-m")
     )
+
+
+def test_help_on_a_word_shows_what_has_it(monkeypatch):
+    monkeypatch.setattr(cli, "_reads_settings", True)
+    shown = cli._help_on("Warmup")
+    names = re.findall(r"--config\.([\w.]+)", shown)
+    assert "optimizer.warmup_steps" in names
+    assert all("warmup" in entry.lower() for entry in re.split(r"\n  (?=-)", shown))
 
 
 @pytest.mark.slow
@@ -343,6 +369,13 @@ def test_a_run_that_goes_on_keeps_its_vocabulary_when_its_parent_is_gone(tmp_pat
 def test_every_setting_has_a_meaning():
     """The comment above each field, which `--help` shows, is found."""
     assert [setting.name for setting in list_settings(Config) if not setting.meaning] == []
+
+
+def test_the_settings_of_a_group_are_listed_together():
+    """So `--help` and the page of settings name each group once."""
+    groups = [setting.name.rpartition(".")[0] for setting in list_settings(Config)]
+    names = [group for group, _ in itertools.groupby(groups)]
+    assert len(names) == len(set(names))
 
 
 def test_the_example_in_the_help_of_sweeps_is_a_sweep():
