@@ -14,12 +14,13 @@ import dataclasses
 import html
 import os
 import pathlib
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from qwen3next_jax.common.errors import ExitCode, UserError, require, short_repr
+from qwen3next_jax.common.errors import ExitCode, UserError, did_you_mean, require, short_repr
 from qwen3next_jax.common.installation import skip_absent_tpu
 from qwen3next_jax.common.storage import to_path, with_patience
 from qwen3next_jax.config import Config, MeshConfig, from_dict, registry
@@ -161,6 +162,7 @@ def generate(
         isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts),
         f"prompts = {short_repr(prompts)}: expected a text or a list of texts",
     )
+    _check_options(options)
     path = to_path(path, "path = ")
     model, tokenizer, _, mesh, _ = load_model(path, step)
     if tokenizer is None:
@@ -292,6 +294,27 @@ class Run:
 
         page = html.escape(render_report([self._read()]), quote=True)
         return f'<iframe srcdoc="{page}" width="100%" height="640" frameborder="0"></iframe>'
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raises UserError for an option that `inference.decode.generate` does not have, or a number of
+    another type than it takes.
+    """
+    from qwen3next_jax.inference.decode import generate
+
+    kinds = typing.get_type_hints(generate)
+    for name, value in options.items():
+        require(
+            name in kinds and name not in ("model", "prompts", "return"),
+            f"{name} = {short_repr(value)}: no such option{did_you_mean(name, kinds)}: expected "
+            "an argument of inference.decode.generate, such as max_new_tokens",
+        )
+        accepted = {int: (int,), float: (int, float)}.get(kinds[name], (object,))
+        require(
+            isinstance(value, accepted) and (accepted == (object,) or not isinstance(value, bool)),
+            f"{name} = {short_repr(value)}: expected a number"
+            + (" without a fraction" if kinds[name] is int else ""),
+        )
 
 
 def _require_config(config: Any) -> None:

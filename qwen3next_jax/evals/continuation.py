@@ -1,11 +1,11 @@
 """Text generation for evaluations: a batch of prompts, each continued until a stop string."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from qwen3next_jax.common.errors import UserError, as_user_error, short_repr
+from qwen3next_jax.common.errors import UserError, as_user_error, require, short_repr
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.inference.decode import concatenate_pieces, generate
 from qwen3next_jax.inference.sampling import Sampling
@@ -30,16 +30,27 @@ class GenerationOptions(NamedTuple):
     stops: list[str]
 
 
-def generation_options(options: Mapping[str, Any]) -> GenerationOptions:
+def generation_options(
+    given: Mapping[str, Any], normalize: Callable, max_new_tokens: int
+) -> GenerationOptions:
     """Returns the options of a task of lm-evaluation-harness as this package's decoder takes them.
 
     Args:
-      options: the task's `generation_kwargs` after the harness's `normalize_gen_kwargs`, which has
-        set "until", "max_gen_toks" and "do_sample".
+      given: the task's `generation_kwargs`.
+      normalize: the harness's `normalize_gen_kwargs`, which sets "until", "max_gen_toks" and
+        "do_sample".
+      max_new_tokens: the limit of a task that sets none.
 
     Raises:
       UserError: an option is unknown, or its value is out of range.
     """
+    with as_user_error(
+        f"a task sets {short_repr(dict(given))} for the texts that the model generates",
+        ValueError,
+        TypeError,
+        AttributeError,
+    ):
+        options = normalize(dict(given), max_new_tokens)
     known = {"until", "max_gen_toks", "do_sample", "temperature", *_FILTERS}
     for name, value in options.items():
         if name not in known and not (name in _NEUTRAL and value == _NEUTRAL[name]):
@@ -47,6 +58,17 @@ def generation_options(options: Mapping[str, Any]) -> GenerationOptions:
                 f"a task sets {name} = {short_repr(value)} for the texts that the model generates, "
                 f"which this decoder cannot do: expected {', '.join(sorted(known))}"
             )
+    for name, kind, least in (("max_gen_toks", int, 1), ("top_k", int, 0), ("do_sample", bool, 0)):
+        value = options.get(name, kind(least))
+        require(
+            type(value) is kind and value >= least,
+            f"a task sets {name} = {short_repr(value)}: expected "
+            + ("true or false" if kind is bool else f"a whole number, at least {least}"),
+        )
+    require(
+        all(isinstance(stop, str) for stop in options["until"]),
+        f"a task sets until = {short_repr(options['until'])}: expected texts",
+    )
     sampling = Sampling()
     if options["do_sample"]:  # greedy decoding takes the likeliest token whatever the filters are
         with as_user_error("a task's sampling options: expected numbers", ValueError, TypeError):

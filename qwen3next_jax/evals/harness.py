@@ -153,7 +153,7 @@ class HarnessModel(TemplateLM):
             tokens that `max_length` leaves none for the prompt.
         """
         options = [
-            generation_options(normalize_gen_kwargs(request.args[1], _MAX_NEW_TOKENS))
+            generation_options(request.args[1], normalize_gen_kwargs, _MAX_NEW_TOKENS)
             for request in requests
         ]
         # Requests with the same limit and sampling are decoded together.

@@ -45,7 +45,7 @@ _MATCHES = ("", "parameters", "flops")
 _WIDTH_STEP = 8
 # The most points of a sweep. Each is a process, a folder and a row of the report, and reading them
 # takes milliseconds each.
-_MOST_POINTS = 10_000
+_MOST_POINTS = 1_000
 _LONGEST_NAME = 255  # the most bytes in the name of a file or a folder
 
 

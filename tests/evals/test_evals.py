@@ -3,6 +3,7 @@ cannot run.
 """
 
 import contextlib
+import functools
 import json
 import math
 
@@ -123,22 +124,45 @@ def test_texts_end_at_their_own_stop_strings_and_decoding_with_the_last(monkeypa
     assert texts([], [], []) == [said[0][:20], "two; three", "ends"] and len(steps) == 20
 
 
+def options_of_task(**given):
+    """The decoder's options, for options that the harness has nothing to settle about."""
+    settled = {"until": ["\n", ""], "max_gen_toks": 7, "do_sample": False} | given
+    return continuation.generation_options(settled, lambda options, limit: options, 256)
+
+
 def test_a_tasks_sampling_options_reach_the_decoder():
-    options = {"until": ["\n", ""], "max_gen_toks": 7, "do_sample": False, "temperature": 0.0}
-    got = continuation.generation_options({**options, "top_p": 0.9, "num_beams": 1})
+    got = options_of_task(top_p=0.9, num_beams=1)
     assert got == (7, Sampling(), ["\n"])  # greedy decoding ignores the filters, as elsewhere
-    options |= {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 5}
-    assert continuation.generation_options(options).sampling == Sampling(0.8, 5, 0.9)
-    for unknown in ({"num_beams": 10}, {"temprature": 1.0}, {"top_p": 2.0}):
-        with pytest.raises(UserError, match="|".join(unknown)):
-            continuation.generation_options(options | unknown)
+    sampled = dict(do_sample=True, temperature=0.8, top_p=0.9, top_k=5)
+    assert options_of_task(**sampled).sampling == Sampling(0.8, 5, 0.9)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("num_beams", 10),
+        ("temprature", 1.0),
+        ("top_p", 2.0),
+        ("top_k", 0.5),
+        ("max_gen_toks", 0),
+        ("do_sample", "false"),
+        ("until", [1]),
+    ],
+)
+def test_a_tasks_wrong_option_is_named(name, value):
+    with pytest.raises(UserError, match=name):
+        options_of_task(**dict(do_sample=True, temperature=0.8) | {name: value})
 
 
 @pytest.mark.parametrize("name", ["max_gen_toks", "max_new_tokens", "max_completion_tokens"])
 def test_the_harness_names_one_limit_in_many_ways(name):
     models = pytest.importorskip("lm_eval.models.utils")
-    options = models.normalize_gen_kwargs({name: 3, "temperature": 0.8}, 256)
-    assert continuation.generation_options(options) == (3, Sampling(0.8), [])
+    options = functools.partial(
+        continuation.generation_options, normalize=models.normalize_gen_kwargs, max_new_tokens=256
+    )
+    assert options({name: 3, "temperature": 0.8}) == (3, Sampling(0.8), [])
+    with pytest.raises(UserError, match="temperature"):
+        options({"temperature": "hot"})
 
 
 @pytest.mark.parametrize("kind", [1, 2, 3])

@@ -115,7 +115,7 @@ def test_a_sweep_of_a_billion_points_is_refused_at_once(tmp_path):
     axes = {f"train.{name}": list(range(1, 1001)) for name in ("seed", "steps", "batch_size")}
     path = tmp_path / "sweep.py"
     path.write_text(f"def get_sweep():\n    return {{'base': 'tiny', 'axes': {axes}}}\n")
-    with pytest.raises(UserError, match="1,000,000,000 points .*: expected at most 10,000"):
+    with pytest.raises(UserError, match="1,000,000,000 points .*: expected at most 1,000"):
         load_sweep(path)
 
 
