@@ -188,17 +188,14 @@ def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
 
 
 def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the folders of rows in `data.prepared_dir`; first those of format 1."""
-    found = []
-    for pattern in ("*", "rows/*"):
-        folders = {file.parent for file in path.glob(f"{pattern}/*.array_record")}
-        folders |= {
-            file.parent
-            for file in path.glob(f"{pattern}/metadata.json")
-            if re.fullmatch("[0-9a-f]{20}", file.parent.name)
-        }
-        found += [folder for folder in sorted(folders) if not folder.name.startswith(".")]
-    return found
+    """Returns the folders of rows in `data.prepared_dir`, sorted."""
+    folders = {file.parent for file in path.glob("rows/*/*.array_record")}
+    folders |= {
+        file.parent
+        for file in path.glob("rows/*/metadata.json")
+        if re.fullmatch("[0-9a-f]{20}", file.parent.name)
+    }
+    return sorted(folder for folder in folders if not folder.name.startswith("."))
 
 
 def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:

@@ -23,12 +23,10 @@ import pytest
 import tokenizers
 
 from qwen3next_jax.commands.verify import verify
-from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data import (
     fast_bpe,
-    format_1,
     pipeline,
     preparation,
     readers,
@@ -295,7 +293,6 @@ def test_lines_that_are_no_digests_are_left_out(texts, tmp_path):
     (folder := tmp_path / "p" / "digests").mkdir(parents=True)
     lines = ["null", "[[1], 2]", "[1, 2, 3]", '["a"]', "[" * 10**5, "{}", '["kept", "digest"]']
     (folder / "a.jsonl").write_text("\n".join(lines))
-    (tmp_path / "p" / "content_digests.json").write_text('{"no path": "x", "a\\u00001": 2}')
     cache = DigestCache(Store(tmp_path / "p"), resolve(texts, "text"))
     assert cache._known == {"kept": "digest"}
 
@@ -492,34 +489,6 @@ def test_what_an_older_mapping_prepared_is_made_anew(texts, tmp_path, monkeypatc
     monkeypatch.setattr(units, "FORMAT", units.FORMAT + 1)
     with pytest.raises(UserError, match="is not there, and what was prepared of it .* older"):
         TrainData(config, 64, 4)
-
-
-# ---- rows of format 1
-
-
-def test_rows_of_format_1_open_and_give_the_same_rows(tmp_path):
-    """A folder as the code of 3f4e1ec wrote it, of the texts that it was made from."""
-    shutil.copytree(ROOT / "tests" / "fixtures" / "prepared_format_1", tmp_path / "p")
-    texts = [f"document {i} " * (1 + i % 5) for i in range(12)]
-    write_jsonl(tmp_path / "texts" / "a.jsonl", texts)
-    config = DataConfig(
-        path=f"{tmp_path}/texts/*.jsonl", prepared_dir=f"{tmp_path}/p", heldout_fraction=0.2
-    )
-    data = TrainData(config, 64, 2)
-    assert data._prepared[0].fingerprint == data._prepared[0].directory.name
-    assert data.fingerprint == (tmp_path / "p" / "fingerprint").read_text().strip()
-    found = digests.sha256(b"".join(next(data.batches(i))["tokens"].tobytes() for i in range(9)))
-    assert found == (tmp_path / "p" / "batches").read_text().strip()
-    assert not (tmp_path / "p" / "tokens").exists()
-    folder = data._prepared[0].directory
-    other = folder.with_name("0" * 20)
-    folder.rename(other)
-    assert TrainData(config, 64, 2).fingerprint != data.fingerprint  # nobody asks for that name
-    other.rename(folder)
-    metadata = folder / "metadata.json"
-    metadata.write_text(metadata.read_text().replace('"seed": 0', '"seed": 1'))
-    with pytest.raises(UserError, match="metadata.json is damaged"):
-        TrainData(config, 64, 2)
 
 
 # ---- faults
@@ -909,7 +878,6 @@ def test_progress_is_reported(texts, tmp_path, monkeypatch):
     assert len(done) > 10 and done == sorted(done) and done[-1] == source.size
     assert seen[-1][1] == seen[-1][2] and "rows of 64" in seen[-1][0]
     assert tokenize(source, BYTES, Store(tmp_path / "p")).digest
-    assert format_1.find(source, BYTES, Recipe(64, 0.1, 0), Store(tmp_path / "p")) is None
 
 
 # ---- two libraries that tokenize
