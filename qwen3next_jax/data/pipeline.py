@@ -419,10 +419,6 @@ class TextData(Data):
         }
 
 
-# The old name, from which sources outside this package may derive.
-TrainData = TextData
-
-
 def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
     """Returns the sources that `config` names, with their files. The files of all globs are found
     before any source is prepared, so that a mistake in the last glob is reported at once.
