@@ -368,10 +368,6 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
         )
 
     runner.open_sweep(load([0, 1]), tmp_path / "w")
-    written = tmp_path / "w" / "sweep.json"
-    older = written.read_text().replace('"data.tokenizer": ""', '"data.tokenizer": "bytes"')
-    assert older != written.read_text()
-    written.write_text(older)  # as from before a tokenizer could be left out
     runner.open_sweep(load([0, 1]), tmp_path / "w")
     with pytest.raises(UserError, match="holds another sweep .point seed=2 is new"):
         runner.open_sweep(load([0, 1, 2]), tmp_path / "w")
