@@ -156,7 +156,7 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
         except UserError as error:
             yield "tokenizer", str(error)
     frozen, expected = workdir / "frozen", set()
-    for kind, run in (("checkpoints", record and record.get("id", "")), ("dumps", None)):
+    for kind, run in (("checkpoints", record and record["id"]), ("dumps", None)):
         folders = [p for p in (workdir / kind).glob("*") if is_step_name(p.name)]
         for folder in sorted(folders, key=lambda p: int(p.name)):
             damage = manifest.find_damage(folder, run=run)
@@ -167,7 +167,7 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
                     damage = str(error)
             yield f"{kind}/{folder.name}", damage
     if frozen.is_dir() or expected:
-        damage = manifest.find_damage(frozen, run=record and record.get("id"))
+        damage = manifest.find_damage(frozen, run=record and record["id"])
         if not frozen.is_dir():
             damage = "it is missing: without the frozen parameters no checkpoint can be read"
         elif damage is None and expected - {manifest.digest(frozen)}:

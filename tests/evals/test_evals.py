@@ -321,7 +321,7 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "run.json").write_text('{"config": {}}')
-    # an event of an earlier version, which recorded no declarations
+    # an event that declares none of its numbers
     old = {"event": "suite", "suite": "gone", "loss/1-1": 2.0, "overall": "nan"}
     events = [
         {"event": "heldout", "loss": 1.0},

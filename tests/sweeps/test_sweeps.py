@@ -390,6 +390,11 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
     ):
         runner.open_sweep(sweep, tmp_path / "v")  # of the same overrides, on a base that was edited
     recorded = tmp_path / "v" / "sweep.json"
+    now = recorded.read_text()
+    recorded.write_text(now.replace('"format": 2', '"format": 1'))
+    with pytest.raises(UserError, match="sweep.json: written by an older version"):
+        runner.open_sweep(sweep, tmp_path / "v")
+    recorded.write_text(now)
     for text in ("", "[]", '{"points": [3]}', recorded.read_text().replace('"config"', '"was"')):
         recorded.write_text(text)
         with pytest.raises(UserError, match="sweep.json: damaged or foreign"):
