@@ -64,26 +64,26 @@ def lost_parts(lab: Lab, _: int) -> list[Trial]:
     other_seed, other_data = lab.with_(train={"seed": 1}), lab.with_(data={"seed": 1})
     longer = lab.with_(train={"steps": lab.config.train.steps + 1})
     trials = [
-        _started(lab, without("run.json"), "not the run.json", "run.json gone"),
+        _started(lab, without("run.json"), "but no run.json", "run.json gone"),
         _started(
-            lab, without("run.json"), "not the run.json", "run.json gone, another seed", other_seed
+            lab, without("run.json"), "but no run.json", "run.json gone, another seed", other_seed
         ),
         _started(
-            lab, without("run.json"), "not the run.json", "run.json gone, other data", other_data
+            lab, without("run.json"), "but no run.json", "run.json gone, other data", other_data
         ),
         _started(
             lab,
             without("run.json", "metrics.jsonl"),
-            "not the run.json",
+            "but no run.json",
             "run.json and metrics gone",
         ),
         _started(
             lab,
             without("run.json", "checkpoints"),
-            "not the run.json",
+            "but no run.json",
             "run.json and checkpoints gone",
         ),
-        _started(lab, without("checkpoints"), "every checkpoint is gone", "checkpoints gone"),
+        _started(lab, without("checkpoints"), "every checkpoint is missing", "checkpoints gone"),
         _started(
             lab,
             without("checkpoints", "metrics.jsonl"),
