@@ -162,7 +162,7 @@ def other_steps(lab: Lab, _: int) -> list[Trial]:
 
 
 def older_folders(lab: Lab, _: int) -> list[Trial]:
-    """A folder of another format is refused, untouched; --restart moves it aside."""
+    """A folder of an older format is refused, untouched."""
     workdir = _copy(lab)
     record = json.loads((workdir / "run.json").read_text())
     del record["digest"]
