@@ -61,7 +61,7 @@ found = {"tokens": sum(unit.tokens for unit in corpus.units), "digest": corpus.d
 if int(length):
     start, begin = used(), time.perf_counter()
     recipe = preparation.Recipe(int(length), 0.02, 0)
-    divided = preparation._divided({0: corpus}, {}, tokenizer, recipe, store)
+    divided = preparation._divided({0: corpus}, tokenizer, recipe, store)
     rows = preparation.pack(corpus, divided.get(0), tokenizer, recipe, store, workers=workers)
     found |= {"rows": rows.fingerprint, "pack_wall": time.perf_counter() - begin,
               "pack_cpu": used() - start}
@@ -267,7 +267,7 @@ def make_index(folder: pathlib.Path) -> None:
     assert len(list(tables[TRAIN].paths())) == shards
     rows = {side: RowReader(table, 4096) for side, table in tables.items()}
     statistics = {side: Statistics() for side in tables}
-    one = Prepared(Source("all", (), "text"), 2, "", statistics, rows)
+    one = Prepared(Source("all", (), "text"), "", statistics, rows)
     write_index(Store(folder), "index.npz", [one])
 
 

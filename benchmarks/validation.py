@@ -50,7 +50,7 @@ from qwen3next_jax.sharding.mesh import make_mesh
 PRICES = 4
 # fields of a plan that follow from the prices, beside the estimates that are made again
 OF_PRICES = (
-    *("step_seconds", "tokens_per_second", "mfu", "mfu_roofline", "mfu_today", "ideal"),
+    *("step_seconds", "tokens_per_second", "mfu", "mfu_roofline", "ideal"),
     *("parts", "bound_seconds", "binding", "hbm_bytes"),
     "expert_load",
 )

@@ -558,7 +558,7 @@ def prepared(tmp_path_factory):
     for number in range(9):
         (root / f"{number}.txt").write_text(f"document {number} " * 9)
     config = DataConfig(path=f"{root}/*.txt", prepared_dir=f"{root}/p", heldout_fraction=0.3)
-    pipeline.TrainData(config, 16, 2)
+    pipeline.TextData(config, 16, 2)
     return config, root / "p"
 
 
@@ -603,7 +603,7 @@ def test_a_spoilt_index_is_made_anew(prepared, name, value):
         file.write(seal + b"\n")
         np.savez(file, **arrays | {name: other[name]})
     before = path.read_bytes()
-    assert len(pipeline.TrainData(config, 16, 2)._prepared[0].rows["train"]) == rows.sum()
+    assert len(pipeline.TextData(config, 16, 2)._prepared[0].rows["train"]) == rows.sum()
     assert path.read_bytes() != before
 
 

@@ -115,21 +115,13 @@ def _export_adapter(workdir: str, out: pathlib.Path, step: int | None, ema: bool
 def _origin_of(workdir: str) -> tuple[pathlib.Path | None, str]:
     """Returns the Hugging Face directory with which the run began, and the format of that
     directory, a value of `model.hf_form`. The directory is None if the run began with random
-    weights, or if it is unknown but --form is given. The format is "" if it is not recorded.
-
-    Raises:
-      UserError: the directory is unknown, and neither --source nor --form is given.
+    weights. The format is "" if --source names the directory.
     """
     from qwen3next_jax.runs.origin import find_origin
 
     if _source.value:
         return to_path(_source.value, "--source="), ""
-    try:
-        return find_origin(workdir)
-    except UserError:
-        if not _form.value:
-            raise
-        return None, ""
+    return find_origin(workdir)
 
 
 _workdir = cli.define_workdir_flag(default_from_config=False)

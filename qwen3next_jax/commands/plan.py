@@ -21,7 +21,6 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
-import sys
 from collections.abc import Iterator, Sequence
 
 from absl import flags
@@ -39,13 +38,9 @@ from qwen3next_jax.training.stages import ResolvedStage, resolve_stages
 COMPILED = 5  # number of candidates that a search compiles
 LARGEST_SKEW = 1.5
 DOES_NOT_FIT = 1  # the exit code if no plan fits
-# value of --rules, the earlier name of --cost_model → value of --cost_model
-_RULES = {"new": "schedule", "today": "roofline"}
 
 
 def main() -> int:
-    if _rules.value:
-        print(f"--rules={_rules.value} is now --cost_model={_cost_model()}", file=sys.stderr)
     mesh = cli.read_mesh(_mesh.value)
     whole, given = _config(), cli.given_settings()
     unread.check(whole, given)
@@ -66,7 +61,7 @@ def main() -> int:
 
     level = "O1" if _quick.value else ""
     # Only "calibrated" counts an uneven load.
-    cost_model = _cost_model("calibrated" if _skew.value else "schedule")
+    cost_model = _cost_model.value or ("calibrated" if _skew.value else "schedule")
     topology, console = describe_topology(_topology.value, _slices.value), cli.make_console()
     if out:
         _check_writable(out)
@@ -169,21 +164,6 @@ def _check_out(out: pathlib.Path) -> None:
             f"--json={out}: the plot of memory beside it needs matplotlib, which is not "
             f"installed: {how_to_install('plan')}"
         )
-
-
-def _cost_model(default: str = "schedule") -> str:
-    """Returns the value of `--cost_model`, or of its earlier name `--rules`.
-
-    Raises:
-      UserError: both flags are given and name different cost models.
-    """
-    renamed = _RULES.get(_rules.value)
-    if renamed and _cost_model_flag.value not in (None, renamed):
-        raise UserError(
-            f"--cost_model={_cost_model_flag.value} and --rules={_rules.value}: expected "
-            "--cost_model alone; --rules is its earlier name"
-        )
-    return _cost_model_flag.value or renamed or default
 
 
 def _check_writable(out: pathlib.Path) -> None:
@@ -571,7 +551,7 @@ _quick = flags.DEFINE_bool(
     "compile at optimization level O1, in less time: memory and network hold, times differ from "
     "those of the level that training uses",
 )
-_cost_model_flag = flags.DEFINE_enum(
+_cost_model = flags.DEFINE_enum(
     "cost_model",
     None,
     ("schedule", "roofline", "calibrated"),
@@ -585,12 +565,6 @@ _skew = flags.DEFINE_float(
     0.0,
     "uneven load of the experts, for calibrated: the standard deviation of the logarithm of the "
     "experts' popularity; 0: a balanced router",
-)
-_rules = flags.DEFINE_enum(
-    "rules",
-    None,
-    tuple(_RULES),
-    "the earlier name of --cost_model: new means schedule, today means roofline",
 )
 _json = flags.DEFINE_string(
     "json", None, "file to write; a plot of memory is written beside it as .png"

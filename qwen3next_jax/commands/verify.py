@@ -154,7 +154,7 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
         except UserError as error:
             yield "tokenizer", str(error)
     frozen, expected = workdir / "frozen", set()
-    for kind, run in (("checkpoints", record and record.get("id", "")), ("dumps", None)):
+    for kind, run in (("checkpoints", record and record["id"]), ("dumps", None)):
         folders = [p for p in (workdir / kind).glob("*") if is_step_name(p.name)]
         for folder in sorted(folders, key=lambda p: int(p.name)):
             damage = manifest.find_damage(folder, run=run)
@@ -165,7 +165,7 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
                     damage = str(error)
             yield f"{kind}/{folder.name}", damage
     if frozen.is_dir() or expected:
-        damage = manifest.find_damage(frozen, run=record and record.get("id"))
+        damage = manifest.find_damage(frozen, run=record and record["id"])
         if not frozen.is_dir():
             damage = "it is missing: without the frozen parameters no checkpoint can be read"
         elif damage is None and expected - {manifest.digest(frozen)}:
@@ -186,17 +186,14 @@ def _verify_export(directory: pathlib.Path) -> Iterator[Finding]:
 
 
 def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
-    """Returns the folders of rows in `data.prepared_dir`; first those of format 1."""
-    found = []
-    for pattern in ("*", "rows/*"):
-        folders = {file.parent for file in path.glob(f"{pattern}/*.array_record")}
-        folders |= {
-            file.parent
-            for file in path.glob(f"{pattern}/metadata.json")
-            if re.fullmatch("[0-9a-f]{20}", file.parent.name)
-        }
-        found += [folder for folder in sorted(folders) if not folder.name.startswith(".")]
-    return found
+    """Returns the folders of rows in `data.prepared_dir`, sorted."""
+    folders = {file.parent for file in path.glob("rows/*/*.array_record")}
+    folders |= {
+        file.parent
+        for file in path.glob("rows/*/metadata.json")
+        if re.fullmatch("[0-9a-f]{20}", file.parent.name)
+    }
+    return sorted(folder for folder in folders if not folder.name.startswith("."))
 
 
 def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:

@@ -178,3 +178,26 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns " (did you mean 'x'?)" with the known name closest to `name`; "" if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def check_format(path: object, found: object, expected: int) -> None:
+    """Checks the number of the format of a file that this program wrote.
+
+    Args:
+      path: the file, for the message.
+      found: the number in the file; None if it has none.
+      expected: the number of the format that this version writes and reads.
+
+    Raises:
+      UserError: the numbers differ.
+    """
+    if isinstance(found, int) and found > expected:
+        raise UserError(
+            f"{path}: written by a newer version (format {found}): expected one of this version "
+            f"(format {expected}); read it with the version that wrote it"
+        )
+    require(
+        found == expected,
+        f"{path}: written by an older version: expected one of this version (format {expected}); "
+        "the code of commit 0f111363 reads it",
+    )

@@ -15,32 +15,6 @@ from qwen3next_jax.config.bounds import check_declared_bounds
 from qwen3next_jax.config.reading import FlagText, from_dict, parse_flag
 from qwen3next_jax.config.registry import MIXERS, resolve
 
-# The defaults of mixers' settings in earlier versions. Those versions wrote all of these settings
-# into every run.json, most of them with these values. Such a run.json loads even if the mixers that
-# read the settings are not installed.
-_EARLIER_DEFAULTS = {
-    "feature_map": "elu",
-    "normaliser": True,
-    "qk_norm_over": "head",
-    "window": 1024,
-    "first_tokens": 0,
-    "sink_logit": False,
-    "latent_rank": 512,
-    "query_rank": 0,
-    "shared_key_width": 0,
-    "latent_norm_eps": 0.0,
-    "slots": 64,
-    "state_size": 16,
-    "block": 16,
-    "mask": "causal",
-    "prefix_tokens": 0,
-    "buckets": 32,
-    "max_distance": 128,
-    "stretch": 16.0,
-    "contexts": 1,
-    "selected": 64,
-}
-
 
 def is_mixer_setting(name: str) -> bool:
     """Whether a dotted name has the form of a mixer's setting. This does not check whether a mixer
@@ -103,8 +77,6 @@ class MixerConfig(Mapping[str, Any]):
             setting and the value is not its default.
         """
         given = dict(self)
-        if given.keys() >= _EARLIER_DEFAULTS.keys():
-            given = {n: value for n, value in self.items() if not _is_earlier_default(n, value)}
         if not given:
             return MixerConfig()
         declared = {name: resolve(MIXERS, name, "mixer").Settings for name in dict.fromkeys(mixers)}
@@ -162,26 +134,6 @@ def _parse_if_flag(name: str, value: Any, default: Any) -> Any:
 def _defaults(settings: type) -> dict[str, Any]:
     """Returns name → default, for the settings of a mixer's dataclass."""
     return {field.name: field.default for field in dataclasses.fields(settings)}
-
-
-def without_earlier_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of `settings` without the settings of mixers that have the default value of
-    earlier versions.
-
-    Args:
-      settings: dotted name of a setting → value, as a run.json records it.
-    """
-    return {
-        name: value
-        for name, value in settings.items()
-        if not (is_mixer_setting(name) and _is_earlier_default(name.rpartition(".")[2], value))
-    }
-
-
-def _is_earlier_default(name: str, value: Any) -> bool:
-    """Whether `value` is the default of the setting in earlier versions."""
-    default = _EARLIER_DEFAULTS.get(name)
-    return type(value) is type(default) and value == default
 
 
 def _check_unread(name: str, value: Any, model_mixers: tuple[str, ...]) -> None:

@@ -253,11 +253,6 @@ def trust(package: str) -> None:
     _trusted.add(package)
 
 
-def is_trusted(package: str) -> bool:
-    """Whether the package of this name is trusted."""
-    return package in _trusted
-
-
 def trust_user_settings(settings: Mapping[str, Any]) -> None:
     """Trusts the packages of all import strings in nested settings that a user wrote."""
     for _, name in _import_strings(settings):

@@ -19,7 +19,6 @@ from qwen3next_jax.config.remat import parse_remat
 from qwen3next_jax.config.registry import (
     DATA_SOURCES,
     OPTIMIZERS,
-    TEXT_SOURCES,
     check_name,
     is_import_string,
 )
@@ -98,10 +97,6 @@ class DataConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
-        # Older run.json files have "bytes", which was the default then, even for tasks that have no
-        # tokenizer.
-        if self.source not in TEXT_SOURCES and self.tokenizer == "bytes":
-            object.__setattr__(self, "tokenizer", "")
         check_name(DATA_SOURCES, self.source, "data.source")
         check_bounds(
             self,

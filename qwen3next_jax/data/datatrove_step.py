@@ -16,7 +16,7 @@ import dataclasses
 from typing import Any
 
 from qwen3next_jax.config import DataConfig
-from qwen3next_jax.data.pipeline import TrainData, find_sources
+from qwen3next_jax.data.pipeline import TextData, find_sources
 from qwen3next_jax.data.preparation import Recipe, Share, Unfinished, prepare
 
 
@@ -43,7 +43,7 @@ class PrepareShare:
           rank: number of this task, from 0.
           world_size: number of tasks.
         """
-        tokenizer = TrainData.tokenizer_of(self.config, None)
+        tokenizer = TextData.tokenizer_of(self.config, None)
         recipe = Recipe(self.sequence_length, self.config.heldout_fraction, self.config.seed)
         try:
             prepare(

@@ -18,9 +18,6 @@ from qwen3next_jax.data.readers import Part
 from qwen3next_jax.data.sources import Source, SourceFile, is_remote
 from qwen3next_jax.data.store import Store
 
-_FORMAT_1 = "content_digests.json"  # digests of whole files, which older code wrote
-
-
 _SMALLEST = 1 << 26  # bytes; the digests of a smaller source are computed at every start
 
 
@@ -35,14 +32,7 @@ class DigestCache:
         self._own = f"digests/{uuid.uuid4().hex}.jsonl"
         self._known: dict[str, str] = {}
         self._recorded = ""  # what this process recorded in a bucket
-        try:
-            old = json_files.read(store.path(_FORMAT_1))
-        except (OSError, ValueError):
-            old = {}
         known = []
-        for entry, digest in old.items():
-            _, *rest = entry.split("\0")
-            known += [[f"{entry}\0{0}\0{rest[0]}", digest]] if rest else []
         for name in store.names("digests/*.jsonl"):
             for line in store.path(name).read_text(errors="replace").splitlines():
                 with contextlib.suppress(ValueError):  # its process was killed as it wrote
@@ -77,7 +67,7 @@ class DigestCache:
 
     def forget_all(self) -> None:
         """Removes all recorded digests. The caller has found one of them to be wrong."""
-        for name in [_FORMAT_1, *self._store.names("digests/*.jsonl")]:
+        for name in self._store.names("digests/*.jsonl"):
             self._store.path(name).unlink(missing_ok=True)
         self._known = {}
 

@@ -293,9 +293,8 @@ class TextData(Data):
         self._stream = mix_streams(self._weights).map(
             lambda at: (at[0], rows[at[0]][at[1] + self._starts.get(names[at[0]], 0)])
         )
-        identity = [[p.fingerprint for p in self._prepared], self._weights, config.seed]
-        if any(p.format > 1 for p in self._prepared):
-            identity.append(self._sample_digest())
+        fingerprints = [p.fingerprint for p in self._prepared]
+        identity = [fingerprints, self._weights, config.seed, self._sample_digest()]
         self.fingerprint = digests.sha256(json.dumps(identity))[:20]
 
     def _sample_digest(self) -> str:
@@ -418,10 +417,6 @@ class TextData(Data):
             **total,
             "sources": parts,
         }
-
-
-# The old name, from which sources outside this package may derive.
-TrainData = TextData
 
 
 def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:

@@ -8,7 +8,6 @@
     rows/<key>/        packed rows of a group of units (`row_groups`)
     indexes/           where all rows of a run are, so that a run opens in seconds (`prepared`)
     digests/           digests of large files, so that they are not read at every start
-    <fingerprint>/     all rows of a source, as older code prepared them (format 1, `format_1`)
 
 A unit or group of units that exists is used, whichever process made it. So a preparation that was
 killed continues where it stopped, rows of all lengths are packed from the same tokens, and several
@@ -26,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, require, warn
 from qwen3next_jax.common.installation import how_to_install
-from qwen3next_jax.data import format_1, readers, row_groups, sources, units
+from qwen3next_jax.data import readers, row_groups, sources, units
 from qwen3next_jax.data.digest_cache import DigestCache
 from qwen3next_jax.data.prepared import Prepared, index_name, read_index, write_index
 from qwen3next_jax.data.readers import Part
@@ -161,18 +160,18 @@ def prepare(
         for i, source in enumerate(all_sources)
         if source.text_is_gone
     }
-    index = index_name(store, all_sources, tokenizer, recipe, gone)
+    index = index_name(all_sources, tokenizer, recipe, gone)
     if index and (opened := read_index(store, index, all_sources, recipe)):
         for one in opened:
             _check_bad_records(one.source, one.bad, one.bad_places, one.records)
     else:
         opened = _prepare_all(all_sources, tokenizer, recipe, store, progress, workers, share)
-        if index and all(one.format == 2 for one in opened):
+        if index:
             with contextlib.suppress(UserError):  # the folder may be read-only
                 write_index(store, index, opened)
     _check_targets(opened, recipe, tokenizer)
     for one in opened:
-        if one.format > 1 and not one.statistics[HELDOUT].documents:
+        if not one.statistics[HELDOUT].documents:
             warn(
                 f"{one.source.name}: too few documents: by their hashes, none is held out; the "
                 "held-out rows are those of the other globs"
@@ -225,13 +224,9 @@ def _prepare_all(
     workers: int | None,
     share: Share,
 ) -> list[Prepared]:
-    found: dict[int, Prepared] = {}
     corpora: dict[int, Corpus] = {}
     missing = in_all = 0
     for i, source in enumerate(all_sources):
-        if old := _open_format_1(source, tokenizer, recipe, store):
-            found[i] = old
-            continue
         try:
             corpora[i] = tokenize(source, tokenizer, store, progress, workers, share)
         except Unfinished as error:
@@ -240,24 +235,11 @@ def _prepare_all(
             in_all += len(corpora[i].units)
     if missing:
         raise Unfinished(missing, in_all)
-    divided = _divided(corpora, found, tokenizer, recipe, store)
-    for i, corpus in corpora.items():
-        found[i] = pack(corpus, divided.get(i), tokenizer, recipe, store, progress, workers, share)
-    return [found[i] for i in range(len(all_sources))]
-
-
-def _open_format_1(
-    source: Source, tokenizer: Tokenizer, recipe: Recipe, store: Store
-) -> Prepared | None:
-    old = format_1.find(source, tokenizer, recipe, store)
-    if old is None:
-        return None
-    name, statistics, tables = old
-    rows = {}
-    for side, table in tables.items():
-        table.check()
-        rows[side] = RowReader(table, recipe.row_length)
-    return Prepared(source, 1, name, statistics, rows)
+    divided = _divided(corpora, tokenizer, recipe, store)
+    return [
+        pack(corpus, divided.get(i), tokenizer, recipe, store, progress, workers, share)
+        for i, corpus in corpora.items()
+    ]
 
 
 # ---- tokens
@@ -627,7 +609,6 @@ def _pack_group(
 
 def _divided(
     corpora: Mapping[int, Corpus],
-    old: Mapping[int, Prepared],
     tokenizer: Tokenizer,
     recipe: Recipe,
     store: Store,
@@ -650,7 +631,7 @@ def _divided(
     without_heldout = [i for i in corpora if share_of_hash(smallest[i]) >= recipe.heldout_fraction]
     without_train = [i for i in corpora if share_of_hash(largest[i]) < recipe.heldout_fraction]
     chosen = {i: _divide(corpora[i], True, tokenizer, recipe, store) for i in without_train}
-    if without_heldout and not old and len(without_heldout) == len(corpora):
+    if without_heldout and len(without_heldout) == len(corpora):
         i = min(without_heldout, key=lambda i: smallest[i])
         chosen[i] = _divide(corpora[i], False, tokenizer, recipe, store)
     return chosen
@@ -716,7 +697,6 @@ def _open_rows(
         rows[side] = RowReader(table, recipe.row_length)
     return Prepared(
         corpus.source,
-        2,
         digests.sha256_json({"format": 2, "rows": keys})[:20],
         statistics,
         rows,

@@ -22,7 +22,7 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.storage import BucketPath
-from qwen3next_jax.data import digest_cache, format_1, row_groups, units
+from qwen3next_jax.data import digest_cache, row_groups, units
 from qwen3next_jax.data.row_groups import HELDOUT, METADATA, TRAIN, Recipe, Statistics
 from qwen3next_jax.data.rows import RowReader, RowTable
 from qwen3next_jax.data.sources import Source
@@ -46,19 +46,17 @@ class Prepared:
 
     Attributes:
       source: the source.
-      format: number of the format in which its rows are stored.
       fingerprint: hexadecimal digest of everything that determines the rows.
       statistics: TRAIN or HELDOUT → counts over the rows of this split.
       rows: TRAIN or HELDOUT → the rows of this split.
       bad: kind of fault → number of records with it, see `readers.BadRecords`.
       bad_places: where the first five bad records are, such as "part.jsonl:17".
-      records: number of records, including empty and bad ones; 0 in format 1.
+      records: number of records, including empty and bad ones.
       empty: number of empty documents.
       miscounted_bytes: by how many bytes the tokens of the documents differ from their texts.
     """
 
     source: Source
-    format: int
     fingerprint: str
     statistics: dict[str, Statistics]
     rows: dict[str, RowReader]
@@ -100,7 +98,6 @@ class Prepared:
 
 
 def index_name(
-    store: Store,
     sources: Sequence[Source],
     tokenizer: Tokenizer,
     recipe: Recipe,
@@ -109,7 +106,6 @@ def index_name(
     """Returns the name, in the store, of the index of all sources of a run.
 
     Args:
-      store: the folder of prepared data.
       sources: the sources.
       tokenizer: the tokenizer of their units.
       recipe: the recipe of their rows.
@@ -141,7 +137,6 @@ def index_name(
         "tokenizer": tokenizer.fingerprint,
         "parse_tokens": sorted(tokenizer.parse_tokens),
         "libraries": dict(tokenizer.libraries),
-        "format_1": format_1.folder_names(store),  # one of them may hold the rows of a source
         **dataclasses.asdict(recipe),
     }
     return f"indexes/{digests.sha256_json(key)[:20]}.index"
@@ -264,7 +259,6 @@ def _read_source(
         return None
     return Prepared(
         source,
-        2,
         header["fingerprint"],
         {side: Statistics(**counts) for side, counts in header["statistics"].items()},
         rows,

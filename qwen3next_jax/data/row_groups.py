@@ -384,8 +384,12 @@ def read_metadata(directory: pathlib.Path) -> dict:
         raise UserError(
             f"{directory / METADATA} is damaged: delete {directory} to have it prepared again"
         ) from None
-    if content.get("fingerprint", directory.name) != directory.name:
-        raise renamed(directory, f"the rows of {content['fingerprint']}")
+    if content.get("fingerprint") != directory.name:
+        raise UserError(
+            f"{directory}: it holds, by its {METADATA}, the rows of {content.get('fingerprint')}: "
+            "the folder was renamed or copied; give it its name back, or delete it to have the "
+            "rows prepared again"
+        )
     if fault := _find_fault(content):
         raise UserError(
             f"{directory / METADATA} is damaged ({fault}): delete {directory} to have it prepared "
@@ -398,9 +402,8 @@ def _find_fault(content: dict) -> str:
     """Returns what is wrong with the content of a metadata.json; "" if nothing is. Its digest is
     right, so another program, or a mistake in this one, wrote it.
     """
-    lengths = {"row_length": content.get("row_length")}
-    lengths["rows_per_record"] = content.get("rows_per_record", 1)  # absent in format 1
-    for name, value in lengths.items():
+    for name in ("row_length", "rows_per_record"):
+        value = content.get(name)
         if type(value) is not int or not 1 <= value <= _LONGEST:
             return f"{name} = {short_repr(value)}"
     if content.get("dtype") not in ("uint16", "uint32"):
@@ -429,11 +432,3 @@ def _find_fault(content: dict) -> str:
 
 
 _LONGEST = 1 << 30  # tokens of a row
-
-
-def renamed(directory: pathlib.Path, holds: str) -> UserError:
-    """Returns the error for a folder with the rows of another folder, which `holds` describes."""
-    return UserError(
-        f"{directory}: it holds, by its {METADATA}, {holds}: the folder was renamed or copied; "
-        "give it its name back, or delete it to have the rows prepared again"
-    )

@@ -5,7 +5,7 @@ A row consists of, in little-endian order:
 
     n                             uint32, number of pieces of documents in the row
     lengths of the pieces         uint32 [n], in tokens
-    indices of the pieces' units  uint32 [n] (in format 1: indices of source files)
+    indices of the pieces' units  uint32 [n]
     numbers of their records      uint32 [n], see `readers.Record`
     tokens                        uint16 or uint32, as the metadata says; padding is not stored
 
@@ -13,7 +13,7 @@ In folders whose metadata say `weighted`, each token is followed by its loss wei
 (`token_dtype`); in all others every token has the weight 1.
 
 A record of a shard holds `rows_per_record` rows, one after the other, and the last record of a
-shard may hold fewer. Folders whose metadata have no `rows_per_record` hold one row in each record.
+shard may hold fewer.
 
 ArrayRecord stores a hash of every chunk and verifies it at every read, so a damaged byte is an
 error and never a different token.
@@ -187,7 +187,7 @@ class RowTable:
       sizes: int64 [S], number of bytes of each shard.
       unit_ends: int64 [F], number of units in the folders up to each folder, inclusive.
       origins: int64 [U, 2], for each unit: the index of its file, and the number of the file's
-        records before the unit. [0, 2] in format 1, whose rows name files instead of units.
+        records before the unit. [0, 2] if nobody asks where a row is from.
       weighted: whether each token has a loss weight.
     """
 
@@ -233,7 +233,7 @@ class RowTable:
             split,
             metadata[0]["dtype"],
             np.array([directory.name.encode() for directory in directories]),
-            np.array([content.get("rows_per_record", 1) for content in metadata], np.int64),
+            np.array([content["rows_per_record"] for content in metadata], np.int64),
             np.cumsum([len(of_folder) for of_folder in shards], dtype=np.int64),
             np.array([shard.rows for shard in flat], np.int64),
             np.array([shard.size for shard in flat], np.int64),

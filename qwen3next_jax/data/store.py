@@ -153,11 +153,7 @@ class Store:
         """Removes the unfinished files and folders of killed processes of all hosts."""
         if isinstance(self.root, BucketPath):  # there are none
             return
-        leftovers = [
-            path
-            for pattern in (f"{_PARTIAL}/*", ".*.*.*.*")  # the second pattern is that of format 1
-            for path in self.root.glob(pattern)
-        ]
+        leftovers = list(self.root.glob(f"{_PARTIAL}/*"))
         if not leftovers:
             return
         try:

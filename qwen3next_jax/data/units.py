@@ -275,7 +275,7 @@ def _make_unit(
         weights=weights.digest.hexdigest() if weights else "",
     )
     manifest = dataclasses.asdict(unit)
-    if not unit.weights:  # a unit of texts has the manifest that older code wrote
+    if not unit.weights:  # a unit of texts has none
         del manifest["weights"]
     store.write_record(_name(key, "json"), manifest)
     return unit

@@ -91,11 +91,6 @@ class EvalContext:
         return make_score_step(self.graphdef, self.mesh)
 
 
-# The former names, which evaluations outside of this package import.
-Options = EvalOptions
-Subject = EvalContext
-
-
 class Evaluation:
     """The base class of evaluations. An instance compiles its programs once and can then measure
     any parameters of its model.
@@ -115,20 +110,6 @@ class Evaluation:
 
     def __init__(self, eval_context: EvalContext):
         self.eval_context = eval_context
-
-    def __init_subclass__(cls, **options):
-        """Accepts the old attribute names `figures` and `context` of evaluations that were written
-        for earlier versions.
-        """
-        super().__init_subclass__(**options)
-        for old, new in {"figures": "metrics", "context": "required_context"}.items():
-            if old in cls.__dict__ and new not in cls.__dict__:
-                setattr(cls, new, cls.__dict__[old])
-
-    @property
-    def subject(self) -> EvalContext:
-        """The old name of `eval_context`, which evaluations outside this package may use."""
-        return self.eval_context
 
     @classmethod
     def required_context(cls, options: EvalOptions) -> int:

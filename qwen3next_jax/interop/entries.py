@@ -68,10 +68,6 @@ def one_tensor(
     return Entry(path, axes, (TensorSlice((), name, tensor_shape, row_order),))
 
 
-# The former name of `one_tensor`; mixers outside of this package may import it.
-one = one_tensor
-
-
 def vector(path: str, name: str, width: int) -> Entry:
     """Returns the entry of a parameter [width] that a single tensor [width] holds."""
     return one_tensor(path, name, (0,), (width,))

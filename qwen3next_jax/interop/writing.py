@@ -372,13 +372,13 @@ def _read_progress(file: pathlib.Path) -> tuple[str | None, dict[str, dict[str, 
       Exception: no export wrote the file; the error is one of `_UNREADABLE`.
     """
     record = json_files.read(file)
-    if record.keys() - {"rest"} != {"identity", "files"}:
+    if record.keys() != {"identity", "files", "rest"}:
         raise ValueError("of something else")
     recorded = {
         str(name): {"bytes": values["bytes"], "sha256": values["sha256"]}
         for name, values in record["files"].items()
     }
-    return record["identity"], recorded, {str(name) for name in record.get("rest", [])}
+    return record["identity"], recorded, {str(name) for name in record["rest"]}
 
 
 def _writable(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:

@@ -32,13 +32,6 @@ Switch = Literal[
     "block.rope_scaling",
 ]
 
-# Attributes that mixers had in earlier versions → their present names.
-_RENAMED = {
-    "settings": "switches (docs/extending.md)",
-    "normalized": "normalize_qk",
-    "flattens": "uses_fused_layout",
-}
-
 
 class Mixer(nnx.Module):
     """The part of a decoder layer that passes information between tokens. A new mixer implements
@@ -89,15 +82,6 @@ class Mixer(nnx.Module):
     has_loss: ClassVar[bool] = False
     whole_rows: ClassVar[bool] = False
     names_kept: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **options):
-        """Raises TypeError if a subclass uses the name that an attribute had in an earlier version.
-        The attribute would otherwise be ignored, or fail later in an unclear way.
-        """
-        super().__init_subclass__(**options)
-        for old, new in _RENAMED.items():
-            if old in cls.__dict__ and (old != "settings" or isinstance(cls.settings, tuple)):
-                raise TypeError(f"{cls.__name__}.{old}: is now called {new}")
 
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
         """Makes the parameters.

@@ -112,11 +112,6 @@ class Recurrent(Mixer):
         """Whether a write replaces the value that the state holds for the key (the delta rule). If
         not, the write is added to the state.
         """
-        return cls.erases(config)
-
-    @classmethod
-    def erases(cls, config: ModelConfig) -> bool:
-        """The old name of `uses_delta_term`, which mixers outside this package may override."""
         return True
 
     def recurrence(

@@ -229,15 +229,13 @@ class Plan:
         """Returns the part of `as_dict` that contains the estimates of time."""
         times: dict[str, Any] = dict.fromkeys(
             (
-                *("step_seconds", "tokens_per_second", "mfu", "mfu_roofline", "mfu_today"),
-                *("estimates", "ideal", "parts", "bound_seconds", "binding", "hbm_bytes"),
+                *("step_seconds", "tokens_per_second", "mfu", "mfu_roofline", "estimates"),
+                *("ideal", "parts", "bound_seconds", "binding", "hbm_bytes"),
             )
         )
         times |= {
             "executed_flops": self.gpu_flops or None,
             "cost_model": self.cost_model,
-            # "rules" and "mfu_today" are earlier names of "cost_model" and "mfu_roofline".
-            "rules": {"schedule": "new", "roofline": "today"}.get(self.cost_model),
         }
         if not self.fits or not self.estimates:
             return times
@@ -248,7 +246,6 @@ class Plan:
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "mfu_roofline": mfu_roofline,
-            "mfu_today": mfu_roofline,
             "estimates": {
                 name: {
                     "step_seconds": e.seconds,

@@ -61,12 +61,12 @@ def state_from_parent(
     theirs = config_of(record, folder)
     # Preparing the data may have taken hours; another run may have this path by now.
     require(
-        record.get("id", "") == parent.get("run", record.get("id", "")),
+        record["id"] == parent["run"],
         f"{folder}: another run has replaced the run that this run begins with: put that one back, "
         "or start in a new --workdir",
     )
     preflight.compare_structure(run.model, theirs.model, config.train.init_from)
-    check_parent_versions(folder, record, run.model.mtp_depth, config.train.init_state)
+    check_parent_versions(folder, record, run.model.mtp_depth)
     takes_all = config.train.init_state == "all"
     if takes_all:  # reads the guards' state with the parent's settings, as its window may be longer
         wanted = abstract_train_state(
@@ -95,16 +95,14 @@ def state_from_parent(
         shardings = run.state_shardings["ema"]
         state["ema"] = start_average(state["params"], run.assignment, shardings)
     offset = int(state["guards"]["data_offset"])
-    their_cursors = recorded_cursors(record, theirs.train.batch_size)
+    their_cursors = recorded_cursors(record)
     before, now = _cursors(run.stages, data, step, their_cursors, offset)
     same_window = before.same_stream(now) and theirs.guards.window == config.guards.window
     state["guards"] = guards.reset(config.guards, state["guards"], 0, same_window)
     return state, now
 
 
-def check_parent_versions(
-    folder: pathlib.Path, record: dict[str, Any], mtp_depth: int, init_state: str
-) -> None:
+def check_parent_versions(folder: pathlib.Path, record: dict[str, Any], mtp_depth: int) -> None:
     """Checks that this code computes the modules of a parent's model in the same way as the code
     with which the parent was trained.
 
@@ -112,15 +110,13 @@ def check_parent_versions(
       folder: the folder of the parent.
       record: the content of the parent's run.json.
       mtp_depth: `model.mtp_depth` of the run that begins.
-      init_state: `train.init_state` of that run.
 
     Raises:
       UserError: a module that the run takes over has another version in this code.
     """
-    theirs = config_of(record, folder)
-    shared_depth = min(theirs.model.mtp_depth, mtp_depth)
-    model = dataclasses.replace(theirs.model, mtp_depth=shared_depth)
-    check_versions(folder, record, model, theirs.optimizer if init_state == "all" else None)
+    theirs = config_of(record, folder).model
+    shared_depth = min(theirs.mtp_depth, mtp_depth)
+    check_versions(folder, record, dataclasses.replace(theirs, mtp_depth=shared_depth))
 
 
 def describe(run: ResolvedRun, data: Sequence[Data], parent: Parent | None) -> str:
@@ -150,7 +146,7 @@ def describe(run: ResolvedRun, data: Sequence[Data], parent: Parent | None) -> s
         return f"{text} (step 0, new optimizer state, the first batch of the data){growth}"
     folder = to_path(parent["path"])
     theirs = read_config(folder)
-    their_cursors = recorded_cursors(read_run(folder), theirs.train.batch_size)
+    their_cursors = recorded_cursors(read_run(folder))
     before, now = _cursors(run.stages, data, parent["step"], their_cursors)
     continues_stream = now.row or now.starts.keys() & {now.fingerprint, *now.streams}
     rows = (

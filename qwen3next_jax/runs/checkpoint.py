@@ -276,13 +276,6 @@ class Checkpoints:
                     f"{where}: removed or replaced while it was read: start again from a "
                     "checkpoint that is not deleted (the run that wrote it deletes old ones)"
                 )
-        # The manifests of older versions do not record the step, so the step in the state is
-        # compared with the folder's name.
-        if "step" in state and (saved_step := int(state["step"])) != step:
-            raise UserError(
-                f"{where}: it holds the state after step {saved_step}: the folder was renamed or "
-                "copied; give it its name back, or remove it"
-            )
         return state
 
     # ---- in the background
@@ -725,7 +718,7 @@ def load_trained(
         where = checkpoints.directory / str(step)
         digest = manifest.digest(where)
         require(
-            run_id(workdir) == record.get("id", ""),
+            run_id(workdir) == record["id"],
             f"{workdir}: another run replaced it while it was read: start again",
         )
         if step is None:

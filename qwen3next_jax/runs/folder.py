@@ -28,7 +28,14 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common import digests, json_files
 from qwen3next_jax.common.durable import fsync
-from qwen3next_jax.common.errors import UserError, require, require_path, similar_folder, warn
+from qwen3next_jax.common.errors import (
+    UserError,
+    check_format,
+    require,
+    require_path,
+    similar_folder,
+    warn,
+)
 from qwen3next_jax.common.events import has_events_file, iterate_events
 from qwen3next_jax.common.storage import BucketPath, StoreError
 from qwen3next_jax.common.trees import flatten
@@ -109,9 +116,9 @@ _PARTIAL = ".partial"  # the suffix of before-TIME until all files are moved
 _PARTIAL_NAME = re.compile(r"before-\d{8}-\d{6}(-\d+)?\.partial")
 _CONTROL = "".join(map(chr, range(32)))  # Google Cloud Storage refuses some of them in names
 _SCHEMES = (("gs",), ("s3",), ("az",), ("hf",))  # folders of / that etils takes for buckets
-# The format of run.json. Files of format 1 do not have the field "format", and their folders may
-# lack metrics.jsonl.
-_FORMAT = 2
+# The format of run.json, and of all that lies beside it. Raise it when a folder that was written
+# before a change would be read wrongly after it.
+_FORMAT = 3
 
 
 class RunLock:
@@ -215,7 +222,6 @@ def open_run(
     # Each entry has the fields of a `stages.DataCursor`.
     data = [{"fingerprint": fingerprint} for fingerprint in data_fingerprints]
     now = {
-        "format": _FORMAT,
         "config": _as_json(config),
         "data": data,
         "tokenizer": tokenizer_fingerprint,
@@ -233,7 +239,7 @@ def open_run(
             f"{workdir / 'metrics.jsonl'} is missing: a new one begins at the step at which the "
             "run resumes"
         )
-    if not changes and "format" in before:
+    if not changes:
         return {}, []
     # A resumed run does not read its parent again.
     kept = ("parent", "merged", "source", "id")
@@ -325,7 +331,7 @@ def trained_run(workdir: pathlib.Path) -> dict[str, Any] | None:
         started = any(
             event["event"] == "start" for _, event in iterate_events(workdir / "metrics.jsonl")
         )
-        if record and not started and read_run(workdir).get("format"):
+        if record and not started:
             raise UserError(
                 f"{workdir}: it has the run.json of a run, but neither its checkpoints nor its "
                 f"metrics.jsonl: put them back, give another --workdir, or {_RESTART_ADVICE}"
@@ -357,13 +363,11 @@ def _checked_changes(
     """
     where = f"{workdir / 'run.json'}: config"
     check_trusted(before["config"], where)
-    # If the record is from older code, it lacks newer settings. They get their defaults, with which
-    # this code does the same as the older code.
     trained = from_dict(Config, before["config"], where)
     step = max(saved_steps(workdir), default=0)
     before = before | {"config": _as_json(trained)}
     if "data" in now:  # compares the data of the stages that have begun
-        cursors = recorded_cursors(before, trained.train.batch_size)
+        cursors = recorded_cursors(before)
         pairs = [
             (old.fingerprint, new["fingerprint"])
             for stage, old, new in zip(resolve_stages(trained), cursors, now["data"])
@@ -380,7 +384,6 @@ def _checked_changes(
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
         # `versions.check_versions` compares the versions.
-        and name != "format"
         and not name.startswith("versions.")
     ]
     # Another tokenizer also changes the data's fingerprint, so it is reported first.
@@ -589,10 +592,10 @@ def config_of(record: dict[str, Any], workdir: pathlib.Path) -> Config:
 
 
 def read_run(workdir: pathlib.Path) -> dict[str, Any]:
-    """Verifies the digest of run.json, and returns its content without the digest.
+    """Verifies the digest and the format of run.json, and returns its content without them.
 
     Raises:
-      UserError: the file is missing or damaged.
+      UserError: the file is missing or damaged, or another version wrote it.
     """
     path = workdir / "run.json"
     try:
@@ -614,15 +617,14 @@ def read_run(workdir: pathlib.Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: damaged, or changed by hand: restore it, or give another --workdir"
         )
+    check_format(path, record.pop("format", None), _FORMAT)
     return record
 
 
 def run_id(workdir: pathlib.Path) -> str | None:
-    """Returns the id of the run in `workdir`; "" if older code wrote run.json, None if run.json
-    cannot be read.
-    """
+    """Returns the id of the run in `workdir`; None if run.json cannot be read."""
     try:
-        return read_run(workdir).get("id", "")
+        return read_run(workdir)["id"]
     except StoreError:
         raise
     except UserError:
@@ -674,20 +676,21 @@ def add_to_run_record(workdir: pathlib.Path, values: dict[str, Any]) -> None:
 
 
 def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
-    """Writes run.json atomically, with a digest of its content.
+    """Writes run.json atomically, with its format and a digest of its content.
 
     Raises:
       UserError: the file cannot be written.
     """
     path = workdir / "run.json"
     temporary = path.with_suffix(".tmp")
+    content = {"format": _FORMAT} | record
+    content |= {"digest": digests.sha256_json(content)}
     try:
         if isinstance(path, BucketPath):
-            content = record | {"digest": digests.sha256_json(record)}
             path.write_text(json.dumps(content, indent=2))
             return
         with temporary.open("w") as file:
-            json.dump(record | {"digest": digests.sha256_json(record)}, file, indent=2)
+            json.dump(content, file, indent=2)
             file.flush()
             # Without this, a power failure may leave an empty file, and the run could not resume.
             os.fsync(file.fileno())

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.errors import UserError, check_format, require
 from qwen3next_jax.common.storage import BucketPath, to_path
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, GuardConfig, ModelConfig, from_dict, to_dict
@@ -42,6 +42,8 @@ from qwen3next_jax.training.guards import HALTED, NO_TARGETS, NON_FINITE, SKIPPE
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import DataCursors
 from qwen3next_jax.training.state import State
+
+_FORMAT = 2  # of dump.json
 
 
 class Halted(Exception):
@@ -202,6 +204,7 @@ def write_dump(
     write_arrays(folder / "state", state)
     if is_process_0():
         record = {
+            "format": _FORMAT,
             "step": halt.step,
             "reason": halt.reason,
             "documents": documents,
@@ -232,9 +235,10 @@ def read_dump(folder: pathlib.Path) -> Dump:
     if damage := manifest.find_damage(folder):
         raise UserError(f"{folder}: damaged: {damage}")
     record = json.loads((folder / "dump.json").read_text())
+    check_format(folder / "dump.json", record.get("format"), _FORMAT)
     check_trusted(record["config"], f"{folder / 'dump.json'}: config")
     config = from_dict(Config, record["config"])
-    check_versions(folder, record, config.model, config.optimizer)
+    check_versions(folder, record, config.model)
     run = resolve_run(config, single_device_mesh())
     state = read_arrays(folder.absolute() / "state", run.abstract_state)
     batch = dict(np.load(io.BytesIO((folder / "batch.npz").read_bytes())))

@@ -141,8 +141,7 @@ def find_damage(directory: Folder, sizes_only: bool = False, run: str | None = N
 
     Args:
       sizes_only: whether to compare only the sizes of files, not their content.
-      run: the id of the run to which the checkpoint must belong; "" for a run of older code, which
-        has no id; None accepts any run.
+      run: the id of the run to which the checkpoint must belong; None accepts any run.
 
     Returns:
       A description of the first damage found; None if the folder is as it was written.
@@ -178,9 +177,9 @@ def _find_damage(directory: Folder, sizes_only: bool, run: str | None) -> str | 
         is_valid = False
     if not is_valid:
         return f"{NAME} is damaged"
-    if run is not None and record.get("run", "") != run:
-        theirs, ours = (str(value or "of older code")[:13] for value in (record.get("run"), run))
-        return f"it is a checkpoint of another run ({theirs}; this one is {ours})"
+    if run is not None and record.get("run") != run:
+        theirs = str(record.get("run", "unknown"))[:13]
+        return f"it is a checkpoint of another run ({theirs}; this one is {run[:13]})"
     if "step" in record and str(record["step"]) != directory.name:
         return f"it holds step {record['step']}, by its {NAME}: the folder was renamed or copied"
     if _ORBAX in sizes and _ORBAX_INDEX not in sizes:

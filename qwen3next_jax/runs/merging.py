@@ -163,7 +163,7 @@ class MergeSource(NamedTuple):
             "step": self.step,
             "manifest": self.digest,
         }
-        return parent | ({"run": self.record["id"]} if "id" in self.record else {})
+        return parent | {"run": self.record["id"]}
 
 
 def find_sources(names: Sequence[str]) -> list[MergeSource]:
@@ -221,7 +221,7 @@ def _find_source(name: str) -> MergeSource:
     folder, step = split_step(name)
     require((folder / "run.json").exists(), f"{name}: expected RUN or RUN@STEP; no run there")
     record = read_run(folder)
-    config, run = config_of(record, folder), record.get("id", "")
+    config, run = config_of(record, folder), record["id"]
     if step is None:
         step = newest_complete_step(folder, run)
         require(step is not None, f"{name}: the run has no valid checkpoint")
@@ -370,7 +370,6 @@ def write_merged_run(
       UserError: a checkpoint is damaged, or `out` exists or cannot be written.
     """
     last = sources[-1]
-    check_versions(last.folder, last.record, last.config.model, last.config.optimizer)
     state = merged_state(sources, weights, mesh)
     merged = [
         source.parent | {"weight": float(weight)}

@@ -15,9 +15,8 @@ It is null for random weights; otherwise it has these keys:
 import pathlib
 from typing import Any, NamedTuple
 
-from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.storage import to_path
-from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import config_of, read_run, run_id, trained_run
 from qwen3next_jax.runs.preflight import Parent, is_run
 
@@ -27,7 +26,7 @@ class Origin(NamedTuple):
 
     Attributes:
       directory: the Hugging Face directory, which may no longer exist; None for random weights.
-      form: the format of the directory, a value of `model.hf_form`; "" if no run.json records it.
+      form: the format of the directory, a value of `model.hf_form`; "" if none is recorded.
     """
 
     directory: pathlib.Path | None
@@ -35,32 +34,12 @@ class Origin(NamedTuple):
 
 
 def find_origin(path: str | pathlib.Path) -> Origin:
-    """Finds the origin of the model in `path`, a run or a Hugging Face directory.
-
-    Raises:
-      UserError: only the run.json of a parent could record the origin, and that parent is missing
-        or was replaced by another run.
-    """
-    folder, visited = to_path(path), set()
+    """Finds the origin of the model in `path`, a run or a Hugging Face directory."""
+    folder = to_path(path)
     if not (folder / "run.json").exists():
         return Origin(folder)
-    while True:
-        record = read_run(folder)
-        if "source" in record:
-            source = record["source"]
-            return Origin(to_path(source["path"]), source["form"]) if source else Origin(None)
-        # The record is from older code, which wrote no source.
-        if not (parent := record.get("parent")):
-            init_from = config_of(record, folder).train.init_from
-            return Origin(to_path(init_from) if init_from else None)
-        visited.add(folder.resolve())
-        child, folder = folder, to_path(parent["path"])
-        require(
-            folder.resolve() not in visited and _is_parent(folder, parent),
-            f"{folder}: missing, or no longer the run that {child} began with. An export has the "
-            "format of the Hugging Face directory that its model began with: give "
-            "--source=DIR, or --form",
-        )
+    source = read_run(folder)["source"]
+    return Origin(to_path(source["path"]), source["form"]) if source else Origin(None)
 
 
 def find_base(workdir: str | pathlib.Path) -> pathlib.Path | None:
@@ -79,14 +58,14 @@ def find_base(workdir: str | pathlib.Path) -> pathlib.Path | None:
     tokens = config_of(record, folder).model.vocab_size
     while parent := record.get("parent"):
         folder = to_path(parent["path"])
-        if not (folder / "run.json").exists() or not _is_parent(folder, parent):
+        if run_id(folder) != parent["run"]:
             return None
         record = read_run(folder)
         theirs = config_of(record, folder).model
         _require_same_vocabulary(folder, theirs.vocab_size, tokens)
         if not theirs.lora.rank:
             return None
-    if not (source := record.get("source")):
+    if not (source := record["source"]):
         return None
     path = to_path(source["path"])
     if (path / "config.json").exists():
@@ -106,7 +85,7 @@ def _require_same_vocabulary(base: pathlib.Path, theirs: int, ours: int) -> None
 
 
 def find_source(init_from: str, parent: Parent | None, files: str) -> dict[str, Any]:
-    """Finds the origin of a new run. Returns it as {"source": …} for run.json; {} if it is unknown.
+    """Finds the origin of a new run. Returns it as {"source": …} for run.json.
 
     Args:
       init_from: `train.init_from`.
@@ -120,11 +99,7 @@ def find_source(init_from: str, parent: Parent | None, files: str) -> dict[str, 
 
         path, form = str(to_path(init_from).absolute()), read_hf_config(init_from).hf_form
         return {"source": {"path": path, "form": form, "files": files}}
-    try:
-        origin = find_origin(parent["path"])
-    except UserError:
-        return {}
-    directory, form = origin
+    directory, form = find_origin(parent["path"])
     return {"source": directory and {"path": str(directory.absolute()), "form": form}}
 
 
@@ -151,7 +126,7 @@ def check_recorded_files(workdir: pathlib.Path, files: str) -> None:
       UserError: the files were replaced since the run began.
     """
     record = trained_run(workdir) if files else None
-    recorded = ((record or {}).get("source") or {}).get("files", files)
+    recorded = ((record and record["source"]) or {}).get("files", files)
     require(
         recorded == files,
         f"{workdir}: its run began with files of a Hugging Face directory that were replaced since "
@@ -169,14 +144,3 @@ def check_files(init_from: str, files: str) -> None:
         f"train.init_from = {init_from}: its files were replaced since this run began with them "
         "(their sizes or times differ): put them back, or give another --workdir",
     )
-
-
-def _is_parent(folder: pathlib.Path, parent: Parent) -> bool:
-    """Whether `folder` still holds the run that the record `parent` describes. If `parent` has the
-    id of the run, ids are compared, so the checkpoint may have been deleted. A record that older
-    code wrote has no id; then the digests of the checkpoint are compared.
-    """
-    if "run" in parent:
-        return run_id(folder) == parent["run"]
-    digest = manifest.digest(folder / "checkpoints" / str(parent["step"])) or ""
-    return digest[:20] == parent["manifest"]

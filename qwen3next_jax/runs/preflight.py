@@ -46,7 +46,7 @@ from qwen3next_jax.training.stages import resolve_stages
 
 # The record of a run's parent in run.json, a dict with these keys. "path": the parent's folder.
 # "step": the step of the checkpoint with which the run began. "manifest": the first digits of the
-# digest of the checkpoint's manifest. "run": the parent's id, if it has one.
+# digest of the checkpoint's manifest. "run": the parent's id.
 Parent = dict[str, Any]
 # Model settings that have no effect on a model without experts.
 EXPERT_SETTINGS = {
@@ -346,7 +346,7 @@ def find_parent(
         f"{where}: that is the folder of this run: give another --workdir",
     )
     record = read_run(path)
-    theirs, theirs_id = config_of(record, path), record.get("id", "")
+    theirs, theirs_id = config_of(record, path), record["id"]
     recorded = read_run(workdir).get("parent", {}) if not restart and is_trained(workdir) else {}
     if step is None:
         step = recorded.get("step")
@@ -392,8 +392,7 @@ def find_parent(
         "path": str(path.absolute()),
         "step": step,
         "manifest": digest,
-        # If older code began this run, its record of the parent has no id, so none is added here.
-        **({"run": theirs_id} if theirs_id and (not recorded or "run" in recorded) else {}),
+        "run": theirs_id,
     }
 
 
@@ -412,7 +411,7 @@ def find_checkpoint(where: str, path: pathlib.Path, step: int, run: str) -> str:
       where: the first words of an error message.
       path: the folder of the run.
       step: the number of steps after which the checkpoint was saved.
-      run: the id of the run; "" for a run of older code.
+      run: the id of the run.
 
     Returns:
       The first digits of the digest of the checkpoint's manifest, as records of parents hold them.

@@ -44,12 +44,10 @@ def prepare_start(
     if not is_new:
         record = read_run(workdir)
         trained = config_of(record, workdir)
-        check_versions(workdir, record, trained.model, trained.optimizer)
+        check_versions(workdir, record, trained.model)
     elif parent := preflight.find_parent(config.train, config.optimizer, workdir, restart):
         folder = to_path(parent["path"])
-        branching.check_parent_versions(
-            folder, read_run(folder), config.model.mtp_depth, config.train.init_state
-        )
+        branching.check_parent_versions(folder, read_run(folder), config.model.mtp_depth)
     init_from = config.train.init_from
     data = preflight.with_tokenizer(config.data, init_from, workdir, restart)
     config = dataclasses.replace(config, data=data)

@@ -381,7 +381,7 @@ def _first_state(
         state, cursor = start_state(run, data, opened.parent, opened.files)
     else:
         state = checkpoints.restore(saved_step, run.abstract_state)
-        cursor = first_cursor(recorded_cursors(read_run(workdir), run.config.train.batch_size))
+        cursor = first_cursor(recorded_cursors(read_run(workdir)))
     # A branch with the whole state begins at the step of its parent.
     return _Start(state, int(state["step"]), place_cursors(run.stages, data, cursor), is_new)
 

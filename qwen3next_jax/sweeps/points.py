@@ -36,10 +36,11 @@ from qwen3next_jax.common.errors import UserError, did_you_mean, short_repr
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict, to_dict
 from qwen3next_jax.config.files import call_file, find_file, load_config_file, settings_called
-from qwen3next_jax.config.mixer import is_mixer_setting, without_earlier_defaults
+from qwen3next_jax.config.mixer import is_mixer_setting
 from qwen3next_jax.config.registry import trust_user_settings
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 
+FORMAT = 2  # of sweep.json; raise it when a recorded sweep would be read wrongly after a change
 _KEYS = ("base", "set", "axes", "match", "x")
 _MATCHES = ("", "parameters", "flops")
 _WIDTH_STEP = 8
@@ -552,12 +553,6 @@ def check_unchanged(
       UserError: the folder holds another sweep; the message names the first difference.
     """
     now = {point.name: settings_of(point.config) for point in sweep.points}
-    # A setting that did not exist when the sweep was recorded counts as its default.
-    defaults = settings_of(Config())
-    del defaults["model.layer_types"]
-    before = {
-        name: defaults | without_earlier_defaults(settings) for name, settings in before.items()
-    }
     for name in (*now, *before):
         if name not in before or name not in now:
             raise UserError(
@@ -567,10 +562,7 @@ def check_unchanged(
     for name, settings in now.items():
         for setting in dict.fromkeys((*settings, *before[name])):
             old, new = before[name].get(setting), settings.get(setting)
-            # The default of this setting was "bytes" in earlier versions, so sweeps that did not
-            # set a tokenizer recorded "bytes".
-            unset = setting == "data.tokenizer" and {old, new} == {"", "bytes"}
-            if old != new and not unset:
+            if old != new:
                 raise UserError(
                     f"{where} holds another sweep (point {name} has {setting} = {old!r}, not "
                     f"{new!r}): give another --workdir"
@@ -582,6 +574,7 @@ def manifest(sweep: Sweep) -> dict[str, Any]:
     change of the base file is noticed (`check_unchanged`).
     """
     return {
+        "format": FORMAT,
         "base": sweep.base,
         "x": sweep.x,
         "match": sweep.match,

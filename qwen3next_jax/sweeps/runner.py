@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.child_processes import die_with_parent
-from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError, require
+from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError, check_format, require
 from qwen3next_jax.common.storage import BucketPath, write_whole
 from qwen3next_jax.runs.lease import Lease
 from qwen3next_jax.sweeps.check import unread_settings
-from qwen3next_jax.sweeps.points import Point, Sweep, as_text, check_unchanged, manifest
+from qwen3next_jax.sweeps.points import FORMAT, Point, Sweep, as_text, check_unchanged, manifest
 from qwen3next_jax.sweeps.results import is_done
 
 TRAIN = pathlib.Path(__file__).parents[2] / "train.py"  # in a checkout; a wheel has no such file
@@ -95,11 +95,11 @@ def open_sweep(sweep: Sweep, workdir: pathlib.Path) -> None:
     path = workdir / "sweep.json"
     if path.exists():
         try:
-            before = {
-                point["name"]: dict(point["config"]) for point in json_files.read(path)["points"]
-            }
+            record = json_files.read(path)
+            before = {point["name"]: dict(point["config"]) for point in record["points"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: damaged or foreign: give another --workdir") from error
+        check_format(path, record.get("format"), FORMAT)
         check_unchanged(sweep, before, workdir)
         return
     try:

@@ -289,16 +289,8 @@ def place_cursors(
     return cursors
 
 
-def recorded_cursors(run: Mapping[str, Any], batch_size: int) -> DataCursors:
-    """Returns the cursors that a run.json records.
-
-    Args:
-      run: the contents of the run.json.
-      batch_size: the run's number of rows per step, for files of older versions, which hold a
-        single fingerprint instead of cursors.
-    """
-    if isinstance(run["data"], str):
-        return [DataCursor(run["data"], batch_size)]
+def recorded_cursors(run: Mapping[str, Any]) -> DataCursors:
+    """Returns the cursors that `run`, the content of a run.json, records."""
     return [cursor and DataCursor(**cursor) for cursor in run["data"]]
 
 

@@ -99,8 +99,8 @@ def test_memory_is_bounded():
 
 
 def test_the_order_of_rows_stays_as_it_was():
-    """Rows that older code packed are compared by a digest of their pieces: runs continue with
-    folders that either code has packed.
+    """The rows are compared by a digest of their pieces: groups that are packed now, and those
+    that a folder holds already, become the rows of one run.
     """
     lengths = np.random.default_rng(7).integers(1, 400, 900).tolist()
     rows, packer = pack(lengths, 128, 20_000, seed=3, at_once=40)

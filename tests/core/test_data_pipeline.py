@@ -16,7 +16,6 @@ from qwen3next_jax.data import rows
 from qwen3next_jax.data.packing import Documents, Packer
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN
-from qwen3next_jax.data.store import Store
 
 T, B = 64, 4
 RANDOM = np.random.default_rng(0)
@@ -278,14 +277,6 @@ def test_rows_go_over_several_records_and_shards(config, monkeypatch, per_record
     several = TextData(elsewhere, T, B)
     assert len(shards(elsewhere)) > 5
     assert_same(take(several.batches(0), 30), one)
-    if per_record == 1:  # older code wrote such folders, without this entry
-        (path,) = pathlib.Path(elsewhere.prepared_dir).glob("rows/*/metadata.json")
-        content = Store(path.parent).read_record(path.name)
-        assert content.pop("rows_per_record") == 1
-        Store(path.parent).write_record(path.name, content)
-        older = TextData(elsewhere, T, B)
-        assert older.fingerprint == several.fingerprint
-        assert_same(take(older.batches(0), 30), one)
 
 
 def test_unusable_places_are_named(config, tmp_path):

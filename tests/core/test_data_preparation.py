@@ -23,12 +23,10 @@ import pytest
 import tokenizers
 
 from qwen3next_jax.commands.verify import verify
-from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data import (
     fast_bpe,
-    format_1,
     pipeline,
     preparation,
     readers,
@@ -39,7 +37,7 @@ from qwen3next_jax.data import (
 )
 from qwen3next_jax.data.datatrove_step import PrepareShare
 from qwen3next_jax.data.digest_cache import DigestCache
-from qwen3next_jax.data.pipeline import TrainData
+from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.data.preparation import Share, Unfinished, prepare, tokenize
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Recipe
 from qwen3next_jax.data.sources import NothingFound, resolve
@@ -250,19 +248,19 @@ def test_tasks_of_datatrove_share_the_work(texts, tmp_path):
 
 def test_the_text_is_not_needed_any_more(texts, tmp_path, capsys):
     config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
-    before = TrainData(config, 64, 4)
+    before = TextData(config, 64, 4)
     shutil.rmtree(tmp_path / "texts")
-    after = TrainData(config, 64, 4)
+    after = TextData(config, 64, 4)
     assert after.fingerprint == before.fingerprint
     assert after.document_names(0) == before.document_names(0)
     assert "the text is not there" in capsys.readouterr().err
-    TrainData(config, 32, 4)  # not even for rows of another length
+    TextData(config, 32, 4)  # not even for rows of another length
     with pytest.raises(NothingFound, match="no 'texts'"):
-        TrainData(DataConfig(path=texts, prepared_dir=f"{tmp_path}/other"), 64, 4)
+        TextData(DataConfig(path=texts, prepared_dir=f"{tmp_path}/other"), 64, 4)
     next((tmp_path / "p").glob("tokens/*/*.json")).unlink()
-    assert TrainData(config, 64, 4).fingerprint == before.fingerprint  # its rows are all there
+    assert TextData(config, 64, 4).fingerprint == before.fingerprint  # its rows are all there
     with pytest.raises(UserError, match="corpora/.*its unit .* is missing"):
-        TrainData(config, 16, 4)
+        TextData(config, 16, 4)
 
 
 def test_digests_of_large_corpora_are_kept_until_a_file_changes(texts, tmp_path, monkeypatch):
@@ -295,7 +293,6 @@ def test_lines_that_are_no_digests_are_left_out(texts, tmp_path):
     (folder := tmp_path / "p" / "digests").mkdir(parents=True)
     lines = ["null", "[[1], 2]", "[1, 2, 3]", '["a"]', "[" * 10**5, "{}", '["kept", "digest"]']
     (folder / "a.jsonl").write_text("\n".join(lines))
-    (tmp_path / "p" / "content_digests.json").write_text('{"no path": "x", "a\\u00001": 2}')
     cache = DigestCache(Store(tmp_path / "p"), resolve(texts, "text"))
     assert cache._known == {"kept": "digest"}
 
@@ -369,7 +366,7 @@ def test_a_small_glob_without_held_out_documents_says_so(texts, tmp_path, capsys
         prepared_dir=f"{tmp_path}/p",
         heldout_fraction=0.1,
     )
-    data = TrainData(config, 64, 4)
+    data = TextData(config, 64, 4)
     assert "trained.jsonl: too few documents" in capsys.readouterr().err
     documents = [
         [p.statistics[side].documents for side in (TRAIN, HELDOUT)] for p in data._prepared
@@ -400,7 +397,7 @@ def test_bad_records_stop_or_are_left_out_and_counted(kind, tmp_path, capsys):
     config = DataConfig(
         path=f"{tmp_path}/a.jsonl", prepared_dir=f"{tmp_path}/p", bad_records="skip"
     )
-    data = TrainData(config, 64, 4)
+    data = TextData(config, 64, 4)
     (facts,) = data.describe()["sources"]
     assert facts["bad_records"] == {kind: 1} and facts["empty_documents"] == 1
     assert data.describe()["documents"] == 100 and "1 bad records" in data.describe()["title"]
@@ -409,7 +406,7 @@ def test_bad_records_stop_or_are_left_out_and_counted(kind, tmp_path, capsys):
     assert manifest["bad_first"] == [[70, kind]]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, BAD[kind], BAD[kind]]))
     with pytest.raises(UserError, match="3 bad records.* more than data.bad_records_limit = 0.01"):
-        TrainData(config, 64, 4)
+        TextData(config, 64, 4)
 
 
 def test_an_object_over_several_lines_is_named(tmp_path):
@@ -423,8 +420,8 @@ def test_what_stands_before_damaged_compression_is_read(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-1000])
     config = DataConfig(path=f"{tmp_path}/a.jsonl.gz", prepared_dir=f"{tmp_path}/p")
     with pytest.raises(UserError, match="a.jsonl.gz.*damaged gzip"):
-        TrainData(config, 64, 4)
-    data = TrainData(dataclasses.replace(config, bad_records="skip"), 64, 4)
+        TextData(config, 64, 4)
+    data = TextData(dataclasses.replace(config, bad_records="skip"), 64, 4)
     (facts,) = data.describe()["sources"]
     assert facts["bad_records"] == {"damaged compression: left out": 1}
     assert 50 < facts["documents"] < 150
@@ -436,11 +433,11 @@ def test_what_stands_before_damaged_compression_is_read(tmp_path):
 def test_other_rows_give_another_fingerprint(texts, tmp_path, monkeypatch):
     """As when numpy, grain or array_record is replaced by a version that gives other rows."""
     config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
-    before = TrainData(config, 64, 4).fingerprint
-    assert TrainData(config, 64, 4).fingerprint == before
+    before = TextData(config, 64, 4).fingerprint
+    assert TextData(config, 64, 4).fingerprint == before
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "_shuffle_seed", lambda seed, source: 1)
-        assert TrainData(config, 64, 4).fingerprint != before
+        assert TextData(config, 64, 4).fingerprint != before
     decode = rows.RowReader._decode
 
     def shifted(*arguments):
@@ -448,7 +445,7 @@ def test_other_rows_give_another_fingerprint(texts, tmp_path, monkeypatch):
         return row._replace(tokens=np.roll(row.tokens, 1))
 
     monkeypatch.setattr(rows.RowReader, "_decode", shifted)
-    assert TrainData(config, 64, 4).fingerprint != before
+    assert TextData(config, 64, 4).fingerprint != before
 
 
 @pytest.mark.parametrize("weights", [(1.0,), (0.5, 0.0, 0.3, 0.2), tuple(range(1, 9)), (1e-4, 1)])
@@ -473,7 +470,7 @@ def test_a_tokenizer_that_loses_text_gives_no_bits_per_byte(texts, tmp_path, cap
     for tokenizer in "bytes", str(tmp_path):
         config = DataConfig(path=texts, tokenizer=tokenizer, prepared_dir=str(tmp_path / "p"))
         for _ in range(2):  # the second time from the index
-            data = TrainData(config, 64, 4)
+            data = TextData(config, 64, 4)
             is_counted = data.describe()["bits_per_nat"] is not None
             said = "bits per byte are not reported" in capsys.readouterr().err
             assert is_counted == data.token_bytes.any() == (not said) == (tokenizer == "bytes")
@@ -482,44 +479,16 @@ def test_a_tokenizer_that_loses_text_gives_no_bits_per_byte(texts, tmp_path, cap
 def test_what_an_older_mapping_prepared_is_made_anew(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(units, "FORMAT", units.FORMAT - 1)
     config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
-    TrainData(config, 64, 4)
+    TextData(config, 64, 4)
     monkeypatch.undo()
     assert len(list((tmp_path / "p").glob("tokens/*/*.json"))) == 4
-    TrainData(config, 64, 4)
+    TextData(config, 64, 4)
     assert len(list((tmp_path / "p").glob("tokens/*/*.json"))) == 8
     shutil.rmtree(tmp_path / "texts")
-    TrainData(config, 64, 4)
+    TextData(config, 64, 4)
     monkeypatch.setattr(units, "FORMAT", units.FORMAT + 1)
     with pytest.raises(UserError, match="is not there, and what was prepared of it .* older"):
-        TrainData(config, 64, 4)
-
-
-# ---- rows of format 1
-
-
-def test_rows_of_format_1_open_and_give_the_same_rows(tmp_path):
-    """A folder as the code of 3f4e1ec wrote it, of the texts that it was made from."""
-    shutil.copytree(ROOT / "tests" / "fixtures" / "prepared_format_1", tmp_path / "p")
-    texts = [f"document {i} " * (1 + i % 5) for i in range(12)]
-    write_jsonl(tmp_path / "texts" / "a.jsonl", texts)
-    config = DataConfig(
-        path=f"{tmp_path}/texts/*.jsonl", prepared_dir=f"{tmp_path}/p", heldout_fraction=0.2
-    )
-    data = TrainData(config, 64, 2)
-    assert data._prepared[0].fingerprint == data._prepared[0].directory.name
-    assert data.fingerprint == (tmp_path / "p" / "fingerprint").read_text().strip()
-    found = digests.sha256(b"".join(next(data.batches(i))["tokens"].tobytes() for i in range(9)))
-    assert found == (tmp_path / "p" / "batches").read_text().strip()
-    assert not (tmp_path / "p" / "tokens").exists()
-    folder = data._prepared[0].directory
-    other = folder.with_name("0" * 20)
-    folder.rename(other)
-    assert TrainData(config, 64, 2).fingerprint != data.fingerprint  # nobody asks for that name
-    other.rename(folder)
-    metadata = folder / "metadata.json"
-    metadata.write_text(metadata.read_text().replace('"seed": 0', '"seed": 1'))
-    with pytest.raises(UserError, match="metadata.json is damaged"):
-        TrainData(config, 64, 2)
+        TextData(config, 64, 4)
 
 
 # ---- faults
@@ -685,13 +654,13 @@ def test_an_index_opens_the_rows_until_a_file_of_them_changes(texts, tmp_path, m
     monkeypatch.setattr(
         row_groups, "read_metadata", lambda path: read.append(path.name) or read_metadata(path)
     )
-    before = TrainData(config, 64, 4)
+    before = TextData(config, 64, 4)
     folders = sorted(path.name for path in (tmp_path / "p" / "rows").iterdir())
     assert sorted(read) == folders and len(folders) > 3
     del read[:]
     with monkeypatch.context() as patch:
         patch.setattr(units, "find_unit", None)  # no manifest of a unit is read, either
-        after = TrainData(config, 64, 4)
+        after = TextData(config, 64, 4)
     assert read == [] and after.describe() == before.describe()
     assert after.fingerprint == before.fingerprint
     assert all_rows(after._prepared[0]) == all_rows(before._prepared[0])
@@ -707,16 +676,16 @@ def test_an_index_opens_the_rows_until_a_file_of_them_changes(texts, tmp_path, m
         lambda: shutil.rmtree(first),  # and packed again
     ):
         change()
-        assert TrainData(config, 64, 4).fingerprint == before.fingerprint
+        assert TextData(config, 64, 4).fingerprint == before.fingerprint
         assert sorted(read) == folders, change
         del read[:]
-        assert TrainData(config, 64, 4).fingerprint == before.fingerprint and read == []
+        assert TextData(config, 64, 4).fingerprint == before.fingerprint and read == []
     limited = dataclasses.replace(config, bad_records_limit=0.001)
     with pytest.raises(UserError, match="a.jsonl:37.*bad_records_limit = 0.001"):
-        TrainData(limited, 64, 4)
+        TextData(limited, 64, 4)
     with (tmp_path / "texts" / "b.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
-    assert TrainData(config, 64, 4).fingerprint != before.fingerprint
+    assert TextData(config, 64, 4).fingerprint != before.fingerprint
 
 
 def _change_record(path, **changes):
@@ -738,9 +707,9 @@ def test_exchanged_indexes_open_no_other_rows(tmp_path):
     for i in range(2):
         write_jsonl(tmp_path / f"{i}.jsonl", TEXTS[70 * i : 70 * (i + 1)])
         configs.append(DataConfig(path=f"{tmp_path}/{i}.jsonl", prepared_dir=f"{tmp_path}/p"))
-    before = [TrainData(config, 64, 4).fingerprint for config in configs]
+    before = [TextData(config, 64, 4).fingerprint for config in configs]
     _exchange(tmp_path / "p", "indexes/*")
-    assert [TrainData(config, 64, 4).fingerprint for config in configs] == before
+    assert [TextData(config, 64, 4).fingerprint for config in configs] == before
 
 
 SPOILT = {
@@ -785,7 +754,7 @@ def two_sources(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_sources")
     for i in range(2):
         write_jsonl(folder / f"{i}.jsonl", TEXTS[70 * i : 70 * (i + 1)])
-        TrainData(DataConfig(path=f"{folder}/{i}.jsonl", prepared_dir=f"{folder}/p"), 64, 4)
+        TextData(DataConfig(path=f"{folder}/{i}.jsonl", prepared_dir=f"{folder}/p"), 64, 4)
     assert not any(damage for _, damage in verify(folder / "p"))
     return folder / "p"
 
@@ -892,7 +861,7 @@ def test_the_command_prepares_without_jax_and_train_takes_its_rows(texts, tmp_pa
     def never(*_):
         raise AssertionError("prepared again")
 
-    data = TrainData(config, 256, 4, progress=never)
+    data = TextData(config, 256, 4, progress=never)
     assert data._prepared[0].fingerprint in done.stdout
     wrong = command("--rank=2", "--of=2")
     assert wrong.returncode == 2 and "expected a rank from 0 to 1" in wrong.stderr
@@ -909,7 +878,6 @@ def test_progress_is_reported(texts, tmp_path, monkeypatch):
     assert len(done) > 10 and done == sorted(done) and done[-1] == source.size
     assert seen[-1][1] == seen[-1][2] and "rows of 64" in seen[-1][0]
     assert tokenize(source, BYTES, Store(tmp_path / "p")).digest
-    assert format_1.find(source, BYTES, Recipe(64, 0.1, 0), Store(tmp_path / "p")) is None
 
 
 # ---- two libraries that tokenize

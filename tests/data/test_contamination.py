@@ -102,7 +102,7 @@ def test_tokens_of_another_tokenizer_are_not_compared(prepared, monkeypatch, tmp
         find_contamination(DOCUMENTS, other, prepared)
     (record,) = Store(prepared).names("corpora/*.json")
     content = Store(prepared).read_record(record)
-    content["format"] -= 1  # as older code wrote it
+    content["format"] -= 1  # of another format
     Store(prepared).write_record(record, content)
     with pytest.raises(UserError, match="no tokens that this tokenizer made"):
         find_contamination(DOCUMENTS, BYTES, prepared)

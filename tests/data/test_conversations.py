@@ -254,7 +254,7 @@ def test_texts_alone_have_the_rows_that_they_had_before_there_were_weights(tmp_p
     data = open_data(DataConfig(**settings), 16, 1)
     assert set(data.row(0)) == set(data.kinds) == {"tokens", "segment_ids"}
     assert not list(tmp_path.glob("prepared/tokens/*/*.weights"))
-    # The code before loss weights gave these rows this name, and this run this fingerprint.
+    # Rows of texts have no loss weights, so their name does not depend on them.
     assert [p.name for p in tmp_path.glob("prepared/rows/*")] == ["e1c687a7625d433a5de9"]
     assert data.fingerprint == "87f8406de133c47ce4d6"
 

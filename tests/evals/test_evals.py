@@ -345,7 +345,7 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "run.json").write_text('{"config": {}}')
-    # an event of an earlier version, which recorded no declarations
+    # an event that declares none of its numbers
     old = {"event": "suite", "suite": "gone", "loss/1-1": 2.0, "overall": "nan"}
     events = [
         {"event": "heldout", "loss": 1.0},
@@ -435,25 +435,3 @@ def test_scores_are_the_models_log_probabilities():
     ]
     np.testing.assert_allclose(nll, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(guess, jnp.argmax(logits, axis=-1))
-
-
-def test_evaluations_written_for_earlier_versions_keep_working():
-    from qwen3next_jax.common.figures import Figure
-    from qwen3next_jax.reporting.figures import Figure as EarlierFigure
-
-    assert Figure is EarlierFigure
-
-    class Old(evaluation.Evaluation):
-        figures = {"rows": Figure("rows", "count")}
-
-        @classmethod
-        def context(cls, options):
-            return max(options.lengths)
-
-        def run(self, params):
-            return {"rows": self.subject.options.rows}
-
-    options = evaluation.EvalOptions(rows=7, lengths=(40,))
-    old = Old(evaluation.EvalContext(ModelConfig(), None, IDS, None, options))
-    assert old.metrics["rows"].title == "rows" and old.required_context(options) == 40
-    assert old.run(None) == {"rows": 7}

@@ -195,8 +195,7 @@ def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile
         _search=False,
         _rows=[],
         _quick=False,
-        _cost_model_flag=None,
-        _rules=None,
+        _cost_model=None,
         _slices=1,
         _skew=0.0,
     ).items():
@@ -204,20 +203,6 @@ def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile
     with pytest.raises(UserError, match=message):
         command_module.main()
     assert not (tmp_path / "new").exists()
-
-
-def test_rules_is_read_as_the_earlier_name_of_cost_model(monkeypatch):
-    import qwen3next_jax.commands.plan as command_module
-
-    def cost_model(cost_model, rules):
-        for name, value in (("_cost_model_flag", cost_model), ("_rules", rules)):
-            monkeypatch.setattr(command_module, name, types.SimpleNamespace(value=value))
-        return command_module._cost_model()
-
-    assert cost_model(None, None) == cost_model(None, "new") == "schedule"
-    assert cost_model(None, "today") == cost_model("roofline", "today") == "roofline"
-    with pytest.raises(UserError, match="--cost_model=schedule and --rules=today"):
-        cost_model("schedule", "today")
 
 
 @pytest.mark.parametrize(
@@ -370,7 +355,7 @@ def test_real_train_step(plan):
     assert sum(calibrated.bound.values()) == pytest.approx(calibrated.seconds)
     assert any("GatedDeltaNet." in name for name in plan.estimate.by_source)
     assert dataclasses.replace(plan, unknown_kernels=("k",)).mfu is None
-    assert 0 < plan.mfu < plan.as_dict()["mfu_today"] < 0.5 and {"data", "expert"} == {
+    assert 0 < plan.mfu < plan.as_dict()["mfu_roofline"] < 0.5 and {"data", "expert"} == {
         axis for c in plan.collectives for axis in c.axes
     }
     assert {c.times for c in plan.collectives} >= {1, len(plan.model.stacks[-1])}

@@ -26,14 +26,13 @@ from qwen3next_jax.config import (
     OptimizerConfig,
     TelemetryConfig,
     TrainConfig,
-    registry,
     to_dict,
 )
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.config.run import MuonConfig, SyntheticConfig
 from qwen3next_jax.model.gated_attention import GatedAttention
-from qwen3next_jax.runs import branching, checkpoint, load, manifest, preflight, versions
+from qwen3next_jax.runs import branching, checkpoint, load, manifest, preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, write_run
 from qwen3next_jax.runs.load import load_model
@@ -329,54 +328,15 @@ def test_an_older_step_than_the_newest_is_said(parent, tmp_path):
         assert found["step"] == 20 and "step 20" in text and ("step 30" in text) == says
 
 
-def test_an_export_has_the_form_of_what_the_recorded_runs_began_with(tmp_path):
-    """Of older records; newer ones hold it themselves, whatever became of the runs before."""
-
-    def record(folder, its_id, parent=None, **of_parent):
-        config = with_(train={"init_from": parent or f"{tmp_path}/hf"})
-        record = {"config": to_dict(config)} | ({"id": its_id} if its_id else {})
-        where = {"path": f"{tmp_path}/{parent}", "step": 10, "manifest": "0" * 20}
-        (tmp_path / folder / "checkpoints" / "10").mkdir(parents=True, exist_ok=True)
-        write_run(tmp_path / folder, record | ({"parent": where | of_parent} if parent else {}))
-
-    record("first", "1")
-    record("older", "")  # of code that gave runs no id
-    (tmp_path / "older/checkpoints/10/manifest.json").write_text("{}")
-    record("second", "2", "first", run="1")
-    record("third", "3", "second", run="2")
-    record("from older", "4", "older", manifest=digests.sha256("{}")[:20])
-    for folder in ("first", "third", "from older"):
-        assert find_origin(tmp_path / folder).directory == tmp_path / "hf"
-
-    record("replaced", "5", "first", run="another")
-    record("unknown", "6", "older")
-    record("moved", "7", "moved", run="1")  # to its parent's path
-    record("one", "8", "two", run="9")
-    record("two", "9", "one", run="8")
-    record("of files", "10", "files", run="1")
-    (tmp_path / "files").mkdir()
-    (tmp_path / "files/config.json").write_text("{}")
-    ways = {"replaced": "first", "unknown": "older", "moved": "moved", "of files": "files"}
-    for folder, named in (ways | {"one": "one", "two": "two"}).items():
-        with pytest.raises(UserError, match=f"{tmp_path}/{named}: .*--source"):
-            find_origin(tmp_path / folder)
-
-    for folder, source in (
-        ("first", {"path": f"{tmp_path}/hf", "form": ""}),
-        ("from older", {"path": f"{tmp_path}/hf", "form": ""}),
-        ("unknown", None),
-    ):
-        parent = {"path": f"{tmp_path}/{folder}"}
-        expected = {} if folder == "unknown" else {"source": source}
-        assert find_source(parent["path"], parent, "") == expected
-    shutil.rmtree(tmp_path / "first")
-    for folder, source in (
-        ("second", {"path": f"{tmp_path}/hf", "form": "qwen3_5"}),
-        ("unknown", None),
-    ):
-        write_run(tmp_path / folder, read_run(tmp_path / folder) | {"source": source})
-        directory = source and tmp_path / "hf"
-        assert find_origin(tmp_path / folder) == Origin(directory, source["form"] if source else "")
+def test_a_run_records_what_its_parent_began_with(tmp_path):
+    """So the folders of the runs before it need not be kept."""
+    for source in (None, {"path": f"{tmp_path}/hf", "form": "qwen3_5"}):
+        (tmp_path / "first").mkdir(exist_ok=True)
+        write_run(tmp_path / "first", {"source": source})
+        origin = Origin(source and tmp_path / "hf", source["form"] if source else "")
+        assert find_origin(tmp_path / "first") == origin
+        parent = {"path": f"{tmp_path}/first"}
+        assert find_source(parent["path"], parent, "") == {"source": source}
 
 
 @pytest.mark.parametrize(
@@ -418,87 +378,20 @@ def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are
 
 
 def test_weights_of_another_version_are_refused_by_name(parent, tmp_path, monkeypatch):
-    """Where a run goes on, begins with another one, is loaded; a record without versions counts as
-    the first.
-    """
+    """Where a run goes on, begins with another one, is loaded."""
     folder = tmp_path / "parent"
     shutil.copytree(parent, folder)
-    record = read_run(folder)
-    assert record.pop("versions")["gated_attention"] == 1
-    for older in (False, True):
-        if older:
-            write_run(folder, record)
-        load_trained(folder)
-        with monkeypatch.context() as patch:
-            patch.setattr(GatedAttention, "version", 2, raising=False)
-            branch = with_(train={"init_from": str(folder)})
-            for meets in (
-                lambda: load_trained(folder),
-                lambda: train(with_(train={"steps": STEPS + 1}), folder),
-                lambda: train(branch, tmp_path / "branch"),
-            ):
-                with pytest.raises(UserError, match="version 1 of gated_attention .* version 2"):
-                    meets()
-    assert not (tmp_path / "branch" / "checkpoints").exists()
-
-
-@pytest.mark.parametrize(
-    "model, optimizer, change, trust, in_weights",
-    [
-        ({"full_mixer": "gdn2"}, {}, "gdn2", "gdn2", True),
-        ({"full_mixer": "lightning", "mtp_depth": 1}, {}, "lightning in multi", "lightning", True),
-        ({"full_mixer": "hgrn2", "mtp_depth": 1}, {}, "hgrn2 in multi", "hgrn2", True),
-        ({"full_mixer": "gla"}, MUON_PER_HEAD, "muon.per_head", "muon", False),
-        # which changed nothing for these
-        ({"full_mixer": "lightning"}, {}, None, "", True),
-        ({}, MUON_PER_HEAD, None, "", False),
-    ],
-    ids=str,
-)
-def test_a_run_from_before_versions_is_told_by_its_commit(
-    parent, tmp_path, monkeypatch, model, optimizer, change, trust, in_weights
-):
-    """A record that does not tell is refused, too, unless the user vouches for it."""
-    config = with_(
-        model={"linear_num_key_heads": 1, "linear_num_value_heads": 2} | model, optimizer=optimizer
-    )
-    record = {"config": to_dict(config)}
-    commits = [found.commit for found in versions._CHANGES if change and change in found.name]
-    # commits of a history in which the change stands between the first and the last
-    history = ["a" * 12, *commits, "b" * 12]
-
-    def git(command, *arguments):
-        named = [argument.split("^")[0] for argument in arguments if argument[0] != "-"]
-        if not set(named) <= set(history):
-            return None
-        known = command == "cat-file" or history.index(named[0]) <= history.index(named[1])
-        return "" if known else None
-
-    def check(code, trains=in_weights):
-        continued = config.optimizer if trains else None
-        versions.check_versions(tmp_path, record | {"code": code}, config.model, continued)
-
-    monkeypatch.setattr(versions, "git", git)
-    monkeypatch.setattr(registry, "_trusted", set())
-    check("b" * 12)
-    if change is None:
-        check("a" * 12, trains=True)
-        check("0.1.0", trains=True)
-        return
-    for code, says in (
-        ("a" * 12, f"version 0 of .*{change}"),
-        ("a" * 12 + "+", f"version 0 of .*{change}"),
-        ("0.1.0", f"--trust={trust}"),
-        ("c" * 12, f"--trust={trust}"),
+    load_trained(folder)
+    monkeypatch.setattr(GatedAttention, "version", 2, raising=False)
+    branch = with_(train={"init_from": str(folder)})
+    for meets in (
+        lambda: load_trained(folder),
+        lambda: train(with_(train={"steps": STEPS + 1}), folder),
+        lambda: train(branch, tmp_path / "branch"),
     ):
-        with pytest.raises(UserError, match=says):
-            check(code, trains=True)
-        if not in_weights:
-            check(code, trains=False)
-    registry.trust(trust)
-    check("0.1.0", trains=True)
-    with pytest.raises(UserError, match="version 0"):
-        check("a" * 12, trains=True)
+        with pytest.raises(UserError, match="version 1 of gated_attention .* version 2"):
+            meets()
+    assert not (tmp_path / "branch" / "checkpoints").exists()
 
 
 def test_a_dry_run_of_a_branch_counts_what_it_has_left(parent, tmp_path, capsys):
@@ -514,11 +407,9 @@ def test_a_branch_killed_before_it_was_saved_begins_with_the_step_that_it_began_
     """Although its parent has saved later ones since."""
     config = with_(train={"init_from": str(parent)})
     assert preflight.find_parent(config.train, config.optimizer, tmp_path)["step"] == STEPS
-    # a record of older code has no id of the parent, and still is that of the same one
-    older = {"step": BRANCHED, "manifest": "0" * 20, "path": str(parent)}
+    begun = {"step": BRANCHED, "manifest": "0" * 20, "path": str(parent), "run": "0"}
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "time": 1.0}\n')
     (tmp_path / "checkpoints" / "11").mkdir(parents=True)  # of which the manifest is not there yet
-    for begun in (older, older | {"run": "0"}):
-        write_run(tmp_path, {"parent": begun})
-        found = preflight.find_parent(config.train, config.optimizer, tmp_path)
-        assert found["step"] == BRANCHED and found.keys() == begun.keys()
+    write_run(tmp_path, {"parent": begun})
+    found = preflight.find_parent(config.train, config.optimizer, tmp_path)
+    assert found["step"] == BRANCHED and found.keys() == begun.keys()

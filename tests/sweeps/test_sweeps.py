@@ -368,10 +368,6 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
         )
 
     runner.open_sweep(load([0, 1]), tmp_path / "w")
-    written = tmp_path / "w" / "sweep.json"
-    older = written.read_text().replace('"data.tokenizer": ""', '"data.tokenizer": "bytes"')
-    assert older != written.read_text()
-    written.write_text(older)  # as from before a tokenizer could be left out
     runner.open_sweep(load([0, 1]), tmp_path / "w")
     with pytest.raises(UserError, match="holds another sweep .point seed=2 is new"):
         runner.open_sweep(load([0, 1, 2]), tmp_path / "w")
@@ -394,6 +390,11 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
     ):
         runner.open_sweep(sweep, tmp_path / "v")  # of the same overrides, on a base that was edited
     recorded = tmp_path / "v" / "sweep.json"
+    now = recorded.read_text()
+    recorded.write_text(now.replace('"format": 2', '"format": 1'))
+    with pytest.raises(UserError, match="sweep.json: written by an older version"):
+        runner.open_sweep(sweep, tmp_path / "v")
+    recorded.write_text(now)
     for text in ("", "[]", '{"points": [3]}', recorded.read_text().replace('"config"', '"was"')):
         recorded.write_text(text)
         with pytest.raises(UserError, match="sweep.json: damaged or foreign"):

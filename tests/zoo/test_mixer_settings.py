@@ -17,7 +17,6 @@ from qwen3next_jax.config import Config, MixerConfig, ModelConfig, from_dict, to
 from qwen3next_jax.config.bounds import check_declared_bounds
 from qwen3next_jax.config.describe import mixer_settings
 from qwen3next_jax.config.files import apply_overrides
-from qwen3next_jax.config.mixer import _EARLIER_DEFAULTS
 from qwen3next_jax.config.registry import MIXERS
 from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.gated_attention import GatedAttention
@@ -82,14 +81,6 @@ def test_a_bound_that_is_not_known_is_refused():
 
     with pytest.raises(UserError, match="Settings.rate: the bound 'more than 0'"):
         check_declared_bounds(Settings(), "model.mixer")
-
-
-def test_records_of_earlier_versions_hold_defaults_of_all_mixers():
-    """They load into any model, and say what mixers have as defaults now."""
-    assert from_dict(ModelConfig, {"mixer": dict(_EARLIER_DEFAULTS)}) == ModelConfig()
-    for name in MIXERS:
-        for field in dataclasses.fields(mixer_class(name).Settings):
-            assert _EARLIER_DEFAULTS.get(field.name, field.default) == field.default, field.name
 
 
 @pytest.mark.parametrize("name", MIXERS)

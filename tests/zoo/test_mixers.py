@@ -87,47 +87,6 @@ def retention(tmp_path_factory):
     sys.modules.pop("my_mixer", None)
 
 
-def test_a_mixer_with_the_names_of_earlier_versions_is_the_same(tmp_path, monkeypatch):
-    """The page's mixer, written with the names that the page had then."""
-    text = example("my_mixer.py", tmp_path)
-    earlier = {"qwen3next_jax.model.recurrent": "qwen3next_jax.model.mixers.recurrent"}
-    earlier |= {"uses_delta_term": "erases"}
-    for new, old in earlier.items():
-        assert new in text
-        text = text.replace(new, old)
-    (tmp_path / "my_earlier_mixer.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def program(name):
-        graph, params = nnx.split(
-            nnx.eval_shape(lambda: mixer_class(name)(BASE, Make(BASE, nnx.Rngs(0)), (0,)))
-        )
-        run = lambda params: _run(graph, params, X, Context(document_positions(SEGMENTS), SEGMENTS))
-        return str(jax.make_jaxpr(run)(params)), mixer_class(name).forward_flops(BASE, T)
-
-    assert program("my_earlier_mixer:Retention") == program("retention")
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        ("settings = ('delta_rule',)", "Old.settings: is now called switches"),
-        ("normalized = False", "Old.normalized: is now called normalize_qk"),
-        (
-            "from qwen3next_jax.model.mixers.pairwise import Pairwise",
-            "zoo.pair_mixer.PairAttention",
-        ),
-    ],
-)
-def test_what_earlier_versions_called_otherwise_is_told(line, message, tmp_path, monkeypatch):
-    """It would be ignored, or fail far from the class."""
-    base = "from qwen3next_jax.model.mixers.recurrent import Recurrent"
-    (tmp_path / "my_old.py").write_text(f"{base}\nclass Old(Recurrent):\n    {line}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match=message):
-        mixer_class("my_old:Old")
-
-
 # One of operator A, of attention, of operators B and N; all others are slow.
 QUICK = ("gated_deltanet", "gated_attention", "rnn", "retention")
 

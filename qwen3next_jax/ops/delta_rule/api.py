@@ -32,7 +32,6 @@ def gated_delta_rule(
     implementation: str | None = None,
     axis_name: str | None = None,
     return_all_states: bool = False,
-    each: bool = False,
 ):
     """Applies the gated delta rule (Gated DeltaNet, https://arxiv.org/abs/2412.06464) to whole
     sequences.
@@ -76,7 +75,6 @@ def gated_delta_rule(
         gets no gradient. Every shard returns the final state of the whole row.
       return_all_states: whether `final_state` is [B, T, H, K, V], the state after each token. Only
         "recurrent" without `axis_name` does this; otherwise the argument has no effect.
-      each: the earlier name of `return_all_states`.
 
     Returns:
       o: [B, T, H, V] in v's dtype.
@@ -92,7 +90,6 @@ def gated_delta_rule(
     is positive, infinite or NaN, or if ids are out of order or follow padding; a compiled program
     reports it as a `jax.errors.JaxRuntimeError` with the same text.
     """
-    return_all_states = return_all_states or each
     # NumPy's float64 arrays become float32 if x64 is off
     q, k, v, g, beta = map(jnp.asarray, (q, k, v, g, beta))
     _check(q, k, v, g, beta, initial_state, segment_ids, implementation)

@@ -1,1 +1,0 @@
-"""Modules under which mixers outside this package may still import the base classes of mixers."""
