@@ -132,7 +132,9 @@ class ChatTemplate:
     @functools.cached_property
     def digest(self) -> str:
         """Digest of everything that determines the rendered text, but for jinja2's version."""
-        return digests.sha256_json([self._file.text, self._file.special, self._date])
+        # A template that does not ask for the date writes the same on any day.
+        date = self._date if "strftime_now" in self._file.text else ""
+        return digests.sha256_json([self._file.text, self._file.special, date])
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Returns the text that the model continues with its answer to the messages.

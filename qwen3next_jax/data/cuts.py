@@ -1,7 +1,7 @@
 """Where a long text is cut, so that its parts get the ids that they have in the whole text.
 
 The tokenizers library encodes a text on one core, and needs about a hundred bytes of memory per
-byte of text. A long document is therefore encoded in parts. It is cut at a single line end or at a
+byte of text. A long document is therefore encoded in parts. It is cut after line ends or at a
 single space between words, and there only if both of these hold:
   - The model sees the two sides apart: the tokenizer splits texts there, or the model is a BPE
     without a token that has characters of both sides. Otherwise the document is encoded whole.
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 
 import tokenizers
 
+from qwen3next_jax.common.errors import warn
 from qwen3next_jax.data.added_tokens import panic_as_user_error
 
 LONGEST = 1 << 17  # characters of a part, unless its text has no place for a cut
@@ -23,11 +24,26 @@ _AROUND = 256  # characters on each side of a cut that are compared
 _SEARCHED = 1 << 12  # characters before the end of a part in which a cut is looked for
 _TRIED = 16  # of the places there
 
-_LINE_END, _SPACE = re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"(?<=\w) (?=\w)")
+# Few white characters around a cut after line ends, so that what is compared holds other ones too.
+_LINE_ENDS = re.compile(r"(?<=\S)(?:[ \t]{0,8}\r?\n){1,8}(?=[ \t]{0,64}\S)")
+# The same with the white characters before the next line's text. Some tokenizers keep the last of
+# them with that text, and all others with the line end.
+_INDENTED = re.compile(r"(?<=\S)(?:[ \t]{0,8}\r?\n){1,8}[ \t]{1,64}(?=\S)")
+_SPACE = re.compile(r"(?<=\w) (?=\w)")
+_SAID = 1 << 23  # characters without a place for a cut, from which on the user is told
 # What a piece, or a token, holds that has characters of both sides. Byte-level vocabularies write Ċ
 # for the line end and Ġ for the space, vocabularies of SentencePiece ▁ for the space.
 _OVER_LINE_END, _OVER_SPACE = re.compile("[\nĊ][^\nĊ]"), re.compile("[^ Ġ▁][ Ġ▁]")
 _PROBE = ("one", "Two", "3", "four", "5x", "é", "中", "ж", "x", "Yy", "77")
+
+
+@functools.cache
+def _say_uncut() -> None:
+    warn(
+        f"a document has more than {_SAID >> 20} million characters without a place where a cut is "
+        "known to change no token: they are tokenized as a whole, which takes 100 bytes of memory "
+        "or more for each; divide the document if memory runs out"
+    )
 
 
 class Cutter:
@@ -56,6 +72,8 @@ class Cutter:
                     rest, searched = rest[start:], 0
                 else:
                     searched += LONGEST
+                    if searched >= _SAID:
+                        _say_uncut()
         yield rest
 
     def _find(self, text: str, first: int, stop: int) -> tuple[int, int] | None:
@@ -64,7 +82,7 @@ class Cutter:
             places = list(pattern.finditer(text, max(first, stop - _SEARCHED), stop))
             for place in places[: -_TRIED - 1 : -1]:
                 for before, after in cuts:
-                    end, start = place.start() + before, place.start() + after
+                    end, start = place.end() + before, place.end() + after
                     if self._agrees(text, end, start):
                         return end, start
         return None
@@ -80,10 +98,12 @@ class Cutter:
     @functools.cached_property
     def _kinds(self) -> list[tuple[re.Pattern[str], list[tuple[int, int]]]]:
         """The kinds of places at which texts are cut: a pattern, and the ways to cut its match that
-        are tried, as (characters of it that go to the left part, that are not in the right part).
+        are tried, as (end of the left part, start of the right part), counted from its end.
         """
-        line_ends = [(_LINE_END, [(1, 1)])] if self._are_apart("\n", _OVER_LINE_END) else []
-        spaces = [(_SPACE, [(0, 0), (0, 1)])] if self._are_apart(" ", _OVER_SPACE) else []
+        line_ends = []
+        if self._are_apart("\n", _OVER_LINE_END):
+            line_ends = [(_LINE_ENDS, [(0, 0)]), (_INDENTED, [(-1, -1), (0, 0)])]
+        spaces = [(_SPACE, [(-1, -1), (-1, 0)])] if self._are_apart(" ", _OVER_SPACE) else []
         return line_ends + spaces
 
     def _are_apart(self, between: str, over: re.Pattern[str]) -> bool:

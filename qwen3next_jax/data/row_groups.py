@@ -190,11 +190,12 @@ def pack_group(
                 counts[side] += Statistics(rows=len(rows.ends), padding=padding)
 
         done = 0
-        for side, documents, text_bytes in _documents(group, recipe, store):
+        for side, documents, text_bytes, is_part in _documents(group, recipe, store):
             done += len(documents.tokens)
             if group.keep_whole:
                 documents, found = fit_conversations(documents, length, tokenizer)
-                counts[side] += found
+                # A part of a divided conversation may lack its end, which the other part has.
+                counts[side] += dataclasses.replace(found, endless=0) if is_part else found
             else:
                 counts[side] += Statistics(
                     documents=len(documents.ends),
@@ -224,8 +225,9 @@ def pack_group(
         stores.write_json(directory / METADATA, content)
 
 
-# (split, documents of this split, number of bytes of their UTF-8 text)
-_Split = tuple[str, Documents, int]
+# (split, documents of this split, number of bytes of their UTF-8 text, whether they are a part of
+# the divided document)
+_Split = tuple[str, Documents, int, bool]
 
 
 def _documents(group: Group, recipe: Recipe, store: Store) -> Iterator[_Split]:
@@ -352,7 +354,7 @@ def _by_split(
                 unit,
                 table["record"][chosen].astype(np.int64),
             )
-            yield split, documents, int(table["bytes"][chosen].sum())
+            yield split, documents, int(table["bytes"][chosen].sum()), False
 
 
 def _both_sides(
@@ -369,7 +371,7 @@ def _both_sides(
             with_end = np.append(part, tokens[-1:])
             records = np.array([entry["record"]], np.int64)
             ends = np.array([len(with_end)], np.int64)
-            yield split, Documents(with_end, ends, unit, records), text_bytes
+            yield split, Documents(with_end, ends, unit, records), text_bytes, True
 
 
 def read_metadata(directory: pathlib.Path) -> dict:

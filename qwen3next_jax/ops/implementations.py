@@ -282,19 +282,29 @@ _state = _State()
 def trace_and_record(trace: Callable[[], object]) -> tuple[Decision, ...]:
     """Calls `trace()`, which traces a function, and returns the decisions made meanwhile in this
     thread, each once. Tests that `assume_passes` put off run side by side when the trace has
-    ended. If one fails, everything that JAX has traced is forgotten, and `trace()` is called again.
+    ended, also if it ended in an error, which kernels may raise that have not been tested. If a
+    test fails, everything that JAX has traced is forgotten, and `trace()` is called again.
     """
     while True:
+        error = None
         with _recording():
-            trace()
+            try:
+                trace()
+            except Exception as raised:
+                if not _state.tests:
+                    raise
+                error = raised
             decisions, tests = tuple(_state.decisions.values()), tuple(_state.tests.values())
-        if not tests:
+        failures = []
+        if tests:
+            with concurrent.futures.ThreadPoolExecutor(len(tests)) as pool:
+                failures = [reason for reason in pool.map(lambda test: test(), tests) if reason]
+        if failures:
+            jax.clear_caches()
+        elif error is not None:
+            raise error
+        else:
             return decisions
-        with concurrent.futures.ThreadPoolExecutor(len(tests)) as pool:
-            failures = [reason for reason in pool.map(lambda test: test(), tests) if reason]
-        if not failures:
-            return decisions
-        jax.clear_caches()
 
 
 def assume_passes(kind: Hashable, test: Callable[[], str]) -> bool:

@@ -406,10 +406,11 @@ def write_merged_run(
 class _PartialRun:
     """The folder `.NAME.partial` beside `--out=NAME`, in which process 0 writes a merged run. One
     process at a time writes there. What a killed one left is removed; a folder without the file
-    `_MARK` is not ours, and stays.
+    `_MARK`, with the content of ours, is not ours, and stays.
     """
 
     _MARK = "merging"
+    _CONTENT = "qwen3next merge writes a run here, and removes what a killed merge left here\n"
 
     def __init__(self, out: pathlib.Path):
         self._out = out
@@ -426,7 +427,7 @@ class _PartialRun:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             require(
-                mark.is_file() or not any(self.folder.iterdir()),
+                self._is_ours(mark) or not any(self.folder.iterdir()),
                 f"--out={self._out}: it is written in {self.folder}, which holds other files: "
                 "rename or remove that folder, or give another --out",
             )
@@ -441,6 +442,7 @@ class _PartialRun:
             except OSError:
                 pass  # a file system without locks
             require_new_run(self._out)  # another merge may have ended meanwhile
+            mark.write_text(self._CONTENT)
             for path in self.folder.iterdir():
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
@@ -448,6 +450,17 @@ class _PartialRun:
                     path.unlink()
         except OSError as error:
             raise not_writable(self._out, error, "--out") from error
+
+    def _is_ours(self, mark: pathlib.Path) -> bool:
+        """Whether a merge made the folder. It may have been killed before it wrote the content, and
+        then wrote nothing else.
+        """
+        if not mark.is_file() or mark.is_symlink():
+            return False
+        content = mark.read_bytes()
+        return content == self._CONTENT.encode() or (
+            not content and list(self.folder.iterdir()) == [mark]
+        )
 
     def finish(self) -> None:
         """Gives the folder its name.

@@ -290,6 +290,14 @@ def test_the_token_that_ends_a_turn_counts_or_preparation_warns(
     assert warned == (ends == 0)
 
 
+def test_a_divided_conversation_does_not_lack_its_end(tmp_path, capfd):
+    """In so small a file the end of one conversation is held out."""
+    folder = make_folder(tmp_path, MARKED, ["<|user|>", "<|assistant|>"], "<|im_end|>")
+    records = [{"messages": says("q", f"answer {i}")} for i in range(2)]
+    open_data(config(tmp_path, folder, records), 128, 1)
+    assert "no end token" not in capfd.readouterr().err
+
+
 def test_a_template_that_writes_the_date_writes_that_of_the_settings(tmp_path):
     template = "{{ strftime_now('%d %b %Y') }}" + MARKED
     folder = str(make_folder(tmp_path, template))

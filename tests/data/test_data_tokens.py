@@ -1,6 +1,7 @@
 """Tokenizers: same ids after export, lossless text, bytes per token, streaming, bad files."""
 
 import json
+import re
 import os
 
 import numpy as np
@@ -415,6 +416,16 @@ def test_a_text_without_a_safe_place_is_encoded_whole(byte_level, tmp_path, monk
     content["model"]["merges"] += [["e", "Ġ"], ["Ċ", "a"]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     assert parts(str(tmp_path), text) == [text]
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\n\n", "\n    ", ";\n\n  ", " \n"])
+def test_a_long_text_is_cut_after_any_line_ends(byte_level, end, monkeypatch):
+    monkeypatch.setattr(cuts, "LONGEST", 64)
+    monkeypatch.setattr(cuts, "_AROUND", 32)
+    monkeypatch.setattr(cuts, "_SPACE", re.compile("$."))  # no cut at a space
+    text, tokenizer = f"(1,2){end}" * 100, load_tokenizer(byte_level)
+    parts = list(tokenizer._cutter.cut([text]))
+    assert max(map(len, parts)) <= 128 and "".join(parts) == text
 
 
 # ---- any tokenizer

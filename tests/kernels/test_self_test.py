@@ -88,6 +88,31 @@ def test_after_a_failed_test_the_step_is_traced_without_the_kernels(operators, c
     assert consequence == "attention runs without kernels: expect a step several times as long"
 
 
+def test_an_error_of_an_untested_kernel_is_no_end(operators, monkeypatch):
+    """The test fails for the same reason, and the step is traced without the kernel."""
+
+    def broken(x):
+        raise ImportError("libcudnn.so.9")
+
+    monkeypatch.setattr(sys.modules["attention_kernel"], "run", broken)
+    operators["attention"], operators["b"] = lambda: broken(0), lambda: 0.0
+    found, result = traced(step())
+    assert found["attention"][0] == "xla" and "libcudnn" in found["attention"][1]
+    assert found["b"][0] == "kernel" and result == 1 + 2
+
+
+def test_an_error_that_is_no_kernels_ends_the_trace(operators):
+    operators["attention"] = operators["b"] = lambda: 0.0
+    function = step()
+
+    def trace():
+        function.trace(jnp.ones(3))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        trace_and_record(trace)
+
+
 def test_a_test_without_memory_says_so_and_is_run_again(operators, tmp_path):
     def no_memory():
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte")

@@ -194,6 +194,9 @@ def test_of_merges_at_once_one_wins_and_a_foreign_folder_stays(tmp_path):
     (foreign / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="holds other files"):
         merging._PartialRun(tmp_path / "theirs").begin()
+    (foreign / "merging").touch()
+    with pytest.raises(UserError, match="holds other files"):
+        merging._PartialRun(tmp_path / "theirs").begin()
     assert (foreign / "notes.txt").read_text() == "mine"
 
 
