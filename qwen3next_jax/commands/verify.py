@@ -25,6 +25,7 @@ from rich.table import Table
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common.errors import (
     ExitCode,
+    OlderVersion,
     UserError,
     error_message,
     escape_control,
@@ -202,11 +203,15 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
     from qwen3next_jax.data.store import Store
     from qwen3next_jax.data.units import find_unit, open_unit, open_weights, unit_names
 
+    older = "of an older version, not used: it may be deleted"
+
     def check(name: str, read: Callable[[], object]) -> Finding:
         try:
             read()
         except StoreError:  # an outage is no damage
             raise
+        except OlderVersion:
+            return f"{name} ({older})", None
         except (UserError, ValueError, OSError) as error:
             return name, error_message(error)
         return name, None
@@ -226,7 +231,10 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
     for name in store.names("corpora/*.json"):
         yield check(name, lambda: read_corpus_units(store, name))
     for name in store.names("indexes/*"):
-        yield check(name, lambda: open_index(store, name))
+        if name.endswith(".npz"):
+            yield f"{name} ({older})", None
+        else:
+            yield check(name, lambda: open_index(store, name))
     for folder in folders:
         yield from _verify_rows(folder)
 

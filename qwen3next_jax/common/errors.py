@@ -62,6 +62,16 @@ class UserError(ValueError):
         self.exit_code = exit_code
 
 
+class OlderVersion(UserError):
+    """An older version wrote the file `path` of prepared data, which this version does not use."""
+
+    def __init__(self, path: os.PathLike):
+        super().__init__(
+            f"{path}: an older version wrote it, which commit 0f111363 reads: prepare its texts "
+            "again"
+        )
+
+
 def require(condition: bool, message: str) -> None:
     """Raises a UserError with `message` unless `condition` holds."""
     if not condition:

@@ -23,7 +23,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError, require, warn
+from qwen3next_jax.common.errors import OlderVersion, UserError, require, warn
 from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.data import readers, row_groups, sources, units
 from qwen3next_jax.data.digest_cache import DigestCache
@@ -478,10 +478,8 @@ def _read_corpus_record(store: Store, name: str) -> dict:
         content = store.read_record(name)
     except FileNotFoundError as error:
         raise UserError(f"{path}: it is missing") from error
-    require(
-        "name" in content,
-        f"{path}: an older version wrote it, which commit 0f111363 reads: prepare its texts again",
-    )
+    if "name" not in content:
+        raise OlderVersion(path)
     require(
         content["name"] == name,
         f"{path}: it is the list {content['name']} of {content.get('source')}: it was renamed; "

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.errors import OlderVersion, UserError, require
 from qwen3next_jax.data import conversations, fast_bpe, readers, token_files
 from qwen3next_jax.data.conversations import Chat
 from qwen3next_jax.data.readers import BadRecords, Part, Record
@@ -155,6 +155,8 @@ def find_unit(store: Store, key: str) -> Unit | None:
         content = store.read_record(name)
     except FileNotFoundError:
         return None
+    if "miscounted_bytes" not in content:
+        raise OlderVersion(store.path(name))
     if content.get("key") != key:
         raise UserError(
             f"{store.path(name)}: it is the manifest of {content.get('key')}: it was renamed; "

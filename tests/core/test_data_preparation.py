@@ -41,7 +41,7 @@ from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.data.preparation import Share, Unfinished, prepare, tokenize
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Recipe
 from qwen3next_jax.data.sources import NothingFound, resolve
-from qwen3next_jax.data.store import Store
+from qwen3next_jax.data.store import Store, write_json
 from qwen3next_jax.data.tokens import load_tokenizer
 
 ROOT = pathlib.Path(preparation.__file__).parents[2]
@@ -930,3 +930,15 @@ def test_a_unit_for_which_tiktoken_differs_is_made_by_the_tokenizer(
     of_tokens = resolve(str(tmp_path / "tokens.npy"), "text")
     prepare([of_tokens], load_tokenizer(str(tmp_path)), recipe, tmp_path / "v")
     assert "tiktoken" not in capsys.readouterr().err
+
+
+def test_what_an_older_version_prepared_is_no_damage(texts, tmp_path):
+    run(texts, tmp_path / "p")
+    manifest = next((tmp_path / "p").glob("tokens/*/*.json"))
+    content = json.loads(manifest.read_text())
+    del content["digest"], content["miscounted_bytes"]
+    write_json(manifest, content)
+    (tmp_path / "p" / "indexes" / "0.npz").write_bytes(b"")
+    found = dict(verify(tmp_path / "p"))
+    assert not any(found.values())
+    assert sum("of an older version, not used" in name for name in found) == 2
