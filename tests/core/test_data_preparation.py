@@ -941,4 +941,4 @@ def test_what_an_older_version_prepared_is_no_damage(texts, tmp_path):
     (tmp_path / "p" / "indexes" / "0.npz").write_bytes(b"")
     found = dict(verify(tmp_path / "p"))
     assert not any(found.values())
-    assert sum("of an older version, not used" in name for name in found) == 2
+    assert sum("of an older version, not used" in name for name in found) >= 2
