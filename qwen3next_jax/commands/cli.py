@@ -436,7 +436,7 @@ def define_workdir_flag(default_from_config: bool) -> Callable[..., pathlib.Path
 
 def _workdir_of(name: str | None = None) -> pathlib.Path | BucketPath:
     """Returns the value of `--workdir`, or runs/`name` if the flag is not given."""
-    if path := flags.FLAGS["workdir"].value:
+    if (path := flags.FLAGS["workdir"].value) is not None:
         require_path(f"--workdir={path}", path)
         return to_path(path, "--workdir=")
     if name is None:

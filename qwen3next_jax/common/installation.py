@@ -48,7 +48,8 @@ def skip_absent_tpu(environment: MutableMapping[str, str]) -> None:
     if is_chosen or has_tpu_chips() or importlib.util.find_spec("libtpu") is None:
         return
     if not any(map(pathlib.Path.exists, GPU_DEVICES)):
-        environment["JAX_PLATFORMS"] = "cpu"
+        if not nvidia_driver():  # otherwise `unused_gpu` says what is missing
+            environment["JAX_PLATFORMS"] = "cpu"
     elif importlib.util.find_spec("jax_cuda13_plugin"):
         environment["JAX_PLATFORMS"] = "cuda,cpu"
 
@@ -65,13 +66,14 @@ def nvidia_driver() -> str:
 
 def unused_gpu(environment: Mapping[str, str], platform: str) -> str:
     """Returns one line if this machine has an NVIDIA GPU but JAX computes on the CPU, and nobody
-    asked for that; otherwise "".
+    asked for that; otherwise "". Who names CUDA first in JAX_PLATFORMS asks for a GPU.
 
     Args:
       environment: the environment variables of the process, `os.environ`.
       platform: JAX's default backend.
     """
-    is_chosen = {"JAX_PLATFORMS", "JAX_PLATFORM_NAME"} & environment.keys()
+    chosen = environment.get("JAX_PLATFORMS") or environment.get("JAX_PLATFORM_NAME") or "cuda"
+    is_chosen = chosen.split(",")[0] not in ("cuda", "gpu")
     driver = nvidia_driver()
     if platform != "cpu" or is_chosen or not driver:
         return ""

@@ -44,6 +44,7 @@ def _run(*command, input=None, **environment):
 
 # command → text of the one line with which it ends
 MISTAKES = [
+    (["train.py", "--config=configs/tiny.py", "--workdir="], "--workdir='': expected the path"),
     (["train.py"], "--config is missing: expected a file such as --config=configs/tiny.py"),
     (
         ["train.py", TINY, "--config.train.stesp=5"],

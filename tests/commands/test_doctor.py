@@ -83,6 +83,7 @@ def test_the_exit_code_says_what_is_wrong(kernel, capsys, change, code, why):
         ({}, True, False, "cpu", "--gpus=all"),
         ({}, True, True, "cpu", "nvidia-smi shows"),
         ({"JAX_PLATFORMS": "cpu"}, True, True, "cpu", ""),
+        ({"JAX_PLATFORMS": "cuda,cpu"}, True, True, "cpu", "nvidia-smi shows"),
         ({}, True, True, "gpu", ""),
     ],
 )
@@ -96,6 +97,7 @@ def test_a_gpu_that_jax_does_not_use_is_named(
     monkeypatch.setattr(installation, "NVIDIA_DRIVER", driver)
     monkeypatch.setattr(installation, "GPU_DEVICES", (device,))
     monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: plugin_found or None)
+    installation.skip_absent_tpu(environment)  # as every command begins; libtpu is there
     line = installation.unused_gpu(environment, platform)
     assert bool(line) == bool(says) and says in line
     assert not line or "driver 580.82.07" in line
