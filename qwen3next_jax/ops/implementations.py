@@ -258,7 +258,8 @@ class Decision:
         slow = _SLOW_WITHOUT_KERNELS.get(self.operator, "")
         if not slow or not self.refusal:
             return ""
-        return f"{slow} without kernels: expect a step several times as long"
+        longer = "a step several times as long" if slow == "experts run" else "it to take longer"
+        return f"{slow} without kernels: expect {longer}"
 
 
 class _State(threading.local):
@@ -283,18 +284,27 @@ def trace_and_record(trace: Callable[[], object]) -> tuple[Decision, ...]:
     """Calls `trace()`, which traces a function, and returns the decisions made meanwhile in this
     thread, each once. Tests that `assume_passes` put off run side by side when the trace has
     ended. If one fails, everything that JAX has traced is forgotten, and `trace()` is called again.
+    An error of `trace()` is raised unless such a test fails: kernels that cannot be traced fail
+    their test too.
     """
     while True:
+        error = None
         with _recording():
-            trace()
+            try:
+                trace()
+            except Exception as raised:
+                error = raised
             decisions, tests = tuple(_state.decisions.values()), tuple(_state.tests.values())
-        if not tests:
+        failures = []
+        if tests:
+            with concurrent.futures.ThreadPoolExecutor(len(tests)) as pool:
+                failures = [reason for reason in pool.map(lambda test: test(), tests) if reason]
+        if failures:
+            jax.clear_caches()
+        elif error is not None:
+            raise error
+        else:
             return decisions
-        with concurrent.futures.ThreadPoolExecutor(len(tests)) as pool:
-            failures = [reason for reason in pool.map(lambda test: test(), tests) if reason]
-        if not failures:
-            return decisions
-        jax.clear_caches()
 
 
 def assume_passes(kind: Hashable, test: Callable[[], str]) -> bool:

@@ -197,7 +197,7 @@ def test_one_line_says_why_experts_run_without_kernels(
 ):
     monkeypatch.setattr(tokamax, "unsupported", lambda: no_mosaic)
     monkeypatch.setattr(tokamax, "triton_unsupported", lambda: no_triton)
-    self_test.say.cache_clear()
+    self_test._say_once.cache_clear()
     call = dict(widths=(128, 64), dtype=jnp.bfloat16) | change
     d, f = call["widths"]
     x, w = (jax.ShapeDtypeStruct(s, call["dtype"]) for s in ((256, d), (4, d, f)))
