@@ -59,6 +59,7 @@ class SelfTest:
       tolerance: the largest difference with which the test passes.
       ran_on: the GPU and the JAX release with which the kernels have run training steps
         (docs/gpu.md); "" if they have run none.
+      note: what a user has to expect of the kernels although they passed; "" if nothing.
     """
 
     name: str
@@ -68,6 +69,7 @@ class SelfTest:
     max_error: Callable[[], tuple[str, float]]
     tolerance: float
     ran_on: str = "an H200, jax 0.11.2"
+    note: str = ""
 
 
 def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
@@ -83,20 +85,21 @@ def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
     """
     if compile_target().described:  # compiled for a GPU that is not here: no test can run
         return False
-    reason = unsupported or _outcome_for_now(test)
+    reason = unsupported or outcome_for_now(test)
     ran = f"which ran on {test.ran_on}" if test.ran_on else "which never ran a whole step"
     trained = f"have trained on {test.ran_on}" if test.ran_on else "have never trained a model"
-    passed = f"the kernels passed their test on this GPU and {trained}"
+    note = f"; {test.note}" if test.note else ""
+    passed = f"the kernels passed their test on this GPU and {trained}{note}"
     implementations.give_reason(not reason, reason or passed)
     say(
         f"{test.name}: XLA computes it without the kernel: the call {reason}"
         if reason
-        else f"{test.name}: the kernels for this GPU, {ran}: {test.avoid}"
+        else f"{test.name}: the kernels for this GPU, {ran}: {test.avoid}{note}"
     )
     return not reason
 
 
-def _outcome_for_now(test: SelfTest) -> str:
+def outcome_for_now(test: SelfTest) -> str:
     """Returns the outcome of the test as `outcome` does; "" if it is not known yet and the test is
     put off.
     """
@@ -107,6 +110,11 @@ def _outcome_for_now(test: SelfTest) -> str:
         if implementations.assume_passes(kind, put_off):
             return ""
     return outcome(device, test)
+
+
+def known_failure(test: SelfTest) -> str:
+    """Returns what went wrong in the test if it has run in this process; otherwise ""."""
+    return _agreed_outcomes.get(_key(test), "")
 
 
 def unsupported_chip() -> str:
