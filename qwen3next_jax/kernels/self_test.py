@@ -271,7 +271,7 @@ def _run(device, test: SelfTest) -> str:
             name, error = test.max_error()
     except Exception as failure:
         if "RESOURCE_EXHAUSTED" in str(failure):
-            return f"{FAILED}: too little of its memory was free"
+            return f"{FAILED}: {implementations.NO_MEMORY}"
         text = " ".join(str(failure).split())[:200]
         return f"{FAILED} ({type(failure).__name__}: {text})"
     if error <= test.tolerance:
