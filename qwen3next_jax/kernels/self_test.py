@@ -4,7 +4,7 @@ The test is needed because the kernels have run on few chips so far.
 Each kind of call has its own test. A kind is a combination of widths, dtypes and settings that the
 kernels are compiled for. The test runs the kernels and the XLA implementation on a tiny input and
 compares the results. The outcome is stored in a file whose name depends on the kind of call, the
-chip, the releases of jax and jaxlib and the source code of the kernels; later processes read it
+chip, the releases of PACKAGES and the source code of the kernels; later processes read it
 there. If the kernels raised an error, no outcome is stored, because the cause may have been that
 the device's memory was full. While a training step is traced, tests are put off; they run side by
 side when it has been traced (`implementations.trace_and_record`). If several processes run one
@@ -34,6 +34,11 @@ AVOID = f"a file {FOLDER}/avoid avoids all such kernels"
 # The number of seconds that a process waits for the outcome of another process. In that time the
 # other process must reach the same test, compile it and run it.
 TIMEOUT = 1800
+# The packages that compile the kernels. An outcome holds only for the same releases of all.
+PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-triton", "triton"),
+    *("nvidia-cuda-nvcc", "nvidia-nvjitlink"),
+)
 _agreed_outcomes: dict = {}
 
 
@@ -54,6 +59,7 @@ class SelfTest:
       tolerance: the largest difference with which the test passes.
       ran_on: the GPU and the JAX release with which the kernels have run training steps
         (docs/gpu.md); "" if they have run none.
+      note: what a user has to expect of the kernels although they passed; "" if nothing.
     """
 
     name: str
@@ -63,6 +69,7 @@ class SelfTest:
     max_error: Callable[[], tuple[str, float]]
     tolerance: float
     ran_on: str = "an H200, jax 0.11.2"
+    note: str = ""
 
 
 def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
@@ -78,30 +85,36 @@ def is_enabled(test: SelfTest, unsupported: str = "") -> bool:
     """
     if compile_target().described:  # compiled for a GPU that is not here: no test can run
         return False
-    reason = unsupported or _outcome_for_now(test)
+    reason = unsupported or outcome_for_now(test)
     ran = f"which ran on {test.ran_on}" if test.ran_on else "which never ran a whole step"
     trained = f"have trained on {test.ran_on}" if test.ran_on else "have never trained a model"
-    passed = f"the kernels passed their test on this GPU and {trained}"
+    note = f"; {test.note}" if test.note else ""
+    passed = f"the kernels passed their test on this GPU and {trained}{note}"
     implementations.give_reason(not reason, reason or passed)
     say(
         f"{test.name}: XLA computes it without the kernel: the call {reason}"
         if reason
-        else f"{test.name}: the kernels for this GPU, {ran}: {test.avoid}"
+        else f"{test.name}: the kernels for this GPU, {ran}: {test.avoid}{note}"
     )
     return not reason
 
 
-def _outcome_for_now(test: SelfTest) -> str:
+def outcome_for_now(test: SelfTest) -> str:
     """Returns the outcome of the test as `outcome` does; "" if it is not known yet and the test is
     put off.
     """
     device = jax.local_devices()[0]
-    kind = test.name, test.kind
+    kind = _key(test)
     if kind not in _agreed_outcomes:
         put_off = functools.partial(outcome, device, test)
         if implementations.assume_passes(kind, put_off):
             return ""
     return outcome(device, test)
+
+
+def known_failure(test: SelfTest) -> str:
+    """Returns what went wrong in the test if it has run in this process; otherwise ""."""
+    return _agreed_outcomes.get(_key(test), "")
 
 
 def unsupported_chip() -> str:
@@ -121,16 +134,22 @@ def agreed(question: str, reason: str) -> str:
     """Returns `reason`, why this process cannot run some kernels. If it is "", returns the first
     other process's reason for the same question; "" if all processes can run them.
     """
-    return reason if jax.process_count() == 1 else _agreed(question, lambda: reason)
+    if jax.process_count() == 1:
+        return reason
+    return _agreed((compile_target().platform, question), lambda: reason)
+
+
+def say(line: str):
+    """Prints a line to stderr, the same line only once in a process. It prints nothing while
+    `trace_and_record` records the decisions.
+    """
+    if not implementations.is_recording():
+        _say_once(line)
 
 
 @functools.cache
-def say(line: str):
-    """Prints a line to stderr. It prints the same line only once in a process, and none that is
-    said first while `trace_and_record` records the decisions.
-    """
-    if not implementations.is_recording():
-        print(line, file=sys.stderr, flush=True)
+def _say_once(line: str):
+    print(line, file=sys.stderr, flush=True)
 
 
 def largest_error(names, got, want) -> tuple[str, float]:
@@ -156,7 +175,11 @@ def outcome(device, test: SelfTest, folder: pathlib.Path | None = None) -> str:
     of the same run; "" if the kernels passed in all processes. `folder` holds the stored outcomes;
     None: FOLDER.
     """
-    return _agreed((test.name, test.kind), lambda: _stored_outcome(device, test, folder or FOLDER))
+    return _agreed(_key(test), lambda: _stored_outcome(device, test, folder or FOLDER))
+
+
+def _key(test: SelfTest) -> tuple:
+    return compile_target().platform, test.name, test.kind
 
 
 def _agreed(call, find: Callable[[], str]) -> str:
@@ -203,7 +226,7 @@ def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
     sources = b"".join(
         pathlib.Path(importlib.import_module(name).__file__).read_bytes() for name in test.modules
     )
-    versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
+    versions = [_version(name) for name in PACKAGES]
     kind = device.device_kind, versions, hashlib.sha256(sources).hexdigest(), test.name, test.kind
     file = folder / (hashlib.sha256(repr(kind).encode()).hexdigest()[:16] + ".txt")
     try:
@@ -214,6 +237,11 @@ def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
     results = []
     # The test runs in a thread of its own, because the caller's thread may be tracing a function.
     thread = threading.Thread(target=lambda: results.append(_run(device, test)))
+    print(
+        f"testing the kernels of {test.name} on this GPU; if this does not end, {AVOID}",
+        file=sys.stderr,
+        flush=True,
+    )
     thread.start()
     thread.join()
     (result,) = results
@@ -226,6 +254,14 @@ def _stored_outcome(device, test: SelfTest, folder: pathlib.Path) -> str:
     return result
 
 
+def _version(package: str) -> str:
+    """Returns the release of a package; "" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def _run(device, test: SelfTest) -> str:
     """Runs the test on `device`. Returns "" if the kernels passed. Otherwise it returns the error
     that they raised, or the largest difference from the XLA implementation.
@@ -235,7 +271,7 @@ def _run(device, test: SelfTest) -> str:
             name, error = test.max_error()
     except Exception as failure:
         if "RESOURCE_EXHAUSTED" in str(failure):
-            return f"{FAILED}: too little of its memory was free"
+            return f"{FAILED}: {implementations.NO_MEMORY}"
         text = " ".join(str(failure).split())[:200]
         return f"{FAILED} ({type(failure).__name__}: {text})"
     if error <= test.tolerance:

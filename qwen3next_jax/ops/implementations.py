@@ -31,6 +31,8 @@ KERNELS = "qwen3next_jax.kernels"
 _PLATFORMS = {"tpu": "a TPU", "gpu": "a GPU", "cpu": "a CPU"}
 # Every reason of kernels that failed their test contains these words.
 WHERE_TRIED = "where it was tried on this GPU"
+NO_MEMORY = "too little of its memory was free"  # why such a test could not run
+_BY_DESIGN = "runs by default"  # ends the refusal of a call that kernels could run, but do not
 # The operators that take most of a step if they run without kernels on a GPU or a TPU, as the
 # subject and the verb of a sentence.
 _SLOW_WITHOUT_KERNELS = {
@@ -184,7 +186,7 @@ def choose(operator: str, named: str | None, forms: tuple[Form, ...], **call) ->
                 return chosen
             if is_recording():
                 refusal = refusal or _state.refusal or kernel.load().supports(**call)
-                refusal = refusal or f"is not one that {kernel.name} runs by default"
+                refusal = refusal or f"is not one that {kernel.name} {_BY_DESIGN}"
     chosen = Chosen(next((form for form in forms if platform in form.platforms), forms[0]))
     _record(operator, call, chosen, reason, refusal)
     return chosen
@@ -253,12 +255,13 @@ class Decision:
     @property
     def consequence(self) -> str:
         """What a user has to expect of a step in which the operator has no kernels although the
-        platform has some; "" if nothing.
+        platform has some; "" if nothing, as for rows that are too short for kernels.
         """
         slow = _SLOW_WITHOUT_KERNELS.get(self.operator, "")
-        if not slow or not self.refusal:
+        if not slow or not self.refusal or self.refusal.endswith(_BY_DESIGN):
             return ""
-        return f"{slow} without kernels: expect a step several times as long"
+        longer = "a step several times as long" if slow == "experts run" else "it to take longer"
+        return f"{slow} without kernels: expect {longer}"
 
 
 class _State(threading.local):
@@ -282,8 +285,9 @@ _state = _State()
 def trace_and_record(trace: Callable[[], object]) -> tuple[Decision, ...]:
     """Calls `trace()`, which traces a function, and returns the decisions made meanwhile in this
     thread, each once. Tests that `assume_passes` put off run side by side when the trace has
-    ended, also if it ended in an error, which kernels may raise that have not been tested. If a
-    test fails, everything that JAX has traced is forgotten, and `trace()` is called again.
+    ended. If one fails, everything that JAX has traced is forgotten, and `trace()` is called again.
+    An error of `trace()` is raised unless such a test fails: kernels that cannot be traced fail
+    their test too.
     """
     while True:
         error = None
@@ -291,8 +295,6 @@ def trace_and_record(trace: Callable[[], object]) -> tuple[Decision, ...]:
             try:
                 trace()
             except Exception as raised:
-                if not _state.tests:
-                    raise
                 error = raised
             decisions, tests = tuple(_state.decisions.values()), tuple(_state.tests.values())
         failures = []

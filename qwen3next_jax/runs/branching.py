@@ -5,7 +5,7 @@ With `train.init_state = "weights"` a branch begins at step 0, with a new optimi
 first batch of its data. With "all" it takes over the optimizer state and the step, too, and skips
 the rows that the parent has read (`training.stages`). If the branch also has the data, the batch
 size and the guards' window of its parent, its steps equal the steps that the parent would take: on
-a CPU bit for bit.
+CPUs bit for bit; on GPUs the gradients of cuDNN's attention have no fixed order of sums.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""The train state: a plain dict of arrays that holds all that a run needs to continue. A run that
-resumes from it computes what a run without an interruption computes, bit-identically as far as the
-kernels of the platform give the same bits twice.
+"""The train state: a plain dict of arrays that holds all that a run needs to continue. On CPUs, a
+run that resumes from it computes bit-identically what a run without an interruption computes; on
+GPUs the gradients of cuDNN's attention have no fixed order of sums.
 
 params      the parameters: a nested dict of float32 arrays, as `nnx.to_pure_dict` names them
 opt_state   the state of the optimizer (optax)

@@ -1,5 +1,6 @@
 """`qwen3next doctor`: what it finds, and its exit code."""
 
+import dataclasses
 import sys
 import types
 
@@ -61,6 +62,15 @@ def no_memory(x):
         ({}, 0, "the default on a GPU"),
         ({"supports": lambda x: "has an odd size"}, 1, "without kernels: the call has an odd size"),
         ({"supports": lambda x: f"failed {implementations.WHERE_TRIED}"}, 2, "failed where"),
+        (
+            {
+                "supports": lambda x: (
+                    f"failed {implementations.WHERE_TRIED}: {implementations.NO_MEMORY}"
+                )
+            },
+            1,
+            implementations.NO_MEMORY,
+        ),
         ({"run": no_memory}, 0, "not timed, for lack of memory; the default on a GPU"),
         ({"run": lambda x: x @ x[:2]}, 2, "TypeError: "),
     ],
@@ -72,6 +82,19 @@ def test_the_exit_code_says_what_is_wrong(kernel, capsys, change, code, why):
     assert doctor._verdict([result]) == result.code == code and why in result.why
     assert (result.share is None) == (result.seconds is None) == ("run" in change)
     assert ("double" in capsys.readouterr().out) == (code > 0)
+
+
+def test_an_error_of_a_first_trace_is_forgotten_at_the_second(kernel, monkeypatch):
+    failing = [no_memory]
+
+    def function(x):
+        return failing.pop()(x) if failing else x + x
+
+    twice = lambda trace: (trace(), trace())[:0]
+    monkeypatch.setattr(implementations, "trace_and_record", twice)
+    device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
+    (result,) = doctor.check([dataclasses.replace(part(), function=function)], device)
+    assert result.code == 0 and result.seconds is not None
 
 
 @pytest.mark.parametrize(

@@ -263,6 +263,10 @@ def test_another_signature_or_release_is_refused_in_one_line(on_a_gpu, monkeypat
         assert (
             cudnn._unsupported_here() == "with cuDNN 90500: expected 90600 or later (the extra gpu)"
         )
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+        assert "xla_gpu_deterministic_ops" in cudnn._unsupported_here()
+        monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=false")
+        assert "cuDNN 90500" in cudnn._unsupported_here()
         monkeypatch.setattr(entry, "dot_product_attention", lambda query, key, value: None)
         assert "is another (dot_product_attention)" in cudnn._unsupported_here()
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))

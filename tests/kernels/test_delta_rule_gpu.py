@@ -327,7 +327,7 @@ def test_what_has_no_kernel_is_refused(change, message):
 
 @pytest.mark.parametrize("chip", ["8.0", "10.0"])
 def test_other_chips_have_no_kernel(chip, monkeypatch, capsys):
-    self_test.say.cache_clear()
+    self_test._say_once.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(
         jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability=chip)]
@@ -419,7 +419,7 @@ def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monke
 @pytest.mark.slow
 def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatch, capsys):
     """Two forward, three backward, of one shape and dtype with the XLA form's results."""
-    self_test.say.cache_clear()
+    self_test._say_once.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(pallas_gpu, "supports", lambda *_, **__: "")
     q, v = (jax.ShapeDtypeStruct((1, 64, heads, 64), jnp.bfloat16) for heads in (1, 3))

@@ -20,7 +20,9 @@ from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import grouped_matmul as kernels
 from qwen3next_jax.kernels.gpu import tokamax
 from qwen3next_jax.model.expert_parallelism import local_moe
+from qwen3next_jax.ops import implementations
 from qwen3next_jax.ops.compile_target import compiling_for
+from qwen3next_jax.ops.grouped_matmul import FORMS
 from qwen3next_jax.ops.routed_experts.layout import _tile_sizes
 
 TRITON = "without triton, which is not installed: expected the extra gpu"
@@ -197,7 +199,7 @@ def test_one_line_says_why_experts_run_without_kernels(
 ):
     monkeypatch.setattr(tokamax, "unsupported", lambda: no_mosaic)
     monkeypatch.setattr(tokamax, "triton_unsupported", lambda: no_triton)
-    self_test.say.cache_clear()
+    self_test._say_once.cache_clear()
     call = dict(widths=(128, 64), dtype=jnp.bfloat16) | change
     d, f = call["widths"]
     x, w = (jax.ShapeDtypeStruct(s, call["dtype"]) for s in ((256, d), (4, d, f)))
@@ -206,12 +208,33 @@ def test_one_line_says_why_experts_run_without_kernels(
     assert reason in line
 
 
+@pytest.mark.parametrize("failing, enabled", [(("triton",), True), (("triton", "mosaic"), False)])
+def test_mosaic_computes_dw_where_tritons_fails(monkeypatch, failing, enabled):
+    monkeypatch.setattr(tokamax, "unsupported", lambda: "")
+    monkeypatch.setattr(tokamax, "triton_unsupported", lambda: "")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(self_test, "_agreed_outcomes", {})
+    fails = lambda device, test, folder: "failed" if test.kind[2] in failing else ""
+    monkeypatch.setattr(self_test, "_stored_outcome", fails)
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 128), (4, 128, 64)))
+    found = []
+    (decision,) = implementations.trace_and_record(
+        lambda: found.append(
+            implementations.choose("grouped_matmul", None, FORMS, x=x, weights=[w])
+        )
+    )
+    assert found[-1].is_kernel == decision.is_kernel == enabled
+    if enabled:
+        assert "gradients of the experts' weights to take several times as long" in decision.reason
+        assert kernels._choose(128, 64)[:2] == ("mosaic", "mosaic")
+
+
 def test_a_call_waits_for_no_process_that_lacks_tokamax(monkeypatch):
     """The other process has told that tokamax is missing there: no test runs."""
     monkeypatch.setattr(tokamax, "_missing", lambda *_: "")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     told = {"tokamax": "without tokamax (process 1)"}
-    monkeypatch.setattr(self_test, "_agreed", lambda question, find: told.get(question, find()))
+    monkeypatch.setattr(self_test, "_agreed", lambda question, find: told.get(question[1], find()))
     assert tokamax.unsupported() == told["tokamax"]
 
 

@@ -40,7 +40,7 @@ def operators(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(self_test, "FOLDER", tmp_path)
     monkeypatch.setattr(self_test, "_agreed_outcomes", {})
-    self_test.say.cache_clear()
+    self_test._say_once.cache_clear()
     implementations.kernels.cache_clear()
     yield results
     implementations.kernels.cache_clear()
@@ -70,6 +70,8 @@ def test_tests_run_side_by_side_and_their_outcomes_are_stored(operators, capsys)
     assert [name for name, _, _ in found.values()] == ["kernel", "kernel"] and result == 4
     assert all("passed their test" in reason for _, reason, _ in found.values())
 
+    assert capsys.readouterr().err.count("if this does not end, a file") == 2
+
     def fails():
         raise AssertionError("a stored outcome needs no test")
 
@@ -85,7 +87,7 @@ def test_after_a_failed_test_the_step_is_traced_without_the_kernels(operators, c
     name, refusal, consequence = found["attention"]
     assert name == "xla" and found["b"][0] == "kernel" and result == 1 + 2
     assert refusal.startswith("gave another y than XLA where it was tried")
-    assert consequence == "attention runs without kernels: expect a step several times as long"
+    assert consequence == "attention runs without kernels: expect it to take longer"
 
 
 def test_an_error_of_an_untested_kernel_is_no_end(operators, monkeypatch):
@@ -130,6 +132,36 @@ def test_what_a_caller_names_has_no_consequence(operators):
         lambda x: choose("attention", "xla", FORMS, x=x).function("run")(x),
     )
     assert traced(function) == ({"attention": ("xla", "named by the caller", "")}, 1.0)
+
+
+def test_kernels_that_raise_when_traced_fail_and_xla_runs(operators, monkeypatch):
+    def raises(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(sys.modules["attention_kernel"], "run", raises)
+    operators["attention"], operators["b"] = raises, lambda: 0.0
+    found, result = traced(step())
+    assert (found["attention"][0], found["b"][0], result) == ("xla", "kernel", 1 + 2)
+    assert "no such kernel" in found["attention"][1]
+
+
+def test_an_error_of_a_trace_is_raised_if_all_kernels_pass(operators):
+    operators["attention"] = operators["b"] = lambda: 0.0
+
+    def trace():
+        step().trace(jnp.ones(3))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        trace_and_record(trace)
+
+
+def test_a_line_not_printed_while_recording_is_printed_later(capsys):
+    with implementations._recording():
+        self_test.say("a line")
+    for _ in range(2):
+        self_test.say("a line")
+    assert capsys.readouterr().err == "a line\n"
 
 
 def test_a_trace_that_fails_leaves_nothing_recording(operators):

@@ -11,6 +11,8 @@ of a row (1 if a call has no documents).
 
 import importlib
 import inspect
+import os
+import re
 from typing import NamedTuple
 
 import jax
@@ -85,6 +87,8 @@ def _unsupported_here() -> str:
         changed = [str(error)]
     if changed:
         return f"with jax {jax.__version__}, whose {ENTRY} is another ({', '.join(changed)})"
+    if re.search(r"xla_gpu_deterministic_ops(?!=(false|0))", os.environ.get("XLA_FLAGS", "")):
+        return "with xla_gpu_deterministic_ops in XLA_FLAGS: cuDNN would hold all scores in memory"
     if (found := version()) < MIN_CUDNN:
         return f"with cuDNN {found or 'missing'}: expected {MIN_CUDNN} or later (the extra gpu)"
     return ""

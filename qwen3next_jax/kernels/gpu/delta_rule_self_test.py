@@ -47,7 +47,7 @@ def test(
         modules,
         functools.partial(max_error, *kind, interpret),
         TOLERANCE,
-        ran_on="",  # the passes over chunks have not run as they are now
+        ran_on="",  # the kernels have not run as they are now
     )
 
 
