@@ -30,6 +30,7 @@ from qwen3next_jax.common.errors import (
     error_message,
     escape_control,
     similar_folder,
+    require,
 )
 from qwen3next_jax.common.storage import StoreError, to_path
 
@@ -199,6 +200,7 @@ def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
 
 def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
     from qwen3next_jax.data.prepared import open_index
+    from qwen3next_jax.data.row_groups import METADATA
     from qwen3next_jax.data.preparation import read_corpus_units
     from qwen3next_jax.data.store import Store
     from qwen3next_jax.data.units import find_unit, open_unit, open_weights, unit_names
@@ -221,6 +223,13 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
         open_unit(store, unit)
         open_weights(store, unit)
 
+    def check_index(name: str) -> None:
+        _, arrays = open_index(store, name)
+        for key, names in arrays.items():
+            for folder in names.tolist() if key.endswith(".folders") else ():
+                rows = f"rows/{folder.decode()}/{METADATA}"
+                require(store.exists(rows), f"{rows}, which it names, is missing: prepare it again")
+
     store = Store(path)
     finished, unfinished = unit_names(store)
     for key in finished:
@@ -234,7 +243,7 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
         if name.endswith(".npz"):
             yield f"{name} ({older})", None
         else:
-            yield check(name, lambda: open_index(store, name))
+            yield check(name, lambda: check_index(name))
     for folder in folders:
         yield from _verify_rows(folder)
 

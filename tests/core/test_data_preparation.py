@@ -724,6 +724,7 @@ SPOILT = {
         "rows/*/metadata.json",
         lambda path: [file.unlink() for file in path.parent.glob("*.array_record")],
     ),
+    "rows, removed": ("rows/*", shutil.rmtree),
     "no shards": (
         "rows/*/metadata.json",
         lambda path: _change_record(path, shards={"train": [], "heldout": []}),
