@@ -229,6 +229,15 @@ def test_mosaic_computes_dw_where_tritons_fails(monkeypatch, failing, enabled):
         assert kernels._choose(128, 64)[:2] == ("mosaic", "mosaic")
 
 
+def test_few_rows_are_no_reason_for_a_warning(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 128), (4, 128, 64)))
+    (decision,) = implementations.trace_and_record(
+        lambda: implementations.choose("grouped_matmul", None, FORMS, x=x, weights=[w])
+    )
+    assert "has 64 rows" in decision.refusal and decision.consequence == ""
+
+
 def test_a_call_waits_for_no_process_that_lacks_tokamax(monkeypatch):
     """The other process has told that tokamax is missing there: no test runs."""
     monkeypatch.setattr(tokamax, "_missing", lambda *_: "")

@@ -17,6 +17,7 @@ import numpy as np
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import cudnn, document_ranges
 from qwen3next_jax.kernels.gpu.document_ranges import SHORT
+from qwen3next_jax.ops import implementations
 from qwen3next_jax.ops.attention import xla
 
 MAX_WIDTH = 256
@@ -62,8 +63,12 @@ def supports(q, k, v, split: bool) -> str:
 
 def is_default(q, k, v, split: bool) -> bool:
     """Returns whether a call that names no implementation runs cuDNN: if it supports the call and
-    has passed its test on this GPU. Prints the decision once.
+    has passed its test on this GPU. For rows of at least ROWS tokens it prints the decision once.
     """
+    if q.shape[1] < ROWS:
+        few = f"has rows of {q.shape[1]} tokens: cuDNN runs {ROWS} or more"
+        implementations.give_reason(False, f"{few} {implementations.BY_DESIGN}")
+        return False
     reason = supports(q, k, v, split)
     return self_test.is_enabled(test(q.shape[3], q.shape[2] != k.shape[2]), reason)
 

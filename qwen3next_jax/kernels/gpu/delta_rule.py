@@ -10,6 +10,7 @@ from qwen3next_jax.kernels.gpu import delta_rule_self_test
 from qwen3next_jax.kernels.gpu.delta_rule_passes import backward, forward
 from qwen3next_jax.kernels.gpu.delta_rule_problem import WIDTHS, Problem
 from qwen3next_jax.kernels.gpu.delta_rule_tiles import C
+from qwen3next_jax.ops import implementations
 from qwen3next_jax.ops.delta_rule.interface import Inputs, Settings
 
 __all__ = ["backward", "forward", "is_default", "supports"]
@@ -42,6 +43,8 @@ def is_default(x: Inputs, settings: Settings, split: bool) -> bool:
     this GPU. For rows of more than 32 tokens the function prints the decision once.
     """
     if x.q.shape[1] <= C // 2:  # XLA takes shorter chunks for such short rows
+        few = f"has rows of {x.q.shape[1]} tokens: the kernels run longer ones"
+        implementations.give_reason(False, f"{few} {implementations.BY_DESIGN}")
         return False
     key, value, over_chip = x.q.shape[3], x.v.shape[3], Problem.of(x, settings).split
     test = delta_rule_self_test.test(key, value, settings.normalize_qk, settings.erase, over_chip)

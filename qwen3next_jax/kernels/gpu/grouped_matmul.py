@@ -20,6 +20,7 @@ from jax.extend import backend
 
 from qwen3next_jax.kernels import self_test
 from qwen3next_jax.kernels.gpu import tokamax
+from qwen3next_jax.ops import implementations
 from qwen3next_jax.ops.compile_target import compile_target
 
 # The largest allowed relative L2 difference between the kernels' and XLA's products of the same
@@ -51,6 +52,10 @@ def is_default(x, weights) -> bool:
     GPU. For MIN_ROWS rows or more the function prints the decision once.
     """
     if x.shape[0] < MIN_ROWS:
+        few = (
+            f"has {x.shape[0]} rows: the kernels run {MIN_ROWS} or more {implementations.BY_DESIGN}"
+        )
+        implementations.give_reason(False, few)
         return False
     refusal = supports(x, weights)
     shapes = [w.shape[1:] for w in weights]
