@@ -236,13 +236,19 @@ def _make_unit(
             for batch in encoded_documents(job, tokenizer, bad):
                 records, empty = batch.records, empty + batch.empty
                 for document in batch.documents:
-                    of_tokens = 0
+                    of_tokens, conversation = 0, []
                     for ids in document.tokens:
+                        if weights:
+                            conversation.extend(ids.tolist())
                         count += len(ids)
                         of_tokens += int(tokenizer.token_bytes[ids].sum())
                         write(ids.astype(dtype).tobytes())
                     if weights:
                         weights.write(document.weights)
+                        # Special tokens have no bytes here, but the template writes them. So the
+                        # text that the tokens stand for is compared, without the last end token.
+                        said = tokenizer.decode(conversation[:-1])
+                        miscounted += miscounted_bytes(byte_count(said), byte_count(document.text))
                     else:
                         miscounted += miscounted_bytes(of_tokens, document.counted_bytes)
                     ends.append(count)

@@ -290,6 +290,18 @@ def test_the_token_that_ends_a_turn_counts_or_preparation_warns(
     assert warned == (ends == 0)
 
 
+@pytest.mark.parametrize("loses", [False, True])
+def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(tmp_path, capfd, loses):
+    folder = make_folder(tmp_path, MARKED)
+    if loses:
+        tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.normalizer = tokenizers.normalizers.Replace("n", "")
+        tokenizer.save(str(folder / "tokenizer.json"))
+    data = open_data(config(tmp_path, folder), 256, 1)
+    assert (data.describe()["bits_per_nat"] is None) == loses
+    assert ("bits per byte are not reported" in capfd.readouterr().err) == loses
+
+
 def test_a_divided_conversation_does_not_lack_its_end(tmp_path, capfd):
     """In so small a file the end of one conversation is held out."""
     folder = make_folder(tmp_path, MARKED, ["<|user|>", "<|assistant|>"], "<|im_end|>")
