@@ -410,6 +410,11 @@ class _PartialRun:
     """
 
     _MARK = "merging"
+    # What a merge writes; a folder with anything else is not touched. run.tmp is run.json before it
+    # is whole.
+    _OWN = frozenset(
+        ("merging", "run.json", "run.tmp", "metrics.jsonl", "tokenizer", "checkpoints", "frozen")
+    )
     _CONTENT = "qwen3next merge writes a run here, and removes what a killed merge left here\n"
 
     def __init__(self, out: pathlib.Path):
@@ -457,10 +462,10 @@ class _PartialRun:
         """
         if not mark.is_file() or mark.is_symlink():
             return False
-        content = mark.read_bytes()
-        return content == self._CONTENT.encode() or (
-            not content and list(self.folder.iterdir()) == [mark]
-        )
+        content, names = mark.read_bytes(), {path.name for path in self.folder.iterdir()}
+        if not content:
+            return names == {self._MARK}
+        return content == self._CONTENT.encode() and names <= self._OWN
 
     def finish(self) -> None:
         """Gives the folder its name.

@@ -190,6 +190,9 @@ def test_of_merges_at_once_one_wins_and_a_foreign_folder_stays(tmp_path):
     killed._lock.close()
     merging._PartialRun(tmp_path / "again").begin()
     assert [path.name for path in killed.folder.iterdir()] == ["merging"]
+    (killed.folder / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds other files"):
+        merging._PartialRun(tmp_path / "again").begin()
     (foreign := tmp_path / ".theirs.partial").mkdir()
     (foreign / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="holds other files"):
