@@ -1,6 +1,6 @@
 """Qwen3-Next at a size that one GPU of 80 GB, or one node of eight, pretrains: the released heads
 and widths (2,048 wide, 16/2 attention heads of 256, 16/32 recurrent heads of 128, experts 512
-wide), two periods instead of twelve, and 32 experts instead of 512, of which a token takes 4.
+wide), two periods instead of twelve, and 32 experts instead of 512. Each token chooses 4 of them.
 1,356,320,896 parameters; a token uses 383 million beside the embeddings.
 
     uv run --extra gpu train.py --config=configs/qwen3_next_1b.py \\

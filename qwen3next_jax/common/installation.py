@@ -39,7 +39,8 @@ def skip_absent_tpu(environment: MutableMapping[str, str]) -> None:
     """Makes JAX leave out TPUs on a machine that has libtpu, the TPU's compiler, but no TPU.
     Otherwise libtpu prints lines about errors on standard error, although nothing is wrong.
 
-    Call it before JAX is imported. It changes nothing if the user has chosen platforms.
+    Call it before JAX is imported. It changes nothing if the user has chosen platforms. Processes
+    that this one starts inherit the choice.
 
     Args:
       environment: the environment variables of the process, `os.environ`.
