@@ -22,6 +22,7 @@ import jax
 
 from qwen3next_jax.commands.cli import read_mesh
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
+from qwen3next_jax.model.flops import parameter_counts
 from qwen3next_jax.planner import hlo
 from qwen3next_jax.planner.between_slices import between_slices, crossing_bytes, crossing_seconds
 from qwen3next_jax.planner.compiled import (
@@ -31,12 +32,11 @@ from qwen3next_jax.planner.compiled import (
     shard_bytes,
     transfer_between_slices,
 )
-from qwen3next_jax.planner.planning import compile_step, lower_step, traffic
 from qwen3next_jax.planner.estimate import estimate_time
+from qwen3next_jax.planner.planning import compile_step, lower_step, traffic
 from qwen3next_jax.planner.topology import Topology, describe_topology
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.model.flops import parameter_counts
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 
 SMALL = ModelConfig(

@@ -41,8 +41,8 @@ from qwen3next_jax.config import (
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.planner import hlo, schedule
 from qwen3next_jax.planner.calibrated import RATES
-from qwen3next_jax.planner.planning import PROGRAM, make_plan
 from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
+from qwen3next_jax.planner.planning import PROGRAM, make_plan
 from qwen3next_jax.planner.topology import describe_topology
 from qwen3next_jax.sharding.mesh import make_mesh
 

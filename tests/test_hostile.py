@@ -26,18 +26,18 @@ from qwen3next_jax.common import object_stores
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, DataConfig, from_dict
 from qwen3next_jax.data import conversations, pipeline, recorded, sources, token_files
+from qwen3next_jax.data.chat_template import ChatTemplate
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.store import write_json
 from qwen3next_jax.data.tokens import ByteTokenizer, load_tokenizer
-from qwen3next_jax.inference.sampling import Sampling, log_probabilities
-from qwen3next_jax.data.chat_template import ChatTemplate
 from qwen3next_jax.inference.end_tokens import end_tokens
-from qwen3next_jax.model.multi_token_prediction import target_weights
+from qwen3next_jax.inference.sampling import Sampling, log_probabilities
 from qwen3next_jax.interop.checksums import verify_hf
 from qwen3next_jax.interop.hf_config import format_hf_config, parse_hf_config
 from qwen3next_jax.interop.huggingface import check_hf
 from qwen3next_jax.interop.weights import Weights
+from qwen3next_jax.model.multi_token_prediction import target_weights
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.lease import Lease

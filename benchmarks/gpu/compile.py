@@ -51,7 +51,6 @@ import operators
 import step
 from shapes import SHAPES
 
-
 NAMES = (
     "all-gather",
     "all-reduce",

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 from absl import app, flags, logging
 from rich.console import Console
 
-from qwen3next_jax.common.installation import has_tpu_chips
 from qwen3next_jax.common.errors import (
     ExitCode,
     UserError,
@@ -36,6 +35,7 @@ from qwen3next_jax.common.errors import (
     require_path,
     similar_folder,
 )
+from qwen3next_jax.common.installation import has_tpu_chips
 from qwen3next_jax.common.storage import BucketPath, check_bucket, is_bucket, to_path
 from qwen3next_jax.config import (
     MESH_AXES,

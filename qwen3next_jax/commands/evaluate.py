@@ -15,9 +15,9 @@ from rich.table import Table
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.commands.waiting import waiting
-from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.common.errors import UserError, escape_lines
 from qwen3next_jax.common.metrics import Metric, MetricValue, to_metric_values
+from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import Config, DataConfig, MeshConfig, ModelConfig
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.config.registry import EVALUATIONS, check_name

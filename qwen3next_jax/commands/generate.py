@@ -19,9 +19,9 @@ from collections.abc import Callable
 from absl import flags
 
 from qwen3next_jax.commands import cli
-from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.common.errors import UserError, require_path
 from qwen3next_jax.common.metrics import mtp_target
+from qwen3next_jax.common.storage import to_path
 
 
 def main() -> int:
@@ -38,8 +38,8 @@ def main() -> int:
             f"{context}"
         )
     # Imported here, so that the user learns of a wrong flag before JAX loads.
-    from qwen3next_jax.inference import speculative
     from qwen3next_jax.data.chat_template import ChatTemplate
+    from qwen3next_jax.inference import speculative
     from qwen3next_jax.inference.end_tokens import end_tokens
 
     if _speculative.value:

@@ -153,8 +153,8 @@ def generate(
     Raises:
       UserError: `path` has no model or no tokenizer, or an option is not valid.
     """
-    from qwen3next_jax.inference.end_tokens import end_tokens
     from qwen3next_jax.inference.decode import complete
+    from qwen3next_jax.inference.end_tokens import end_tokens
     from qwen3next_jax.runs.load import load_model
 
     texts = [prompts] if isinstance(prompts, str) else prompts

@@ -29,8 +29,8 @@ from qwen3next_jax.common.errors import (
     UserError,
     error_message,
     escape_control,
-    similar_folder,
     require,
+    similar_folder,
 )
 from qwen3next_jax.common.storage import StoreError, to_path
 
@@ -199,9 +199,9 @@ def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
+    from qwen3next_jax.data.preparation import read_corpus_units
     from qwen3next_jax.data.prepared import open_index
     from qwen3next_jax.data.row_groups import METADATA
-    from qwen3next_jax.data.preparation import read_corpus_units
     from qwen3next_jax.data.store import Store
     from qwen3next_jax.data.units import find_unit, open_unit, open_weights, unit_names
 

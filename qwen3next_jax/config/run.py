@@ -15,13 +15,13 @@ from qwen3next_jax.common.storage import is_bucket
 from qwen3next_jax.config.bounds import check_bounds
 from qwen3next_jax.config.model import ModelConfig
 from qwen3next_jax.config.reading import to_dict
-from qwen3next_jax.config.remat import parse_remat
 from qwen3next_jax.config.registry import (
     DATA_SOURCES,
     OPTIMIZERS,
     check_name,
     is_import_string,
 )
+from qwen3next_jax.config.remat import parse_remat
 
 MESH_AXES = ("slice", "data", "expert", "context", "tensor")
 IndexerTraining = Literal["frozen", "dense", "sparse"]

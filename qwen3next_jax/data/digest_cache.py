@@ -12,8 +12,8 @@ import time
 import uuid
 
 from qwen3next_jax.common import json_files
-from qwen3next_jax.data import readers, token_files
 from qwen3next_jax.common.storage import BucketPath
+from qwen3next_jax.data import readers, token_files
 from qwen3next_jax.data.readers import Part
 from qwen3next_jax.data.sources import Source, SourceFile, is_remote
 from qwen3next_jax.data.store import Store

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qwen3next_jax.common.errors import UserError, error_message, as_user_error
+from qwen3next_jax.common.errors import UserError, as_user_error, error_message
 from qwen3next_jax.common.storage import BucketPath, StoreError
 from qwen3next_jax.data.packing import Rows
 

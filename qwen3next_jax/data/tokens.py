@@ -17,8 +17,8 @@ import tokenizers
 from etils import epath
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.storage import is_bucket, to_path
 from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, require, short_repr
+from qwen3next_jax.common.storage import is_bucket, to_path
 from qwen3next_jax.data import cuts, fast_bpe
 from qwen3next_jax.data.added_tokens import (
     Splitter,

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.metrics import Metric
-from qwen3next_jax.evals.evaluation import Evaluation, EvalContext
+from qwen3next_jax.evals.evaluation import EvalContext, Evaluation
 from qwen3next_jax.evals.scoring import place_on_mesh
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.multi_token_prediction import mask_ignored_targets, target_positions

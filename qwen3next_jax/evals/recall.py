@@ -19,7 +19,7 @@ from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.config import ModelConfig, SyntheticConfig
 from qwen3next_jax.data.synthetic import HELDOUT_SPLIT, TaskRows
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.evals.evaluation import Evaluation, EvalOptions, synthetic_vocab_size
+from qwen3next_jax.evals.evaluation import EvalOptions, Evaluation, synthetic_vocab_size
 from qwen3next_jax.evals.scoring import Scorer
 
 _BATCH_TOKENS = 8192  # the most tokens that one forward pass scores

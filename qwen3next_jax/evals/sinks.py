@@ -16,8 +16,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.metrics import Metric
-from qwen3next_jax.evals.evaluation import Evaluation, EvalContext
-from qwen3next_jax.evals.scoring import replicated, place_on_mesh
+from qwen3next_jax.evals.evaluation import EvalContext, Evaluation
+from qwen3next_jax.evals.scoring import place_on_mesh, replicated
 from qwen3next_jax.model.layers import SINK_HEAD
 
 _ROWS = 32  # held-out rows, if the user chooses no other number

@@ -49,10 +49,10 @@ from qwen3next_jax.inference.sampling import (
     DRAFT,
     RESAMPLE,
     Sampling,
-    sample_token,
     argmax_token,
     log_probabilities,
     random_keys,
+    sample_token,
 )
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.block import mixer_class

@@ -20,12 +20,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, as_user_error
-from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.common.storage import BucketPath, to_path
+from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.interop import shard_slices, tensor_rows
-from qwen3next_jax.interop.bucket_export import BucketExport
 from qwen3next_jax.interop.arrays import TensorReader, make_array
+from qwen3next_jax.interop.bucket_export import BucketExport
 from qwen3next_jax.interop.checksums import require_undamaged
 from qwen3next_jax.interop.hf_config import (
     Checkpoint,

@@ -26,8 +26,8 @@ from qwen3next_jax.sharding.rules import (
     TENSOR,
     activation_spec,
     constrain,
-    per_shard,
     num_shards,
+    per_shard,
 )
 
 # The diagnostics find the largest score with a softmax of the scores times this factor. The

@@ -38,10 +38,10 @@ from qwen3next_jax.sharding.rules import (
     activation_spec,
     axes_in_program,
     constrain,
-    gather_params,
     gather_in_shard,
-    per_shard,
+    gather_params,
     num_shards,
+    per_shard,
     storage_spec,
 )
 

@@ -33,11 +33,11 @@ from qwen3next_jax.sharding.rules import (
     EXPERT,
     TENSOR,
     TOKENS,
-    axes_in_program,
     activation_spec,
+    axes_in_program,
     gather_in_shard,
-    per_shard,
     num_shards,
+    per_shard,
     storage_spec,
 )
 

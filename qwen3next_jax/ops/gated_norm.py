@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from qwen3next_jax.ops.implementations import Chosen, Form, choose
 
-
 GATES = {"silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 

@@ -28,14 +28,14 @@ from qwen3next_jax.planner.between_slices import BetweenSlices, between_slices
 from qwen3next_jax.planner.compiled import (
     Collective,
     Memory,
-    program_collectives,
     gpu_flops,
     memory_use,
+    program_collectives,
     unknown_kernels,
 )
-from qwen3next_jax.planner.ideal import IdealTime, ideal_time
-from qwen3next_jax.planner.expert_load import ExpertLoad, program_load
 from qwen3next_jax.planner.estimate import COST_MODELS, estimate_time
+from qwen3next_jax.planner.expert_load import ExpertLoad, program_load
+from qwen3next_jax.planner.ideal import IdealTime, ideal_time
 from qwen3next_jax.planner.roofline import Estimate
 from qwen3next_jax.planner.topology import Topology
 from qwen3next_jax.sharding.chips import Chip

@@ -19,7 +19,7 @@ import jax
 from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config
-from qwen3next_jax.planner.planning import Plan, used_cpu_seconds, make_plan
+from qwen3next_jax.planner.planning import Plan, make_plan, used_cpu_seconds
 from qwen3next_jax.planner.schedule import enable_schedule_dump
 from qwen3next_jax.planner.topology import Topology, describe_topology
 

@@ -19,8 +19,8 @@ from qwen3next_jax.common.metrics import (
     metric_values_of_event,
     mtp_target,
 )
-from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.common.storage import write_whole
+from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.reporting.charts import (
     Line,
     heatmap,
@@ -36,14 +36,14 @@ from qwen3next_jax.reporting.runs import (
     TRAINING,
     USES,
     Run,
-    setting_differences,
     faults,
     goodput,
     incomparable,
     load_run,
+    setting_differences,
     stages,
-    wall_time_spans,
     wall_time_columns,
+    wall_time_spans,
 )
 
 MAX_LAYER_LINES = 8  # a model with more layers gets a heatmap instead of a line for each

@@ -51,10 +51,10 @@ from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
     check_checkpoints_not_lost,
     config_of,
+    not_writable,
     read_run,
     run_id,
     saved_steps,
-    not_writable,
 )
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.sharding.mesh import single_device_mesh

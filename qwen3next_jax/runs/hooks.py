@@ -271,7 +271,7 @@ class EvaluationHook:
         )
 
     def __call__(self, info: StepInfo) -> None:
-        from qwen3next_jax.common.metrics import main_values, to_metric_values, event_fields
+        from qwen3next_jax.common.metrics import event_fields, main_values, to_metric_values
 
         params = info.state["params"]
         with self._during("evaluating on held-out text"):

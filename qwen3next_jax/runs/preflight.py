@@ -11,7 +11,7 @@ import pathlib
 import re
 from typing import Any
 
-from qwen3next_jax.common.errors import UserError, require, require_path, as_user_error
+from qwen3next_jax.common.errors import UserError, as_user_error, require, require_path
 from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.common.rooms import require_room
 from qwen3next_jax.common.storage import BucketPath, check_bucket, to_path
@@ -31,15 +31,15 @@ from qwen3next_jax.data.tokens import Tokenizer, extends, load_tokenizer, same_t
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.folder import (
     check_settings,
+    complete_steps,
     config_of,
+    is_restart_unfinished,
     is_trained,
     read_config,
     read_run,
-    is_restart_unfinished,
     require_run_path,
     run_id,
     saved_steps,
-    complete_steps,
     trained_run,
 )
 from qwen3next_jax.training.stages import resolve_stages

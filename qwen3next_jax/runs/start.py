@@ -16,7 +16,7 @@ from qwen3next_jax.model.adapter_names import base_params
 from qwen3next_jax.model.block import check_mixers
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
 from qwen3next_jax.runs import branching, origin, preflight
-from qwen3next_jax.runs.folder import config_of, read_run, complete_steps
+from qwen3next_jax.runs.folder import complete_steps, config_of, read_run
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import DataCursor, resolve_stages

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 
 from qwen3next_jax.common.errors import ExitCode, escape_control, warn
+from qwen3next_jax.common.events import divergence_reason, iterate_events
 from qwen3next_jax.common.installation import shell_command, unused_gpu
-from qwen3next_jax.common.events import iterate_events, divergence_reason
 from qwen3next_jax.common.object_stores import set_fsspec_patience
 from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.common.storage import BucketPath, with_patience
@@ -43,12 +43,12 @@ from qwen3next_jax.runs.display import Display, title
 from qwen3next_jax.runs.folder import (
     Change,
     RunLock,
+    complete_steps,
+    is_restart_unfinished,
     move_aside,
     open_run,
     read_run,
     run_id,
-    is_restart_unfinished,
-    complete_steps,
     write_run_record,
 )
 from qwen3next_jax.runs.incidents import Halted, Incidents, write_dump
@@ -57,7 +57,7 @@ from qwen3next_jax.runs.memory import check_state_fits, reports_out_of_memory
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.rewind import Rewinder
 from qwen3next_jax.runs.start import prepare_start, start_state
-from qwen3next_jax.runs.telemetry import MetricsFile, open_metrics, describe_environment
+from qwen3next_jax.runs.telemetry import MetricsFile, describe_environment, open_metrics
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.training.guards import NON_FINITE
 from qwen3next_jax.training.loop import (

@@ -11,7 +11,6 @@ import numpy as np
 from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import Result, seed_axes
 
-
 AXIS = "optimizer.learning_rate"
 
 

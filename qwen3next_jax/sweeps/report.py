@@ -17,14 +17,14 @@ from qwen3next_jax.sweeps.points import Sweep
 from qwen3next_jax.sweeps.results import (
     Result,
     Spread,
-    along_x,
     all_metrics,
+    along_x,
     findings,
-    metric_along_x,
     main_metrics,
+    metric_along_x,
+    metric_title,
     pareto_front,
     seed_axes,
-    metric_title,
     to_csv,
     to_json,
 )

@@ -32,8 +32,8 @@ from qwen3next_jax.config import ModelConfig, TrainConfig
 from qwen3next_jax.model import Features, Qwen3Next
 from qwen3next_jax.model.block import has_indexer, mixer_class
 from qwen3next_jax.model.layers import document_positions
-from qwen3next_jax.sharding.slices import sum_over_slices
 from qwen3next_jax.model.multi_token_prediction import target_weights, targets_in_document
+from qwen3next_jax.sharding.slices import sum_over_slices
 
 
 class Counts(NamedTuple):

@@ -15,7 +15,7 @@ from qwen3next_jax.model.gated_attention import attend, gated_projection, write
 from qwen3next_jax.model.layers import token_mean
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.ops import blocks
-from qwen3next_jax.sharding.rules import TENSOR, activation_spec, constrain, per_shard, num_shards
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, constrain, num_shards, per_shard
 from qwen3next_jax.zoo.attention_references import places
 
 EXAMPLES = {"bahdanau": {"full_mixer": "bahdanau"}, "luong": {"full_mixer": "luong"}}

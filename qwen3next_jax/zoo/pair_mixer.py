@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.model.gated_attention import GatedAttention, write
 from qwen3next_jax.model.layers import rotate, token_mean
-from qwen3next_jax.sharding.rules import TENSOR, activation_spec, per_shard, num_shards
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, num_shards, per_shard
 from qwen3next_jax.zoo.ops.pair_attention import CHUNK, dot, pair_attention
 
 

@@ -55,7 +55,7 @@ from qwen3next_jax.ops import blocks
 from qwen3next_jax.ops.blocks import save_for_backward
 from qwen3next_jax.ops.compile_target import compile_target
 from qwen3next_jax.ops.implementations import Form, choose
-from qwen3next_jax.sharding.rules import TENSOR, activation_spec, per_shard, num_shards
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, num_shards, per_shard
 from qwen3next_jax.zoo.attention_references import gated_attention, norm, places, rotated
 from qwen3next_jax.zoo.ops.gathered_attention import (
     gather_tokens,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from qwen3next_jax.ops import blocks, checks
-from qwen3next_jax.sharding.rules import TENSOR, activation_spec, per_shard, num_shards
+from qwen3next_jax.sharding.rules import TENSOR, activation_spec, num_shards, per_shard
 from qwen3next_jax.zoo.attention_references import gated_attention, places
 from qwen3next_jax.zoo.biased_projections import BiasedProjections
 

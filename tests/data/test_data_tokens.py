@@ -1,8 +1,8 @@
 """Tokenizers: same ids after export, lossless text, bytes per token, streaming, bad files."""
 
 import json
-import re
 import os
+import re
 
 import numpy as np
 import pytest

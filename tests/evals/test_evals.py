@@ -16,7 +16,7 @@ from page import example, line
 
 from qwen3next_jax.commands import evaluate
 from qwen3next_jax.common.errors import UserError
-from qwen3next_jax.common.metrics import to_metric_values, event_fields
+from qwen3next_jax.common.metrics import event_fields, to_metric_values
 from qwen3next_jax.config import (
     Config,
     DataConfig,

@@ -22,14 +22,14 @@ from models import drawn_model
 from qwen3next_jax.commands import generate as generate_command
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
-from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.data import chat_template
+from qwen3next_jax.data.chat_template import ChatTemplate
+from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.inference import complete, decode, generate, plain
 from qwen3next_jax.inference.cache import cache_bytes, round_up_length
 from qwen3next_jax.inference.decode import concatenate_pieces
-from qwen3next_jax.inference.sampling import Sampling, log_probabilities
-from qwen3next_jax.data.chat_template import ChatTemplate
 from qwen3next_jax.inference.end_tokens import end_tokens
+from qwen3next_jax.inference.sampling import Sampling, log_probabilities
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layers import Context

@@ -12,10 +12,10 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.planner import hlo, topology
 from qwen3next_jax.planner.calibrated import RATES, rates_of
+from qwen3next_jax.planner.estimate import estimate_time
 from qwen3next_jax.planner.expert_load import Layout, expert_load
 from qwen3next_jax.planner.ideal import SHARED_LINKS, ideal_time
 from qwen3next_jax.planner.parts import by_part, part_name
-from qwen3next_jax.planner.estimate import estimate_time
 from qwen3next_jax.planner.roofline import SourceCost
 from qwen3next_jax.planner.schedule import Schedule
 from qwen3next_jax.planner.search import Candidate, choose

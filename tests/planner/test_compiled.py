@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.planner import hlo
 from qwen3next_jax.planner.compiled import (
-    program_collectives,
-    instruction_flops,
     hbm_bytes,
+    instruction_flops,
     memory_use,
+    program_collectives,
     replica_groups,
     shard_bytes,
 )

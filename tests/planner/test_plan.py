@@ -35,13 +35,13 @@ from qwen3next_jax.config import (
 from qwen3next_jax.config.remat import POLICIES
 from qwen3next_jax.ops.preferences import UNROLLED
 from qwen3next_jax.planner import planning, subprocess_plan, topology
-from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 from qwen3next_jax.planner.search import (
     RECOMPUTED,
     estimated_bytes,
     estimated_seconds,
     rank_candidates,
 )
+from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import make_mesh

@@ -15,8 +15,8 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.reporting import page, runs
-from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.reporting.charts import Axis
+from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.reporting.runs import DOWN, LOST, OTHER, STARTING, TRAINING, load_run
 from qwen3next_jax.runs import train
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.commands.python import Run
+from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.config import (
     CheckpointConfig,
     Config,

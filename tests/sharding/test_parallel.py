@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import drawn
 from jax.sharding import PartitionSpec as P
+from models import drawn
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.trees import path_string
@@ -29,7 +29,7 @@ from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding import gathering
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.sharding.rules import LOGICAL_AXES, per_shard, tree_shardings, storage_spec
+from qwen3next_jax.sharding.rules import LOGICAL_AXES, per_shard, storage_spec, tree_shardings
 from tests.in_process import resolved
 
 RELEASED = Config(train=TrainConfig(batch_size=64, sequence_length=4096))

@@ -29,12 +29,12 @@ from qwen3next_jax import ModelConfig, Qwen3Next, load_hf, save_hf
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import (
+    FULL,
+    LINEAR,
     CheckpointConfig,
     Config,
     DataConfig,
     EvalConfig,
-    FULL,
-    LINEAR,
     MeshConfig,
     MixerConfig,
     OptimizerConfig,

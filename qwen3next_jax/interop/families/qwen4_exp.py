@@ -18,8 +18,8 @@ from qwen3next_jax.interop.entries import Entry, TensorSlice, one_tensor, vector
 from qwen3next_jax.interop.families import qwen3_5, qwen3_next, rope
 from qwen3next_jax.interop.families.fields import (
     IGNORED,
-    present_fields,
     note_unknown,
+    present_fields,
     refuse_other_values,
 )
 from qwen3next_jax.interop.families.form import Fields, Form
