@@ -185,7 +185,7 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(texts):
     """
     data = DataConfig(
         path=",".join(f"{texts}/{name}.jsonl" for name in "abc"),
-        weights=(3, 1, 0),
+        weights="3,1,0",
         prepared_dir=str(texts / "rows"),
     )
     train = TrainConfig(
@@ -196,9 +196,9 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(texts):
             Stage(6),
             Stage(6),
             Stage(6, batch_size=3),
-            Stage(6, weights=(1, 1, 2)),
+            Stage(6, weights="1,1,2"),
             Stage(6, sequence_length=32),
-            Stage(6, weights=(0, 1, 1)),
+            Stage(6, weights="0,1,1"),
         ),
     )
     config = dataclasses.replace(with_(model={"vocab_size": 257}), data=data, train=train)
@@ -223,7 +223,9 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(texts):
         (alone,) = opened(
             dataclasses.replace(
                 whole,
-                data=dataclasses.replace(data, weights=tuple(float(j == i) for j in range(3))),
+                data=dataclasses.replace(
+                    data, weights=",".join(str(int(j == i)) for j in range(3))
+                ),
             )
         )
         found = [one for stage in (0, 1, 2, 3, 5) for one in drawn[stage] if one.startswith(name)]
