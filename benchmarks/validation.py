@@ -346,6 +346,9 @@ def show():
         if plan.get("fingerprint") != fingerprint(row):
             missing.append(f"{name}: {path.name} is of other settings, rates or prices: {again}")
             continue
+        if not plan["estimates"]:
+            missing.append(f"{name}: its program {plan['reason']}, so there is no time: {again}")
+            continue
         measured = statistics.mean(row.measured)
         errors = {
             model: plan["estimates"][model]["step_seconds"] / measured - 1 for model in COST_MODELS
