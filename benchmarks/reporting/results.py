@@ -63,8 +63,8 @@ INTRODUCTION = """# Results
 <!-- Written by benchmarks/reporting/results.py from docs/results/*.json. -->
 
 The figures of each table were printed by the commands below it. Under the table are the machine,
-the date, and the commit that recorded them. [Earlier figures](notes/2026-11-26-results.md) are in
-the notes.
+the date, and the commit that recorded them. Earlier figures are in the
+history of these files.
 """
 PLAN_COLUMNS = [
     "slice",

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/notes/2026-11-23-sweeps.md from the results.json of
+"""Prints the tables of docs/notes/studies.md from the results.json of
 a sweep: one row for each value on the x axis, with the results of every seed in a cell.
 
     # lists the metrics that the sweep measured, and its findings

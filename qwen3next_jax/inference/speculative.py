@@ -27,7 +27,7 @@ A rejected draft has already changed the caches:
   depth 0 in training. The later drafts attend to these entries and to the entries of the same
   round; in training, a depth attends only to its own entries. To do the same here would take a
   cache for each depth, and more time than it saves by more accepted drafts
-  (docs/notes/2026-11-23-decoding.md).
+  (docs/notes/cpu.md).
 
 Letters: B batch, T time, X = T + 1, D model, V vocabulary, K drafts, J = K + 1 positions from the
 pending token on, N the most tokens that one call generates per row.
