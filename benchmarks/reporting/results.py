@@ -166,7 +166,7 @@ def store(name: str, table: str, command: str, machine: str) -> None:
         "rows": rows,
         "remarks": old["remarks"],
     }
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    harness.write_json(path, record)
 
 
 def commit() -> str:
