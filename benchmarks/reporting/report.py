@@ -277,6 +277,8 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=512, help="experts of each layer")
     parser.add_argument("--log_every", type=int, default=10, help="steps between its train events")
     args = parser.parse_args()
+    if not shutil.which("chromium"):
+        parser.error("needs the program chromium, to open the page in (apt-get install chromium)")
     with tempfile.TemporaryDirectory() as folder:
         workdir = pathlib.Path(folder) / "long"
         write_run(
