@@ -153,6 +153,29 @@ def kimi_reference(directory):
     )
 
 
+def qwen4_model(settings, is_wrapper):
+    """A random model of these settings, and the text model in it."""
+    if is_wrapper:
+        vision = dict(
+            depth=1,
+            hidden_size=16,
+            intermediate_size=24,
+            num_heads=2,
+            patch_size=4,
+            out_hidden_size=settings["hidden_size"],
+            num_position_embeddings=16,
+        )
+        config = transformers.Qwen4ExpConfig(
+            text_config=settings,
+            vision_config=vision,
+            tie_word_embeddings=settings.get("tie_word_embeddings", False),
+        )
+        model = transformers.Qwen4ExpForConditionalGeneration(config)
+        return model, model.model.language_model
+    model = transformers.Qwen4ExpForCausalLM(transformers.Qwen4ExpTextConfig(**settings))
+    return model, model.model
+
+
 def qwen4_reference(directory, settings_file):
     """Writes a random Qwen3.8-Flash-Next and what it computes.
 
@@ -174,26 +197,7 @@ def qwen4_reference(directory, settings_file):
     torch.manual_seed(0)
     settings = json.loads(pathlib.Path(settings_file).read_text())
     rows, is_wrapper = settings.pop("rows"), settings.pop("wrapper", False)
-    if is_wrapper:
-        vision = dict(
-            depth=1,
-            hidden_size=16,
-            intermediate_size=24,
-            num_heads=2,
-            patch_size=4,
-            out_hidden_size=settings["hidden_size"],
-            num_position_embeddings=16,
-        )
-        config = transformers.Qwen4ExpConfig(
-            text_config=settings,
-            vision_config=vision,
-            tie_word_embeddings=settings.get("tie_word_embeddings", False),
-        )
-        model = transformers.Qwen4ExpForConditionalGeneration(config)
-        text = model.model.language_model
-    else:
-        model = transformers.Qwen4ExpForCausalLM(transformers.Qwen4ExpTextConfig(**settings))
-        text = model.model
+    model, text = qwen4_model(settings, is_wrapper)
     model.eval()
     with torch.no_grad():
         for name, tensor in model.named_parameters():

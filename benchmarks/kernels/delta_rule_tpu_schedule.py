@@ -19,6 +19,7 @@ With --context the sequence is split over that many chips, `--time` tokens each;
 one chip's.
 """
 
+import argparse
 import functools
 import glob
 import os
@@ -124,7 +125,7 @@ def described(chip: str):
     return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY[chip]).devices
 
 
-def main():
+def parse() -> argparse.Namespace:
     parser = harness.arguments(__doc__)
     parser.add_argument("--chip", choices=TOPOLOGY, default="v6e")
     parser.add_argument("--key_heads", type=int, default=16)
@@ -145,14 +146,17 @@ def main():
     arguments = parser.parse_args()
     if arguments.peer and arguments.context > 1:
         parser.error("--peer does not split the sequence: leave --context out")
+    return arguments
+
+
+def main():
+    arguments = parse()
     dump = tempfile.mkdtemp(prefix="bundles-")
     if not arguments.compile_only:
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true"
     devices = described(arguments.chip)
     import jax
     import numpy as np
-
-    from qwen3next_jax.planner.schedule import cycles, read_loops
 
     if arguments.peer:
         import tokamax  # noqa: F401  defines the flag
@@ -169,7 +173,7 @@ def main():
         else jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     )
     here = jax.sharding.NamedSharding(mesh, spec)
-    seen = set()
+    seen: set[str] = set()
     for name, (f, inputs) in programs(arguments).items():
         placed = [
             jax.ShapeDtypeStruct(
@@ -185,48 +189,56 @@ def main():
             f"{name} on {devices[0].device_kind}: {calls} kernels, HBM temporaries "
             f"{temporary:.0f} MiB"
         )
-        kernels = rest = worst = 0
-        for path in sorted(set(glob.glob(f"{dump}/*final_bundles.txt")) - seen):
-            seen.add(path)
-            program = re.sub(r"^\d+-|-\d+-final_bundles\.txt$", "", os.path.basename(path))
-            if program.startswith("<") or program == "TLP" or "schedule-analysis" in path:
-                continue
-            with open(path, errors="replace") as file:
-                text = file.read()
-            loops, total = read_loops(text)
-            if not re.search(r"entry bundle: %\S+ = custom-call\(", text):
-                rest += cycles(loops, total)
-                continue
-            spills = len(re.findall(r"vst \[vmem:\[#allocation\d+_spill", text))
-            kernels, worst = kernels + cycles(loops, total), max(worst, spills)
-            inner = max(loops, key=lambda l: l.matrix)
-            unstated = (
-                " (a loop with matrix work has no stated trips)"
-                if any(l.matrix and not l.trips for l in loops)
-                else ""
-            )
-            print(
-                f"  {program}: {cycles(loops, total) / 1e6:.3f} M cycles, {inner.bundles} bundles "
-                f"x {inner.trips} trips, "
-                f"{inner.matrix / inner.bundles:.2f} matrix-unit issues a bundle, {spills} spill "
-                f"stores{unstated}"
-            )
+        files = sorted(set(glob.glob(f"{dump}/*final_bundles.txt")) - seen)
+        seen |= set(files)
         if not arguments.compile_only:
-            print(
-                f"  kernels {kernels / 1e6:.3f} + XLA's parts {rest / 1e6:.3f} M cycles, {worst} "
-                "spill stores in the largest"
-            )
-            if name.startswith("ours") and arguments.chip == "v6e":
-                # docs/delta_rule.md, width 128
-                per_token = 163_840 + (475_136 if "backward" in name else 0)
-                floor = (
-                    per_token
-                    * arguments.time
-                    * arguments.value_heads
-                    * (arguments.width / 128) ** 2
-                    / 524_288
-                )
-                print(f"  arithmetic floor {floor / 1e6:.3f} M cycles (918 TFLOP/s at 1.75 GHz)")
+            show_schedule(name, files, arguments)
+
+
+def show_schedule(name: str, files: list[str], arguments: argparse.Namespace) -> None:
+    """Prints the cycles of a program's kernels and of XLA's parts, from the bundles of each."""
+    from qwen3next_jax.planner.schedule import cycles, read_loops
+
+    kernels = rest = worst = 0
+    for path in files:
+        program = re.sub(r"^\d+-|-\d+-final_bundles\.txt$", "", os.path.basename(path))
+        if program.startswith("<") or program == "TLP" or "schedule-analysis" in path:
+            continue
+        with open(path, errors="replace") as file:
+            text = file.read()
+        loops, total = read_loops(text)
+        if not re.search(r"entry bundle: %\S+ = custom-call\(", text):
+            rest += cycles(loops, total)
+            continue
+        spills = len(re.findall(r"vst \[vmem:\[#allocation\d+_spill", text))
+        kernels, worst = kernels + cycles(loops, total), max(worst, spills)
+        inner = max(loops, key=lambda l: l.matrix)
+        unstated = (
+            " (a loop with matrix work has no stated trips)"
+            if any(l.matrix and not l.trips for l in loops)
+            else ""
+        )
+        print(
+            f"  {program}: {cycles(loops, total) / 1e6:.3f} M cycles, {inner.bundles} bundles "
+            f"x {inner.trips} trips, "
+            f"{inner.matrix / inner.bundles:.2f} matrix-unit issues a bundle, {spills} spill "
+            f"stores{unstated}"
+        )
+    print(
+        f"  kernels {kernels / 1e6:.3f} + XLA's parts {rest / 1e6:.3f} M cycles, {worst} "
+        "spill stores in the largest"
+    )
+    if name.startswith("ours") and arguments.chip == "v6e":
+        # docs/delta_rule.md, width 128
+        per_token = 163_840 + (475_136 if "backward" in name else 0)
+        floor = (
+            per_token
+            * arguments.time
+            * arguments.value_heads
+            * (arguments.width / 128) ** 2
+            / 524_288
+        )
+        print(f"  arithmetic floor {floor / 1e6:.3f} M cycles (918 TFLOP/s at 1.75 GHz)")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ reads the program and its schedules from FOLDER, or writes them there. `--json` 
 of all cost models, which `flash_plan.py` reads. No TPU takes part.
 """
 
+import argparse
 import json
 import pathlib
 import tempfile
@@ -41,7 +42,7 @@ from qwen3next_jax.sharding.rules import activation_spec, constrain, gather_para
 PERIODS = 2  # trips of the loop over layers
 
 
-def main():
+def parse() -> argparse.Namespace:
     parser = harness.arguments(__doc__)
     parser.add_argument(
         "--config",
@@ -68,6 +69,11 @@ def main():
     arguments = parser.parse_args()
     if not arguments.config.is_file():
         parser.error(f"--config={arguments.config}: no such file")
+    return arguments
+
+
+def main():
+    arguments = parse()
     dumped = arguments.hlo or pathlib.Path(tempfile.mkdtemp(prefix="schedules-"))
     schedule.enable_schedule_dump(dumped)
     jax.config.update("jax_platforms", "cpu")
