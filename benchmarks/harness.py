@@ -115,6 +115,7 @@ def captured_output() -> Iterator[Callable[[], str]]:
     file. Afterwards the function that it gives returns the text.
     """
     texts: list[str] = []
+    sys.stdout.flush()
     with tempfile.TemporaryFile(mode="w+") as said:
         before = [os.dup(1), os.dup(2)]
         for stream in (1, 2):
@@ -131,14 +132,13 @@ def captured_output() -> Iterator[Callable[[], str]]:
 
 
 class Peer:
-    """A program in another interpreter that answers JSON lines with JSON lines; its first line
-    says the versions of its packages.
+    """`transformers_peer.py` in an interpreter that has torch: it answers JSON lines with JSON
+    lines, and its first line says the versions of its packages.
     """
 
-    def __init__(self, python: str, *words: str, script: pathlib.Path = TRANSFORMERS_PEER):
-        self.name = script.name
+    def __init__(self, python: str, *words: str):
         self.process = subprocess.Popen(
-            [python, str(script), *words],
+            [python, str(TRANSFORMERS_PEER), *words],
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -155,8 +155,8 @@ class Peer:
         line = self.process.stdout.readline()
         if not line:
             sys.exit(
-                f"error: {self.name} ended with code {self.process.wait()} on {to}: does its "
-                "interpreter have torch, transformers and safetensors?"
+                f"error: {TRANSFORMERS_PEER.name} ended with code {self.process.wait()} on {to}: "
+                "does its interpreter have torch, transformers and safetensors?"
             )
         return json.loads(line)
 
