@@ -45,6 +45,7 @@ from qwen3next_jax.sweeps.points import load_sweep
 from qwen3next_jax.sweeps.results import is_done
 from tests.core.test_data_token_files import BYTES, write_levanter_offsets
 from tests.core.test_data_token_files import FORMATS as TOKEN_FORMATS
+from tests.references import checkpoint
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 FAMILIES = (
@@ -136,7 +137,7 @@ def checkpoints(tmp_path_factory):
     for family in FAMILIES:
         (root / family).mkdir()
         for name in ("config.json", "model.safetensors"):
-            shutil.copy(FIXTURES / family / name, root / family)
+            shutil.copy(checkpoint(family) / name, root / family)
     ByteTokenizer().save(root / FAMILIES[0])
     return root
 

@@ -717,7 +717,7 @@ def _temporary_bytes(stats: Any, kept: float) -> float:
     """Returns the HBM of a program beside its arguments and outputs, which take `kept` bytes.
 
     The total of all allocations in HBM is what the compiler holds against the chip's memory.
-    `temp_size_in_bytes` can be several GiB more (docs/notes/2026-11-27-planner.md). It is read
+    `temp_size_in_bytes` can be several GiB more (docs/notes/planner.md). It is read
     where the version of jaxlib does not tell the total.
     """
     allocated = getattr(stats, "total_allocation_bytes", 0)

@@ -66,7 +66,7 @@ RECOMPUTED = {
     "keep=router": 1.1,
     "offload": 1.1,
 }
-# The share of the network's time that overlaps with compute (docs/notes/2026-11-23-pod-step.md).
+# The share of the network's time that overlaps with compute (docs/notes/planner.md).
 OVERLAPPED = 0.5
 # The share of an expert's forward FLOPs that its backward pass computes again, unless the remat
 # policy keeps the hidden layer: gate and up, two of the three products.

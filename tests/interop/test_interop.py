@@ -43,6 +43,7 @@ from qwen3next_jax.interop.writing import PartialExport
 from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.sharding.mesh import make_mesh
+from tests import references
 
 REFERENCE = pathlib.Path(__file__).parents[1] / "fixtures" / "qwen3_next_tiny"
 SMALL = ModelConfig(
@@ -493,7 +494,7 @@ def test_a_checkpoint_without_mtp_has_depth_0(checkpoint):
 
 
 def test_an_export_takes_over_what_its_model_began_with_or_says_that_it_does_not(tmp_path, capsys):
-    wrapper = REFERENCE.parent / "qwen3_5_moe_wrapper_fused_mtp_tiny"
+    wrapper = references.checkpoint("qwen3_5_moe_wrapper_fused_mtp_tiny")
     original, model = json.loads((wrapper / "config.json").read_text()), load_hf(wrapper)
     save_hf(model, tmp_path / "without", vision=False)
     assert "without: the vision tower of " in capsys.readouterr().err
@@ -556,7 +557,7 @@ def _replace(reference, nested=None, **changes):
 
     def damage(directory):
         for name in ("config.json", "model.safetensors"):
-            shutil.copy(REFERENCE.parent / reference / name, directory)
+            shutil.copy(references.checkpoint(reference) / name, directory)
         fields = json.loads((directory / "config.json").read_text())
         text_config = {}
         if nested:

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from benchmarks.parity import measure
+from benchmarks.interop.parity import measure
 
 # group → how many quantities of it the reference holds
 _DENSE = {

@@ -5,11 +5,7 @@ python tests/kernels/test_delta_rule_gpu.py      prints the errors of the hard i
 """
 
 import functools
-import json
-import pathlib
 import re
-import subprocess
-import sys
 import types
 
 import jax
@@ -449,24 +445,6 @@ def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatc
     used, refused = capsys.readouterr().err.splitlines()
     assert "H200" in used and "--config.model.delta_rule=chunked" in used
     assert refused.endswith("gave another dk")
-
-
-@pytest.mark.slow
-def test_the_benchmark_runs_interpreted_and_keeps_what_is_there(tmp_path):
-    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-    command = [sys.executable, str(script), "--interpret", "--json", str(tmp_path / "a")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    found = json.loads((tmp_path / "a").read_text())
-    assert (
-        done.returncode == 0
-        and len(found["operator"]) == 2
-        and found["training"][0]["tokens_per_second"] > 0
-    ), done.stderr
-    again = subprocess.run(command, capture_output=True, text=True)
-    assert (again.returncode, again.stderr) == (
-        2,
-        f"error: {tmp_path / 'a'} is there already: give another --json\n",
-    )
 
 
 if __name__ == "__main__":

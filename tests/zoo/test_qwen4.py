@@ -7,7 +7,6 @@ import functools
 import json
 import math
 import os
-import pathlib
 import shutil
 import signal
 import subprocess
@@ -65,6 +64,7 @@ from qwen3next_jax.zoo import gated_residual, ngram_embedding, qsa
 from qwen3next_jax.zoo.ops import residual_streams
 from qwen3next_jax.zoo.ops.pair_attention import dot
 from tests.in_process import resolved, train
+from tests.references import checkpoint
 
 EOS = 3
 BASE = ModelConfig(
@@ -684,13 +684,12 @@ def test_context_is_refused():
     assert all(word in str(error.value) for word in words) and "\n" not in str(error.value)
 
 
-FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 TABLE = "layers/1/embedding/table"
 
 
 def released_run(fixture, axes):
     """A run that begins with the weights of a fixture, on a mesh of these axes, resolved."""
-    model = dataclasses.replace(load_hf(FIXTURES / fixture).config, dtype="float32")
+    model = dataclasses.replace(load_hf(checkpoint(fixture)).config, dtype="float32")
     config = Config(
         model=model,
         optimizer=OptimizerConfig(learning_rate=1e-4, warmup_steps=0, ngram_table="lazy_adamw"),
@@ -712,11 +711,11 @@ def test_released_weights_are_read_in_pieces_onto_a_mesh(fixture, monkeypatch):
         sizes.append(values.nbytes)
         return values
 
-    whole = nnx.to_pure_dict(nnx.state(load_hf(FIXTURES / fixture), nnx.Param))
+    whole = nnx.to_pure_dict(nnx.state(load_hf(checkpoint(fixture)), nnx.Param))
     monkeypatch.setattr(arrays, "MAX_PIECE_BYTES", 14_000)
     monkeypatch.setattr(huggingface, "read_parameter_slice", read_and_note)
     run = released_run(fixture, ALL_AXES)
-    params = huggingface.load_params(FIXTURES / fixture, run.abstract_state["params"])
+    params = huggingface.load_params(checkpoint(fixture), run.abstract_state["params"])
     assert max(sizes) <= 14_000
     table = params["layers"][1]["embedding"]["table"]
     assert len({shard.index for shard in table.addressable_shards}) == 8
@@ -736,7 +735,7 @@ def test_a_run_goes_on_from_released_weights_on_a_mesh():
     for axes in ({"data": 1}, ALL_AXES):
         run = released_run(fixture, axes)
         like = run.abstract_state["params"]
-        state = run.init_state(huggingface.load_params(FIXTURES / fixture, like))
+        state = run.init_state(huggingface.load_params(checkpoint(fixture), like))
         step = loop.make_train_step(run, *run.stages)
         placed, losses = jax.device_put(batch, run.batch_sharding), []
         for _ in range(2):

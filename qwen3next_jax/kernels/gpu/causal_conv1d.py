@@ -23,7 +23,7 @@ from qwen3next_jax.kernels.causal_conv1d_edges import document_ages, gradient_be
 TOLERANCE = 0.02  # largest allowed relative L2 difference between the kernels and XLA
 INTERPRETER = plgpu.InterpretGPUParams()
 # The tokens of a block. With more tokens, fewer blocks fit on a multiprocessor at a time, and the
-# kernels are slower (docs/notes/2026-11-26-gpu.md).
+# kernels are slower (docs/notes/gpu.md).
 TOKENS = 32
 
 

@@ -69,7 +69,7 @@ class Accumulator:
         """Waits for all products except the last `in_flight` ones, then returns the sum.
 
         Without the optimization barrier in this function, the compiler moves an operation on the
-        sum (a change of sign) to a place before the wait (docs/notes/2026-11-26-gpu.md).
+        sum (a change of sign) to a place before the wait (docs/notes/gpu.md).
         """
         x = jax.lax.optimization_barrier(plgpu.wgmma_accumulator_load(self.ref, wait_n=in_flight))
         return plgpu.layout_cast(x, plgpu.Layout.WGMMA)
