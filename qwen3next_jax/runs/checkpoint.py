@@ -257,7 +257,7 @@ class Checkpoints:
             known = ", ".join(map(str, self.steps())) or "none"
             raise UserError(f"{where}: no such checkpoint; saved steps: {known}")
         # The folder may belong to another run, which may delete old checkpoints during the read.
-        before = manifest.file_stats(where)
+        before = manifest.file_versions(where)
         actual_digest = manifest.digest(where)
         if digest is not None and not (actual_digest or "").startswith(digest):
             raise UserError(
@@ -271,7 +271,7 @@ class Checkpoints:
         try:
             state = self._read_state(where, abstract_state, partial)
         finally:  # this error replaces an error that the reader raised because files changed
-            if manifest.file_stats(where) != before:
+            if manifest.file_versions(where) != before:
                 raise UserError(
                     f"{where}: removed or replaced while it was read: start again from a "
                     "checkpoint that is not deleted (the run that wrote it deletes old ones)"

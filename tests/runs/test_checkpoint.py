@@ -114,7 +114,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_or_read_costs_no_new_one(
     def unreadable(*_):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(manifest.digests, "sha256_file", unreadable)
+    monkeypatch.setattr(manifest, "sha256_of", unreadable)
     assert "Input/output error" in manifest.find_damage(tmp_path / "checkpoints" / "20")
 
 
