@@ -1,7 +1,7 @@
 """Reads metrics.jsonl, the record of a run. Each line is one JSON object, an event.
 
 In a bucket, where nothing can be appended to an object, the lines are in numbered pieces
-(`runs.metrics_pieces`): WORKDIR/metrics/000000.jsonl, …
+(`runs.store.bucket_events`): WORKDIR/metrics/000000.jsonl, …
 
 docs/reference/metrics.md lists the events and their fields.
 """

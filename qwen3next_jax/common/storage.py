@@ -311,12 +311,15 @@ def stat_of(entry: Entry) -> Any:
     )
 
 
-def check_bucket(where: str, path: BucketPath) -> None:
-    """Checks, by one request, that the bucket exists and that this process may list it.
+def check_bucket(where: str, path: pathlib.Path | BucketPath) -> None:
+    """Checks, by one request, that the bucket of `path` exists and that this process may list it.
+    Does nothing for a path of a file system.
 
     Raises:
       UserError: begins with `where`.
     """
+    if not isinstance(path, BucketPath):
+        return
     name = f"{path.scheme}://{path.bucket}"
     prefix = path.key + "/" if path.key else ""
     try:

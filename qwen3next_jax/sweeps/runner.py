@@ -30,7 +30,7 @@ from qwen3next_jax.common import json_files
 from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError, check_format, require
 from qwen3next_jax.common.storage import BucketPath, write_whole
-from qwen3next_jax.runs.lease import Lease
+from qwen3next_jax.runs.store.lease import Lease
 from qwen3next_jax.sweeps.check import unread_settings
 from qwen3next_jax.sweeps.points import FORMAT, Point, Sweep, as_text, check_unchanged, manifest
 from qwen3next_jax.sweeps.results import is_done
