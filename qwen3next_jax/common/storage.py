@@ -372,6 +372,15 @@ def files_in(folder: pathlib.Path | BucketPath) -> dict[str, Entry]:
     return {str(path.relative_to(folder)): entry for path, entry in entries}
 
 
+def folders_with(folder: pathlib.Path | BucketPath, name: str) -> list[Any]:
+    """Returns the folders in `folder` that hold a file `name`; in a bucket, by one listing."""
+    if isinstance(folder, BucketPath):
+        return [path.parent for path in folder.glob(f"*/{name}")]
+    # `pathlib.Path.glob` passes over a folder that this process may not read.
+    folders = folder.iterdir() if folder.is_dir() else ()
+    return [path for path in folders if (path / name).exists()]
+
+
 def _entry_of_file(path: pathlib.Path) -> Entry:
     stat = path.stat()
     version = f"{stat.st_ino}-{stat.st_mtime_ns}"
@@ -418,6 +427,7 @@ __all__ = [
     "Unavailable",
     "check_bucket",
     "files_in",
+    "folders_with",
     "is_bucket",
     "local_copy",
     "md5_of",

@@ -26,7 +26,7 @@ from qwen3next_jax.common.errors import (
     warn,
 )
 from qwen3next_jax.common.events import has_events_file, iterate_events
-from qwen3next_jax.common.storage import BucketPath, StoreError
+from qwen3next_jax.common.storage import StoreError, folders_with
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, from_dict, to_dict
@@ -196,20 +196,16 @@ def is_trained(workdir: pathlib.Path) -> bool:
 def saved_steps(workdir: pathlib.Path) -> list[int]:
     """Returns the steps that have a folder in `workdir`/checkpoints, valid or not, ascending."""
     folder = workdir / "checkpoints"
-    if not isinstance(folder, BucketPath) and not folder.is_dir():
-        return []
-    return sorted(int(p.name) for p in folder.iterdir() if is_step_name(p.name))
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if is_step_name(name))
 
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
     """Returns the steps of the checkpoints in `workdir` that have a manifest, in ascending order,
     as integers.
     """
-    checkpoints = workdir / "checkpoints"
-    if isinstance(checkpoints, BucketPath):  # one listing instead of a request for each step
-        found = checkpoints.glob("*/manifest.json")
-        return sorted(int(p.parent.name) for p in found if is_step_name(p.parent.name))
-    return [s for s in saved_steps(workdir) if (checkpoints / str(s) / "manifest.json").exists()]
+    folders = folders_with(workdir / "checkpoints", "manifest.json")
+    return sorted(int(folder.name) for folder in folders if is_step_name(folder.name))
 
 
 def is_step_name(name: str) -> bool:
