@@ -88,7 +88,7 @@ _UNTRAINED_EVENTS = {
 _RESTART_ADVICE = "start anew with --restart, which moves the old files to WORKDIR/before-TIME"
 # The format of run.json, and of all that lies beside it. Raise it when a folder that was written
 # before a change would be read wrongly after it.
-_FORMAT = 3
+_FORMAT = 4
 
 
 class Change(NamedTuple):
