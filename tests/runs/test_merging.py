@@ -23,7 +23,7 @@ from qwen3next_jax.config import (
 )
 from qwen3next_jax.runs import merging
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import read_run, write_run
+from qwen3next_jax.runs.folder import read_run
 from qwen3next_jax.runs.merging import (
     find_sources,
     merge_weights,
@@ -31,6 +31,7 @@ from qwen3next_jax.runs.merging import (
     require_new_run,
     write_merged_run,
 )
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sharding.mesh import make_mesh, single_device_mesh
 from tests.in_process import resolved, train
 
@@ -220,7 +221,7 @@ def test_runs_that_do_not_fit_are_refused(run, tmp_path):
         record = read_run(run)
         for group, values in (of_config or {}).items():
             record["config"][group] |= values
-        write_run(folder, record | entries)
+        open_store(folder).write_run(record | entries)
         return f"{folder}@2"
 
     lora = dataclasses.asdict(LoRAConfig(rank=2))
