@@ -22,9 +22,9 @@ from qwen3next_jax.commands import cli
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.evals.evaluation import EvalContext, EvalOptions, make_evaluations
-from qwen3next_jax.runs.merging import find_sources, merge_weights, merged_state
 from qwen3next_jax.runs.train import train
 from qwen3next_jax.sharding.mesh import single_device_mesh
+from qwen3next_jax.trained.merging import find_sources, merge_weights, merged_state
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import resolve_run
 

@@ -474,7 +474,7 @@ def define_launch_flags() -> Callable[[], Launch | None]:
 
 
 class Loading(NamedTuple):
-    """The values of the flags of `define_loading_flags`, for `runs.load`; a field is None if its
+    """The values of the flags of `define_loading_flags`, for `trained.load`; a field is None if its
     flag is not given.
     """
 

@@ -46,7 +46,7 @@ def main() -> int:
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.interop.huggingface import save_hf
     from qwen3next_jax.interop.source import config_for_export
-    from qwen3next_jax.runs.load import join_processes, load_model
+    from qwen3next_jax.trained.load import join_processes, load_model
 
     if _adapter.value:
         return _export_adapter(workdir, out, loading.step, loading.ema)
@@ -85,7 +85,7 @@ def main() -> int:
 def _averaged(workdir: str, ema: bool) -> str:
     """Says for a run with `train.ema` which parameters are exported; "" for others."""
     from qwen3next_jax.runs.folder import read_config
-    from qwen3next_jax.runs.load import describe_parameters
+    from qwen3next_jax.trained.load import describe_parameters
 
     return f", {describe_parameters(ema)}" if read_config(to_path(workdir)).train.ema else ""
 

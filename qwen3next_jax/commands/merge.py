@@ -44,9 +44,9 @@ def main(names: list[str]) -> int:
         require_new(out)
     cli.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
-    from qwen3next_jax.runs import merging
-    from qwen3next_jax.runs.load import join_processes, mesh_of_params
     from qwen3next_jax.sharding.mesh import single_device_mesh
+    from qwen3next_jax.trained import merging
+    from qwen3next_jax.trained.load import join_processes, mesh_of_params
 
     if not _export.value:
         merging.require_new_run(out)
@@ -83,9 +83,9 @@ def _write_export(sources, weights, mesh, out) -> None:
 
     from qwen3next_jax.interop.huggingface import save_hf
     from qwen3next_jax.interop.source import config_for_export
-    from qwen3next_jax.runs import merging
-    from qwen3next_jax.runs.load import tokenizer_of_run
     from qwen3next_jax.runs.origin import find_origin
+    from qwen3next_jax.trained import merging
+    from qwen3next_jax.trained.load import tokenizer_of_run
     from qwen3next_jax.training.state import abstract_model
 
     last = sources[-1]

@@ -138,7 +138,7 @@ def generate(
     path: str | pathlib.Path, prompts: str | Sequence[str], step: int | None = None, **options: Any
 ) -> str | list[str]:
     """Continues prompts with a trained model. To continue many prompts one after another, load the
-    model once with `runs.load.load_model` and call `inference.decode.complete`.
+    model once with `trained.load.load_model` and call `inference.decode.complete`.
 
     Args:
       path: the folder of a run, or a Hugging Face directory.
@@ -155,7 +155,7 @@ def generate(
     """
     from qwen3next_jax.inference.decode import complete
     from qwen3next_jax.inference.end_tokens import end_tokens
-    from qwen3next_jax.runs.load import load_model
+    from qwen3next_jax.trained.load import load_model
 
     texts = [prompts] if isinstance(prompts, str) else prompts
     require(

@@ -59,8 +59,8 @@ def check_mixers(config: ModelConfig) -> None:
 
 
 # {setting: the switch that turns off the part of a mixer that reads the setting}. If no mixer of
-# the model reads such a setting, `runs.unread` refuses it where the user of a run gives it. A
-# model's own config file may contain it.
+# the model reads such a setting, `training.unused_settings` refuses it where the user of a run
+# gives it. A model's own config file may contain it.
 GIVEN = {"decay_init": "decay_gate", "linear_conv_kernel_dim": "short_convolution"}
 
 

@@ -580,6 +580,18 @@ def read_config(workdir: pathlib.Path) -> Config:
     return config_of(read_run(workdir), workdir)
 
 
+def recorded_config(workdir: pathlib.Path) -> Config | None:
+    """Returns the configuration in the run.json in `workdir`. Returns None if there is none or if
+    it cannot be read; `open_run` reports that error later.
+    """
+    if not (workdir / "run.json").exists():
+        return None
+    try:
+        return read_config(workdir)
+    except UserError:
+        return None
+
+
 def config_of(record: dict[str, Any], workdir: pathlib.Path) -> Config:
     """Returns the configuration in `record`, the content of run.json in `workdir`.
 

@@ -110,6 +110,12 @@ def check(
         parent = find_parent(config.train, config.optimizer, workdir, restart)
         check_structure(config.model, init_from, parent)
         if parent and config.train.init_state == "all":
+            traced = config.profile.range
+            require(
+                not traced or parent["step"] < traced[-1],
+                f"profile.steps = {config.profile.steps!r} has no effect on this run, because it "
+                f"begins after step {parent['step']} (train.init_from): leave it out",
+            )
             model = read_config(to_path(parent["path"])).model
             require(
                 model.vocab_size == config.model.vocab_size,
@@ -294,18 +300,6 @@ def _check_is_there(init_from: str) -> None:
         f"{where}: it {reason}: expected a run (RUN or RUN@STEP) or a Hugging Face directory, "
         "on a file system or in a bucket",
     )
-
-
-def steps_of_parent(train: TrainConfig) -> int:
-    """Returns the number of steps of the parent that count as steps of this run: with
-    `train.init_state` = "all", the step of the checkpoint in `train.init_from`. Returns 0 for any
-    other run, or if the parent has no checkpoint.
-    """
-    if not train.init_from or train.init_state != "all":
-        return 0
-    require_path(f"train.init_from = {train.init_from!r}", train.init_from)
-    path, step = split_step(train.init_from)
-    return max(complete_steps(path), default=0) if step is None else step
 
 
 def find_parent(

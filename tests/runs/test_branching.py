@@ -32,12 +32,13 @@ from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.config.run import MuonConfig, SyntheticConfig
 from qwen3next_jax.model.gated_attention import GatedAttention
-from qwen3next_jax.runs import branching, checkpoint, load, manifest, preflight
+from qwen3next_jax.runs import branching, checkpoint, manifest, preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, write_run
-from qwen3next_jax.runs.load import load_model
 from qwen3next_jax.runs.origin import Origin, find_origin, find_source
 from qwen3next_jax.runs.start import start_state
+from qwen3next_jax.trained import load as trained_load
+from qwen3next_jax.trained.load import load_model
 from qwen3next_jax.training.stages import open_stages
 from qwen3next_jax.training.state import abstract_model
 from tests.in_process import dry_run, resolved, train
@@ -304,7 +305,7 @@ def test_a_run_exchanged_while_it_is_read_is_refused(parent, tmp_path, monkeypat
         return call
 
     module, name = {
-        "record": (load, "read_run"),
+        "record": (trained_load, "read_run"),
         "settings": (checkpoint, "check_versions"),
         "newest step": (Checkpoints, "newest_good_step"),
         "structure": (checkpoint, "abstract_model"),

@@ -42,9 +42,9 @@ from qwen3next_jax.model import declared
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
 from qwen3next_jax.runs.folder import read_run, write_run_record
-from qwen3next_jax.runs.load import load_model
 from qwen3next_jax.runs.start import start_state
 from qwen3next_jax.sharding.mesh import single_device_mesh
+from qwen3next_jax.trained.load import load_model
 from qwen3next_jax.training import stages
 from qwen3next_jax.training.gradients import make_gradients
 from qwen3next_jax.training.optimizer import learning_rate_schedule

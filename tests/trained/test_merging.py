@@ -21,17 +21,17 @@ from qwen3next_jax.config import (
     ParallelConfig,
     TrainConfig,
 )
-from qwen3next_jax.runs import merging
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.folder import read_run, write_run
-from qwen3next_jax.runs.merging import (
+from qwen3next_jax.sharding.mesh import make_mesh, single_device_mesh
+from qwen3next_jax.trained import merging
+from qwen3next_jax.trained.merging import (
     find_sources,
     merge_weights,
     merged_state,
     require_new_run,
     write_merged_run,
 )
-from qwen3next_jax.sharding.mesh import make_mesh, single_device_mesh
 from tests.in_process import resolved, train
 
 MODEL = ModelConfig(

@@ -37,7 +37,6 @@ from qwen3next_jax.runs.folder import (
     require_run_path,
     write_run_record,
 )
-from qwen3next_jax.runs.load import tokenizer_of_run
 from qwen3next_jax.runs.preflight import (
     NOT_STRUCTURE,
     Parent,
@@ -48,6 +47,7 @@ from qwen3next_jax.runs.preflight import (
 )
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.runs.versions import check_versions
+from qwen3next_jax.trained.load import tokenizer_of_run
 from qwen3next_jax.training.assignment import Assignment, assign
 from qwen3next_jax.training.state import State, abstract_train_state, start_average
 
