@@ -21,6 +21,7 @@ from qwen3next_jax.commands import cli
 from qwen3next_jax.config import CheckpointConfig, Config, from_dict
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import Checkpoints
+from qwen3next_jax.runs.store.local_checkpoints import LocalCheckpoints
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import resolve_run
@@ -57,7 +58,7 @@ def throughput(gigabytes: float, repeats: int) -> None:
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), state
     )
     with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
-        with Checkpoints(pathlib.Path(folder), CheckpointConfig()) as checkpoints:
+        with LocalCheckpoints(pathlib.Path(folder), CheckpointConfig()) as checkpoints:
             checkpoints.save(1, state)
             checkpoints.wait()
             ((_, _, saved),) = checkpoints.events()
@@ -103,7 +104,7 @@ def cost_of_a_save(steps: int, repeats: int) -> None:
     costs, calls = [], []
     with (
         tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder,
-        Checkpoints(pathlib.Path(folder), CheckpointConfig()) as checkpoints,
+        LocalCheckpoints(pathlib.Path(folder), CheckpointConfig()) as checkpoints,
     ):
         for repeat in range(repeats):
             seconds = {}

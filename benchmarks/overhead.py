@@ -28,6 +28,7 @@ from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.model import declared
 from qwen3next_jax.runs.display import Display
 from qwen3next_jax.runs.incidents import Incidents
+from qwen3next_jax.runs.store.local_events import LocalEvents
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
@@ -84,7 +85,7 @@ def main() -> None:
             0,
             console=Console(file=io.StringIO(), force_terminal=True, width=120),
         )
-        metrics = MetricsFile(pathlib.Path(folder) / "metrics.jsonl", 0, [display])
+        metrics = MetricsFile(LocalEvents(pathlib.Path(folder) / "metrics.jsonl"), 0, [display])
         incidents, throughput = (
             Incidents(config.guards, config.model, (), metrics),
             Throughput(run, *run.stages, 1.0),

@@ -40,7 +40,7 @@ from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.model.multi_token_prediction import target_weights
 from qwen3next_jax.reporting.page import write_report
 from qwen3next_jax.runs import manifest
-from qwen3next_jax.runs.lease import Lease
+from qwen3next_jax.runs.store.lease import Lease
 from qwen3next_jax.sweeps.points import load_sweep
 from qwen3next_jax.sweeps.results import is_done
 from tests.core.test_data_token_files import BYTES, write_levanter_offsets

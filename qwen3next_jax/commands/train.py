@@ -2,8 +2,6 @@
 [--config.train.steps=…] [--max-restarts=N] [--dry-run]`.
 """
 
-import functools
-
 from absl import flags
 
 from qwen3next_jax.commands import cli
@@ -36,9 +34,9 @@ def main() -> int:
     config, launch = get_config(may_resume=may_resume), get_launch()
     workdir = with_patience(get_workdir(config.name), config.checkpoint.patience)
     if get_max_restarts() and not _dry_run.value:
-        from qwen3next_jax.runs.folder import run_files
+        from qwen3next_jax.runs.store import open_store
 
-        find_run = functools.partial(run_files, workdir) if _restart.value else None
+        find_run = open_store(workdir).run_files if _restart.value else None
         return supervisor.supervise(workdir, get_max_restarts(), find_run=find_run)
     from qwen3next_jax.runs.folder import recorded_config
     from qwen3next_jax.training import unused_settings

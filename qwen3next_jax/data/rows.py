@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, as_user_error, error_message
-from qwen3next_jax.common.storage import BucketPath, StoreError
+from qwen3next_jax.common.storage import BucketPath, StoreError, files_in
 from qwen3next_jax.data.packing import Rows
 
 _SHARD_BYTES = 1 << 28  # uncompressed
@@ -266,21 +266,17 @@ class RowTable:
             first = end
 
     def check(self) -> None:
-        """Raises a UserError if a shard is missing or has the wrong size. In a bucket, one listing
-        of each folder tells the sizes.
-        """
-        sizes: dict[str, int] | None = None
-        if isinstance(self.root, BucketPath):
-            entries = [self.directory(i).entries() for i in range(len(self.folders))]
-            sizes = {str(path): entry.size for found in entries for path, entry in found.items()}
+        """Raises a UserError if a shard is missing or has the wrong size."""
+        sizes: dict[str, int] = {}
+        for i in range(len(self.folders)):
+            folder = self.directory(i)
+            sizes |= {str(folder / name): entry.size for name, entry in files_in(folder).items()}
         for number in range(len(self.rows)):
             path, shard = self.shard(number)
-            if sizes is None:
-                _check_size(path, shard)
-            elif str(path) not in sizes:
+            if (size := sizes.get(str(path))) is None:
                 raise _damaged(path, "it is missing")
-            elif sizes[str(path)] != shard.size:
-                raise _damaged(path, f"it has {sizes[str(path)]} bytes instead of {shard.size}")
+            if size != shard.size:
+                raise _damaged(path, f"it has {size} bytes instead of {shard.size}")
 
 
 def shard_name(split: str, number: int) -> str:

@@ -15,9 +15,9 @@ from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import is_restart_unfinished
 from qwen3next_jax.runs.memory import check_state_fits, device_bytes, gigabytes
 from qwen3next_jax.runs.start import prepare_start
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.runs.telemetry import device_memory
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import make_mesh, mesh_text
@@ -54,7 +54,7 @@ def dry_run(
         finds, because this function reads only the first documents of each source, and reads no
         values of the tensors in `train.init_from`.
     """
-    restart = restart or is_restart_unfinished(workdir)
+    restart = restart or open_store(workdir).is_restart_unfinished()
     mesh = make_mesh(config.parallel, devices)
     run = run_on_all(lambda: prepare_start(config, mesh, workdir, restart))
     lengths = sorted({stage.sequence_length for stage in run.stages})

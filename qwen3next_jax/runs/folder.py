@@ -1,10 +1,8 @@
-"""Manages the folder of a run: `run.json`, which is written before the first step and compared at
-every resume; the lock of the folder; and `--restart`.
+"""Reads the folder of a run, and compares a start with `run.json`, which is written before the
+first step (`runs.store`).
 
     WORKDIR/run.json       configuration, data, tokenizer, code, processes, devices, parent, and
                            every allowed change since the first start
-    WORKDIR/tokenizer/     a copy of the tokenizer, if it came from a file
-    WORKDIR/before-TIME/   the files that `--restart` moved; before-TIME.partial/ during the move
 
 A folder belongs to a run once it has a checkpoint or an event about a step. Until then a new run
 may replace the run.json in it. From then on a process can train in the folder only if it has the
@@ -12,32 +10,23 @@ run's settings (apart from allowed changes), data and tokenizer, and none of the
 missing. So no run overwrites the files of another.
 """
 
-import contextlib
-import fcntl
 import itertools
 import json
-import os
 import pathlib
 import re
-import shutil
-import tempfile
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import (
     UserError,
     check_format,
-    require,
-    require_path,
     similar_folder,
     warn,
 )
 from qwen3next_jax.common.events import has_events_file, iterate_events
-from qwen3next_jax.common.storage import BucketPath, StoreError
+from qwen3next_jax.common.storage import StoreError, folders_with
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, from_dict, to_dict
@@ -96,75 +85,10 @@ _UNTRAINED_EVENTS = {
     "spike",
     "profile",
 }
-# Names of the files and folders of a run.
-_RUN_FILES = (
-    "run.json",
-    "metrics.jsonl",
-    "checkpoints",
-    "damaged",
-    "dumps",
-    "eval",
-    "frozen",
-    "profile",
-    "report.html",
-    "tensorboard",
-    "tokenizer",
-    "wandb_id",
-)
 _RESTART_ADVICE = "start anew with --restart, which moves the old files to WORKDIR/before-TIME"
-_PARTIAL = ".partial"  # the suffix of before-TIME until all files are moved
-_PARTIAL_NAME = re.compile(r"before-\d{8}-\d{6}(-\d+)?\.partial")
-_CONTROL = "".join(map(chr, range(32)))  # Google Cloud Storage refuses some of them in names
-_SCHEMES = (("gs",), ("s3",), ("az",), ("hf",))  # folders of / that etils takes for buckets
 # The format of run.json, and of all that lies beside it. Raise it when a folder that was written
 # before a change would be read wrongly after it.
 _FORMAT = 4
-
-
-class RunLock:
-    """A file lock that lets one process at a time write to a run's folder. Use it as a context
-    manager. The operating system releases the lock whenever the process ends.
-    """
-
-    def __init__(self, workdir: pathlib.Path):
-        self._workdir, self._file = workdir, None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        if self._file is not None:
-            self._file.close()
-
-    def run_locked(self, function: Callable[[], Any]) -> Any:
-        """Takes the lock and returns `function()`. The lock is released at the end of the `with`
-        block, or if `function` raises.
-
-        Raises:
-          UserError: another process has the lock, or the folder cannot be written to.
-        """
-        self._acquire()
-        try:
-            return function()
-        except BaseException:
-            self._file.close()
-            raise
-
-    def _acquire(self) -> None:
-        try:
-            self._workdir.mkdir(parents=True, exist_ok=True)
-            self._file = (self._workdir / "lock").open("a")
-        except OSError as error:
-            raise not_writable(self._workdir, error) from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"{self._workdir}: another process is training in it: wait for it, end it, or "
-                "give another --workdir"
-            ) from error
-        except OSError:
-            pass  # a file system without locks
 
 
 class Change(NamedTuple):
@@ -272,20 +196,16 @@ def is_trained(workdir: pathlib.Path) -> bool:
 def saved_steps(workdir: pathlib.Path) -> list[int]:
     """Returns the steps that have a folder in `workdir`/checkpoints, valid or not, ascending."""
     folder = workdir / "checkpoints"
-    if not isinstance(folder, BucketPath) and not folder.is_dir():
-        return []
-    return sorted(int(p.name) for p in folder.iterdir() if is_step_name(p.name))
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if is_step_name(name))
 
 
 def complete_steps(workdir: pathlib.Path) -> list[int]:
     """Returns the steps of the checkpoints in `workdir` that have a manifest, in ascending order,
     as integers.
     """
-    checkpoints = workdir / "checkpoints"
-    if isinstance(checkpoints, BucketPath):  # one listing instead of a request for each step
-        found = checkpoints.glob("*/manifest.json")
-        return sorted(int(p.parent.name) for p in found if is_step_name(p.parent.name))
-    return [s for s in saved_steps(workdir) if (checkpoints / str(s) / "manifest.json").exists()]
+    folders = folders_with(workdir / "checkpoints", "manifest.json")
+    return sorted(int(folder.name) for folder in folders if is_step_name(folder.name))
 
 
 def is_step_name(name: str) -> bool:
@@ -480,97 +400,6 @@ def _stage_settings(stage: ResolvedStage) -> list[Any]:
     ]
 
 
-def move_aside(workdir: pathlib.Path) -> None:
-    """Moves all files of a run into `workdir`/before-TIME. If the process is killed during the
-    move, before-TIME.partial remains, and the next call moves the remaining files
-    (`is_restart_unfinished`).
-
-    Raises:
-      UserError: the folder cannot be written to, or a file would replace another one.
-    """
-    if isinstance(workdir, BucketPath):
-        from qwen3next_jax.runs import bucket_restart
-
-        bucket_restart.move_aside(workdir)
-        return
-    partial = _partial_move(workdir)
-    if partial is None and not run_files(workdir):
-        return
-    try:
-        if partial is None:
-            stamp = time.strftime("before-%Y%m%d-%H%M%S")
-            names = (f"{stamp}-{n}" if n else stamp for n in itertools.count())
-            name = next(name for name in names if not os.path.lexists(workdir / name))
-            partial = workdir / (name + _PARTIAL)
-            partial.mkdir()
-            fsync(workdir)
-        for name in run_files(workdir):
-            require(
-                not os.path.lexists(partial / name),
-                f"{workdir}: {name} is there and also in {partial.name}, to which a restart moves "
-                f"it: rename {partial.name}, or give another --workdir",
-            )
-            (workdir / name).rename(partial / name)
-        fsync(partial)
-        partial.rename(workdir / partial.name.removesuffix(_PARTIAL))
-        fsync(workdir)
-    except OSError as error:
-        raise not_writable(workdir, error) from error
-
-
-def require_run_path(where: str, workdir: pathlib.Path | BucketPath) -> None:
-    """Raises a UserError that begins with `where` if Orbax cannot write checkpoints to the folder
-    of a run: because of its name, or because the paths in it would be too long.
-    """
-    # longer than any path that a run writes, so that no later save fails
-    require_path(where, workdir.absolute() / "checkpoints" / ("0" * 200))
-    if isinstance(workdir, BucketPath):
-        names, forbidden = workdir.key.split("/"), "?#" + _CONTROL
-    else:
-        names, forbidden = workdir.absolute().parts[1:], "\\"
-    # TensorStore, which writes the arrays, gives these another meaning in a path.
-    wrong = next((c for c in "".join(names) if c in forbidden), "")
-    require(not wrong, f"{where}: the path holds {wrong!r}: give a folder without it")
-    # Orbax takes these paths of a file system for buckets.
-    is_bucket = "gs:" in names or not isinstance(workdir, BucketPath) and names[:1] in _SCHEMES
-    require(not is_bucket, f"{where}: Orbax takes it for a bucket: give another folder")
-
-
-def is_restart_unfinished(workdir: pathlib.Path) -> bool:
-    """Whether a process was killed in `move_aside`. The remaining files belong to the old run, so
-    the next start moves them too, with or without --restart.
-    """
-    if isinstance(workdir, BucketPath):
-        from qwen3next_jax.runs import bucket_restart
-
-        return bucket_restart.is_unfinished(workdir)
-    return _partial_move(workdir) is not None
-
-
-def _partial_move(workdir: pathlib.Path) -> pathlib.Path | None:
-    """Returns the folder of an unfinished `move_aside`; None if there is none."""
-    partial_moves = [
-        path for path in workdir.glob(f"before-*{_PARTIAL}") if _PARTIAL_NAME.fullmatch(path.name)
-    ]
-    return min(partial_moves, default=None)
-
-
-def run_files(workdir: pathlib.Path) -> dict[str, tuple[Any, int]]:
-    """Returns name → (device, inode) for each file or folder of the run in `workdir`. Device and
-    inode identify a file, and do not change when it is moved. In a bucket, returns the version of
-    run.json alone.
-    """
-    if isinstance(workdir, BucketPath):
-        entry = (workdir / "run.json").entry()  # `move_aside` deletes it last
-        return {"run.json": (entry.version, 0)} if entry else {}
-    identities = {}
-    for name in _RUN_FILES:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            stat = (workdir / name).lstat()
-            identities[name] = (stat.st_dev, stat.st_ino)
-    return identities
-
-
 def read_config(workdir: pathlib.Path) -> Config:
     """Returns the configuration of the run in `workdir`.
 
@@ -643,81 +472,13 @@ def run_id(workdir: pathlib.Path) -> str | None:
         return None
 
 
-def write_run_record(
-    workdir: pathlib.Path, description: dict[str, Any], tokenizer: Any, new: bool
-) -> None:
-    """Writes run.json and a copy of the tokenizer, before the first step.
-
-    Args:
-      workdir: the folder of the run.
-      description: the content of run.json; {} if run.json does not change.
-      tokenizer: the tokenizer of the run. If it came from a file, it is copied, so that the run no
-        longer needs that file.
-      new: whether the run has no checkpoint yet. If so, a copy of a tokenizer that is already in
-        the folder is from an earlier start that took no step, and is replaced.
+def run_text(record: dict[str, Any]) -> str:
+    """Returns the text of run.json for this content, with its format and a digest. `read_run` reads
+    it.
     """
-    from qwen3next_jax.data.tokens import HuggingFaceTokenizer
-
-    if description:
-        write_run(workdir, description)
-    copy = workdir / "tokenizer"
-    if isinstance(copy, BucketPath):
-        if new:
-            copy.remove_tree()
-        if isinstance(tokenizer, HuggingFaceTokenizer) and not copy.exists():
-            with tempfile.TemporaryDirectory() as folder:
-                tokenizer.save(folder)
-                # tokenizer.json is the last: without it there is no copy
-                for file in sorted(pathlib.Path(folder).iterdir(), key=lambda f: -len(f.name)):
-                    (copy / file.name).write_bytes(file.read_bytes())
-        return
-    if new:
-        shutil.rmtree(copy, ignore_errors=True)
-    if isinstance(tokenizer, HuggingFaceTokenizer) and not copy.exists():
-        partial = workdir / "tokenizer.partial"
-        partial.mkdir(exist_ok=True)
-        tokenizer.save(partial)
-        partial.rename(workdir / "tokenizer")
-
-
-def add_to_run_record(workdir: pathlib.Path, values: dict[str, Any]) -> None:
-    """Replaces these entries of run.json. Does not write the file if it already has them."""
-    record = read_run(workdir)
-    if {name: record.get(name) for name in values} != values:
-        write_run(workdir, record | values)
-
-
-def write_run(workdir: pathlib.Path, record: dict[str, Any]) -> None:
-    """Writes run.json atomically, with its format and a digest of its content.
-
-    Raises:
-      UserError: the file cannot be written.
-    """
-    path = workdir / "run.json"
-    temporary = path.with_suffix(".tmp")
     content = {"format": _FORMAT} | record
     content |= {"digest": digests.sha256_json(content)}
-    try:
-        if isinstance(path, BucketPath):
-            path.write_text(json.dumps(content, indent=2))
-            return
-        with temporary.open("w") as file:
-            json.dump(content, file, indent=2)
-            file.flush()
-            # Without this, a power failure may leave an empty file, and the run could not resume.
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise not_writable(workdir, error) from error
-
-
-def not_writable(workdir: pathlib.Path, error: OSError, flag: str = "--workdir") -> UserError:
-    """Returns the UserError that says that the run's folder, which `flag` named, cannot be written
-    to, because of `error`.
-    """
-    return UserError(
-        f"{flag}={workdir}: cannot be written to ({error.strerror}): give another folder"
-    )
+    return json.dumps(content, indent=2)
 
 
 def _as_json(config: Config) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 to `training.loop.Trainer`. Each hook is one class and uses no other hook.
 """
 
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,12 +16,12 @@ from qwen3next_jax.data.pipeline import Epoch
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import StopVote, broadcast_from_process_0
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
-from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.display import Display
-from qwen3next_jax.runs.folder import add_to_run_record
 from qwen3next_jax.runs.incidents import Incidents
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.start import SAMPLE_TEMPERATURE
+from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
+from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.training.average import averaged_params
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
@@ -121,8 +120,8 @@ class OperatorsHook(Hook):
     what runs the operators of all stages since the start.
     """
 
-    def __init__(self, workdir: pathlib.Path, metrics: MetricsFile):
-        self._workdir = workdir
+    def __init__(self, store: RunStore, metrics: MetricsFile):
+        self._store = store
         self._metrics = metrics
         self._operators: dict[tuple[str, ...], dict[str, Any]] = {}
 
@@ -143,7 +142,7 @@ class OperatorsHook(Hook):
             return
         values = {"operators": list(self._operators.values())}
         self._metrics.write("operators", step - 1, **values)
-        broadcast_from_process_0(lambda: add_to_run_record(self._workdir, values))
+        broadcast_from_process_0(lambda: self._store.add_to_run(values))
 
 
 class MetricsHook(Hook):
@@ -345,7 +344,7 @@ class CheckpointHook(Hook):
     """Saves the state, and writes the events of earlier saves."""
 
     def __init__(
-        self, checkpoints: Checkpoints, metrics: MetricsFile, last_step: int, during: During
+        self, checkpoints: CheckpointWriter, metrics: MetricsFile, last_step: int, during: During
     ):
         self._checkpoints = checkpoints
         self._metrics = metrics

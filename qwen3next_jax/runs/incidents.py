@@ -15,7 +15,6 @@ import dataclasses
 import io
 import json
 import pathlib
-import shutil
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qwen3next_jax.common.errors import UserError, check_format, require
-from qwen3next_jax.common.storage import BucketPath, to_path
+from qwen3next_jax.common.storage import remove_tree
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.config import Config, GuardConfig, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.registry import check_trusted
@@ -32,8 +31,8 @@ from qwen3next_jax.model.block import versions
 from qwen3next_jax.model.visible_targets import why_no_targets
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
-from qwen3next_jax.runs.checkpoint import read_arrays, write_arrays
-from qwen3next_jax.runs.folder import run_id
+from qwen3next_jax.runs.store.arrays import read_arrays, write_arrays
+from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.sharding.mesh import single_device_mesh
@@ -168,7 +167,7 @@ class Dump:
 
 
 def write_dump(
-    workdir: pathlib.Path, config: Config, data: Data, index: int, halt: Halted
+    store: RunStore, config: Config, data: Data, index: int, halt: Halted
 ) -> tuple[pathlib.Path, list[list[str]]]:
     """Writes the inputs of the halted step to WORKDIR/dumps/STEP. All processes must call it: they
     write the state together, and process 0 writes the rest.
@@ -181,18 +180,13 @@ def write_dump(
     Returns:
       The folder of the dump; the names of the documents of every row.
     """
-    folder = to_path(workdir).absolute() / "dumps" / str(halt.step)
-    if isinstance(folder, BucketPath):  # a run that `--restart` moved may have left its dumps here
-        folder = folder.with_name(f"{halt.step}-{(run_id(workdir) or '')[:8]}")
+    folder = store.dump_folder(halt.step)
     documents = data.document_names(index)
 
     def write_batch() -> None:
         # An earlier dump of this step has the same content.
-        if isinstance(folder, BucketPath):
-            folder.remove_tree()
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+        remove_tree(folder)
+        folder.mkdir(parents=True)
         batches, content = data.batches(index), io.BytesIO()
         np.savez(content, **next(batches))
         (folder / "batch.npz").write_bytes(content.getvalue())
@@ -213,10 +207,7 @@ def write_dump(
             "config": to_dict(config),
         }
         (folder / "dump.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-        if isinstance(folder, BucketPath):
-            manifest.write_bucket_manifest(folder, folder)
-        else:
-            manifest.write_manifest(folder)
+        store.write_manifest(folder)
     return folder, documents
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from qwen3next_jax.common.errors import UserError, as_user_error, require, require_path
 from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.common.rooms import require_room
-from qwen3next_jax.common.storage import BucketPath, check_bucket, to_path
+from qwen3next_jax.common.storage import check_bucket, to_path
 from qwen3next_jax.config import (
     Config,
     DataConfig,
@@ -33,15 +33,14 @@ from qwen3next_jax.runs.folder import (
     check_settings,
     complete_steps,
     config_of,
-    is_restart_unfinished,
     is_trained,
     read_config,
     read_run,
-    require_run_path,
     run_id,
     saved_steps,
     trained_run,
 )
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.training.stages import resolve_stages
 
 # The record of a run's parent in run.json, a dict with these keys. "path": the parent's folder.
@@ -88,18 +87,13 @@ def check(
     Raises:
       UserError: a check failed; the message names the first mistake.
     """
-    require_run_path(f"--workdir={workdir}", workdir)
-    if isinstance(workdir, BucketPath):
-        require(
-            workdir.scheme == "gs",
-            f"--workdir={workdir}: Orbax writes no checkpoints to s3://: give gs:// or a folder on "
-            "a file system (s3:// may hold prepared data and Hugging Face directories)",
-        )
-        check_bucket(f"--workdir={workdir}", workdir)
+    store = open_store(workdir)
+    store.check(f"--workdir={workdir}")
+    if not store.takes_other_writers:
         _check_local_only(config)
     if records:
         _check_packages(config.telemetry)
-    restart = restart or is_restart_unfinished(workdir)
+    restart = restart or store.is_restart_unfinished()
     if not restart:
         check_settings(workdir, config)
     data = with_tokenizer(config.data, config.train.init_from, workdir, restart)
@@ -289,8 +283,7 @@ def _check_is_there(init_from: str) -> None:
     where = f"train.init_from = {init_from}"
     require_path(where, init_from)
     path, step = split_step(init_from)
-    if isinstance(path, BucketPath):
-        check_bucket(where, path)
+    check_bucket(where, path)
     if step is not None:
         require(path.is_dir(), f"{where}: there is no folder {path}")
         return

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 
 from qwen3next_jax.data.pipeline import Data
-from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.incidents import Halted
 from qwen3next_jax.runs.preflight import Parent
 from qwen3next_jax.runs.start import start_state
+from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursors, after_rewind
@@ -30,7 +30,7 @@ class Rewinder:
         cursors: DataCursors,
         parent: Parent | None,
         files: str,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointWriter,
         metrics: MetricsFile,
     ):
         """Makes a rewinder. If the run has no checkpoint, a rewind loads the state of step 0 again.

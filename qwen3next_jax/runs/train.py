@@ -5,6 +5,7 @@ protect it from faults: the folder, checkpoints, records, signals, the watchdog 
 """
 
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -19,9 +20,7 @@ import jax
 from qwen3next_jax.common.errors import ExitCode, escape_control, warn
 from qwen3next_jax.common.events import divergence_reason, iterate_events
 from qwen3next_jax.common.installation import shell_command, unused_gpu
-from qwen3next_jax.common.object_stores import set_fsspec_patience
 from qwen3next_jax.common.rooms import has_room
-from qwen3next_jax.common.storage import BucketPath, with_patience
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve, trust_flags
 from qwen3next_jax.data.pipeline import Data, Epoch, TextData
@@ -38,25 +37,16 @@ from qwen3next_jax.processes.distributed import (
 )
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
 from qwen3next_jax.runs import branching, hooks, origin, preflight
-from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.runs.display import Display, title
-from qwen3next_jax.runs.folder import (
-    Change,
-    RunLock,
-    complete_steps,
-    is_restart_unfinished,
-    move_aside,
-    open_run,
-    read_run,
-    run_id,
-    write_run_record,
-)
+from qwen3next_jax.runs.folder import Change, complete_steps, open_run, read_run
 from qwen3next_jax.runs.incidents import Halted, Incidents, write_dump
-from qwen3next_jax.runs.lease import Lease, open_lock
 from qwen3next_jax.runs.memory import check_state_fits, reports_out_of_memory
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.rewind import Rewinder
 from qwen3next_jax.runs.start import prepare_start, start_state
+from qwen3next_jax.runs.store import open_store
+from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
+from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.runs.telemetry import MetricsFile, describe_environment, open_metrics
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.training.guards import NON_FINITE
@@ -116,11 +106,12 @@ def train(
       UserError: a setting, a file or a folder is wrong.
     """
     start_time = time.time()
-    workdir = with_patience(workdir, config.checkpoint.patience)
-    restart = restart or is_restart_unfinished(workdir)
 
     # ---- Mesh
     mesh = make_mesh(config.parallel, devices)
+    store = open_store(workdir, config.checkpoint.patience, is_owner=is_process_0())
+    workdir = store.workdir
+    restart = restart or store.is_restart_unfinished()
     run = run_on_all(lambda: prepare_start(config, mesh, workdir, restart))
     run_on_all(lambda: check_state_fits(run.abstract_state))
 
@@ -129,12 +120,13 @@ def train(
     tokenizer = data[0].tokenizer
 
     # ---- Folder
-    patience = config.checkpoint.patience
-    if isinstance(workdir, BucketPath):
-        set_fsspec_patience(patience)
-    lock = open_lock(workdir, patience, is_process_0())
-    opened = _open_folder(run, data, workdir, restart, lock)
-    with lock, _open_checkpoints(workdir, run, lock) as checkpoints:
+    opened = _open_folder(run, data, store, restart)
+    stage_ends = [stage.last_step for stage in run.stages]
+    frozen_paths = run.assignment.frozen_paths
+    with (
+        store,
+        store.open_checkpoints(run.config.checkpoint, stage_ends, frozen_paths) as checkpoints,
+    ):
         saved_step = checkpoints.newest_good_step() or 0
         missing = _missing_evaluations(run, workdir, opened.changes, saved_step)
         if saved_step > run.steps or (saved_step == run.steps and not missing):
@@ -149,13 +141,12 @@ def train(
             Display(
                 _title(run, data, opened, start), run.stages, start.step, is_process_0()
             ) as display,
-            open_metrics(run, workdir, start.step, display, lock, missing) as metrics,
+            open_metrics(run, store, start.step, display, missing) as metrics,
             Signals(display.say) as signals,
-            Watchdog(workdir, jax.process_index()) as watchdog,
+            Watchdog(functools.partial(store.write_stacks, jax.process_index())) as watchdog,
             Profiler(run.config.profile, workdir, metrics.write) as profiler,
         ):
-            if isinstance(workdir, BucketPath):
-                checkpoints.before_manifest = metrics.flush
+            checkpoints.before_manifest = metrics.flush
             metrics.start(
                 start.step,
                 start_time,
@@ -164,7 +155,7 @@ def train(
             )
             # A run.json without this event would look like a run whose metrics were lost.
             metrics.flush()
-            _record_start(workdir, opened, start, tokenizer, checkpoints, metrics, display)
+            _record_start(store, opened, start, tokenizer, checkpoints, metrics, display)
 
             # ---- Hooks
             trainer = Trainer(run, data, start.cursors, make_step, _hook_error_policy(run, metrics))
@@ -180,7 +171,7 @@ def train(
                     hooks.StopHook(trainer, signals),
                     hooks.ProfilerHook(profiler),
                     hooks.IncidentsHook(incidents),
-                    hooks.OperatorsHook(workdir, metrics),
+                    hooks.OperatorsHook(store, metrics),
                     hooks.DisplayHook(display),
                 ),
                 epochs=epochs_of_stages(data),
@@ -200,7 +191,7 @@ def train(
                     trainer, start.state, start.step, rewinder, watchdog
                 )
             except Halted as halt:
-                return _end_with_dump(trainer, start.cursors, halt, workdir, metrics)
+                return _end_with_dump(trainer, start.cursors, halt, store, metrics)
             checkpoints.wait()
             saving.write_events()
             is_saved = broadcast_from_process_0(lambda: step in checkpoints.steps())
@@ -257,11 +248,7 @@ class _OpenedFolder(NamedTuple):
 
 
 def _open_folder(
-    run: ResolvedRun,
-    data: Sequence[Data],
-    workdir: pathlib.Path | BucketPath,
-    restart: bool,
-    lock: RunLock | Lease,
+    run: ResolvedRun, data: Sequence[Data], store: RunStore, restart: bool
 ) -> _OpenedFolder:
     """Locks the folder, moves an old run to before-TIME if `restart` is true, and compares the run
     with run.json. Process 0 does this for all processes.
@@ -269,13 +256,13 @@ def _open_folder(
     Raises:
       UserError: another process trains in the folder, or it has the files of another run.
     """
-    config = run.config
+    config, workdir = run.config, store.workdir
     is_new = broadcast_from_process_0(lambda: restart or not complete_steps(workdir))
     files = run_on_all(lambda: origin.stamp_init_from(config.train.init_from) if is_new else "")
 
     def open_folder():
         if restart:
-            move_aside(workdir)
+            store.move_aside()
         parent = preflight.find_parent(config.train, config.optimizer, workdir)
         origin.check_recorded_files(workdir, files)
         source = origin.find_source(config.train.init_from, parent, files) if is_new else {}
@@ -283,20 +270,9 @@ def _open_folder(
         tokens = data[0].tokenizer.fingerprint
         return parent, *open_run(workdir, config, fingerprints, tokens, parent, source)
 
-    parent, record, changes = broadcast_from_process_0(lambda: lock.run_locked(open_folder))
+    parent, record, changes = broadcast_from_process_0(lambda: store.run_locked(open_folder))
     check_shared_folder(workdir, config.parallel.start_timeout)
     return _OpenedFolder(parent, files, record, changes)
-
-
-def _open_checkpoints(
-    workdir: pathlib.Path | BucketPath, run: ResolvedRun, lock: RunLock | Lease
-) -> Checkpoints:
-    stage_ends = [stage.last_step for stage in run.stages]
-    if isinstance(workdir, BucketPath):
-        from qwen3next_jax.runs.bucket_checkpoints import BucketCheckpoints
-
-        return BucketCheckpoints(workdir, run.config.checkpoint, stage_ends, lock)
-    return Checkpoints(workdir, run.config.checkpoint, stage_ends, run.assignment.frozen_paths)
 
 
 def _missing_evaluations(
@@ -360,7 +336,7 @@ def _first_state(
     data: Sequence[Data],
     workdir: pathlib.Path,
     opened: _OpenedFolder,
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointWriter,
     saved_step: int,
 ) -> _Start:
     """Loads the checkpoint after `saved_step` steps, or makes the first state if `saved_step` is 0.
@@ -416,11 +392,11 @@ def _bad_records(data: Sequence[Data]) -> list[list]:
 
 
 def _record_start(
-    workdir: pathlib.Path,
+    store: RunStore,
     opened: _OpenedFolder,
     start: _Start,
     tokenizer: Tokenizer,
-    checkpoints: Checkpoints,
+    checkpoints: CheckpointWriter,
     metrics: MetricsFile,
     display: Display,
 ) -> None:
@@ -428,9 +404,8 @@ def _record_start(
     record, changes = opened.record, opened.changes
     if record:
         record = record | {"data": [cursor and cursor._asdict() for cursor in start.cursors]}
-    broadcast_from_process_0(lambda: write_run_record(workdir, record, tokenizer, start.is_new))
-    if isinstance(workdir, BucketPath):
-        checkpoints.set_run(broadcast_from_process_0(lambda: run_id(workdir)) or "")
+    broadcast_from_process_0(lambda: store.write_run_and_tokenizer(record, tokenizer, start.is_new))
+    checkpoints.set_run()
     if start.continues_parent:  # with this checkpoint the branch no longer needs its parent
         checkpoints.save(start.step, start.state)
         checkpoints.wait()
@@ -600,7 +575,7 @@ def _end_with_dump(
     trainer: Trainer,
     cursors: DataCursors,
     halt: Halted,
-    workdir: pathlib.Path,
+    store: RunStore,
     metrics: MetricsFile,
 ) -> ExitCode:
     """Writes a dump of the inputs of the step at which the guards halted the run, and a "stop"
@@ -608,7 +583,7 @@ def _end_with_dump(
     """
     stage_index = stage_number(cursors, halt.step)
     index = cursors[stage_index].batch(halt.step, int(halt.state["guards"]["data_offset"]))
-    folder, documents = write_dump(workdir, trainer.run.config, trainer.data, index, halt)
+    folder, documents = write_dump(store, trainer.run.config, trainer.data, index, halt)
     metrics.write(
         "stop",
         halt.step,

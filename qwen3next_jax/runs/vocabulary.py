@@ -3,7 +3,8 @@
 import pathlib
 from typing import Any
 
-from qwen3next_jax.runs.folder import is_restart_unfinished, trained_run
+from qwen3next_jax.runs.folder import trained_run
+from qwen3next_jax.runs.store import open_store
 
 
 def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = None) -> None:
@@ -26,7 +27,9 @@ def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = N
     data = values.get("data", {})
     if model.get("vocab_size") != 0 or data.get("source", "text") != "text":
         return
-    record = trained_run(workdir) if workdir and not is_restart_unfinished(workdir) else None
+    record = None
+    if workdir and not open_store(workdir).is_restart_unfinished():
+        record = trained_run(workdir)
     if record is not None:
         trained = record["config"]["model"]
         model["vocab_size"] = trained["vocab_size"]

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError, did_you_mean, require, require_path
-from qwen3next_jax.common.storage import BucketPath
+from qwen3next_jax.common.storage import BucketPath, is_bucket
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.compatibility import weights_differ
@@ -30,13 +30,7 @@ from qwen3next_jax.data.tokens import same_tokens
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
 from qwen3next_jax.runs import origin
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import (
-    config_of,
-    not_writable,
-    read_run,
-    require_run_path,
-    write_run_record,
-)
+from qwen3next_jax.runs.folder import config_of, read_run
 from qwen3next_jax.runs.preflight import (
     NOT_STRUCTURE,
     Parent,
@@ -45,6 +39,8 @@ from qwen3next_jax.runs.preflight import (
     newest_complete_step,
     split_step,
 )
+from qwen3next_jax.runs.store.local import LocalStore
+from qwen3next_jax.runs.store.store import not_writable
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.trained.load import tokenizer_of_run
@@ -343,10 +339,10 @@ def _abstract_state(config: Config, assignment: Assignment, mesh: Mesh) -> State
 def require_new_run(out: pathlib.Path | BucketPath) -> None:
     """Raises UserError unless a merged run can be written to the new folder `out`."""
     require(
-        not isinstance(out, BucketPath),
+        not is_bucket(out),
         f"--out={out}: a merged run is written to a file system: give a folder there, and copy it",
     )
-    require_run_path(f"--out={out}", out)
+    LocalStore(out).check(f"--out={out}")
     require(
         not os.path.lexists(out),
         f"--out={out}: already there: expected a new folder; choose another, or remove it first",
@@ -380,19 +376,19 @@ def write_merged_run(
     record |= {"merged": merged, "id": uuid.uuid4().hex, "changes": []}
     tokenizer = tokenizer_of_run(last.folder, last.record)
     partial = _PartialRun(out)
+    store = LocalStore(partial.folder)
 
     def begin() -> None:
         partial.begin()
-        write_run_record(partial.folder, record, tokenizer, new=True)
-        with MetricsFile(partial.folder / "metrics.jsonl", last.step) as metrics:
+        store.write_run_and_tokenizer(record, tokenizer, new=True)
+        with MetricsFile(store.open_events(), last.step) as metrics:
             metrics.write("merged", last.step, merged=merged)
 
     broadcast_from_process_0(begin)
     frozen_paths = _assignment(last.config).frozen_paths
-    with Checkpoints(
-        partial.folder, last.config.checkpoint, frozen_paths=frozen_paths
-    ) as checkpoints:
+    with store.open_checkpoints(last.config.checkpoint, frozen_paths=frozen_paths) as checkpoints:
         checkpoints.begin(last.step)
+        checkpoints.set_run()
         checkpoints.save(last.step, state)
         checkpoints.wait()
         events = checkpoints.events()

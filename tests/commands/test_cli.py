@@ -18,7 +18,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
 from qwen3next_jax.config.describe import list_settings
 from qwen3next_jax.config.files import apply_overrides, load_config_file
-from qwen3next_jax.runs.folder import write_run
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 from qwen3next_jax.sweeps.points import load_sweep
 
@@ -361,7 +361,7 @@ def test_a_run_that_goes_on_keeps_its_vocabulary_when_its_parent_is_gone(tmp_pat
     # no parent is no reason to read bytes
     with pytest.raises(UserError, match="train.init_from = .*gone: it does not exist here"):
         fill_from_tokenizer(values, tmp_path)
-    write_run(tmp_path, {"config": {"model": {"vocab_size": 2000, "eos_token_id": 7}}})
+    open_store(tmp_path).write_run({"config": {"model": {"vocab_size": 2000, "eos_token_id": 7}}})
     (tmp_path / "checkpoints/4").mkdir(parents=True)
     fill_from_tokenizer(values, tmp_path)
     assert (values["model"]["vocab_size"], values["model"]["eos_token_id"]) == (2000, 7)

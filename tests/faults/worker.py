@@ -76,8 +76,8 @@ def _train(spec: dict) -> int:
 
 def _prepare_faults(spec: dict) -> None:
     from qwen3next_jax.data.pipeline import TextData
-    from qwen3next_jax.runs.bucket_checkpoints import BucketCheckpoints
-    from qwen3next_jax.runs.checkpoint import Checkpoints
+    from qwen3next_jax.runs.store.bucket_checkpoints import BucketCheckpoints
+    from qwen3next_jax.runs.store.local_checkpoints import LocalCheckpoints
 
     progress = (
         os.open(spec["progress"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -109,29 +109,29 @@ def _prepare_faults(spec: dict) -> None:
 
     TextData.batches = spoiled
     if progress is not None:
-        folders = BucketCheckpoints if "://" in spec["workdir"] else Checkpoints
+        folders = BucketCheckpoints if "://" in spec["workdir"] else LocalCheckpoints
         save = folders.save
         folders.save = told
 
 
 def _tell_moves(progress: int, pace: float) -> None:
-    from qwen3next_jax.runs import train as runs_train
+    from qwen3next_jax.runs.store.local import LocalStore
 
-    rename, move_aside = pathlib.Path.rename, runs_train.move_aside
+    rename, move_aside = pathlib.Path.rename, LocalStore.move_aside
 
     def told_rename(path, target):
         os.write(progress, b"move\n")
         time.sleep(pace)
         return rename(path, target)
 
-    def told_move(workdir):
+    def told_move(store):
         pathlib.Path.rename = told_rename
         try:
-            move_aside(workdir)
+            move_aside(store)
         finally:
             pathlib.Path.rename = rename
 
-    runs_train.move_aside = told_move
+    LocalStore.move_aside = told_move
 
 
 def _marked(segment_ids, mark):

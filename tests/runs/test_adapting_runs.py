@@ -23,10 +23,11 @@ from qwen3next_jax.config import (
 from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.runs.branching import describe
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.runs.folder import read_run, write_run
+from qwen3next_jax.runs.folder import read_run
 from qwen3next_jax.runs.origin import find_base
 from qwen3next_jax.runs.preflight import check, find_parent
 from qwen3next_jax.runs.start import prepare_start, start_state
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.training.stages import open_stages
 from tests.in_process import dry_run, resolved, train
@@ -134,7 +135,7 @@ def test_the_base_of_an_adapter_is_the_directory_that_holds_its_matrices(base, f
         if parent:
             own = {"path": str(parent), "step": 2, "manifest": "", "run": read_run(parent)["id"]}
             of["parent"] = own
-        write_run(folder, of | record)
+        open_store(folder).write_run(of | record)
         return folder
 
     trained, direct = copy("trained", of_base), copy("direct", of_adapters)

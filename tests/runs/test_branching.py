@@ -34,9 +34,10 @@ from qwen3next_jax.config.run import MuonConfig, SyntheticConfig
 from qwen3next_jax.model.gated_attention import GatedAttention
 from qwen3next_jax.runs import branching, checkpoint, manifest, preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.runs.folder import read_run, write_run
+from qwen3next_jax.runs.folder import read_run
 from qwen3next_jax.runs.origin import Origin, find_origin, find_source
 from qwen3next_jax.runs.start import start_state
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.trained import load as trained_load
 from qwen3next_jax.trained.load import load_model
 from qwen3next_jax.training.stages import open_stages
@@ -249,7 +250,7 @@ def test_what_is_loaded_is_what_was_digested(parent, tmp_path, monkeypatch, when
         monkeypatch.undo()
         shutil.rmtree(theirs / "checkpoints" / str(BRANCHED))
         if change == "replaced":
-            with Checkpoints(theirs, CheckpointConfig()) as checkpoints:
+            with open_store(theirs).open_checkpoints(CheckpointConfig()) as checkpoints:
                 checkpoints.save(BRANCHED, other)
 
     def digested(*args, looks=manifest.find_damage, **kwargs):
@@ -290,8 +291,8 @@ def test_a_run_exchanged_while_it_is_read_is_refused(parent, tmp_path, monkeypat
     state = saved(parent, STEPS)
     state["params"] = jax.tree.map(lambda leaf: leaf + 1, state["params"])
     shutil.rmtree(other / "checkpoints")
-    write_run(other, read_run(other) | {"id": "other"})
-    with Checkpoints(other, CheckpointConfig()) as checkpoints:
+    open_store(other).write_run(read_run(other) | {"id": "other"})
+    with open_store(other).open_checkpoints(CheckpointConfig()) as checkpoints:
         checkpoints.save(STEPS, state)
 
     def then_exchanged(function):
@@ -333,7 +334,7 @@ def test_a_run_records_what_its_parent_began_with(tmp_path):
     """So the folders of the runs before it need not be kept."""
     for source in (None, {"path": f"{tmp_path}/hf", "form": "qwen3_5"}):
         (tmp_path / "first").mkdir(exist_ok=True)
-        write_run(tmp_path / "first", {"source": source})
+        open_store(tmp_path / "first").write_run({"source": source})
         origin = Origin(source and tmp_path / "hf", source["form"] if source else "")
         assert find_origin(tmp_path / "first") == origin
         parent = {"path": f"{tmp_path}/first"}
@@ -358,7 +359,7 @@ def test_settings_that_give_weights_their_meaning_are_compared_wherever_they_are
     abstract_model(bound)  # without the folder of this mixer, the test ends here
     shutil.copytree(parent, folder)
     trained = dataclasses.replace(CONFIG, model=bound)
-    write_run(folder, read_run(folder) | {"config": to_dict(trained)})
+    open_store(folder).write_run(read_run(folder) | {"config": to_dict(trained)})
     begins = dataclasses.replace(CONFIG.train, init_from=str(folder))
 
     def start(model):
@@ -411,6 +412,6 @@ def test_a_branch_killed_before_it_was_saved_begins_with_the_step_that_it_began_
     begun = {"step": BRANCHED, "manifest": "0" * 20, "path": str(parent), "run": "0"}
     (tmp_path / "metrics.jsonl").write_text('{"event": "train", "step": 1, "time": 1.0}\n')
     (tmp_path / "checkpoints" / "11").mkdir(parents=True)  # of which the manifest is not there yet
-    write_run(tmp_path, {"parent": begun})
+    open_store(tmp_path).write_run({"parent": begun})
     found = preflight.find_parent(config.train, config.optimizer, tmp_path)
     assert found["step"] == BRANCHED and found.keys() == begun.keys()

@@ -28,11 +28,11 @@ from qwen3next_jax.data import remote_shard
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.interop.huggingface import load_hf, save_hf
 from qwen3next_jax.processes import supervisor
-from qwen3next_jax.runs import checkpoint as checkpoint_module
-from qwen3next_jax.runs.bucket_checkpoints import BucketCheckpoints
 from qwen3next_jax.runs.checkpoint import load_trained
-from qwen3next_jax.runs.lease import Lease
-from qwen3next_jax.runs.metrics_pieces import MetricsPieces
+from qwen3next_jax.runs.store import arrays
+from qwen3next_jax.runs.store.bucket_checkpoints import BucketCheckpoints
+from qwen3next_jax.runs.store.bucket_events import BucketEvents
+from qwen3next_jax.runs.store.lease import Lease
 from tests.bucket import Bucket
 from tests.in_process import train
 
@@ -125,7 +125,7 @@ def test_one_process_has_the_lease_and_who_lost_it_writes_nothing(bucket, monkey
     monkeypatch.setattr(Lease, "end_process", lambda self, code, _: ended.append(code))
     first, second = Lease(workdir, patience), Lease(workdir, patience)
     first.run_locked(lambda: None)
-    pieces = MetricsPieces(workdir / "metrics.jsonl", first, patience)
+    pieces = BucketEvents(workdir / "metrics.jsonl", first, patience)
     pieces.append(b'{"event": "train", "step": 1, "time": 1}\n')
     pieces.flush()
     with pytest.raises(UserError, match="another process"):
@@ -134,8 +134,8 @@ def test_one_process_has_the_lease_and_who_lost_it_writes_nothing(bucket, monkey
     first._thread.join()
     second.run_locked(lambda: None)
     content = (workdir / "metrics/000000.jsonl").read_bytes()
-    successor = MetricsPieces(workdir / "metrics.jsonl", second, patience)
-    successor.keep(lambda event: True, lambda event: True)
+    successor = BucketEvents(workdir / "metrics.jsonl", second, patience)
+    successor.keep(1)
     successor.close()
     pieces.append(b'{"event": "train", "step": 2, "time": 2}\n')
     with pytest.raises(Conflict):
@@ -245,7 +245,7 @@ def test_the_owner_of_a_lock_is_printed_without_control_characters(bucket, capfd
 def test_a_bucket_that_turns_read_only_prints_no_traceback(bucket, monkeypatch, capfd):
     """The writes of a failed save end when Orbax's event loop is closed."""
     workdir, ended, raised = to_path("gs://bucket/[run]*"), [], []
-    monkeypatch.setattr(checkpoint_module, "_print_before", raised.append)
+    monkeypatch.setattr(arrays, "_print_before", raised.append)
     monkeypatch.setattr(Lease, "end_process", lambda self, code, _: ended.append(code) or 1 / 0)
     state = {f"{i}": jax.numpy.arange(1000.0) for i in range(60)}
     with Lease(workdir, 1.2) as lease:

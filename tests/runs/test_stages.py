@@ -12,6 +12,7 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.events import read_events
 from qwen3next_jax.config import Config, DataConfig, Stage, TrainConfig, from_dict, to_dict
 from qwen3next_jax.runs import folder
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.training.stages import (
     DataCursor,
     after_rewind,
@@ -135,7 +136,7 @@ def test_resumed_around_a_boundary_it_is_the_run_that_was_resumed_at_one(staged,
 )
 def test_only_what_comes_may_change(tmp_path, config, message):
     (tmp_path / "checkpoints" / "15").mkdir(parents=True)
-    folder.write_run(tmp_path, {"config": to_dict(STAGED)})
+    open_store(tmp_path).write_run({"config": to_dict(STAGED)})
     if message:
         with pytest.raises(UserError, match=message):
             folder.check_settings(tmp_path, config)

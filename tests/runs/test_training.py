@@ -41,8 +41,9 @@ from qwen3next_jax.interop.huggingface import load_params, save_hf, stamp_hf
 from qwen3next_jax.model import declared
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.runs.folder import read_run, write_run_record
+from qwen3next_jax.runs.folder import read_run
 from qwen3next_jax.runs.start import start_state
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.trained.load import load_model
 from qwen3next_jax.training import stages
@@ -313,8 +314,7 @@ def test_a_run_keeps_its_tokenizer_and_exports_its_end_token(
     )
     shutil.copytree(finished, tmp_path / "run")
     tokenizer = load_tokenizer(moved.data.tokenizer)
-    write_run_record(
-        tmp_path / "run",
+    open_store(tmp_path / "run").write_run_and_tokenizer(
         read_run(tmp_path / "run") | {"config": to_dict(moved), "tokenizer": tokenizer.fingerprint},
         tokenizer,
         new=False,
@@ -407,7 +407,7 @@ def test_a_run_reads_the_tokens_of_the_model_that_it_begins_with(config, finishe
     save_hf(model, tmp_path / "hf of swapped", swapped)
     shutil.copytree(finished, tmp_path / "run of swapped")
     record = read_run(tmp_path / "run of swapped") | {"tokenizer": swapped.fingerprint}
-    write_run_record(tmp_path / "run of swapped", record, swapped, new=False)
+    open_store(tmp_path / "run of swapped").write_run_and_tokenizer(record, swapped, new=False)
     for parent in ("hf of swapped", "run of swapped"):
         assert taken(begins(tmp_path / parent)) == swapped.fingerprint
         assert taken(begins(tmp_path / parent, str(file))) == swapped.fingerprint
@@ -451,7 +451,7 @@ def test_more_than_ten_layers_without_a_period_come_back_in_order(config, tmp_pa
         resolved(long).abstract_state,
     )
     state["step"] = jnp.int32(1)
-    with Checkpoints(tmp_path, CheckpointConfig(keep_last=2)) as checkpoints:
+    with open_store(tmp_path).open_checkpoints(CheckpointConfig(keep_last=2)) as checkpoints:
         checkpoints.save(1, state)
     with Checkpoints(tmp_path) as checkpoints:
         _same(checkpoints.restore(1, resolved(long).abstract_state), state)

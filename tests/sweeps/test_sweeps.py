@@ -23,6 +23,7 @@ from qwen3next_jax.evals.heldout import Heldout
 from qwen3next_jax.model.flops import flops_per_token, parameter_counts
 from qwen3next_jax.sweeps import points, runner
 from qwen3next_jax.sweeps.check import check_points, check_settings
+from qwen3next_jax.sweeps.folder import open_folder
 from qwen3next_jax.sweeps.points import load_sweep, manifest
 from qwen3next_jax.sweeps.report import report
 from qwen3next_jax.sweeps.results import (
@@ -557,14 +558,15 @@ def test_a_signal_that_comes_while_a_point_is_being_started_reaches_it(tmp_path,
 
 def test_a_second_runner_leaves_the_report_of_the_first_alone(tmp_path, monkeypatch):
     r, _, after = _runner(tmp_path, monkeypatch, "")
-    held = r._lock()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(UserError, match="another runner, or a point it left, is at work there"):
+    with (
+        open_folder(r.workdir).locked(),
+        pytest.raises(UserError, match="another runner, or a point it left, is at work there"),
+    ):
         r.run()
     assert not after and handlers == [
         signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
     ]
-    os.close(held)
 
 
 def _wait(condition, seconds=120):

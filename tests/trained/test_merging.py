@@ -22,7 +22,8 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import read_run, write_run
+from qwen3next_jax.runs.folder import read_run
+from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sharding.mesh import make_mesh, single_device_mesh
 from qwen3next_jax.trained import merging
 from qwen3next_jax.trained.merging import (
@@ -220,7 +221,7 @@ def test_runs_that_do_not_fit_are_refused(run, tmp_path):
         record = read_run(run)
         for group, values in (of_config or {}).items():
             record["config"][group] |= values
-        write_run(folder, record | entries)
+        open_store(folder).write_run(record | entries)
         return f"{folder}@2"
 
     lora = dataclasses.asdict(LoRAConfig(rank=2))

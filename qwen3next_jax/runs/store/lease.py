@@ -14,7 +14,6 @@ Every process of a run has such a thread; only that of process 0 writes.
 
 import json
 import os
-import pathlib
 import socket
 import sys
 import threading
@@ -32,7 +31,7 @@ from qwen3next_jax.common.errors import (
     require,
     warn,
 )
-from qwen3next_jax.common.storage import ABSENT, BucketPath, Conflict, Unavailable
+from qwen3next_jax.common.storage import ABSENT, BucketPath, Conflict
 
 _LONGEST = 30.0  # seconds
 _LARGEST = 1 << 16  # bytes of the object
@@ -260,15 +259,3 @@ class Lease:
 def _owner(record: dict[str, Any]) -> str:
     """Returns what a lock says of its owner, in one line."""
     return one_line(f"process {record.get('process')} on {record.get('host')}")
-
-
-def open_lock(workdir: pathlib.Path | BucketPath, patience: float, is_owner: bool) -> Any:
-    """Returns the lock of a run's folder: a `Lease` in a bucket, a `RunLock` elsewhere."""
-    if isinstance(workdir, BucketPath):
-        return Lease(workdir, patience, is_owner)
-    from qwen3next_jax.runs.folder import RunLock
-
-    return RunLock(workdir)
-
-
-__all__ = ["Lease", "Unavailable", "open_lock"]

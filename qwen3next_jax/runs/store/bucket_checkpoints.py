@@ -14,53 +14,54 @@ import random
 import threading
 import time
 import uuid
-from typing import Any
+from collections.abc import Container
 
 import jax
+import orbax.checkpoint as ocp
 
 from qwen3next_jax.common.errors import ExitCode, one_line, warn
 from qwen3next_jax.common.storage import ABSENT, BucketPath, Conflict
+from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
-from qwen3next_jax.runs.checkpoint import (
+from qwen3next_jax.runs.folder import run_id
+from qwen3next_jax.runs.store.arrays import (
     SAVE_ERRORS,
-    Checkpoints,
     OrbaxPath,
     check_chunks,
     count_chunks,
     make_checkpointer,
     with_text_keys,
 )
-from qwen3next_jax.runs.folder import run_id
-from qwen3next_jax.runs.lease import Lease
+from qwen3next_jax.runs.store.checkpoints import CheckpointWriter, Events
+from qwen3next_jax.runs.store.lease import Lease
 from qwen3next_jax.training.state import State
 
-Events = list[tuple[str, int, dict[str, Any]]]
 
-
-class BucketCheckpoints(Checkpoints):
+class BucketCheckpoints(CheckpointWriter):
     """The checkpoints of a run that trains in a bucket. `save` copies the state to the memory of
-    the host and returns; everything else happens in a thread.
-
-    Attributes:
-      before_manifest: called in that thread before a manifest is written. The run sets it to write
-        its metrics first, so that no checkpoint is newer than the record of its steps.
+    the host and returns; everything else happens in a thread, which repeats a save that fails.
     """
 
-    def __init__(self, workdir: BucketPath, retention, keep_steps, lease: Lease):
-        super().__init__(workdir, retention, keep_steps)
-        self.before_manifest = lambda: None
+    def __init__(
+        self,
+        workdir: BucketPath,
+        retention: CheckpointConfig,
+        keep_steps: Container[int],
+        lease: Lease,
+    ):
+        """Opens the checkpoints of the run in `workdir`.
+
+        Args:
+          retention, keep_steps: as for `CheckpointWriter`.
+          lease: the run's lock.
+        """
+        super().__init__(workdir, retention, keep_steps, make_checkpointer(in_background=True))
         self._lease = lease
         self._known: set[int] | None = None  # the steps that have a checkpoint
         self._known_lock = threading.Lock()
-        self._run, self._process = "", uuid.uuid4().hex[:8]
+        self._process = uuid.uuid4().hex[:8]
         lease.on_end(self._describe_unsaved)
-
-    def set_run(self, run: str) -> None:
-        """Sets the id of the run. Call this method after run.json is written: before that, run.json
-        may hold the id of another run.
-        """
-        self._run = run
 
     def steps(self) -> list[int]:
         with self._known_lock:
@@ -122,23 +123,21 @@ class BucketCheckpoints(Checkpoints):
             return []
         with self._known_lock:
             self._known.add(step)
-        seconds = round(time.perf_counter() - start_time, 3)
-        saved = ("checkpoint", step, {"seconds": seconds, "bytes": size})
-        try:
-            self._lease.confirm()
-            return [saved, *self._delete_old(step)]
-        except OSError as error:
-            warn(f"{self.directory}: an old checkpoint could not be deleted ({error.strerror})")
-            return [saved]
+        return self._end_save(step, start_time, size)
+
+    def _delete_old(self, newest: int) -> Events:
+        self._lease.confirm()
+        return super()._delete_old(newest)
 
     def _write(self, step: int, attempt: str, state: State) -> int:
         """Makes one attempt to write a checkpoint. Returns its size in bytes."""
-        arrays = self.directory.parent / "arrays" / attempt
-        self._checkpointer.save(OrbaxPath(arrays), args=_save_arguments(state))
+        arrays = self.workdir / "arrays" / attempt
+        self._checkpointer.save(OrbaxPath(arrays), args=ocp.args.PyTreeSave(state))
         self._checkpointer.wait_until_finished()
         if not is_process_0():
             return 0
-        check_chunks(arrays, count_chunks(state))
+        place = {"driver": "gcs", "bucket": arrays.bucket, "path": f"{arrays.key}/"}
+        check_chunks(place, count_chunks(state))
         self.before_manifest()
         self._lease.confirm()
         folder = self.directory / str(step)
@@ -162,7 +161,6 @@ class BucketCheckpoints(Checkpoints):
     # ---- files
 
     def _delete(self, step: int) -> None:
-        """Deletes the checkpoint of a step: first its manifest, then its arrays."""
         folder = self.directory / str(step)
         arrays = manifest.arrays_folder(folder)
         # Without the manifest there is no checkpoint; a process that is killed now leaves files
@@ -173,11 +171,10 @@ class BucketCheckpoints(Checkpoints):
             self._known.discard(step)
 
     def _remove_leftovers(self) -> None:
-        """Deletes the arrays of this run that no manifest names. A save or a deletion that was
-        killed left them behind. If a manifest of a step names no arrays because it is damaged, all
-        arrays of this step stay.
+        """Deletes the arrays of this run that no manifest names. If a manifest of a step names no
+        arrays because it is damaged, all arrays of this step stay.
         """
-        workdir = self.directory.parent
+        workdir = self.workdir
         run = run_id(workdir) or ""
         attempts: dict[str, list[str]] = {}  # step → the names of the folders of its attempts
         for path in (workdir / "arrays").iterdir():
@@ -209,10 +206,8 @@ class BucketCheckpoints(Checkpoints):
                     (workdir / "arrays" / name).remove_tree()
 
     def _move_aside(self, step: int) -> None:
-        """Moves the manifest of a checkpoint to WORKDIR/damaged, and keeps only the newest
-        `keep_last` checkpoints there.
-        """
-        workdir, source = self.directory.parent, self.directory / str(step) / manifest.NAME
+        """Moves the manifest alone."""
+        workdir, source = self.workdir, self.directory / str(step) / manifest.NAME
         if source.is_file():
             target = workdir / "damaged" / f"{step}-{time.time_ns()}" / manifest.NAME
             target.write_bytes(source.read_bytes())
@@ -226,12 +221,6 @@ class BucketCheckpoints(Checkpoints):
             (old / manifest.NAME).unlink(missing_ok=True)
             if arrays.parent == workdir / "arrays":
                 arrays.remove_tree()
-
-
-def _save_arguments(state: State):
-    import orbax.checkpoint as ocp
-
-    return ocp.args.PyTreeSave(state)
 
 
 def _copy_to_host(state: State) -> State:

@@ -15,26 +15,25 @@ before cannot change the record.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any
 
 from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import ExitCode, warn
 from qwen3next_jax.common.events import is_valid_event, piece_paths
 from qwen3next_jax.common.storage import ABSENT, BucketPath, Conflict
-from qwen3next_jax.runs.lease import Lease
+from qwen3next_jax.runs.store.events import Before, EventLog, is_kept
+from qwen3next_jax.runs.store.lease import Lease
 
 _PIECE = 1 << 20  # bytes
 _INTERVAL = 5.0  # seconds between two writes; a store takes one write a second to one object
 
-Event = dict[str, Any]
 
-
-class MetricsPieces:
-    """The pieces of one run's metrics.jsonl."""
+class BucketEvents(EventLog):
+    """metrics.jsonl in a bucket, in pieces, which a thread writes."""
 
     def __init__(self, path: BucketPath, lease: Lease, patience: float):
-        """Makes the pieces without reading any. Call `keep` before the first `append`.
+        """Begins the thread, without reading any piece.
 
         Args:
           path: WORKDIR/metrics.jsonl, the name by which readers know the pieces.
@@ -52,28 +51,26 @@ class MetricsPieces:
         self._thread = threading.Thread(target=self._write_often, name="metrics", daemon=True)
         self._thread.start()
 
-    def keep(self, is_kept: Callable[[Event], bool], is_last: Callable[[Event], bool]) -> Event:
-        """Removes the events that are not kept. It reads the pieces from the newest one back to the
-        first that holds an event for which `is_last` is true: all earlier events are kept.
-
-        Returns:
-          {"end": the time of the newest event before the removal, or None; "step": the step of the
-          newest "train" event before the removal, or 0}. Only events in the pieces that were read
-          count.
+    def keep(self, last_step: int, repeated: Collection[str] = ()) -> Before:
+        """Reads the pieces from the newest one back to the first that holds a "train" event of
+        `last_step` or an earlier step: all events before it are kept. The result counts only events
+        in the pieces that were read.
         """
         self.flush()
         with self._writing:
-            found = {"end": None, "step": None}
+            end, step = None, 0
             paths = piece_paths(self._path)
             for path in reversed(paths):
                 entry = path.entry()
                 content = path.read_bytes() if entry else b""
                 events = list(_events(content))
                 for _, event in reversed(events):
-                    found["end"] = found["end"] or event["time"]
-                    if event["event"] == "train" and found["step"] is None:
-                        found["step"] = event["step"]
-                kept = b"".join(line + b"\n" for line, event in events if is_kept(event))
+                    end = end or event["time"]
+                    if event["event"] == "train":
+                        step = step or event["step"]
+                kept = b"".join(
+                    line + b"\n" for line, event in events if is_kept(event, last_step, repeated)
+                )
                 version = entry.version if entry else ABSENT
                 # The newest piece is always written again: another process that still believes it
                 # has the lock then holds an old version of it.
@@ -82,18 +79,16 @@ class MetricsPieces:
                 if path == paths[-1] and path != self._path:
                     self._number, self._version = int(path.stem), version
                     self._content = kept
-                if any(is_last(event) for _, event in events):
+                if any(e["event"] == "train" and e["step"] <= last_step for _, e in events):
                     break
-        return {"end": found["end"], "step": found["step"] or 0}
+        return Before(end, step)
 
     def append(self, line: bytes) -> None:
-        """Takes a line, which a thread writes later."""
         with self._lock:
             self._pending += line
             self._lines += 1
 
     def flush(self) -> None:
-        """Returns when all lines that `append` took are written."""
         while not self._try_to_write():
             time.sleep(0.2)
 
@@ -165,7 +160,7 @@ class MetricsPieces:
         return f"{self._lines} events of metrics.jsonl" if self._lines else ""
 
 
-def _events(content: bytes) -> list[tuple[bytes, Event]]:
+def _events(content: bytes) -> list[tuple[bytes, dict[str, Any]]]:
     """Returns the lines of a piece that are events, with their events."""
     found = []
     for line in content.splitlines():
