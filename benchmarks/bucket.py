@@ -99,10 +99,16 @@ def _config(steps: int, every: int):
     )
 
 
+def train(config, workdir, **options) -> None:
+    from qwen3next_jax.runs import train as runs_train
+    from qwen3next_jax.runs.start import prepare_start
+
+    runs_train.train(prepare_start(config, workdir), **options)
+
+
 def requests(delay: float) -> None:
     from qwen3next_jax.common.storage import to_path
     from qwen3next_jax.reporting.page import write_report
-    from qwen3next_jax.runs.train import train
 
     workdir = to_path("gs://bucket/run")
     _silently(train, _config(BASE, BASE), workdir)
@@ -138,7 +144,7 @@ def requests(delay: float) -> None:
             for n, up, down in (found[name] for name in ("start", "steps", "save", "report"))
         ]
         print(f"| {checkpoints:,} | " + " | ".join(cells) + " |", flush=True)
-    _step_times(train)
+    _step_times()
 
 
 def _add_checkpoint(workdir, step: int, template: dict, with_arrays: bool) -> None:
@@ -154,7 +160,7 @@ def _add_checkpoint(workdir, step: int, template: dict, with_arrays: bool) -> No
     (workdir / f"checkpoints/{step}/manifest.json").write_text(json.dumps(record))
 
 
-def _step_times(train) -> None:
+def _step_times() -> None:
     """Steps with a save every 20, in a local folder and in the bucket, in turn."""
     from qwen3next_jax.common.events import read_events
     from qwen3next_jax.common.storage import to_path

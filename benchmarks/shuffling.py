@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args()
     from qwen3next_jax.common.events import read_events
+    from qwen3next_jax.runs.start import prepare_start
     from qwen3next_jax.runs.train import train
 
     losses = collections.defaultdict(list)
@@ -118,7 +119,7 @@ def main() -> None:
                 files = [{file for file, _ in reader[i].origins} for i in range(len(reader))]
                 alone = sum(len(found) == 1 for found in files) / len(files)
                 workdir = folder / f"run-{buffered}-{seed}"
-                train(config, workdir)
+                train(prepare_start(config, workdir))
                 heldout = [e for e in read_events(workdir / "metrics.jsonl")
                            if e["event"] == "heldout"]  # fmt: skip
                 losses[name].append(heldout[-1]["loss"])

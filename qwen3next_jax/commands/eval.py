@@ -11,7 +11,7 @@ from absl import flags
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.config.registry import EVALUATIONS, check_name
-from qwen3next_jax.runs.folder import recorded_config
+from qwen3next_jax.runs.record import recorded_config
 from qwen3next_jax.training import unused_settings
 
 get_config = cli.define_config_flag()

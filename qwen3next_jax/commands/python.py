@@ -77,13 +77,12 @@ def train(config: Config, workdir: str | pathlib.Path, restart: bool = False) ->
     Raises:
       UserError: the run cannot start, or it ended before its last step; metrics.jsonl says why.
     """
-    from qwen3next_jax.runs import preflight
     from qwen3next_jax.runs import train as runs_train
+    from qwen3next_jax.runs.start import prepare_start
 
     _require_config(config)
     workdir = with_patience(to_path(workdir, "workdir = "), config.checkpoint.patience)
-    preflight.check(config, workdir, restart)
-    code = runs_train.train(config, workdir, restart)
+    code = runs_train.train(prepare_start(config, workdir, restart))
     if code != ExitCode.DONE:
         raise UserError(
             f"{workdir}: the run ended before its last step (exit code {int(code)}, "

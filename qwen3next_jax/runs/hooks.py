@@ -16,10 +16,10 @@ from qwen3next_jax.data.pipeline import Epoch
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import StopVote, broadcast_from_process_0
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
+from qwen3next_jax.runs.checks import SAMPLE_TEMPERATURE
 from qwen3next_jax.runs.display import Display
 from qwen3next_jax.runs.incidents import Incidents
 from qwen3next_jax.runs.profiling import Profiler
-from qwen3next_jax.runs.start import SAMPLE_TEMPERATURE
 from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
 from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
@@ -140,9 +140,9 @@ class OperatorsHook(Hook):
             self._operators.setdefault((decision.operator, decision.implementation, why), entry)
         if len(self._operators) == number:
             return
-        values = {"operators": list(self._operators.values())}
-        self._metrics.write("operators", step - 1, **values)
-        broadcast_from_process_0(lambda: self._store.add_to_run(values))
+        operators = tuple(self._operators.values())
+        self._metrics.write("operators", step - 1, operators=list(operators))
+        broadcast_from_process_0(lambda: self._store.add_to_run(operators=operators))
 
 
 class MetricsHook(Hook):

@@ -4,7 +4,7 @@ its data and evaluations exist. It checks all points before any of them starts, 
 
 from qwen3next_jax.common.errors import Mistakes, require
 from qwen3next_jax.config.files import UserInput, find_file
-from qwen3next_jax.runs.start import check_without_devices
+from qwen3next_jax.runs.checks import check_without_devices
 from qwen3next_jax.sweeps.points import Point, Sweep
 from qwen3next_jax.training import unused_settings
 

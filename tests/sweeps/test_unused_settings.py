@@ -10,12 +10,13 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.files import UserInput, apply_overrides, load_config_file
 from qwen3next_jax.model.block import partial_ablations
-from qwen3next_jax.runs.folder import recorded_config
+from qwen3next_jax.runs.record import recorded_config
 from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sweeps import points, runner
 from qwen3next_jax.sweeps.check import check_settings
 from qwen3next_jax.sweeps.points import load_sweep
 from qwen3next_jax.training import unused_settings
+from tests.records import record
 
 ROOT = Path(__file__).parents[2]
 TINY, MQAR, STAGES = (f"configs/{name}.py" for name in ("tiny", "mqar", "stages"))
@@ -162,14 +163,14 @@ def test_a_run_that_has_begun_goes_on_with_what_it_has(tmp_path, overrides, mess
     config, settings = given(TINY, **overrides)
     with pytest.raises(UserError, match=message):
         unused_settings.check(config, settings, recorded_config(tmp_path))
-    open_store(tmp_path).write_run({"config": to_dict(config)})
+    open_store(tmp_path).write_run(record(config=to_dict(config)))
     unused_settings.check(config, settings, recorded_config(tmp_path))
     with pytest.raises(UserError, match=message):
         unused_settings.check(config, settings)
     changed = to_dict(config)
     changed["train"]["router_z_loss_weight"] = 0.2
     changed["data"]["path"], changed["model"]["mixer"]["prefix_tokens"] = "", 3
-    open_store(tmp_path).write_run({"config": changed})
+    open_store(tmp_path).write_run(record(config=changed))
     with pytest.raises(UserError, match=message):
         unused_settings.check(config, settings, recorded_config(tmp_path))
 
