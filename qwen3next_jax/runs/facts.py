@@ -147,11 +147,13 @@ def read_facts(
     restart = restart or store.is_restart_unfinished()
     folder = RunFolder(store.workdir) if restart else read_folder(store.workdir)
     init_from = config.train.init_from
-    data = with_tokenizer(config.data, init_from, folder)
-    source = tokens = None
-    if init_from and not folder.complete_steps:  # a resumed run does not read it
-        source = _read_source(init_from, folder)
-        tokens = _read_tokens(data, config.model.vocab_size, source)
+    # A resumed run does not read the model with which it began.
+    source = _read_source(init_from, folder) if init_from and not folder.complete_steps else None
+    data = config.data
+    if _lacks_tokenizer(data):
+        name = _tokenizer_of_start(folder, init_from, source)
+        data = dataclasses.replace(data, tokenizer=name)
+    tokens = _read_tokens(data, config.model.vocab_size, source) if source else None
     return Facts(
         folder,
         restart,
@@ -301,29 +303,39 @@ def require_saved(where: str, saved: SavedStep) -> None:
 # ---- Tokenizers
 
 
-def with_tokenizer(data: DataConfig, init_from: str, folder: RunFolder | None = None) -> DataConfig:
-    """Returns `data` with the name of a tokenizer in place of data.tokenizer = "". A resumed run
-    keeps its own tokenizer. A run that begins with the model in `train.init_from` takes that
-    model's tokenizer, and any other new run takes "bytes".
-
-    Args:
-      init_from: `train.init_from`.
-      folder: the folder of the run; None if the run is new.
+def with_tokenizer(data: DataConfig, init_from: str) -> DataConfig:
+    """Returns the settings `data` of a new run, with the name of a tokenizer in place of
+    data.tokenizer = "": that of the model in `train.init_from`, or "bytes" if `init_from` is "".
 
     Raises:
-      UserError: the Hugging Face directory `init_from` has no tokenizer.json, or a record of the
-        run in `folder` is missing.
+      UserError: `init_from` does not exist, or is a Hugging Face directory without tokenizer.json.
     """
-    if data.tokenizer or data.source not in TEXT_SOURCES:
+    if not _lacks_tokenizer(data):
         return data
-    if folder and (record := folder.trained_record()):
+    return dataclasses.replace(data, tokenizer=tokenizer_of_model(init_from))
+
+
+def _lacks_tokenizer(data: DataConfig) -> bool:
+    return not data.tokenizer and data.source in TEXT_SOURCES
+
+
+def _tokenizer_of_start(
+    folder: RunFolder, init_from: str, source: ParentRun | PretrainedModel | None
+) -> str:
+    """Returns the value of data.tokenizer for a run whose data.tokenizer is "". A resumed run keeps
+    its own tokenizer; a new run takes that of the model in `train.init_from`, or "bytes".
+
+    Raises:
+      UserError: `source` has no tokenizer.json, or a record of the run in `folder` is missing.
+    """
+    if record := folder.trained_record():
         name = record.read_config(folder.path).data.tokenizer or "bytes"
         copy = folder.path / "tokenizer"
-        if copy.exists() and not _has_fingerprint(name, record.tokenizer):
-            name = str(copy)
-    else:
-        name = tokenizer_of_model(init_from)
-    return dataclasses.replace(data, tokenizer=name)
+        is_same = not copy.exists() or _has_fingerprint(name, record.tokenizer)
+        return name if is_same else str(copy)
+    if isinstance(source, ParentRun):
+        return _tokenizer_of_run(source.folder, source.config)
+    return _tokenizer_of_directory(init_from, source.folder) if source else "bytes"
 
 
 def _has_fingerprint(name: str, fingerprint: str) -> bool:
@@ -347,6 +359,10 @@ def tokenizer_of_model(init_from: str) -> str:
     path, _ = split_step(init_from)
     if is_run(init_from):
         return _tokenizer_of_run(path, read_config(path))
+    return _tokenizer_of_directory(init_from, path)
+
+
+def _tokenizer_of_directory(init_from: str, path: pathlib.Path | BucketPath) -> str:
     file = path / "tokenizer.json"
     require(
         file.exists(),
