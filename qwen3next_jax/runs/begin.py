@@ -10,7 +10,7 @@ import jax
 from qwen3next_jax.common.errors import warn
 from qwen3next_jax.common.version import code_version
 from qwen3next_jax.data.pipeline import Data
-from qwen3next_jax.model.block import versions
+from qwen3next_jax.model.layer_properties import versions
 from qwen3next_jax.processes.distributed import (
     broadcast_from_process_0,
     check_shared_folder,

@@ -9,7 +9,7 @@ from qwen3next_jax.config import Config, EvalConfig, ModelConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.model.block import check_mixers
+from qwen3next_jax.model.layer_properties import check_mixers
 from qwen3next_jax.runs.facts import ParentRun, PretrainedModel
 from qwen3next_jax.runs.start import Start
 from qwen3next_jax.runs.versions import check_versions

@@ -21,7 +21,7 @@ from qwen3next_jax.training.stages import DataCursor
 
 # The format of run.json, and of all that lies beside it. Raise it when a folder that was written
 # before a change would be read wrongly after it.
-_FORMAT = 3
+_FORMAT = 4
 
 
 class Change(NamedTuple):

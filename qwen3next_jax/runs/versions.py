@@ -28,7 +28,7 @@ def check_versions(
     Raises:
       UserError: a version differs.
     """
-    from qwen3next_jax.model.block import versions
+    from qwen3next_jax.model.layer_properties import versions
 
     advice = "use the run with that code, or train anew in another --workdir"
     for name, version in versions(model).items():

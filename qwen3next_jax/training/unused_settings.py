@@ -131,7 +131,7 @@ def find_unused_in_layers(config: Config) -> dict[str, str]:
     """Returns setting → reason, for settings of mixers and evaluations that have no effect on a run
     of `config`. This function imports JAX.
     """
-    from qwen3next_jax.model.block import has_indexer, unread_by_mixers
+    from qwen3next_jax.model.layer_properties import has_indexer, unread_by_mixers
 
     unused = {f"model.{name}": why for name, why in unread_by_mixers(config.model).items()}
     if not has_indexer(config.model):
