@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 import sys
 
 import pytest
@@ -136,6 +137,17 @@ def test_one_file_of_the_library_knows_the_kernels():
         if room == "model":
             for name in ("default_backend", "platform_dependent", "tpu(", ".platform"):
                 assert name not in text, (path, name)
+
+
+def test_one_file_of_a_run_asks_where_its_folder_is():
+    """It makes the `RunStore`; everything else takes a disk and a bucket alike."""
+    asking = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if re.search(r"isinstance\([^)]*BucketPath", path.read_text())
+        and path.relative_to(PACKAGE).parts[0] in ("runs", "processes", "training", "commands")
+    }
+    assert asking == {"runs/store/__init__.py"}
 
 
 def test_configs_import_only_the_defaults_and_each_other():

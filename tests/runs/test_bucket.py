@@ -28,8 +28,9 @@ from qwen3next_jax.data import remote_shard
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.interop.huggingface import load_hf, save_hf
 from qwen3next_jax.processes import supervisor
+from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import load_trained
-from qwen3next_jax.runs.store import arrays
+from qwen3next_jax.runs.store import arrays, open_store
 from qwen3next_jax.runs.store.bucket_checkpoints import BucketCheckpoints
 from qwen3next_jax.runs.store.bucket_events import BucketEvents
 from qwen3next_jax.runs.store.lease import Lease
@@ -148,6 +149,43 @@ def test_one_process_has_the_lease_and_who_lost_it_writes_nothing(bucket, monkey
     second.__exit__()
     with Lease(workdir, 60) as third:  # released: it does not wait
         third.run_locked(lambda: None)
+
+
+def test_the_same_events_are_kept_on_a_disk_and_in_a_bucket(bucket, tmp_path):
+    lines = [
+        json.dumps({"event": kind, "step": step, "time": time})
+        for time, (kind, step) in enumerate(
+            [("start", 0), ("train", 1), ("train", 2), ("heldout", 2), ("stop", 3), ("train", 3)]
+        )
+    ]
+    text = "\n".join([*lines, '{"event": "tra'])
+    found = []
+    for workdir in (tmp_path, to_path("gs://bucket/run")):
+        (workdir / "metrics.jsonl").write_text(text)
+        with open_store(workdir) as store:
+            store.run_locked(lambda: None)
+            log = store.open_events()
+            before = log.keep(2, ["heldout"])
+            log.append(lines[2].encode() + b"\n")
+            log.close()
+        found.append((before, read_events(workdir / "metrics.jsonl")))
+    assert found[0] == found[1] and found[0][0] == (5, 3)
+    assert [(e["event"], e["step"]) for e in found[0][1]] == [
+        *(("start", 0), ("train", 1), ("train", 2), ("stop", 3), ("train", 2))
+    ]
+
+
+def test_a_folder_copied_into_a_bucket_is_compared_with_its_digests(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "PIECE", 100)
+    copy = to_path("gs://bucket/copy")
+    for name, size in {"empty": 0, "large": 250}.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    manifest.write_manifest(tmp_path)
+    for file in tmp_path.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    assert manifest.find_damage(copy) is None
+    (copy / "large").write_bytes(bytes(150) + b"1" + bytes(99))
+    assert "large is not what was written" in manifest.find_damage(copy)
 
 
 def test_the_owner_replaces_a_manifest_that_an_earlier_owner_wrote_late(bucket):

@@ -24,8 +24,10 @@ from qwen3next_jax.common import json_files
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.common.object_stores import set_fsspec_patience
 from qwen3next_jax.common.storage import BucketPath, check_bucket
+from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.record import run_id
+from qwen3next_jax.runs.store.events import EventLog
 from qwen3next_jax.runs.store.lease import Lease
 from qwen3next_jax.runs.store.store import RunStore
 
@@ -133,7 +135,7 @@ class BucketStore(RunStore):
 
     def open_checkpoints(
         self,
-        retention: Any,
+        retention: CheckpointConfig,
         keep_steps: Container[int] = (),
         frozen_paths: frozenset[str] = frozenset(),
     ) -> Any:
@@ -143,7 +145,7 @@ class BucketStore(RunStore):
         set_fsspec_patience(self._patience)
         return BucketCheckpoints(self.workdir, retention, keep_steps, self._lease)
 
-    def open_events(self) -> Any:
+    def open_events(self) -> EventLog:
         from qwen3next_jax.runs.store.bucket_events import BucketEvents
 
         return BucketEvents(self.workdir / "metrics.jsonl", self._lease, self._patience)

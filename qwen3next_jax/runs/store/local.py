@@ -20,6 +20,8 @@ from typing import Any
 
 from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.config import CheckpointConfig
+from qwen3next_jax.runs.store.events import EventLog
 from qwen3next_jax.runs.store.store import RunStore, not_writable
 
 # Names of the files and folders of a run.
@@ -155,7 +157,7 @@ class LocalStore(RunStore):
 
     def open_checkpoints(
         self,
-        retention: Any,
+        retention: CheckpointConfig,
         keep_steps: Container[int] = (),
         frozen_paths: frozenset[str] = frozenset(),
     ) -> Any:
@@ -163,7 +165,7 @@ class LocalStore(RunStore):
 
         return LocalCheckpoints(self.workdir, retention, keep_steps, frozen_paths)
 
-    def open_events(self) -> Any:
+    def open_events(self) -> EventLog:
         from qwen3next_jax.runs.store.local_events import LocalEvents
 
         return LocalEvents(self.workdir / "metrics.jsonl")

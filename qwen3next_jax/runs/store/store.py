@@ -20,7 +20,9 @@ from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, require_path
 from qwen3next_jax.common.storage import BucketPath, remove_tree, write_whole
+from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.runs.record import RunRecord, read_record, run_text
+from qwen3next_jax.runs.store.events import EventLog
 
 
 class RunStore(abc.ABC):
@@ -149,21 +151,21 @@ class RunStore(abc.ABC):
     @abc.abstractmethod
     def open_checkpoints(
         self,
-        retention: Any,
+        retention: CheckpointConfig,
         keep_steps: Container[int] = (),
         frozen_paths: frozenset[str] = frozenset(),
     ) -> Any:
         """Returns the `store.checkpoints.CheckpointWriter` of the run.
 
         Args:
-          retention: the settings `checkpoint`.
+          retention: the settings that say which checkpoints to keep.
           keep_steps: steps whose checkpoints are never deleted.
           frozen_paths: the paths of the parameters that the run does not change.
         """
 
     @abc.abstractmethod
-    def open_events(self) -> Any:
-        """Returns the `store.events.EventLog` that writes metrics.jsonl."""
+    def open_events(self) -> EventLog:
+        """Returns what writes the lines of metrics.jsonl."""
 
     @abc.abstractmethod
     def dump_folder(self, step: int) -> Any:
