@@ -27,7 +27,7 @@ from qwen3next_jax.commands import cli
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.model import declared
 from qwen3next_jax.runs.display import Display
-from qwen3next_jax.runs.incidents import Incidents
+from qwen3next_jax.runs.guard_flags import GuardFlags
 from qwen3next_jax.runs.store.local_events import LocalEvents
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.sharding.mesh import single_device_mesh
@@ -86,8 +86,8 @@ def main() -> None:
             console=Console(file=io.StringIO(), force_terminal=True, width=120),
         )
         metrics = MetricsFile(LocalEvents(pathlib.Path(folder) / "metrics.jsonl"), 0, [display])
-        incidents, throughput = (
-            Incidents(config.guards, config.model, (), metrics),
+        flags, throughput = (
+            GuardFlags(config.guards, config.model, (), metrics),
             Throughput(run, *run.stages, 1.0),
         )
         times: dict[str, list[float]] = {"bare": [], "real": [], "look": []}
@@ -100,7 +100,7 @@ def main() -> None:
                 state, values = real(state, batch)
                 jax.block_until_ready(state)
                 end = time.perf_counter()
-                incidents.check(step, values, state)
+                flags.check(step, values, state)
                 display.step(step)
                 for name, value in (
                     ("bare", middle - begun),

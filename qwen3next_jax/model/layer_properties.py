@@ -49,7 +49,7 @@ def check_mixers(config: ModelConfig) -> None:
 READ_BY_PART = {"decay_init": "decay_gate", "linear_conv_kernel_dim": "short_convolution"}
 
 
-def unread_by_mixers(config: ModelConfig) -> dict[str, str]:
+def unused_by_mixers(config: ModelConfig) -> dict[str, str]:
     """Returns {setting of `READ_BY_PART` that no layer of the model reads: the reason, as text}."""
     used = {name: mixer_class(name) for name, _ in config.layer_kinds}
     return {

@@ -12,8 +12,8 @@ from qwen3next_jax.common.installation import shell_command
 from qwen3next_jax.config.registry import trust_flags
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
+from qwen3next_jax.runs.guard_flags import Halted, write_dump
 from qwen3next_jax.runs.hooks import EvaluationHook
-from qwen3next_jax.runs.incidents import Halted, write_dump
 from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.training.guards import NON_FINITE

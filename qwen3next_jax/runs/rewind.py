@@ -7,7 +7,7 @@ import numpy as np
 
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.runs.first_state import first_state
-from qwen3next_jax.runs.incidents import Halted
+from qwen3next_jax.runs.guard_flags import Halted
 from qwen3next_jax.runs.start import Start
 from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
 from qwen3next_jax.runs.telemetry import MetricsFile

@@ -42,7 +42,7 @@ from qwen3next_jax.runs.endings import (
     end_with_dump,
 )
 from qwen3next_jax.runs.first_state import describe_first_state, first_state
-from qwen3next_jax.runs.incidents import Halted, Incidents
+from qwen3next_jax.runs.guard_flags import GuardFlags, Halted
 from qwen3next_jax.runs.memory import check_state_fits, reports_out_of_memory
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.rewind import Rewinder
@@ -411,12 +411,12 @@ def _add_hooks(
     """
     run, config = trainer.run, trainer.run.config
     display, metrics, tokenizer = observers.display, observers.metrics, data[0].tokenizer
-    incidents = Incidents(config.guards, run.model, first.cursors, metrics)
+    flags = GuardFlags(config.guards, run.model, first.cursors, metrics)
     for hook in (  # called after every step; their errors end the run
         hooks.WatchdogHook(observers.watchdog, config.train),
         hooks.StopHook(trainer, observers.signals),
         hooks.ProfilerHook(observers.profiler),
-        hooks.IncidentsHook(incidents),
+        hooks.GuardFlagsHook(flags),
         hooks.OperatorsHook(store, metrics),
         hooks.DisplayHook(display),
     ):

@@ -131,9 +131,9 @@ def find_unused_in_layers(config: Config) -> dict[str, str]:
     """Returns setting → reason, for settings of mixers and evaluations that have no effect on a run
     of `config`. This function imports JAX.
     """
-    from qwen3next_jax.model.layer_properties import has_indexer, unread_by_mixers
+    from qwen3next_jax.model.layer_properties import has_indexer, unused_by_mixers
 
-    unused = {f"model.{name}": why for name, why in unread_by_mixers(config.model).items()}
+    unused = {f"model.{name}": why for name, why in unused_by_mixers(config.model).items()}
     if not has_indexer(config.model):
         why = "no mixer of the model has an indexer"
         stages = [f"train.stages[{i}]" for i, _ in enumerate(config.train.stages)]

@@ -169,7 +169,7 @@ class RunStore(abc.ABC):
 
     @abc.abstractmethod
     def dump_folder(self, step: int) -> Any:
-        """Returns the path of the folder for a dump of `step` (`runs.incidents`)."""
+        """Returns the path of the folder for a dump of `step` (`runs.guard_flags`)."""
 
     @abc.abstractmethod
     def write_manifest(self, folder: Any) -> None:

@@ -59,7 +59,7 @@ class Halted(Exception):
         self.step, self.reason, self.spike, self.state = step, reason, spike, state
 
 
-class Incidents:
+class GuardFlags:
     """Reads the flags of every step, and writes an event for each flag that is set."""
 
     def __init__(
