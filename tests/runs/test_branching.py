@@ -220,6 +220,7 @@ def test_the_whole_state_on_other_data(parent, change, row, anew):
             "its optimizer.scaling is none .*, here it is mup",
         ),
         ("{}", {}, "train.steps = 30 includes the 30 steps"),
+        ("{}@20", {"profile": {"steps": "18:20"}}, "profile.steps = '18:20' has no effect"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_is_read(
