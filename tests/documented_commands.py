@@ -25,7 +25,7 @@ from absl import flags
 import qwen3next_jax
 from qwen3next_jax.__main__ import VERBS
 from qwen3next_jax.config.files import find_file, load_config_file
-from qwen3next_jax.runs import unread
+from qwen3next_jax.training import unused_settings
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Programs that a reader has, or gets from a command on the same page.
@@ -255,7 +255,7 @@ def _check_verb(module, cli, words: list[str]) -> None:
         config = cli.validate_settings(values)
         # A run that begins with another one has settings that only that other one explains.
         if module.__name__.endswith(".train") and not config.train.init_from:
-            unread.check(config, cli.given_settings())
+            unused_settings.check(config, cli.given_settings())
 
 
 def check(paths: list[pathlib.Path]) -> tuple[int, list[str]]:

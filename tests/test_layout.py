@@ -30,11 +30,15 @@ ARROWS = {
     "runs": "training evals inference interop processes reporting model data sharding config "
     "common",
     "planner": "training model ops sharding config common",
-    "sweeps": "runs evals reporting data config common",
+    "trained": "runs training interop processes data model sharding config common",
+    "sweeps": "runs training evals inference reporting data model config common",
     "commands": None,
     "__main__": None,
     "__init__": "",
 }
+# The rooms that the core trains without, and what else no run needs: a run imports them inside a
+# function, where a setting asks for them, or not at all.
+ROOMS = "evals inference interop kernels planner reporting sweeps trained zoo".split()
 LIBRARIES_OF_OPS = {"jax", "numpy"}
 # Present on every machine that trains, but not on every one that only loads a model.
 ONLY_IN = {
@@ -55,12 +59,13 @@ def _module(path: pathlib.Path) -> str:
 MODULES = {_module(path): path for path in FILES}
 
 
-def _imports(path: pathlib.Path) -> set[str]:
-    """Full names of the modules that a file imports, at its top or inside a function; of a name
-    that is no module, the module that it comes from.
+def _imports(path: pathlib.Path, at_top: bool = False) -> set[str]:
+    """Full names of the modules that a file imports, at its top or inside a function, or only
+    `at_top`; of a name that is no module, the module that it comes from.
     """
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in tree.body if at_top else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -84,6 +89,20 @@ def test_imports_follow_the_arrows(path):
         if room == "ops" and top not in LIBRARIES_OF_OPS | {"qwen3next_jax"}:
             assert top in sys.stdlib_module_names, f"{relative} imports {name}"
         assert relative in ONLY_IN.get(top, {relative}), f"{relative} imports {name}"
+
+
+def test_the_core_imports_no_room():
+    """Importing a file of the core, or the command that trains, loads no room."""
+    graph = {
+        name: {i.removeprefix("qwen3next_jax.") for i in _imports(path, at_top=True)}
+        & MODULES.keys()
+        for name, path in MODULES.items()
+    }
+    outside = {*ROOMS, "commands", "__main__"}
+    core = [name for name in graph if name.split(".")[0] not in outside]
+    for name in (*core, "commands.train"):
+        loaded = {other for other in _reachable(graph, name) if other.split(".")[0] in ROOMS}
+        assert not loaded, name
 
 
 def test_no_files_import_each_other_in_a_circle():

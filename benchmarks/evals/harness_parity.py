@@ -72,7 +72,7 @@ def theirs(path: str) -> None:
 
 def ours(path: str) -> dict[str, list]:
     from qwen3next_jax.evals.harness import HarnessModel
-    from qwen3next_jax.runs.load import load_model
+    from qwen3next_jax.trained.load import load_model
 
     model, tokenizer, *_ = load_model(path)
     return evaluate(HarnessModel(model, tokenizer, MAX_LENGTH, batch_size=4))

@@ -48,7 +48,7 @@ from qwen3next_jax.inference.cache import cache_after_token, cache_bytes
 from qwen3next_jax.inference.decode import cache_length, concatenate_pieces, generate
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.model.flops import parameter_counts
-from qwen3next_jax.runs.load import load_model
+from qwen3next_jax.trained.load import load_model
 
 NEW = 129  # tokens per run; the first comes with the prefill
 LONG = 2**15

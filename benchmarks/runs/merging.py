@@ -22,9 +22,10 @@ from qwen3next_jax.commands import cli
 from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.evals.evaluation import EvalContext, EvalOptions, make_evaluations
-from qwen3next_jax.runs.merging import find_sources, merge_weights, merged_state
+from qwen3next_jax.runs.start import prepare_start
 from qwen3next_jax.runs.train import train
 from qwen3next_jax.sharding.mesh import single_device_mesh
+from qwen3next_jax.trained.merging import find_sources, merge_weights, merged_state
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.resolve import resolve_run
 
@@ -79,7 +80,7 @@ class Bench:
                 self._steps[schedule] = make_train_step(run, stage)
             return self._steps[schedule]
 
-        code = train(config, workdir, devices=jax.devices()[:1], make_step=make_step)
+        code = train(prepare_start(config, workdir), devices=jax.devices()[:1], make_step=make_step)
         assert code == 0, f"{workdir}: exit code {code}"
         return str(workdir)
 

@@ -474,7 +474,7 @@ def define_launch_flags() -> Callable[[], Launch | None]:
 
 
 class Loading(NamedTuple):
-    """The values of the flags of `define_loading_flags`, for `runs.load`; a field is None if its
+    """The values of the flags of `define_loading_flags`, for `trained.load`; a field is None if its
     flag is not given.
     """
 
@@ -565,7 +565,7 @@ def check_model(flag: str, path: str | pathlib.Path) -> ModelConfig:
             f"{similar_folder(folder)}"
         )
     if (folder / "run.json").exists():
-        from qwen3next_jax.runs.folder import read_config
+        from qwen3next_jax.runs.record import read_config
 
         return read_config(folder).model
     from qwen3next_jax.interop.hf_config import read_hf_config

@@ -26,9 +26,9 @@ from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.tokens import Tokenizer, same_tokens
 from qwen3next_jax.evals import evaluation
 from qwen3next_jax.processes.distributed import is_process_0, process_0_first
-from qwen3next_jax.runs.folder import read_config
-from qwen3next_jax.runs.load import describe_parameters, load_model
-from qwen3next_jax.runs.preflight import tokenizer_of_model
+from qwen3next_jax.runs.facts import tokenizer_of_model
+from qwen3next_jax.runs.record import read_config
+from qwen3next_jax.trained.load import describe_parameters, load_model
 from qwen3next_jax.training.stages import resolve_stages, stage_at
 from qwen3next_jax.training.state import abstract_model
 

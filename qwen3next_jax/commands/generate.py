@@ -61,14 +61,14 @@ def main() -> int:
     ends = end_tokens(folder, config.vocab_size)
     loading = get_loading()
     cli.enable_compilation_cache()
-    from qwen3next_jax.runs.load import join_processes
+    from qwen3next_jax.trained.load import join_processes
 
     with join_processes(loading.launch, _model.value):
         return _continue(text, loading, template, ends)
 
 
 def _continue(text: str, loading: cli.Loading, template, ends: set[int]) -> int:
-    from qwen3next_jax.runs.load import load_model
+    from qwen3next_jax.trained.load import load_model
 
     model, tokenizer, _, places, _ = load_model(
         _model.value, loading.step, loading.mesh, loading.dtype or "float32", ema=loading.ema

@@ -40,7 +40,7 @@ def main() -> int:
     from qwen3next_jax.evals.contamination import contamination_of_tasks
     from qwen3next_jax.evals.harness import HarnessModel
     from qwen3next_jax.processes.distributed import is_process_0
-    from qwen3next_jax.runs.load import join_processes, load_model
+    from qwen3next_jax.trained.load import join_processes, load_model
 
     manager = TaskManager(include_path=_task_dir.value)
     if unknown := [name for name in _tasks.value if not manager.match_tasks([name])]:

@@ -44,9 +44,9 @@ def main(names: list[str]) -> int:
         require_new(out)
     cli.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
-    from qwen3next_jax.runs import merging
-    from qwen3next_jax.runs.load import join_processes, mesh_of_params
     from qwen3next_jax.sharding.mesh import single_device_mesh
+    from qwen3next_jax.trained import merging
+    from qwen3next_jax.trained.load import join_processes, mesh_of_params
 
     if not _export.value:
         merging.require_new_run(out)
@@ -83,27 +83,27 @@ def _write_export(sources, weights, mesh, out) -> None:
 
     from qwen3next_jax.interop.huggingface import save_hf
     from qwen3next_jax.interop.source import config_for_export
-    from qwen3next_jax.runs import merging
-    from qwen3next_jax.runs.load import tokenizer_of_run
-    from qwen3next_jax.runs.origin import find_origin
+    from qwen3next_jax.trained import merging
+    from qwen3next_jax.trained.load import tokenizer_of_run
     from qwen3next_jax.training.state import abstract_model
 
     last = sources[-1]
-    origin = find_origin(last.folder)
+    base = last.record.source
+    directory = base and to_path(base.path)
     tokenizer = tokenizer_of_run(last.folder, last.record)
     state = merging.merged_state(sources, weights, mesh, whole=False)
     graphdef, _ = abstract_model(last.config.model)
     model = nnx.merge(graphdef, state["params"])
     model.config = dataclasses.replace(model.config, eos_token_id=tokenizer.eos_id)
-    model.config = config_for_export(model.config, None, origin.directory, origin.form)
-    has_source = origin.directory is not None and origin.directory.is_dir()
+    model.config = config_for_export(model.config, None, directory, base.form if base else "")
+    has_source = directory is not None and directory.is_dir()
     save_hf(
         model,
         out,
         tokenizer,
         dtype=_dtype.value,
         identity=digests.sha256_json([[s.digest for s in sources], [float(w) for w in weights]]),
-        source=origin.directory if has_source else None,
+        source=directory if has_source else None,
     )
 
 

@@ -32,7 +32,7 @@ from qwen3next_jax.commands.waiting import waiting
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.installation import how_to_install
 from qwen3next_jax.config import Config, MeshConfig, ParallelConfig
-from qwen3next_jax.runs import unread
+from qwen3next_jax.training import unused_settings
 from qwen3next_jax.training.stages import ResolvedStage, resolve_stages
 
 COMPILED = 5  # number of candidates that a search compiles
@@ -43,7 +43,7 @@ DOES_NOT_FIT = 1  # the exit code if no plan fits
 def main() -> int:
     mesh = cli.read_mesh(_mesh.value)
     whole, given = _config(), cli.given_settings()
-    unread.check(whole, given)
+    unused_settings.check(whole, given)
     config = _largest_stage(resolve_stages(whole)).as_single_stage(whole)
     if _mesh.value is not None:
         config = dataclasses.replace(config, parallel=with_mesh(config.parallel, mesh))
@@ -55,7 +55,7 @@ def main() -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # plans use no accelerator of this machine
-    unread.check(whole, given, find=unread.unread_by_layers)
+    unused_settings.check(whole, given, find=unused_settings.find_unused_in_layers)
     from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
     from qwen3next_jax.planner.topology import describe_topology
 

@@ -10,7 +10,6 @@ it worked are missing; then run the command again, with any number of hosts.
 """
 
 import dataclasses
-import pathlib
 
 from absl import flags
 
@@ -34,7 +33,7 @@ def main() -> int:
         prepare,
     )
     from qwen3next_jax.data.progress import PreparationProgress
-    from qwen3next_jax.runs import preflight
+    from qwen3next_jax.runs.facts import with_tokenizer
     from qwen3next_jax.training.stages import resolve_stages
 
     if _rank.value >= _of.value:
@@ -42,9 +41,7 @@ def main() -> int:
             f"--rank={_rank.value} --of={_of.value}: expected a rank from 0 to {_of.value - 1}"
         )
     config = get_config()
-    data = preflight.with_tokenizer(
-        config.data, config.train.init_from, pathlib.Path(), restart=True
-    )
+    data = with_tokenizer(config.data, config.train.init_from)
     config = dataclasses.replace(config, data=data)
     share = Share(_rank.value, _of.value)
     # Stages that differ only in other settings share their rows.

@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     import jax
 
-    from qwen3next_jax.runs.incidents import read_dump
+    from qwen3next_jax.runs.guard_flags import read_dump
     from qwen3next_jax.training.gradients import make_gradients
     from qwen3next_jax.training.loop import make_train_step
     from qwen3next_jax.training.stages import stage_at

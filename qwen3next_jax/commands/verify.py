@@ -141,22 +141,23 @@ def verify(path: pathlib.Path) -> Iterator[Finding]:
 def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
     from qwen3next_jax.data.tokens import load_tokenizer
     from qwen3next_jax.runs import manifest
-    from qwen3next_jax.runs.folder import is_step_name, read_run
+    from qwen3next_jax.runs.folder import is_step_name
+    from qwen3next_jax.runs.record import read_record
 
     try:
-        record = read_run(workdir)
+        record = read_record(workdir)
         yield "run.json", None
     except UserError as error:
         record = None
         yield "run.json", str(error)
     if record and (workdir / "tokenizer").exists():
         try:
-            same = load_tokenizer(str(workdir / "tokenizer")).fingerprint == record.get("tokenizer")
+            same = load_tokenizer(str(workdir / "tokenizer")).fingerprint == record.tokenizer
             yield "tokenizer", None if same else "its fingerprint is not the one in run.json"
         except UserError as error:
             yield "tokenizer", str(error)
     frozen, expected = workdir / "frozen", set()
-    for kind, run in (("checkpoints", record and record["id"]), ("dumps", None)):
+    for kind, run in (("checkpoints", record and record.id), ("dumps", None)):
         folders = [p for p in (workdir / kind).glob("*") if is_step_name(p.name)]
         for folder in sorted(folders, key=lambda p: int(p.name)):
             damage = manifest.find_damage(folder, run=run)
@@ -167,7 +168,7 @@ def _verify_run(workdir: pathlib.Path) -> Iterator[Finding]:
                     damage = str(error)
             yield f"{kind}/{folder.name}", damage
     if frozen.is_dir() or expected:
-        damage = manifest.find_damage(frozen, run=record and record["id"])
+        damage = manifest.find_damage(frozen, run=record and record.id)
         if not frozen.is_dir():
             damage = "it is missing: without the frozen parameters no checkpoint can be read"
         elif damage is None and expected - {manifest.digest(frozen)}:

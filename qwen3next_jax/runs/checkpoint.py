@@ -10,7 +10,7 @@ the whole state; so do all checkpoints in buckets.
 """
 
 import pathlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -25,7 +25,8 @@ from qwen3next_jax.model import Qwen3Next, declared
 from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
 from qwen3next_jax.runs import manifest
-from qwen3next_jax.runs.folder import config_of, read_run, run_id, saved_steps
+from qwen3next_jax.runs.folder import saved_steps
+from qwen3next_jax.runs.record import RunRecord, read_config, read_record, run_id
 from qwen3next_jax.runs.store.arrays import read_arrays
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.sharding.mesh import single_device_mesh
@@ -214,7 +215,7 @@ def load_adapters(
     Raises:
       UserError: the model has no adapters, or the checkpoint cannot be loaded or has no average.
     """
-    run_config = config_of(read_run(workdir), workdir)
+    run_config = read_config(workdir)
     config = run_config.model
     require(config.lora.rank > 0, f"{workdir}: its model has no adapters (model.lora.rank = 0)")
     _, params = abstract_model(config)
@@ -264,7 +265,7 @@ def load_trained(
     workdir: pathlib.Path,
     step: int | None = None,
     mesh: Mesh | None = None,
-    record: dict[str, Any] | None = None,
+    record: RunRecord | None = None,
     merge: bool = True,
     ema: bool = False,
 ) -> TrainedModel:
@@ -282,16 +283,16 @@ def load_trained(
       UserError: the checkpoint cannot be loaded or has no average, or another run has replaced this
         one since `record` was read.
     """
-    record = read_run(workdir) if record is None else record
-    config = config_of(record, workdir)
-    check_versions(workdir, record, config.model)
+    record = read_record(workdir) if record is None else record
+    config = record.read_config(workdir)
+    check_versions(workdir, record.versions, record.code, config.model)
     with Checkpoints(workdir) as checkpoints:
         step = checkpoints.newest_good_step() if step is None else step
         # `restore` verifies this digest, so the weights come from the run of `record`.
         where = checkpoints.directory / str(step)
         digest = manifest.digest(where)
         require(
-            run_id(workdir) == record["id"],
+            run_id(workdir) == record.id,
             f"{workdir}: another run replaced it while it was read: start again",
         )
         if step is None:

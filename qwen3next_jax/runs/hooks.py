@@ -16,10 +16,10 @@ from qwen3next_jax.data.pipeline import Epoch
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import StopVote, broadcast_from_process_0
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
+from qwen3next_jax.runs.checks import SAMPLE_TEMPERATURE
 from qwen3next_jax.runs.display import Display
-from qwen3next_jax.runs.incidents import Incidents
+from qwen3next_jax.runs.guard_flags import GuardFlags
 from qwen3next_jax.runs.profiling import Profiler
-from qwen3next_jax.runs.start import SAMPLE_TEMPERATURE
 from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
 from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
@@ -95,14 +95,14 @@ class ProfilerHook(Hook):
         self._profiler.after(step, pending)
 
 
-class IncidentsHook(Hook):
-    """Passes the metrics of every step, which include the guards' flags, to `Incidents`."""
+class GuardFlagsHook(Hook):
+    """Passes the metrics of every step, which include the guards' flags, to `GuardFlags`."""
 
-    def __init__(self, incidents: Incidents):
-        self._incidents = incidents
+    def __init__(self, flags: GuardFlags):
+        self._flags = flags
 
     def step_ended(self, step: int, metrics: Metrics, state: State) -> None:
-        self._incidents.check(step, metrics, state)
+        self._flags.check(step, metrics, state)
 
 
 class DisplayHook(Hook):
@@ -140,9 +140,9 @@ class OperatorsHook(Hook):
             self._operators.setdefault((decision.operator, decision.implementation, why), entry)
         if len(self._operators) == number:
             return
-        values = {"operators": list(self._operators.values())}
-        self._metrics.write("operators", step - 1, **values)
-        broadcast_from_process_0(lambda: self._store.add_to_run(values))
+        operators = tuple(self._operators.values())
+        self._metrics.write("operators", step - 1, operators=list(operators))
+        broadcast_from_process_0(lambda: self._store.add_to_run(operators=operators))
 
 
 class MetricsHook(Hook):

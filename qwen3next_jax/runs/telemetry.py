@@ -279,7 +279,7 @@ class TensorBoard:
     """Writes the numbers of each event as scalars to WORKDIR/tensorboard, and samples as text."""
 
     def __init__(self, workdir: pathlib.Path, steps_before: int):
-        import tensorboardX  # `preflight` has checked that it is installed
+        import tensorboardX  # `start.decide` has checked that it is installed
 
         self._writer = tensorboardX.SummaryWriter(
             str(workdir / "tensorboard"), purge_step=steps_before + 1
@@ -300,7 +300,7 @@ class WeightsAndBiases:
 
     def __init__(self, project: str, name: str, settings: dict[str, Any], workdir: pathlib.Path):
         """Opens the W&B run `name` of `project`; its page shows the `settings`."""
-        import wandb  # `preflight` has checked that it is installed
+        import wandb  # `start.decide` has checked that it is installed
 
         id_file = workdir / "wandb_id"
         if not id_file.exists():

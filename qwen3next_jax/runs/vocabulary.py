@@ -3,7 +3,7 @@
 import pathlib
 from typing import Any
 
-from qwen3next_jax.runs.folder import trained_run
+from qwen3next_jax.runs.folder import read_folder
 from qwen3next_jax.runs.store import open_store
 
 
@@ -29,15 +29,15 @@ def fill_from_tokenizer(values: dict[str, Any], workdir: pathlib.Path | None = N
         return
     record = None
     if workdir and not open_store(workdir).is_restart_unfinished():
-        record = trained_run(workdir)
+        record = read_folder(workdir).trained_record()
     if record is not None:
-        trained = record["config"]["model"]
+        trained = record.config["model"]
         model["vocab_size"] = trained["vocab_size"]
         model["eos_token_id"] = trained["eos_token_id"]
         return
     # Imported here because these modules take long to load.
     from qwen3next_jax.data.tokens import load_tokenizer
-    from qwen3next_jax.runs.preflight import tokenizer_of_model
+    from qwen3next_jax.runs.facts import tokenizer_of_model
 
     init_from = values.get("train", {}).get("init_from", "")
     tokenizer = load_tokenizer(data.get("tokenizer") or tokenizer_of_model(init_from))

@@ -28,7 +28,7 @@ from qwen3next_jax.common import json_files
 from qwen3next_jax.common.child_processes import die_with_parent
 from qwen3next_jax.common.errors import RESTARTED, ExitCode, UserError, check_format, require
 from qwen3next_jax.common.storage import write_whole
-from qwen3next_jax.sweeps.check import unread_settings
+from qwen3next_jax.sweeps.check import find_unused
 from qwen3next_jax.sweeps.folder import open_folder
 from qwen3next_jax.sweeps.points import FORMAT, Point, Sweep, as_text, check_unchanged, manifest
 from qwen3next_jax.sweeps.results import is_done
@@ -41,7 +41,7 @@ def train_arguments(sweep: Sweep, point: Point, workdir: pathlib.Path) -> list[s
     """Returns the arguments with which `qwen3next train` runs this point."""
     settings = [f"--config.{name}={as_text(value)}" for name, value in point.overrides.items()]
     # A setting without effect on this point has an effect on others (`check.check_settings`).
-    allowed = ["--allow-unread"] if unread_settings(sweep, point) else []
+    allowed = ["--allow-unused"] if find_unused(sweep, point) else []
     return [
         f"--config={sweep.base}",
         *settings,

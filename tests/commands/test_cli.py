@@ -21,6 +21,7 @@ from qwen3next_jax.config.files import apply_overrides, load_config_file
 from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 from qwen3next_jax.sweeps.points import load_sweep
+from tests.records import record
 
 ROOT = pathlib.Path(__file__).parents[2]
 TINY = "--config=configs/tiny.py"
@@ -178,6 +179,7 @@ MISTAKES = [
 FORKS = """
 import json, os, runpy, sys
 import qwen3next_jax.commands.cli
+from tests.records import record
 commands, folder = json.load(sys.stdin), sys.argv[1]
 for number, command in enumerate(commands):
     if not os.fork():
@@ -361,7 +363,9 @@ def test_a_run_that_goes_on_keeps_its_vocabulary_when_its_parent_is_gone(tmp_pat
     # no parent is no reason to read bytes
     with pytest.raises(UserError, match="train.init_from = .*gone: it does not exist here"):
         fill_from_tokenizer(values, tmp_path)
-    open_store(tmp_path).write_run({"config": {"model": {"vocab_size": 2000, "eos_token_id": 7}}})
+    open_store(tmp_path).write_run(
+        record(config={"model": {"vocab_size": 2000, "eos_token_id": 7}})
+    )
     (tmp_path / "checkpoints/4").mkdir(parents=True)
     fill_from_tokenizer(values, tmp_path)
     assert (values["model"]["vocab_size"], values["model"]["eos_token_id"]) == (2000, 7)

@@ -18,7 +18,7 @@ from qwen3next_jax.config import LoRAConfig, ModelConfig, MuonConfig, OptimizerC
 from qwen3next_jax.config.block import BlockConfig
 from qwen3next_jax.config.registry import OPTIMIZERS
 from qwen3next_jax.model import declared
-from qwen3next_jax.runs.folder import may_change
+from qwen3next_jax.runs.changes import may_change
 from qwen3next_jax.training.assignment import assign
 from qwen3next_jax.training.optimizer import make_optimizer
 from qwen3next_jax.training.scaling import Factors, scaling_factors

@@ -60,16 +60,23 @@ def _train(spec: dict) -> int:
     config = from_dict(Config, spec["config"])
     launch = Launch(**spec["launch"]) if spec.get("launch") else None
     with distributed.distributed_run(launch, config.parallel, spec["config"]):
+        from qwen3next_jax.runs.start import prepare_start
         from qwen3next_jax.runs.train import train
         from qwen3next_jax.training.loop import make_train_step
         from qwen3next_jax.training.loss import total_loss
 
         _prepare_faults(spec)
         loss = poisoned_loss if spec.get("poison") else total_loss
+        start = distributed.run_on_all(
+            lambda: prepare_start(
+                config,
+                to_path(spec["workdir"]),
+                spec.get("restart", False),
+                distributed.is_process_0(),
+            )
+        )
         return train(
-            config,
-            to_path(spec["workdir"]),
-            spec.get("restart", False),
+            start,
             make_step=functools.partial(make_train_step, loss=loss),
         )
 

@@ -15,12 +15,12 @@ from qwen3next_jax.common.trees import leaves_by_path
 from qwen3next_jax.config import MeshConfig, ParallelConfig
 from qwen3next_jax.evals.evaluation import EvalOptions
 from qwen3next_jax.runs.checkpoint import Checkpoints, load_trained
-from qwen3next_jax.runs.load import load_model
-from qwen3next_jax.runs.merging import find_sources, merged_state
 from qwen3next_jax.sharding.mesh import make_mesh, single_device_mesh
+from qwen3next_jax.trained.load import load_model
+from qwen3next_jax.trained.merging import find_sources, merged_state
 from qwen3next_jax.training.average import init_average, update_average
 from tests.in_process import resolved, train
-from tests.runs.test_merging import CONFIG
+from tests.trained.test_merging import CONFIG
 
 STEPS, DECAY = 6, 0.7
 

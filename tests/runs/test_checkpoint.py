@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +16,22 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.commands.verify import verify
+from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.config import CheckpointConfig, Config, DataConfig, ModelConfig, TrainConfig
 from qwen3next_jax.runs import manifest
+from qwen3next_jax.runs.begin import lock_folder, make_record
+from qwen3next_jax.runs.changes import MAY_CHANGE
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import (
-    MAY_CHANGE,
-    open_run,
-    read_run,
-)
+from qwen3next_jax.runs.facts import read_facts
+from qwen3next_jax.runs.record import read_record
+from qwen3next_jax.runs.start import decide
 from qwen3next_jax.runs.store import arrays, local_checkpoints, open_store
 from qwen3next_jax.runs.store.local_checkpoints import LocalCheckpoints
 from qwen3next_jax.training.stages import DataCursor
 from tests.faults import table
+from tests.records import record
 
 ROOT = pathlib.Path(__file__).parents[2]
 STATE = {"w": jnp.arange(1000.0)}
@@ -195,9 +198,7 @@ def _verify(*paths):
 
 
 def test_verify_names_the_damaged_checkpoint(tmp_path):
-    open_store(tmp_path).write_run(
-        open_run(tmp_path / "new", Config(model=SMALL), ["data"], "tokens")[0]
-    )
+    open_store(tmp_path).write_run(record())
     _save(tmp_path, [10, 20], keep_last=2)
     assert _verify(tmp_path).returncode == 0
     _flip(tmp_path / "checkpoints" / "10")
@@ -219,11 +220,14 @@ SMALL = ModelConfig(hidden_size=16, num_hidden_layers=1, full_attention_interval
 
 def _open(workdir, config, data="data", tokens="tokens"):
     """→ the changes, written down as a run does before its first step."""
-    record, changes = open_run(workdir, config, [data], tokens)
-    if record:
-        data = [DataCursor(data, config.train.batch_size)._asdict()]
-        open_store(workdir).write_run(record | {"data": data})
-    return [str(change) for change in changes]
+    rows = SimpleNamespace(fingerprint=data, tokenizer=SimpleNamespace(fingerprint=tokens))
+    with open_store(workdir) as store:
+        start = lock_folder(decide(config, read_facts(config, workdir)), [rows], store)
+        run = SimpleNamespace(config=start.config, model=config.model)
+        cursors = [DataCursor(data, config.train.batch_size)]
+        if now := make_record(start, run, cursors, tokens):
+            store.write_run(now)
+    return [str(change) for change in start.changes]
 
 
 def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):
@@ -243,7 +247,7 @@ def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):
         "config.data.path: '' → 'moved/*.txt'",
         "config.train.steps: 1000 → 2000",
     ]
-    assert read_run(tmp_path)["changes"][1] == ["config.train.steps", 1000, 2000]
+    assert read_record(tmp_path).changes[1] == ("config.train.steps", 1000, 2000)
     assert _open(tmp_path, moved) == []
     before = (tmp_path / "run.json").read_bytes()
     for change, message in (
@@ -261,9 +265,11 @@ def test_allowed_changes_are_kept_and_others_are_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("number, age", [(None, "an older"), (2, "an older"), (99, "a newer")])
 def test_a_run_of_another_format_is_refused(tmp_path, number, age):
-    open_store(tmp_path).write_run({"format": number})
+    content = {"format": number}
+    content["digest"] = digests.sha256_json(content)
+    (tmp_path / "run.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=f"run.json: written by {age} version.* expected"):
-        read_run(tmp_path)
+        read_record(tmp_path)
 
 
 def test_a_folder_takes_one_run_at_a_time(tmp_path):

@@ -26,7 +26,7 @@ from qwen3next_jax.common.object_stores import set_fsspec_patience
 from qwen3next_jax.common.storage import BucketPath, check_bucket
 from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.runs import manifest
-from qwen3next_jax.runs.folder import run_id
+from qwen3next_jax.runs.record import run_id
 from qwen3next_jax.runs.store.events import EventLog
 from qwen3next_jax.runs.store.lease import Lease
 from qwen3next_jax.runs.store.store import RunStore

@@ -17,7 +17,8 @@ from qwen3next_jax.common.errors import warn
 from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import check_checkpoints_not_lost, run_id
+from qwen3next_jax.runs.folder import check_checkpoints_not_lost
+from qwen3next_jax.runs.record import run_id
 from qwen3next_jax.runs.store.store import not_writable
 from qwen3next_jax.training.state import State
 

@@ -24,7 +24,7 @@ from qwen3next_jax.config import CheckpointConfig
 from qwen3next_jax.processes.distributed import broadcast_from_process_0, is_process_0
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import split_frozen
-from qwen3next_jax.runs.folder import run_id
+from qwen3next_jax.runs.record import run_id
 from qwen3next_jax.runs.store.arrays import (
     SAVE_ERRORS,
     OrbaxPath,

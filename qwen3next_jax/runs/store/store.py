@@ -1,7 +1,7 @@
 """The interface by which a run writes its folder, and what a disk and a bucket have in common.
 
     WORKDIR/lock           says that a process trains here
-    WORKDIR/run.json       configuration, data, tokenizer, code, …: `runs.folder` reads it
+    WORKDIR/run.json       configuration, data, tokenizer, code, …: `runs.record`
     WORKDIR/tokenizer/     a copy of the tokenizer, if it came from a file
     WORKDIR/before-TIME/   the files that `--restart` moved
 
@@ -13,6 +13,7 @@ where the folder is.
 """
 
 import abc
+import dataclasses
 import pathlib
 from collections.abc import Callable, Container
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from qwen3next_jax.common.errors import UserError, require, require_path
 from qwen3next_jax.common.storage import BucketPath, remove_tree, write_whole
 from qwen3next_jax.config import CheckpointConfig
-from qwen3next_jax.runs.folder import read_run, run_text
+from qwen3next_jax.runs.record import RunRecord, read_record, run_text
 from qwen3next_jax.runs.store.events import EventLog
 
 
@@ -103,7 +104,7 @@ class RunStore(abc.ABC):
 
     # ---- run.json and the tokenizer
 
-    def write_run(self, record: dict[str, Any]) -> None:
+    def write_run(self, record: RunRecord) -> None:
         """Writes run.json, whole or not at all.
 
         Raises:
@@ -114,17 +115,18 @@ class RunStore(abc.ABC):
         except OSError as error:
             raise not_writable(self.workdir, error) from error
 
-    def add_to_run(self, values: dict[str, Any]) -> None:
+    def add_to_run(self, **values: Any) -> None:
         """Replaces these entries of run.json. Does not write the file if it already has them."""
-        record = read_run(self.workdir)
-        if {name: record.get(name) for name in values} != values:
-            self.write_run(record | values)
+        before = read_record(self.workdir)
+        record = dataclasses.replace(before, **values)
+        if record != before:
+            self.write_run(record)
 
-    def write_run_and_tokenizer(self, record: dict[str, Any], tokenizer: Any, new: bool) -> None:
+    def write_run_and_tokenizer(self, record: RunRecord | None, tokenizer: Any, new: bool) -> None:
         """Writes run.json and a copy of the tokenizer, before the first step.
 
         Args:
-          record: the content of run.json; {} if run.json does not change.
+          record: the content of run.json; None if run.json does not change.
           tokenizer: the tokenizer of the run. If it came from a file, it is copied, so that the run
             no longer needs that file.
           new: whether the run has no checkpoint yet. If so, a copy of a tokenizer that is already
@@ -167,7 +169,7 @@ class RunStore(abc.ABC):
 
     @abc.abstractmethod
     def dump_folder(self, step: int) -> Any:
-        """Returns the path of the folder for a dump of `step` (`runs.incidents`)."""
+        """Returns the path of the folder for a dump of `step` (`runs.guard_flags`)."""
 
     @abc.abstractmethod
     def write_manifest(self, folder: Any) -> None:

@@ -8,13 +8,14 @@ checkpoint. So parameters that are equal in all checkpoints, such as frozen ones
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import pathlib
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,22 +29,20 @@ from qwen3next_jax.config import Config
 from qwen3next_jax.config.compatibility import weights_differ
 from qwen3next_jax.data.tokens import same_tokens
 from qwen3next_jax.processes.distributed import broadcast_from_process_0
-from qwen3next_jax.runs import origin
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import config_of, read_run
-from qwen3next_jax.runs.load import tokenizer_of_run
-from qwen3next_jax.runs.preflight import (
-    NOT_STRUCTURE,
-    Parent,
-    describe_scaling,
-    find_checkpoint,
+from qwen3next_jax.runs.facts import (
     newest_complete_step,
+    read_saved_step,
+    require_saved,
     split_step,
 )
+from qwen3next_jax.runs.init_from import NOT_STRUCTURE, describe_scaling
+from qwen3next_jax.runs.record import MergedCheckpoint, RunRecord, read_record
 from qwen3next_jax.runs.store.local import LocalStore
 from qwen3next_jax.runs.store.store import not_writable
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.runs.versions import check_versions
+from qwen3next_jax.trained.load import tokenizer_of_run
 from qwen3next_jax.training.assignment import Assignment, assign
 from qwen3next_jax.training.state import State, abstract_train_state, start_average
 
@@ -147,19 +146,14 @@ class MergeSource(NamedTuple):
     name: str
     folder: pathlib.Path | BucketPath
     step: int
-    record: dict[str, Any]
+    record: RunRecord
     config: Config
     digest: str
 
-    @property
-    def parent(self) -> Parent:
-        """The checkpoint as run.json records it."""
-        parent = {
-            "path": str(self.folder.absolute()),
-            "step": self.step,
-            "manifest": self.digest,
-        }
-        return parent | {"run": self.record["id"]}
+    def merged_with(self, weight: float) -> MergedCheckpoint:
+        """Returns the checkpoint as run.json records it."""
+        path = str(self.folder.absolute())
+        return MergedCheckpoint(path, self.step, self.digest, self.record.id, weight)
 
 
 def find_sources(names: Sequence[str]) -> list[MergeSource]:
@@ -192,7 +186,7 @@ def find_sources(names: Sequence[str]) -> list[MergeSource]:
                 "expected checkpoints of the same model",
             )
         require(
-            same_tokens(source.record["tokenizer"], last.record["tokenizer"]),
+            same_tokens(source.record.tokenizer, last.record.tokenizer),
             f"{source.name}: it was trained with another tokenizer than {last.name} (fingerprint "
             f"{source.record['tokenizer'][:12]}, there {last.record['tokenizer'][:12]}), so its "
             "ids have another meaning: expected runs with the same tokenizer",
@@ -216,14 +210,15 @@ def _find_source(name: str) -> MergeSource:
     require_path(name, name)
     folder, step = split_step(name)
     require((folder / "run.json").exists(), f"{name}: expected RUN or RUN@STEP; no run there")
-    record = read_run(folder)
-    config, run = config_of(record, folder), record["id"]
+    record = read_record(folder)
+    config = record.read_config(folder)
     if step is None:
-        step = newest_complete_step(folder, run)
+        step, _ = newest_complete_step(folder, record.id)
         require(step is not None, f"{name}: the run has no valid checkpoint")
-    digest = find_checkpoint(name, folder, step, run)
-    check_versions(folder, record, config.model)
-    return MergeSource(name, folder, step, record, config, digest)
+    saved = read_saved_step(folder, step, record.id)
+    require_saved(name, saved)
+    check_versions(folder, record.versions, record.code, config.model)
+    return MergeSource(name, folder, step, record, config, saved.digest)
 
 
 # ---- Mean
@@ -367,13 +362,18 @@ def write_merged_run(
     """
     last = sources[-1]
     state = merged_state(sources, weights, mesh)
-    merged = [
-        source.parent | {"weight": float(weight)}
-        for source, weight in zip(sources, weights, strict=True)
-    ]
-    kept = {name: last.record[name] for name in last.record.keys() - {"parent", "merged"}}
-    record = kept | origin.find_source(last.name, last.parent, "")
-    record |= {"merged": merged, "id": uuid.uuid4().hex, "changes": []}
+    merged = tuple(
+        source.merged_with(float(weight)) for source, weight in zip(sources, weights, strict=True)
+    )
+    base = last.record.source
+    record = dataclasses.replace(
+        last.record,
+        source=base and dataclasses.replace(base, files=""),
+        parent=None,
+        merged=merged,
+        id=uuid.uuid4().hex,
+        changes=(),
+    )
     tokenizer = tokenizer_of_run(last.folder, last.record)
     partial = _PartialRun(out)
     store = LocalStore(partial.folder)
@@ -382,7 +382,7 @@ def write_merged_run(
         partial.begin()
         store.write_run_and_tokenizer(record, tokenizer, new=True)
         with MetricsFile(store.open_events(), last.step) as metrics:
-            metrics.write("merged", last.step, merged=merged)
+            metrics.write("merged", last.step, merged=[dataclasses.asdict(one) for one in merged])
 
     broadcast_from_process_0(begin)
     frozen_paths = _assignment(last.config).frozen_paths

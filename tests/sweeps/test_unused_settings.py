@@ -10,15 +10,17 @@ from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.files import UserInput, apply_overrides, load_config_file
 from qwen3next_jax.model.layer_properties import partial_ablations
-from qwen3next_jax.runs import unread
+from qwen3next_jax.runs.record import recorded_config
 from qwen3next_jax.runs.store import open_store
 from qwen3next_jax.sweeps import points, runner
 from qwen3next_jax.sweeps.check import check_settings
 from qwen3next_jax.sweeps.points import load_sweep
+from qwen3next_jax.training import unused_settings
+from tests.records import record
 
 ROOT = Path(__file__).parents[2]
 TINY, MQAR, STAGES = (f"configs/{name}.py" for name in ("tiny", "mqar", "stages"))
-FINDERS = (unread.unread, unread.unread_by_layers)
+FINDERS = (unused_settings.find_unused, unused_settings.find_unused_in_layers)
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +42,9 @@ def given(file, **overrides):
 
 def refused(file, **overrides):
     config, settings = given(file, **overrides)
-    return {name for find in FINDERS for name in unread.find_refused(config, settings, find)}
+    return {
+        name for find in FINDERS for name in unused_settings.find_refused(config, settings, find)
+    }
 
 
 PATTERN = "('gated_deltanet', 'gated_attention') * 2"
@@ -49,7 +53,6 @@ NO_MTP = {"model__mtp_depth": "0"}
 ALL_FULL = NO_MTP | {"model__layer_types": "full_attention," * 3 + "full_attention"}
 ALL_LINEAR = NO_MTP | {"model__full_attention_interval": "0"}
 MIXED = {"model__layer_types": "kda,gated_attention,kda,gated_attention"}
-BRANCH = {"train__init_from": "run@10", "train__init_state": "all"}
 PREFIX = {"model__full_mixer": "masked_attention", "model__mixer__mask": "prefix"}
 
 
@@ -92,7 +95,6 @@ PREFIX = {"model__full_mixer": "masked_attention", "model__mixer__mask": "prefix
         (TINY, {"eval__suites": "induction"}, "eval.suite_pairs", "3"),
         (MQAR, {}, "eval.sample_prompt", "1"),
         (TINY, {}, "profile.steps", "501:503"),
-        (TINY, BRANCH, "profile.steps", "9:11"),
     ],
 )
 def test_what_a_user_gives_must_be_read(file, others, setting, text):
@@ -119,13 +121,12 @@ def test_what_a_user_gives_must_be_read(file, others, setting, text):
         (STAGES, {"optimizer__final_fraction": "0.5", "optimizer__schedule": "linear"}),
         (TINY, {"eval__suites": "heldout,mqar", "eval__suite_pairs": "3", "eval__suite_rows": "2"}),
         (TINY, {"profile__steps": "500:502"}),
-        (TINY, BRANCH | {"profile__steps": "9:12"}),
         (TINY, PREFIX | {"model__mixer__prefix_tokens": "255"}),
     ],
 )
 def test_what_is_read_or_not_the_user_s_is_not_refused(file, overrides):
     assert refused(file, **overrides) == set()
-    unread.check_targets(given(file, **overrides)[0])
+    unused_settings.check_targets(given(file, **overrides)[0])
 
 
 def test_a_file_is_held_to_what_it_says_itself(tmp_path, monkeypatch):
@@ -147,7 +148,7 @@ def test_a_file_is_held_to_what_it_says_itself(tmp_path, monkeypatch):
         if "get_sweep" in functions:
             sweep = load_sweep(file)
             check_settings(sweep)
-            assert "--allow-unread" not in runner.train_arguments(sweep, sweep.points[0], Path("w"))
+            assert "--allow-unused" not in runner.train_arguments(sweep, sweep.points[0], Path("w"))
 
 
 @pytest.mark.parametrize(
@@ -161,17 +162,17 @@ def test_a_file_is_held_to_what_it_says_itself(tmp_path, monkeypatch):
 def test_a_run_that_has_begun_goes_on_with_what_it_has(tmp_path, overrides, message):
     config, settings = given(TINY, **overrides)
     with pytest.raises(UserError, match=message):
-        unread.check(config, settings, tmp_path, False)
-    open_store(tmp_path).write_run({"config": to_dict(config)})
-    unread.check(config, settings, tmp_path, False)
+        unused_settings.check(config, settings, recorded_config(tmp_path))
+    open_store(tmp_path).write_run(record(config=to_dict(config)))
+    unused_settings.check(config, settings, recorded_config(tmp_path))
     with pytest.raises(UserError, match=message):
-        unread.check(config, settings, tmp_path, True)
+        unused_settings.check(config, settings)
     changed = to_dict(config)
     changed["train"]["router_z_loss_weight"] = 0.2
     changed["data"]["path"], changed["model"]["mixer"]["prefix_tokens"] = "", 3
-    open_store(tmp_path).write_run({"config": changed})
+    open_store(tmp_path).write_run(record(config=changed))
     with pytest.raises(UserError, match=message):
-        unread.check(config, settings, tmp_path, False)
+        unused_settings.check(config, settings, recorded_config(tmp_path))
 
 
 def test_a_sweep_may_give_what_some_points_read(tmp_path, monkeypatch):
@@ -184,7 +185,7 @@ def test_a_sweep_may_give_what_some_points_read(tmp_path, monkeypatch):
     monkeypatch.setattr(points, "load_config_file", lambda *_: load_config_file(ROOT / TINY))
     sweep = load_sweep("sweep.py")
     check_settings(sweep)
-    allowed = ["--allow-unread" in runner.train_arguments(sweep, p, tmp_path) for p in sweep.points]
+    allowed = ["--allow-unused" in runner.train_arguments(sweep, p, tmp_path) for p in sweep.points]
     assert allowed == [True, False]
     record["axes"] = {"ratio": ["0:1"], "train.seed": [0, 1]}
     with pytest.raises(UserError, match="point ratio=0-1,seed=0: model.linear_mixer = 'kda'"):

@@ -59,7 +59,7 @@ class Halted(Exception):
         self.step, self.reason, self.spike, self.state = step, reason, spike, state
 
 
-class Incidents:
+class GuardFlags:
     """Reads the flags of every step, and writes an event for each flag that is set."""
 
     def __init__(
@@ -229,7 +229,7 @@ def read_dump(folder: pathlib.Path) -> Dump:
     check_format(folder / "dump.json", record.get("format"), _FORMAT)
     check_trusted(record["config"], f"{folder / 'dump.json'}: config")
     config = from_dict(Config, record["config"])
-    check_versions(folder, record, config.model)
+    check_versions(folder, record["versions"], record["code"], config.model)
     run = resolve_run(config, single_device_mesh())
     state = read_arrays(folder.absolute() / "state", run.abstract_state)
     batch = dict(np.load(io.BytesIO((folder / "batch.npz").read_bytes())))

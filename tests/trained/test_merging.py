@@ -21,18 +21,18 @@ from qwen3next_jax.config import (
     ParallelConfig,
     TrainConfig,
 )
-from qwen3next_jax.runs import merging
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import read_run
-from qwen3next_jax.runs.merging import (
+from qwen3next_jax.runs.record import read_record
+from qwen3next_jax.runs.store import open_store
+from qwen3next_jax.sharding.mesh import make_mesh, single_device_mesh
+from qwen3next_jax.trained import merging
+from qwen3next_jax.trained.merging import (
     find_sources,
     merge_weights,
     merged_state,
     require_new_run,
     write_merged_run,
 )
-from qwen3next_jax.runs.store import open_store
-from qwen3next_jax.sharding.mesh import make_mesh, single_device_mesh
 from tests.in_process import resolved, train
 
 MODEL = ModelConfig(
@@ -153,9 +153,9 @@ def test_a_merged_run_goes_on_and_resumes_bitwise(run, tmp_path):
     write_merged_run(sources, [0.25, 0.25, 0.5], single_device_mesh(), out)
     with pytest.raises(UserError, match="merged"):
         require_new_run(out)
-    record = read_run(out)
-    assert record["id"] != read_run(run)["id"]
-    assert [(one["step"], one["weight"]) for one in record["merged"]] == [
+    record = read_record(out)
+    assert record.id != read_record(run).id
+    assert [(one.step, one.weight) for one in record.merged] == [
         (2, 0.25),
         (6, 0.25),
         (6, 0.5),
@@ -165,7 +165,7 @@ def test_a_merged_run_goes_on_and_resumes_bitwise(run, tmp_path):
 
     config = _with_steps(10)
     assert train(config, out) == 0
-    assert read_run(out)["merged"] == record["merged"]
+    assert read_record(out).merged == record.merged
     killed = tmp_path / "killed"
     shutil.copytree(out, killed)
     shutil.rmtree(killed / "checkpoints" / "10")
@@ -218,10 +218,10 @@ def test_runs_that_do_not_fit_are_refused(run, tmp_path):
     def other(name, of_config=None, **entries):
         folder = tmp_path / name
         shutil.copytree(run, folder)
-        record = read_run(run)
+        record = read_record(run)
         for group, values in (of_config or {}).items():
-            record["config"][group] |= values
-        open_store(folder).write_run(record | entries)
+            record.config[group] |= values
+        open_store(folder).write_run(dataclasses.replace(record, **entries))
         return f"{folder}@2"
 
     lora = dataclasses.asdict(LoRAConfig(rank=2))

@@ -1,72 +1,92 @@
-"""Branches: runs that begin with the weights or the whole state of another run, the parent
-(`train.init_from = RUN` or `RUN@STEP`).
+"""Makes the first state of a run: from random weights, from a Hugging Face directory, or from a
+checkpoint of another run, the parent (`train.init_from = RUN` or `RUN@STEP`).
 
-With `train.init_state = "weights"` a branch begins at step 0, with a new optimizer state and the
+With `train.init_state = "weights"` a run begins at step 0, with a new optimizer state and the
 first batch of its data. With "all" it takes over the optimizer state and the step, too, and skips
-the rows that the parent has read (`training.stages`). If the branch also has the data, the batch
+the rows that the parent has read (`training.stages`). If the run also has the data, the batch
 size and the guards' window of its parent, its steps equal the steps that the parent would take: on
 CPUs bit for bit; on GPUs the gradients of cuDNN's attention have no fixed order of sums.
 """
 
-import dataclasses
-import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 from qwen3next_jax.common.errors import require
-from qwen3next_jax.common.storage import to_path
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.model.adapter_names import base_params
-from qwen3next_jax.runs import preflight
+from qwen3next_jax.processes.distributed import run_on_all
 from qwen3next_jax.runs.checkpoint import Checkpoints
-from qwen3next_jax.runs.folder import config_of, read_config, read_run
-from qwen3next_jax.runs.preflight import Parent, compare_tokens
-from qwen3next_jax.runs.versions import check_versions
+from qwen3next_jax.runs.facts import ParentRun, PretrainedModel
+from qwen3next_jax.runs.init_from import describe_skipped
+from qwen3next_jax.runs.record import Parent, run_id
+from qwen3next_jax.runs.start import Start
 from qwen3next_jax.training import guards
 from qwen3next_jax.training.resolve import ResolvedRun
-from qwen3next_jax.training.stages import (
-    DataCursor,
-    DataCursors,
-    ResolvedStage,
-    recorded_cursors,
-    stage_number,
-)
+from qwen3next_jax.training.stages import DataCursor, DataCursors, ResolvedStage, stage_number
 from qwen3next_jax.training.state import State, abstract_train_state, start_average
 from qwen3next_jax.training.vocabulary import grow_vocabulary, with_vocabulary
 
 
-def state_from_parent(
-    run: ResolvedRun, data: Sequence[Data], parent: Parent
-) -> tuple[State, DataCursor]:
-    """Loads the first state of a branch.
+def first_state(run: ResolvedRun, data: Sequence[Data], start: Start) -> tuple[State, DataCursor]:
+    """Makes the first state of a run.
 
     Args:
-      run: the branch.
-      data: the training data of every stage of the branch.
-      parent: the record of the parent and its checkpoint.
+      run: the run.
+      data: the training data of every stage.
+      start: the decision about the start.
 
     Returns:
       The train state before the first step, sharded over the mesh of the run; and a `DataCursor`,
-      the place in the training data at which the branch begins to read.
+      the place in the training data at which the run begins to read.
 
     Raises:
-      UserError: the checkpoint of `parent` is damaged, or its parameters have other shapes.
+      UserError: the model in `train.init_from` was replaced since the decision, or is damaged.
     """
-    config = run.config
-    folder = to_path(parent["path"])
-    step = parent["step"]
-    # The record is read before the checkpoint. `restore` later compares the checkpoint with the
-    # digest in `parent`, so it notices if another run has replaced the parent in between.
-    record = read_run(folder)
-    theirs = config_of(record, folder)
-    # Preparing the data may have taken hours; another run may have this path by now.
+    source = start.facts.source
+    if isinstance(source, ParentRun):
+        return _state_from_parent(run, data, source, start.parent)
+    cursor = DataCursor(data[0].fingerprint, data[0].batch_size)
+    if source is None:
+        return run.init_state(), cursor
+    return _state_from_pretrained(run, source), cursor
+
+
+def _state_from_pretrained(run: ResolvedRun, source: PretrainedModel) -> State:
+    from qwen3next_jax.interop.huggingface import load_params
+    from qwen3next_jax.interop.weights import stamp_hf
+
+    init_from = run.config.train.init_from
+
+    def check_files() -> None:
+        require(
+            stamp_hf(source.folder) == source.files,
+            f"train.init_from = {init_from}: its files were replaced since this run began with "
+            "them (their sizes or times differ): put them back, or give another --workdir",
+        )
+
+    run_on_all(check_files)
+    grown = base_params(run.abstract_state["params"])
+    params = load_params(init_from, with_vocabulary(grown, run.model, source.model.vocab_size))
+    run_on_all(check_files)  # they may have been replaced while they were read
+    return run.init_state(grow_vocabulary(params, grown, run.model))
+
+
+def _state_from_parent(
+    run: ResolvedRun, data: Sequence[Data], source: ParentRun, parent: Parent
+) -> tuple[State, DataCursor]:
+    """Loads the first state from a checkpoint of another run.
+
+    Args:
+      source: the other run.
+      parent: the checkpoint.
+    """
+    config, theirs, step = run.config, source.config, parent.step
+    # Preparing the data may have taken hours; another run may have this path by now. If that
+    # happens later, `restore` notices that the checkpoint has another digest.
     require(
-        record["id"] == parent["run"],
-        f"{folder}: another run has replaced the run that this run begins with: put that one back, "
-        "or start in a new --workdir",
+        run_id(source.folder) == parent.run == source.record.id,
+        f"{source.folder}: another run has replaced the run that this run begins with: put that "
+        "one back, or start in a new --workdir",
     )
-    preflight.compare_structure(run.model, theirs.model, config.train.init_from)
-    check_parent_versions(folder, record, run.model.mtp_depth)
     takes_all = config.train.init_state == "all"
     if takes_all:  # reads the guards' state with the parent's settings, as its window may be longer
         wanted = abstract_train_state(
@@ -86,8 +106,8 @@ def state_from_parent(
         grown = wanted["params"]
         wanted["params"] = with_vocabulary(grown, run.model, theirs.model.vocab_size)
     # Only the parameters that the model has are read; a model without MTP skips `mtp`.
-    with Checkpoints(folder) as checkpoints:
-        state = checkpoints.restore(step, wanted, partial=True, digest=parent["manifest"])
+    with Checkpoints(source.folder) as checkpoints:
+        state = checkpoints.restore(step, wanted, partial=True, digest=parent.manifest)
     if not takes_all:
         first = DataCursor(data[0].fingerprint, data[0].batch_size)
         return run.init_state(grow_vocabulary(state["params"], grown, run.model)), first
@@ -95,66 +115,38 @@ def state_from_parent(
         shardings = run.state_shardings["ema"]
         state["ema"] = start_average(state["params"], run.assignment, shardings)
     offset = int(state["guards"]["data_offset"])
-    their_cursors = recorded_cursors(record)
-    before, now = _cursors(run.stages, data, step, their_cursors, offset)
+    before, now = _cursors(run.stages, data, step, source.record.data, offset)
     same_window = before.same_stream(now) and theirs.guards.window == config.guards.window
     state["guards"] = guards.reset(config.guards, state["guards"], 0, same_window)
     return state, now
 
 
-def check_parent_versions(folder: pathlib.Path, record: dict[str, Any], mtp_depth: int) -> None:
-    """Checks that this code computes the modules of a parent's model in the same way as the code
-    with which the parent was trained.
-
-    Args:
-      folder: the folder of the parent.
-      record: the content of the parent's run.json.
-      mtp_depth: `model.mtp_depth` of the run that begins.
-
-    Raises:
-      UserError: a module that the run takes over has another version in this code.
-    """
-    theirs = config_of(record, folder).model
-    shared_depth = min(theirs.mtp_depth, mtp_depth)
-    check_versions(folder, record, dataclasses.replace(theirs, mtp_depth=shared_depth))
-
-
-def describe(run: ResolvedRun, data: Sequence[Data], parent: Parent | None) -> str:
-    """Returns a sentence, for the terminal, about the state with which a new run begins.
-
-    Args:
-      data: the training data of every stage of the run.
-      parent: the record of the run in `train.init_from`; None if it names no run.
-    """
-    config = run.config
-    if not config.train.init_from:
+def describe_first_state(run: ResolvedRun, data: Sequence[Data], start: Start) -> str:
+    """Returns a sentence, for the terminal, about the state with which a new run begins."""
+    config, source, parent = run.config, start.facts.source, start.parent
+    if source is None:
         return "initializing the first state"
     beginning = f"the Hugging Face directory {config.train.init_from}"
     if parent:
-        older = preflight.describe_damaged_checkpoints(config.train.init_from, parent)
-        beginning = f"{parent['path']} after step {parent['step']}{older}"
-    tokens = compare_tokens(config.data, run.model.vocab_size, config.train.init_from)
-    before = preflight.source_model(config.train.init_from, parent).vocab_size
+        beginning = f"{parent.path} after step {parent.step}{describe_skipped(source)}"
+    before = source.model.vocab_size
     growth = ""
     if before < run.model.vocab_size:
         growth = (
             f"; its vocabulary of {before:,} grows to {run.model.vocab_size:,}: the new rows of "
             "embedding and head begin as the mean of the old ones"
         )
-    text = f"beginning with {beginning}, reading {tokens}: its weights"
+    text = f"beginning with {beginning}, reading {start.tokens}: its weights"
     if config.train.init_state == "weights":
         return f"{text} (step 0, new optimizer state, the first batch of the data){growth}"
-    folder = to_path(parent["path"])
-    theirs = read_config(folder)
-    their_cursors = recorded_cursors(read_run(folder))
-    before, now = _cursors(run.stages, data, parent["step"], their_cursors)
+    before, now = _cursors(run.stages, data, parent.step, source.record.data)
     continues_stream = now.row or now.starts.keys() & {now.fingerprint, *now.streams}
     rows = (
         "continue after the rows that it read"
         if continues_stream
         else "differ from its data and begin with their first row"
     )
-    same_window = before.same_stream(now) and theirs.guards.window == config.guards.window
+    same_window = before.same_stream(now) and source.config.guards.window == config.guards.window
     return (
         f"{text}, optimizer and step; the data {rows}; the guards' window "
         f"{'continues' if same_window else 'starts empty'}"

@@ -7,28 +7,23 @@ the effect from the sizes of the experts. A resumed run may keep all its setting
 """
 
 import dataclasses
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import (
     FULL,
     LINEAR,
     Config,
     OptimizerConfig,
-    ProfileConfig,
     Stage,
-    TrainConfig,
     to_dict,
 )
 from qwen3next_jax.config.files import UserInput, names_in_code
 from qwen3next_jax.config.ngram import PLEConfig
 from qwen3next_jax.config.registry import EVALUATIONS, WITH_STREAMS, resolve
 from qwen3next_jax.data.pipeline import source_of
-from qwen3next_jax.runs import preflight
-from qwen3next_jax.runs.folder import read_config
 from qwen3next_jax.training.stages import STAGE_SETTINGS, ResolvedStage, resolve_stages
 
 # Setting → (function that returns whether the setting has an effect on a run of a configuration,
@@ -113,51 +108,48 @@ _CONDITIONS: dict[str, tuple[Callable[[Config], bool], str]] = {
 }
 
 
-def unread(config: Config) -> dict[str, str]:
+def find_unused(config: Config) -> dict[str, str]:
     """Returns setting → reason, for settings that have no effect on a run of `config`. A setting of
     a stage is named "train.stages[1].schedule".
 
     This function does not import JAX. It leaves out the settings of mixers and evaluations, which
-    `unread_by_layers` finds.
+    `find_unused_in_layers` finds.
     """
-    unread_settings = {name: why for name, (reads, why) in _CONDITIONS.items() if not reads(config)}
+    unused = {name: why for name, (reads, why) in _CONDITIONS.items() if not reads(config)}
     read = source_of(config.data).settings(config.data)
     if read is not None:
-        unread_settings |= {
+        unused |= {
             f"data.{name}": f"data.source = {config.data.source!r} does not read it"
             for name in flatten(to_dict(config.data))
             if name not in (*read, "source", "seed")
         }
-    unread_settings |= _unread_by_profile(config.profile, config.train)
     resolved = resolve_stages(config)
-    return unread_settings | _unread_by_stages(
-        config.train.stages, resolved, unread_settings.get("data.weights")
-    )
+    return unused | _unused_in_stages(config.train.stages, resolved, unused.get("data.weights"))
 
 
-def unread_by_layers(config: Config) -> dict[str, str]:
+def find_unused_in_layers(config: Config) -> dict[str, str]:
     """Returns setting → reason, for settings of mixers and evaluations that have no effect on a run
     of `config`. This function imports JAX.
     """
-    from qwen3next_jax.model.layer_properties import has_indexer, unread_by_mixers
+    from qwen3next_jax.model.layer_properties import has_indexer, unused_by_mixers
 
-    unread_settings = {f"model.{name}": why for name, why in unread_by_mixers(config.model).items()}
+    unused = {f"model.{name}": why for name, why in unused_by_mixers(config.model).items()}
     if not has_indexer(config.model):
         why = "no mixer of the model has an indexer"
         stages = [f"train.stages[{i}]" for i, _ in enumerate(config.train.stages)]
-        unread_settings |= {
+        unused |= {
             f"{group}.indexer_training": why
             for group in ("train", *stages)
             if f"{group}.indexer_training" in settings_by_name(config)
         }
     suites = [resolve(EVALUATIONS, name, "eval.suites").settings for name in config.eval.suites]
     if None not in suites:
-        unread_settings |= {
+        unused |= {
             f"eval.{name}": f"no evaluation of eval.suites = {config.eval.suites} reads it"
             for name in ("suite_lengths", "suite_pairs")
             if not any(name in read for read in suites)
         }
-    return unread_settings
+    return unused
 
 
 Finder = Callable[[Config], dict[str, str]]
@@ -166,9 +158,8 @@ Finder = Callable[[Config], dict[str, str]]
 def check(
     config: Config,
     user_input: UserInput | None,
-    workdir: pathlib.Path | None = None,
-    restart: bool = False,
-    find: Finder = unread,
+    resumed: Config | None = None,
+    find: Finder = find_unused,
 ) -> None:
     """Checks that a new run has tokens to train on and that the user's settings have an effect. A
     resumed run may keep the settings in its run.json.
@@ -176,15 +167,14 @@ def check(
     Args:
       config: the configuration of the run.
       user_input: the settings that the user gave; None if settings without effect are allowed.
-      workdir: the folder of the run; None if it has none.
-      restart: whether the run begins anew and does not resume the run in `workdir`.
-      find: the function that finds settings without effect: `unread` or `unread_by_layers`.
+      resumed: the configuration in run.json of a resumed run; None: the run is new.
+      find: the function that finds settings without effect: `find_unused` or
+        `find_unused_in_layers`.
 
     Raises:
       UserError: a setting has no effect, or there are no tokens; the message names the first such
         setting, or the reason why there are no tokens.
     """
-    resumed = _resumed_config(workdir, restart)
     check_targets(config, resumed)
     if user_input is None:
         return
@@ -202,13 +192,13 @@ def find_refused(config: Config, user_input: UserInput, find: Finder) -> dict[st
     changed = {
         name: why for name, why in find(config).items() if settings[name] != DEFAULTS.get(name)
     }
-    names_in_file, unread_in_file = frozenset(), {}
+    names_in_file, unused_in_file = frozenset(), {}
     if user_input.file_config and changed:
-        names_in_file, unread_in_file = names_in_code(user_input.file), find(user_input.file_config)
+        names_in_file, unused_in_file = names_in_code(user_input.file), find(user_input.file_config)
     for name, why in changed.items():
         if name.partition("[")[0] in user_input.overrides:
             where = ""
-        elif name.rpartition(".")[2] in names_in_file and name in unread_in_file:
+        elif name.rpartition(".")[2] in names_in_file and name in unused_in_file:
             where = f"{user_input.file}: "
         else:
             continue
@@ -259,20 +249,7 @@ def settings_by_name(config: Config) -> dict[str, Any]:
     return settings
 
 
-def _unread_by_profile(profile: ProfileConfig, train: TrainConfig) -> dict[str, str]:
-    """Returns setting → reason, for the settings of `profile`, if the run begins after the steps to
-    trace, because its parent has taken them. Returns {} otherwise.
-    """
-    if not profile.steps:
-        return {}
-    taken = preflight.steps_of_parent(train)
-    if taken < profile.range[-1]:
-        return {}
-    why = f"the run begins after step {taken} (train.init_from)"
-    return dict.fromkeys(("profile.steps", "profile.memory"), why)
-
-
-def _unread_by_stages(
+def _unused_in_stages(
     stages: Sequence[Stage], resolved: Sequence[ResolvedStage], no_weights: str | None
 ) -> dict[str, str]:
     """Returns setting → reason, for settings of a stage that have no effect on this stage, and for
@@ -284,12 +261,12 @@ def _unread_by_stages(
         `stages` is empty.
       no_weights: the reason why nothing reads `data.weights`; None if something reads it.
     """
-    unread_settings = {}
+    unused = {}
     for i, (stage, resolved_stage) in enumerate(zip(stages, resolved)):
-        why = _unread_by_schedule(resolved_stage.optimizer)
+        why = _unused_by_schedule(resolved_stage.optimizer)
         if no_weights:
             why["weights"] = no_weights
-        unread_settings |= {
+        unused |= {
             f"train.stages[{i}].{name}": why[name]
             for name in why
             if getattr(stage, name) is not None
@@ -305,36 +282,23 @@ def _unread_by_stages(
                 begin = one.schedule_start if group == "optimizer" else one.steps_before
                 if not stages or getattr(by_first_step[begin], name) is None:
                     readers.append(one)
-            reasons = [_unread_by_schedule(one.optimizer).get(name) for one in readers]
+            reasons = [_unused_by_schedule(one.optimizer).get(name) for one in readers]
             if not readers:
-                unread_settings[f"{group}.{name}"] = "every stage of train.stages has its own"
+                unused[f"{group}.{name}"] = "every stage of train.stages has its own"
             elif group == "optimizer" and all(reasons):
-                unread_settings[f"{group}.{name}"] = reasons[0]
-    return unread_settings
+                unused[f"{group}.{name}"] = reasons[0]
+    return unused
 
 
-def _unread_by_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
+def _unused_by_schedule(optimizer: OptimizerConfig) -> dict[str, str]:
     """Returns setting → reason, for settings that the learning-rate schedule does not read."""
     schedule = optimizer.schedule
-    why, unread_settings = f"the schedule is {schedule!r}", {}
+    why, unused = f"the schedule is {schedule!r}", {}
     if schedule != "warmup_stable_decay":
-        unread_settings["decay_fraction"] = why
+        unused["decay_fraction"] = why
     if schedule == "constant":
-        unread_settings["final_fraction"] = why
-    return unread_settings
-
-
-def _resumed_config(workdir: pathlib.Path | None, restart: bool) -> Config | None:
-    """Returns the configuration in the run.json in `workdir`, which a new process would resume.
-    Returns None if no run is resumed, or if run.json cannot be read; `folder.open_run` reports that
-    error later.
-    """
-    if workdir is None or restart or not (workdir / "run.json").exists():
-        return None
-    try:
-        return read_config(workdir)
-    except UserError:  # `open_run` raises the same error later
-        return None
+        unused["final_fraction"] = why
+    return unused
 
 
 DEFAULTS = settings_by_name(Config())

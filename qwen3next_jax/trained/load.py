@@ -17,13 +17,14 @@ from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig, to_dic
 from qwen3next_jax.data.pipeline import source_of
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 from qwen3next_jax.interop.hf_config import read_hf_config
-from qwen3next_jax.interop.huggingface import load_hf, stamp_hf
+from qwen3next_jax.interop.huggingface import load_hf
+from qwen3next_jax.interop.weights import stamp_hf
 from qwen3next_jax.model import Qwen3Next
 from qwen3next_jax.model.layer_properties import split_sizes
 from qwen3next_jax.processes import distributed
 from qwen3next_jax.processes.launch import Launch
 from qwen3next_jax.runs.checkpoint import load_trained
-from qwen3next_jax.runs.folder import config_of, read_config, read_run
+from qwen3next_jax.runs.record import RunRecord, read_config, read_record
 from qwen3next_jax.sharding.mesh import check_divides, compute_mesh, make_mesh
 from qwen3next_jax.sharding.rules import ROWS, num_shards
 
@@ -37,7 +38,7 @@ class LoadedModel(NamedTuple):
       step: number of steps for which the model was trained; None for a Hugging Face directory.
       mesh: the mesh over which the parameters are sharded; None for one device.
       identity: text that identifies the weights: the digest of a checkpoint's manifest, with " ema"
-        after it if they are the average of the run, or the result of `interop.huggingface.stamp_hf`
+        after it if they are the average of the run, or the result of `interop.weights.stamp_hf`
         for a Hugging Face directory.
     """
 
@@ -76,8 +77,8 @@ def load_model(
     """
     folder = to_path(path)
     if (folder / "run.json").exists():
-        record = read_run(folder)
-        config = config_of(record, folder)
+        record = read_record(folder)
+        config = record.read_config(folder)
         param_mesh = mesh_of_params(
             f"{path}: the mesh of its run does not fit these devices",
             config.model,
@@ -122,18 +123,18 @@ def describe_parameters(ema: bool) -> str:
     return "the average of its parameters (--ema)" if ema else "not the average (--noema)"
 
 
-def tokenizer_of_run(folder: pathlib.Path, record: dict[str, Any]) -> Tokenizer:
+def tokenizer_of_run(folder: pathlib.Path, record: RunRecord) -> Tokenizer:
     """Loads the tokenizer of the run in `folder`. `record`: the content of its run.json.
 
     Raises:
       UserError: the tokenizer is not the one with which the run was trained.
     """
-    config = config_of(record, folder)
+    config = record.read_config(folder)
     copy, data = folder / "tokenizer", config.data
     if copy.exists():
         data = dataclasses.replace(data, tokenizer=str(copy))
     tokenizer = source_of(data).tokenizer_of(data, config.model.vocab_size)
-    if tokenizer.fingerprint != record["tokenizer"]:
+    if tokenizer.fingerprint != record.tokenizer:
         raise UserError(
             f"{data.tokenizer}: not the tokenizer that {folder} was trained with (its fingerprint "
             "differs from that in run.json): restore the original file"
