@@ -48,7 +48,7 @@ def bare_step(run: ResolvedRun):
 
     def step(state, batch):
         grads, parts, *_ = gradients(state[0], batch)
-        updates, opt_state = optimizer.update(grads, state[1], state[0])
+        updates, opt_state = optimizer.update(grads.main, state[1], state[0])
         return (optax.apply_updates(state[0], updates), opt_state), parts["loss"]
 
     return jax.jit(step, donate_argnums=0)

@@ -15,6 +15,7 @@ from typing import Any
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.storage import to_path
+from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.model.adapter_names import base_params
 from qwen3next_jax.runs import preflight
@@ -23,7 +24,9 @@ from qwen3next_jax.runs.folder import config_of, read_config, read_run
 from qwen3next_jax.runs.preflight import Parent, compare_tokens
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.training import guards
-from qwen3next_jax.training.resolve import ResolvedRun
+from qwen3next_jax.training.parameter_groups import make_parameter_groups
+from qwen3next_jax.training.resolve import ResolvedRun, update_rules
+from qwen3next_jax.training.rules import UpdateRule
 from qwen3next_jax.training.stages import (
     DataCursor,
     DataCursors,
@@ -31,7 +34,7 @@ from qwen3next_jax.training.stages import (
     recorded_cursors,
     stage_number,
 )
-from qwen3next_jax.training.state import State, abstract_train_state, start_average
+from qwen3next_jax.training.state import State, abstract_train_state, start_rules
 from qwen3next_jax.training.vocabulary import grow_vocabulary, with_vocabulary
 
 
@@ -68,16 +71,16 @@ def state_from_parent(
     preflight.compare_structure(run.model, theirs.model, config.train.init_from)
     check_parent_versions(folder, record, run.model.mtp_depth)
     takes_all = config.train.init_state == "all"
+    inherited = _inherited_rules(run, theirs) if takes_all else []
     if takes_all:  # reads the guards' state with the parent's settings, as its window may be longer
         wanted = abstract_train_state(
             run.model,
             config.optimizer,
-            run.assignment,
+            run.groups,
+            inherited,
             theirs.guards,
             run.mesh,
             config.parallel.slice_state,
-            # An average with another decay rate begins anew.
-            has_average=config.train.ema > 0 and config.train.ema == theirs.train.ema,
         )
     else:
         wanted = {name: run.abstract_state[name] for name in ("params", "step")}
@@ -91,15 +94,26 @@ def state_from_parent(
     if not takes_all:
         first = DataCursor(data[0].fingerprint, data[0].batch_size)
         return run.init_state(grow_vocabulary(state["params"], grown, run.model)), first
-    if "ema" in run.state_shardings and "ema" not in state:
-        shardings = run.state_shardings["ema"]
-        state["ema"] = start_average(state["params"], run.assignment, shardings)
+    new_rules = [rule for rule in run.rules if rule not in inherited]
+    state |= start_rules(new_rules, state["params"], run.state_shardings)
     offset = int(state["guards"]["data_offset"])
     their_cursors = recorded_cursors(record)
     before, now = _cursors(run.stages, data, step, their_cursors, offset)
     same_window = before.same_stream(now) and theirs.guards.window == config.guards.window
     state["guards"] = guards.reset(config.guards, state["guards"], 0, same_window)
     return state, now
+
+
+def _inherited_rules(run: ResolvedRun, theirs: Config) -> list[UpdateRule]:
+    """Returns the update rules of `run` that its parent has with equal settings. Their entries of
+    the train state are taken over. An average with another decay rate, for example, begins anew.
+    """
+    ours = run.config.train.update_rules
+    both = tuple(name for name in theirs.train.update_rules if name in ours)
+    theirs = dataclasses.replace(theirs, train=dataclasses.replace(theirs.train, update_rules=both))
+    groups = make_parameter_groups(theirs.model, theirs.train.freeze, theirs.optimizer)
+    their_rules = update_rules(theirs, groups)
+    return [rule for rule in run.rules if rule in their_rules]
 
 
 def check_parent_versions(folder: pathlib.Path, record: dict[str, Any], mtp_depth: int) -> None:

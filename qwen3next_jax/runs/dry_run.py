@@ -67,7 +67,7 @@ def dry_run(
     step = 0 if restart else _newest_step(workdir)
     parent = preflight.find_parent(train, run.config.optimizer, workdir, restart)
     taken = parent["step"] if parent and train.init_state == "all" else step
-    for line in (*partial_ablations(run.model), *run.assignment.lines):
+    for line in (*partial_ablations(run.model), *run.groups.lines):
         print(line)
     _print_devices(run)
     print(f"Data: {data}")
@@ -99,7 +99,7 @@ def _print_devices(run: ResolvedRun) -> None:
     sizes = {
         "parameters": device_bytes(params),
         "optimizer state": device_bytes(opt_state),
-        "gradients": device_bytes(params) - device_bytes(run.assignment.frozen(params)),
+        "gradients": device_bytes(params) - device_bytes(run.groups.frozen(params)),
     }
     if "ema" in run.abstract_state:
         sizes["average of the parameters"] = device_bytes(run.abstract_state["ema"])

@@ -60,14 +60,8 @@ from qwen3next_jax.runs.start import prepare_start, start_state
 from qwen3next_jax.runs.telemetry import MetricsFile, describe_environment, open_metrics
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.training.guards import NON_FINITE
-from qwen3next_jax.training.loop import (
-    Metrics,
-    Trainer,
-    TrainStep,
-    describe_hook_error,
-    make_train_step,
-    stop_at_hook_error,
-)
+from qwen3next_jax.training.hooks import Metrics, describe_hook_error, stop_at_hook_error
+from qwen3next_jax.training.loop import Trainer, TrainStep, make_train_step
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
     DataCursors,
@@ -291,7 +285,7 @@ def _open_checkpoints(
         from qwen3next_jax.runs.bucket_checkpoints import BucketCheckpoints
 
         return BucketCheckpoints(workdir, run.config.checkpoint, stage_ends, lock)
-    return Checkpoints(workdir, run.config.checkpoint, stage_ends, run.assignment.frozen_paths)
+    return Checkpoints(workdir, run.config.checkpoint, stage_ends, run.groups.frozen_paths)
 
 
 def _missing_evaluations(
@@ -373,7 +367,7 @@ def _first_state(
     description = broadcast_from_process_0(describe)
     if is_process_0():  # loading can take minutes, and the display starts after it
         print(escape_control(f"{workdir}: {description}"), flush=True)
-        for line in (*partial_ablations(run.model), *run.assignment.lines):
+        for line in (*partial_ablations(run.model), *run.groups.lines):
             print(line, flush=True)
         if line := unused_gpu(os.environ, jax.default_backend()):
             warn(line)

@@ -25,7 +25,7 @@ from qwen3next_jax.model.layers import document_positions
 from qwen3next_jax.sharding import row_tables
 
 
-class RowGradient(NamedTuple):
+class TableGradient(NamedTuple):
     """The gradient of a table.
 
     Attributes:
@@ -82,7 +82,7 @@ def init(tables: Mapping, params: dict) -> dict:
     return state
 
 
-def norm(gradients: Mapping[int, RowGradient]) -> jax.Array:
+def norm(gradients: Mapping[int, TableGradient]) -> jax.Array:
     """Returns the L2 norm [] of the gradients of all uses of rows, over all tables together."""
     squares = (jnp.sum(jnp.square(g.rows)) for g in gradients.values())
     return jnp.sqrt(sum(squares, jnp.zeros(())))
@@ -94,7 +94,7 @@ def update(
     tables: Mapping,
     params: dict,
     state: dict,
-    gradients: Mapping[int, RowGradient],
+    gradients: Mapping[int, TableGradient],
     learning_rate: jax.Array,
     skip: jax.Array,
     mesh,

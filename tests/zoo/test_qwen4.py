@@ -58,8 +58,8 @@ from qwen3next_jax.sharding import row_tables
 from qwen3next_jax.sharding.mesh import check_divides, make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
 from qwen3next_jax.training import lazy_rows, loop
-from qwen3next_jax.training.assignment import assign
 from qwen3next_jax.training.loss import count_targets, total_loss
+from qwen3next_jax.training.parameter_groups import make_parameter_groups
 from qwen3next_jax.training.resolve import resolve_run
 from qwen3next_jax.zoo import gated_residual, ngram_embedding, qsa
 from qwen3next_jax.zoo.ops import residual_streams
@@ -516,7 +516,7 @@ def test_lazy_adamw_is_adamw_for_the_rows_of_every_batch():
     of_rows, of_third = adamw.init(rows[:2]), adamw.init(rows[2:])
     for ids in ([0, 5, 0], [5, 2, 0], [0, 5, 5]):
         d = draw(3, table.shape[1])
-        gradients = {0: lazy_rows.RowGradient(jnp.array(ids)[None, None], d.reshape(1, 1, -1))}
+        gradients = {0: lazy_rows.TableGradient(jnp.array(ids)[None, None], d.reshape(1, 1, -1))}
         update = (config, settings, tables, own, state, gradients, 0.1)
         same, _ = lazy_rows.update(*update, True, None)  # a skipped update
         np.testing.assert_array_equal(lazy_rows.get(same, path), lazy_rows.get(own, path))
@@ -580,23 +580,23 @@ def test_a_mesh_gives_what_one_device_gives(changes, axes):
     batch = {"tokens": tokens_of((8, 40), seed=20), "segment_ids": segments}
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)), jax.devices()[:8])
     optimizer = OptimizerConfig(ngram_table="lazy_adamw", clip_norm=1e-3)
-    assignment = assign(config, (), optimizer)
-    tables = assignment.tables
+    groups = make_parameter_groups(config, (), optimizer)
+    tables = groups.tables
 
     def step(mesh):
         def loss(others, rows, params, batch):
             counts = count_targets(batch, config.mtp_depth, config)
             train = TrainConfig(indexer_training="sparse")
-            model = nnx.merge(graph, assignment.replace(params, others))
+            model = nnx.merge(graph, groups.replace(params, others))
             return total_loss(model, batch | {"layer_rows": rows}, train, counts, mesh=mesh)[0]
 
         def run(params, batch):
-            others, own = assignment.main(params), assignment.of_tables(params)
+            others, own = groups.main(params), groups.tables_of(params)
             ids, rows = lazy_rows.look_up(config, tables, params, batch, mesh)
             value, (d_others, d_rows) = jax.value_and_grad(loss, argnums=(0, 1))(
                 others, rows, params, batch
             )
-            gradients = {n: lazy_rows.RowGradient(ids[n], d) for n, d in d_rows.items()}
+            gradients = {n: lazy_rows.TableGradient(ids[n], d) for n, d in d_rows.items()}
             state = lazy_rows.init(tables, params)
             own, state = lazy_rows.update(
                 config, optimizer, tables, own, state, gradients, 0.1, False, mesh
