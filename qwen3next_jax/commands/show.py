@@ -216,7 +216,7 @@ def _training_table(config: Config, devices: Sequence[int]) -> Table:
     """
     from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.parameter_groups import make_parameter_groups
-    from qwen3next_jax.training.resolve import update_rules
+    from qwen3next_jax.training.resolve import make_update_rules
     from qwen3next_jax.training.state import abstract_train_state
 
     groups = make_parameter_groups(config.model, config.train.freeze, config.optimizer)
@@ -224,7 +224,7 @@ def _training_table(config: Config, devices: Sequence[int]) -> Table:
         config.model,
         config.optimizer,
         groups,
-        update_rules(config, groups),
+        make_update_rules(config, groups),
         config.guards,
         single_device_mesh(),
     )

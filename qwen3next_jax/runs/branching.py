@@ -25,8 +25,7 @@ from qwen3next_jax.runs.preflight import Parent, compare_tokens
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.training import guards
 from qwen3next_jax.training.parameter_groups import make_parameter_groups
-from qwen3next_jax.training.resolve import ResolvedRun, update_rules
-from qwen3next_jax.training.rules import UpdateRule
+from qwen3next_jax.training.resolve import ResolvedRun, make_update_rules
 from qwen3next_jax.training.stages import (
     DataCursor,
     DataCursors,
@@ -35,6 +34,7 @@ from qwen3next_jax.training.stages import (
     stage_number,
 )
 from qwen3next_jax.training.state import State, abstract_train_state, start_rules
+from qwen3next_jax.training.update_rules import UpdateRule
 from qwen3next_jax.training.vocabulary import grow_vocabulary, with_vocabulary
 
 
@@ -112,7 +112,7 @@ def _inherited_rules(run: ResolvedRun, theirs: Config) -> list[UpdateRule]:
     both = tuple(name for name in theirs.train.update_rules if name in ours)
     theirs = dataclasses.replace(theirs, train=dataclasses.replace(theirs.train, update_rules=both))
     groups = make_parameter_groups(theirs.model, theirs.train.freeze, theirs.optimizer)
-    their_rules = update_rules(theirs, groups)
+    their_rules = make_update_rules(theirs, groups)
     return [rule for rule in run.rules if rule in their_rules]
 
 

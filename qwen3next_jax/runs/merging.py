@@ -49,9 +49,9 @@ from qwen3next_jax.runs.preflight import (
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.training.parameter_groups import ParameterGroups, make_parameter_groups
-from qwen3next_jax.training.resolve import update_rules
-from qwen3next_jax.training.rules import UpdateRule
+from qwen3next_jax.training.resolve import make_update_rules
 from qwen3next_jax.training.state import State, abstract_train_state, start_rules
+from qwen3next_jax.training.update_rules import UpdateRule
 
 # Arrays are read in groups of at most this many bytes; a larger array is read alone.
 GROUP_BYTES = 1 << 30
@@ -261,7 +261,7 @@ def merged_state(
     """
     last = sources[-1]
     groups = _parameter_groups(last.config)
-    rules = update_rules(last.config, groups)
+    rules = make_update_rules(last.config, groups)
     abstract = _abstract_state(last.config, groups, (), mesh)
     if not whole:
         abstract = {name: abstract[name] for name in ("params", "step")}

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
 from qwen3next_jax.config import Config
 from qwen3next_jax.training.parameter_groups import ParameterGroups
-from qwen3next_jax.training.rules import StepInput, UpdateRule
+from qwen3next_jax.training.update_rules import StepInput, UpdateRule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,9 @@ file to loss.
 
 `resolve.resolve_run` resolves the configuration for a mesh once; the functions here read what they
 need from its result, a `ResolvedRun`. What changes the train state beside the optimizer is an
-update rule (`rules`), and what a run does besides its steps (evaluation, samples, checkpoints,
-diagnostics, metrics, display, profiler, watchdog) is a hook (`hooks`). `resolve` makes the rules,
-`runs.train` registers the hooks; this file names none of them.
+update rule (`update_rules`), and what a run does besides its steps (evaluation, samples,
+checkpoints, diagnostics, metrics, display, profiler, watchdog) is a hook (`hooks`). `resolve` makes
+the rules, `runs.train` registers the hooks; this file names none of them.
 
 Letters: B batch, T time.
 """
@@ -44,7 +44,6 @@ from qwen3next_jax.training.hooks import (
 from qwen3next_jax.training.loss import token_metrics, total_loss
 from qwen3next_jax.training.optimizer import learning_rate_schedule
 from qwen3next_jax.training.resolve import ResolvedRun
-from qwen3next_jax.training.rules import StepInput, apply_rule
 from qwen3next_jax.training.stages import (
     DataCursor,
     DataCursors,
@@ -54,6 +53,7 @@ from qwen3next_jax.training.stages import (
 )
 from qwen3next_jax.training.state import State
 from qwen3next_jax.training.update import make_update
+from qwen3next_jax.training.update_rules import StepInput, apply_rule
 
 TrainStep = Callable[[State, Batch], tuple[State, Metrics]]
 

@@ -27,8 +27,8 @@ from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.model.parameters import Declared
 from qwen3next_jax.model.selection import Choice, choose, expand, grid
 from qwen3next_jax.training.optimizer import Scale
-from qwen3next_jax.training.rules import StepInput, UpdateRule
 from qwen3next_jax.training.scaling import scaling_factors
+from qwen3next_jax.training.update_rules import StepInput, UpdateRule
 
 # The most names of arrays that a line of `ParameterGroups.lines` lists.
 NAMES_SHOWN = 4

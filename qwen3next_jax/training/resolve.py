@@ -18,9 +18,9 @@ from qwen3next_jax.sharding.mesh import check_divides, compute_mesh
 from qwen3next_jax.sharding.rules import SLICE, batch_sharding, num_shards, tree_shardings
 from qwen3next_jax.training import average, indexer, parameter_groups, router_bias, state
 from qwen3next_jax.training.parameter_groups import ParameterGroups, make_parameter_groups
-from qwen3next_jax.training.rules import UpdateRule
 from qwen3next_jax.training.stages import ResolvedStage, resolve_stages
 from qwen3next_jax.training.state import State, abstract_model, abstract_train_state
+from qwen3next_jax.training.update_rules import UpdateRule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
         "optimizer.ngram_table = 'lazy_adamw' on several slices: each slice would update other "
         "rows of the table: expected 'adamw', or parallel.mesh.slice = 1",
     )
-    rules = update_rules(config, groups)
+    rules = make_update_rules(config, groups)
     abstract_state = abstract_train_state(
         config.model,
         config.optimizer,
@@ -145,7 +145,7 @@ def resolve_run(config: Config, mesh: Mesh) -> ResolvedRun:
     return ResolvedRun(config, mesh, stages, graphdef, groups, rules, abstract_state)
 
 
-def update_rules(config: Config, groups: ParameterGroups) -> tuple[UpdateRule, ...]:
+def make_update_rules(config: Config, groups: ParameterGroups) -> tuple[UpdateRule, ...]:
     """Makes the update rules of a run, in the order in which they act. Rules of a user's own come
     before the one that keeps frozen parameters, and before the average, which then sees what they
     changed.
@@ -183,6 +183,6 @@ def _own_rules(config: Config, groups: ParameterGroups) -> Iterator[UpdateRule]:
         require(
             isinstance(rule, UpdateRule),
             f"train.update_rules = {name!r} returned {type(rule).__name__}: expected a "
-            "training.rules.UpdateRule",
+            "training.update_rules.UpdateRule",
         )
         yield rule

@@ -20,7 +20,7 @@ from qwen3next_jax.config import Config, ModelConfig
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.router import required_bias_range
 from qwen3next_jax.training.parameter_groups import ParameterGroups
-from qwen3next_jax.training.rules import StepInput, UpdateRule
+from qwen3next_jax.training.update_rules import StepInput, UpdateRule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ opt_state   the state of the optimizers (see `join_opt_state`)
 step        int32, the number of steps taken so far
 guards      the state of the numerical guards (see `guards.init_guards`)
 
-An update rule may add entries (see the file `rules`); "ema", the moving average of the parameters
-(see the file `average`), is one.
+An update rule may add entries (see the file `update_rules`); "ema", the moving average of the
+parameters (see the file `average`), is one.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from qwen3next_jax.sharding.rules import tree_shardings
 from qwen3next_jax.training.guards import init_guards
 from qwen3next_jax.training.optimizer import make_optimizer
 from qwen3next_jax.training.parameter_groups import ParameterGroups
-from qwen3next_jax.training.rules import UpdateRule, initial_entries
+from qwen3next_jax.training.update_rules import UpdateRule, initial_entries
 
 State = dict
 

@@ -19,7 +19,7 @@ from qwen3next_jax.runs.load import load_model
 from qwen3next_jax.runs.merging import find_sources, merged_state
 from qwen3next_jax.sharding.mesh import make_mesh, single_device_mesh
 from qwen3next_jax.training.average import MovingAverage
-from qwen3next_jax.training.rules import apply_rule
+from qwen3next_jax.training.update_rules import apply_rule
 from tests.in_process import resolved, train
 from tests.runs.test_merging import CONFIG
 

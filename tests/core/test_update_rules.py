@@ -12,10 +12,10 @@ from page import example
 
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, OptimizerConfig, TrainConfig
-from qwen3next_jax.training import rules
+from qwen3next_jax.training import update_rules
 from qwen3next_jax.training.loop import make_train_step
 from qwen3next_jax.training.loss import total_loss
-from qwen3next_jax.training.rules import StepInput, UpdateRule
+from qwen3next_jax.training.update_rules import StepInput, UpdateRule
 from tests.core.test_freezing import MODEL, start_params
 from tests.in_process import resolved
 
@@ -62,10 +62,10 @@ def test_a_rule_cannot_change_frozen_parameters():
     frozen = dataclasses.replace(CONFIG.train, freeze=("head",))
     run = resolved(dataclasses.replace(CONFIG, train=frozen))
     params = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), run.abstract_state["params"])
-    state = {"params": params} | rules.initial_entries(run.rules, params)
+    state = {"params": params} | update_rules.initial_entries(run.rules, params)
     step, after, metrics = StepInput(run.stages[0], {}, state), state, {}
     for rule in run.rules:
-        after, metrics = rules.apply_rule(rule, step, after, metrics, jnp.array(False))
+        after, metrics = update_rules.apply_rule(rule, step, after, metrics, jnp.array(False))
     assert metrics["capped_share"] == 1 and after["capped_steps"] == 1
     np.testing.assert_array_equal(after["params"]["head"], params["head"])
 
@@ -86,7 +86,7 @@ def test_results_that_are_no_train_state_are_refused(result, told):
             return result
 
     with pytest.raises(UserError, match=f"Mistaken returned .*{told}") as error:
-        rules.apply_rule(Mistaken(), None, {"x": jnp.zeros(2)}, {}, jnp.array(False))
+        update_rules.apply_rule(Mistaken(), None, {"x": jnp.zeros(2)}, {}, jnp.array(False))
     assert "\n" not in str(error.value)
 
 
@@ -96,7 +96,7 @@ def test_entries_are_not_shared():
             return {"guards": params["x"]}
 
     with pytest.raises(UserError, match="Taken adds the entry 'guards'"):
-        rules.initial_entries([Taken()], {"x": jnp.zeros(2)})
+        update_rules.initial_entries([Taken()], {"x": jnp.zeros(2)})
 
 
 @pytest.mark.parametrize(

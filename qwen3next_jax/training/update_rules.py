@@ -3,7 +3,7 @@
 A rule decides what no gradient decides. The biases of routers follow the load of the experts
 (`router_bias`), an average follows the parameters (`average`), frozen parameters stay as they are
 (`parameter_groups`, `indexer`). A file that has a rule makes it in a function
-`rule(config, groups)`, which `resolve.update_rules` calls. The update step
+`rule(config, groups)`, which `resolve.make_update_rules` calls. The update step
 (`loop.make_train_step`) applies the rules of the run in order, and knows none of them.
 
 The setting `train.update_rules` adds rules of a user's own (docs/extending.md).
