@@ -33,7 +33,8 @@ _PARTS = (
     ("embedding", r"language_model \S*(embed|look_up)"),
     (
         "optimizer, guards",
-        r"optimizer|adamw|muon|update |parameter_groups|average|guards|gradients|state|diagnostics",
+        r"optimizer|adamw|lazy_adamw|muon|update |parameter_groups|average|guards|gradients|state"
+        r"|diagnostics",
     ),
     (
         "weights: gathers, scatters",

@@ -40,7 +40,7 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import ResolvedStage
 
 Batch = dict[str, jax.Array]
-TableGradients = dict[int, Any]  # values: `lazy_rows.TableGradient`
+TableGradients = dict[int, Any]  # values: `lazy_adamw.TableGradient`
 
 
 class Gradients(NamedTuple):
@@ -98,7 +98,7 @@ def gradient_norms(run: ResolvedRun, params: dict, grads: Gradients) -> dict[str
     separately), and grad_norms, the norms by layer (`diagnostics.norms_by_layer`) of the main
     group. `params`: all parameters.
     """
-    lookups = {number: gradient.rows for number, gradient in grads.tables.items()}
+    lookups = {number: gradient.values for number, gradient in grads.tables.items()}
     return {
         "grad_norm": optax.tree.norm((grads.main, lookups)),
         "grad_norms": norms_by_layer(run.model, run.groups.with_zeros(params, grads.main)),
@@ -176,17 +176,17 @@ class _PartOfBatch:
         return (main, parts), self._of_tables(ids, d_looked_up)
 
     def _look_up(self, params: dict, batch: Batch, mesh) -> tuple[dict, dict]:
-        """Looks up what the batch uses of the tables of lazy AdamW (`lazy_rows.look_up`)."""
+        """Looks up what the batch uses of the tables of lazy AdamW (`lazy_adamw.look_up`)."""
         if not self.run.groups.tables:
             return {}, {}
-        from qwen3next_jax.training import lazy_rows
+        from qwen3next_jax.training import lazy_adamw
 
-        return lazy_rows.look_up(self.run.model, self.run.groups.tables, params, batch, mesh)
+        return lazy_adamw.look_up(self.run.model, self.run.groups.tables, params, batch, mesh)
 
     def _of_tables(self, ids: dict, d_looked_up: dict) -> TableGradients:
         if not self.run.groups.tables:
             return {}
-        from qwen3next_jax.training.lazy_rows import TableGradient
+        from qwen3next_jax.training.lazy_adamw import TableGradient
 
         return {
             number: TableGradient(ids[number], d.astype(jnp.float32))

@@ -41,7 +41,7 @@ class ParameterGroups:
 
     Attributes:
       parameters: path → declaration, for the arrays of the main group, without frozen layers.
-      tables: the result of `lazy_rows.lazy_tables`, without frozen tables.
+      tables: the result of `lazy_adamw.lazy_tables`, without frozen tables.
       frozen_paths: the paths of the arrays that are frozen as a whole.
       trained_layers: path of a stack that is frozen in part → the indices of its other layers.
       frozen_elements: path of an array that is frozen in part → bool array, which can be broadcast
@@ -322,9 +322,9 @@ def _tables(
     """Returns the tables of lazy AdamW that are not frozen."""
     if optimizer.ngram_table != "lazy_adamw":
         return {}
-    from qwen3next_jax.training import lazy_rows
+    from qwen3next_jax.training import lazy_adamw
 
-    tables = lazy_rows.lazy_tables(model)
+    tables = lazy_adamw.lazy_tables(model)
     trained = {path: number for path, number in tables.items() if not frozen[_text(path)].any()}
     require(
         not trained or trained == tables,

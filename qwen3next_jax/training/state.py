@@ -150,9 +150,9 @@ def _init_optimizers(config: OptimizerConfig, groups: ParameterGroups, params: d
     optimizer = make_optimizer(config, groups.parameters, optax.constant_schedule(0.0))
     tables_state = {}
     if groups.tables:
-        from qwen3next_jax.training import lazy_rows
+        from qwen3next_jax.training import lazy_adamw
 
-        tables_state = lazy_rows.init(groups.tables, params)
+        tables_state = lazy_adamw.init(groups.tables, params)
     return join_opt_state(optimizer.init(groups.main(params)), tables_state, groups)
 
 

@@ -1,7 +1,7 @@
 """The update of the parameters. Each of their groups (`parameter_groups`) has its own optimizer:
 
 main     `optimizer.make_optimizer`: clipping, direction, weight decay, learning rate
-tables   lazy AdamW (`lazy_rows`), which changes only the rows that the batch uses
+tables   lazy AdamW (`lazy_adamw`), which changes only the rows that the batch uses
 frozen   none
 
 `optax.partition` cannot express these groups. It divides a tree by whole leaves, but the main group
@@ -81,10 +81,10 @@ def _make_tables_update(run: ResolvedRun, stage: ResolvedStage) -> Callable:
     """
     if not run.groups.tables:
         return lambda grads, tables, state, learning_rate, skip: (tables, state)
-    from qwen3next_jax.training import lazy_rows
+    from qwen3next_jax.training import lazy_adamw
 
     def update_tables(grads: Gradients, tables: dict, state: dict, learning_rate, skip):
-        return lazy_rows.update(
+        return lazy_adamw.update(
             run.model,
             stage.optimizer,
             run.groups.tables,

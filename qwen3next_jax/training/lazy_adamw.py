@@ -30,11 +30,11 @@ class TableGradient(NamedTuple):
 
     Attributes:
       ids: int32 [B, T, H], the rows that each token uses.
-      rows: float32 [B, T, H · W], the gradient of each use of a row.
+      values: float32 [B, T, H · W], the gradient of each use of a row.
     """
 
     ids: jax.Array
-    rows: jax.Array
+    values: jax.Array
 
 
 def lazy_tables(model: ModelConfig) -> dict[tuple[str | int, ...], int]:
@@ -84,7 +84,7 @@ def init(tables: Mapping, params: dict) -> dict:
 
 def norm(gradients: Mapping[int, TableGradient]) -> jax.Array:
     """Returns the L2 norm [] of the gradients of all uses of rows, over all tables together."""
-    squares = (jnp.sum(jnp.square(g.rows)) for g in gradients.values())
+    squares = (jnp.sum(jnp.square(g.values)) for g in gradients.values())
     return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
@@ -136,7 +136,7 @@ def update(
         arrays = row_tables.update(
             tuple(get(tree, path)[0] for tree in trees),
             gradient.ids,
-            gradient.rows,
+            gradient.values,
             of_table,
             mesh,
             write,
