@@ -29,8 +29,8 @@ from qwen3next_jax.config import ModelConfig, OptimizerConfig
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.language_model import Qwen3Next
 from qwen3next_jax.sweeps.learning_rates import best_rate
-from qwen3next_jax.training.assignment import assign
 from qwen3next_jax.training.optimizer import learning_rate_schedule, make_optimizer
+from qwen3next_jax.training.parameter_groups import make_parameter_groups
 
 SEEDS = (0, 1, 2)
 ROWS, LENGTH = 8, 64
@@ -80,7 +80,7 @@ def losses(config: ModelConfig, optimizer: OptimizerConfig, rates: list[float], 
     """Held-out losses [seeds, rates] after training; infinite where it diverged."""
     text = corpus()
     train, held_out = text[: -len(text) // 10], text[-len(text) // 10 :]
-    assignment = assign(config, (), optimizer)
+    groups = make_parameter_groups(config, (), optimizer)
     shape = learning_rate_schedule(dataclasses.replace(optimizer, learning_rate=1.0), steps)
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: Qwen3Next(config, rngs=nnx.Rngs(0))))
 
@@ -91,7 +91,7 @@ def losses(config: ModelConfig, optimizer: OptimizerConfig, rates: list[float], 
 
     def start(seed):
         params = nnx.state(Qwen3Next(config, rngs=nnx.Rngs(seed)), nnx.Param)
-        return assignment.scale_start(nnx.to_pure_dict(params))
+        return groups.scale_start(nnx.to_pure_dict(params))
 
     def run(rate, params, batches, unseen):
         updater = make_optimizer(
@@ -99,8 +99,8 @@ def losses(config: ModelConfig, optimizer: OptimizerConfig, rates: list[float], 
             declared(config),
             lambda count: rate * shape(count),
             None,
-            assignment.learning_rate_factors,
-            assignment.weight_decays,
+            groups.learning_rate_factors,
+            groups.weight_decays,
         )
 
         def step(carry, batch):

@@ -43,11 +43,9 @@ def main(arguments: list[str]) -> int:
 
     stage = stage_at(dump.run.stages, dump.step)
     # what is frozen has no gradient, and lazy AdamW's tables have none of their shape
-    params = dump.run.assignment.main(dump.state["params"])
-    gradients = jax.device_get(
-        jax.jit(make_gradients(dump.run, stage))(dump.state["params"], dump.batch)[0]
-    )
-    cli.make_console().print(norms_table(jax.device_get(params), gradients))
+    params = dump.run.groups.main(dump.state["params"])
+    gradients, *_ = jax.jit(make_gradients(dump.run, stage))(dump.state["params"], dump.batch)
+    cli.make_console().print(norms_table(jax.device_get(params), jax.device_get(gradients.main)))
 
     _, values = make_train_step(dump.run, stage)(dump.state, dump.batch)
     scalars = {

@@ -215,20 +215,21 @@ def _training_table(config: Config, devices: Sequence[int]) -> Table:
     they are split evenly over the devices.
     """
     from qwen3next_jax.sharding.mesh import single_device_mesh
-    from qwen3next_jax.training.assignment import assign
+    from qwen3next_jax.training.parameter_groups import make_parameter_groups
+    from qwen3next_jax.training.resolve import make_update_rules
     from qwen3next_jax.training.state import abstract_train_state
 
-    assignment = assign(config.model, config.train.freeze, config.optimizer)
+    groups = make_parameter_groups(config.model, config.train.freeze, config.optimizer)
     state = abstract_train_state(
         config.model,
         config.optimizer,
-        assignment,
+        groups,
+        make_update_rules(config, groups),
         config.guards,
         single_device_mesh(),
-        has_average=config.train.ema > 0,
     )
     parameters, optimizer = _size(state["params"]), _size(state["opt_state"])
-    frozen = _size(assignment.frozen(state["params"]))
+    frozen = _size(groups.frozen(state["params"]))
     table = Table("training on", box=SIMPLE)
     of_state = {
         "parameters": parameters,

@@ -161,6 +161,7 @@ SETTINGS = {
     "model.block.rope_scaling": ROPE_SCALINGS,
     "model.ple.embedding": LAYER_EMBEDDINGS,
     "optimizer.name": OPTIMIZERS,
+    "train.update_rules": {},  # import strings alone: other settings choose this package's rules
     "eval.suites": EVALUATIONS,
     "data.source": DATA_SOURCES,
 }

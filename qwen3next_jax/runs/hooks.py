@@ -26,7 +26,8 @@ from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.training.average import averaged_params
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.guards import NO_TARGETS
-from qwen3next_jax.training.loop import Decision, Hook, Metrics, StepInfo, Trainer
+from qwen3next_jax.training.hooks import Decision, Hook, Metrics, StepInfo
+from qwen3next_jax.training.loop import Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursor, ResolvedStage, SourceReading, sources_read
 from qwen3next_jax.training.state import State

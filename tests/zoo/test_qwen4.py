@@ -56,9 +56,9 @@ from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding import row_tables
 from qwen3next_jax.sharding.mesh import check_divides, make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, storage_spec
-from qwen3next_jax.training import lazy_rows, loop
-from qwen3next_jax.training.assignment import assign
+from qwen3next_jax.training import lazy_adamw, loop
 from qwen3next_jax.training.loss import count_targets, total_loss
+from qwen3next_jax.training.parameter_groups import make_parameter_groups
 from qwen3next_jax.training.resolve import resolve_run
 from qwen3next_jax.zoo import gated_residual, ngram_embedding, qsa
 from qwen3next_jax.zoo.ops import residual_streams
@@ -514,23 +514,23 @@ def test_lazy_adamw_is_adamw_for_the_rows_of_every_batch():
     """Rows 0 and 5 are used in every step, row 2 in the second of three, the others never."""
     config = config_of(hf_form="")
     settings = OptimizerConfig(ngram_table="lazy_adamw", clip_norm=0.5, weight_decay=0.3)
-    tables = lazy_rows.lazy_tables(config)
+    tables = lazy_adamw.lazy_tables(config)
     (path,) = tables
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     table = draw(*declared(config)["/".join(map(str, path))].shape)
-    own = lazy_rows.put({}, path, table[None])
-    state = lazy_rows.init(tables, own)
+    own = lazy_adamw.put({}, path, table[None])
+    state = lazy_adamw.init(tables, own)
     adamw = optax.adamw(0.1, settings.beta1, settings.beta2, settings.eps, weight_decay=0.3)
     rows = table[jnp.array([0, 5, 2])]
     of_rows, of_third = adamw.init(rows[:2]), adamw.init(rows[2:])
     for ids in ([0, 5, 0], [5, 2, 0], [0, 5, 5]):
         d = draw(3, table.shape[1])
-        gradients = {0: lazy_rows.RowGradient(jnp.array(ids)[None, None], d.reshape(1, 1, -1))}
+        gradients = {0: lazy_adamw.TableGradient(jnp.array(ids)[None, None], d.reshape(1, 1, -1))}
         update = (config, settings, tables, own, state, gradients, 0.1)
-        same, _ = lazy_rows.update(*update, True, None)  # a skipped update
-        np.testing.assert_array_equal(lazy_rows.get(same, path), lazy_rows.get(own, path))
-        own, state = lazy_rows.update(*update, False, None)
+        same, _ = lazy_adamw.update(*update, True, None)  # a skipped update
+        np.testing.assert_array_equal(lazy_adamw.get(same, path), lazy_adamw.get(own, path))
+        own, state = lazy_adamw.update(*update, False, None)
         d = d * min(1, 0.5 / float(jnp.linalg.norm(d)))
         of_id = [sum((d[i] for i in range(3) if ids[i] == row), 0 * d[0]) for row in (0, 5, 2)]
         changed, of_rows = adamw.update(jnp.stack(of_id[:2]), of_rows, rows[:2])
@@ -539,7 +539,7 @@ def test_lazy_adamw_is_adamw_for_the_rows_of_every_batch():
             changed, of_third = adamw.update(of_id[2][None], of_third, rows[2:])
             rows = rows.at[2:].add(changed)
     want = table.at[jnp.array([0, 5, 2])].set(rows)
-    np.testing.assert_allclose(lazy_rows.get(own, path)[0], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(lazy_adamw.get(own, path)[0], want, rtol=1e-5, atol=1e-6)
 
 
 ALL_AXES = {"data": 2, "expert": 2, "tensor": 2}
@@ -590,25 +590,25 @@ def test_a_mesh_gives_what_one_device_gives(changes, axes):
     batch = {"tokens": tokens_of((8, 40), seed=20), "segment_ids": segments}
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**{"data": 1} | axes)), jax.devices()[:8])
     optimizer = OptimizerConfig(ngram_table="lazy_adamw", clip_norm=1e-3)
-    assignment = assign(config, (), optimizer)
-    tables = assignment.tables
+    groups = make_parameter_groups(config, (), optimizer)
+    tables = groups.tables
 
     def step(mesh):
         def loss(others, rows, params, batch):
             counts = count_targets(batch, config.mtp_depth, config)
             train = TrainConfig(indexer_training="sparse")
-            model = nnx.merge(graph, assignment.replace(params, others))
+            model = nnx.merge(graph, groups.replace(params, others))
             return total_loss(model, batch | {"layer_rows": rows}, train, counts, mesh=mesh)[0]
 
         def run(params, batch):
-            others, own = assignment.main(params), assignment.of_tables(params)
-            ids, rows = lazy_rows.look_up(config, tables, params, batch, mesh)
+            others, own = groups.main(params), groups.tables_of(params)
+            ids, rows = lazy_adamw.look_up(config, tables, params, batch, mesh)
             value, (d_others, d_rows) = jax.value_and_grad(loss, argnums=(0, 1))(
                 others, rows, params, batch
             )
-            gradients = {n: lazy_rows.RowGradient(ids[n], d) for n, d in d_rows.items()}
-            state = lazy_rows.init(tables, params)
-            own, state = lazy_rows.update(
+            gradients = {n: lazy_adamw.TableGradient(ids[n], d) for n, d in d_rows.items()}
+            state = lazy_adamw.init(tables, params)
+            own, state = lazy_adamw.update(
                 config, optimizer, tables, own, state, gradients, 0.1, False, mesh
             )
             return value, d_others, own, state

@@ -25,16 +25,16 @@ from qwen3next_jax.model.layers import document_positions
 from qwen3next_jax.sharding import row_tables
 
 
-class RowGradient(NamedTuple):
+class TableGradient(NamedTuple):
     """The gradient of a table.
 
     Attributes:
       ids: int32 [B, T, H], the rows that each token uses.
-      rows: float32 [B, T, H · W], the gradient of each use of a row.
+      values: float32 [B, T, H · W], the gradient of each use of a row.
     """
 
     ids: jax.Array
-    rows: jax.Array
+    values: jax.Array
 
 
 def lazy_tables(model: ModelConfig) -> dict[tuple[str | int, ...], int]:
@@ -82,9 +82,9 @@ def init(tables: Mapping, params: dict) -> dict:
     return state
 
 
-def norm(gradients: Mapping[int, RowGradient]) -> jax.Array:
+def norm(gradients: Mapping[int, TableGradient]) -> jax.Array:
     """Returns the L2 norm [] of the gradients of all uses of rows, over all tables together."""
-    squares = (jnp.sum(jnp.square(g.rows)) for g in gradients.values())
+    squares = (jnp.sum(jnp.square(g.values)) for g in gradients.values())
     return jnp.sqrt(sum(squares, jnp.zeros(())))
 
 
@@ -94,7 +94,7 @@ def update(
     tables: Mapping,
     params: dict,
     state: dict,
-    gradients: Mapping[int, RowGradient],
+    gradients: Mapping[int, TableGradient],
     learning_rate: jax.Array,
     skip: jax.Array,
     mesh,
@@ -136,7 +136,7 @@ def update(
         arrays = row_tables.update(
             tuple(get(tree, path)[0] for tree in trees),
             gradient.ids,
-            gradient.rows,
+            gradient.values,
             of_table,
             mesh,
             write,

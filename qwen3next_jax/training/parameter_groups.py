@@ -1,15 +1,16 @@
-"""Decides by what each parameter is trained: by nothing (`train.freeze`), by lazy AdamW
-(`optimizer.ngram_table`), or by the main optimizer (all others). `resolve.resolve_run` decides this
-once; gradients, the train state and the update step read it here.
+"""Divides the parameters into groups: the main group, which the main optimizer trains; the tables
+that lazy AdamW trains (`optimizer.ngram_table`); and frozen parameters (`train.freeze`), which
+nothing trains. `resolve.resolve_run` does this once. Parameters of the main group may have another
+learning rate or weight decay (`optimizer.groups`).
 
 What is frozen takes no gradient and has no optimizer state. Two arrays can be frozen in part:
 
-- Several layers may be stacked in one array. The main optimizer then gets an array of the layers
-  that it trains. The backward pass still computes the gradient of every layer of the stack, and the
+- Several layers may be stacked in one array. The main group then has an array of the layers that
+  are trained. The backward pass still computes the gradient of every layer of the stack, and the
   gradients of its frozen layers are dropped.
-- Several matrices may be parts of one array. The main optimizer then gets the whole array, with
-  gradients that are 0 in the frozen parts, and `Assignment.keep_frozen_parts` undoes the update of
-  these parts. They take part in the optimizer's state.
+- Several matrices may be parts of one array. The main group then has the whole array, with
+  gradients that are 0 in the frozen parts. They take part in the optimizer's state. The rule
+  `KeepFrozen` undoes what weight decay changes in them.
 """
 
 import dataclasses
@@ -20,31 +21,31 @@ import numpy as np
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.common.trees import leaves_by_path, map_leaves
-from qwen3next_jax.config import ModelConfig, OptimizerConfig, ParameterGroup
+from qwen3next_jax.config import Config, ModelConfig, OptimizerConfig, ParameterGroup
 from qwen3next_jax.model import declared
 from qwen3next_jax.model.adapter_names import is_adapter
 from qwen3next_jax.model.parameters import Declared
 from qwen3next_jax.model.selection import Choice, choose, expand, grid
 from qwen3next_jax.training.optimizer import Scale
 from qwen3next_jax.training.scaling import scaling_factors
+from qwen3next_jax.training.update_rules import StepInput, UpdateRule
 
-# The most names of arrays that a line of `Assignment.lines` lists.
+# The most names of arrays that a line of `ParameterGroups.lines` lists.
 NAMES_SHOWN = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Assignment:
-    """By what each parameter is trained. Trees of parameters are nested dicts; "path" is a path
+class ParameterGroups:
+    """The groups of a model's parameters. Trees of parameters are nested dicts; "path" is a path
     such as "layers/0/mixer/q_proj".
 
     Attributes:
-      parameters: path → declaration, for the arrays that the main optimizer trains, without frozen
-        layers.
-      tables: the result of `lazy_rows.lazy_tables`, without frozen tables.
+      parameters: path → declaration, for the arrays of the main group, without frozen layers.
+      tables: the result of `lazy_adamw.lazy_tables`, without frozen tables.
       frozen_paths: the paths of the arrays that are frozen as a whole.
       trained_layers: path of a stack that is frozen in part → the indices of its other layers.
-      frozen_parts: path of an array of which parts are frozen → bool array, which can be broadcast
-        to the array that the main optimizer trains: whether an element is frozen.
+      frozen_elements: path of an array that is frozen in part → bool array, which can be broadcast
+        to the array with all layers: whether an element is frozen.
       learning_rate_factors, weight_decays: the arguments of `optimizer.make_optimizer`.
       start_factors: path → by what the random start values of the array are multiplied, for the
         arrays with other factors than 1.
@@ -56,16 +57,14 @@ class Assignment:
     tables: Mapping[tuple[str | int, ...], int]
     frozen_paths: frozenset[str]
     trained_layers: Mapping[str, np.ndarray]
-    frozen_parts: Mapping[str, np.ndarray]
+    frozen_elements: Mapping[str, np.ndarray]
     learning_rate_factors: Mapping[str, Scale]
     weight_decays: Mapping[str, Scale]
     start_factors: Mapping[str, float]
     lines: tuple[str, ...]
 
     def main(self, tree: dict) -> dict:
-        """Returns the arrays of `tree`, a tree of all parameters, that the main optimizer
-        trains.
-        """
+        """Returns the main group of `tree`, a tree of all parameters."""
 
         def of_main(path, leaf):
             if path not in self.parameters:
@@ -74,7 +73,7 @@ class Assignment:
 
         return map_leaves(of_main, tree)
 
-    def of_tables(self, tree: dict) -> dict:
+    def tables_of(self, tree: dict) -> dict:
         """Returns the tables of `tree`, a tree of all parameters, that lazy AdamW trains."""
         return map_leaves(lambda path, leaf: leaf if path in self._table_paths else None, tree)
 
@@ -91,9 +90,9 @@ class Assignment:
         return map_leaves(lambda path, leaf: leaf if path in self.frozen_paths else None, tree)
 
     def replace(self, tree: dict, main: dict, tables: dict | None = None) -> dict:
-        """Returns `tree`, a tree of all parameters, with the arrays of the main optimizer taken
-        from `main`, and those of lazy AdamW from `tables` unless it is None. Both have the form of
-        the results of `main` and `of_tables`.
+        """Returns `tree`, a tree of all parameters, with the main group taken from `main`, and the
+        tables from `tables` unless it is None. Both have the form of the results of `main` and
+        `tables_of`.
         """
         main, tables = leaves_by_path(main), leaves_by_path(tables or {})
 
@@ -105,8 +104,8 @@ class Assignment:
         return map_leaves(replaced, tree)
 
     def with_zeros(self, params: dict, main: dict) -> dict:
-        """Returns `main`, such as the gradients of the arrays of the main optimizer, as a tree of
-        all parameters but the tables, with 0 for what is frozen. An array that is frozen as a whole
+        """Returns `main`, such as the gradients of the main group, as a tree of all parameters
+        but the tables, with 0 for what is frozen. An array that is frozen as a whole
         becomes one with a single 0 for each layer.
         """
         main = leaves_by_path(main)
@@ -121,25 +120,28 @@ class Assignment:
         return map_leaves(filled, params)
 
     def without_frozen_parts(self, gradients: dict) -> dict:
-        """Returns the gradients of the arrays of the main optimizer with 0 in frozen parts."""
+        """Returns the gradients of the main group with 0 in frozen parts."""
 
         def masked(path, leaf):
-            if path not in self.frozen_parts:
+            if path not in self.frozen_elements:
                 return leaf
-            return jnp.where(self.frozen_parts[path], 0, leaf)
+            frozen = self.frozen_elements[path]
+            if path in self.trained_layers:
+                frozen = frozen[self.trained_layers[path]]
+            return jnp.where(frozen, 0, leaf) if frozen.any() else leaf
 
         return map_leaves(masked, gradients)
 
-    def keep_frozen_parts(self, before: dict, after: dict) -> dict:
-        """Returns the arrays of the main optimizer `after` an update, but their frozen parts as
-        they were `before` it.
-        """
+    def keep_frozen(self, before: dict, after: dict) -> dict:
+        """Returns the tree `after` of all parameters, but what is frozen as it is in `before`."""
         before = leaves_by_path(before)
 
         def kept(path, leaf):
-            if path not in self.frozen_parts:
-                return leaf
-            return jnp.where(self.frozen_parts[path], before[path], leaf)
+            if path in self.frozen_paths:
+                return before[path]
+            if path in self.frozen_elements:
+                return jnp.where(self.frozen_elements[path], before[path], leaf)
+            return leaf
 
         return map_leaves(kept, after)
 
@@ -148,8 +150,28 @@ class Assignment:
         return {_text(path) for path in self.tables}
 
 
-def assign(model: ModelConfig, freeze: Sequence[str], optimizer: OptimizerConfig) -> Assignment:
-    """Decides by what each parameter of `model` is trained.
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeepFrozen(UpdateRule):
+    """Undoes what an update changed in frozen parameters. The optimizer changes frozen parts of
+    arrays by weight decay; other rules may change any parameter.
+    """
+
+    groups: ParameterGroups
+
+    def apply(self, step: StepInput, after: dict, metrics: dict) -> tuple[dict, dict]:
+        params = self.groups.keep_frozen(step.before["params"], after["params"])
+        return after | {"params": params}, metrics
+
+
+def rule(config: Config, groups: ParameterGroups) -> KeepFrozen | None:
+    """Returns the rule of frozen parameters; None if none are frozen."""
+    return KeepFrozen(groups) if groups.frozen_paths or groups.frozen_elements else None
+
+
+def make_parameter_groups(
+    model: ModelConfig, freeze: Sequence[str], optimizer: OptimizerConfig
+) -> ParameterGroups:
+    """Divides the parameters of `model` into groups.
 
     Args:
       freeze: `train.freeze`.
@@ -168,7 +190,42 @@ def assign(model: ModelConfig, freeze: Sequence[str], optimizer: OptimizerConfig
         lines.insert(0, _freeze_base(model, parameters, frozen))
     tables = _tables(model, optimizer, frozen)
     table_paths = {_text(path) for path in tables}
-    main, trained_layers, frozen_parts = {}, {}, {}
+    main, trained_layers, frozen_elements = _main(parameters, frozen, table_paths)
+    numbers, of_groups = _groups(model, parameters, optimizer.groups, frozen, table_paths)
+    numbers = {
+        path: cells[trained_layers[path]] if path in trained_layers else cells
+        for path, cells in numbers.items()
+    }
+    scaling = scaling_factors(model, optimizer, parameters)
+    factors = {path: scale.learning_rate for path, scale in scaling.items() if path in main}
+    learning_rate_factors, weight_decays = _rates(main, optimizer, numbers, factors)
+    lines += of_groups
+    if lines:
+        trained = sum(Choice(~cells, parameters[path]).size for path, cells in frozen.items())
+        total = sum(parameter.size for parameter in parameters.values())
+        lines.append(f"{trained:,} of {total:,} parameters are trained")
+    return ParameterGroups(
+        main,
+        tables,
+        frozenset(path for path, cells in frozen.items() if cells.all()),
+        trained_layers,
+        frozen_elements,
+        learning_rate_factors,
+        weight_decays,
+        {path: scale.start for path, scale in scaling.items()},
+        tuple(lines),
+    )
+
+
+def _main(
+    parameters: Mapping[str, Declared],
+    frozen: Mapping[str, np.ndarray],
+    table_paths: Container[str],
+) -> tuple[dict[str, Declared], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns the attributes `parameters`, `trained_layers` and `frozen_elements` of
+    `ParameterGroups`.
+    """
+    main, trained_layers, frozen_elements = {}, {}, {}
     for path, cells in frozen.items():
         if cells.all() or path in table_paths:
             continue
@@ -177,45 +234,41 @@ def assign(model: ModelConfig, freeze: Sequence[str], optimizer: OptimizerConfig
         if len(layers) < len(cells):
             trained_layers[path] = layers
             main[path] = dataclasses.replace(main[path], stack=(len(layers),))
-            cells = cells[layers]
         if cells.any():
-            frozen_parts[path] = expand(main[path], cells)
-    groups, of_groups = _groups(model, parameters, optimizer.groups, frozen, table_paths)
+            frozen_elements[path] = expand(parameters[path], cells)
+    return main, trained_layers, frozen_elements
+
+
+def _rates(
+    main: Mapping[str, Declared],
+    optimizer: OptimizerConfig,
+    numbers: Mapping[str, np.ndarray],
+    scaling: Mapping[str, float],
+) -> tuple[dict[str, Scale], dict[str, Scale]]:
+    """Returns the attributes `learning_rate_factors` and `weight_decays` of `ParameterGroups`.
+
+    Args:
+      main: the declarations of the main group.
+      optimizer: the settings of the optimizer.
+      numbers: the numbers of `_groups`, of trained layers alone.
+      scaling: path → the factor of the learning rate that `optimizer.scaling` asks for.
+    """
+    rates, values = [1.0], [optimizer.weight_decay]
+    for group in optimizer.groups:
+        rates.append(group.learning_rate_factor)
+        own = group.weight_decay
+        values.append(optimizer.weight_decay if own is None else own)
     factors, decays = {}, {}
-    for path, numbers in groups.items():
-        numbers = numbers[trained_layers[path]] if path in trained_layers else numbers
-        rates = [1.0] + [group.learning_rate_factor for group in optimizer.groups]
-        factors[path] = _scale(main[path], numbers, rates)
-        own = [group.weight_decay for group in optimizer.groups]
-        common = optimizer.weight_decay
-        values = [common] + [common if decay is None else decay for decay in own]
-        decays[path] = _scale(main[path], numbers, values)
-    factors = {path: factor for path, factor in factors.items() if np.any(factor != 1.0)}
-    decays = {
-        path: decay for path, decay in decays.items() if np.any(decay != optimizer.weight_decay)
-    }
-    scaling = scaling_factors(model, optimizer, parameters)
-    for path in scaling.keys() & main.keys():
-        factor = scaling[path].learning_rate
+    for path, cells in numbers.items():
+        factor, decay = (_scale(main[path], cells, of_group) for of_group in (rates, values))
+        if np.any(factor != 1.0):
+            factors[path] = factor
+        if np.any(decay != optimizer.weight_decay):
+            decays[path] = decay
+    for path, factor in scaling.items():
         decays[path] = decays.get(path, optimizer.weight_decay) / factor
         factors[path] = factors.get(path, 1.0) * factor
-    lines += of_groups
-    if lines:
-        trained = sum(Choice(~cells, parameters[path]).size for path, cells in frozen.items())
-        total = sum(parameter.size for parameter in parameters.values())
-        lines.append(f"{trained:,} of {total:,} parameters are trained")
-    frozen_paths = frozenset(path for path, cells in frozen.items() if cells.all())
-    return Assignment(
-        main,
-        tables,
-        frozen_paths,
-        trained_layers,
-        frozen_parts,
-        factors,
-        decays,
-        {path: factor.start for path, factor in scaling.items()},
-        tuple(lines),
-    )
+    return factors, decays
 
 
 def _frozen(
@@ -269,9 +322,9 @@ def _tables(
     """Returns the tables of lazy AdamW that are not frozen."""
     if optimizer.ngram_table != "lazy_adamw":
         return {}
-    from qwen3next_jax.training import lazy_rows
+    from qwen3next_jax.training import lazy_adamw
 
-    tables = lazy_rows.lazy_tables(model)
+    tables = lazy_adamw.lazy_tables(model)
     trained = {path: number for path, number in tables.items() if not frozen[_text(path)].any()}
     require(
         not trained or trained == tables,
@@ -339,7 +392,9 @@ def _scale(parameter: Declared, numbers: np.ndarray, values: Sequence[float]) ->
 def _line(what: str, choices: Mapping[str, Choice]) -> str:
     """Describes what an entry of a setting chooses."""
     names = [path if c.is_whole else f"parts of {path}" for path, c in choices.items()]
-    listed = ", ".join(names[:NAMES_SHOWN]) + ", …" * (len(names) > NAMES_SHOWN)
+    listed = ", ".join(names[:NAMES_SHOWN])
+    if len(names) > NAMES_SHOWN:
+        listed += ", …"
     size = sum(choice.size for choice in choices.values())
     arrays = "1 array" if len(names) == 1 else f"{len(names)} arrays"
     return f"{what}: {size:,} numbers in {arrays} ({listed})"
