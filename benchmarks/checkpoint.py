@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import process_setup
 from qwen3next_jax.config import CheckpointConfig, Config, from_dict
 from qwen3next_jax.runs import manifest
 from qwen3next_jax.runs.checkpoint import Checkpoints
@@ -34,8 +34,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    cli.keep_freed_memory()
-    cli.enable_compilation_cache()
+    process_setup.keep_freed_memory()
+    process_setup.enable_compilation_cache()
     if options.gigabytes:
         throughput(options.gigabytes, options.repeats)
     if options.steps:

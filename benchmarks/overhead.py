@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import process_setup
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.model import declared
 from qwen3next_jax.runs.display import Display
@@ -178,5 +178,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     main()

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import process_setup
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.training import resolve
@@ -76,5 +76,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     main()

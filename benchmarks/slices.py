@@ -20,7 +20,7 @@ import pathlib
 
 import jax
 
-from qwen3next_jax.commands.cli import read_mesh
+from qwen3next_jax.commands.run_flags import read_mesh
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.model.flops import parameter_counts
 from qwen3next_jax.planner import hlo

@@ -22,7 +22,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import process_setup
 from qwen3next_jax.common.errors import ExitCode, one_line, out_of_memory
 from qwen3next_jax.common.installation import CUDA_PLUGINS, nvidia_driver, unused_gpu
 
@@ -46,7 +46,7 @@ def main() -> int:
     say(f"libraries  {', '.join(_versions())}")
     if driver := nvidia_driver():
         say(f"driver     {driver} (NVIDIA)")
-    cli.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     try:
         devices = jax.devices()
     except RuntimeError as error:

@@ -13,8 +13,7 @@ from typing import NamedTuple
 from flax import nnx
 from rich.table import Table
 
-from qwen3next_jax.commands import cli
-from qwen3next_jax.commands.waiting import waiting
+from qwen3next_jax.commands.console import make_console, waiting
 from qwen3next_jax.common.errors import UserError, escape_lines
 from qwen3next_jax.common.metrics import Metric, MetricValue, to_metric_values
 from qwen3next_jax.common.storage import to_path
@@ -247,7 +246,7 @@ def _print(title: str, values: list[MetricValue]) -> None:
         table = Table("", "", show_header=False)
         for value in values:
             table.add_row(value.label, str(value))
-    console = cli.make_console()
+    console = make_console()
     console.print(escape_lines(title), markup=False)
     console.print(table)
 

@@ -14,10 +14,10 @@ import pathlib
 
 from absl import flags
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import config_flags
 from qwen3next_jax.common.errors import ExitCode, UserError, escape_control
 
-get_config = cli.define_config_flag()
+get_config = config_flags.define_config_flag()
 _workers = flags.DEFINE_integer(
     "workers", None, "processes of this host that work at once (default: its cores)", lower_bound=1
 )

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import checks, config_flags
+from qwen3next_jax.commands.console import make_console
 from qwen3next_jax.common.errors import (
     ExitCode,
     UserError,
@@ -37,12 +38,12 @@ def main(paths: list[str]) -> int:
         raise UserError(
             f"expected one or two config files, not {len(paths)}: qwen3next show configs/tiny.py"
         )
-    devices = cli.positive_integers("devices", _devices.value)
-    lengths = cli.positive_integers("context", _context.value)
-    cli.check_writable("svg", _svg.value)
+    devices = checks.positive_integers("devices", _devices.value)
+    lengths = checks.positive_integers("context", _context.value)
+    checks.check_writable("svg", _svg.value)
     if _svg.value and pathlib.Path(_svg.value).exists():
         raise UserError(f"--svg={_svg.value}: the file exists: choose another name, or remove it")
-    console = cli.make_console()
+    console = make_console()
     configs = [_load(path, console) for path in paths]
     for config in configs:
         print_model(config, devices, lengths, console)
@@ -62,9 +63,9 @@ def _load(path: str, console: Console) -> Config:
     Raises:
       UserError: the file cannot be read, or a setting is not valid.
     """
-    values = cli.load_settings(path)
+    values = config_flags.load_settings(path)
     try:
-        return cli.validate_settings(values)
+        return config_flags.validate_settings(values)
     except UserError:
         from qwen3next_jax.config import default_config
 
@@ -313,7 +314,7 @@ def draw_config(config: Config) -> str:
     return draw_model(config.name, subtitle, boxes)
 
 
-cli.accept_settings()
+config_flags.accept_settings()
 _devices = flags.DEFINE_list(
     "devices", ["1", "8", "64"], "numbers of devices for the memory of training"
 )

@@ -6,14 +6,14 @@ import functools
 
 from absl import flags
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import config_flags, process_setup, run_flags
 from qwen3next_jax.common.storage import with_patience
 from qwen3next_jax.config import to_dict
 from qwen3next_jax.processes import supervisor
 
-get_config = cli.define_config_flag()
-get_launch = cli.define_launch_flags()
-get_workdir = cli.define_workdir_flag(default_from_config=True)
+get_config = config_flags.define_config_flag()
+get_launch = run_flags.define_launch_flags()
+get_workdir = run_flags.define_workdir_flag(default_from_config=True)
 get_max_restarts = supervisor.define_flag()
 _restart = flags.DEFINE_boolean(
     "restart", False, "begin a new run: moves what is in the workdir into WORKDIR/before-TIME"
@@ -42,14 +42,14 @@ def main() -> int:
         return supervisor.supervise(workdir, get_max_restarts(), find_run=find_run)
     from qwen3next_jax.runs import unread
 
-    given = None if _allow_unread.value else cli.given_settings(may_resume)
+    given = None if _allow_unread.value else config_flags.given_settings(may_resume)
     unread.check(config, given, workdir, _restart.value)
     # Several processes make this check later and together, so that all of them report its result.
     if launch is None:
         from qwen3next_jax.runs import preflight
 
         preflight.check(config, workdir, _restart.value)
-    cli.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     from qwen3next_jax.processes import distributed
 
     with distributed.distributed_run(launch, config.parallel, to_dict(config)):

@@ -22,7 +22,7 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands.console import make_console
 from qwen3next_jax.common.errors import (
     ExitCode,
     OlderVersion,
@@ -53,7 +53,7 @@ Finding = tuple[str, str | None]
 def main(arguments: list[str]) -> int:
     if not arguments:
         raise UserError("expected a folder: qwen3next verify runs/tiny")
-    console, damaged, checked = cli.make_console(), 0, 0
+    console, damaged, checked = make_console(), 0, 0
     table = Table("", "what", "state", box=SIMPLE)
     for path in map(to_path, arguments):
         for name, damage in verify(path):
