@@ -105,9 +105,11 @@ def bad_summary(counts: Mapping[str, int], first: Sequence[str] = ()) -> str:
       first: places of the first bad records.
     """
     what = ", ".join(f"{count:,} {kind}" for kind, count in sorted(counts.items()))
-    return f"{sum(counts.values()):,} bad records ({what})" + (
-        f": {', '.join(first)}{', …' * (sum(counts.values()) > len(first))}" if first else ""
-    )
+    summary = f"{sum(counts.values()):,} bad records ({what})"
+    if not first:
+        return summary
+    places = [*first, "…"] if sum(counts.values()) > len(first) else first
+    return f"{summary}: {', '.join(places)}"
 
 
 def no_text(source: Source, bad: Mapping[str, int]) -> UserError:
