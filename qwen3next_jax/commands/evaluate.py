@@ -84,7 +84,8 @@ def evaluate(
         _print(result.title, to_metric_values(result.values, result.metrics))
         results[result.name] = {"step": result.step} | result.values
         if result.belongs_to_run:
-            _write(path / "eval" / f"{result.name}{'_average' * ema}.json", results[result.name])
+            name = f"{result.name}_average" if ema else result.name
+            _write(path / "eval" / f"{name}.json", results[result.name])
             wrote = True
     if wrote:
         print(f"The same as JSON: {path / 'eval'}")

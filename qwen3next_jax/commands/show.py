@@ -97,12 +97,13 @@ def print_model(
     model = config.model
     counts, kinds = parameter_counts(model), layer_kinds(model)
     console.print(f"[bold]{escape(config.name)}[/]: {_millions(counts.total)} parameters")
-    console.print(
-        f"  {_millions(counts.active)} that a token uses in the layers, "
-        f"{_millions(counts.embeddings)} in embedding and head"
-        + f", {_millions(counts.mtp)} in multi-token prediction"
-        * (counts.mtp > 0)
-    )
+    parts = [
+        f"{_millions(counts.active)} that a token uses in the layers",
+        f"{_millions(counts.embeddings)} in embedding and head",
+    ]
+    if counts.mtp:
+        parts.append(f"{_millions(counts.mtp)} in multi-token prediction")
+    console.print(f"  {', '.join(parts)}")
     console.print(
         f"  {model.num_hidden_layers} layers of width {model.hidden_size:,}, vocabulary "
         f"{model.vocab_size:,}"
@@ -111,7 +112,7 @@ def print_model(
     for name in ("parameters of a layer", "that a token uses"):
         table.add_column(name, justify="right")
     for kind in kinds:
-        mixer = kind.mixer + " + n-gram embedding" * kind.embedding
+        mixer = f"{kind.mixer} + n-gram embedding" if kind.embedding else kind.mixer
         table.add_row(
             layers_text(kind.layers),
             mixer,
@@ -159,11 +160,13 @@ def layers_text(layers: Sequence[int]) -> str:
 def _mlp(model: ModelConfig, kind: str) -> str:
     if kind == "dense":
         return f"dense, width {model.intermediate_size:,}"
-    shared = f", shared {model.shared_expert_intermediate_size:,}"
-    return (
+    text = (
         f"{model.num_experts_per_tok} of {model.num_experts} experts, width "
-        f"{model.moe_intermediate_size:,}" + shared * (model.shared_expert_intermediate_size > 0)
+        f"{model.moe_intermediate_size:,}"
     )
+    if model.shared_expert_intermediate_size:
+        text += f", shared {model.shared_expert_intermediate_size:,}"
+    return text
 
 
 def _parameters_table(kind: Any) -> Table:
@@ -242,9 +245,8 @@ def _training_table(config: Config, devices: Sequence[int]) -> Table:
         table.add_column(name, justify="right")
     for number in devices:
         sizes = [size / number for size in of_state.values()]
-        table.add_row(
-            f"{number:,} device" + "s, each" * (number > 1), *map(_bytes, sizes), _bytes(sum(sizes))
-        )
+        name = "1 device" if number == 1 else f"{number:,} devices, each"
+        table.add_row(name, *map(_bytes, sizes), _bytes(sum(sizes)))
     return table
 
 

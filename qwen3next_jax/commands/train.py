@@ -38,7 +38,9 @@ def main() -> int:
     if get_max_restarts() and not _dry_run.value:
         from qwen3next_jax.runs.folder import run_files
 
-        find_run = functools.partial(run_files, workdir) if _restart.value else None
+        find_run = None
+        if _restart.value:
+            find_run = functools.partial(run_files, workdir)
         return supervisor.supervise(workdir, get_max_restarts(), find_run=find_run)
     from qwen3next_jax.runs import unread
 

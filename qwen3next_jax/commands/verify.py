@@ -64,7 +64,9 @@ def main(arguments: list[str]) -> int:
                 if damage is None
                 else f"[bold red]damaged[/]: {escape(escape_control(damage))}",
             )
-            checked, damaged = checked + 1, damaged + (damage is not None)
+            checked += 1
+            if damage is not None:
+                damaged += 1
     console.print(table)
     print(f"{checked} checked, {damaged} damaged")
     if _evaluation.value:

@@ -73,7 +73,8 @@ def piece_paths(path: BucketPath) -> list[BucketPath]:
     pieces = [
         p for p in path.with_suffix("").iterdir() if p.suffix == ".jsonl" and p.stem.isdigit()
     ]
-    return [path] * path.is_file() + sorted(pieces, key=lambda p: int(p.stem))
+    pieces.sort(key=lambda p: int(p.stem))
+    return [path, *pieces] if path.is_file() else pieces
 
 
 def has_events_file(path: pathlib.Path | BucketPath) -> bool:

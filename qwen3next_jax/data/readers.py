@@ -497,7 +497,9 @@ def has_no_checksum(file: SourceFile) -> bool:
 
 def _ending(file: SourceFile) -> str:
     name = file.path.name.lower()
-    return "gzip" if name.endswith(".gz") else "zstd" if name.endswith(".zst") else ""
+    if name.endswith(".gz"):
+        return "gzip"
+    return "zstd" if name.endswith(".zst") else ""
 
 
 def _read_json(

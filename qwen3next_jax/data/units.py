@@ -335,9 +335,11 @@ def encoded_documents(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterat
         end = np.array([tokenizer.eos_id], np.int32)
         for number, (ids, position) in enumerate(token_files.read(job.file, tokenizer)):
             text = tokenizer.decode(ids)
-            documents = [_Document(number, text, (ids, end), byte_count(text))]
-            is_empty = not len(ids)
-            yield _Batch(documents[is_empty:], number + 1, int(is_empty), position)
+            if len(ids):
+                document = _Document(number, text, (ids, end), byte_count(text))
+                yield _Batch([document], number + 1, empty=0, position=position)
+            else:
+                yield _Batch([], number + 1, empty=1, position=position)
         return
     for batch in _batched(readers.read_part(job.file, job.part, job.text_field, bad)):
         filled = [record for record in batch if record.text]
