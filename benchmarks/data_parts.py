@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.data import row_groups, units
+from qwen3next_jax.data import row_groups, tokenized_parts
 from qwen3next_jax.data.contamination import NgramIndex
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import ByteTokenizer
@@ -59,11 +59,11 @@ def peak(folder: pathlib.Path, tokenizer: str, lines: list[str]) -> int:
     return int(result.stdout)
 
 
-def make_unit(store: Store, tokens: int, mean: int) -> units.Unit:
-    """Writes a unit of random tokens in documents of about `mean` tokens."""
+def tokenize_part(store: Store, tokens: int, mean: int) -> tokenized_parts.TokenizedPart:
+    """Writes a part of random tokens in documents of about `mean` tokens."""
     rng = np.random.default_rng(0)
     lengths = np.maximum(2, (rng.lognormal(0, 1, tokens // mean) * mean * 0.6).astype(int))
-    table = np.zeros(len(lengths), units.DOCUMENT)
+    table = np.zeros(len(lengths), tokenized_parts.DOCUMENT)
     table["end"] = np.cumsum(lengths)
     table["hash"] = 2 * rng.integers(0, 2**63, len(lengths)).astype(np.uint64)
     table["record"] = np.arange(len(lengths))
@@ -76,7 +76,9 @@ def make_unit(store: Store, tokens: int, mean: int) -> units.Unit:
     documents = len(lengths)
     sizes = (documents, count, 4 * count, documents)
     content = digests.sha256(data)
-    return units.Unit(key, "uint32", *sizes, (0, 0), 2**64 - 1, 0, {}, (), content)
+    return tokenized_parts.TokenizedPart(
+        key, "uint32", *sizes, (0, 0), 2**64 - 1, 0, {}, (), content
+    )
 
 
 def main() -> None:
@@ -96,13 +98,13 @@ def main() -> None:
                 more = (peak(folder, tokenizer, [line] * count) - least) / len(line.encode())
                 print(f"memory, {tokenizer}, {kind}: {more:.1f} bytes per byte of the record")
         store = Store(folder / "prepared")
-        unit = make_unit(store, 20_000_000, 700)
+        part = tokenize_part(store, 20_000_000, 700)
         for length in (256, 512, 1024, 4096, 256, 512, 1024, 4096):
             start = time.process_time()
             recipe = row_groups.Recipe(length, 0.02, time.time_ns() % 2**32)
-            group = row_groups.Group(0, (unit,), None)
+            group = row_groups.Group(0, (part,), None)
             row_groups.pack_group(group, recipe, store, ByteTokenizer())
-            speed = unit.tokens / (time.process_time() - start) / 1e6
+            speed = part.tokens / (time.process_time() - start) / 1e6
             print(f"packing into rows of {length}: {speed:.1f} M tokens per CPU second")
     rng = np.random.default_rng(0)
     index = NgramIndex([rng.integers(0, 150_000, 200) for _ in range(5000)])

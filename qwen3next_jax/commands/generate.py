@@ -334,13 +334,13 @@ def _write_routing(model, prompt, new: list[list[int]], stream) -> None:
     """With --record_routing, writes a file for each continuation of `prompt`."""
     if _record_routing.value is None:
         return
-    from qwen3next_jax.data.recorded import write_record
+    from qwen3next_jax.data.recorded import write_recorded
 
     folder = pathlib.Path(_record_routing.value)
     # The experts are there only if the stream has ended. Texts without new tokens teach nothing.
     texts = [(row, experts) for row, experts in zip(new, stream.routed_experts) if row]
     for row, experts in texts:
-        write_record(folder, model.config, [*prompt, *row], experts, len(prompt))
+        write_recorded(folder, model.config, [*prompt, *row], experts, len(prompt))
     print(f"{folder}: wrote the experts of {len(texts)} of {len(new)} texts", file=sys.stderr)
 
 

@@ -72,7 +72,7 @@ def main() -> int:
                 )
         except Unfinished as error:
             print(
-                f"the share of rank {share.rank} is done; {error.missing} of {error.units} units, "
+                f"the share of rank {share.rank} is done; {error.missing} of {error.parts} parts, "
                 "of other ranks, are missing: the last rank to end packs the rows, or this command "
                 "once more, with all ranks together"
             )

@@ -201,11 +201,11 @@ def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
-    from qwen3next_jax.data.preparation import read_corpus_units
+    from qwen3next_jax.data.preparation import read_corpus_parts
     from qwen3next_jax.data.prepared import open_index
     from qwen3next_jax.data.row_groups import METADATA
     from qwen3next_jax.data.store import Store
-    from qwen3next_jax.data.units import find_unit, open_unit, open_weights, unit_names
+    from qwen3next_jax.data.tokenized_parts import find_part, open_part, open_weights, part_names
 
     older = "of an older version, not used: it may be deleted"
 
@@ -221,9 +221,9 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
         return name, None
 
     def check_unit(key: str) -> None:
-        unit = find_unit(store, key)
-        open_unit(store, unit)
-        open_weights(store, unit)
+        part = find_part(store, key)
+        open_part(store, part)
+        open_weights(store, part)
 
     def check_index(name: str) -> None:
         _, arrays = open_index(store, name)
@@ -233,14 +233,14 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
                 require(store.exists(rows), f"{rows}, which it names, is missing: prepare it again")
 
     store = Store(path)
-    finished, unfinished = unit_names(store)
+    finished, unfinished = part_names(store)
     for key in finished:
         yield check(f"tokens/{key[:2]}/{key}.json", lambda: check_unit(key))
     for key in unfinished:
         what = "its manifest is missing: it is being prepared, or prepare it again"
         yield f"tokens/{key[:2]}/{key}.tokens", what
     for name in store.names("corpora/*.json"):
-        yield check(name, lambda: read_corpus_units(store, name))
+        yield check(name, lambda: read_corpus_parts(store, name))
     for name in store.names("indexes/*"):
         if name.endswith(".npz"):
             yield f"{name} ({older})", None

@@ -1,8 +1,11 @@
 """Reads documents from files of text, JSON, Parquet and Arrow.
 
-`parts` cuts a file into parts; each part is tokenized as one unit. `read_part` streams the records
-of a part. Any fault in a file (bytes that are not UTF-8, JSON without the field, …) is reported as
-a `UserError` that names the file and the place in it, unless the settings say to leave out or mend
+`parts` cuts a file into parts, which are tokenized one by one (`tokenized_parts`). `read_part`
+streams the records of a part. A record is an entry of a file: a line of JSON, a row of Parquet, or
+a whole file of text; it holds a document or a conversation.
+
+Any fault in a file (bytes that are not UTF-8, JSON without the field, …) is reported as a
+`UserError` that names the file and the place in it, unless the settings say to leave out or mend
 such records.
 """
 

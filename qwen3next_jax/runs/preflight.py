@@ -13,8 +13,8 @@ from typing import Any
 
 from qwen3next_jax.common.errors import UserError, as_user_error, require, require_path
 from qwen3next_jax.common.installation import how_to_install
-from qwen3next_jax.common.rooms import require_room
 from qwen3next_jax.common.storage import BucketPath, check_bucket, to_path
+from qwen3next_jax.common.subpackages import require_subpackage
 from qwen3next_jax.config import (
     Config,
     DataConfig,
@@ -497,7 +497,7 @@ def source_model(init_from: str, parent: Parent | None = None) -> ModelConfig:
     """
     if parent:
         return read_config(to_path(parent["path"])).model
-    require_room("interop", f"train.init_from = {init_from}")
+    require_subpackage("interop", f"train.init_from = {init_from}")
     from qwen3next_jax.interop.hf_config import read_hf_config
 
     return read_hf_config(init_from)

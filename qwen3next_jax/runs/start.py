@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
-from qwen3next_jax.common.rooms import require_room, warn_without
 from qwen3next_jax.common.storage import to_path
+from qwen3next_jax.common.subpackages import require_subpackage, warn_without
 from qwen3next_jax.config import Config, EvalConfig, ModelConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import Data, source_of
@@ -55,7 +55,7 @@ def prepare_start(
     tokenizer = source_of(config.data).tokenizer_of(config.data, run.model.vocab_size)
     check_evaluations(config.eval, run.model, tokenizer)
     if init_from and is_new and not preflight.is_run(init_from):
-        require_room("interop", f"train.init_from = {init_from}")
+        require_subpackage("interop", f"train.init_from = {init_from}")
         from qwen3next_jax.interop.huggingface import check_hf
 
         check_hf(init_from)

@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import UserError, warn
 from qwen3next_jax.common.events import iterate_events
-from qwen3next_jax.common.rooms import warn_without
 from qwen3next_jax.common.storage import BucketPath
+from qwen3next_jax.common.subpackages import warn_without
 from qwen3next_jax.common.version import code_commit
 from qwen3next_jax.config import to_dict
 from qwen3next_jax.model.flops import flops_per_token

@@ -20,8 +20,8 @@ from qwen3next_jax.common.errors import ExitCode, escape_control, warn
 from qwen3next_jax.common.events import divergence_reason, iterate_events
 from qwen3next_jax.common.installation import shell_command, unused_gpu
 from qwen3next_jax.common.object_stores import set_fsspec_patience
-from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.common.storage import BucketPath, with_patience
+from qwen3next_jax.common.subpackages import has_subpackage
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve, trust_flags
 from qwen3next_jax.data.pipeline import Data, Epoch, TextData
@@ -512,7 +512,7 @@ def _add_hooks(
             name="telemetry.diagnostics_every",
         )
     evaluation = None
-    if has_room("evals"):
+    if has_subpackage("evals"):
         evaluation = hooks.EvaluationHook(trainer, metrics, config.eval, tokenizer, display.during)
         trainer.add_hook(
             evaluation,
@@ -521,7 +521,7 @@ def _add_hooks(
             after_stop=True,
             name=EVALUATION,
         )
-    if config.eval.sample_tokens and has_room("inference"):
+    if config.eval.sample_tokens and has_subpackage("inference"):
         trainer.add_hook(
             hooks.SampleHook(run, metrics, config.eval, tokenizer, display.during),
             every=config.eval.every,

@@ -532,13 +532,11 @@ class _Block:
         )
         dv_low_term = None
         if not self.one_warpgroup:
-
-            def errors():
-                return with_accumulators(p, [C], to_errors) if p.erase else zero_pairs()
-
-            def outputs():
-                return with_accumulators(p, [C], to_outputs)
-
+            to_pairs = functools.partial(with_accumulators, p, [C])
+            errors = zero_pairs
+            if p.erase:
+                errors = functools.partial(to_pairs, to_errors)
+            outputs = functools.partial(to_pairs, to_outputs)
             dv_low_term, pairs = jax.lax.cond(self.w == 0, errors, outputs)
         return dv_low_term, pairs, error_dstate
 
