@@ -59,7 +59,7 @@ def peak(folder: pathlib.Path, tokenizer: str, lines: list[str]) -> int:
     return int(result.stdout)
 
 
-def tokenize_part(store: Store, tokens: int, mean: int) -> tokenized_parts.TokenizedPart:
+def make_part(store: Store, tokens: int, mean: int) -> tokenized_parts.TokenizedPart:
     """Writes a part of random tokens in documents of about `mean` tokens."""
     rng = np.random.default_rng(0)
     lengths = np.maximum(2, (rng.lognormal(0, 1, tokens // mean) * mean * 0.6).astype(int))
@@ -98,7 +98,7 @@ def main() -> None:
                 more = (peak(folder, tokenizer, [line] * count) - least) / len(line.encode())
                 print(f"memory, {tokenizer}, {kind}: {more:.1f} bytes per byte of the record")
         store = Store(folder / "prepared")
-        part = tokenize_part(store, 20_000_000, 700)
+        part = make_part(store, 20_000_000, 700)
         for length in (256, 512, 1024, 4096, 256, 512, 1024, 4096):
             start = time.process_time()
             recipe = row_groups.Recipe(length, 0.02, time.time_ns() % 2**32)

@@ -37,6 +37,7 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     channels,
     high_and_low,
     indices,
+    named_refs,
     products,
     rows,
     same_document,
@@ -237,10 +238,8 @@ def chunk_kernel(p, *refs):
     number for each token, which `delta_rule_tiles` lists), P beta and, if there is an output for
     it, the inverse of I + M beta.
     """
-    if len(refs) < len(_Refs._fields):
-        without = _Refs._fields.index("inverses_gmem")
-        refs = (*refs[:without], None, *refs[without:])
-    refs = _Refs(*refs)
+    has_inverses = len(refs) == len(_Refs._fields)
+    refs = named_refs(_Refs, refs, missing="" if has_inverses else "inverses_gmem")
     (q, qk_ref), (k, kk_ref), factors = refs.q_or_qk, refs.k_or_kk, refs.factors
     b, g, n = (jax.lax.axis_index(name) for name in ("batch", "heads", "chunks"))
 

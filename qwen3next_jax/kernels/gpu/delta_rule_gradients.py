@@ -46,6 +46,7 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     channels,
     high_and_low,
     indices,
+    named_refs,
     product,
     rows,
     same_document,
@@ -200,10 +201,7 @@ class _Refs(NamedTuple):
 
 def gradient_kernel(p, *refs):
     """Computes dQ, dK, dg and dbeta of one chunk of a value head."""
-    if not p.erase:
-        without = _Refs._fields.index("inverses_gmem")
-        refs = (*refs[:without], None, *refs[without:])
-    block = _Block(p, _Refs(*refs))
+    block = _Block(p, named_refs(_Refs, refs, missing="" if p.erase else "inverses_gmem"))
     block.start_copies()
     error_highs, error_dstate, pairs = block.errors()
     block.rebase()

@@ -40,6 +40,7 @@ from qwen3next_jax.kernels.gpu.delta_rule_tiles import (
     along_j,
     channels,
     high_and_low,
+    named_refs,
     tokens,
     transposed,
     with_accumulators,
@@ -178,12 +179,10 @@ def _split_refs(kind, p, refs):
     """Returns the `Inputs`, the references to the outputs with an axis of tokens or chunks, and
     all others.
     """
-    if not p.erase:
-        without = Inputs._fields.index("inverses")
-        refs = (*refs[:without], None, *refs[without:])
-    inputs = len(Inputs._fields)
+    inputs = len(Inputs._fields) if p.erase else len(Inputs._fields) - 1
     outputs = inputs + kind.outputs(p)
-    return Inputs(*refs[:inputs]), refs[inputs:outputs], refs[outputs:]
+    named = named_refs(Inputs, refs[:inputs], missing="" if p.erase else "inverses")
+    return named, refs[inputs:outputs], refs[outputs:]
 
 
 def state_in_shared_memory(p) -> bool:
