@@ -545,11 +545,11 @@ def test_any_file_of_routing_is_refused_or_has_the_shapes_it_says(
     text = value.encode(errors="replace").decode()
     named = dict(zip(("tokens", "routed_experts"), arrays))
     safetensors.numpy.save_file(named, path, {key: text})
-    record = result_or_refusal(lambda: recorded.read_record(path))
+    record = result_or_refusal(lambda: recorded.read_recorded(path))
     if record is not None:
         assert record.routed_experts.shape == (len(record.tokens), *shapes[1][1:])
         assert 1 <= record.prompt_tokens <= len(record.tokens)
-        result_or_refusal(lambda: recorded.check_record(path, record, SETTINGS.model))
+        result_or_refusal(lambda: recorded.check_recorded(path, record, SETTINGS.model))
 
 
 @pytest.fixture(scope="module")

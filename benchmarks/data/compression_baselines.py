@@ -18,7 +18,7 @@ from qwen3next_jax.config import DataConfig
 from qwen3next_jax.data.readers import documents
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN
 from qwen3next_jax.data.sources import resolve
-from qwen3next_jax.data.units import text_hash
+from qwen3next_jax.data.tokenized_parts import text_hash
 
 _XZ = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]
 

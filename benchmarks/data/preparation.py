@@ -56,8 +56,8 @@ used = lambda: sum(sum(resource.getrusage(who)[:2])
                    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 start, begin = used(), time.perf_counter()
 corpus = preparation.tokenize(source, tokenizer, store, workers=workers)
-found = {"tokens": sum(unit.tokens for unit in corpus.units), "digest": corpus.digest,
-         "library": str(dict(tokenizer.libraries)), "units": len(corpus.units),
+found = {"tokens": sum(part.tokens for part in corpus.tokenized), "digest": corpus.digest,
+         "library": str(dict(tokenizer.libraries)), "parts": len(corpus.tokenized),
          "wall": time.perf_counter() - begin, "cpu": used() - start}
 if int(length):
     start, begin = used(), time.perf_counter()
@@ -203,16 +203,16 @@ def make_tokenizer(ranks_file: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def contents(folder: pathlib.Path) -> str:
-    """Digest of all units and rows in a folder."""
+    """Digest of all parts and rows in a folder."""
     files = sorted(p for kind in ("tokens", "rows") for p in (folder / kind).rglob("*.*"))
     return digests.sha256_json(
         [[str(p.relative_to(folder)), digests.sha256_file(p)] for p in files if p.is_file()]
     )
 
 
-def killed(arguments: list, kills: int, units: int, folder: pathlib.Path) -> tuple[int, int, int]:
+def killed(arguments: list, kills: int, parts: int, folder: pathlib.Path) -> tuple[int, int, int]:
     """Starts a pass and kills it at a random moment, again and again. The moments are spread over
-    the pass: each kill has its own tenth (of ten) of the units and of the packing after them.
+    the pass: each kill has its own tenth (of ten) of the parts and of the packing after them.
 
     Returns:
       (number of kills, number of kills while rows were packed, number of unfinished files and
@@ -221,7 +221,7 @@ def killed(arguments: list, kills: int, units: int, folder: pathlib.Path) -> tup
     rng, count, packing = random.Random(0), 0, 0
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [".", *sys.path]))}
     for i in range(kills):
-        wanted = int((i + rng.random()) / kills * 1.2 * units)
+        wanted = int((i + rng.random()) / kills * 1.2 * parts)
         process = subprocess.Popen(
             [sys.executable, "-c", _PASS, *map(str, arguments)],
             env=environment,
@@ -229,7 +229,7 @@ def killed(arguments: list, kills: int, units: int, folder: pathlib.Path) -> tup
         )
         before = len(list(folder.glob(".partial/*")))
         while process.poll() is None and (
-            len(list(folder.glob("tokens/*/*.json"))) < min(wanted, units)
+            len(list(folder.glob("tokens/*/*.json"))) < min(wanted, parts)
             or len(list(folder.glob(".partial/*"))) == before
         ):
             time.sleep(0.02)
@@ -237,7 +237,7 @@ def killed(arguments: list, kills: int, units: int, folder: pathlib.Path) -> tup
         process.kill()
         if process.wait() == -signal.SIGKILL:
             count += 1
-            packing += len(list(folder.glob("tokens/*/*.json"))) == units
+            packing += len(list(folder.glob("tokens/*/*.json"))) == parts
     return count, packing, len(list(folder.glob(".partial/*")))
 
 
@@ -251,11 +251,11 @@ def make_index(folder: pathlib.Path) -> None:
             split=side,
             dtype="uint32",
             folders=np.array([f"{group:020x}".encode() for group in groups]),
-            rows_per_record=np.ones(len(groups), np.int64),
+            rows_per_chunk=np.ones(len(groups), np.int64),
             shard_ends=count * groups,
             rows=np.full(count * len(groups), (1 << 26) // 4096),
             sizes=np.zeros(count * len(groups), np.int64),
-            unit_ends=8 * groups,
+            part_ends=8 * groups,
             origins=np.stack([np.arange(8 * len(groups)), np.zeros(8 * len(groups), np.int64)], 1),
         )
         for side, count in ((TRAIN, _GROUP_SHARDS), (HELDOUT, 0))
@@ -338,7 +338,7 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> None:
 
     first = one("one", 1, 4096)
     print(f"one worker: {speed(first)} with {first['library']}, {first['wall']:.1f} s")
-    print(f"  {first['tokens']:,} tokens in {first['units']} units")
+    print(f"  {first['tokens']:,} tokens in {first['parts']} parts")
     print(f"  peak memory of a process {first['peak_bytes'] / 1e6:,.0f} MB")
     print(f"  packing into rows of 4,096: {speed(first, 'pack_')}, {first['pack_wall']:.1f} s")
     two = one("two", 2, 4096)
@@ -352,7 +352,7 @@ def measure(args: argparse.Namespace, folder: pathlib.Path) -> None:
         f"{speed(again, 'pack_')}"
     )
     arguments = [glob, tokenizer, folder / "killed", 2, 4096, ""]
-    count, packing, lost = killed(arguments, args.kills, first["units"], folder / "killed")
+    count, packing, lost = killed(arguments, args.kills, first["parts"], folder / "killed")
     last = one("killed", 2, 4096)
     shutil.rmtree(folder / "killed" / ".partial")
     shutil.rmtree(folder / "one" / "rows")

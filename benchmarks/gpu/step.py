@@ -151,13 +151,13 @@ def measure(shape: shapes.Shape, options: argparse.Namespace) -> dict:
     """Compiles and times the step; returns what is written."""
     import jax
 
-    from qwen3next_jax.commands import cli
+    from qwen3next_jax.commands import process_setup
     from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.training.loop import make_train_step
     from qwen3next_jax.training.resolve import resolve_run
 
-    cli.keep_freed_memory()
-    cli.enable_compilation_cache()  # as train.py does
+    process_setup.keep_freed_memory()
+    process_setup.enable_compilation_cache()  # as train.py does
     config = config_of(shape, options.set)
     run = resolve_run(config, single_device_mesh())
     state = run.init_state()

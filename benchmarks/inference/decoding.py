@@ -42,7 +42,7 @@ from flax import nnx
 
 from benchmarks import harness
 from qwen3next_jax import ModelConfig, Qwen3Next, save_hf
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import process_setup
 from qwen3next_jax.inference import plain, speculative
 from qwen3next_jax.inference.cache import cache_after_token, cache_bytes
 from qwen3next_jax.inference.decode import cache_length, concatenate_pieces, generate
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=400)
     parser.add_argument("--python", help="interpreter with torch and transformers")
     args = parser.parse_args()
-    cli.keep_freed_memory()  # as the commands do
+    process_setup.keep_freed_memory()  # as the commands do
     print(
         f"{args.part}: {args.model or pathlib.Path(args.config).name}, greedy; "
         f"{jax.devices()[0].device_kind}, {os.cpu_count()} threads, jax {jax.__version__}",

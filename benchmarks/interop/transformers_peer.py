@@ -30,7 +30,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 # Keep freed memory instead of giving it back to the system, as this project's commands do (see
-# qwen3next_jax/commands/cli.py).
+# qwen3next_jax/commands/process_setup.py).
 for option, value in ((-1, 2**31 - 1), (-4, 0), (-8, 1)):
     ctypes.CDLL(None).mallopt(option, value)
 

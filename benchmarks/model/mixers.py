@@ -37,7 +37,7 @@ sys.path[:0] = [str(harness.ROOT / "tests"), str(harness.ROOT / "tests" / "zoo")
 from mixer_references import errors  # noqa: E402
 from test_mixers import base  # noqa: E402
 
-from qwen3next_jax.commands import cli  # noqa: E402
+from qwen3next_jax.commands import process_setup  # noqa: E402
 from qwen3next_jax.config import ModelConfig  # noqa: E402
 from qwen3next_jax.config.mixer import MixerConfig  # noqa: E402
 from qwen3next_jax.config.registry import MIXERS  # noqa: E402
@@ -154,7 +154,7 @@ def main():
     parser.add_argument("--steps", type=int, default=0, help="steps that are timed")
     parser.add_argument("--layers", action="store_true", help="time layers")
     a = parser.parse_args()
-    cli.keep_freed_memory()
+    process_setup.keep_freed_memory()
     if a.layers:
         return layers(a.names)
     if a.steps:

@@ -21,7 +21,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from benchmarks import harness
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import process_setup
 from qwen3next_jax.ops import gated_delta_rule
 
 NAMES = ("q", "k", "v", "g", "beta")
@@ -91,7 +91,7 @@ def main():
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     a = parser.parse_args()
-    cli.keep_freed_memory()  # as train.py does; the peer does the same
+    process_setup.keep_freed_memory()  # as train.py does; the peer does the same
     x = inputs(a.batch, a.length, a.key_heads, a.value_heads, a.width)
     forms = {name: form(name) for name in ("chunked", "associative", "recurrent")}
     print(

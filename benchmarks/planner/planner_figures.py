@@ -20,7 +20,7 @@ import tempfile
 import jax
 
 from benchmarks import harness
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import run_flags
 from qwen3next_jax.commands.python import load_config
 from qwen3next_jax.common.version import code_version, git
 from qwen3next_jax.config import MeshConfig
@@ -151,7 +151,7 @@ def make(name: str, path: pathlib.Path, programs: pathlib.Path | None):
     """
     topology_name, axes, config_file, settings = POINTS[name]
     config = load_config(config_file, settings)
-    mesh = MeshConfig(**cli.read_mesh(axes))
+    mesh = MeshConfig(**run_flags.read_mesh(axes))
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, mesh=mesh))
     jax.config.update("jax_platforms", "cpu")
     # JAX can write programs for described devices to its compilation cache, but cannot read them.

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from benchmarks import harness
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import process_setup
 from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.evals.evaluation import EvalContext, EvalOptions, make_evaluations
@@ -121,7 +121,7 @@ def main() -> None:
     for name, default in (("begin", 160), ("end", 240), ("every", 20), ("seeds", 3), ("rows", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
-    cli.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     bench = Bench(arguments)
     with tempfile.TemporaryDirectory() as folder:
         seeds = [bench.measure(seed, pathlib.Path(folder)) for seed in range(arguments.seeds)]

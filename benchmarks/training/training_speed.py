@@ -31,7 +31,7 @@ from safetensors.numpy import save_file
 
 from benchmarks import harness
 from qwen3next_jax import Qwen3Next, save_hf
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import process_setup
 from qwen3next_jax.config import Config
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.sharding.mesh import single_device_mesh
@@ -175,7 +175,7 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5, help="per block and side")
     args = parser.parse_args()
-    cli.keep_freed_memory()  # as train.py does; the peer does the same
+    process_setup.keep_freed_memory()  # as train.py does; the peer does the same
     config = load_config(args)
     batches = text_batches(config)
     tokens = batches[0].size

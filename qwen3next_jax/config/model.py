@@ -244,10 +244,10 @@ class ModelConfig:
             1 <= k <= e or not self.has_experts,
             f"model.num_experts_per_tok = {k}: expected 1 … model.num_experts = {e}",
         )
-        widths = (
-            "moe_intermediate_size " * self.has_experts + "intermediate_size" * self.has_dense_mlps
-        )
-        check_bounds(self, "model", {"a positive number": widths})
+        if self.has_experts:
+            check_bounds(self, "model", {"a positive number": "moe_intermediate_size"})
+        if self.has_dense_mlps:
+            check_bounds(self, "model", {"a positive number": "intermediate_size"})
         self.moe.check(self)
 
     def settings_of(self, mixer: str) -> Any:
@@ -320,7 +320,9 @@ class ModelConfig:
         of the multi-token prediction module, if there is one, is last.
         """
         trunk = tuple((mixer, self.is_sparse(i)) for i, mixer in enumerate(self.mixers))
-        return trunk + ((self.full_mixer, self.num_experts > 0),) * (self.mtp_depth > 0)
+        if not self.mtp_depth:
+            return trunk
+        return (*trunk, (self.full_mixer, self.num_experts > 0))
 
     @property
     def has_experts(self) -> bool:

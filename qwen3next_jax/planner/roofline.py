@@ -486,7 +486,7 @@ class Network:
                 for hop in range(max(hops, default=0)):
                     place = at.copy()
                     place[:, d] = (at[:, d] + direction * hop) % side
-                    np.add.at(carried, tuple(place.T), share * (hop < hops))
+                    np.add.at(carried, tuple(place.T), np.where(hop < hops, share, 0.0))
                 busiest = max(busiest, float(carried.max()))
             at[:, d] = to[:, d]
         return busiest

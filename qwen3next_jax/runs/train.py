@@ -16,7 +16,7 @@ import jax
 from qwen3next_jax.common.errors import ExitCode, escape_control, warn
 from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.installation import unused_gpu
-from qwen3next_jax.common.rooms import has_room
+from qwen3next_jax.common.subpackages import has_subpackage
 from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.pipeline import Data, TextData
 from qwen3next_jax.data.progress import PreparationProgress
@@ -430,7 +430,7 @@ def _add_hooks(
             name="telemetry.diagnostics_every",
         )
     evaluation = None
-    if has_room("evals"):
+    if has_subpackage("evals"):
         evaluation = hooks.EvaluationHook(trainer, metrics, config.eval, tokenizer, display.during)
         trainer.add_hook(
             evaluation,
@@ -439,7 +439,7 @@ def _add_hooks(
             after_stop=True,
             name=EVALUATION,
         )
-    if config.eval.sample_tokens and has_room("inference"):
+    if config.eval.sample_tokens and has_subpackage("inference"):
         trainer.add_hook(
             hooks.SampleHook(run, metrics, config.eval, tokenizer, display.during),
             every=config.eval.every,

@@ -245,8 +245,8 @@ def test_libtpu_missing(monkeypatch):
     ],
 )
 def test_mesh_flag(text, message):
-    from qwen3next_jax.commands.cli import read_mesh
     from qwen3next_jax.commands.plan import with_mesh
+    from qwen3next_jax.commands.run_flags import read_mesh
 
     with pytest.raises(UserError, match=message):
         with_mesh(ParallelConfig(), read_mesh(text))

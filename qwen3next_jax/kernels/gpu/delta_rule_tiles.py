@@ -30,6 +30,17 @@ K_GAMMA, Q_GAMMA, K_RHO, K_NORM, Q_NORM, K_NORM_J = range(6)
 ROW, COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 
+def named_refs(kind, refs, missing: str = ""):
+    """Returns the references that a kernel gets as a `kind`, a NamedTuple. Its field `missing`, if
+    there is one, gets None.
+    """
+    names = [name for name in kind._fields if name != missing]
+    values = dict(zip(names, refs, strict=True))
+    if missing:
+        values[missing] = None
+    return kind(**values)
+
+
 def tiles(*count, height: int = C, width: int = C, columns: int = C):
     """Returns shared memory for bfloat16 tiles, [*count, height, width].
 

@@ -1,10 +1,20 @@
-"""Says on the screen what a command waits for, such as minutes of compiling."""
+"""What a command shows on a terminal: tables, and what it waits for."""
 
 import contextlib
 from collections.abc import Iterator
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+def make_console() -> Console:
+    """Makes the console on which a command prints its tables. In a pipe or a file lines have any
+    length, because a program may read them: nothing is wrapped or cut.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 10_000
+    return console
 
 
 @contextlib.contextmanager

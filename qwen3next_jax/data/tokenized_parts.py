@@ -1,17 +1,17 @@
-"""Units. A unit holds the tokens of one part of one file; it is made once, and all preparations
-that need these tokens share it.
+"""Tokenized parts. One holds the tokens of a part of a file (`readers.parts`): it is made once, and
+all preparations that need these tokens share it.
 
-A unit with key "ab…" consists of the file `tokens/ab/<key>.tokens` and of its manifest
+A tokenized part with key "ab…" consists of the file `tokens/ab/<key>.tokens` and of its manifest
 `tokens/ab/<key>.json`, which is written last. The key is a digest of everything that determines the
 tokens: the part's bytes, the settings for reading them, the tokenizer, and the versions of the
 libraries that tokenize. It does not depend on the path of the source file, the row length, the
-seed, the held-out fraction, or the process that makes the unit.
+seed, the held-out fraction, or the process that makes the part.
 
 The file of tokens holds the tokens of one document after the other, as little-endian uint16 or
 uint32, and then a table with one `DOCUMENT` entry per document.
 
-A unit of conversations has a third file, `tokens/ab/<key>.weights`: the loss weight of each token,
-as little-endian float32. In a unit without this file every token has the weight 1.
+A part with conversations has a third file, `tokens/ab/<key>.weights`: the loss weight of each
+token, as little-endian float32. In a part without this file every token has the weight 1.
 """
 
 import array
@@ -35,14 +35,14 @@ from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.text import Text, batches, byte_count, pieces
 from qwen3next_jax.data.tokens import Tokenizer, miscounted_bytes
 
-FORMAT = 3  # raise it when the same text no longer gives the same unit
+FORMAT = 3  # raise it when the same text no longer gives the same part
 _BATCH_CHARACTERS = 1 << 20  # number of characters tokenized at once
 
 DOCUMENT = np.dtype(
     [
-        ("end", "<u8"),  # number of the unit's tokens up to this document's end token, inclusive
+        ("end", "<u8"),  # number of the part's tokens up to this document's end token, inclusive
         ("hash", "<u8"),  # hash of the text; it decides whether the document is held out
-        # number of bytes of the text as UTF-8; in a unit with weights, only of the tokens whose
+        # number of bytes of the text as UTF-8; in a part with weights, only of the tokens whose
         # weight is above 0
         ("bytes", "<u8"),
         ("record", "<u8"),  # number of the document's record in the part, see readers.Record
@@ -88,8 +88,8 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
-    """The manifest of a unit."""
+class TokenizedPart:
+    """The manifest of a tokenized part."""
 
     key: str
     dtype: str  # name of the tokens' dtype
@@ -121,8 +121,8 @@ class Changed(UserError):
     """A file changed while it was being read."""
 
 
-def unit_key(job: Job, tokenizer: Tokenizer) -> str:
-    """Returns the key of the unit that is made for `job`, whose digest must be known."""
+def part_key(job: Job, tokenizer: Tokenizer) -> str:
+    """Returns the key of the tokenized part of `job`, whose digest must be known."""
     kind = readers.kind(job.file)
     parts: dict[str, Any] = {
         "format": FORMAT,
@@ -144,15 +144,15 @@ def _name(key: str, suffix: str) -> str:
     return f"tokens/{key[:2]}/{key}.{suffix}"  # 256 folders keep each folder small
 
 
-def find_unit(store: Store, key: str) -> Unit | None:
-    """Returns the unit with this key; None if it is not finished.
+def find_part(store: Store, key: str) -> TokenizedPart | None:
+    """Returns the part with this key; None if it is not finished.
 
     Raises:
-      UserError: the unit's manifest is damaged.
+      UserError: the part's manifest is damaged.
     """
     name = _name(key, "json")
     try:
-        content = store.read_record(name)
+        content = store.read_json(name)
     except FileNotFoundError:
         return None
     if "miscounted_bytes" not in content:
@@ -165,35 +165,35 @@ def find_unit(store: Store, key: str) -> Unit | None:
     try:
         content["smallest"] = tuple(content["smallest"])
         content["bad_first"] = tuple((number, kind) for number, kind in content["bad_first"])
-        unit = Unit(**content)
-        is_valid = unit.dtype in ("uint16", "uint32") and 0 <= unit.documents <= unit.tokens
+        part = TokenizedPart(**content)
+        is_valid = part.dtype in ("uint16", "uint32") and 0 <= part.documents <= part.tokens
     except (KeyError, TypeError, ValueError):
         is_valid = False
     require(is_valid, f"{store.path(name)} is damaged: delete it to have it prepared again")
-    return unit
+    return part
 
 
-def find_unit_of(store: Store, job: Job, tokenizer: Tokenizer) -> Unit | None:
-    """Returns the unit of `job`, whose digest must be known; None if it is not finished."""
-    unit = find_unit(store, unit_key(job, tokenizer))
-    if unit is None and tokenizer.fallback:
-        unit = find_unit(store, unit_key(job, tokenizer.fallback))
-    return unit
+def find_part_of(store: Store, job: Job, tokenizer: Tokenizer) -> TokenizedPart | None:
+    """Returns the part of `job`, whose digest must be known; None if it is not finished."""
+    part = find_part(store, part_key(job, tokenizer))
+    if part is None and tokenizer.fallback:
+        part = find_part(store, part_key(job, tokenizer.fallback))
+    return part
 
 
-def make_unit(
+def tokenize_part(
     job: Job, tokenizer: Tokenizer, store: Store, progress: Callable[[int], None] = lambda _: None
-) -> tuple[str, Unit]:
-    """Makes the unit of `job`, unless it is finished already.
+) -> tuple[str, TokenizedPart]:
+    """Tokenizes the part of `job`, unless this has been done already.
 
     Args:
       job: the part to tokenize.
       tokenizer: the tokenizer.
-      store: where the unit is written.
+      store: where the part is written.
       progress: called with the number of bytes of the part read so far.
 
     Returns:
-      (digest of the part, unit).
+      (digest of the part, tokenized part).
 
     Raises:
       UserError: the input cannot be read.
@@ -202,19 +202,19 @@ def make_unit(
     if not job.digest:
         digest = readers.part_digest(job.file, job.part, job.text_field)
         job = dataclasses.replace(job, digest=digest)
-    if unit := find_unit_of(store, job, tokenizer):
-        return job.digest, unit
+    if part := find_part_of(store, job, tokenizer):
+        return job.digest, part
     try:
-        return job.digest, _make_unit(job, tokenizer, store, progress)
+        return job.digest, _tokenize_part(job, tokenizer, store, progress)
     except fast_bpe.Differs:
         assert tokenizer.fallback
-        return job.digest, _make_unit(job, tokenizer.fallback, store, progress)
+        return job.digest, _tokenize_part(job, tokenizer.fallback, store, progress)
 
 
-def _make_unit(
+def _tokenize_part(
     job: Job, tokenizer: Tokenizer, store: Store, progress: Callable[[int], None]
-) -> Unit:
-    key = unit_key(job, tokenizer)
+) -> TokenizedPart:
+    key = part_key(job, tokenizer)
     bad = BadRecords(job.on_bad_text, job.bad_records)
     # If all ids fit into uint16, the file is half as large.
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
@@ -222,7 +222,7 @@ def _make_unit(
     content = hashlib.sha256()
     count = records = empty = miscounted = 0
     with contextlib.ExitStack() as files:
-        # The manifest of a unit is written after both files.
+        # The manifest of a part is written after both files.
         weights = (
             files.enter_context(_weights_file(store, _name(key, "weights"))) if job.chat else None
         )
@@ -266,7 +266,7 @@ def _make_unit(
                 "discarded: start again when the file no longer changes"
             )
     smallest = int(table["hash"].argmin()) if len(table) else 0
-    unit = Unit(
+    part = TokenizedPart(
         key=key,
         dtype=dtype.name,
         documents=len(table),
@@ -282,15 +282,15 @@ def _make_unit(
         content=content.hexdigest(),
         weights=weights.digest.hexdigest() if weights else "",
     )
-    manifest = dataclasses.asdict(unit)
-    if not unit.weights:  # a unit of texts has none
+    manifest = dataclasses.asdict(part)
+    if not part.weights:  # a part of texts has none
         del manifest["weights"]
-    store.write_record(_name(key, "json"), manifest)
-    return unit
+    store.write_json(_name(key, "json"), manifest)
+    return part
 
 
 class _Weights(NamedTuple):
-    """The file of a unit's weights, while it is written."""
+    """The file of a part's weights, while it is written."""
 
     file: BinaryIO
     digest: Any
@@ -335,9 +335,11 @@ def encoded_documents(job: Job, tokenizer: Tokenizer, bad: BadRecords) -> Iterat
         end = np.array([tokenizer.eos_id], np.int32)
         for number, (ids, position) in enumerate(token_files.read(job.file, tokenizer)):
             text = tokenizer.decode(ids)
-            documents = [_Document(number, text, (ids, end), byte_count(text))]
-            is_empty = not len(ids)
-            yield _Batch(documents[is_empty:], number + 1, int(is_empty), position)
+            if len(ids):
+                document = _Document(number, text, (ids, end), byte_count(text))
+                yield _Batch([document], number + 1, empty=0, position=position)
+            else:
+                yield _Batch([], number + 1, empty=1, position=position)
         return
     for batch in _batched(readers.read_part(job.file, job.part, job.text_field, bad)):
         filled = [record for record in batch if record.text]
@@ -409,8 +411,8 @@ def _batched(records: Iterable[Record]) -> Iterator[list[Record]]:
     return batches(records, lambda record: len(record.text or ""), _BATCH_CHARACTERS)
 
 
-def unit_names(store: Store) -> tuple[list[str], list[str]]:
-    """Returns the keys of all units whose manifests are there, and those of the units of which only
+def part_names(store: Store) -> tuple[list[str], list[str]]:
+    """Returns the keys of all parts whose manifests are there, and those of the parts of which only
     the tokens are there; both sorted.
     """
     manifests, tokens = (
@@ -420,53 +422,53 @@ def unit_names(store: Store) -> tuple[list[str], list[str]]:
     return manifests, sorted(set(tokens) - set(manifests))
 
 
-def open_unit(store: Store, unit: Unit) -> tuple[np.ndarray, np.ndarray]:
-    """Opens the file of a unit's tokens.
+def open_part(store: Store, part: TokenizedPart) -> tuple[np.ndarray, np.ndarray]:
+    """Opens the file of a part's tokens.
 
     Returns:
-      (tokens [unit.tokens], as a memory map; table of `DOCUMENT` entries [unit.documents]).
+      (tokens [part.tokens], as a memory map; table of `DOCUMENT` entries [part.documents]).
 
     Raises:
       UserError: the file is missing, or its bytes do not have the digest in the manifest.
     """
-    path = store.path(_name(unit.key, "tokens"))
-    manifest = store.path(_name(unit.key, "json"))
+    path = store.path(_name(part.key, "tokens"))
+    manifest = store.path(_name(part.key, "json"))
     remedy = f"delete {manifest} to have it prepared again"
     if not path.exists():
         raise UserError(f"{path} is missing: {remedy}")
-    if path.stat().st_size != unit.size:
+    if path.stat().st_size != part.size:
         raise UserError(
-            f"{path} is damaged (it has {path.stat().st_size} bytes instead of {unit.size}): "
+            f"{path} is damaged (it has {path.stat().st_size} bytes instead of {part.size}): "
             f"{remedy}"
         )
     # The memory map of a downloaded file stays valid after its name is gone.
-    with store.local(_name(unit.key, "tokens")) as local:
-        if digests.sha256_file(local) != unit.content:
+    with store.local(_name(part.key, "tokens")) as local:
+        if digests.sha256_file(local) != part.content:
             raise UserError(f"{path} is damaged (its bytes have another digest): {remedy}")
-        if not unit.documents:
-            return np.zeros(0, unit.dtype), np.zeros(0, DOCUMENT)
-        dtype = np.dtype(unit.dtype).newbyteorder("<")
-        tokens = np.memmap(local, dtype, "r", shape=(unit.tokens,))
-        table = np.fromfile(local, DOCUMENT, offset=unit.tokens * dtype.itemsize)
+        if not part.documents:
+            return np.zeros(0, part.dtype), np.zeros(0, DOCUMENT)
+        dtype = np.dtype(part.dtype).newbyteorder("<")
+        tokens = np.memmap(local, dtype, "r", shape=(part.tokens,))
+        table = np.fromfile(local, DOCUMENT, offset=part.tokens * dtype.itemsize)
         return tokens, table
 
 
-def open_weights(store: Store, unit: Unit) -> np.ndarray | None:
-    """Opens the loss weights of a unit's tokens, float32 [unit.tokens], as a memory map; returns
+def open_weights(store: Store, part: TokenizedPart) -> np.ndarray | None:
+    """Opens the loss weights of a part's tokens, float32 [part.tokens], as a memory map; returns
     None if all are 1.
 
     Raises:
       UserError: the file is missing, or its bytes do not have the digest in the manifest.
     """
-    if not unit.weights:
+    if not part.weights:
         return None
-    path = store.path(_name(unit.key, "weights"))
-    remedy = f"delete {store.path(_name(unit.key, 'json'))} to have it prepared again"
+    path = store.path(_name(part.key, "weights"))
+    remedy = f"delete {store.path(_name(part.key, 'json'))} to have it prepared again"
     if not path.exists():
         raise UserError(f"{path} is missing: {remedy}")
-    with store.local(_name(unit.key, "weights")) as local:
-        if digests.sha256_file(local) != unit.weights:
+    with store.local(_name(part.key, "weights")) as local:
+        if digests.sha256_file(local) != part.weights:
             raise UserError(f"{path} is damaged (its bytes have another digest): {remedy}")
-        if not unit.tokens:
+        if not part.tokens:
             return np.zeros(0, np.float32)
-        return np.memmap(local, "<f4", "r", shape=(unit.tokens,))
+        return np.memmap(local, "<f4", "r", shape=(part.tokens,))
