@@ -95,6 +95,10 @@ class ModelConfig:
     # is 3e-5 at the start. "log_uniform" (as in fla, OLMo-Hybrid): A ~ U(0, 16), dt log-uniform in
     # [1e-3, 0.1]; the median decay factor is 0.94 at the start
     decay_init: Literal["ones", "log_uniform"] = "ones"
+    # the write strength is β = beta_range · σ(w x), between 0 and beta_range. With 2, a write may
+    # reverse the part of the state that the key reads (β = 2 gives the factor 1 − β = −1), so that
+    # the state can count modulo 2 (2411.12537); with 1, the factor is never negative
+    beta_range: int = 1
     # implementation of the delta rule (docs/delta_rule.md); "auto": the best one for the platform
     delta_rule: Literal[
         "auto", "recurrent", "chunked", "associative", "pallas_tpu", "pallas_gpu"
@@ -185,6 +189,7 @@ class ModelConfig:
                 "max_position_embeddings rms_norm_eps initializer_range",
                 # Deeper models have not been trained, and every layer is listed and traced.
                 "1 … 4096": "num_hidden_layers",
+                "1 or 2": "beta_range",
                 "0 or more": "num_experts mtp_depth shared_expert_intermediate_size "
                 "full_attention_interval",
                 "at least 1": "yarn_factor",

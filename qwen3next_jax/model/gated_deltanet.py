@@ -9,10 +9,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
-from qwen3next_jax.model.recurrent import Inputs, Recurrent
+from qwen3next_jax.model.recurrent import Inputs, Recurrent, write_strength
 from qwen3next_jax.ops.gated_norm import GATES
 from qwen3next_jax.sharding.rules import constrain
 
@@ -22,10 +23,10 @@ class GatedDeltaNet(Recurrent):
     output projection. `Recurrent` explains the diagnostics.
 
     For each token, with σ the sigmoid: q, k and v are projections of x after the convolution and
-    SiLU, and z = W_z x. For each value head, β = σ(w_b x) and g = -e^{A_log} softplus(w_a x +
-    dt_bias). `ops.gated_delta_rule` computes o from them, with q and k scaled to length 1. The
-    output is y = W_out (RMSNorm(o) SiLU(z)), with σ(z) in place of SiLU(z) if
-    `model.output_gate_type` says so.
+    SiLU, and z = W_z x. For each value head, β = σ(w_b x), times `model.beta_range`, and
+    g = -e^{A_log} softplus(w_a x + dt_bias). `ops.gated_delta_rule` computes o from them, with q
+    and k scaled to length 1. The output is y = W_out (RMSNorm(o) SiLU(z)), with σ(z) in place of
+    SiLU(z) if `model.output_gate_type` says so.
 
     The input projections are grouped as in the released checkpoint: each key head has one matrix [q
     | k | v | z] and one matrix [b | a]. So every value head stays on the device of its key head
@@ -40,6 +41,7 @@ class GatedDeltaNet(Recurrent):
         "decay_init",
         "erase",
         "beta_gate",
+        "beta_range",
         "linear_output_gate",
         "output_gate_type",
     )
@@ -125,7 +127,7 @@ class GatedDeltaNet(Recurrent):
                 preferred_element_type=jnp.float32,
             )
         if c.beta_gate:
-            beta_BTH = jax.nn.sigmoid(ba_BTGC[..., :r]).reshape(shape)
+            beta_BTH = write_strength(ba_BTGC[..., :r], c).reshape(shape)
         if c.decay_gate:
             decay_rate_H = jnp.exp(self.a_log[...].astype(jnp.float32))
             g_BTH = -decay_rate_H * jax.nn.softplus(
@@ -135,6 +137,14 @@ class GatedDeltaNet(Recurrent):
 
     def activation(self, gate: jax.Array) -> jax.Array:
         return GATES[self.config.output_gate_type](gate)
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        require(
+            config.beta_gate or config.beta_range == 1,
+            f"model.beta_range = {config.beta_range} with model.beta_gate = False: β is 1, and "
+            "beta_range has no effect: expected 1",
+        )
 
     @classmethod
     def uses_delta_term(cls, config: ModelConfig) -> bool:

@@ -507,6 +507,11 @@ class Recurrent(Mixer):
         return config.linear_conv_kernel_dim - 1 if cls.convolves(config) else 0
 
 
+def write_strength(logit: jax.Array, config: ModelConfig) -> jax.Array:
+    """Returns the write strength β between 0 and `model.beta_range`."""
+    return config.beta_range * jax.nn.sigmoid(logit)
+
+
 def _diagnostics(
     inputs: Inputs, has_decay: bool, state_BHKV: jax.Array, context: Context
 ) -> dict[str, Any]:

@@ -42,11 +42,13 @@ from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, 
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.model.recurrent import Heads
 from qwen3next_jax.ops import attention_heads, gated_delta_rule, gated_norm
 from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.ops.implementations import Form
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, gather_params, storage_spec
+from qwen3next_jax.zoo.projections import l2_normalize
 from tests.in_process import resolved, step_of
 
 T, CUTS = 32, (0, 5, 6, 20, 32)
@@ -344,6 +346,40 @@ def test_a_layer_is_its_paper_s_recurrence_token_by_token(name):
         name, dataclasses.replace(base(name), decay_init="log_uniform"), "float32", 40
     )
     assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
+
+
+@pytest.mark.parametrize("name", quick(("gated_deltanet", "kda")))
+def test_a_layer_with_negative_eigenvalues_is_the_recurrence(name):
+    config = dataclasses.replace(base(name), decay_init="log_uniform", beta_range=2)
+    output, gradients = errors(name, config, "float32", 40)
+    assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
+
+
+def test_rounded_keys_let_no_state_of_kda_grow():
+    """With β = 2, no decay, no values, and one key for 32,768 tokens, whose length is above 1 once
+    it is rounded: without a bound of β the state would be 10^8 times as large.
+    """
+    config = dataclasses.replace(base("kda"), beta_range=2, linear_num_key_heads=1)
+    layer = nnx.eval_shape(lambda: mixer_class("kda")(config, Make(config, nnx.Rngs(0)), (0,)))
+    rng, (h, k) = np.random.default_rng(3), (4, config.linear_key_head_dim)
+    keys = jnp.asarray(rng.normal(size=(2048, k)), jnp.bfloat16)
+    rounded = l2_normalize(keys).astype(jnp.bfloat16).astype(jnp.float32)
+    key = keys[jnp.argmax(jnp.sum(jnp.square(rounded), axis=-1))]
+    time, start = 32_768, jnp.asarray(rng.normal(size=(1, h, k, k)), jnp.float32)
+    repeated = jnp.broadcast_to(key, (1, time, 1, k))
+    heads = Heads(
+        q=repeated,
+        k=repeated,
+        v=jnp.zeros((1, time, h, k), jnp.bfloat16),
+        g=jnp.zeros((1, time, h, k)),
+        beta=jnp.full((1, time, h), 2.0),
+        weights=(),
+        segment_ids=None,
+        axis_name=None,
+        return_all_states=False,
+    )
+    _, states = jax.jit(layer.recurrence)(heads, {"state": start})
+    assert np.linalg.norm(states["state"]) <= 1.01 * np.linalg.norm(start)
 
 
 GAMMA = 0.9
@@ -706,6 +742,14 @@ def test_names_of_the_pattern_stand_for_the_mixers_named():
         (
             {"layer_types": (FULL, FULL), "erase": False},
             r"model.erase = False: no layer of this model reads it .its mixers: gated_att",
+        ),
+        (
+            {"layer_types": (FULL, "gdn2"), "beta_range": 2},
+            "model.beta_range = 2: no layer of this model reads it .its mixers: gated_att.*gdn2",
+        ),
+        (
+            {"layer_types": (FULL, "gated_deltanet"), "beta_range": 2, "beta_gate": False},
+            "model.beta_range = 2 with model.beta_gate = False: β is 1",
         ),
         (
             {"layer_types": (FULL, FULL), "delta_rule": "chunked"},
