@@ -42,6 +42,7 @@ MIXERS = {
     "mamba": "qwen3next_jax.zoo.state_space:Mamba",
     "rwkv4": "qwen3next_jax.zoo.rwkv:RWKV4",
     "gdn2": "qwen3next_jax.zoo.kda:GDN2",
+    "gated_deltaproduct": "qwen3next_jax.zoo.gated_deltaproduct:GatedDeltaProduct",
     "s4d": "qwen3next_jax.zoo.state_space:S4D",
     "ttt": "qwen3next_jax.zoo.test_time_training:TTT",
     "titans": "qwen3next_jax.zoo.test_time_training:Titans",

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.layers import Context
-from qwen3next_jax.model.parameters import Make
+from qwen3next_jax.model.parameters import Make, Part
 from qwen3next_jax.model.recurrent import Inputs, Recurrent, write_strength
 from qwen3next_jax.ops.gated_norm import GATES
 from qwen3next_jax.sharding.rules import constrain
@@ -49,11 +49,11 @@ class GatedDeltaNet(Recurrent):
     def __init__(self, config: ModelConfig, make: Make, layers: tuple[int, ...]):
         self.config = c = config
         d, g, h = c.hidden_size, c.linear_num_key_heads, c.linear_num_value_heads
-        k, v = c.linear_key_head_dim, c.linear_value_head_dim
         r = h // g
-        qkvz = (("q", k), ("k", k), ("v", r * v, r)) + (("z", r * v, r),) * c.linear_output_gate
+        z = Part("z", r * c.linear_value_head_dim, r)
+        qkvz = self.qkv_parts(c) + (z,) * c.linear_output_gate
         self.in_proj_qkvz = make.matrix(
-            (d, g, sum(width for _, width, *_ in qkvz)), "embed -> key_heads .", parts=qkvz
+            (d, g, sum(part.width for part in qkvz)), "embed -> key_heads .", parts=qkvz
         )
         if c.beta_gate or c.decay_gate:
             gates = (("b", r, r),) * c.beta_gate + (("a", r, r),) * c.decay_gate
@@ -86,16 +86,14 @@ class GatedDeltaNet(Recurrent):
         """Returns (qkv, z) as the fields `qkv` and `gate` of `Inputs` have them: in the fused
         layout if the mixer uses it and there is no cache.
         """
-        c = self.config
-        k = c.linear_key_head_dim
-        v = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim
+        q, k, v = self.channels(self.config)
         weight_DGC = self.in_proj_qkvz[...].astype(x_BTD.dtype)
         if context.time and self.uses_fused_layout():  # with a cache, context.time is None
             # Each of q, k, v and z is computed by a product of its own, so that the kernels read
             # the results as they are. Slices of a single product's result would be copied first.
             parts = (
                 x_BTD @ part_DGC.reshape(part_DGC.shape[0], -1)
-                for part_DGC in jnp.split(weight_DGC, (k, 2 * k, 2 * k + v), axis=-1)
+                for part_DGC in jnp.split(weight_DGC, (q, q + k, q + k + v), axis=-1)
             )
             *qkv, z = (
                 constrain(part, context.mesh, "batch", context.time, "heads") for part in parts
@@ -109,7 +107,7 @@ class GatedDeltaNet(Recurrent):
             "heads",
             None,
         )
-        return jnp.split(qkvz_BTGC, (2 * k + v,), axis=-1)
+        return jnp.split(qkvz_BTGC, (q + k + v,), axis=-1)
 
     def _decay_and_beta(self, x_BTD: jax.Array):
         """Returns (log decay, write strength), each float32 [B, T, H], or None if its gate is
@@ -127,7 +125,8 @@ class GatedDeltaNet(Recurrent):
                 preferred_element_type=jnp.float32,
             )
         if c.beta_gate:
-            beta_BTH = write_strength(ba_BTGC[..., :r], c).reshape(shape)
+            b_BTGC = ba_BTGC[..., :-r] if c.decay_gate else ba_BTGC
+            beta_BTH = write_strength(b_BTGC, c).reshape(*x_BTD.shape[:2], -1)
         if c.decay_gate:
             decay_rate_H = jnp.exp(self.a_log[...].astype(jnp.float32))
             g_BTH = -decay_rate_H * jax.nn.softplus(

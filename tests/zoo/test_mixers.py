@@ -355,6 +355,68 @@ def test_a_layer_with_negative_eigenvalues_is_the_recurrence(name):
     assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
 
 
+def deltaproduct(writes, **settings):
+    mixer = MixerConfig(num_householder=writes)
+    return dataclasses.replace(base("gated_deltaproduct"), mixer=mixer, **settings)
+
+
+def test_one_write_a_token_is_gated_deltanet_to_the_bit():
+    """The same parameters from the same seed, and the same program, packed and with a cache."""
+    positions = document_positions(SEGMENTS)
+
+    def layer_and_programs(name):
+        config = deltaproduct(1)
+        make = lambda: mixer_class(name)(config, Make(config, nnx.Rngs(0)), (0,))
+        graph, params = nnx.split(drawn(make))
+        cache = mixer_class(name).init_cache(config, 2, T)
+        loss = lambda p: jnp.sum(_run(graph, p, X, Context(positions, SEGMENTS))[0] ** 2)
+        step = lambda p: _run(graph, p, X[:, :1], Context(positions[:, :1]), cache)
+        return params, [str(jax.make_jaxpr(program)(params)) for program in (jax.grad(loss), step)]
+
+    (params, programs), (others, same) = map(
+        layer_and_programs, ("gated_deltaproduct", "gated_deltanet")
+    )
+    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(params), nnx.to_pure_dict(others))
+    assert programs == same
+
+
+@pytest.mark.parametrize(
+    "writes, implementation",
+    [
+        (4, "chunked"),
+        *(
+            pytest.param(writes, name, marks=pytest.mark.slow)
+            for writes, name in (
+                (2, "chunked"),
+                (4, "recurrent"),
+                (4, "associative"),
+                (2, "pallas_tpu"),
+                (4, "pallas_tpu"),
+            )
+        ),
+    ],
+)
+def test_several_writes_a_token_by_every_implementation(writes, implementation):
+    config = deltaproduct(writes, delta_rule=implementation, decay_init="log_uniform")
+    output, gradients = errors("gated_deltaproduct", config, "float32", 40)
+    assert output <= 5e-6 and max(jax.tree.leaves(gradients)) <= 2e-5, (output, gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writes", [2, 4])
+def test_several_writes_a_token_by_the_kernels_for_hopper_interpreted(writes):
+    """Both round to bfloat16; the kernels are no further off than XLA, and half as much again."""
+    config = deltaproduct(
+        writes, linear_key_head_dim=64, linear_value_head_dim=64, decay_init="log_uniform"
+    )
+    found = [
+        errors("gated_deltaproduct", dataclasses.replace(config, delta_rule=name), "bfloat16", 40)
+        for name in ("pallas_gpu", "chunked")
+    ]
+    for got, bar in zip(*map(jax.tree.leaves, found)):
+        assert got <= 1.5 * bar + 2**-8, found
+
+
 def test_rounded_keys_let_no_state_of_kda_grow():
     """With β = 2, no decay, no values, and one key for 32,768 tokens, whose length is above 1 once
     it is rounded: without a bound of β the state would be 10^8 times as large.
