@@ -3,15 +3,18 @@ cannot run.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from models import drawn_model
 from page import example, line
 
 from qwen3next_jax.commands import evaluate
@@ -33,6 +36,7 @@ from qwen3next_jax.data.tokens import ByteTokenizer
 from qwen3next_jax.evals import continuation, evaluation, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.evals.sinks import measure_sinks
+from qwen3next_jax.evals.state import State
 from qwen3next_jax.inference.decode import complete
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.reporting.page import write_report
@@ -382,6 +386,31 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
     ]
 
 
+def test_a_source_is_measured_as_if_alone(tmp_path):
+    model = dataclasses.replace(NANO.model, vocab_size=257)
+    graphdef, params = nnx.split(drawn_model(model))
+    for name in ("web", "code"):
+        lines = (json.dumps({"text": f"{name} {i} " * (i % 7 + 1)}) for i in range(60))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+
+    def measure(path: str) -> dict[str, float]:
+        config = DataConfig(
+            path=path, heldout_fraction=0.3, prepared_dir=str(tmp_path / "prepared")
+        )
+        data = open_data(config, 32, 4, 257)
+        context = evaluation.EvalContext(model, graphdef, BYTES, lambda: data)
+        return evaluation.make_evaluations(("heldout",), context)["heldout"].run(params)
+
+    web, code = f"web={tmp_path}/web.jsonl", f"code={tmp_path}/code.jsonl"
+    both = measure(f"{web},{code}")
+    alone = {name: measure(path) for name, path in (("web", web), ("code", code))}
+    for name, values in alone.items():
+        assert both[f"bits_per_byte/{name}"] == pytest.approx(values["bits_per_byte"], rel=1e-6)
+    bits = sum(values["bits_per_byte"] * values["bytes"] for values in alone.values())
+    assert both["bits_per_byte"] == pytest.approx(bits / both["bytes"], rel=1e-6)
+    assert "bits_per_byte/web" not in alone["web"]
+
+
 @pytest.mark.slow
 def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
     data = open_data(NANO.data, 32, 4, 32)
@@ -435,3 +464,23 @@ def test_scores_are_the_models_log_probabilities():
     ]
     np.testing.assert_allclose(nll, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(guess, jnp.argmax(logits, axis=-1))
+
+
+def test_state_is_measured_between_lengths():
+    """A scorer that knows the parity at the first 8 positions alone, and says odd after them."""
+    data = open_data(DataConfig(source="parity"), 8, 4, 4)
+
+    def scorer(tokens):
+        parity = np.cumsum(tokens == 2, axis=1) % 2
+        return None, np.where(np.arange(tokens.shape[1]) < 8, 1 + parity, 2)[:, :-1]
+
+    context = types.SimpleNamespace(
+        open_data=lambda: data,
+        options=evaluation.EvalOptions(rows=64, lengths=(32, 8)),
+        scorer=lambda params: scorer,
+    )
+    state = State.__new__(State)
+    state.eval_context = context
+    found = state.run({})
+    assert found.keys() == {"accuracy/1-8", "accuracy/9-32"} and found["accuracy/1-8"] == 1
+    assert found["accuracy/9-32"] == pytest.approx(0.5, abs=4 * 0.5 / (64 * 23) ** 0.5)

@@ -127,7 +127,7 @@ def test_the_printed_command_of_a_point_is_that_point(tmp_path, monkeypatch):
     long = tuple(f"file '{i}' \"of\" $many; `such`" for i in range(40))
     settings = {
         "data.path": ",".join(long),
-        "data.weights": list(np.linspace(0.1, 1, 40)),
+        "data.weights": ",".join(map(str, np.linspace(0.1, 1, 40))),
         "eval.sample_prompt": ' it\'s\t\\ $HOME `x` "é" *.py ',
         "train.stages": ({"name": "a b'", "steps": 3, "learning_rate": 1e-5}, {"steps": 497}),
         "model.mtp_depth": 0,
@@ -297,6 +297,25 @@ def test_a_sweep_that_cannot_run_is_refused_in_one_line(tmp_path, record, messag
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("record", "names"),
+    [
+        (
+            {"axes": {"train.learning_rate": [1], "ratio": ["3:1"]}, "set": {"train.stps": 3}},
+            ["(2)", "axis 'train.learning_rate'", "as train.stps"],
+        ),
+        (
+            {"axes": {"ratio": ["3:1", "2:1"], "train.batch_size": [8, -1]}},
+            ["(2)", "batch_size = -1", "ratio 2:1"],
+        ),
+    ],
+)
+def test_every_mistake_of_a_sweep_is_named_once(tmp_path, record, names):
+    with pytest.raises(UserError) as caught:
+        load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py"} | record))
+    assert all(str(caught.value).count(name) == 1 for name in names)
+
+
 def test_the_command_line_replaces_what_the_file_sets_and_says_so(tmp_path):
     path = sweep_file(
         tmp_path,
@@ -391,7 +410,7 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
         runner.open_sweep(sweep, tmp_path / "v")  # of the same overrides, on a base that was edited
     recorded = tmp_path / "v" / "sweep.json"
     now = recorded.read_text()
-    recorded.write_text(now.replace('"format": 2', '"format": 1'))
+    recorded.write_text(now.replace('"format": 3', '"format": 2'))
     with pytest.raises(UserError, match="sweep.json: written by an older version"):
         runner.open_sweep(sweep, tmp_path / "v")
     recorded.write_text(now)
