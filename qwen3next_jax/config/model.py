@@ -167,7 +167,13 @@ class ModelConfig:
     # the Hugging Face format in which the model is exported (docs/families.md); it does not change
     # what the model computes
     hf_form: Literal[
-        "qwen3_next", "qwen3_5_text", "qwen3_5", "kimi_linear", "qwen4_exp_text", "qwen4_exp"
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5",
+        "kimi_linear",
+        "olmo_hybrid",
+        "qwen4_exp_text",
+        "qwen4_exp",
     ] = "qwen3_next"
     # the parts of the model in which the exported files store all experts of a layer as one tensor,
     # not one tensor per expert: "trunk" (all layers), "mtp" (the multi-token prediction module)

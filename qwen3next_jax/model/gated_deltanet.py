@@ -4,7 +4,9 @@ Letters: B batch, T time, D model, G key heads, H value heads, R = H/G value hea
 head, K/V widths of a key and of a value, C channels of one key head.
 """
 
+import dataclasses
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,11 @@ class GatedDeltaNet(Recurrent):
     when the key heads are split over devices. A part that an ablation switch of `ModelConfig` turns
     off has no parameters.
     """
+
+    @dataclasses.dataclass(frozen=True)
+    class Settings:
+        # epsilon of the norm of the heads' outputs; 0: rms_norm_eps
+        output_norm_eps: Annotated[float, "0 or more"] = 0.0
 
     names_kept = True
     switches = (
@@ -136,6 +143,10 @@ class GatedDeltaNet(Recurrent):
 
     def activation(self, gate: jax.Array) -> jax.Array:
         return GATES[self.config.output_gate_type](gate)
+
+    @property
+    def output_norm_eps(self) -> float:
+        return self.settings(self.config).output_norm_eps or super().output_norm_eps
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:

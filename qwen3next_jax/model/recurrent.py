@@ -83,6 +83,7 @@ class Recurrent(Mixer):
       recurrence: the operator, by default `ops.gated_delta_rule`;
       head_weights: the parameters that `recurrence` reads;
       finish: the norm and the gate of the output;
+      output_norm_eps: the epsilon of that norm;
       convolved: whether there are a convolution and a SiLU after it;
       normalize_qk: whether q and k are scaled to length 1;
       activation: the activation of the output gate.
@@ -162,6 +163,11 @@ class Recurrent(Mixer):
         """
         return ()
 
+    @property
+    def output_norm_eps(self) -> float:
+        """The number that the norm of the output adds to the mean square."""
+        return self.config.rms_norm_eps
+
     def finish(self, o_BTHV: jax.Array, norm: jax.Array, gate_BTGRV: jax.Array | None) -> jax.Array:
         """Applies the norm and the gate to the output of the recurrence.
 
@@ -174,7 +180,7 @@ class Recurrent(Mixer):
           [B, T, H, V].
         """
         dtype = o_BTHV.dtype
-        o_BTHV = rms_norm_plain(o_BTHV, norm, self.config.rms_norm_eps)
+        o_BTHV = rms_norm_plain(o_BTHV, norm, self.output_norm_eps)
         if gate_BTGRV is None:
             return o_BTHV
         gate_BTHV = self.activation(gate_BTGRV.reshape(o_BTHV.shape).astype(jnp.float32))
@@ -440,7 +446,7 @@ class Recurrent(Mixer):
                 axis_name=context.time_axis,
             )
             o_BTC = gated_norm(
-                o_BTHV.reshape(gate.shape), gate, norm_V, c.rms_norm_eps, c.output_gate_type
+                o_BTHV.reshape(gate.shape), gate, norm_V, self.output_norm_eps, c.output_gate_type
             )
             return save_for_backward(o_BTC, "gated"), final_state
 

@@ -46,7 +46,7 @@ class GatedDeltaProduct(GatedDeltaNet):
     """
 
     @dataclasses.dataclass(frozen=True)
-    class Settings:
+    class Settings(GatedDeltaNet.Settings):
         # number of writes to the state for each token (n_h of the paper); 1: Gated DeltaNet
         num_householder: Annotated[int, "at least 1"] = 2
 
