@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from models import drawn
 
-from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
 
