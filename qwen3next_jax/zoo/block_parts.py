@@ -36,6 +36,7 @@ EXAMPLES = {
         "block": {"placement": "olmo2", "mlp": "gelu"},
         "mixer": {"qk_norm_over": "layer"},
     },
+    "olmo_hybrid": {"block": {"placement": "olmo_hybrid"}, "mixer": {"qk_norm_over": "layer"}},
     "gpt2": {"block": {"norm": "layer"}, "zero_centered_norm": False},
 }
 
@@ -314,7 +315,7 @@ def block_reference(config, params, x):
                 x = x + f(normed(x))
             case "post":
                 x = normed(x + f(x))
-            case "olmo2":
+            case "olmo2" | "olmo_hybrid":  # in a layer with attention
                 x = x + normed(f(x))
             case "sandwich":
                 x = x + normed(f(normed(x)), f"after_{part}")
