@@ -54,6 +54,7 @@ FAMILIES = (
     "qwen3_5_moe_tiny",
     "qwen3_5_wrapper_tiny",
     "kimi_linear_tiny",
+    "olmo_hybrid_tiny",
 )
 TEXTS = st.sampled_from(
     [

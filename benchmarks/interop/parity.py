@@ -1,5 +1,5 @@
-"""How far this implementation is from transformers' own Qwen3-Next, Qwen3.5, Kimi Linear and
-Qwen3.8-Flash-Next, quantity by quantity, in float32.
+"""How far this implementation is from transformers' own Qwen3-Next, Qwen3.5, Kimi Linear,
+Qwen3.8-Flash-Next and Olmo Hybrid, quantity by quantity, in float32.
 
 A reference is a small random-weight checkpoint and what transformers computed from it: of large
 arrays every 29th value (`tests/references.py`), which is compared with ours at the same place. With
@@ -8,8 +8,8 @@ there, and its logits compared.
 
     python benchmarks/interop/parity.py [--gradients] [--python=/path/to/python] [--variants]
 
-`--variants` makes further Qwen3.8-Flash-Nexts (`VARIANTS`) with transformers, in the interpreter
-`--python`, and measures them alone.
+`--variants` makes further Qwen3.8-Flash-Nexts and Olmo Hybrids (`VARIANTS`) with transformers, in
+the interpreter `--python`, and measures them alone.
 """
 
 import dataclasses
@@ -44,11 +44,12 @@ REFERENCES = (
     "kimi_linear_tiny",
     "qwen4_exp_text_tiny",
     "qwen4_exp_wrapper_tiny",
+    "olmo_hybrid_tiny",
 )
 
-# Variants of Qwen3.8-Flash-Next, by fields of transformers' configuration; "rows": [B, T];
-# "wrapper": with a vision tower.
-_COMMON = {
+# Fields of transformers' configuration that the variants of Qwen3.8-Flash-Next share.
+_FLASH_NEXT = {
+    "reference": "qwen4_reference",
     "vocab_size": 64,
     "hidden_size": 48,
     "num_attention_heads": 4,
@@ -79,10 +80,26 @@ _COMMON = {
         "mrope_interleaved": True,
     },
 }
-_FULL, _LINEAR = "indexed_attention", "linear_attention"
+# The same of Olmo Hybrid. What is missing has transformers' defaults.
+_OLMO = {
+    "reference": "olmo_hybrid_reference",
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "pad_token_id": None,
+    "eos_token_id": 3,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+}
+_INDEXED, _LINEAR, _FULL = "indexed_attention", "linear_attention", "full_attention"
+# Variants, by fields of transformers' configuration; "reference": the command of
+# transformers_peer.py that makes one; "rows": [B, T]; "wrapper": with a vision tower.
 VARIANTS = {
-    "five streams, n-grams of 2 to 4 in two layers, ratio 3, attention first": {
-        "layer_types": [_FULL, _LINEAR, _LINEAR],
+    "five streams, n-grams of 2 to 4 in two layers, ratio 3, attention first": _FLASH_NEXT
+    | {
+        "layer_types": [_INDEXED, _LINEAR, _LINEAR],
         "hc_count": 5,
         "hc_lowrank": 7,
         "ple_layer_ids": [3, 2],
@@ -93,8 +110,9 @@ VARIANTS = {
         "indexer_compress_ratio": 3,
         "rows": [2, 61],
     },
-    "one stream, n-grams of 2 in an attention layer, tied head, rows of two tokens": {
-        "layer_types": [_FULL, _LINEAR],
+    "one stream, n-grams of 2 in an attention layer, tied head, rows of two tokens": _FLASH_NEXT
+    | {
+        "layer_types": [_INDEXED, _LINEAR],
         "hc_count": 1,
         "hc_lowrank": 5,
         "ple_layer_ids": [1],
@@ -107,8 +125,9 @@ VARIANTS = {
         "indexer_compress_ratio": 2,
         "rows": [3, 2],
     },
-    "three streams, a wrapper with fused experts, several end tokens, ratio 1": {
-        "layer_types": [_LINEAR, "full_attention"],
+    "three streams, a wrapper with fused experts, several end tokens, ratio 1": _FLASH_NEXT
+    | {
+        "layer_types": [_LINEAR, _FULL],
         "hc_count": 3,
         "hc_lowrank": 7,
         "ple_layer_ids": [1],
@@ -121,6 +140,34 @@ VARIANTS = {
         "indexer_compress_ratio": 1,
         "wrapper": True,
         "rows": [2, 40],
+    },
+    "Olmo Hybrid: attention first, rotary positions, β in (0, 1)": _OLMO
+    | {
+        "layer_types": [_FULL, _LINEAR, _LINEAR],
+        "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"},
+        "linear_allow_neg_eigval": False,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "rows": [2, 70],
+    },
+    "Olmo Hybrid: tied head, convolution over 5 tokens, rows of three": _OLMO
+    | {
+        "layer_types": [_LINEAR, _LINEAR, _FULL],
+        "tie_word_embeddings": True,
+        "linear_conv_kernel_dim": 5,
+        "rows": [3, 3],
+    },
+    "Olmo Hybrid: default layers and heads, equal widths, three end tokens": _OLMO
+    | {
+        "num_hidden_layers": 3,
+        "linear_value_head_dim": 9,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": [3, 9, 11],
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        "rows": [2, 33],
     },
 }
 
@@ -215,17 +262,19 @@ def measure_directory(directory: pathlib.Path, cases: dict[str, np.ndarray]) -> 
 
 
 def variant_rows(python: str, name: str) -> list[Row]:
-    """Makes a variant with transformers and measures it. Transformers' configuration, and so the
-    export here, refuses one stream and n-grams in attention layers, which transformers' model can
-    compute; these checks are left out.
+    """Makes a variant with transformers and measures it. The configuration of Qwen3.8-Flash-Next in
+    transformers, and so the export here, refuses one stream and n-grams in attention layers, which
+    transformers' model can compute; these checks are left out.
     """
-    settings = _COMMON | VARIANTS[name]
-    settings["num_hidden_layers"] = len(settings["layer_types"])
+    settings = dict(VARIANTS[name])
+    reference = settings.pop("reference")
+    if "layer_types" in settings:
+        settings["num_hidden_layers"] = len(settings["layer_types"])
     with tempfile.TemporaryDirectory() as folder:
         directory = pathlib.Path(folder) / "model"
         (pathlib.Path(folder) / "settings.json").write_text(json.dumps(settings))
         peer = [python, str(harness.TRANSFORMERS_PEER)]
-        command = [*peer, "qwen4_reference", str(directory), f"{folder}/settings.json"]
+        command = [*peer, reference, str(directory), f"{folder}/settings.json"]
         subprocess.run(command, check=True, capture_output=True)
         with (
             unittest.mock.patch.object(huggingface, "check_hf_form"),
@@ -388,9 +437,14 @@ def transformers_rows(python: str, reference: str = "qwen3_next_tiny") -> list[R
     return _loaded_there(python, references.checkpoint(reference), tokens)
 
 
+def _stretches(config: ModelConfig) -> bool:
+    """Whether an export of the model may have YaRN."""
+    return config.rotary_dim > 0 and config.hf_form != "olmo_hybrid"
+
+
 def _loaded_there(python: str, reference: pathlib.Path, tokens: np.ndarray) -> list[Row]:
     model, rows = load_hf(reference), []
-    for factor in (1.0, 4.0) if model.config.rotary_dim else (1.0,):
+    for factor in (1.0, 4.0) if _stretches(model.config) else (1.0,):
         model.config = dataclasses.replace(model.config, yarn_factor=factor)
         run = _programs(_text_form(model.config))
         ours = run.logits(nnx.state(model, nnx.Param), jnp.asarray(tokens))
@@ -472,9 +526,7 @@ def main() -> int:
     parser.add_argument(
         "--python", help="interpreter with torch and transformers, to load the export there"
     )
-    parser.add_argument(
-        "--variants", action="store_true", help="Qwen3.8-Flash-Nexts that --python makes, alone"
-    )
+    parser.add_argument("--variants", action="store_true", help="models that --python makes, alone")
     args = parser.parse_args()
     if args.variants and not args.python:
         parser.error("--variants: needs --python")

@@ -11,6 +11,8 @@ it in an interpreter that has torch.
         fixture
     transformers_peer.py qwen4_reference DIRECTORY SETTINGS.json
         writes a tiny Qwen3.8-Flash-Next of these settings and its cases
+    transformers_peer.py olmo_hybrid_reference DIRECTORY SETTINGS.json
+        writes a tiny Olmo Hybrid of these settings and its cases
     transformers_peer.py delta_rule INPUTS.safetensors RESULTS.safetensors
         writes results, then answers each line {"runs": N} with the seconds of N runs
 
@@ -260,6 +262,65 @@ def qwen4_reference(directory, settings_file):
     )
 
 
+def olmo_hybrid_reference(directory, settings_file):
+    """Writes a random Olmo Hybrid and what it computes.
+
+    The file of settings holds fields of its configuration; "rows": the shape of the tokens. Norms
+    and convolutions are drawn, too. Tensors and gradients have the names of the released model:
+    those of the modules, with a convolution each for q, k and v.
+    """
+    torch.manual_seed(0)
+    settings = json.loads(pathlib.Path(settings_file).read_text())
+    rows = settings.pop("rows")
+    config = transformers.OlmoHybridConfig(**settings)
+    model = transformers.OlmoHybridForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "norm" in name or "conv1d" in name:
+                tensor += 0.2 * torch.randn(tensor.shape)
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+
+    def released(tensors):
+        named = {}
+        for name, x in tensors:
+            if ".conv1d." in name:
+                parts = zip("qkv", torch.split(x, (keys, keys, values)))
+                named |= {name.replace("conv1d", f"{part}_conv1d"): y for part, y in parts}
+            else:
+                named[name] = x
+        return {name: x.detach().clone().contiguous() for name, x in named.items()}
+
+    tokens = torch.randint(config.vocab_size, rows)
+    out = model(tokens, output_hidden_states=True, use_cache=False)
+    loss = torch.nn.functional.cross_entropy(
+        out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    )
+    loss.backward()
+    model.generation_config.eos_token_id = None
+    greedy = model.generate(
+        tokens[:1], attention_mask=torch.ones_like(tokens[:1]), max_new_tokens=24, do_sample=False
+    )
+    cases = {
+        "input_ids": tokens.int(),
+        "logits": out.logits,
+        "cross_entropy": loss[None],
+        "greedy": greedy.int(),
+    }
+    cases |= {f"hidden_states.{i}": x for i, x in enumerate(out.hidden_states)}
+    gradients = released((name, x.grad) for name, x in model.named_parameters())
+    cases |= {f"grad.{name}": x for name, x in gradients.items()}
+    config.architectures = ["OlmoHybridForCausalLM"]
+    config.dtype = "float32"
+    config.save_pretrained(directory)
+    save_file(
+        {name: x.detach().contiguous() for name, x in cases.items()},
+        f"{directory}/cases.safetensors",
+    )
+    weights = released(model.named_parameters())
+    save_file(weights, f"{directory}/model.safetensors", metadata={"format": "pt"})
+
+
 def released_names(directory):
     """Its tensors; transformers 5.23 saves a dense layer's under the name of a mixture, which it
     reads as well as the released one.
@@ -423,5 +484,13 @@ def delta_rule(inputs_file, results_file):
 if __name__ == "__main__":
     {
         command.__name__: command
-        for command in (logits, kimi_reference, qwen4_reference, train, generate, delta_rule)
+        for command in (
+            logits,
+            kimi_reference,
+            qwen4_reference,
+            olmo_hybrid_reference,
+            train,
+            generate,
+            delta_rule,
+        )
     }[sys.argv[1]](*sys.argv[2:])

@@ -306,7 +306,7 @@ def _check_tensors(checkpoint: Checkpoint, stored: Iterable[Parameter]) -> None:
         if weights.shape(name) != shape:
             raise UserError(
                 f"{directory}: tensor {name} has shape {list(weights.shape(name))}: "
-                f"expected {list(shape)} by config.json"
+                f"expected {list(shape)} by config.json{checkpoint.form.shape_advice(name)}"
             )
 
 

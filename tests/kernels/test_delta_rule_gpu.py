@@ -21,6 +21,7 @@ from test_delta_rule import (
     _run,
     adversarial,
     check,
+    check_growth,
     error,
     errors,
     outputs_and_gradients,
@@ -58,6 +59,11 @@ def test_hard_inputs(name):
     # as the test below has ids, one program serves both
     one_document = np.ones((1, 2 * CHUNK), int)
     BFLOAT16(inputs, cotangents, bar=bar, gradient_bar=gradient_bar, segment_ids=one_document)
+
+
+@pytest.mark.slow
+def test_nothing_grows_with_an_eigenvalue_of_minus_one():
+    check_growth("pallas_gpu", jnp.bfloat16, period=4, time=2048, width=64)
 
 
 @pytest.mark.slow
