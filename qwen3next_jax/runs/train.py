@@ -21,7 +21,6 @@ from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.pipeline import Data, TextData
 from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.readers import bad_summary
-from qwen3next_jax.model.layer_properties import partial_ablations
 from qwen3next_jax.processes.distributed import (
     broadcast_from_process_0,
     check_shared_folder,
@@ -44,6 +43,7 @@ from qwen3next_jax.runs.endings import (
 from qwen3next_jax.runs.first_state import describe_first_state, first_state
 from qwen3next_jax.runs.guard_flags import GuardFlags, Halted
 from qwen3next_jax.runs.memory import check_state_fits, reports_out_of_memory
+from qwen3next_jax.runs.notices import describe_notices
 from qwen3next_jax.runs.profiling import Profiler
 from qwen3next_jax.runs.rewind import Rewinder
 from qwen3next_jax.runs.start import Start
@@ -261,7 +261,7 @@ def _load_state(
         if is_new:
             text = describe_first_state(run, data, start)
         print(escape_control(f"{start.workdir}: {text}"), flush=True)
-        for line in (*partial_ablations(run.model), *run.groups.lines):
+        for line in describe_notices(run, start):
             print(line, flush=True)
         if line := unused_gpu(os.environ, jax.default_backend()):
             warn(line)
