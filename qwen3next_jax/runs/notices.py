@@ -20,8 +20,8 @@ def describe_notices(run: ResolvedRun, start: Start) -> list[str]:
         and model.hidden_size != released.hidden_size
     ):
         lines.append(
-            f"warning: model.intermediate_size = {model.intermediate_size} is the released "
-            f"model's, whose model.hidden_size is {released.hidden_size}, not {model.hidden_size}: the "
+            f"warning: model.intermediate_size = {model.intermediate_size} is the released model's "
+            f"(its model.hidden_size is {released.hidden_size}, not {model.hidden_size}): the "
             "configuration gives no width of its dense MLPs"
         )
     if model.lora.rank and start.facts.source is None and not start.facts.folder.complete_steps:
