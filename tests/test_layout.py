@@ -1,4 +1,4 @@
-"""The house rules that a reader relies on: which room may import which, and no circles."""
+"""The rules that a reader relies on: which subpackage may import which, and no circles."""
 
 import ast
 import pathlib
@@ -10,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "qwen3next_jax"
 
-# room → the other rooms that its files may import, at their top or inside a function. Commands,
+# subpackage → the others that its files may import, at their top or inside a function. Commands,
 # and the package's own __main__, may import everything.
 ARROWS = {
     "common": "",
@@ -79,14 +79,16 @@ def _imports(path: pathlib.Path, at_top: bool = False) -> set[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=_module)
 def test_imports_follow_the_arrows(path):
-    room, relative = _module(path).split(".")[0], str(path.relative_to(PACKAGE))
-    assert room in ARROWS, f"{room} is no room"
-    allowed = ARROWS[room]
+    subpackage, relative = _module(path).split(".")[0], str(path.relative_to(PACKAGE))
+    assert subpackage in ARROWS, f"{subpackage} has no line in ARROWS"
+    allowed = ARROWS[subpackage]
     for name in _imports(path):
         top, _, rest = name.partition(".")
         if top == "qwen3next_jax" and allowed is not None:
-            assert rest.split(".")[0] in {room, *allowed.split()}, f"{relative} imports {name}"
-        if room == "ops" and top not in LIBRARIES_OF_OPS | {"qwen3next_jax"}:
+            assert rest.split(".")[0] in {subpackage, *allowed.split()}, (
+                f"{relative} imports {name}"
+            )
+        if subpackage == "ops" and top not in LIBRARIES_OF_OPS | {"qwen3next_jax"}:
             assert top in sys.stdlib_module_names, f"{relative} imports {name}"
         assert relative in ONLY_IN.get(top, {relative}), f"{relative} imports {name}"
 
@@ -131,10 +133,10 @@ def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 def test_one_file_of_the_library_knows_the_kernels():
     """And no layer names a chip."""
     for path in FILES:
-        room, text = path.relative_to(PACKAGE).parts[0], path.read_text()
-        if room != "kernels" and path != PACKAGE / "ops" / "implementations.py":
+        subpackage, text = path.relative_to(PACKAGE).parts[0], path.read_text()
+        if subpackage != "kernels" and path != PACKAGE / "ops" / "implementations.py":
             assert "qwen3next_jax.kernels" not in text, path
-        if room == "model":
+        if subpackage == "model":
             for name in ("default_backend", "platform_dependent", "tpu(", ".platform"):
                 assert name not in text, (path, name)
 

@@ -22,8 +22,8 @@ import typing
 
 from absl import flags
 
-from qwen3next_jax.commands import cli
-from qwen3next_jax.commands.waiting import waiting
+from qwen3next_jax.commands import checks, interrupts, process_setup, run_flags
+from qwen3next_jax.commands.console import waiting
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.installation import shell_command
 from qwen3next_jax.common.storage import to_path
@@ -36,13 +36,13 @@ def main() -> int:
     if not _out.value:
         raise UserError("--out is missing: expected the folder to write, such as --out=exported")
     out = to_path(_out.value, "--out=")
-    cli.check_model("workdir", workdir)
+    checks.check_model("workdir", workdir)
     loading = get_loading()
     require_new(out)
     # SIGTERM acts like Ctrl-C: the folder --out does not appear, and complete files are kept in a
     # folder beside it.
-    cli.interrupt_at_sigterm()
-    cli.enable_compilation_cache()
+    interrupts.interrupt_at_sigterm()
+    process_setup.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.interop.huggingface import save_hf
     from qwen3next_jax.interop.source import config_for_export
@@ -125,9 +125,9 @@ def _base_model(workdir: str) -> tuple[pathlib.Path | None, str]:
     return (to_path(base.path), base.form) if base else (None, "")
 
 
-_workdir = cli.define_workdir_flag(default_from_config=False)
+_workdir = run_flags.define_workdir_flag(default_from_config=False)
 _out = flags.DEFINE_string("out", None, "new folder to write")
-get_loading = cli.define_loading_flags()
+get_loading = run_flags.define_loading_flags()
 _form = flags.DEFINE_enum(
     "form",
     None,

@@ -20,7 +20,7 @@ import shlex
 
 from absl import flags
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import process_setup, run_flags
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import UserError, escape_control
 from qwen3next_jax.common.installation import shell_command
@@ -38,11 +38,11 @@ def main(names: list[str]) -> int:
         raise UserError("--out is missing: expected the folder to write, such as --out=runs/merged")
     if _dtype.value and not _export.value:
         raise UserError("--dtype: the parameters of a run stay float32: add --export, or omit it")
-    out, sizes = to_path(_out.value, "--out="), cli.read_mesh(_mesh.value)
+    out, sizes = to_path(_out.value, "--out="), run_flags.read_mesh(_mesh.value)
     launch = get_launch()
     if _export.value:
         require_new(out)
-    cli.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     # Imported here, so that the user learns of a wrong flag before JAX loads.
     from qwen3next_jax.sharding.mesh import single_device_mesh
     from qwen3next_jax.trained import merging
@@ -118,5 +118,5 @@ _export = flags.DEFINE_bool("export", False, "write a Hugging Face directory ins
 _dtype = flags.DEFINE_enum(
     "dtype", None, ["float32", "bfloat16"], "of the weights of an export, as for qwen3next export"
 )
-_mesh = cli.define_mesh_flag()
-get_launch = cli.define_launch_flags()
+_mesh = run_flags.define_mesh_flag()
+get_launch = run_flags.define_launch_flags()

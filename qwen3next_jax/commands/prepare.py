@@ -13,10 +13,10 @@ import dataclasses
 
 from absl import flags
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import config_flags
 from qwen3next_jax.common.errors import ExitCode, UserError, escape_control
 
-get_config = cli.define_config_flag()
+get_config = config_flags.define_config_flag()
 _workers = flags.DEFINE_integer(
     "workers", None, "processes of this host that work at once (default: its cores)", lower_bound=1
 )
@@ -69,7 +69,7 @@ def main() -> int:
                 )
         except Unfinished as error:
             print(
-                f"the share of rank {share.rank} is done; {error.missing} of {error.units} units, "
+                f"the share of rank {share.rank} is done; {error.missing} of {error.parts} parts, "
                 "of other ranks, are missing: the last rank to end packs the rows, or this command "
                 "once more, with all ranks together"
             )

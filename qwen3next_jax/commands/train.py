@@ -4,14 +4,14 @@
 
 from absl import flags
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import config_flags, process_setup, run_flags
 from qwen3next_jax.common.storage import with_patience
 from qwen3next_jax.config import to_dict
 from qwen3next_jax.processes import supervisor
 
-get_config = cli.define_config_flag()
-get_launch = cli.define_launch_flags()
-get_workdir = cli.define_workdir_flag(default_from_config=True)
+get_config = config_flags.define_config_flag()
+get_launch = run_flags.define_launch_flags()
+get_workdir = run_flags.define_workdir_flag(default_from_config=True)
 get_max_restarts = supervisor.define_flag()
 _restart = flags.DEFINE_boolean(
     "restart", False, "begin a new run: moves what is in the workdir into WORKDIR/before-TIME"
@@ -36,19 +36,21 @@ def main() -> int:
     if get_max_restarts() and not _dry_run.value:
         from qwen3next_jax.runs.store import open_store
 
-        find_run = open_store(workdir).run_files if _restart.value else None
+        find_run = None
+        if _restart.value:
+            find_run = open_store(workdir).run_files
         return supervisor.supervise(workdir, get_max_restarts(), find_run=find_run)
     from qwen3next_jax.runs.record import recorded_config
     from qwen3next_jax.training import unused_settings
 
-    given = None if _allow_unused.value else cli.given_settings(may_resume)
+    given = None if _allow_unused.value else config_flags.given_settings(may_resume)
     resumed = None if _restart.value else recorded_config(workdir)
     unused_settings.check(config, given, resumed)
     from qwen3next_jax.runs.start import prepare_start
 
     if launch is None:  # before JAX is loaded
         start = prepare_start(config, workdir, _restart.value)
-    cli.enable_compilation_cache()
+    process_setup.enable_compilation_cache()
     from qwen3next_jax.processes import distributed
 
     with distributed.distributed_run(launch, config.parallel, to_dict(config)):

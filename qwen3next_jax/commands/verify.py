@@ -22,7 +22,7 @@ from rich.box import SIMPLE
 from rich.markup import escape
 from rich.table import Table
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands.console import make_console
 from qwen3next_jax.common.errors import (
     ExitCode,
     OlderVersion,
@@ -53,7 +53,7 @@ Finding = tuple[str, str | None]
 def main(arguments: list[str]) -> int:
     if not arguments:
         raise UserError("expected a folder: qwen3next verify runs/tiny")
-    console, damaged, checked = cli.make_console(), 0, 0
+    console, damaged, checked = make_console(), 0, 0
     table = Table("", "what", "state", box=SIMPLE)
     for path in map(to_path, arguments):
         for name, damage in verify(path):
@@ -64,7 +64,9 @@ def main(arguments: list[str]) -> int:
                 if damage is None
                 else f"[bold red]damaged[/]: {escape(escape_control(damage))}",
             )
-            checked, damaged = checked + 1, damaged + (damage is not None)
+            checked += 1
+            if damage is not None:
+                damaged += 1
     console.print(table)
     print(f"{checked} checked, {damaged} damaged")
     if _evaluation.value:
@@ -200,11 +202,11 @@ def _row_folders(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterator[Finding]:
-    from qwen3next_jax.data.preparation import read_corpus_units
+    from qwen3next_jax.data.preparation import read_corpus_parts
     from qwen3next_jax.data.prepared import open_index
     from qwen3next_jax.data.row_groups import METADATA
     from qwen3next_jax.data.store import Store
-    from qwen3next_jax.data.units import find_unit, open_unit, open_weights, unit_names
+    from qwen3next_jax.data.tokenized_parts import find_part, open_part, open_weights, part_names
 
     older = "of an older version, not used: it may be deleted"
 
@@ -220,9 +222,9 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
         return name, None
 
     def check_unit(key: str) -> None:
-        unit = find_unit(store, key)
-        open_unit(store, unit)
-        open_weights(store, unit)
+        part = find_part(store, key)
+        open_part(store, part)
+        open_weights(store, part)
 
     def check_index(name: str) -> None:
         _, arrays = open_index(store, name)
@@ -232,14 +234,14 @@ def _verify_prepared(path: pathlib.Path, folders: list[pathlib.Path]) -> Iterato
                 require(store.exists(rows), f"{rows}, which it names, is missing: prepare it again")
 
     store = Store(path)
-    finished, unfinished = unit_names(store)
+    finished, unfinished = part_names(store)
     for key in finished:
         yield check(f"tokens/{key[:2]}/{key}.json", lambda: check_unit(key))
     for key in unfinished:
         what = "its manifest is missing: it is being prepared, or prepare it again"
         yield f"tokens/{key[:2]}/{key}.tokens", what
     for name in store.names("corpora/*.json"):
-        yield check(name, lambda: read_corpus_units(store, name))
+        yield check(name, lambda: read_corpus_parts(store, name))
     for name in store.names("indexes/*"):
         if name.endswith(".npz"):
             yield f"{name} ({older})", None

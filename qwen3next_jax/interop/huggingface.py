@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -306,7 +306,7 @@ def _check_tensors(checkpoint: Checkpoint, stored: Iterable[Parameter]) -> None:
         if weights.shape(name) != shape:
             raise UserError(
                 f"{directory}: tensor {name} has shape {list(weights.shape(name))}: "
-                f"expected {list(shape)} by config.json"
+                f"expected {list(shape)} by config.json{checkpoint.form.shape_advice(name)}"
             )
 
 
@@ -394,7 +394,9 @@ def save_hf(
         stored = [[tensor.name, tensor.dtype.name, tensor.shape] for tensor in tensors]
         identity = digests.sha256_json([identity, fields, stored])
     spans_processes = any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
-    on_first_process = broadcast_from_process_0 if spans_processes else lambda work: work()
+
+    def on_first_process(work: Callable[[], Any]) -> Any:
+        return broadcast_from_process_0(work) if spans_processes else work()
 
     def write_other_files(directory: pathlib.Path) -> None:
         tokens = {name: text_group(fields)[name] for name in ("bos_token_id", "eos_token_id")}

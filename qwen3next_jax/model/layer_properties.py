@@ -33,7 +33,7 @@ def check_mixers(config: ModelConfig) -> None:
     for mixer in used.values():
         mixer.check(config)
     read = {setting for mixer in used.values() for setting in mixer.switches} | set(BLOCK_SWITCHES)
-    others = ("output_gate_type", "delta_rule", "yarn_factor", "block.rope_scaling")
+    others = ("output_gate_type", "beta_range", "delta_rule", "yarn_factor", "block.rope_scaling")
     for setting in (*ABLATIONS, *others):
         value, default = map(operator.attrgetter(setting), (config, ModelConfig()))
         require(

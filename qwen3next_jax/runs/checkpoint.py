@@ -31,8 +31,8 @@ from qwen3next_jax.runs.store.arrays import read_arrays
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.sharding.mesh import single_device_mesh
 from qwen3next_jax.sharding.rules import tree_shardings
-from qwen3next_jax.training.assignment import assign
 from qwen3next_jax.training.average import without_paths
+from qwen3next_jax.training.parameter_groups import make_parameter_groups
 from qwen3next_jax.training.state import State, abstract_model
 
 
@@ -250,7 +250,8 @@ def _entries_of_params(workdir: pathlib.Path, config: Config, params: dict, ema:
         config.train.ema > 0,
         f"{workdir}: its run keeps no average of its parameters (train.ema = 0): leave out --ema",
     )
-    frozen_paths = assign(config.model, config.train.freeze, config.optimizer).frozen_paths
+    groups = make_parameter_groups(config.model, config.train.freeze, config.optimizer)
+    frozen_paths = groups.frozen_paths
     frozen = map_leaves(lambda path, leaf: leaf if path in frozen_paths else None, params)
     average = {"average": without_paths(params, frozen_paths)}
     return step | {"ema": average} | ({"params": frozen} if frozen else {})

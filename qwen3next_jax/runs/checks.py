@@ -4,7 +4,7 @@ import dataclasses
 
 from jax.sharding import Mesh
 
-from qwen3next_jax.common.rooms import warn_without
+from qwen3next_jax.common.subpackages import warn_without
 from qwen3next_jax.config import Config, EvalConfig, ModelConfig
 from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import source_of

@@ -54,7 +54,7 @@ def dry_run(start: Start, *, devices: Sequence[Any] | None = None) -> ExitCode:
     train = run.config.train
     step = 0 if start.facts.restart else _newest_step(start.workdir)
     taken = start.parent.step if start.parent and train.init_state == "all" else step
-    for line in (*partial_ablations(run.model), *run.assignment.lines):
+    for line in (*partial_ablations(run.model), *run.groups.lines):
         print(line)
     _print_devices(run)
     print(f"Data: {data.text}")
@@ -87,7 +87,7 @@ def _print_devices(run: ResolvedRun) -> None:
     sizes = {
         "parameters": device_bytes(params),
         "optimizer state": device_bytes(opt_state),
-        "gradients": device_bytes(params) - device_bytes(run.assignment.frozen(params)),
+        "gradients": device_bytes(params) - device_bytes(run.groups.frozen(params)),
     }
     if "ema" in run.abstract_state:
         sizes["average of the parameters"] = device_bytes(run.abstract_state["ema"])

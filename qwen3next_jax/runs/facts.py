@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require, require_path
-from qwen3next_jax.common.rooms import require_room
 from qwen3next_jax.common.storage import BucketPath, check_bucket, to_path
+from qwen3next_jax.common.subpackages import require_subpackage
 from qwen3next_jax.config import Config, DataConfig, ModelConfig, TelemetryConfig
 from qwen3next_jax.config.registry import TEXT_SOURCES
 from qwen3next_jax.data.pipeline import source_of
@@ -224,7 +224,7 @@ def _read_source(init_from: str, folder: RunFolder) -> ParentRun | PretrainedMod
         begun = folder.record if folder.has_trained else None
         recorded = begun.parent.step if begun and begun.parent else None
         return _read_parent(path, step, recorded)
-    require_room("interop", f"train.init_from = {init_from}")
+    require_subpackage("interop", f"train.init_from = {init_from}")
     from qwen3next_jax.interop.hf_config import read_hf_config
     from qwen3next_jax.interop.weights import stamp_hf
 

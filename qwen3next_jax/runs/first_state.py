@@ -8,9 +8,11 @@ size and the guards' window of its parent, its steps equal the steps that the pa
 CPUs bit for bit; on GPUs the gradients of cuDNN's attention have no fixed order of sums.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 from qwen3next_jax.common.errors import require
+from qwen3next_jax.config import Config
 from qwen3next_jax.data.pipeline import Data
 from qwen3next_jax.model.adapter_names import base_params
 from qwen3next_jax.processes.distributed import run_on_all
@@ -20,9 +22,11 @@ from qwen3next_jax.runs.init_from import describe_skipped
 from qwen3next_jax.runs.record import Parent, run_id
 from qwen3next_jax.runs.start import Start
 from qwen3next_jax.training import guards
-from qwen3next_jax.training.resolve import ResolvedRun
+from qwen3next_jax.training.parameter_groups import make_parameter_groups
+from qwen3next_jax.training.resolve import ResolvedRun, make_update_rules
 from qwen3next_jax.training.stages import DataCursor, DataCursors, ResolvedStage, stage_number
-from qwen3next_jax.training.state import State, abstract_train_state, start_average
+from qwen3next_jax.training.state import State, abstract_train_state, start_rules
+from qwen3next_jax.training.update_rules import UpdateRule
 from qwen3next_jax.training.vocabulary import grow_vocabulary, with_vocabulary
 
 
@@ -88,16 +92,16 @@ def _state_from_parent(
         "one back, or start in a new --workdir",
     )
     takes_all = config.train.init_state == "all"
+    inherited = _inherited_rules(run, theirs) if takes_all else []
     if takes_all:  # reads the guards' state with the parent's settings, as its window may be longer
         wanted = abstract_train_state(
             run.model,
             config.optimizer,
-            run.assignment,
+            run.groups,
+            inherited,
             theirs.guards,
             run.mesh,
             config.parallel.slice_state,
-            # An average with another decay rate begins anew.
-            has_average=config.train.ema > 0 and config.train.ema == theirs.train.ema,
         )
     else:
         wanted = {name: run.abstract_state[name] for name in ("params", "step")}
@@ -111,14 +115,25 @@ def _state_from_parent(
     if not takes_all:
         first = DataCursor(data[0].fingerprint, data[0].batch_size)
         return run.init_state(grow_vocabulary(state["params"], grown, run.model)), first
-    if "ema" in run.state_shardings and "ema" not in state:
-        shardings = run.state_shardings["ema"]
-        state["ema"] = start_average(state["params"], run.assignment, shardings)
+    new_rules = [rule for rule in run.rules if rule not in inherited]
+    state |= start_rules(new_rules, state["params"], run.state_shardings)
     offset = int(state["guards"]["data_offset"])
     before, now = _cursors(run.stages, data, step, source.record.data, offset)
     same_window = before.same_stream(now) and theirs.guards.window == config.guards.window
     state["guards"] = guards.reset(config.guards, state["guards"], 0, same_window)
     return state, now
+
+
+def _inherited_rules(run: ResolvedRun, theirs: Config) -> list[UpdateRule]:
+    """Returns the update rules of `run` that its parent has with equal settings. Their entries of
+    the train state are taken over. An average with another decay rate, for example, begins anew.
+    """
+    ours = run.config.train.update_rules
+    both = tuple(name for name in theirs.train.update_rules if name in ours)
+    theirs = dataclasses.replace(theirs, train=dataclasses.replace(theirs.train, update_rules=both))
+    groups = make_parameter_groups(theirs.model, theirs.train.freeze, theirs.optimizer)
+    their_rules = make_update_rules(theirs, groups)
+    return [rule for rule in run.rules if rule in their_rules]
 
 
 def describe_first_state(run: ResolvedRun, data: Sequence[Data], start: Start) -> str:

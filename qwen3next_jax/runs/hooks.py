@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from qwen3next_jax.common.rooms import has_room
+from qwen3next_jax.common.subpackages import has_subpackage
 from qwen3next_jax.config import EvalConfig, TrainConfig
 from qwen3next_jax.data.pipeline import Epoch
 from qwen3next_jax.data.tokens import Tokenizer
@@ -26,7 +26,8 @@ from qwen3next_jax.runs.telemetry import MetricsFile, Throughput
 from qwen3next_jax.training.average import averaged_params
 from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.guards import NO_TARGETS
-from qwen3next_jax.training.loop import Decision, Hook, Metrics, StepInfo, Trainer
+from qwen3next_jax.training.hooks import Decision, Hook, Metrics, StepInfo
+from qwen3next_jax.training.loop import Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import DataCursor, ResolvedStage, SourceReading, sources_read
 from qwen3next_jax.training.state import State
@@ -232,11 +233,11 @@ def evaluation_events(run: ResolvedRun) -> set[str]:
     when they are due.
     """
     names = set()
-    if has_room("evals"):
+    if has_subpackage("evals"):
         names |= {"heldout", *(f"suite {name}" for name in run.config.eval.suites)}
         if run.config.train.ema:
             names.add("heldout_average")
-    if run.config.eval.sample_tokens and has_room("inference"):
+    if run.config.eval.sample_tokens and has_subpackage("inference"):
         names.add("sample")
     return names
 

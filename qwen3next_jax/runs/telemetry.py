@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from qwen3next_jax.common.errors import warn
-from qwen3next_jax.common.rooms import warn_without
+from qwen3next_jax.common.subpackages import warn_without
 from qwen3next_jax.common.version import code_commit
 from qwen3next_jax.config import to_dict
 from qwen3next_jax.model.flops import flops_per_token

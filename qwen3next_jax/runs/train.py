@@ -16,7 +16,7 @@ import jax
 from qwen3next_jax.common.errors import ExitCode, escape_control, warn
 from qwen3next_jax.common.events import iterate_events
 from qwen3next_jax.common.installation import unused_gpu
-from qwen3next_jax.common.rooms import has_room
+from qwen3next_jax.common.subpackages import has_subpackage
 from qwen3next_jax.config.registry import resolve
 from qwen3next_jax.data.pipeline import Data, TextData
 from qwen3next_jax.data.progress import PreparationProgress
@@ -52,14 +52,8 @@ from qwen3next_jax.runs.store.checkpoints import CheckpointWriter
 from qwen3next_jax.runs.store.store import RunStore
 from qwen3next_jax.runs.telemetry import MetricsFile, describe_environment, open_metrics
 from qwen3next_jax.sharding.mesh import make_mesh
-from qwen3next_jax.training.loop import (
-    Metrics,
-    Trainer,
-    TrainStep,
-    describe_hook_error,
-    make_train_step,
-    stop_at_hook_error,
-)
+from qwen3next_jax.training.hooks import Metrics, describe_hook_error, stop_at_hook_error
+from qwen3next_jax.training.loop import Trainer, TrainStep, make_train_step
 from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
     DataCursors,
@@ -191,7 +185,7 @@ def _open_data(run: ResolvedRun) -> list[Data]:
 
 def _open_checkpoints(run: ResolvedRun, store: RunStore) -> CheckpointWriter:
     stage_ends = [stage.last_step for stage in run.stages]
-    return store.open_checkpoints(run.config.checkpoint, stage_ends, run.assignment.frozen_paths)
+    return store.open_checkpoints(run.config.checkpoint, stage_ends, run.groups.frozen_paths)
 
 
 def _missing_evaluations(run: ResolvedRun, start: Start, step: int) -> list[str]:
@@ -262,7 +256,7 @@ def _load_state(
         if is_new:
             text = describe_first_state(run, data, start)
         print(escape_control(f"{start.workdir}: {text}"), flush=True)
-        for line in (*partial_ablations(run.model), *run.assignment.lines):
+        for line in (*partial_ablations(run.model), *run.groups.lines):
             print(line, flush=True)
         if line := unused_gpu(os.environ, jax.default_backend()):
             warn(line)
@@ -436,7 +430,7 @@ def _add_hooks(
             name="telemetry.diagnostics_every",
         )
     evaluation = None
-    if has_room("evals"):
+    if has_subpackage("evals"):
         evaluation = hooks.EvaluationHook(trainer, metrics, config.eval, tokenizer, display.during)
         trainer.add_hook(
             evaluation,
@@ -445,7 +439,7 @@ def _add_hooks(
             after_stop=True,
             name=EVALUATION,
         )
-    if config.eval.sample_tokens and has_room("inference"):
+    if config.eval.sample_tokens and has_subpackage("inference"):
         trainer.add_hook(
             hooks.SampleHook(run, metrics, config.eval, tokenizer, display.during),
             every=config.eval.every,

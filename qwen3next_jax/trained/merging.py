@@ -43,8 +43,10 @@ from qwen3next_jax.runs.store.store import not_writable
 from qwen3next_jax.runs.telemetry import MetricsFile
 from qwen3next_jax.runs.versions import check_versions
 from qwen3next_jax.trained.load import tokenizer_of_run
-from qwen3next_jax.training.assignment import Assignment, assign
-from qwen3next_jax.training.state import State, abstract_train_state, start_average
+from qwen3next_jax.training.parameter_groups import ParameterGroups, make_parameter_groups
+from qwen3next_jax.training.resolve import make_update_rules
+from qwen3next_jax.training.state import State, abstract_train_state, start_rules
+from qwen3next_jax.training.update_rules import UpdateRule
 
 # Arrays are read in groups of at most this many bytes; a larger array is read alone.
 GROUP_BYTES = 1 << 30
@@ -241,15 +243,17 @@ def merged_state(
       group_bytes: arrays of the checkpoints before the last are read in groups of this size.
 
     Returns:
-      The state: parameters with the weights of `weights`, at which an average of the parameters
-      (`train.ema`) begins anew; all other entries are those of the last checkpoint.
+      The state: parameters with the weights of `weights`, at which the entries of update rules,
+      such as the average of the parameters, begin anew; all other entries are those of the last
+      checkpoint.
 
     Raises:
       UserError: a checkpoint is damaged, or was replaced since it was found.
     """
     last = sources[-1]
-    assignment = _assignment(last.config)
-    abstract = _abstract_state(last.config, assignment, mesh)
+    groups = _parameter_groups(last.config)
+    rules = make_update_rules(last.config, groups)
+    abstract = _abstract_state(last.config, groups, (), mesh)
     if not whole:
         abstract = {name: abstract[name] for name in ("params", "step")}
     with contextlib.ExitStack() as stack:
@@ -259,7 +263,6 @@ def merged_state(
             source = sources[number]
             return readers[number].restore(source.step, wanted, partial, source.digest)
 
-        average = abstract.pop("ema", None)
         state = read(-1, abstract, partial=True)
         # Nothing else may refer to an array that is replaced, or two models would be in memory.
         merged = leaves_by_path(state.pop("params"))
@@ -272,10 +275,11 @@ def merged_state(
                 total = _add_difference(total, weight, theirs, base)
             merged |= _add(base, total)
     state["params"] = map_leaves(lambda path, _: merged[path], abstract["params"])
-    if average:
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, average)
-        state["ema"] = start_average(state["params"], assignment, shardings)
-    return state
+    if not whole:
+        return state
+    with_entries = _abstract_state(last.config, groups, rules, mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, with_entries)
+    return state | start_rules(rules, state["params"], shardings)
 
 
 def _groups(params: dict, group_bytes: int) -> Iterator[list[str]]:
@@ -312,19 +316,21 @@ def _add(base: dict, total: dict) -> dict[str, jax.Array]:
     return jax.tree.map(lambda b, t: jnp.where(t == 0, b, b + t), base, total)
 
 
-def _assignment(config: Config) -> Assignment:
-    return assign(config.model, config.train.freeze, config.optimizer)
+def _parameter_groups(config: Config) -> ParameterGroups:
+    return make_parameter_groups(config.model, config.train.freeze, config.optimizer)
 
 
-def _abstract_state(config: Config, assignment: Assignment, mesh: Mesh) -> State:
+def _abstract_state(
+    config: Config, groups: ParameterGroups, rules: Sequence[UpdateRule], mesh: Mesh
+) -> State:
     return abstract_train_state(
         config.model,
         config.optimizer,
-        assignment,
+        groups,
+        rules,
         config.guards,
         mesh,
         config.parallel.slice_state,
-        has_average=config.train.ema > 0,
     )
 
 
@@ -385,7 +391,7 @@ def write_merged_run(
             metrics.write("merged", last.step, merged=[dataclasses.asdict(one) for one in merged])
 
     broadcast_from_process_0(begin)
-    frozen_paths = _assignment(last.config).frozen_paths
+    frozen_paths = _parameter_groups(last.config).frozen_paths
     with store.open_checkpoints(last.config.checkpoint, frozen_paths=frozen_paths) as checkpoints:
         checkpoints.begin(last.step)
         checkpoints.set_run()

@@ -12,7 +12,8 @@ import sys
 
 import pytest
 
-from qwen3next_jax.commands import cli
+from qwen3next_jax.commands import config_flags
+from qwen3next_jax.commands.help import help_on
 from qwen3next_jax.common import installation
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
@@ -251,8 +252,8 @@ def test_help_shows_the_commands_own_flags(command):
 
 
 def test_help_on_a_word_shows_what_has_it(monkeypatch):
-    monkeypatch.setattr(cli, "_reads_settings", True)
-    shown = cli._help_on("Warmup")
+    monkeypatch.setattr(config_flags, "_reads_settings", True)
+    shown = help_on("Warmup")
     names = re.findall(r"--config\.([\w.]+)", shown)
     assert "optimizer.warmup_steps" in names
     assert all("warmup" in entry.lower() for entry in re.split(r"\n  (?=-)", shown))
@@ -277,9 +278,9 @@ def test_a_reader_that_has_seen_enough_is_no_error(unbuffered):
 
 def test_a_command_that_a_scheduler_ends_says_so():
     code = (
-        "import os, signal, time, types\nfrom qwen3next_jax.commands import cli\n"
+        "import os, signal, time, types\nfrom qwen3next_jax.commands import cli, interrupts\n"
         "def main():\n"
-        "    cli.interrupt_at_sigterm()\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    interrupts.interrupt_at_sigterm()\n    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(60)\n"
         "cli.run(types.SimpleNamespace(main=main, __doc__=''))\n"
     )

@@ -1,5 +1,5 @@
-"""Preparation in units: what is finished is taken by whoever needs it, kills lose nothing that was
-finished, and the bytes are always the same.
+"""Files are tokenized in parts: what is finished is taken by whoever needs it, kills lose nothing
+that was finished, and the bytes are always the same.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from qwen3next_jax.data import (
     row_groups,
     rows,
     store,
-    units,
+    tokenized_parts,
 )
 from qwen3next_jax.data.datatrove_step import PrepareShare
 from qwen3next_jax.data.digest_cache import DigestCache
@@ -98,7 +98,7 @@ def tokenized(monkeypatch):
     return found
 
 
-# ---- units
+# ---- parts
 
 
 def test_tokens_are_made_once(texts, tmp_path, tokenized):
@@ -172,7 +172,7 @@ def test_how_many_tokens_are_packed_at_once_does_not_matter(count, tmp_path, mon
 def test_ranks_share_the_work(texts, tmp_path):
     with pytest.raises(Unfinished) as unfinished:
         run(texts, tmp_path / "p", share=Share(0, 3))
-    assert (unfinished.value.missing, unfinished.value.units) == (2, 4)
+    assert (unfinished.value.missing, unfinished.value.parts) == (2, 4)
     with pytest.raises(Unfinished):
         run(texts, tmp_path / "p", share=Share(2, 3))
     run(texts, tmp_path / "p", share=Share(1, 3))  # the last one packs
@@ -212,17 +212,17 @@ def test_ranks_that_pack_at_once_begin_with_different_rows(texts, tmp_path, monk
 
 
 def test_of_ranks_that_run_at_the_same_time_the_last_one_packs(texts, tmp_path, monkeypatch):
-    """Rank 1 makes its units after rank 0 has looked for finished ones."""
-    make, unpacked = units.make_unit, []
+    """Rank 1 makes its parts after rank 0 has looked for finished ones."""
+    make, unpacked = tokenized_parts.tokenize_part, []
 
     def make_while_rank_1_runs(*arguments):
-        monkeypatch.setattr(units, "make_unit", make)
+        monkeypatch.setattr(tokenized_parts, "tokenize_part", make)
         with pytest.raises(Unfinished) as error:
             run(texts, tmp_path / "p", share=Share(1, 2))
         unpacked.append(error.value.missing)
         return make(*arguments)
 
-    monkeypatch.setattr(units, "make_unit", make_while_rank_1_runs)
+    monkeypatch.setattr(tokenized_parts, "tokenize_part", make_while_rank_1_runs)
     run(texts, tmp_path / "p", share=Share(0, 2))
     assert unpacked == [2]
     run(texts, tmp_path / "q")
@@ -259,7 +259,7 @@ def test_the_text_is_not_needed_any_more(texts, tmp_path, capsys):
         TextData(DataConfig(path=texts, prepared_dir=f"{tmp_path}/other"), 64, 4)
     next((tmp_path / "p").glob("tokens/*/*.json")).unlink()
     assert TextData(config, 64, 4).fingerprint == before.fingerprint  # its rows are all there
-    with pytest.raises(UserError, match="corpora/.*its unit .* is missing"):
+    with pytest.raises(UserError, match="corpora/.*its part .* is missing"):
         TextData(config, 16, 4)
 
 
@@ -314,7 +314,7 @@ def test_neither_side_of_a_small_corpus_is_empty(tmp_path, count, fraction):
     assert [sorted(together[i]) for i in range(count)] == [
         sorted(t.encode()) for t in TEXTS[:count]
     ]
-    by_hash = [units.text_hash(text) / 2**64 < fraction for text in TEXTS[:count]]
+    by_hash = [tokenized_parts.text_hash(text) / 2**64 < fraction for text in TEXTS[:count]]
     in_all = statistics[TRAIN].documents + statistics[HELDOUT].documents
     if any(by_hash) and count > 1:
         assert in_all == count  # none is cut
@@ -357,8 +357,8 @@ def test_variants_of_a_document_land_on_the_same_side_of_all_globs(texts, tmp_pa
 
 
 def test_a_small_glob_without_held_out_documents_says_so(texts, tmp_path, capsys):
-    trained = next(t for t in TEXTS if units.text_hash(t) / 2**64 > 0.5)
-    heldout = next(t for t in TEXTS if units.text_hash(t) / 2**64 < 0.1)
+    trained = next(t for t in TEXTS if tokenized_parts.text_hash(t) / 2**64 > 0.5)
+    heldout = next(t for t in TEXTS if tokenized_parts.text_hash(t) / 2**64 < 0.1)
     for name, text in (("trained", trained), ("heldout", heldout)):
         write_jsonl(tmp_path / f"{name}.jsonl", [text])
     config = DataConfig(
@@ -477,7 +477,7 @@ def test_a_tokenizer_that_loses_text_gives_no_bits_per_byte(texts, tmp_path, cap
 
 
 def test_what_an_older_mapping_prepared_is_made_anew(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "FORMAT", units.FORMAT - 1)
+    monkeypatch.setattr(tokenized_parts, "FORMAT", tokenized_parts.FORMAT - 1)
     config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
     TextData(config, 64, 4)
     monkeypatch.undo()
@@ -486,7 +486,7 @@ def test_what_an_older_mapping_prepared_is_made_anew(texts, tmp_path, monkeypatc
     assert len(list((tmp_path / "p").glob("tokens/*/*.json"))) == 8
     shutil.rmtree(tmp_path / "texts")
     TextData(config, 64, 4)
-    monkeypatch.setattr(units, "FORMAT", units.FORMAT + 1)
+    monkeypatch.setattr(tokenized_parts, "FORMAT", tokenized_parts.FORMAT + 1)
     with pytest.raises(UserError, match="is not there, and what was prepared of it .* older"):
         TextData(config, 64, 4)
 
@@ -503,7 +503,7 @@ def test_killed_preparations_go_on_and_give_the_same_bytes(texts, tmp_path, monk
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import sys, time\n"
-        "from qwen3next_jax.data import preparation, readers, store, units\n"
+        "from qwen3next_jax.data import preparation, readers, store, tokenized_parts\n"
         "from qwen3next_jax.data.tokens import load_tokenizer\n"
         "readers._PART_BYTES = 1500\n"
         "preparation._BYTES_PER_WORKER = 1\n"
@@ -608,7 +608,7 @@ def test_a_full_disk_and_a_file_that_changes_leave_nothing(texts, tmp_path, monk
     source = resolve(texts, "text")
     with monkeypatch.context() as patch, pytest.raises(UserError, match=".jsonl: changed while"):
         patch.setattr(
-            units.readers,
+            tokenized_parts.readers,
             "read_part",
             lambda file, *rest: file.path.write_text("{}") and iter(()),
         )
@@ -659,7 +659,7 @@ def test_an_index_opens_the_rows_until_a_file_of_them_changes(texts, tmp_path, m
     assert sorted(read) == folders and len(folders) > 3
     del read[:]
     with monkeypatch.context() as patch:
-        patch.setattr(units, "find_unit", None)  # no manifest of a unit is read, either
+        patch.setattr(tokenized_parts, "find_part", None)  # no manifest of a part is read, either
         after = TextData(config, 64, 4)
     assert read == [] and after.describe() == before.describe()
     assert after.fingerprint == before.fingerprint
@@ -714,8 +714,8 @@ def test_exchanged_indexes_open_no_other_rows(tmp_path):
 
 SPOILT = {
     "an index, flipped": ("indexes/*", lambda path: _flip(path)),
-    "a list of units, flipped": ("corpora/*", lambda path: _flip(path)),
-    "lists of units, exchanged": (
+    "a list of parts, flipped": ("corpora/*", lambda path: _flip(path)),
+    "lists of parts, exchanged": (
         "corpora/*",
         lambda path: _exchange(path.parents[1], "corpora/*"),
     ),
@@ -735,8 +735,8 @@ SPOILT = {
         "rows/*/metadata.json",
         lambda path: _change_record(path, row_length=10**30),
     ),
-    "a unit's manifest, removed": ("tokens/*/*.json", lambda path: path.unlink()),
-    "a unit's manifest without entries": (
+    "a part's manifest, removed": ("tokens/*/*.json", lambda path: path.unlink()),
+    "a part's manifest without entries": (
         "tokens/*/*.json",
         lambda path: _change_record(path, bad_first=[1]),
     ),
@@ -853,7 +853,7 @@ def test_the_command_prepares_without_jax_and_train_takes_its_rows(texts, tmp_pa
         )
 
     first = command("--rank=0", "--of=2")
-    assert first.returncode == 0 and "2 of 4 units" in first.stdout, first.stderr
+    assert first.returncode == 0 and "2 of 4 parts" in first.stdout, first.stderr
     done = command("--workers=1")
     assert done.returncode == 0 and "140 documents" in done.stdout, done.stderr
     assert "without JAX" in first.stdout and "without JAX" in done.stdout
@@ -871,7 +871,7 @@ def test_the_command_prepares_without_jax_and_train_takes_its_rows(texts, tmp_pa
 
 
 def test_progress_is_reported(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr(units, "_BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr(tokenized_parts, "_BATCH_CHARACTERS", 1000)
     seen = []
     run(texts, tmp_path / "p", progress=lambda *figures: seen.append(figures))
     source = resolve(texts, "text")

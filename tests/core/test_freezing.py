@@ -124,7 +124,7 @@ def test_frozen_is_as_if_its_gradients_were_0_and_its_updates_undone():
 
     @jax.jit
     def reference_step(params, opt_state, batch):
-        grads = jax.tree.map(lambda g, m: g * m, gradients(params, batch)[0], masks)
+        grads = jax.tree.map(lambda g, m: g * m, gradients(params, batch)[0].main, masks)
         directions, opt_state = adam.update(grads, opt_state)
         params = jax.tree.map(
             lambda p, d, m, s: jnp.where(m, p - 1e-2 * s[0] * (d + s[1] * p), p),

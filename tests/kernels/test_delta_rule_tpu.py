@@ -64,7 +64,8 @@ def run(*command):
 
 
 def compiles(chip, *flags):
-    done = run("benchmarks/delta_rule_tpu_schedule.py", "--compile_only", "--chip", chip, *flags)
+    script = "benchmarks/kernels/delta_rule_tpu_schedule.py"
+    done = run(script, "--compile_only", "--chip", chip, *flags)
     assert done.returncode == 0, done.stderr[-2000:]
     forward, both = done.stdout.splitlines()
     assert ": 1 kernels, " in forward and ": 2 kernels, " in both
@@ -158,7 +159,7 @@ def compile_case(
 
 
 def main(chip, *names):
-    from benchmarks.delta_rule_tpu_schedule import described
+    from benchmarks.kernels.delta_rule_tpu_schedule import described
 
     device = described(chip)[0]
     for name in names:

@@ -779,7 +779,7 @@ def test_tables_follow_the_sweeps_x_axis_and_need_no_seeds(two_tasks, tmp_path):
     path = tmp_path / "results.json"
     path.write_text(to_json(sweep, results, {p.name: "" for p in sweep.points}))
     printed = subprocess.run(
-        [sys.executable, "benchmarks/sweep_tables.py", str(path), "heldout accuracy"],
+        [sys.executable, "benchmarks/sweeps/sweep_tables.py", str(path), "heldout accuracy"],
         capture_output=True,
         text=True,
     )

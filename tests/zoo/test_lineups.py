@@ -4,7 +4,7 @@ not here.
 
 import pytest
 
-from benchmarks.lineups import NAMES, counted
+from benchmarks.model.lineups import NAMES, counted
 
 QUICK = ("gemma3_1b", "gpt_oss_20b", "nemotron3_nano", "olmo2_7b")
 
