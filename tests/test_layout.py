@@ -36,8 +36,8 @@ ARROWS = {
     "__main__": None,
     "__init__": "",
 }
-# The subpackages that the core trains without. A run imports them inside a function, where a setting
-# asks for them, or not at all.
+# The subpackages that the core trains without. A run imports them inside a function, where a
+# setting asks for them, or not at all.
 OPTIONAL = "evals inference interop kernels planner reporting sweeps trained zoo".split()
 LIBRARIES_OF_OPS = {"jax", "numpy"}
 # Present on every machine that trains, but not on every one that only loads a model.
