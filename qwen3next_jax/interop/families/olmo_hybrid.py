@@ -12,7 +12,6 @@ parts of equal size. Unless queries, keys and values are equally wide, such file
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 from qwen3next_jax.common.errors import UserError, require, short_repr
 from qwen3next_jax.config import FULL, LINEAR, ModelConfig
@@ -207,7 +206,7 @@ def _read_positions(fields: Fields, where: str) -> Fields:
         )
     refuse_other_values(group, {"partial_rotary_factor": (1.0,)}, f"{where}: {name}")
     note_unknown(group, ("rope_theta", "rope_type", "type", "partial_rotary_factor"), where)
-    theta: Any = group.get("rope_theta", fields.get("rope_theta", _ROPE_THETA))
+    theta = group.get("rope_theta", fields.get("rope_theta", _ROPE_THETA))
     if theta is None:
         return {"partial_rotary_factor": 0.0}
     return {"partial_rotary_factor": 1.0, "rope_theta": theta}
