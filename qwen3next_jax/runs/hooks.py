@@ -336,7 +336,7 @@ class SampleHook:
                 [self._tokenizer.encode(prompt)],
                 max_new_tokens=self._config.sample_tokens,
                 temperature=SAMPLE_TEMPERATURE,
-                stop_ids=(self._tokenizer.eos_id,),
+                stop_ids=[id for id in (self._tokenizer.eos_id,) if id >= 0],
                 mesh=self._run.compute_mesh,
             )[0]
         self._metrics.write("sample", info.step, text=prompt + self._tokenizer.decode(new))
