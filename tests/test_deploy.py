@@ -32,7 +32,7 @@ def _flags(args: list[str]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["tpu-jobset.yaml", "gpu-jobset.yaml"])
-def test_a_jobset_starts_all_pods_of_a_run_with_settings_that_exist(name):
+def test_a_jobset_starts_all_pods(name):
     _, _, spec, pod, container = _jobset(name)
     assert spec["parallelism"] == spec["completions"] and spec["completionMode"] == "Indexed"
     # A pod failure policy is only valid with pods that never restart.
@@ -67,7 +67,7 @@ def test_gpu_pods_find_each_other():
     assert launch.coordinator.rpartition(":")[0] == first_pod
 
 
-def test_the_image_names_extras_that_exist_and_stops_at_an_unknown_platform():
+def test_the_image_names_extras_that_exist():
     text = (DEPLOY / "Dockerfile").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"

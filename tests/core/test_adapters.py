@@ -16,7 +16,6 @@ from qwen3next_jax.config import (
     Config,
     LoRAConfig,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
@@ -26,30 +25,11 @@ from qwen3next_jax.model.adapters import merge_adapters, merged_model
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding
 from tests.in_process import resolved, shared_step
-from tests.models import drawn_model
+from tests.models import HYBRID, drawn_model
 
 LORA = LoRAConfig(rank=2, alpha=3.0)
 # Gated DeltaNet and gated attention, experts and a shared expert, MTP
-MODEL = ModelConfig(
-    vocab_size=32,
-    hidden_size=16,
-    num_hidden_layers=2,
-    full_attention_interval=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=8,
-    shared_expert_intermediate_size=8,
-    dtype="float32",
-    max_position_embeddings=64,
-    lora=LORA,
-)
+MODEL = dataclasses.replace(HYBRID, mtp_depth=1, lora=LORA)
 CONFIG = Config(
     model=dataclasses.replace(MODEL, num_hidden_layers=1, mtp_depth=0, full_attention_interval=1),
     train=TrainConfig(steps=8, batch_size=8, sequence_length=16),
@@ -176,7 +156,7 @@ def test_adapters_of_full_rank_fit_what_the_matrices_fit():
         {"targets": ("kind=norm",)},
         {"targets": ("embedding",)},
         {"targets": ("name=*/no_proj",)},
-        {"rank": 9, "targets": ("name=*/k_proj",)},  # 16 × 8
+        {"rank": 17, "targets": ("name=*/k_proj",)},  # 16 × 16
         {"targets": ("name=*/q_proj layer=0",), "layers": 2},  # half of a stack
         {"rank": 0, "alpha": 4.0},
     ],

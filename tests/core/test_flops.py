@@ -1,5 +1,6 @@
 """FLOPs and parameter counts against the model's own parameter shapes; the chip table."""
 
+import dataclasses
 import math
 
 import jax
@@ -9,34 +10,18 @@ from flax import nnx
 from qwen3next_jax import ModelConfig, Qwen3Next
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
 from qwen3next_jax.sharding.chips import CHIPS, find_chip
+from tests.models import UNEVEN
 
-SMALL = dict(
-    vocab_size=64,
-    hidden_size=32,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=16,
-    num_experts=8,
-    num_experts_per_tok=3,
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=24,
-    intermediate_size=40,
-    full_attention_interval=3,
-)
+SIX_LAYERS = dataclasses.replace(UNEVEN, num_hidden_layers=6, full_attention_interval=3)
 MODELS = {
     "released": ModelConfig(),
-    "dense": ModelConfig(
-        **SMALL | dict(num_experts=0, num_experts_per_tok=0, mtp_depth=2, tie_word_embeddings=True)
+    "dense": dataclasses.replace(
+        SIX_LAYERS, num_experts=0, num_experts_per_tok=0, tie_word_embeddings=True
     ),
-    "mixed": ModelConfig(
-        **SMALL | dict(mlp_only_layers=(1, 4), mtp_depth=0, shared_expert_intermediate_size=0)
+    "mixed": dataclasses.replace(
+        SIX_LAYERS, mlp_only_layers=(1, 4), mtp_depth=0, shared_expert_intermediate_size=0
     ),
-    "no attention": ModelConfig(**SMALL | dict(full_attention_interval=0)),
+    "no attention": dataclasses.replace(SIX_LAYERS, full_attention_interval=0, mtp_depth=1),
 }
 
 

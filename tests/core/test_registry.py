@@ -9,6 +9,7 @@ from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, registry, to_dict
 from qwen3next_jax.config.describe import list_settings
 from qwen3next_jax.config.registry import resolve
+from tests.refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_a_line_that_cannot_be_imported_is_named_with_the_reason(
         resolve({"thing": line}, "thing", "model.thing")
     told = str(error.value)
     assert all(word in told for word in ("model.thing", repr(line), reason)) and "\n" not in told
-    with pytest.raises(UserError, match="line 1.: add the import or correct the name"):
+    with refused("model.thing"):
         resolve({}, "unnamed:Thing", "model.thing")
 
 

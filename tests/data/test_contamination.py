@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from qwen3next_jax.commands import verify
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.data import contamination, preparation
 from qwen3next_jax.data.contamination import NGRAM, NgramIndex, find_contamination
 from qwen3next_jax.data.sources import resolve
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.evals.contamination import contamination_of_tasks
+from tests.refusals import refused
 
 BYTES = load_tokenizer("bytes")
 LETTERS = np.random.default_rng(0)
@@ -82,7 +82,7 @@ def test_verify_and_the_harness_report_it(prepared, tmp_path, capsys):
     verify.print_contamination(prepared, f"{tmp_path}/questions.jsonl", "question", "bytes")
     out = capsys.readouterr().out
     assert "1 contaminated" in out and "100%  questions.jsonl:2" in out
-    with pytest.raises(UserError, match="--tokenizer"):
+    with refused("--tokenizer"):
         verify.print_contamination(prepared, f"{tmp_path}/questions.jsonl", "question", None)
     samples = {
         "one": [{"doc": {"question": DOCUMENTS[2][:70], "choices": [DOCUMENTS[2][70:], "no"]}}],
@@ -98,13 +98,13 @@ def test_verify_and_the_harness_report_it(prepared, tmp_path, capsys):
 def test_tokens_of_another_tokenizer_are_not_compared(prepared, monkeypatch, tmp_path, capsys):
     other = type(BYTES)()
     other.fingerprint = "other"
-    with pytest.raises(UserError, match="no tokens that this tokenizer made"):
+    with refused(prepared):
         find_contamination(DOCUMENTS, other, prepared)
     (record,) = Store(prepared).names("corpora/*.json")
     content = Store(prepared).read_record(record)
     content["format"] -= 1  # of another format
     Store(prepared).write_record(record, content)
-    with pytest.raises(UserError, match="no tokens that this tokenizer made"):
+    with refused(prepared):
         find_contamination(DOCUMENTS, BYTES, prepared)
     assert "qwen3next prepare once more" in capsys.readouterr().err
     preparation.tokenize(resolve(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(prepared))

@@ -15,6 +15,7 @@ from qwen3next_jax.data import cuts, fast_bpe, tokens
 from qwen3next_jax.data import text as texts
 from qwen3next_jax.data.tokens import END_OF_TEXT, load_tokenizer
 from qwen3next_jax.inference.streaming import DecodeStream
+from tests.refusals import refused
 
 TEXT = "def größe(x):\n\treturn '∀ 😀' + x  # naïve\r\n\x00\x7f   done — ok\n"
 TRAINING = [
@@ -228,12 +229,12 @@ def test_no_special_token_comes_from_text_unless_it_is_named(byte_level, byte_fa
     (ids,) = special.encode_documents([text])
     assert ids.tolist().count(1) == 1
     assert special.token_bytes[ids].sum() == len(text.encode())
-    for spec, token, expected in (
-        (byte_level, "<thin>", "'<thin>' is not an added token.*did you mean '<think>'"),
-        (byte_level, END_OF_TEXT, "ends documents"),
-        ("bytes", "<think>", "'bytes' has no such tokens"),
+    for spec, token, names in (
+        (byte_level, "<thin>", ("'<thin>'", "'<think>'")),
+        (byte_level, END_OF_TEXT, (END_OF_TEXT,)),
+        ("bytes", "<think>", ("'bytes'",)),
     ):
-        with pytest.raises(UserError, match=f"data.parse_tokens: .*{expected}"):
+        with refused("data.parse_tokens", *names):
             load_tokenizer(spec, None, [token])
 
 
@@ -294,7 +295,7 @@ def test_a_named_token_gets_its_own_id_in_documents(byte_level, tmp_path):
     assert [i for i in parsed.tolist() if i >= last - 2] == [last - 1, last]
 
 
-def test_a_special_token_of_the_models_vocabulary_does_not_come_from_text(tmp_path):
+def test_text_never_gives_special_tokens(tmp_path):
     pieces = ["<unk>", "</s>", "▁", *"ab</s>", "x"]
     scores = [(piece, -float(i)) for i, piece in enumerate(dict.fromkeys(pieces))]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram(scores, 0))
@@ -366,21 +367,21 @@ def test_tokens_that_other_files_name_have_their_ids(byte_level, tmp_path):
     decoder.unlink()
     listed.write_text(json.dumps({"<n>": size + 1, "<m>": size}))
     assert load_tokenizer(folder).encode("<m><n>").tolist() == [size, size + 1]
-    for content, why in (
-        ({"<m>": 5}, "'<m>' has id 5 there, but in tokenizer.json this id is that of"),
-        ({"<think>": 5}, f"'<think>' has id 5 there, but in tokenizer.json id {size - 1}"),
-        ({"<m>": size + 3}, f"the next free id of tokenizer.json is {size}: expected no gap"),
-        ({"<m>": "5"}, "expected token → id"),
-        ({"\ud800": size}, "expected token → id"),
-        (["<m>"], "expected a JSON object"),
+    for content, names in (
+        ({"<m>": 5}, ("'<m>'", 5)),
+        ({"<think>": 5}, ("'<think>'", 5, size - 1)),
+        ({"<m>": size + 3}, (size,)),
+        ({"<m>": "5"}, ()),
+        ({"\ud800": size}, ()),
+        (["<m>"], ()),
     ):
         listed.write_text(json.dumps(content))
-        with pytest.raises(UserError, match=f"added_tokens.json: .*{why}"):
+        with refused("added_tokens.json", *names):
             load_tokenizer(folder)
     listed.unlink()
     for named in ([1], {"x": {"content": "<m>"}}, {"9": 5}, {"9": {"content": "<m>", "lstrip": 1}}):
         name(named)
-        with pytest.raises(UserError, match="tokenizer_config.json: added_tokens_decoder: "):
+        with refused("tokenizer_config.json", "added_tokens_decoder"):
             load_tokenizer(folder)
 
 
@@ -388,14 +389,14 @@ def test_tokenizers_of_which_a_text_has_several_encodings_are_refused(byte_level
     content = json.loads(open(byte_level, encoding="utf-8").read())
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content | {"model": content["model"] | {"dropout": 0.1}}))
-    with pytest.raises(UserError, match="drops merges at random"):
+    with refused(path):
         load_tokenizer(str(path))
     flags = dict.fromkeys(FLAGS, False) | {"normalized": True, "id": 0}
     added = [*content["added_tokens"], flags | {"content": "<A>"}, flags | {"content": "<a>"}]
     path.write_text(
         json.dumps(content | {"added_tokens": added, "normalizer": NORMALIZERS["lower"]})
     )
-    with pytest.raises(UserError, match="'<A>' and '<a>' the same text"):
+    with refused(path, "<A>", "<a>"):
         load_tokenizer(str(path))
 
 

@@ -223,7 +223,7 @@ def test_each_shard_of_a_mesh_calls_cudnn(on_a_gpu):
     assert found["Softmax", "PADDING_CAUSAL", "4"] and found["SoftmaxBackward", "PADDING", "2"] == 2
 
 
-def test_a_gpu_runs_cudnn_by_default_if_it_passed_its_test(on_a_gpu, monkeypatch, capsys):
+def test_a_gpu_runs_cudnn_that_passed(on_a_gpu, monkeypatch, capsys):
     program = lambda t: str(jax.make_jaxpr(lambda q: attention(q, q, q))(shapes(t)[0]))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(self_test, "outcome", lambda *_: "")

@@ -473,7 +473,7 @@ def test_the_default_is_the_xla_form_where_no_block_fits(shape):
         run("pallas_tpu")
 
 
-def test_the_default_takes_the_kernel_on_a_tpu_where_a_block_fits():
+def test_a_tpu_takes_kernels_that_fit():
     def traced(*shape):
         with compiling_for("tpu"):
             return str(jax.make_jaxpr(lambda a: gated_delta_rule(**a)[0])(abstract(*shape)))

@@ -362,7 +362,7 @@ def plant(monkeypatch, spoiled=None, error=None):
 
 
 @pytest.mark.slow
-def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monkeypatch, tmp_path):
+def test_a_wrong_kernel_is_refused_and_remembered(monkeypatch, tmp_path):
     """In the middle of a trace, as a training step asks."""
 
     def verdict(folder):
@@ -417,7 +417,7 @@ def test_a_wrong_kernel_is_refused_when_first_tried_and_that_is_remembered(monke
 
 
 @pytest.mark.slow
-def test_the_default_takes_the_kernels_on_a_gpu_where_they_were_right(monkeypatch, capsys):
+def test_a_gpu_takes_kernels_that_were_right(monkeypatch, capsys):
     """Two forward, three backward, of one shape and dtype with the XLA form's results."""
     self_test._say_once.cache_clear()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import drawn
 
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.kernels.tpu import indexed_attention as tpu_kernels
@@ -19,6 +18,7 @@ from qwen3next_jax.ops.compile_target import compiling_for
 from qwen3next_jax.ops.implementations import choose
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.zoo import qsa
+from tests.models import drawn
 
 HEADS, KEY_HEADS, WIDTH, INDEX_HEADS = 4, 2, 128, 2
 # Documents of two rows; the last entry of a row is its padding.

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models import drawn
 
 from qwen3next_jax.config import MeshConfig, ModelConfig, ParallelConfig
 from qwen3next_jax.config.block import BlockConfig
@@ -18,6 +17,7 @@ from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.zoo.gated_residual import StreamMix
 from qwen3next_jax.zoo.ops import residual_streams
+from tests.models import drawn
 
 NAMES = "h", "y", "norm", "down", "up", "inject"
 

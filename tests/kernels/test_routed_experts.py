@@ -84,7 +84,7 @@ def test_bfloat16_is_as_near_as_with_a_row_a_choice():
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 @pytest.mark.parametrize("width", [64, 128, 384])
-def test_rows_of_any_width_are_summed_on_a_chip_with_two_cores(width):
+def test_rows_of_any_width_are_summed(width):
     """Pallas refuses a block that is no whole number of lanes, when it lowers a program for a TPU;
     it does not when it interprets a kernel.
     """

@@ -138,7 +138,7 @@ ENTRY %main (p: bf16[62,128], q: f32[64,128]) -> f32[64,128] {
 """  # noqa: E501
 
 
-def test_an_all_reduce_of_which_each_device_keeps_its_slice_is_a_reduce_scatter(mesh):
+def test_a_sliced_all_reduce_is_a_reduce_scatter(mesh):
     found = program_collectives(hlo.parse(FUSED), mesh)
     assert [(c.kind, c.axes, c.sent) for c in found] == [
         ("reduce-scatter", ("data", "expert"), 64 * 128 * 2 * 3 / 4),

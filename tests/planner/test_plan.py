@@ -23,7 +23,6 @@ import numpy as np
 import pytest
 
 from qwen3next_jax import load_config
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
     Config,
     MeshConfig,
@@ -45,6 +44,7 @@ from qwen3next_jax.planner.subprocess_plan import make_plan_in_subprocess
 from qwen3next_jax.sharding.chips import CHIPS
 from qwen3next_jax.sharding.compiler_options import compiler_options
 from qwen3next_jax.sharding.mesh import make_mesh
+from tests.refusals import refused
 
 ROOT = pathlib.Path(__file__).parents[2]
 needs_compiler = pytest.mark.skipif(
@@ -119,27 +119,25 @@ def test_a_figure_that_does_not_exist():
 
 
 @pytest.mark.parametrize(
-    "name, known",
+    "name, names",
     [
-        ("v9:2x2x1", "of v4: .*v5p: 2x2x1.*tpu7x.*h100, h200: HOSTSxGPUS"),
-        ("h100:16x9", "of h100: HOSTSxGPUS"),
-        ("v5p", "of v5p: 2x2x1"),
-        ("v5p:8x8", "of v5p: 2x2x1"),
-        ("v6e:2x2x1", "of v6e: 1x1"),
-        ("v5p:axb", "of v5p: 2x2x1"),
-        ("v5p:0x2x2", "of v5p: 2x2x1"),
+        ("v9:2x2x1", ("v4", "v5p", "2x2x1", "tpu7x", "h100", "h200", "HOSTSxGPUS")),
+        ("h100:16x9", ("h100", "HOSTSxGPUS")),
+        ("v5p", ("v5p", "2x2x1")),
+        ("v5p:8x8", ("v5p", "2x2x1")),
+        ("v6e:2x2x1", ("v6e", "1x1")),
+        ("v5p:axb", ("v5p", "2x2x1")),
+        ("v5p:0x2x2", ("v5p", "2x2x1")),
     ],
 )
-def test_unknown_topology_lists_the_known(name, known):
-    with pytest.raises(
-        UserError, match=rf"--topology={name}: unknown; expected CHIP:GRID, {known}"
-    ):
+def test_unknown_topology_lists_the_known(name, names):
+    with refused(f"--topology={name}", *names):
         topology.describe_topology(name)
 
 
 def test_gpus_need_their_compiler(monkeypatch):
     monkeypatch.setattr(topology.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(UserError, match="--topology=h100:16x8: .*--extra gpu"):
+    with refused("--topology=h100:16x8", "--extra gpu"):
         topology.describe_topology("h100:16x8")
 
 
@@ -147,20 +145,14 @@ def test_gpus_need_their_compiler(monkeypatch):
     "name, chips", [("v6e:32x32", "1,024"), ("v5e:32x16", "512"), ("v4:16x16x32", "8,192")]
 )
 def test_a_slice_larger_than_a_pod(name, chips):
-    with pytest.raises(
-        UserError,
-        match=f"--topology={name}: {chips} chips, but the largest slice of {name[:3].strip(':')} "
-        "has",
-    ):
+    with refused(f"--topology={name}", chips):
         topology.describe_topology(name)
 
 
 @needs_compiler
 def test_what_the_compiler_lacks_is_said_before_a_compile(monkeypatch):
     monkeypatch.setattr(planning, "make_train_step", None)
-    with pytest.raises(
-        UserError, match="expert = 16: beyond 8 needs ragged_all_to_all.*expected at most 8"
-    ):
+    with refused("expert = 16", 8):
         planning.make_plan(
             Config(parallel=ParallelConfig(mesh=MeshConfig(data=2, expert=16))),
             topology.describe_topology("v5e:4x8"),
@@ -169,15 +161,13 @@ def test_what_the_compiler_lacks_is_said_before_a_compile(monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "slice_, message",
+    "slice_, names",
     [
-        ("v5p:3x5x7", "v5p:3x5x7: .*not divisible.*known: v5p: 2x2x1"),
-        ("v5p:2x2x1", "needs matplotlib.*--extra plan"),
+        ("v5p:3x5x7", ("v5p:3x5x7", "v5p", "2x2x1")),
+        ("v5p:2x2x1", ("--extra plan",)),
     ],
 )
-def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile(
-    slice_, message, tmp_path, monkeypatch
-):
+def test_a_refused_plan_leaves_no_folder(slice_, names, tmp_path, monkeypatch):
     import qwen3next_jax.commands.plan as command_module
 
     there = importlib.util.find_spec
@@ -200,51 +190,51 @@ def test_a_refusal_leaves_no_folder_and_what_is_missing_is_said_before_a_compile
         _skew=0.0,
     ).items():
         monkeypatch.setattr(command_module, flag, types.SimpleNamespace(value=value))
-    with pytest.raises(UserError, match=message):
+    with refused(*names):
         command_module.main()
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
-    "skew, experts, message",
+    "skew, experts, names",
     [
-        (2.0, 16, "--skew=2: expected a number from 0"),
-        (float("nan"), 16, "--skew=nan: expected a number from 0"),
-        (0.5, 0, "--skew=0.5: the model of .* has no experts"),
+        (2.0, 16, ("--skew=2", "0")),
+        (float("nan"), 16, ("--skew=nan", "0")),
+        (0.5, 0, ("--skew=0.5",)),
     ],
 )
-def test_a_skew_that_no_router_can_have(monkeypatch, skew, experts, message):
+def test_a_skew_that_no_router_can_have(monkeypatch, skew, experts, names):
     import qwen3next_jax.commands.plan as command_module
 
     flags = dict(_rows=[], _search=False, _topology="v5p:2x2x1", _skew=skew)
     for flag, value in flags.items():
         monkeypatch.setattr(command_module, flag, types.SimpleNamespace(value=value))
-    with pytest.raises(UserError, match=message):
+    with refused(*names):
         command_module._check_flags(Config(model=ModelConfig(num_experts=experts)))
 
 
 def test_libtpu_missing(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="--extra plan"):
+    with refused("--extra plan"):
         topology.describe_topology("v5p:2x2x1")
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    "text, names",
     [
-        ("data=2,exprt=2", "'exprt=2' is not AXIS=SIZE.*did you mean 'expert'"),
-        ("", "--mesh=: '' is not AXIS=SIZE"),
-        ("data=two", "'data=two' is not AXIS=SIZE"),
-        ("data=--1", "'data=--1' is not AXIS=SIZE"),
-        ("data=2,data=2", "data is given twice"),
-        ("data=0", "parallel.mesh.data = 0"),
+        ("data=2,exprt=2", ("'exprt=2'", "AXIS=SIZE", "'expert'")),
+        ("", ("--mesh=", "AXIS=SIZE")),
+        ("data=two", ("'data=two'", "AXIS=SIZE")),
+        ("data=--1", ("'data=--1'", "AXIS=SIZE")),
+        ("data=2,data=2", ()),
+        ("data=0", ("parallel.mesh.data = 0",)),
     ],
 )
-def test_mesh_flag(text, message):
+def test_mesh_flag(text, names):
     from qwen3next_jax.commands.cli import read_mesh
     from qwen3next_jax.commands.plan import with_mesh
 
-    with pytest.raises(UserError, match=message):
+    with refused(*names):
         with_mesh(ParallelConfig(), read_mesh(text))
     assert with_mesh(ParallelConfig(), read_mesh("expert=2,tensor=2")).mesh == MeshConfig(
         data=-1, expert=2, tensor=2
@@ -253,19 +243,19 @@ def test_mesh_flag(text, message):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "mesh, message",
+    "mesh, names",
     [
-        (dict(data=3), r"parallel.mesh: .*data 3 .* = 3, but there are 4 devices"),
+        (dict(data=3), ("parallel.mesh", "3", "= 3", "4")),
         (
             dict(data=1, tensor=4),
-            "parallel.mesh.tensor = 4 does not divide model.linear_num_key_heads = 2",
+            ("parallel.mesh.tensor = 4", "model.linear_num_key_heads = 2"),
         ),
     ],
 )
-def test_mesh_that_does_not_fit_devices_or_model(mesh, message):
+def test_mesh_that_does_not_fit_devices_or_model(mesh, names):
     # it comes whole out of the compiler's process
-    plan = make_plan_in_subprocess if "data 3" in message else planning.make_plan
-    with pytest.raises(UserError, match=message):
+    plan = make_plan_in_subprocess if "data 3" in names else planning.make_plan
+    with refused(*names):
         plan(config(**mesh), topology.describe_topology("v6e:2x2"))
 
 
@@ -289,11 +279,8 @@ def test_compiler_options_are_the_chips_unless_the_run_has_its_own():
         == {}
         == compiler_options(ParallelConfig(), make_mesh(ParallelConfig()))
     )
-    for text, message in (
-        ("xla_no=1", "xla_no=1.*No such compile option: 'xla_no'"),
-        ("fast", "'fast': expected NAME=VALUE"),
-    ):
-        with pytest.raises(UserError, match=message):
+    for text in ("xla_no=1", "fast"):
+        with refused(text):
             compiler_options(ParallelConfig(compiler_options=text), mesh)
 
 
@@ -425,7 +412,7 @@ def test_what_does_not_fit_is_a_row_not_a_traceback(monkeypatch):
 
 
 @needs_compiler
-def test_what_the_compiler_takes_and_the_chip_does_not_have_does_not_fit(monkeypatch):
+def test_the_compiler_s_share_of_memory_counts(monkeypatch):
     """At O1 the compiler does not refuse it."""
     monkeypatch.setattr(
         planning,
@@ -583,7 +570,7 @@ def test_the_smallest_slices_have_a_ranking(slice_):
 
 
 @needs_compiler
-def test_search_ranks_what_fits_and_says_why_the_rest_does_not():
+def test_search_ranks_what_fits():
     found = rank_candidates(
         ModelConfig(),
         TrainConfig(batch_size=7, sequence_length=4096),
@@ -693,7 +680,7 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
         f"{plan.mfu:.1%}",
     ):
         assert part in text
-    with pytest.raises(UserError, match="no mesh of 256 devices divides.*nearest valid sizes"):
+    with refused(256):
         search(
             Config(train=TrainConfig(batch_size=7, sequence_length=4097)),
             topology.describe_topology("v6e:16x16"),
@@ -701,10 +688,7 @@ def test_search_compiles_the_best_five_and_shows_the_rest(plan, monkeypatch):
             console,
             {},
         )
-    with pytest.raises(
-        UserError,
-        match="no mesh of 256 devices with data=3, expert=2 divides this model and batch$",
-    ):
+    with refused("data=3, expert=2"):
         search(
             Config(), topology.describe_topology("v6e:16x16"), "", console, {"data": 3, "expert": 2}
         )
@@ -732,5 +716,5 @@ def test_search_prices_the_network_between_slices():
         assert crossing == pytest.approx(stored * bytes_of_parameter / 12.5e9)
         saved = estimated_bytes(model, best.train, best.mesh) - best.bytes
         assert saved == pytest.approx(stored * (8 - moments))
-    with pytest.raises(UserError, match="tpu7x .*v5e, v5p, v6e"):
+    with refused("tpu7x", "v5e", "v5p", "v6e"):
         rank_candidates(model, train, topology.describe_topology("tpu7x:4x4x4", 2), fixed)

@@ -20,7 +20,7 @@ from qwen3next_jax.sharding.chips import CHIPS
 SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks/validation.py"
 
 
-def test_a_row_is_predicted_from_its_plan_and_a_missing_or_stale_plan_is_one_line(tmp_path, capsys):
+def test_a_row_is_predicted_from_its_plan(tmp_path, capsys):
     script = runpy.run_path(str(SCRIPT))
     show, rows = script["show"], script["ROWS"]
     names = list(rows)[:3]

@@ -207,9 +207,7 @@ def test_mistakes_are_named(environment, flags, message):
         "config.optimizer.learning_rate",
     ],
 )
-def test_another_version_of_the_code_or_of_a_library_or_setting_is_refused_by_name(
-    monkeypatch, name
-):
+def test_processes_that_differ_are_refused(monkeypatch, name):
     digests = distributed._code_digests() | distributed._compared_settings(to_dict(Config()))
     assert name in digests
     said = [

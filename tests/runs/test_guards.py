@@ -23,7 +23,6 @@ from qwen3next_jax.config import (
     DataConfig,
     EvalConfig,
     GuardConfig,
-    ModelConfig,
     OptimizerConfig,
     TrainConfig,
 )
@@ -37,21 +36,9 @@ from qwen3next_jax.training import guards
 from qwen3next_jax.training.loss import count_targets, total_loss
 from tests import in_process
 from tests.in_process import resolved, shared_step
+from tests.models import SMALLEST
 
-MODEL = ModelConfig(
-    vocab_size=257,
-    hidden_size=16,
-    num_hidden_layers=1,
-    full_attention_interval=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    num_experts=0,
-    intermediate_size=16,
-    mtp_depth=0,
-    dtype="float32",
-    max_position_embeddings=128,
-)
+MODEL = dataclasses.replace(SMALLEST, vocab_size=257)
 # segment ids that mark a batch whose loss is made NaN, or a thousand times too large
 POISON, SURGE = 101, 102
 ALONE = 103  # one whose tokens are each a document of its own, so that none is to be predicted

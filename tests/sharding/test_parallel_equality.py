@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models import numpy_draws
 
 from qwen3next_jax.config import (
     MESH_AXES,
@@ -34,30 +33,16 @@ from qwen3next_jax.model.row_groups import row_groups
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding
 from tests.in_process import resolved, step_of
+from tests.models import DIVISIBLE, numpy_draws
 
 # Two periods of layers. There are two key/value heads, so that with tensor = 4 or 8 several devices
 # share one. With initial weights of this size, rounding errors are 1.5e-6 of a gradient; weights
 # four times larger amplify them to 1e-5. With this seed, the router has no near-ties.
-MODEL = ModelConfig(
-    vocab_size=64,
-    hidden_size=32,
+MODEL = dataclasses.replace(
+    DIVISIBLE,
     num_hidden_layers=4,
-    full_attention_interval=2,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    head_dim=8,
-    linear_num_key_heads=8,
-    linear_num_value_heads=16,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    num_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=16,
     mtp_depth=2,
     decay_init="log_uniform",
-    dtype="float32",
-    initializer_range=0.05,
     moe=MoEConfig(router_bias=True),
 )
 ONE_PERIOD = dataclasses.replace(MODEL, mtp_depth=1, num_hidden_layers=2, layer_types=())

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qwen3next_jax.common.errors import ExitCode, UserError
+from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.common.metrics import Metric, to_metric_values
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import apply_overrides, load_config_file
@@ -35,6 +35,7 @@ from qwen3next_jax.sweeps.results import (
     to_csv,
     to_json,
 )
+from tests.refusals import refused
 
 ROOT = Path(__file__).parents[2]
 NANO = {
@@ -115,7 +116,7 @@ def test_a_sweep_of_a_billion_points_is_refused_at_once(tmp_path):
     axes = {f"train.{name}": list(range(1, 1001)) for name in ("seed", "steps", "batch_size")}
     path = tmp_path / "sweep.py"
     path.write_text(f"def get_sweep():\n    return {{'base': 'tiny', 'axes': {axes}}}\n")
-    with pytest.raises(UserError, match="1,000,000,000 points .*: expected at most 1,000"):
+    with refused("1,000,000,000", "1,000"):
         load_sweep(path)
 
 
@@ -161,7 +162,7 @@ def test_the_printed_command_of_a_point_is_that_point(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         assert folder.parent == workdir / "points"
     record["set"] = {"eval.sample_prompt": "two\nlines"}
-    with pytest.raises(UserError, match="--emit: .*several lines"):
+    with refused("--emit"):
         runner.shell_lines(load_sweep("sweep.py"), workdir)
 
 
@@ -191,34 +192,34 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
 
 
 @pytest.mark.parametrize(
-    "record, message",
+    "record, names",
     [
-        ({"axes": {"ratios": ["3:1"]}}, "no such setting as ratios .did you mean 'ratio'"),
-        ({"axes": {"train.sed": [0]}}, "no such setting as train.sed .did you mean 'seed'"),
-        ({"axes": {"ratio": ["1:2"]}}, "ratio '1:2': expected LINEAR:FULL"),
+        ({"axes": {"ratios": ["3:1"]}}, ("'ratio'",)),
+        ({"axes": {"train.sed": [0]}}, ("train.sed", "'seed'")),
+        ({"axes": {"ratio": ["1:2"]}}, ("'1:2'", "LINEAR:FULL")),
         (
             {"axes": {"ratio": ["3:1"], "m": {"a b": {}, "a:b": {}}}},
-            "two points are named ratio=3-1,m=a-b",
+            ("ratio=3-1,m=a-b",),
         ),
-        ({"axes": {"model.head_dim": [32, 31]}}, "point head_dim=31: .*expected an even number"),
-        ({"axes": {"model": [1]}}, "model is a group of settings"),
-        ({"axes": {}}, "axes is empty"),
-        ({"axes": {"ratio": []}}, "has no values"),
-        ({"axis": {}}, "'axis': expected one of .*'axes'"),
+        ({"axes": {"model.head_dim": [32, 31]}}, ("head_dim=31",)),
+        ({"axes": {"model": [1]}}, ()),
+        ({"axes": {}}, ()),
+        ({"axes": {"ratio": []}}, ()),
+        ({"axis": {}}, ("'axis'", "'axes'")),
         (
             {"axes": {"ratio": ["3:1"]}, "base": "configs/tinny.py"},
-            "base = configs/tinny.py: no such file .did you mean 'tiny.py'",
+            ("base = configs/tinny.py", "'tiny.py'"),
         ),
         (
             {"axes": {"ratio": ["3:1"]}, "set": {"eval.suites": ("mqra",)}},
-            "eval.suites = 'mqra': expected one of .* .did you mean 'mqar'",
+            ("eval.suites = 'mqra'", "'mqar'"),
         ),
         (
             {
                 "axes": {"ratio": ["3:1"]},
                 "set": {"eval.suites": ("niah",), "eval.suite_lengths": (10**6,)},
             },
-            "point ratio=3-1: suite niah needs a context of 1000000",
+            ("ratio=3-1", "1000000"),
         ),
         (
             {
@@ -229,15 +230,15 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
                     "train.sequence_length": 16,
                 },
             },
-            "mqar rows have 16 tokens",
+            ("16",),
         ),
         (
             {"axes": {"train.seed": [0], "m": {"a": {"train.seed": 1}}}},
-            "train.seed comes from axis 'train.seed' and from axis 'm': leave it out of one",
+            ("train.seed", "'train.seed'", "'m'"),
         ),
         (
             {"axes": {"ratio": ["3:1"], "m": {"a": {"model.layer_types": ()}}}},
-            "model.layer_types comes from axis 'ratio' and from axis 'm'",
+            ("model.layer_types", "'ratio'", "'m'"),
         ),
         (
             {
@@ -247,57 +248,54 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
                 },
                 "match": "parameters",
             },
-            "model.moe_intermediate_size comes from axis 'w' and from match",
+            ("model.moe_intermediate_size", "'w'"),
         ),
         (
             {"axes": {"model.hidden_size": [32, 512]}, "match": "parameters"},
-            "point hidden_size=512 has more parameters than the first point",
+            ("hidden_size=512",),
         ),
         (
             {
                 "axes": {"model.full_attention_placement": ["first", "last"]},
                 "set": {"model.layer_types": ("full_attention",) * 4},
             },
-            "points full_attention_placement=first and full_attention_placement=last are the same "
-            "run",
+            ("full_attention_placement=first", "full_attention_placement=last"),
         ),
         (
             {"axes": {"m": {"a": {"optimizer.learning_rate": 3e-3}, "b": {}}}},
-            "points m=a and m=b are the same run",
+            ("m=a", "m=b"),
         ),
         (
             {"axes": {"ratio": ["1:0", "7:1"]}},
-            "point ratio=7-1: ratio 7:1 needs a multiple of 8 layers, but model.num_hidden_layers "
-            "= 4: expected 8$",
+            ("ratio=7-1", "7:1", "8", "model.num_hidden_layers = 4"),
         ),
         (
             {"axes": {"ratio": ["3:1"], "model.num_hidden_layers": [4, 6]}},
-            "point ratio=3-1,num_hidden_layers=6: .*layers = 6: expected 4 or 8$",
+            ("ratio=3-1,num_hidden_layers=6", "layers = 6", "4", "8"),
         ),
-        ({"axes": ["ratio"]}, r"axes = \['ratio'\]: expected a dict, such as"),
-        ({"axes": {"ratio": ["3:1"]}, "set": 3}, "set = 3: expected a dict"),
+        ({"axes": ["ratio"]}, ("axes = ['ratio']",)),
+        ({"axes": {"ratio": ["3:1"]}, "set": 3}, ("set = 3",)),
         (
             {"axes": {"ratio": ["3:1"]}, "base": None},
-            "base = None: expected a str, such as 'configs/tiny.py'",
+            ("base = None", "'configs/tiny.py'"),
         ),
-        ({"axes": {"ratio": ["3:1"]}, "x": []}, r"x = \[\]: expected one of the axes"),
-        ({"axes": {0: [1]}}, "0 is of type int: expected a setting's name"),
-        ({"axes": {"m": {"a": {0: 1}}}}, "0 is of type int"),
-        ({"axes": {"a/../../x": {"b": {}}}}, r"axis 'a/../../x': expected a name without '/'"),
-        ({"axes": {"a\nb": {"b": {}}}}, "expected a name without"),
+        ({"axes": {"ratio": ["3:1"]}, "x": []}, ("x = []",)),
+        ({"axes": {0: [1]}}, ("0",)),
+        ({"axes": {"m": {"a": {0: 1}}}}, ("0",)),
+        ({"axes": {"a/../../x": {"b": {}}}}, ("'a/../../x'", "'/'")),
+        ({"axes": {"a\nb": {"b": {}}}}, ()),
         (
             {"axes": {"ratio": ["3:1"]}, "set": {"eval.sample_prompt": "a\0b"}},
-            "point ratio=3-1: eval.sample_prompt = .* without NUL",
+            ("ratio=3-1", "eval.sample_prompt =", "NUL"),
         ),
     ],
 )
-def test_a_sweep_that_cannot_run_is_refused_in_one_line(tmp_path, record, message):
-    with pytest.raises(UserError, match=message) as caught:
+def test_a_sweep_that_cannot_run_is_refused_in_one_line(tmp_path, record, names):
+    with refused(*names):
         check_points(load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py"} | record)))
-    assert "\n" not in str(caught.value)
 
 
-def test_the_command_line_replaces_what_the_file_sets_and_says_so(tmp_path):
+def test_the_command_line_replaces_the_file_s_settings(tmp_path):
     path = sweep_file(
         tmp_path,
         {
@@ -327,9 +325,9 @@ def test_the_command_line_replaces_what_the_file_sets_and_says_so(tmp_path):
     assert points(train__seed=2) == ([(3, 2, 8), (3, 2, 8)], 2)
     # A value of an axis that gives several settings loses this one alone.
     assert points(eval__rows=4) == ([(3, 0, 4), (3, 0, 4), (3, 1, 4), (3, 1, 4)], 1)
-    with pytest.raises(UserError, match="rate=low and .*rate=high are the same run"):
+    with refused("rate=low", "rate=high"):
         points(optimizer__learning_rate=1e-3)
-    with pytest.raises(UserError, match="moe_intermediate_size comes from --set and from match"):
+    with refused("moe_intermediate_size", "--set", "match"):
         load_sweep(path, {"model.moe_intermediate_size": 64})
 
 
@@ -350,7 +348,7 @@ def test_whatever_a_file_raises_is_one_line(tmp_path, file, function, line, mess
         if file == "sweep file"
         else sweep_file(tmp_path, {"base": str(broken), "axes": {"train.seed": [0]}})
     )
-    with pytest.raises(UserError, match=f"broken.py, line 2: .*{message}$"):
+    with refused("broken.py, line 2"):
         load_sweep(path)
 
 
@@ -369,9 +367,9 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
 
     runner.open_sweep(load([0, 1]), tmp_path / "w")
     runner.open_sweep(load([0, 1]), tmp_path / "w")
-    with pytest.raises(UserError, match="holds another sweep .point seed=2 is new"):
+    with refused("seed=2"):
         runner.open_sweep(load([0, 1, 2]), tmp_path / "w")
-    with pytest.raises(UserError, match="point seed=0 has train.steps = 2, not 9"):
+    with refused("seed=0", "train.steps = 2", "9"):
         load([0, 1])
         runner.open_sweep(load_sweep(tmp_path / "sweep.py", {"train.steps": 9}), tmp_path / "w")
 
@@ -385,19 +383,17 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
         sweep = load_sweep(sweep_file(tmp_path, {"base": str(base), "axes": {"train.seed": [0]}}))
         if width == 64:
             runner.open_sweep(sweep, tmp_path / "v")
-    with pytest.raises(
-        UserError, match="holds another sweep .point seed=0 has model.hidden_size = 64, not 32"
-    ):
+    with refused("seed=0", "model.hidden_size = 64", "32"):
         runner.open_sweep(sweep, tmp_path / "v")  # of the same overrides, on a base that was edited
     recorded = tmp_path / "v" / "sweep.json"
     now = recorded.read_text()
     recorded.write_text(now.replace('"format": 2', '"format": 1'))
-    with pytest.raises(UserError, match="sweep.json: written by an older version"):
+    with refused("sweep.json"):
         runner.open_sweep(sweep, tmp_path / "v")
     recorded.write_text(now)
     for text in ("", "[]", '{"points": [3]}', recorded.read_text().replace('"config"', '"was"')):
         recorded.write_text(text)
-        with pytest.raises(UserError, match="sweep.json: damaged or foreign"):
+        with refused("sweep.json"):
             runner.open_sweep(sweep, tmp_path / "v")
 
 
@@ -430,7 +426,7 @@ def test_a_killed_sweep_goes_on(tmp_path):
     )
     first = subprocess.Popen(start, stdout=subprocess.PIPE, text=True)
     _wait(lambda: metrics.exists() and '"train"' in metrics.read_text())
-    with pytest.raises(UserError, match="another runner, or a point it left, is at work there"):
+    with refused(workdir):
         here.run()
     assert not told
     first.kill()  # its point gets SIGTERM, saves and ends
@@ -521,7 +517,7 @@ sys.exit(1)""",
     assert r.run() == 1 and after[-1] == {"seed=0": "out of memory"}
 
 
-def test_a_signal_that_comes_while_a_point_is_being_started_reaches_it(tmp_path, monkeypatch):
+def test_a_signal_reaches_a_starting_point(tmp_path, monkeypatch):
     r, told, _ = _runner(tmp_path, monkeypatch, "time.sleep(20)", seeds=(0, 1))
 
     def interrupted(*arguments, **options):
@@ -540,7 +536,7 @@ def test_a_second_runner_leaves_the_report_of_the_first_alone(tmp_path, monkeypa
     r, _, after = _runner(tmp_path, monkeypatch, "")
     held = r._lock()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with pytest.raises(UserError, match="another runner, or a point it left, is at work there"):
+    with refused(r.workdir):
         r.run()
     assert not after and handlers == [
         signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)

@@ -14,10 +14,8 @@ from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from mixer_references import errors, example_of
-from models import drawn, drawn_model
 from page import example, line
 
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import (
     FULL,
     LINEAR,
@@ -48,28 +46,10 @@ from qwen3next_jax.ops.implementations import Form
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding, gather_params, storage_spec
 from tests.in_process import resolved, step_of
+from tests.models import HYBRID, drawn, drawn_model
+from tests.refusals import refused
 
 T, CUTS = 32, (0, 5, 6, 20, 32)
-BASE = ModelConfig(
-    vocab_size=64,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=8,
-    linear_value_head_dim=8,
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=8,
-    shared_expert_intermediate_size=8,
-    max_position_embeddings=64,
-    mtp_depth=0,
-    dtype="float32",
-    initializer_range=0.2,
-)
 SEGMENTS = jnp.asarray(
     np.repeat(range(1, len(CUTS)), np.diff(CUTS))[None].repeat(2, axis=0), jnp.int32
 )
@@ -112,10 +92,10 @@ def base(name):
     settings["mixer"] = MixerConfig(**settings["mixer"])
     named = ("linear_mixer", "full_mixer")
     settings = {key: value for key, value in settings.items() if key not in named}
-    return dataclasses.replace(BASE, layer_types=(name, name), **settings)
+    return dataclasses.replace(HYBRID, layer_types=(name, name), **settings)
 
 
-X = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, BASE.hidden_size)), jnp.float32)
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, T, HYBRID.hidden_size)), jnp.float32)
 
 
 def _run(graph, params, x, context, cache=None):
@@ -295,7 +275,7 @@ def test_a_mesh_gives_what_one_device_gives(mixer, axis):
 
     def gradient(mesh):
         def loss(params, x):
-            used = gather_params(params, mesh, BASE.dtype)
+            used = gather_params(params, mesh, HYBRID.dtype)
             y, _, _ = _run(
                 graph, used, x, Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh)
             )
@@ -449,11 +429,11 @@ def test_flat_arrays_between_the_kernels_change_nothing(monkeypatch):
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).trace(params, x)
 
-    graph, params = nnx.split(layer(BASE))
+    graph, params = nnx.split(layer(HYBRID))
 
     def run(mesh, platform):
         with compiling_for(platform):
-            traced = gradient(BASE, mesh, graph, params, X, SEGMENTS)
+            traced = gradient(HYBRID, mesh, graph, params, X, SEGMENTS)
         return traced.lower().compile()(params, X)
 
     jax.tree.map(
@@ -465,7 +445,7 @@ def test_flat_arrays_between_the_kernels_change_nothing(monkeypatch):
     monkeypatch.setattr(
         self_test, "is_enabled", lambda test, unsupported="": test.name == "norm and gate"
     )
-    wide = dataclasses.replace(BASE, linear_value_head_dim=64, dtype="bfloat16")
+    wide = dataclasses.replace(HYBRID, linear_value_head_dim=64, dtype="bfloat16")
     x = jax.ShapeDtypeStruct((1, 128, 16), jnp.bfloat16)
     with compiling_for("gpu"):
         traced = gradient(
@@ -564,11 +544,11 @@ def test_the_kernels_between_attention_and_its_projections_interpreted_match_the
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{}, {"data": 2, "tensor": 4}], ids=str)
-def test_attention_is_the_same_where_heads_are_side_by_side_between_its_projections(axes):
+def test_side_by_side_heads_change_nothing(axes):
     """Packed documents, on one device and where each shard has one query head and two share a
     key head.
     """
-    config = dataclasses.replace(BASE, head_dim=128)
+    config = dataclasses.replace(HYBRID, head_dim=128)
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[:8]) if axes else None
     layer = drawn(lambda: mixer_class("gated_attention")(config, Make(config, nnx.Rngs(0)), (0,)))
     graph, params = nnx.split(layer)
@@ -599,9 +579,9 @@ def test_every_implementation_of_the_delta_rule_can_be_trained_with():
     """
 
     def program(name):
-        config = dataclasses.replace(BASE, delta_rule=name)
+        config = dataclasses.replace(HYBRID, delta_rule=name)
         layer = nnx.eval_shape(
-            lambda: mixer_class("gated_deltanet")(config, Make(BASE, nnx.Rngs(0)), (0,))
+            lambda: mixer_class("gated_deltanet")(config, Make(HYBRID, nnx.Rngs(0)), (0,))
         )
         graph, params = nnx.split(layer)
         return str(
@@ -636,9 +616,9 @@ def test_flops_and_counts_are_those_of_the_shapes(mixer):
 
 
 @pytest.mark.slow
-def test_the_page_s_mixer_trains_on_a_mesh_and_is_not_exported():
+def test_the_page_s_mixer_trains_on_a_mesh():
     model = dataclasses.replace(
-        BASE,
+        HYBRID,
         linear_mixer="retention",
         full_attention_interval=2,
         num_experts=0,
@@ -658,9 +638,7 @@ def test_the_page_s_mixer_trains_on_a_mesh_and_is_not_exported():
     # neither learns nor decays
     np.testing.assert_array_equal(state["params"]["layers"][0]["mixer"]["log_decay"], log_decay)
     assert losses[-1] < losses[0] and flops_per_token(config.model, T) > 0
-    with pytest.raises(
-        UserError, match=r"layers without a Hugging Face form: retention \(layers 0\)"
-    ):
+    with refused("retention", "layers 0"):
         check_hf_form(config.model)
 
 
@@ -670,7 +648,7 @@ def test_the_page_s_mixer_trains_on_a_mesh_and_is_not_exported():
 
 def test_names_of_the_pattern_stand_for_the_mixers_named():
     config = dataclasses.replace(
-        BASE,
+        HYBRID,
         full_attention_interval=2,
         full_mixer="gated_deltanet",
         linear_mixer="gated_attention",
@@ -682,9 +660,11 @@ def test_names_of_the_pattern_stand_for_the_mixers_named():
     )
     same = dataclasses.replace(config, layer_types=("gated_attention", FULL))
     assert same.mixers == config.mixers and not config.differs(same)
-    assert BASE.differs(dataclasses.replace(BASE, layer_types=(FULL, LINEAR))) == ("layer_types",)
+    assert HYBRID.differs(dataclasses.replace(HYBRID, layer_types=(FULL, LINEAR))) == (
+        "layer_types",
+    )
     first_dense = dataclasses.replace(
-        BASE, num_hidden_layers=6, full_attention_interval=2, mlp_only_layers=(0, 1)
+        HYBRID, num_hidden_layers=6, full_attention_interval=2, mlp_only_layers=(0, 1)
     )
     assert first_dense.stacks == ((0,), (1,), (2, 4), (3, 5))
     assert dataclasses.replace(first_dense, num_hidden_layers=4).stacks == ((0,), (1,), (2,), (3,))
@@ -692,35 +672,34 @@ def test_names_of_the_pattern_stand_for_the_mixers_named():
 
 
 @pytest.mark.parametrize(
-    "settings, message",
+    "settings, names",
     [
         (
             {"linear_mixer": "gated_deltnet"},
-            r"model.linear_mixer = 'gated_deltnet': expected one of .* \(did you mean "
-            r"'gated_deltanet'\?\)",
+            ("model.linear_mixer = 'gated_deltnet'", "'gated_deltanet'"),
         ),
         (
             {"layer_types": (LINEAR, "retentoin")},
-            r"model.layer_types\[1\] = 'retentoin': .* \(did you mean 'retention'\?\)",
+            ("model.layer_types[1] = 'retentoin'", "'retention'"),
         ),
         (
             {"layer_types": (FULL, FULL), "erase": False},
-            r"model.erase = False: no layer of this model reads it .its mixers: gated_att",
+            ("model.erase = False", "gated_att"),
         ),
         (
             {"layer_types": (FULL, FULL), "delta_rule": "chunked"},
-            "model.delta_rule = 'chunked': no layer of this model reads it",
+            ("model.delta_rule = 'chunked'",),
         ),
         (
             {"linear_mixer": "broken"},
-            r"'broken': 'my_mixer:Missing' cannot be imported \(AttributeError",
+            ("'broken'", "'my_mixer:Missing'", "AttributeError"),
         ),
     ],
 )
-def test_names_and_settings_that_fit_no_layer(monkeypatch, settings, message):
+def test_names_and_settings_that_fit_no_layer(monkeypatch, settings, names):
     monkeypatch.setitem(MIXERS, "broken", "my_mixer:Missing")
-    with pytest.raises(UserError, match=message):
-        declared(dataclasses.replace(BASE, **settings))
+    with refused(*names):
+        declared(dataclasses.replace(HYBRID, **settings))
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -778,8 +757,8 @@ def test_a_parameter_without_a_decision_is_an_error(monkeypatch):
     with pytest.raises(
         ValueError, match=r"layers/0/mixer/extra of my_mixer:Retention is not declared"
     ):
-        declared(dataclasses.replace(BASE, linear_mixer="retention", rope_theta=77.0))
-    make = Make(BASE, nnx.Rngs(0))
+        declared(dataclasses.replace(HYBRID, linear_mixer="retention", rope_theta=77.0))
+    make = Make(HYBRID, nnx.Rngs(0))
     with pytest.raises(
         ValueError, match=r"no logical axis 'embd' in sharding/rules.py \(did you mean 'embed'\?\)"
     ):
