@@ -14,7 +14,6 @@ import pytest
 
 from qwen3next_jax.commands import cli
 from qwen3next_jax.common import installation
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, Stage, default_config, from_dict
 from qwen3next_jax.config.describe import list_settings
 from qwen3next_jax.config.files import apply_overrides, load_config_file
@@ -290,33 +289,28 @@ HEAD = "from configs.tiny import get_config as tiny\ndef get_config():\n  c = ti
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    "text, names",
     [
         (
             HEAD + "  c.trian.steps = 3\n  return c\n",
-            ", line 4: AttributeError: 'trian' Did you mean \"train\"",
+            ("line 4", "'trian'"),
         ),
-        (HEAD + "  c.train.steps = 'a'\n  return c\n", ", line 4: TypeError: "),
-        (HEAD + "  1 / 0\n", ", line 4: ZeroDivisionError: division by zero"),
-        ("import nowhere\n", ", line 1: ModuleNotFoundError: No module named 'nowhere'"),
-        ("def get_config(:\n", ", line 1: invalid syntax"),
-        (HEAD, "get_config() returned nothing"),
-        ("def get_config(): return {}\n", "get_config() returned {}"),
-        ("x = 1\n", "it has no function get_config()"),
-        (HEAD + "  exit(3)\n", ", line 4: SystemExit: 3"),
+        (HEAD + "  c.train.steps = 'a'\n  return c\n", ("line 4",)),
+        (HEAD + "  1 / 0\n", ("line 4", "ZeroDivisionError")),
+        ("import nowhere\n", ("line 1", "'nowhere'")),
+        ("def get_config(:\n", ("line 1",)),
+        (HEAD, ("get_config()",)),
+        ("def get_config(): return {}\n", ("get_config()", "{}")),
+        ("x = 1\n", ("get_config()",)),
+        (HEAD + "  exit(3)\n", ("line 4", "SystemExit")),
     ],
     ids=("misspelled", "type", "zero", "import", "syntax", "None", "dict", "no function", "exit"),
 )
-def test_mistakes_in_config_files_are_located(tmp_path, text, message):
+def test_mistakes_in_config_files_are_located(tmp_path, text, names):
     path = tmp_path / "mine.py"
     path.write_text(text)
-    with pytest.raises(UserError) as error:
+    with refused(f"--config={path}", *names):
         load_config_file(path)
-    assert (
-        str(error.value).startswith(f"--config={path}")
-        and message in str(error.value)
-        and "\n" not in str(error.value)
-    )
 
 
 def test_the_command_line_sets_values_of_every_type():

@@ -5,7 +5,6 @@ How a run is read as arrays is in tests/runs/test_training.py.
 import pytest
 
 import qwen3next_jax
-from qwen3next_jax import UserError
 from qwen3next_jax.commands import verify
 from tests import in_process
 from tests.refusals import refused
@@ -44,9 +43,8 @@ def test_mistakes_are_one_line(tmp_path):
         lambda: qwen3next_jax.load_config("mqar", {"train.steps": "many"}),
         lambda: qwen3next_jax.Run(tmp_path),
     ):
-        with pytest.raises(UserError) as error:
+        with refused():
             call()
-        assert len(str(error.value).splitlines()) == 1
 
 
 def test_arguments_of_another_type_are_one_line(tmp_path):
@@ -81,10 +79,8 @@ def test_arguments_of_another_type_are_one_line(tmp_path):
         lambda: qwen3next_jax.Run(None),
         lambda: qwen3next_jax.Run(""),
     ):
-        with pytest.raises(UserError) as error:
+        with refused():
             call()
-        assert "expected" in str(error.value) or "did you mean" in str(error.value)
-        assert len(str(error.value).splitlines()) == 1
 
 
 def test_an_empty_argument_is_not_the_current_folder():

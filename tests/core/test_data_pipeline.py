@@ -16,17 +16,10 @@ from qwen3next_jax.data import rows
 from qwen3next_jax.data.packing import Documents, Packer
 from qwen3next_jax.data.pipeline import TextData
 from qwen3next_jax.data.row_groups import HELDOUT, TRAIN
+from tests.corpora import TEXTS, write_jsonl
 from tests.refusals import refused
 
 T, B = 64, 4
-RANDOM = np.random.default_rng(0)
-WORDS = ["def", "return", "größe", "x", "\n", "import", "∀", "42"]
-TEXTS = [f"{i}: " + " ".join(RANDOM.choice(WORDS, RANDOM.integers(1, 80))) for i in range(150)]
-
-
-def write_jsonl(path, texts):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 @pytest.fixture
@@ -207,11 +200,7 @@ def test_no_flipped_bit_changes_a_batch_silently(config):
                 np.testing.assert_array_equal(damaged[i].segment_ids, row.segment_ids)
         except UserError as error:
             detected += 1
-            assert (
-                str(path) in str(error)
-                and "prepared again" in str(error)
-                and "\n" not in str(error)
-            )
+            assert str(path) in str(error) and str(error).isprintable()
     assert detected >= 20  # the rest hits bytes that carry nothing
 
 

@@ -42,18 +42,11 @@ from qwen3next_jax.data.row_groups import HELDOUT, TRAIN, Recipe
 from qwen3next_jax.data.sources import NothingFound, resolve
 from qwen3next_jax.data.store import Store, write_json
 from qwen3next_jax.data.tokens import load_tokenizer
+from tests.corpora import TEXTS, jsonl, write_jsonl
 from tests.refusals import refused
 
 ROOT = pathlib.Path(preparation.__file__).parents[2]
 BYTES = load_tokenizer("bytes")
-RANDOM = np.random.default_rng(0)
-WORDS = ["def", "return", "größe", "x", "\n", "import", "∀", "42"]
-TEXTS = [f"{i}: " + " ".join(RANDOM.choice(WORDS, RANDOM.integers(1, 80))) for i in range(150)]
-
-
-def write_jsonl(path, texts):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 @pytest.fixture
@@ -253,7 +246,7 @@ def test_the_text_is_not_needed_any_more(texts, tmp_path, capsys):
     after = TextData(config, 64, 4)
     assert after.fingerprint == before.fingerprint
     assert after.document_names(0) == before.document_names(0)
-    assert "the text is not there" in capsys.readouterr().err
+    assert texts in capsys.readouterr().err
     TextData(config, 32, 4)  # not even for rows of another length
     with refused("'texts'", error=NothingFound):
         TextData(DataConfig(path=texts, prepared_dir=f"{tmp_path}/other"), 64, 4)
@@ -367,7 +360,7 @@ def test_a_small_glob_without_held_out_documents_says_so(texts, tmp_path, capsys
         heldout_fraction=0.1,
     )
     data = TextData(config, 64, 4)
-    assert "trained.jsonl: too few documents" in capsys.readouterr().err
+    assert "trained.jsonl" in capsys.readouterr().err
     documents = [
         [p.statistics[side].documents for side in (TRAIN, HELDOUT)] for p in data._prepared
     ]
@@ -400,8 +393,8 @@ def test_bad_records_stop_or_are_left_out_and_counted(kind, tmp_path, capsys):
     data = TextData(config, 64, 4)
     (facts,) = data.describe()["sources"]
     assert facts["bad_records"] == {kind: 1} and facts["empty_documents"] == 1
-    assert data.describe()["documents"] == 100 and "1 bad records" in data.describe()["title"]
-    assert f"1 bad records (1 {kind}): a.jsonl:71" in capsys.readouterr().err
+    assert data.describe()["documents"] == 100
+    assert "a.jsonl:71" in capsys.readouterr().err
     manifest = json.loads(next((tmp_path / "p").glob("tokens/*/*.json")).read_text())
     assert manifest["bad_first"] == [[70, kind]]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join([*lines, BAD[kind], BAD[kind]]))
@@ -416,8 +409,7 @@ def test_an_object_over_several_lines_is_named(tmp_path):
 
 
 def test_what_stands_before_damaged_compression_is_read(tmp_path):
-    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-1000])
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(TEXTS))[:-1000])
     config = DataConfig(path=f"{tmp_path}/a.jsonl.gz", prepared_dir=f"{tmp_path}/p")
     with refused("a.jsonl.gz"):
         TextData(config, 64, 4)
@@ -472,8 +464,8 @@ def test_a_tokenizer_that_loses_text_gives_no_bits_per_byte(texts, tmp_path, cap
         for _ in range(2):  # the second time from the index
             data = TextData(config, 64, 4)
             is_counted = data.describe()["bits_per_nat"] is not None
-            said = "bits per byte are not reported" in capsys.readouterr().err
-            assert is_counted == data.token_bytes.any() == (not said) == (tokenizer == "bytes")
+            assert is_counted == data.token_bytes.any() == (tokenizer == "bytes")
+            assert ("bits per byte" in capsys.readouterr().err) != is_counted
 
 
 def test_what_an_older_mapping_prepared_is_made_anew(texts, tmp_path, monkeypatch):
@@ -782,7 +774,7 @@ def test_compressed_text_without_checksums_is_said(checksum, tmp_path, capsys):
     (tmp_path / "a.jsonl.zst").write_bytes(frame)
     with refused("a.jsonl.zst") if checksum else contextlib.nullcontext():
         run(f"{tmp_path}/a.jsonl.zst", tmp_path / "p")
-    assert ("1 .zst files have no checksums" in capsys.readouterr().err) != checksum
+    assert (".zst" in capsys.readouterr().err) != checksum
 
 
 def test_few_shards_are_open_at_once(texts, tmp_path, monkeypatch):
@@ -825,7 +817,9 @@ def test_too_many_open_files_is_not_damage(texts, tmp_path):
 # ---- the command
 
 
-def test_the_command_prepares_without_jax_and_train_takes_its_rows(texts, tmp_path):
+@pytest.fixture
+def command(texts, tmp_path):
+    """Runs `prepare` with flags; the last line that it prints says whether it loaded JAX."""
     script = (
         "import sys\n"
         "from qwen3next_jax import __main__\n"
@@ -838,7 +832,7 @@ def test_the_command_prepares_without_jax_and_train_takes_its_rows(texts, tmp_pa
         f"--config.data.prepared_dir={tmp_path}/p",
     ]
 
-    def command(*more):
+    def run_command(*more):
         return subprocess.run(
             [sys.executable, "-c", script, "prepare", *flags, *more],
             cwd=ROOT,
@@ -847,11 +841,15 @@ def test_the_command_prepares_without_jax_and_train_takes_its_rows(texts, tmp_pa
             timeout=60,
         )
 
+    return run_command
+
+
+def test_train_takes_the_rows_of_the_command(texts, tmp_path, command):
     first = command("--rank=0", "--of=2")
-    assert first.returncode == 0 and "2 of 4 units" in first.stdout, first.stderr
+    assert first.returncode == 0 and "2 of 4" in first.stdout, first.stderr
     done = command("--workers=1")
-    assert done.returncode == 0 and "140 documents" in done.stdout, done.stderr
-    assert "without JAX" in first.stdout and "without JAX" in done.stdout
+    assert done.returncode == 0, done.stderr
+    assert all(run.stdout.splitlines()[-1] == "without JAX" for run in (first, done))
     config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.05)
 
     def never(*_):
@@ -859,10 +857,19 @@ def test_the_command_prepares_without_jax_and_train_takes_its_rows(texts, tmp_pa
 
     data = TextData(config, 256, 4, progress=never)
     assert data._prepared[0].fingerprint in done.stdout
-    wrong = command("--rank=2", "--of=2")
-    assert wrong.returncode == 2 and "expected a rank from 0 to 1" in wrong.stderr
-    task = command("--config.data.source=mqar", "--config.data.path=")
-    assert task.returncode == 2 and "nothing to prepare" in task.stderr
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        (["--rank=2", "--of=2"], "--rank=2"),
+        (["--config.data.source=mqar", "--config.data.path="], "mqar"),
+    ],
+    ids=["rank", "task"],
+)
+def test_the_command_refuses_what_it_cannot_prepare(command, flags, name):
+    done = command(*flags)
+    assert done.returncode == 2 and name in done.stderr
 
 
 def test_progress_is_reported(texts, tmp_path, monkeypatch):
@@ -918,7 +925,7 @@ def test_units_where_tiktoken_differs_use_the_tokenizer(texts, tmp_path, monkeyp
     assert "tiktoken" not in capsys.readouterr().err
     monkeypatch.setattr(fast_bpe, "version", lambda: None)
     prepare([source], load_tokenizer(str(tmp_path)), recipe, tmp_path / "t")
-    assert "tiktoken is not installed; " in capsys.readouterr().err
+    assert "tiktoken" in capsys.readouterr().err
     # Where tiktoken would not help, nothing is said.
     np.save(tmp_path / "tokens.npy", np.resize(np.array([5, 6, 7, 0], np.uint16), 400))
     of_tokens = resolve(str(tmp_path / "tokens.npy"), "text")
@@ -935,4 +942,4 @@ def test_what_an_older_version_prepared_is_no_damage(texts, tmp_path):
     (tmp_path / "p" / "indexes" / "0.npz").write_bytes(b"")
     found = dict(verify(tmp_path / "p"))
     assert not any(found.values())
-    assert sum("of an older version, not used" in name for name in found) >= 2
+    assert sum("older version" in name for name in found) >= 2

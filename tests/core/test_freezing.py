@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import (
     Config,
@@ -26,6 +25,7 @@ from qwen3next_jax.training.gradients import make_gradients
 from qwen3next_jax.training.state import abstract_model
 from tests.in_process import resolved, shared_step
 from tests.models import SMALLEST
+from tests.refusals import refused
 
 MODEL = dataclasses.replace(SMALLEST, num_hidden_layers=2)
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, schedule="constant", clip_norm=0.1)
@@ -180,6 +180,5 @@ def test_eight_devices_freeze_what_one_freezes(name):
     ],
 )
 def test_choices_of_nothing_of_everything_and_twice_are_refused(freeze, groups):
-    with pytest.raises(UserError) as error:
+    with refused():
         resolved(with_(freeze, groups))
-    assert "\n" not in str(error.value)

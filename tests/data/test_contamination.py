@@ -12,6 +12,7 @@ from qwen3next_jax.data.sources import resolve
 from qwen3next_jax.data.store import Store
 from qwen3next_jax.data.tokens import load_tokenizer
 from qwen3next_jax.evals.contamination import contamination_of_tasks
+from tests.corpora import write_jsonl
 from tests.refusals import refused
 
 BYTES = load_tokenizer("bytes")
@@ -28,8 +29,7 @@ DOCUMENTS = ["abcdefghij" + text_of(200) + "klmnopqrst" for _ in range(40)]
 @pytest.fixture
 def prepared(tmp_path):
     for name, some in (("a", DOCUMENTS[:25]), ("b", DOCUMENTS[25:])):
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in some)
-        (tmp_path / f"{name}.jsonl").write_text(lines)
+        write_jsonl(tmp_path / f"{name}.jsonl", some)
     preparation.tokenize(resolve(f"{tmp_path}/*.jsonl", "text"), BYTES, Store(tmp_path / "p"))
     return str(tmp_path / "p")
 

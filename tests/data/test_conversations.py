@@ -17,6 +17,7 @@ from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.tokens import extends, load_tokenizer
 from qwen3next_jax.runs.dry_run import _describe_data
 from qwen3next_jax.training.loss import count_targets, total_loss
+from tests.corpora import write_jsonl
 from tests.models import SMALLEST, drawn_model
 from tests.refusals import refused
 
@@ -215,7 +216,7 @@ def test_packed_conversations_have_separate_ones_losses(tmp_path, marked):
 @pytest.mark.slow
 def test_texts_beside_conversations_count_in_full_and_resume_the_same(tmp_path, marked):
     texts = tmp_path / "texts.jsonl"
-    texts.write_text("".join(json.dumps({"text": f"text {i} " * 9}) + "\n" for i in range(40)))
+    write_jsonl(texts, [f"text {i} " * 9 for i in range(40)])
     one = config(tmp_path, marked)
     both = config(
         tmp_path, marked, path=f"{one.path},{texts}", messages_field="messages,", weights=(1, 1)
@@ -238,7 +239,7 @@ def test_texts_beside_conversations_count_in_full_and_resume_the_same(tmp_path, 
 
 
 def test_texts_alone_need_no_weights(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one text"}) + "\n")
+    write_jsonl(tmp_path / "a.jsonl", ["one text"])
     settings = dict(path=str(tmp_path / "a.jsonl"), prepared_dir=str(tmp_path / "prepared"))
     data = open_data(DataConfig(**settings), 16, 1)
     assert set(data.row(0)) == set(data.kinds) == {"tokens", "segment_ids"}
@@ -275,8 +276,7 @@ def test_the_token_that_ends_a_turn_counts_or_preparation_warns(
     for tokens, weights in pieces(data):
         assert (tokens[weights > 0] == data.tokenizer.eos_id).sum() == ends
         assert weights[tokens == data.tokenizer.eos_id].sum() == ends
-    warned = "conversations have no end token" in capfd.readouterr().err
-    assert warned == (ends == 0)
+    assert ("end token" in capfd.readouterr().err) == (ends == 0)
 
 
 @pytest.mark.parametrize("loses", [False, True])
@@ -288,7 +288,7 @@ def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(tmp_path, capfd, loses
         tokenizer.save(str(folder / "tokenizer.json"))
     data = open_data(config(tmp_path, folder), 256, 1)
     assert (data.describe()["bits_per_nat"] is None) == loses
-    assert ("bits per byte are not reported" in capfd.readouterr().err) == loses
+    assert ("bits per byte" in capfd.readouterr().err) == loses
 
 
 def test_a_divided_conversation_does_not_lack_its_end(tmp_path, capfd):
@@ -296,7 +296,7 @@ def test_a_divided_conversation_does_not_lack_its_end(tmp_path, capfd):
     folder = make_folder(tmp_path, MARKED, ["<|user|>", "<|assistant|>"], "<|im_end|>")
     records = [{"messages": says("q", f"answer {i}")} for i in range(2)]
     open_data(config(tmp_path, folder, records), 128, 1)
-    assert "no end token" not in capfd.readouterr().err
+    assert "end token" not in capfd.readouterr().err
 
 
 def test_a_template_that_writes_the_date_writes_that_of_the_settings(tmp_path):

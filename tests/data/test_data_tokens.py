@@ -179,41 +179,55 @@ def test_eos_comes_from_the_config_beside_it(byte_level, tmp_path):
     assert load_tokenizer(str(target)).fingerprint != before
 
 
-def test_bad_tokenizers_are_named_in_one_line(byte_level, tmp_path):
-    def error_of(spec, **arguments):
-        with pytest.raises(UserError) as caught:
-            load_tokenizer(spec, **arguments)
-        assert "\n" not in str(caught.value)
-        return str(caught.value)
+def test_a_missing_tokenizer_is_named(tmp_path):
+    for spec, name in (("absent.json", "absent.json"), ("", "tokenizer.json")):
+        with refused(tmp_path / name):
+            load_tokenizer(str(tmp_path / spec))
 
-    assert "no such file" in error_of(str(tmp_path / "absent.json"))
-    assert "tokenizer.json: no such file" in error_of(str(tmp_path))
-    for content in (b"not json", b"[]", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe"):
-        (tmp_path / "broken.json").write_bytes(content)
-        assert "not a Hugging Face tokenizer.json" in error_of(str(tmp_path / "broken.json"))
-    assert "257 ids" in error_of("bytes", vocab_size=256) and "256" in error_of(
-        "bytes", vocab_size=256
-    )
+
+@pytest.mark.parametrize(
+    "content", [b"not json", b"[]", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe", "FIFO"]
+)
+def test_a_damaged_tokenizer_is_named(content, tmp_path):
+    path = tmp_path / "broken.json"
+    os.mkfifo(path) if content == "FIFO" else path.write_bytes(content)
+    with refused(path):
+        load_tokenizer(str(path))
+
+
+def test_a_tokenizer_fits_the_vocabulary():
     assert load_tokenizer("bytes", vocab_size=257).vocab_size == 257
+    with refused("257", "256"):
+        load_tokenizer("bytes", vocab_size=256)
 
+
+@pytest.mark.parametrize(
+    "fields, name",
+    [
+        (None, ""),  # nothing names the token
+        ({"eos_token": "<end>"}, "'<end>'"),
+        ({"eos_token": ["x"]}, "x"),
+        ({"eos_token": 5}, "5"),
+        ({"eos_token": {"content": ["x"]}}, "x"),
+        ([1], "tokenizer_config.json"),
+    ],
+)
+def test_an_end_token_outside_the_vocabulary_is_named(fields, name, tmp_path):
     endless = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
     endless.save(str(tmp_path / "tokenizer.json"))
-    assert "no end-of-document token" in error_of(str(tmp_path))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    assert "'<end>' is not in the vocabulary" in error_of(str(tmp_path))
-    for token in (["x"], 5, {"content": ["x"]}):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
-        assert "is not in the vocabulary" in error_of(str(tmp_path))
+    if fields:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    with refused(tmp_path, name):
+        load_tokenizer(str(tmp_path))
+
+
+def test_an_id_beyond_the_vocabulary_is_named(tmp_path):
+    vocab = {"a": 0, END_OF_TEXT: 10**9}
     (tmp_path / "huge.json").write_text(
-        json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, END_OF_TEXT: 10**9}, "merges": []}})
+        json.dumps({"model": {"type": "BPE", "vocab": vocab, "merges": []}})
     )
-    assert f"'{END_OF_TEXT}' has id 1000000000 in a vocabulary of 2 tokens" in error_of(
-        str(tmp_path / "huge.json")
-    )
-    os.mkfifo(tmp_path / "fifo.json")
-    assert "fifo.json: cannot be read (a FIFO" in error_of(str(tmp_path / "fifo.json"))
-    (tmp_path / "tokenizer_config.json").write_text("[1]")
-    assert "expected a JSON object" in error_of(str(tmp_path))
+    with refused(tmp_path / "huge.json", END_OF_TEXT, 10**9):
+        load_tokenizer(str(tmp_path / "huge.json"))
 
 
 def test_no_special_token_comes_from_text_unless_it_is_named(byte_level, byte_fallback):
@@ -593,7 +607,7 @@ def test_any_tokenizer_has_one_meaning(
     try:
         tokenizer = load_tokenizer(str(path))
     except UserError as error:
-        assert "the same text, so that it could be either" in str(error)
+        assert str(path) in str(error)
         return
     special = {i: t for i, t in library.get_added_tokens_decoder().items() if t.special}
 
@@ -605,7 +619,7 @@ def test_any_tokenizer_has_one_meaning(
             (ids,) = tokenizer.encode_documents([text])
             prompt = tokenizer.encode(text).tolist()
         except UserError as error:
-            assert "the tokenizers library fails" in str(error)
+            assert "tokenizers library" in str(error)
             return
         assert prompt == library.encode(text, add_special_tokens=False).ids
         assert not special.keys() & set(ids[:-1].tolist())

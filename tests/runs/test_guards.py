@@ -35,6 +35,7 @@ from qwen3next_jax.sweeps.results import is_done
 from qwen3next_jax.training import guards
 from qwen3next_jax.training.loss import count_targets, total_loss
 from tests import in_process
+from tests.corpora import write_texts
 from tests.in_process import resolved, shared_step
 from tests.models import SMALLEST
 
@@ -47,11 +48,7 @@ ALONE = 103  # one whose tokens are each a document of its own, so that none is 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
-    rng = np.random.default_rng(0)
-    for i in range(40):
-        (folder / f"{i:02}.txt").write_text(
-            "".join(rng.choice(["def ", "x", "y", " = ", "\n"], int(rng.integers(10, 120))))
-        )
+    write_texts(folder, 40)
     return Config(
         name="guarded",
         model=MODEL,

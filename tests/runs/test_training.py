@@ -48,6 +48,7 @@ from qwen3next_jax.training import stages
 from qwen3next_jax.training.gradients import make_gradients
 from qwen3next_jax.training.optimizer import learning_rate_schedule
 from qwen3next_jax.training.state import abstract_model
+from tests.corpora import write_texts
 from tests.in_process import resolved, train
 from tests.models import HYBRID
 
@@ -58,14 +59,8 @@ MODEL = dataclasses.replace(HYBRID, vocab_size=257, mlp_only_layers=(0,))
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """A small corpus of its own: 40 documents of 20 … 400 bytes."""
     folder = tmp_path_factory.mktemp("texts")
-    rng = np.random.default_rng(0)
-    for i in range(40):
-        words = rng.choice(
-            ["def ", "return ", "x", "y", " = ", "\n", "(", ")", "é"], int(rng.integers(10, 120))
-        )
-        (folder / f"{i:02}.txt").write_text("".join(words) + "\n")
+    write_texts(folder, 40)
     return folder
 
 
