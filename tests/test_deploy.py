@@ -99,3 +99,62 @@ def test_the_slurm_script_is_valid_and_asks_for_its_folder():
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script.read_text(), re.MULTILINE))
     assert options["ntasks-per-node"] == options["gpus-per-node"]
     assert options["signal"].startswith("TERM@")
+
+
+# What srun does since SLURM 22.05: a task gets one core, unless srun itself is told how many; what
+# the job asked for (SLURM_CPUS_PER_TASK) does not count.
+SRUN = """#!/bin/bash
+cpus=1
+while [[ $1 == --* ]]; do
+  [[ $1 == --cpus-per-task=* ]] && cpus=${1#*=}
+  shift
+done
+for task in 0 1; do SLURM_PROCID=$task CPUS=$cpus "$@"; done
+"""
+
+
+def _sbatch(folder: pathlib.Path, path: pathlib.Path) -> subprocess.CompletedProcess:
+    """Runs slurm.sh in `folder` as a job's batch step, with the programs of `path`."""
+    return subprocess.run(
+        ["/bin/bash", DEPLOY / "slurm.sh", "gs://bucket/run"],
+        cwd=folder,
+        env={"PATH": str(path), "SLURM_CPUS_PER_TASK": "12"},
+        capture_output=True,
+        text=True,
+    )
+
+
+def _write_program(path: pathlib.Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def test_each_slurm_task_gets_its_cores(tmp_path):
+    programs = tmp_path / "programs"
+    _write_program(programs / "srun", SRUN)
+    _write_program(
+        tmp_path / ".venv/bin/python", '#!/bin/bash\necho "$SLURM_PROCID $CPUS ${@: -1}"\n'
+    )
+    (tmp_path / "train.py").touch()
+    done = _sbatch(tmp_path, programs)
+    assert done.stdout.splitlines() == [f"{task} 12 --workdir=gs://bucket/run" for task in range(2)]
+
+
+def test_a_missing_srun_is_named(tmp_path):
+    done = _sbatch(tmp_path, tmp_path)
+    assert done.returncode == 2 and done.stderr.startswith("error: srun")
+
+
+def test_a_missing_environment_is_named(tmp_path):
+    _write_program(tmp_path / "programs/srun", SRUN)
+    done = _sbatch(tmp_path, tmp_path / "programs")
+    assert done.returncode == 2 and ".venv" in done.stderr and "uv sync" in done.stderr
+
+
+def test_gpu_pods_find_the_driver_or_end():
+    container = _jobset("gpu-jobset.yaml")[-1]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert environment["JAX_PLATFORMS"].split(",")[0] == "cuda"
+    assert environment["LD_LIBRARY_PATH"] == "/usr/local/nvidia/lib64"
+    assert {"cpu", "memory", "ephemeral-storage"} <= container["resources"]["requests"].keys()

@@ -49,8 +49,9 @@ def main() -> int:
     cli.enable_compilation_cache()
     try:
         devices = jax.devices()
-    except RuntimeError as error:
-        say(f"broken: JAX finds no device: {one_line(str(error))}")
+    except (RuntimeError, AssertionError) as error:  # the latter if JAX_PLATFORMS names none it has
+        reason = unused_gpu(os.environ, "cpu") or one_line(str(error)) or "see JAX_PLATFORMS"
+        say(f"broken: JAX finds no device: {reason}")
         return BROKEN
     say(f"devices    {_describe_devices(devices)}")
     if line := unused_gpu(os.environ, jax.default_backend()):

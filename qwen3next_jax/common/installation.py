@@ -3,6 +3,7 @@ environment, and an installed package has its command on the PATH. And what JAX 
 chips, or only the compiler for them.
 """
 
+import ctypes
 import importlib.util
 import pathlib
 import re
@@ -65,19 +66,32 @@ def nvidia_driver() -> str:
     return found[1] if found else "of an unknown release"
 
 
+def has_cuda_library() -> bool:
+    """Whether the loader finds the library of the NVIDIA driver, which CUDA's plugin opens."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def unused_gpu(environment: Mapping[str, str], platform: str) -> str:
-    """Returns one line if this machine has an NVIDIA GPU but JAX computes on the CPU, and nobody
-    asked for that; otherwise "". Who names CUDA first in JAX_PLATFORMS asks for a GPU.
+    """Returns one line if JAX computes on the CPU although the machine has an NVIDIA GPU or
+    JAX_PLATFORMS names CUDA first; otherwise "". Who names another platform first wants it.
 
     Args:
       environment: the environment variables of the process, `os.environ`.
       platform: JAX's default backend.
     """
-    chosen = environment.get("JAX_PLATFORMS") or environment.get("JAX_PLATFORM_NAME") or "cuda"
-    is_chosen = chosen.split(",")[0] not in ("cuda", "gpu")
-    driver = nvidia_driver()
-    if platform != "cpu" or is_chosen or not driver:
+    chosen = environment.get("JAX_PLATFORMS") or environment.get("JAX_PLATFORM_NAME") or ""
+    wants_other = chosen.split(",")[0] not in ("", "cuda", "gpu")
+    if platform != "cpu" or wants_other:
         return ""
+    driver = nvidia_driver()
+    if not driver:
+        if not chosen:
+            return ""
+        return f"JAX_PLATFORMS={chosen} asks for a GPU: there is no NVIDIA driver ({NVIDIA_DRIVER})"
     found = f"this machine has an NVIDIA GPU (driver {driver}), but JAX computes on the CPU"
     if not any(map(importlib.util.find_spec, CUDA_PLUGINS)):
         return f"{found}: it has no CUDA plugin; {how_to_install('gpu')}"
@@ -85,6 +99,11 @@ def unused_gpu(environment: Mapping[str, str], platform: str) -> str:
         return f"{found}: there is no device file /dev/nvidia0; a container needs --gpus=all"
     if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return f"{found}: CUDA_VISIBLE_DEVICES hides the GPU; unset it"
+    if not has_cuda_library():
+        return (
+            f"{found}: the loader finds no libcuda.so.1; add its folder to LD_LIBRARY_PATH "
+            "(on GKE /usr/local/nvidia/lib64)"
+        )
     if path := environment.get("LD_LIBRARY_PATH"):
         return (
             f"{found}: its plugin finds no GPU; LD_LIBRARY_PATH={path} may give it other CUDA "

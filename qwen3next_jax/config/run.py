@@ -22,6 +22,7 @@ from qwen3next_jax.config.registry import (
     is_import_string,
 )
 from qwen3next_jax.config.remat import parse_remat
+from qwen3next_jax.config.sources import SourceConfig, parse_sources, parse_weights
 
 MESH_AXES = ("slice", "data", "expert", "context", "tensor")
 IndexerTraining = Literal["frozen", "dense", "sparse"]
@@ -53,20 +54,23 @@ class DataConfig:
     # generated from data.seed (DATA_SOURCES in config/registry.py lists all)
     source: str = "text"
     synthetic: SyntheticConfig = SyntheticConfig()
-    # comma-separated globs, or folders of text; a glob is local or remote (gs://, s3://, …) and
-    # matches text files (.txt, .md, .py, …), .jsonl, .json, .parquet and .arrow files, or files of
-    # tokens (docs/data.md); "": the source code of Python's standard library
+    # the sources, separated by commas: globs or folders of text, each with a name or without, such
+    # as web=data/web/*.jsonl. A glob is local or remote (gs://, s3://, …) and matches text files
+    # (.txt, .md, .py, …), .jsonl, .json, .parquet and .arrow files, or files of tokens
+    # (docs/data.md); "": the source code of Python's standard library
     path: str = ""
-    # for each glob of data.path, its relative weight: the shares of the rows that training reads
-    # from the globs are in proportion to these numbers; (): in proportion to the sizes of the globs
-    weights: tuple[float, ...] = ()
+    # the weight of each source of data.path, in their order (3,1) or by name (web=3,code=1): the
+    # shares of the rows that training reads from the sources are in proportion to these numbers;
+    # "": in proportion to the sizes of the sources
+    weights: str = ""
     # the name of the field (of JSON records) or column (of .parquet and .arrow files) that holds
-    # the text; one name for all globs of data.path, or a comma-separated name for each
+    # the text; "content.text" is the field text in the object content; one name for all sources
+    # of data.path, or one for each, as in data.weights
     text_field: str = "text"
     # the name of the field of JSON records that holds the messages of a conversation, such as
     # "messages": the tokenizer's chat template writes them, and the loss counts what the assistant
-    # says (docs/data.md); one name for all globs of data.path, or a comma-separated name for each,
-    # empty for a glob of texts; "": all globs are texts
+    # says (docs/data.md); one name for all sources of data.path, or one for each, as in
+    # data.weights, empty for a source of texts; "": all sources are texts
     messages_field: str = ""
     # the day that a chat template writes if it asks for the date, such as "2026-01-31"; "": such a
     # template is refused. Prepared data keep this day
@@ -77,8 +81,8 @@ class DataConfig:
     # what to do with a record without valid text (broken JSON, no such field, null, NUL, damaged
     # compression, or not UTF-8 while data.on_bad_text is "stop"): end the run, or skip the record
     bad_records: Literal["stop", "skip"] = "stop"
-    # with bad_records = "skip", the share of a glob's records that may be skipped; if more are bad,
-    # the run ends
+    # with bad_records = "skip", the share of a source's records that may be skipped; if more are
+    # bad, the run ends
     bad_records_limit: float = 0.01
     # "bytes", or the path of a Hugging Face tokenizer.json; "": the tokenizer of the model in
     # train.init_from, or bytes if there is none
@@ -96,7 +100,6 @@ class DataConfig:
     seed: int = 0
 
     def __post_init__(self):
-        object.__setattr__(self, "weights", tuple(float(w) for w in self.weights))
         check_name(DATA_SOURCES, self.source, "data.source")
         check_bounds(
             self,
@@ -108,7 +111,7 @@ class DataConfig:
             },
         )
         paths = {
-            "path": self.globs,
+            "path": [source.glob for source in self.sources],
             "tokenizer": [self.tokenizer],
             "prepared_dir": [self.prepared_dir],
         }
@@ -120,34 +123,15 @@ class DataConfig:
             f"data.prepared_dir = {self.prepared_dir!r}: expected a local directory, "
             "gs://BUCKET/FOLDER or s3://BUCKET/FOLDER",
         )
+        parse_weights(self.weights, self.sources)
+        reads_messages = any(source.messages_field for source in self.sources)
         require(
-            min(self.weights, default=0) >= 0 < max(self.weights, default=1),
-            f"data.weights = {self.weights}: expected numbers of 0 or more, at least one above 0",
-        )
-        globs = len(self.globs)
-        require(
-            not self.weights or len(self.weights) == max(globs, 1),
-            f"data.weights has {len(self.weights)} numbers for {globs} globs in data.path: "
-            "expected one number for each",
-        )
-        require(
-            len(self.text_fields) == max(globs, 1),
-            f"data.text_field = {self.text_field!r} names {len(self.text_fields)} fields for "
-            f"{globs} globs in data.path: expected one for all, or one each",
-        )
-        require(
-            len(self.messages_fields) == max(globs, 1),
-            f"data.messages_field = {self.messages_field!r} names {len(self.messages_fields)} "
-            f"fields for {globs} globs in data.path: expected one for all, or one each",
-        )
-        require(
-            bool(globs) or not any(self.messages_fields),
+            bool(self.path) or not reads_messages,
             f"data.messages_field = {self.messages_field!r} without data.path: expected the files "
             "that hold the conversations",
         )
-
         require(
-            not self.template_date or any(self.messages_fields),
+            not self.template_date or reads_messages,
             f"data.template_date = {self.template_date!r} without data.messages_field: only "
             "conversations have a chat template that may write it",
         )
@@ -157,23 +141,14 @@ class DataConfig:
         )
 
     @property
-    def text_fields(self) -> tuple[str, ...]:
-        """The text field of each glob."""
-        return self._for_each_glob(self.text_field)
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """The sources that `path` lists; none if it has commas alone."""
+        return parse_sources(self.path, self.text_field, self.messages_field)
 
     @property
-    def messages_fields(self) -> tuple[str, ...]:
-        """The field of the messages in each glob; "" for a glob of texts."""
-        return self._for_each_glob(self.messages_field)
-
-    def _for_each_glob(self, names: str) -> tuple[str, ...]:
-        fields = tuple(field.strip() for field in names.split(","))
-        return fields if len(fields) > 1 else fields * max(len(self.globs), 1)
-
-    @property
-    def globs(self) -> tuple[str, ...]:
-        """The globs in `path`."""
-        return tuple(glob.strip() for glob in self.path.split(",") if glob.strip())
+    def source_weights(self) -> tuple[float, ...]:
+        """The weight of each source; () if their sizes decide."""
+        return parse_weights(self.weights, self.sources)
 
 
 def _is_day(text: str) -> bool:
@@ -199,7 +174,7 @@ class Stage:
     sequence_length: int | None = None
     remat: str | None = None
     indexer_training: IndexerTraining | None = None
-    weights: tuple[float, ...] | None = None
+    weights: str | None = None
     # A stage that sets one of the four settings below has its own learning-rate schedule, over its
     # own steps and without warm-up. A stage that sets none of them continues the schedule of the
     # stage before it; that schedule then covers the steps of both.

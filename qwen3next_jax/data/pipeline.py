@@ -9,7 +9,7 @@ import concurrent.futures
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -38,6 +38,22 @@ _SAMPLED_ROWS = 32
 _ROWS_AT_ONCE = 32  # read from a bucket
 
 
+class Epoch(NamedTuple):
+    """One epoch of a stream: what it reads before a document comes again.
+
+    Attributes:
+      source: the name of the source that the stream reads.
+      rows: the number of rows.
+      tokens: the number of tokens, without padding.
+      documents: the number of documents.
+    """
+
+    source: str
+    rows: int
+    tokens: int
+    documents: int
+
+
 class Data(Protocol):
     """The rows of a run. Every data source that `config.registry` names is a subclass, which
     defines row i.
@@ -53,6 +69,9 @@ class Data(Protocol):
       streams: name of a stream → its weight, for each stream that the training stream mixes. The
         name holds a digest of everything that determines the stream's rows. Empty if the source
         does not mix streams, as in a synthetic task.
+      epochs: name of a stream → one epoch of it. Empty if the stream never repeats, as in a
+        synthetic task.
+      heldout_sources: the names of the sources of the held-out rows; empty if there is one alone.
     """
 
     tokenizer: Tokenizer
@@ -65,6 +84,8 @@ class Data(Protocol):
     # everything that determines the rows. A mix may be of one stream; a source that does not mix
     # (a synthetic task) has none.
     streams: Mapping[str, float] = {}
+    epochs: Mapping[str, Epoch] = {}
+    heldout_sources: Sequence[str] = ()
     _first_row = 0
     _starts: Mapping[str, int] = {}
 
@@ -183,7 +204,10 @@ class Data(Protocol):
             iterator.close()
 
     def heldout(
-        self, rows: int | None = None, share: Sequence[int] | None = None
+        self,
+        rows: int | None = None,
+        share: Sequence[int] | None = None,
+        source: str | None = None,
     ) -> Iterator[Batch]:
         """Yields held-out rows in batches. The last batch is filled up with empty rows, whose
         segment ids are 0.
@@ -191,13 +215,18 @@ class Data(Protocol):
         Args:
           rows: number of held-out rows, from the first on; None: all.
           share: ascending indices of the rows of every batch to read; None: all rows.
+          source: the name of a source: of these rows, only those of the source; None: all.
         """
         share = range(self.batch_size) if share is None else share
-        count = rows or self.heldout_rows
-        for start in range(0, count, self.batch_size):
-            yield self._stack(
-                [self.heldout_row(start + b) for b in share if start + b < count], len(share)
-            )
+        indices = self._heldout_indices(rows or self.heldout_rows, source)
+        for start in range(0, len(indices), self.batch_size):
+            batch = indices[start : start + self.batch_size]
+            rows_of_share = [self.heldout_row(batch[b]) for b in share if b < len(batch)]
+            yield self._stack(rows_of_share, len(share))
+
+    def _heldout_indices(self, rows: int, source: str | None) -> Sequence[int]:
+        """Returns which of the first `rows` held-out rows belong to `source`; None: all."""
+        return range(rows)
 
     def _read_rows(self, indices: Sequence[int]) -> list[Batch]:
         """Returns rows of the training stream. A source of slow rows may read them at once."""
@@ -278,7 +307,9 @@ class TextData(Data):
             self.kinds = Data.kinds | {"loss_weights": np.float32}
         self.rows = sum(len(p.rows[TRAIN]) for p in self._prepared)
         self.heldout_rows = sum(len(p.rows[HELDOUT]) for p in self._prepared)
-        self._weights = config.weights or tuple(float(len(p.rows[TRAIN])) for p in self._prepared)
+        self._weights = config.source_weights or tuple(
+            float(len(p.rows[TRAIN])) for p in self._prepared
+        )
         self._heldout_order = _heldout_order(self._prepared, config.seed)
         # The name holds the position of the source in `path`, which also determines the order of
         # the source's rows.
@@ -290,6 +321,16 @@ class TextData(Data):
             for i, p in enumerate(self._prepared)
         ]  # each source is shuffled anew every time that it is repeated
         self.streams = dict(zip(names, self._weights, strict=True))
+        self._names = [one.name or p.source.name for one, p in zip(config.sources, self._prepared)]
+        self.epochs = {
+            name: Epoch(source, len(p.rows[TRAIN]), statistics.tokens, statistics.documents)
+            for name, source, p in zip(names, self._names, self._prepared, strict=True)
+            for statistics in [p.statistics[TRAIN]]
+        }
+        if len(self._names) > 1:
+            self.heldout_sources = [
+                name for name, p in zip(self._names, self._prepared) if len(p.rows[HELDOUT])
+            ]
         self._stream = mix_streams(self._weights).map(
             lambda at: (at[0], rows[at[0]][at[1] + self._starts.get(names[at[0]], 0)])
         )
@@ -367,10 +408,11 @@ class TextData(Data):
             found["loss_weights"] = row.segment_ids > 0 if is_text else row.loss_weights
         return found
 
-    def heldout(
-        self, rows: int | None = None, share: Sequence[int] | None = None
-    ) -> Iterator[Batch]:
-        return super().heldout(min(rows or self.heldout_rows, self.heldout_rows), share)
+    def _heldout_indices(self, rows: int, source: str | None) -> Sequence[int]:
+        rows = min(rows, self.heldout_rows)
+        if source is None:
+            return range(rows)
+        return np.flatnonzero(self._heldout_order[:rows, 0] == self._names.index(source)).tolist()
 
     def names(self, index: int) -> list[str]:
         source, row = self._stream[index]
@@ -385,7 +427,7 @@ class TextData(Data):
         """
         parts = [
             {
-                "source": p.source.name,
+                "source": name,
                 "files": len(p.source.files),
                 "directory": str(p.directory),
                 "weight": weight / sum(self._weights),
@@ -394,7 +436,7 @@ class TextData(Data):
                 "empty_documents": p.empty,
                 **_totals([p]),
             }
-            for p, weight in zip(self._prepared, self._weights, strict=True)
+            for name, p, weight in zip(self._names, self._prepared, self._weights, strict=True)
         ]
         total = _totals(self._prepared)
         bad = sum(sum(p.bad.values()) for p in self._prepared)
@@ -426,20 +468,18 @@ def find_sources(config: DataConfig, tokenizer: Tokenizer) -> list[Source]:
     return [
         preparation.find_source(
             Source(
-                glob,
+                one.glob,
                 (),
-                field,
+                one.text_field,
                 config.on_bad_text,
                 config.bad_records,
                 config.bad_records_limit,
-                chat=_open_chat(messages, config, tokenizer),
+                chat=_open_chat(one.messages_field, config, tokenizer),
             ),
             tokenizer,
             config.prepared_dir,
         )
-        for glob, field, messages in zip(
-            config.globs or ("",), config.text_fields, config.messages_fields, strict=True
-        )
+        for one in config.sources
     ]
 
 

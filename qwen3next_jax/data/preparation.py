@@ -174,7 +174,7 @@ def prepare(
         if not one.statistics[HELDOUT].documents:
             warn(
                 f"{one.source.name}: too few documents: by their hashes, none is held out; the "
-                "held-out rows are those of the other globs"
+                "held-out rows are those of the other sources"
             )
         if not one.is_counted:
             warn(

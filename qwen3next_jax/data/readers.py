@@ -27,8 +27,8 @@ import pyarrow.parquet
 from etils import epath
 
 from qwen3next_jax.common import digests, json_files
-from qwen3next_jax.common.errors import UserError, as_user_error, did_you_mean, error_message, warn
-from qwen3next_jax.data import conversations, token_files
+from qwen3next_jax.common.errors import UserError, as_user_error, error_message, warn
+from qwen3next_jax.data import conversations, fields, token_files
 from qwen3next_jax.data.sources import Source, SourceFile, content_digest, is_remote
 from qwen3next_jax.data.text import LONG, Text, is_long_text, text_of_long_json
 
@@ -396,8 +396,12 @@ def _decoded(data: bytes, bad: BadRecords, where: _Place, start: int = 0) -> str
 def _checked(text: object, bad: BadRecords, where: _Place) -> str | None:
     """Returns `text`, or its mended form, if it can be tokenized; None if it is left out."""
     if not isinstance(text, str):
-        what = "null" if text is None else f"of type {type(text).__name__}"
-        bad.leave_out(where.number, where, "no text", f"is {what}: expected a string")
+        if isinstance(text, dict):
+            what = fields.describe_object(text, where.field)
+        else:
+            kind_of = "null" if text is None else f"of type {type(text).__name__}"
+            what = f"is {kind_of}: expected a string"
+        bad.leave_out(where.number, where, "no text", what)
         return None
     if "\0" in text:
         what = f"character {text.index(chr(0))} is NUL, which is no text"
@@ -563,17 +567,16 @@ def _json_text(line: str, field: str, bad: BadRecords, where: _Place, messages: 
         hint = ": the record breaks off at the end of the line: " + _ONE_RECORD_A_LINE
         bad.leave_out(where.number, where, "broken JSON", f"{error}{hint if breaks_off else ''}")
         return None
-    if field not in record:
-        what = (
-            f"no field {field!r}{did_you_mean(field, record)}; it has "
-            f"{', '.join(map(repr, record)) or 'none'}; name the right one with "
-            f"data.{'messages_field' if messages else 'text_field'}"
-        )
+    found = fields.find(record, field)
+    if found.fault:
+        setting = "messages_field" if messages else "text_field"
+        what = f"{found.fault}; name the right one with data.{setting}"
         bad.leave_out(where.number, where, "no such field", what)
         return None
-    value, where = record[field], dataclasses.replace(where, field=field)
+    value, where = found.value, dataclasses.replace(where, field=field)
     if messages:
-        if fault := conversations.find_fault(value) or conversations.find_unread(record):
+        unread = next(filter(None, map(conversations.find_unread, found.objects)), "")
+        if fault := conversations.find_fault(value) or unread:
             bad.leave_out(where.number, where, "no conversation", fault)
             return None
         value = conversations.as_text(value)
@@ -596,7 +599,9 @@ def _read_parquet(
         number = 0
         batches = table.iter_batches(batch_size=256, row_groups=list(groups), columns=[text_field])
         for batch in batches:
-            for text in _texts(file, part, number, batch.column(0), text_field, bad):
+            for text in _texts(
+                file, part, number, fields.column(batch, text_field), text_field, bad
+            ):
                 number += 1
                 yield Record(number - 1, text, size * number // count)
 
@@ -615,7 +620,9 @@ def _read_arrow(file: SourceFile, part: Part, text_field: str, bad: BadRecords) 
                 what = "no end marker after it: the file was cut short, or is still being written"
                 bad.leave_out(number, _Place(file, part, number, text_field), "cut short", what)
                 return
-            for text in _texts(file, part, number, batch.column(text_field), text_field, bad):
+            for text in _texts(
+                file, part, number, fields.column(batch, text_field), text_field, bad
+            ):
                 number += 1
                 yield Record(number - 1, text, min(stream.tell(), file.size))
 
@@ -709,17 +716,9 @@ def _check_offsets(column: pyarrow.Array) -> None:
 
 
 def _check_column(file: SourceFile, schema: pyarrow.Schema, text_field: str) -> None:
-    if schema.names.count(text_field) != 1:
-        which, hint = (
-            ("two columns", "")
-            if text_field in schema.names
-            else ("no column", did_you_mean(text_field, schema.names))
-        )
-        raise UserError(
-            f"{file.path}: {which} {text_field!r}{hint}; it has "
-            f"{', '.join(map(repr, schema.names))}; name the right one with data.text_field"
-        )
-    type_ = schema.field(text_field).type
+    type_, fault = fields.column_type(schema, text_field)
+    if type_ is None:
+        raise UserError(f"{file.path}: {fault}; name the right one with data.text_field")
     value = type_.value_type if pyarrow.types.is_dictionary(type_) else type_
     if value not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
         raise UserError(f"{file.path}: column {text_field!r} is of type {type_}: expected string")

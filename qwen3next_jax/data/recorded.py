@@ -19,7 +19,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ from qwen3next_jax.common.durable import fsync
 from qwen3next_jax.common.errors import UserError, as_user_error, error_message, require, short_repr
 from qwen3next_jax.config import DataConfig, ModelConfig
 from qwen3next_jax.data import sources
-from qwen3next_jax.data.pipeline import Batch, Data
+from qwen3next_jax.data.pipeline import Batch, Data, Epoch
 from qwen3next_jax.data.preparation import Progress
 from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 
@@ -257,6 +257,9 @@ class RecordedData(Data):
         self._heldout, self._train = order[: self.heldout_rows], order[self.heldout_rows :]
         identity = [sorted(contents), config.seed, config.heldout_fraction, sequence_length]
         self.fingerprint = digests.sha256_json(identity)[:20]
+        tokens = sum(len(self._records[i].tokens) for i in self._train)
+        count = len(self._train)
+        self.epochs = {self.fingerprint: Epoch("recorded texts", count, tokens, count)}
 
     @staticmethod
     def tokenizer_of(config: DataConfig, vocab_size: int | None) -> Tokenizer:
@@ -282,10 +285,8 @@ class RecordedData(Data):
     def heldout_row(self, index: int) -> Batch:
         return self._row(self._records[self._heldout[index]])
 
-    def heldout(
-        self, rows: int | None = None, share: Sequence[int] | None = None
-    ) -> Iterator[Batch]:
-        return super().heldout(min(rows or self.heldout_rows, self.heldout_rows), share)
+    def _heldout_indices(self, rows: int, source: str | None) -> Sequence[int]:
+        return range(min(rows, self.heldout_rows))
 
     def names(self, index: int) -> list[str]:
         return [self._labels[self._number(index)]]
@@ -339,12 +340,12 @@ def _find_files(config: DataConfig) -> list[tuple[str, pathlib.Path]]:
     .safetensors files are taken.
     """
     require(
-        bool(config.globs),
+        bool(config.path and config.sources),
         f"data.path = {config.path!r} with data.source = 'recorded': expected the folder of "
         "qwen3next generate --record_routing, or a glob",
     )
     found = []
-    for glob in config.globs:
+    for glob in (source.glob for source in config.sources):
         require(
             not sources.is_remote(glob),
             f"data.path = {glob!r} with data.source = 'recorded': expected a local folder or glob",

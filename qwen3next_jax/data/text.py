@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from qwen3next_jax.common import json_files
+from qwen3next_jax.data import fields
 
 Text = str | bytes  # bytes: a long text, as UTF-8
 LONG = 1 << 20  # bytes of UTF-8, from which on a text is long
@@ -71,7 +72,7 @@ def text_of_long_json(line: bytes, field: str) -> Text | None:
         return None
     try:
         plain = _without_escapes(line.removeprefix(codecs.BOM_UTF8)).decode("latin-1")
-        value = json_files.parse(plain).get(field.encode().decode("latin-1"))
+        value = fields.find(json_files.parse(plain), field.encode().decode("latin-1")).value
     except ValueError:
         return None
     del plain  # frees memory

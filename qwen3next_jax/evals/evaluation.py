@@ -70,14 +70,15 @@ class EvalContext:
     options: EvalOptions = EvalOptions()
     mesh: Mesh | None = None
 
-    def heldout(self, rows: int | None = None) -> Iterator[Batch]:
+    def heldout(self, rows: int | None = None, source: str | None = None) -> Iterator[Batch]:
         """Yields batches of held-out rows as host arrays; `scoring.place_on_mesh` moves them to
         the mesh.
 
         Args:
           rows: the number of rows if `options.rows` is None; None: all rows.
+          source: the name of a source of the data: only the rows of this source; None: all.
         """
-        return self.open_data().heldout(self.options.rows or rows)
+        return self.open_data().heldout(self.options.rows or rows, source=source)
 
     def scorer(self, params: dict) -> Scorer:
         """Returns a scorer of the model with these parameters: a function that computes, for the

@@ -7,7 +7,8 @@ Letters: B batch, T time, D model, V vocabulary.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,8 @@ Batch = dict[str, jax.Array]
 
 
 class Heldout(Evaluation):
-    """The evaluation "heldout". Its main metrics are bits per byte and the acceptance of drafts. If
+    """The evaluation "heldout". Data of several sources also have a loss and bits per byte of each.
+    The main metrics are bits per byte and the acceptance of drafts. If
     the model was trained on a synthetic task, accuracy is a main metric too, and there are no bits
     per byte. If the bytes of a text cannot be counted by its tokens, the loss takes their place.
     """
@@ -53,8 +55,19 @@ class Heldout(Evaluation):
 
     def run(self, params: dict) -> dict[str, float]:
         context = self.eval_context
-        batches = (place_on_mesh(batch, context.mesh) for batch in context.heldout())
-        values = evaluate_heldout(self._step, params, batches, context.open_data().token_bytes)
+        data = context.open_data()
+
+        def measure(source: str | None) -> dict[str, float]:
+            batches = (
+                place_on_mesh(batch, context.mesh) for batch in context.heldout(source=source)
+            )
+            return sum_over_batches(self._step, params, batches, data.token_bytes)
+
+        if data.heldout_sources:
+            totals = {source: measure(source) for source in data.heldout_sources}
+            values = summarise(add_sums(totals.values())) | summarise_sources(totals)
+        else:
+            values = summarise(measure(None))
         if "bits_per_byte" not in values and context.tokenizer.reads_text:
             loss = dataclasses.replace(self.metrics["loss"], main=True)
             self.metrics = self.metrics | {"loss": loss}
@@ -124,10 +137,10 @@ def make_heldout_step(
     return jax.jit(step)
 
 
-def evaluate_heldout(
+def sum_over_batches(
     step: Callable, params: dict, batches: Iterable[Batch], token_bytes: np.ndarray
 ) -> dict[str, float]:
-    """Runs `step` over the batches, adds up its results, and returns the metrics of `summarise`.
+    """Runs `step` over the batches and adds up its results, for `summarise`.
 
     Args:
       step: the function that `make_heldout_step` returned.
@@ -136,11 +149,32 @@ def evaluate_heldout(
       token_bytes: [V] int32, the number of UTF-8 bytes of each token, 0 for special tokens.
     """
     token_bytes = jnp.asarray(token_bytes)
+    return add_sums(jax.device_get(step(params, batch, token_bytes)) for batch in batches)
+
+
+def add_sums(sums: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Adds up the values under each name."""
     total: dict[str, float] = {}
-    for batch in batches:
-        for name, value in jax.device_get(step(params, batch, token_bytes)).items():
+    for one in sums:
+        for name, value in one.items():
             total[name] = total.get(name, 0.0) + float(value)
-    return summarise(total)
+    return total
+
+
+def summarise_sources(totals: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Returns the loss and the bits per byte of each source of the held-out rows, as
+    "loss/SOURCE" and "bits_per_byte/SOURCE".
+
+    Args:
+      totals: name of a source → the sums over its rows.
+    """
+    return {
+        f"{name}/{source}": value
+        for source, total in totals.items()
+        if total
+        for name, value in summarise(total).items()
+        if name in ("loss", "bits_per_byte")
+    }
 
 
 def summarise(total: dict[str, float]) -> dict[str, float]:

@@ -28,6 +28,7 @@ import numpy as np
 
 from qwen3next_jax.common import digests
 from qwen3next_jax.common.errors import ExitCode, UserError, error_message
+from qwen3next_jax.common.installation import shell_command
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import ParallelConfig
 from qwen3next_jax.processes.launch import TPU_VM, Launch
@@ -40,6 +41,8 @@ _FILE_CACHE_SECONDS = 70.0
 # Number of seconds for which this process waits for the others before it exits: after its work is
 # done, and after an error.
 _SHUTDOWN_TIMEOUT, _ERROR_TIMEOUT = 30, 10
+# {platform in JAX_PLATFORMS: what JAX calls its backend}, for accelerators.
+_BACKENDS = {"cuda": "gpu", "rocm": "gpu", "gpu": "gpu", "tpu": "tpu"}
 # The numbers of the messages. All processes exchange the same messages in the same order, so a
 # number names the same message in each process.
 _message_numbers = itertools.count()
@@ -123,23 +126,50 @@ def distributed_run(
         hosts.
 
     Raises:
-      UserError: as `initialize` raises it, or two processes differ; the message names the first
-        difference.
+      UserError: as `initialize` and `check_platform` raise it, or two processes differ; the message
+        names the first difference.
     """
     initialize(launch, parallel)
     try:
+        check_platform(jax.config.jax_platforms or "")
         compared = _compared_settings(settings) | _code_digests()
         run_on_all(lambda: None, compared, parallel.start_timeout)
         yield
         barrier()  # process 0 may still be writing the manifest of a checkpoint
     except BaseException as error:
-        if jax.process_count() > 1:
+        # `jax.process_count` would ask for the devices, which may be what failed.
+        if jax.distributed.is_initialized():
             timer = threading.Timer(
                 _ERROR_TIMEOUT, _exit, (getattr(error, "exit_code", ExitCode.CRASHED),)
             )
             timer.daemon = True
             timer.start()
         raise
+
+
+def check_platform(platforms: str) -> None:
+    """Checks that JAX computes on the kind of device that the user asks for. JAX itself takes the
+    next platform of the list without a word if the first one has no device.
+
+    Args:
+      platforms: what JAX_PLATFORMS holds, such as "cuda,cpu"; "" asks for nothing.
+
+    Raises:
+      UserError: JAX has no device of the first platform of the list.
+    """
+    first = platforms.partition(",")[0]
+    if first not in _BACKENDS:
+        return
+    try:
+        backend = jax.default_backend()
+    except (RuntimeError, AssertionError):  # the latter if no platform of the list has a device
+        backend = ""
+    if backend != _BACKENDS[first]:
+        fallback = f", only {backend}" if backend else ""
+        raise UserError(
+            f"JAX_PLATFORMS={platforms} asks for {first}, but JAX finds no such device{fallback}: "
+            f"`{shell_command('doctor')}` says why. JAX_PLATFORMS=cpu asks for the CPU"
+        )
 
 
 def _exit(code: ExitCode) -> None:

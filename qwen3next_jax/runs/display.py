@@ -21,6 +21,7 @@ from rich.text import Text
 
 from qwen3next_jax.common.errors import escape_lines
 from qwen3next_jax.common.metrics import (
+    MetricValue,
     evaluation_of_event,
     main_values,
     metric_values_of_event,
@@ -63,6 +64,14 @@ def title(run: ResolvedRun, corpus: str, steps_before: int, parent: str = "") ->
     return f"{run.config.name}: {parameters:,} parameters on {devices} · {corpus} · {start}" + (
         f"\n{options_text(options)}" if options else ""
     )
+
+
+def _by_source(value: MetricValue, values: Sequence[MetricValue], evaluation: str) -> str:
+    """Returns " (SOURCE VALUE, …)", a metric of the held-out evaluation by source; else ""."""
+    if value.condition or not evaluation.startswith("heldout"):
+        return ""
+    parts = [f"{one.condition} {one}" for one in values if one.kind == value.kind and one.condition]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 class _Wait:
@@ -219,9 +228,8 @@ class Display:
             shown = main_values(values) or [
                 value for value in values if value.metric.unit != "count"
             ]
-            line = "  ".join(
-                (f"step {step}  {name}", *(f"{value.label} {value}" for value in shown))
-            )
+            texts = [f"{one.label} {one}{_by_source(one, values, name)}" for one in shown]
+            line = "  ".join((f"step {step}  {name}", *texts))
             self._heldout.append(line)
         elif kind == "stage":
             self._compiled_in = step
@@ -317,6 +325,11 @@ class Display:
             (MTP_LOSS + mtp_target(int(name.rpartition("/")[2])), _number(value, ".4f"))
             for name, value in v.items()
             if name.startswith("mtp_loss/")
+        ]
+        cells += [
+            (name.replace("/", " ", 1), _number(value, ".3g"))
+            for name, value in v.items()
+            if name.partition("/")[0] == "epochs"
         ]
         if "balance_loss" in v:
             cells += [

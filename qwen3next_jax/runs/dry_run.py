@@ -2,21 +2,14 @@
 
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.config import Config, DataConfig
-from qwen3next_jax.data import readers
-from qwen3next_jax.data.packing import Documents
+from qwen3next_jax.data.estimate import Estimate, estimate
 from qwen3next_jax.data.pipeline import find_sources, source_of
-from qwen3next_jax.data.readers import BadRecords
-from qwen3next_jax.data.row_groups import describe_fit, fit_conversations, with_weights
-from qwen3next_jax.data.sources import Source
-from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.data.units import Job, encoded_documents
 from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.model.flops import flops_per_token
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
@@ -29,7 +22,12 @@ from qwen3next_jax.runs.telemetry import device_memory
 from qwen3next_jax.sharding.compiler_options import compiler_options, options_text
 from qwen3next_jax.sharding.mesh import make_mesh, mesh_text
 from qwen3next_jax.training.resolve import ResolvedRun
-from qwen3next_jax.training.stages import tokens_seen
+from qwen3next_jax.training.stages import (
+    SourceReading,
+    describe_epochs,
+    tokens_seen,
+    warn_of_epochs,
+)
 
 
 def dry_run(
@@ -53,8 +51,8 @@ def dry_run(
 
     Raises:
       UserError: the run cannot start; `train` would raise the same error. Some errors only `train`
-        finds, because this function reads only the first document of each glob, and reads no values
-        of the tensors in `train.init_from`.
+        finds, because this function reads only the first documents of each source, and reads no
+        values of the tensors in `train.init_from`.
     """
     restart = restart or is_restart_unfinished(workdir)
     mesh = make_mesh(config.parallel, devices)
@@ -70,8 +68,9 @@ def dry_run(
     for line in (*partial_ablations(run.model), *run.assignment.lines):
         print(line)
     _print_devices(run)
-    print(f"Data: {data}")
+    print(f"Data: {data.text}")
     _print_stages(run, taken)
+    _print_epochs(run, data.estimates, taken)
     if step:
         first = f"after step {step}"
     elif not train.init_from:
@@ -157,8 +156,21 @@ def _describe_init_from(run: ResolvedRun, parent: preflight.Parent | None) -> st
     return f"with {model}, reading {tokens}"
 
 
-def _describe_data(config: DataConfig, vocab_size: int, row_lengths: Sequence[int]) -> str:
-    """Reads the first documents of each glob. Returns a description of the training data.
+class _Described(NamedTuple):
+    """The training data.
+
+    Attributes:
+      text: a description.
+      estimates: the size of each source; None if its text is gone, and only its tokens are there.
+        Empty if the data are generated.
+    """
+
+    text: str
+    estimates: Sequence[Estimate | None]
+
+
+def _describe_data(config: DataConfig, vocab_size: int, row_lengths: Sequence[int]) -> _Described:
+    """Reads the first documents of each source.
 
     Args:
       config: settings of the data.
@@ -166,50 +178,48 @@ def _describe_data(config: DataConfig, vocab_size: int, row_lengths: Sequence[in
       row_lengths: the numbers of tokens of a row, over all stages.
     """
     if config.source != "text":
-        return f"{config.source}, generated during training"
+        return _Described(f"{config.source}, generated during training", [])
     tokenizer = source_of(config).tokenizer_of(config, vocab_size)
     resolved = find_sources(config, tokenizer)
-    fits = []
-    for source in resolved:
-        if not source.text_is_gone:
-            fits += _read_first(source, tokenizer, row_lengths)
-    return (
+    estimates = [
+        None if source.text_is_gone else estimate(source, tokenizer, row_lengths)
+        for source in resolved
+    ]
+    long = "".join(text for one in estimates if one for text in one.long)
+    text = (
         f"{sum(len(source.files) for source in resolved):,} files, "
         f"{gigabytes(sum(source.size for source in resolved))}, tokenizer of "
-        f"{tokenizer.vocab_size:,} tokens; the first document of "
-        f"{'each glob' if len(resolved) > 1 else 'it'} has been read" + "".join(fits)
+        f"{tokenizer.vocab_size:,} tokens; the first documents of "
+        f"{'each source' if len(resolved) > 1 else 'it'} have been read{long}"
     )
+    return _Described(text, estimates)
 
 
-def _read_first(source: Source, tokenizer: Tokenizer, row_lengths: Sequence[int]) -> list[str]:
-    """Reads the first document of a source, or the first conversations, of some megabyte.
+def _print_epochs(run: ResolvedRun, estimates: Sequence[Estimate | None], taken: int) -> None:
+    """Prints how often the run reads each source, by the sizes of their first documents.
 
-    Returns:
-      Of conversations: for each length of a row, how many of them are longer.
-
-    Raises:
-      UserError: they cannot be read, or the source holds none.
+    Args:
+      estimates: the size of each source of the data; None: unknown.
+      taken: the number of steps that are already taken.
     """
-    if source.chat is None:
-        next(readers.documents(source))
-        return []
-    for file in source.files:
-        job = Job(file, readers.parts(file)[0], "", chat=source.chat)
-        bad = BadRecords(source.on_bad_text, source.bad_records)
-        first = next((b for b in encoded_documents(job, tokenizer, bad) if b.documents), None)
-        if first:
-            return [_describe_fit(first.documents, tokenizer, length) for length in row_lengths]
-    raise readers.no_text(source, {})
-
-
-def _describe_fit(conversations: Sequence[Any], tokenizer: Tokenizer, row_length: int) -> str:
-    """Returns how many of these `units` documents are longer than a row."""
-    tokens = [with_weights(c.tokens[0], c.weights) for c in conversations]
-    ends = np.cumsum([len(own) for own in tokens])
-    documents = Documents(np.concatenate(tokens), ends, 0, np.zeros_like(ends))
-    _, counts = fit_conversations(documents, row_length, tokenizer)
-    fit = describe_fit(counts, row_length)
-    return f"; of the first ones, {fit}" if fit else ""
+    if not estimates or None in estimates:
+        return
+    read: dict[str, SourceReading] = {}
+    sources = run.config.data.sources
+    for stage in run.stages:
+        first = max(stage.steps_before, taken)
+        tokens = max(stage.last_step - first, 0) * stage.tokens_per_step
+        weights = stage.data.source_weights or [one.tokens for one in estimates]
+        for source, one, weight in zip(sources, estimates, weights, strict=True):
+            share = tokens * weight / sum(weights)
+            before = read.get(source.name, SourceReading(0.0, 0.0, 0))
+            read[source.name] = SourceReading(
+                before.epochs + share / one.tokens, before.tokens + share, round(one.documents)
+            )
+    if run.steps > taken:
+        print(f"The run {describe_epochs(read, run.steps - taken)}, as the first documents suggest")
+    if line := warn_of_epochs(read):
+        print(f"warning: {line}")
 
 
 def _newest_step(workdir: pathlib.Path) -> int:

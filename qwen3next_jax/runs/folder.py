@@ -118,7 +118,7 @@ _CONTROL = "".join(map(chr, range(32)))  # Google Cloud Storage refuses some of 
 _SCHEMES = (("gs",), ("s3",), ("az",), ("hf",))  # folders of / that etils takes for buckets
 # The format of run.json, and of all that lies beside it. Raise it when a folder that was written
 # before a change would be read wrongly after it.
-_FORMAT = 3
+_FORMAT = 4
 
 
 class RunLock:

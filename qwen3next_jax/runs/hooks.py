@@ -13,6 +13,7 @@ from flax import nnx
 
 from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.config import EvalConfig, TrainConfig
+from qwen3next_jax.data.pipeline import Epoch
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.processes.distributed import StopVote, broadcast_from_process_0
 from qwen3next_jax.processes.watchdog import Signals, Watchdog
@@ -28,7 +29,7 @@ from qwen3next_jax.training.diagnostics import make_diagnostics_step, summarise
 from qwen3next_jax.training.guards import NO_TARGETS
 from qwen3next_jax.training.loop import Decision, Hook, Metrics, StepInfo, Trainer
 from qwen3next_jax.training.resolve import ResolvedRun
-from qwen3next_jax.training.stages import DataCursor, ResolvedStage
+from qwen3next_jax.training.stages import DataCursor, ResolvedStage, SourceReading, sources_read
 from qwen3next_jax.training.state import State
 
 # Metrics of the train step that a "train" event leaves out, because they are arrays or, in "flags",
@@ -150,11 +151,14 @@ class MetricsHook(Hook):
     whenever it is called.
     """
 
-    def __init__(self, trainer: Trainer, metrics: MetricsFile):
+    def __init__(self, trainer: Trainer, metrics: MetricsFile, epochs: Mapping[str, Epoch]):
+        """Makes the hook. `epochs`: name of a stream of the data → one epoch of it."""
         self._trainer = trainer
         self._metrics = metrics
+        self._epochs = epochs
 
     def stage_begins(self, step: int, stage: ResolvedStage, cursor: DataCursor) -> None:
+        self._cursor = cursor
         bits_per_nat = self._trainer.data.describe()["bits_per_nat"]
         self._throughput = Throughput(self._trainer.run, stage, bits_per_nat)
         if stage.name and step == cursor.step + 1:
@@ -178,7 +182,20 @@ class MetricsHook(Hook):
             record["idle_experts"] = int(np.sum(load == 0))
         steps, seconds, waited = self._trainer.clock.lap(info.step)
         record |= self._throughput.measure(info.step, record["loss"], steps, seconds, waited)
+        rows = self._cursor.rows_read(info.step, int(info.state["guards"]["data_offset"]))
+        record |= reading_fields(sources_read(rows, self._epochs))
         self._metrics.write("train", info.step, **record)
+
+
+def reading_fields(read: Mapping[str, SourceReading]) -> dict[str, float]:
+    """Returns the fields of a "train" event that say how much of its sources a run has read:
+    "epochs" of one source; "epochs/SOURCE" and "tokens/SOURCE" of several.
+    """
+    if len(read) == 1:
+        (only,) = read.values()
+        return {"epochs": only.epochs}
+    fields = {f"epochs/{name}": source.epochs for name, source in read.items()}
+    return fields | {f"tokens/{name}": round(source.tokens) for name, source in read.items()}
 
 
 class DiagnosticsHook(Hook):

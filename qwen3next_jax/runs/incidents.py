@@ -43,7 +43,7 @@ from qwen3next_jax.training.resolve import ResolvedRun, resolve_run
 from qwen3next_jax.training.stages import DataCursors
 from qwen3next_jax.training.state import State
 
-_FORMAT = 2  # of dump.json
+_FORMAT = 3  # of dump.json
 
 
 class Halted(Exception):

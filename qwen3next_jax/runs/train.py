@@ -11,7 +11,7 @@ import pathlib
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from qwen3next_jax.common.rooms import has_room
 from qwen3next_jax.common.storage import BucketPath, with_patience
 from qwen3next_jax.config import Config
 from qwen3next_jax.config.registry import resolve, trust_flags
-from qwen3next_jax.data.pipeline import Data, TextData
+from qwen3next_jax.data.pipeline import Data, Epoch, TextData
 from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.readers import bad_summary
 from qwen3next_jax.data.tokens import Tokenizer
@@ -72,11 +72,15 @@ from qwen3next_jax.training.resolve import ResolvedRun
 from qwen3next_jax.training.stages import (
     DataCursors,
     ResolvedStage,
+    describe_epochs,
+    epochs_of_stages,
     first_cursor,
     open_stages,
     place_cursors,
     recorded_cursors,
+    sources_read,
     stage_number,
+    warn_of_epochs,
 )
 from qwen3next_jax.training.state import State
 
@@ -179,6 +183,7 @@ def train(
                     hooks.OperatorsHook(workdir, metrics),
                     hooks.DisplayHook(display),
                 ),
+                epochs=epochs_of_stages(data),
                 add_hooks=add_hooks,
                 saving=saving,
             )
@@ -388,7 +393,13 @@ def _first_state(
 
 def _title(run: ResolvedRun, data: Sequence[Data], opened: _OpenedFolder, start: _Start) -> str:
     parent = opened.parent["path"] if start.continues_parent else ""
-    return title(run, data[0].describe()["title"], start.step, parent)
+    read = sources_read(start.cursors[-1].rows_read(run.steps), epochs_of_stages(data))
+    if is_process_0() and (line := warn_of_epochs(read)):
+        warn(line)
+    corpus = ", ".join(
+        filter(None, (data[0].describe()["title"], describe_epochs(read, run.steps)))
+    )
+    return title(run, corpus, start.step, parent)
 
 
 def _bad_records(data: Sequence[Data]) -> list[list]:
@@ -465,6 +476,7 @@ def _add_hooks(
     tokenizer: Tokenizer,
     display: Display,
     required_hooks: Sequence[hooks.Hook],
+    epochs: Mapping[str, Epoch],
     add_hooks: Callable[[Trainer], None] | None,
     saving: hooks.CheckpointHook,
 ) -> hooks.EvaluationHook | None:
@@ -475,6 +487,7 @@ def _add_hooks(
     Args:
       display: shows what the run waits for while a hook works.
       required_hooks: hooks that are called after every step and whose errors end the run.
+      epochs: name of a stream of the data → one epoch of it.
       add_hooks: adds the caller's hooks; None: there are none.
       saving: the hook that saves checkpoints.
 
@@ -486,7 +499,7 @@ def _add_hooks(
     for hook in required_hooks:
         trainer.add_hook(hook, every=0, required=True)
     trainer.add_hook(
-        hooks.MetricsHook(trainer, metrics),
+        hooks.MetricsHook(trainer, metrics, epochs),
         every=(config.train.log_every, save_every),
         at_stage_end=True,
         at_stop=True,

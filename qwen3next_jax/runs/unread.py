@@ -233,7 +233,7 @@ def check_targets(config: Config, resumed: Config | None = None) -> None:
     """
     data = config.data
     require(
-        bool(data.globs) or not data.path or bool(resumed and resumed.data.path == data.path),
+        bool(data.sources) or bool(resumed and resumed.data.path == data.path),
         f"data.path = {data.path!r}: it names no file: expected comma-separated globs, or '' for "
         "Python's standard library",
     )

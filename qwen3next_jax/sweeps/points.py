@@ -40,7 +40,7 @@ from qwen3next_jax.config.mixer import is_mixer_setting
 from qwen3next_jax.config.registry import trust_user_settings
 from qwen3next_jax.runs.vocabulary import fill_from_tokenizer
 
-FORMAT = 2  # of sweep.json; raise it when a recorded sweep would be read wrongly after a change
+FORMAT = 3  # of sweep.json; raise it when a recorded sweep would be read wrongly after a change
 _KEYS = ("base", "set", "axes", "match", "x")
 _MATCHES = ("", "parameters", "flops")
 _WIDTH_STEP = 8

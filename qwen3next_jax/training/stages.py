@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import Config, DataConfig, OptimizerConfig, Stage, TrainConfig
-from qwen3next_jax.data.pipeline import Data, open_data, rows_of_streams
+from qwen3next_jax.data.pipeline import Data, Epoch, open_data, rows_of_streams
 from qwen3next_jax.data.preparation import Progress
 
 # Name of a group of settings → the settings in this group that a stage can set.
@@ -231,24 +231,116 @@ class DataCursor(NamedTuple):
           data: the data of the next stage.
           data_offset: the number of batches that rewinds have skipped in the stage of this cursor.
         """
-        rows = self.row + (step - self.step + data_offset) * self.batch_size
         if data.fingerprint == self.fingerprint:
             return self._replace(
-                batch_size=data.batch_size, step=step, row=rows, streams=dict(data.streams)
+                batch_size=data.batch_size,
+                step=step,
+                row=self._row_of_mix(step, data_offset),
+                streams=dict(data.streams),
             )
-        rows_of_streams = (
-            rows_taken(self.streams, rows) if self.streams else {self.fingerprint: rows}
-        )
-        starts = dict(self.starts) | {
-            name: self.starts.get(name, 0) + count for name, count in rows_of_streams.items()
-        }
+        starts = self.rows_read(step, data_offset)
         return DataCursor(data.fingerprint, data.batch_size, step, 0, starts, dict(data.streams))
+
+    def rows_read(self, step: int, data_offset: int = 0) -> dict[str, int]:
+        """Returns name of a stream → the number of its rows that the run has read after `step`
+        steps, which the stage of this cursor contains; with those that rewinds skipped.
+        """
+        rows = self._row_of_mix(step, data_offset)
+        taken = rows_taken(self.streams, rows) if self.streams else {self.fingerprint: rows}
+        return dict(self.starts) | {
+            name: self.starts.get(name, 0) + count for name, count in taken.items()
+        }
+
+    def _row_of_mix(self, step: int, data_offset: int) -> int:
+        return self.row + (step - self.step + data_offset) * self.batch_size
 
     def same_stream(self, other: "DataCursor") -> bool:
         """Whether the stages of both cursors read batches of the same size from the same training
         stream, so that their losses and gradient norms are comparable.
         """
         return (self.fingerprint, self.batch_size) == (other.fingerprint, other.batch_size)
+
+
+class SourceReading(NamedTuple):
+    """How much of a source a run has read.
+
+    Attributes:
+      epochs: how often it has read the source.
+      tokens: the number of tokens, without padding; of an unfinished epoch in proportion to its
+        rows.
+      documents: the number of documents of the source.
+    """
+
+    epochs: float
+    tokens: float
+    documents: int
+
+
+def sources_read(rows: Mapping[str, int], epochs: Mapping[str, Epoch]) -> dict[str, SourceReading]:
+    """Returns name of a source → how much of it was read. A source is left out if its stream never
+    repeats.
+
+    Args:
+      rows: name of a stream → the number of its rows that were read (`DataCursor.rows_read`).
+      epochs: name of a stream → one epoch of it (`Data.epochs`), for all stages.
+    """
+    found: dict[str, SourceReading] = {}
+    for stream, epoch in epochs.items():
+        share = rows.get(stream, 0) / epoch.rows
+        before = found.get(epoch.source, SourceReading(0.0, 0.0, 0))
+        found[epoch.source] = SourceReading(
+            before.epochs + share, before.tokens + share * epoch.tokens, epoch.documents
+        )
+    return found
+
+
+def epochs_of_stages(data: Sequence[Data]) -> dict[str, Epoch]:
+    """Returns name of a stream → one epoch of it, for the streams of all stages."""
+    return {name: epoch for rows in data for name, epoch in rows.epochs.items()}
+
+
+# A model learns little more from data that it reads more often (Muennighoff et al. 2023,
+# "Scaling Data-Constrained Language Models").
+_MOST_EPOCHS = 4
+
+
+def describe_epochs(read: Mapping[str, SourceReading], steps: int) -> str:
+    """Returns how often a run of `steps` steps reads each of its sources; "" if it has none that
+    repeats.
+    """
+    if not read:
+        return ""
+    if len(read) == 1:
+        (source,) = read.values()
+        text = f"{source.epochs:.3g} epochs of {source.documents:,} documents"
+    else:
+        first, *others = (
+            f"{source.epochs:.3g}{{}} of {name} ({source.documents:,} documents)"
+            for name, source in read.items()
+        )
+        text = ", ".join((first.format(" epochs"), *(other.format("") for other in others)))
+    in_one = {name: source.epochs / steps for name, source in read.items()}
+    often = [
+        f"{epochs:.3g}" + (f" of {name}" if len(read) > 1 else "")
+        for name, epochs in in_one.items()
+        if epochs > 1
+    ]
+    return f"reads {text}" + (f"; in one step {', '.join(often)}" if often else "")
+
+
+def warn_of_epochs(read: Mapping[str, SourceReading]) -> str:
+    """Returns a warning if a run reads sources more often than a model gains by; else ""."""
+    often = [
+        (f"{name} " if len(read) > 1 else "its data ") + f"{source.epochs:.3g} times"
+        for name, source in read.items()
+        if source.epochs > _MOST_EPOCHS
+    ]
+    if not often:
+        return ""
+    return (
+        f"the run reads {', '.join(often)}: after {_MOST_EPOCHS} times a model learns little more "
+        "from the same documents; add data, or take fewer steps"
+    )
 
 
 # The cursor of every stage. It is None for a stage that ended before the run began to read, which

@@ -322,7 +322,7 @@ def test_the_command_line_sets_values_of_every_type():
             ("optimizer.learning_rate", "1e-3"),
             ("telemetry.tensorboard", "true"),
             ("eval.suites", "mqar,niah"),
-            ("data.weights", "(1, 2.5)"),
+            ("data.weights", "1,2.5"),
             ("data.path", "a,b"),
             ("eval.suite_pairs", "4"),
             ("train.stages", "({'steps': 3}, {'steps': 4, 'batch_size': 2})"),
@@ -336,7 +336,7 @@ def test_the_command_line_sets_values_of_every_type():
     )
     assert (config.eval.suites, config.data.weights, config.eval.suite_pairs) == (
         ("mqar", "niah"),
-        (1.0, 2.5),
+        "1,2.5",
         (4,),
     )
     assert config.train.stages == (Stage(3), Stage(4, batch_size=2))

@@ -98,20 +98,21 @@ def test_an_error_of_a_first_trace_is_forgotten_at_the_second(kernel, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "environment, plugin_found, devices, platform, says",
+    "environment, plugin_found, devices, library, platform, says",
     [
-        ({}, False, True, "cpu", "--extra gpu"),
-        ({"LD_LIBRARY_PATH": "/opt/cuda"}, True, True, "cpu", "LD_LIBRARY_PATH=/opt/cuda"),
-        ({"CUDA_VISIBLE_DEVICES": ""}, True, True, "cpu", "CUDA_VISIBLE_DEVICES hides"),
-        ({}, True, False, "cpu", "--gpus=all"),
-        ({}, True, True, "cpu", "nvidia-smi shows"),
-        ({"JAX_PLATFORMS": "cpu"}, True, True, "cpu", ""),
-        ({"JAX_PLATFORMS": "cuda,cpu"}, True, True, "cpu", "nvidia-smi shows"),
-        ({}, True, True, "gpu", ""),
+        ({}, False, True, True, "cpu", "--extra gpu"),
+        ({"LD_LIBRARY_PATH": "/opt/cuda"}, True, True, True, "cpu", "LD_LIBRARY_PATH=/opt/cuda"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, True, True, True, "cpu", "CUDA_VISIBLE_DEVICES hides"),
+        ({}, True, False, True, "cpu", "--gpus=all"),
+        ({}, True, True, True, "cpu", "nvidia-smi shows"),
+        ({"JAX_PLATFORMS": "cpu"}, True, True, True, "cpu", ""),
+        ({"JAX_PLATFORMS": "cuda,cpu"}, True, True, True, "cpu", "nvidia-smi shows"),
+        ({}, True, True, True, "gpu", ""),
+        ({}, True, True, False, "cpu", "/usr/local/nvidia/lib64"),
     ],
 )
 def test_a_gpu_that_jax_does_not_use_is_named(
-    monkeypatch, tmp_path, environment, plugin_found, devices, platform, says
+    monkeypatch, tmp_path, environment, plugin_found, devices, library, platform, says
 ):
     driver, device = tmp_path / "version", tmp_path / "nvidia0"
     driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release")
@@ -120,9 +121,15 @@ def test_a_gpu_that_jax_does_not_use_is_named(
     monkeypatch.setattr(installation, "NVIDIA_DRIVER", driver)
     monkeypatch.setattr(installation, "GPU_DEVICES", (device,))
     monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: plugin_found or None)
+    monkeypatch.setattr(installation, "has_cuda_library", lambda: library)
     installation.skip_absent_tpu(environment)  # as every command begins; libtpu is there
     line = installation.unused_gpu(environment, platform)
     assert bool(line) == bool(says) and says in line
     assert not line or "driver 580.82.07" in line
-    driver.unlink()
-    assert installation.unused_gpu(environment, platform) == ""
+
+
+def test_a_gpu_without_driver_is_missed_where_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(installation, "NVIDIA_DRIVER", tmp_path / "absent")
+    assert installation.unused_gpu({}, "cpu") == ""
+    asked = installation.unused_gpu({"JAX_PLATFORMS": "cuda,cpu"}, "cpu")
+    assert "JAX_PLATFORMS=cuda,cpu" in asked and str(tmp_path / "absent") in asked

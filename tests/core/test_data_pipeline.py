@@ -163,7 +163,7 @@ def test_document_names_say_where_the_rows_come_from(config):
 
 def test_mixture_shares(config, tmp_path):
     write_jsonl(tmp_path / "zeros.jsonl", ["0" * 200] * 20)
-    mixed = load(config, path=f"{config.path}, {tmp_path}/zeros.jsonl", weights=(3.0, 1.0))
+    mixed = load(config, path=f"{config.path}, {tmp_path}/zeros.jsonl", weights="3,1")
     batches = take(mixed.batches(0), 100)
     zeros = np.concatenate([(batch["tokens"] == ord("0")).mean(axis=1) > 0.5 for batch in batches])
     assert abs(zeros.mean() - 0.25) < 0.01

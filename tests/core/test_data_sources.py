@@ -35,7 +35,8 @@ def read(path, text_field="text"):
 
 
 def write_parquet(path, columns):
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    table = columns if isinstance(columns, pyarrow.Table) else pyarrow.table(columns)
+    pyarrow.parquet.write_table(table, path)
 
 
 def zst(data):
@@ -99,6 +100,66 @@ FORMATS = {
 def test_every_format_gives_the_same_documents(name, tmp_path):
     FORMATS[name](tmp_path / name)
     assert read(tmp_path / name) == [(f"{name}:{i + 1}", text) for i, text in enumerate(TEXTS)]
+
+
+NESTED = [{"id": i, "content": {"text": text, "lang": "xx"}} for i, text in enumerate(TEXTS)]
+NESTED_FORMATS = {
+    "a.jsonl": lambda path: path.write_text("\n".join(map(json.dumps, NESTED))),
+    "a.json": lambda path: path.write_text(json.dumps(NESTED)),
+    "long.jsonl": lambda path: path.write_text(
+        "\n".join(json.dumps(record | {"filler": "x" * texts.LONG}) for record in NESTED)
+    ),
+    "a.parquet": lambda path: write_parquet(path, pyarrow.Table.from_pylist(NESTED)),
+    "a.arrow": lambda path: write_arrow(path, pyarrow.Table.from_pylist(NESTED)),
+}
+
+
+@pytest.mark.parametrize("name", NESTED_FORMATS)
+def test_a_dotted_field_is_inside_an_object(name, tmp_path):
+    NESTED_FORMATS[name](tmp_path / name)
+    assert [text for _, text in read(tmp_path / name, "content.text")] == TEXTS
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_name_with_dots_comes_before_a_path(name, tmp_path):
+    records = [record | {"content.text": "its own"} for record in NESTED]
+    if name == "a.jsonl":
+        (tmp_path / name).write_text(json.dumps(records[0]))
+    else:
+        write_parquet(tmp_path / name, pyarrow.Table.from_pylist(records[:1]))
+    assert [text for _, text in read(tmp_path / name, "content.text")] == ["its own"]
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_struct_that_is_null_has_no_text(name, tmp_path):
+    type_ = pyarrow.struct([("text", pyarrow.string())])
+    table = pyarrow.table({"content": pyarrow.array([{"text": "x"}, None], type_)})
+    (write_parquet if name == "a.parquet" else write_arrow)(tmp_path / name, table)
+    with pytest.raises(UserError, match=r"row 2 of column 'content\.text': is null"):
+        read(tmp_path / name, "content.text")
+
+
+@pytest.mark.parametrize(
+    "record, field, says",
+    [
+        ({"content": {"text": "x"}}, "content", ["content.text"]),
+        ({"content": {"text": "x"}}, "text", ["'content' (with 'text')"]),
+        ({"content": {"text": "x"}}, "content.body", ["'content' has 'text'"]),
+        ({"content": [{"text": "x"}]}, "content.text", ["'content' is a list"]),
+        ({"content": "x"}, "content.text", ["'content' is of type str"]),
+    ],
+)
+def test_a_path_without_text_says_what_is_there(record, field, says, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    with pytest.raises(UserError) as raised:
+        read(tmp_path / "a.jsonl", field)
+    assert all(part in str(raised.value) for part in ["a.jsonl:1", *says])
+
+
+def test_a_column_path_through_a_list_is_refused(tmp_path):
+    write_parquet(tmp_path / "a.parquet", pyarrow.table({"content": [[{"text": "x"}]]}))
+    with pytest.raises(UserError, match="a.parquet: .*'content' is of type list"):
+        read(tmp_path / "a.parquet", "content.text")
 
 
 def test_text_files_and_blank_lines(tmp_path):

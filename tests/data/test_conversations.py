@@ -152,7 +152,7 @@ def test_prepare_counts_what_rows_hold(tmp_path, marked):
     assert f"{stated} tokens; 9 have no target in it and are left out" in counts["title"]
     assert f"{counts['dropped_tokens']:,} tokens are dropped" in counts["title"]
     given = config(tmp_path, marked, records)
-    assert counts["title"].partition("; ")[2] in _describe_data(given, 259, [96])
+    assert counts["title"].partition("; ")[2] in _describe_data(given, 259, [96]).text
     fitting = open_data(config(tmp_path, marked, records), 512, 2).describe()
     assert counts["tokens"] + counts["dropped_tokens"] == fitting["tokens"]
     assert "longer" not in fitting["title"]
@@ -219,7 +219,7 @@ def test_texts_beside_conversations_count_in_full_and_resume_the_same(tmp_path, 
     write_jsonl(texts, [f"text {i} " * 9 for i in range(40)])
     one = config(tmp_path, marked)
     both = config(
-        tmp_path, marked, path=f"{one.path},{texts}", messages_field="messages,", weights=(1, 1)
+        tmp_path, marked, path=f"{one.path},{texts}", messages_field="messages,", weights="1,1"
     )
     data = open_data(both, 128, 2)
     names = [data.names(i)[0].partition(":")[0] for i in range(8)]
@@ -437,3 +437,22 @@ def test_a_flipped_bit_of_the_weights_is_noticed(tmp_path, marked):
     path.write_bytes(data)
     with refused(tmp_path):
         open_data(config(tmp_path, marked), 128, 2)  # other rows from the same unit
+
+
+def test_messages_may_be_inside_an_object(tmp_path, marked):
+    flat = open_data(config(tmp_path, marked, [{"messages": c} for c in CONVERSATIONS]), 256, 2)
+    (tmp_path / "nested").mkdir()
+    nested = config(
+        tmp_path / "nested",
+        marked,
+        [{"chat": {"messages": c}} for c in CONVERSATIONS],
+        messages_field="chat.messages",
+    )
+    np.testing.assert_array_equal(open_data(nested, 256, 2).row(0)["tokens"], flat.row(0)["tokens"])
+
+
+def test_tools_beside_nested_messages_are_refused(tmp_path, marked):
+    record = {"chat": {"messages": CONVERSATIONS[0], "tools": [{"name": "f"}]}}
+    data = config(tmp_path, marked, [record], messages_field="chat.messages")
+    with pytest.raises(UserError, match=r"chat.jsonl:1\b.*'tools'"):
+        open_data(data, 256, 2)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from models import drawn_model
 from page import example, line
 
 from qwen3next_jax.commands import evaluate
@@ -364,6 +365,31 @@ def test_a_new_evaluation_is_one_file_and_one_line(tmp_path, monkeypatch, capsys
         "repetition accuracy/8 tokens",
         "repetition accuracy/16 tokens",
     ]
+
+
+def test_a_source_is_measured_as_if_alone(tmp_path):
+    model = dataclasses.replace(NANO.model, vocab_size=257)
+    graphdef, params = nnx.split(drawn_model(model))
+    for name in ("web", "code"):
+        lines = (json.dumps({"text": f"{name} {i} " * (i % 7 + 1)}) for i in range(60))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+
+    def measure(path: str) -> dict[str, float]:
+        config = DataConfig(
+            path=path, heldout_fraction=0.3, prepared_dir=str(tmp_path / "prepared")
+        )
+        data = open_data(config, 32, 4, 257)
+        context = evaluation.EvalContext(model, graphdef, BYTES, lambda: data)
+        return evaluation.make_evaluations(("heldout",), context)["heldout"].run(params)
+
+    web, code = f"web={tmp_path}/web.jsonl", f"code={tmp_path}/code.jsonl"
+    both = measure(f"{web},{code}")
+    alone = {name: measure(path) for name, path in (("web", web), ("code", code))}
+    for name, values in alone.items():
+        assert both[f"bits_per_byte/{name}"] == pytest.approx(values["bits_per_byte"], rel=1e-6)
+    bits = sum(values["bits_per_byte"] * values["bytes"] for values in alone.values())
+    assert both["bits_per_byte"] == pytest.approx(bits / both["bytes"], rel=1e-6)
+    assert "bits_per_byte/web" not in alone["web"]
 
 
 @pytest.mark.slow

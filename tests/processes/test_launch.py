@@ -276,3 +276,14 @@ def test_whatever_one_process_meets_is_told_to_all(capsys):
         {"error": "ZeroDivisionError: division by zero", "code": 1},
     )
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("platforms", ["cuda,cpu", "gpu", "tpu,cpu"])
+def test_an_accelerator_asked_for_must_be_there(platforms):
+    with pytest.raises(UserError, match=f"JAX_PLATFORMS={platforms} .* only cpu"):
+        distributed.check_platform(platforms)
+
+
+@pytest.mark.parametrize("platforms", ["", "cpu", "cpu,cuda"])
+def test_a_cpu_that_nobody_excluded_is_taken(platforms):
+    distributed.check_platform(platforms)

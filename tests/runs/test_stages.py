@@ -15,9 +15,11 @@ from qwen3next_jax.runs import folder
 from qwen3next_jax.training.stages import (
     DataCursor,
     after_rewind,
+    epochs_of_stages,
     open_stages,
     place_cursors,
     resolve_stages,
+    sources_read,
     stage_number,
     tokens_seen,
 )
@@ -178,14 +180,15 @@ def opened(config):
     return open_stages(resolve_stages(config), config.model.vocab_size)
 
 
-def test_no_row_is_read_twice_where_the_rows_are_the_same(texts):
-    """Batches of another size, streams mixed otherwise, left out and taken up again, rows of
-    another length in between: every stream is read in its order, without a gap; where nothing
-    differs, as if there were no boundary.
+@pytest.fixture(scope="module")
+def mixed(texts):
+    """Six stages of three sources: batches of another size, streams mixed otherwise, left out and
+    taken up again, rows of another length in between. Returns the configuration, the data and the
+    cursor of each stage, and the first document of each row that each stage reads.
     """
     data = DataConfig(
-        path=",".join(f"{texts}/{name}.jsonl" for name in "abc"),
-        weights=(3, 1, 0),
+        path=",".join(f"{name}={texts}/{name}.jsonl" for name in "abc"),
+        weights="3,1,0",
         prepared_dir=str(texts / "rows"),
     )
     train = TrainConfig(
@@ -196,9 +199,9 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(texts):
             Stage(6),
             Stage(6),
             Stage(6, batch_size=3),
-            Stage(6, weights=(1, 1, 2)),
+            Stage(6, weights="a=1,b=1,c=2"),
             Stage(6, sequence_length=32),
-            Stage(6, weights=(0, 1, 1)),
+            Stage(6, weights="0,1,1"),
         ),
     )
     config = dataclasses.replace(with_(model={"vocab_size": 257}), data=data, train=train)
@@ -211,6 +214,31 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(texts):
         drawn.append(
             [name[0] for step in range(first, first + 6) for name in read.document_names(step)]
         )
+    return config, rows, cursors, drawn
+
+
+def test_epochs_count_the_rows_that_stages_read(mixed):
+    _, rows, cursors, drawn = mixed
+    epochs = epochs_of_stages(rows)
+    lengths = [{epoch.source: epoch.rows for epoch in read.epochs.values()} for read in rows]
+    for number, cursor in enumerate(cursors):
+        read = sources_read(cursor.rows_read(6 * number + 6), epochs)
+        for name in "abc":
+            expected = sum(
+                sum(document.startswith(name) for document in drawn[stage]) / lengths[stage][name]
+                for stage in range(number + 1)
+            )
+            assert read[name].epochs == pytest.approx(expected), (number, name)
+
+
+def test_no_row_is_read_twice_where_the_rows_are_the_same(mixed, texts):
+    """Every stream is read in its order, without a gap; where nothing differs, as if there were no
+    boundary.
+    """
+    config, rows, cursors, drawn = mixed
+    data, train, stages = config.data, config.train, resolve_stages(config)
+    for stage, read, cursor in zip(stages, rows, cursors, strict=True):
+        first = cursor.batch(stage.steps_before + 1, 0)
         np.testing.assert_array_equal(
             next(read.batches(first))["tokens"][0], read.row(read._first_row_of(first))["tokens"]
         )
@@ -223,7 +251,9 @@ def test_no_row_is_read_twice_where_the_rows_are_the_same(texts):
         (alone,) = opened(
             dataclasses.replace(
                 whole,
-                data=dataclasses.replace(data, weights=tuple(float(j == i) for j in range(3))),
+                data=dataclasses.replace(
+                    data, weights=",".join(str(int(j == i)) for j in range(3))
+                ),
             )
         )
         found = [one for stage in (0, 1, 2, 3, 5) for one in drawn[stage] if one.startswith(name)]

@@ -502,7 +502,7 @@ def test_config_round_trips_and_names_mistakes(config):
             {"optimizer": {"muon": {"steps": 3}}},
             "optimizer.muon is set, but optimizer.name = 'adamw' does not read it",
         ),
-        ({"data": {"path": "a,b", "weights": [1]}}, "1 numbers for 2 globs"),
+        ({"data": {"path": "a,b", "weights": "1"}}, "1 values for 2 sources"),
     ):
         with pytest.raises(UserError, match=message):
             from_dict(Config, values)

@@ -128,7 +128,7 @@ def test_the_printed_command_of_a_point_is_that_point(tmp_path, monkeypatch):
     long = tuple(f"file '{i}' \"of\" $many; `such`" for i in range(40))
     settings = {
         "data.path": ",".join(long),
-        "data.weights": list(np.linspace(0.1, 1, 40)),
+        "data.weights": ",".join(map(str, np.linspace(0.1, 1, 40))),
         "eval.sample_prompt": ' it\'s\t\\ $HOME `x` "é" *.py ',
         "train.stages": ({"name": "a b'", "steps": 3, "learning_rate": 1e-5}, {"steps": 497}),
         "model.mtp_depth": 0,
@@ -387,7 +387,7 @@ def test_the_folder_of_another_sweep_is_refused(tmp_path):
         runner.open_sweep(sweep, tmp_path / "v")  # of the same overrides, on a base that was edited
     recorded = tmp_path / "v" / "sweep.json"
     now = recorded.read_text()
-    recorded.write_text(now.replace('"format": 2', '"format": 1'))
+    recorded.write_text(now.replace('"format": 3', '"format": 2'))
     with refused("sweep.json"):
         runner.open_sweep(sweep, tmp_path / "v")
     recorded.write_text(now)

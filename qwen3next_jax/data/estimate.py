@@ -1,0 +1,71 @@
+"""What the first documents of a source say about all of it, for a start that writes nothing."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from qwen3next_jax.data import readers
+from qwen3next_jax.data.packing import Documents
+from qwen3next_jax.data.readers import BadRecords
+from qwen3next_jax.data.row_groups import describe_fit, fit_conversations, with_weights
+from qwen3next_jax.data.sources import Source
+from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.data.units import Job, encoded_documents
+
+_SAMPLE_BYTES = 1 << 20  # of files
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """The size of a source, in proportion to that of its first documents.
+
+    Attributes:
+      tokens: the number of tokens.
+      documents: the number of documents.
+      long: for each length of a row, how many of the first conversations are longer, as text; ""
+        for none.
+    """
+
+    tokens: float
+    documents: float
+    long: tuple[str, ...] = ()
+
+
+def estimate(source: Source, tokenizer: Tokenizer, row_lengths: Sequence[int] = ()) -> Estimate:
+    """Reads the first documents of a source, of about a megabyte of its files.
+
+    Raises:
+      UserError: they cannot be read, or the source holds none.
+    """
+    tokens = documents = size = 0
+    long: tuple[str, ...] = ()
+    for file in source.files:
+        job = Job(file, readers.parts(file)[0], source.text_field, chat=source.chat)
+        bad = BadRecords(source.on_bad_text, source.bad_records)
+        position = 0
+        for batch in encoded_documents(job, tokenizer, bad):
+            position = batch.position
+            tokens += sum(len(piece) for one in batch.documents for piece in one.tokens)
+            documents += len(batch.documents)
+            if batch.documents and source.chat and not long:
+                long = tuple(_describe_fit(batch.documents, tokenizer, n) for n in row_lengths)
+            if size + position >= _SAMPLE_BYTES:
+                break
+        size += position
+        if size >= _SAMPLE_BYTES:
+            break
+    if not documents:
+        raise readers.no_text(source, {})
+    factor = source.size / max(size, 1)
+    return Estimate(tokens * factor, documents * factor, long)
+
+
+def _describe_fit(conversations: Sequence, tokenizer: Tokenizer, row_length: int) -> str:
+    """Returns how many of these `units` documents are longer than a row; "" for none."""
+    tokens = [with_weights(c.tokens[0], c.weights) for c in conversations]
+    ends = np.cumsum([len(own) for own in tokens])
+    documents = Documents(np.concatenate(tokens), ends, 0, np.zeros_like(ends))
+    _, counts = fit_conversations(documents, row_length, tokenizer)
+    fit = describe_fit(counts, row_length)
+    return f"; of the first ones, {fit}" if fit else ""

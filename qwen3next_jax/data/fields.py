@@ -1,0 +1,124 @@
+"""Fields of records by a dotted path: `content.text` is the field `text` inside the object
+`content`. A field whose own name holds the dots comes first.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow
+import pyarrow.compute
+
+from qwen3next_jax.common.errors import did_you_mean
+
+_MOST_NAMES = 20  # that a message lists
+
+
+class Found(NamedTuple):
+    """A field of a record, or why there is none.
+
+    Attributes:
+      value: the value of the field.
+      objects: the objects on the path to it, from the record on.
+      fault: what is missing; "" if the field is there.
+    """
+
+    value: Any
+    objects: Sequence[Mapping[str, Any]]
+    fault: str = ""
+
+
+def find(record: Mapping[str, Any], path: str) -> Found:
+    """Returns the field of a JSON record that a dotted path names."""
+    if path in record:
+        return Found(record[path], [record])
+    objects, value, walked = [], record, []
+    for name in path.split("."):
+        if not isinstance(value, dict):
+            return Found(None, objects, f"{_no_field(path)}: {_quoted(walked)} {_what(value)}")
+        objects.append(value)
+        if name not in value:
+            place = f"{_quoted(walked)} has" if walked else "it has"
+            hint = did_you_mean(name, value)
+            return Found(None, objects, f"{_no_field(path)}{hint}; {place} {_names(value)}")
+        value = value[name]
+        walked.append(name)
+    return Found(value, objects)
+
+
+def describe_object(value: Mapping[str, Any], path: str) -> str:
+    """Returns what is wrong with an object where a text is expected, with the paths into it."""
+    inner = ", ".join(f"{path}.{name}" for name in list(value)[:_MOST_NAMES]) or "nothing"
+    return f"is an object: expected a string; it holds {inner}"
+
+
+def column_type(schema: pyarrow.Schema, path: str) -> tuple[pyarrow.DataType | None, str]:
+    """Returns (type of the column that a dotted path names, ""), or (None, what is missing)."""
+    if (count := schema.names.count(path)) == 1:
+        return schema.field(path).type, ""
+    if count > 1:
+        return None, f"two columns {path!r}; it has {_quoted_each(schema.names)}"
+    fields, names, walked = schema, schema.names, []
+    for name in path.split("."):
+        if name not in names:
+            place = f"{_quoted(walked)} has" if walked else "it has"
+            hint = did_you_mean(name, names)
+            return None, f"no column {path!r}{hint}; {place} {_quoted_each(names)}"
+        type_ = fields.field(name).type
+        walked.append(name)
+        fields = type_
+        names = [type_[i].name for i in range(type_.num_fields)] if _is_struct(type_) else []
+        if not names and len(walked) <= path.count("."):
+            return None, f"no column {path!r}: {_quoted(walked)} is of type {type_}, not a struct"
+    return type_, ""
+
+
+def column(batch: pyarrow.RecordBatch, path: str) -> pyarrow.Array:
+    """Returns the column of a batch that a dotted path names. A row is null where a struct on the
+    path is.
+
+    Raises:
+      pyarrow.ArrowInvalid: a struct on the path is damaged.
+    """
+    if path in batch.schema.names:
+        return batch.column(path)
+    first, *inner = path.split(".")
+    found = batch.column(first)
+    for name in inner:
+        found.validate()
+        found = pyarrow.compute.struct_field(found, name)
+    return found
+
+
+def _is_struct(type_: pyarrow.DataType) -> bool:
+    return pyarrow.types.is_struct(type_)
+
+
+def _no_field(path: str) -> str:
+    return f"no field {path!r}"
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return repr(".".join(names))
+
+
+def _quoted_each(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _what(value: Any) -> str:
+    if value is None:
+        return "is null"
+    if isinstance(value, list):
+        return "is a list: a path leads through objects alone"
+    return f"is of type {type(value).__name__}: a path leads through objects"
+
+
+def _names(value: Mapping[str, Any]) -> str:
+    """Returns the names of an object's fields, and of the fields inside those that are objects."""
+    found = []
+    for name, inner in list(value.items())[:_MOST_NAMES]:
+        within = (
+            f" (with {_quoted_each(list(inner)[:5])})" if isinstance(inner, dict) and inner else ""
+        )
+        found.append(f"{name!r}{within}")
+    return ", ".join(found) + (", …" if len(value) > _MOST_NAMES else "") or "none"
