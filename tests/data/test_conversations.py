@@ -454,5 +454,5 @@ def test_messages_may_be_inside_an_object(tmp_path, marked):
 def test_tools_beside_nested_messages_are_refused(tmp_path, marked):
     record = {"chat": {"messages": CONVERSATIONS[0], "tools": [{"name": "f"}]}}
     data = config(tmp_path, marked, [record], messages_field="chat.messages")
-    with pytest.raises(UserError, match=r"chat.jsonl:1\b.*'tools'"):
+    with refused("chat.jsonl:1", "'tools'"):
         open_data(data, 256, 2)

@@ -80,9 +80,7 @@ def test_everything_large_is_stored_in_parts_and_stacks_are_whole(axes, change):
 
 
 def test_what_follows_no_parameter_is_an_error():
-    with pytest.raises(
-        ValueError, match="opt_state/mu/layers/0/mixer/new_proj: follows no declared parameter"
-    ):
+    with refused("opt_state/mu/layers/0/mixer/new_proj", error=ValueError):
         tree_shardings(
             {"opt_state": {"mu": {"layers": [{"mixer": {"new_proj": jnp.zeros((2, 2))}}]}}},
             declared(RELEASED.model),

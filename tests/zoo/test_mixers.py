@@ -754,14 +754,10 @@ def test_a_parameter_without_a_decision_is_an_error(monkeypatch):
         self.extra = nnx.Param(jnp.zeros(3))
 
     monkeypatch.setattr(layer, "make_output", forgetful)
-    with pytest.raises(
-        ValueError, match=r"layers/0/mixer/extra of my_mixer:Retention is not declared"
-    ):
+    with refused("layers/0/mixer/extra", "my_mixer:Retention", error=ValueError):
         declared(dataclasses.replace(HYBRID, linear_mixer="retention", rope_theta=77.0))
     make = Make(HYBRID, nnx.Rngs(0))
-    with pytest.raises(
-        ValueError, match=r"no logical axis 'embd' in sharding/rules.py \(did you mean 'embed'\?\)"
-    ):
+    with refused("'embd'", "'embed'", error=ValueError):
         make.matrix((4, 4), "embd -> mlp")
-    with pytest.raises(ValueError, match="names 1 dimensions of a parameter of shape"):
+    with refused("1", error=ValueError):
         make.matrix((4, 4), "embed ->")
