@@ -23,6 +23,8 @@ from tests.refusals import refused
 
 BASE = dataclasses.replace(
     HYBRID,
+    num_attention_heads=2,
+    num_key_value_heads=1,
     linear_num_key_heads=1,
     linear_num_value_heads=2,
     linear_value_head_dim=4,
