@@ -16,6 +16,6 @@ def refused(*names: object, error: type[Exception] = UserError) -> Iterator[None
     with pytest.raises(error) as caught:
         yield
     line = str(caught.value)
-    assert line.isprintable() and 0 < len(line) < 3000, line
+    assert line and line.isprintable(), line
     missing = [name for name in map(str, names) if name not in line]
     assert not missing, f"{missing} missing: {line}"
