@@ -60,32 +60,51 @@ def pieces_of(batch):
             yield tuple(tokens[segments == segment].tolist())
 
 
-def test_an_epoch_holds_every_document_once(config):
-    data = load(config)
-    stored = [p.rows[side] for p in data._prepared for side in (TRAIN, HELDOUT)]
-    texts = {}  # pieces of a document may stand in any rows; its record number collects them
-    for row in itertools.chain.from_iterable(
-        (reader[i] for i in range(len(reader))) for reader in stored
-    ):
+def stored_rows(data):
+    """All rows of both sides."""
+    readers = [p.rows[side] for p in data._prepared for side in (TRAIN, HELDOUT)]
+    return [reader[i] for reader in readers for i in range(len(reader))]
+
+
+def pieces_by_document(rows):
+    """Pieces of a document may stand in any rows; its record number collects them."""
+    texts = {}
+    for row in rows:
         for segment, origin in enumerate(row.origins, start=1):
             texts.setdefault(origin, []).append(bytes_of(row.tokens[row.segment_ids == segment]))
-        assert (row.tokens[row.segment_ids == 0] == 0).all() and (
-            np.diff(np.trim_zeros(row.segment_ids)) >= 0
-        ).all()
-    expected = [(text.encode() + b"\0") for text in TEXTS]
+    return texts
+
+
+DOCUMENTS = [text.encode() + b"\0" for text in TEXTS]
+
+
+def test_rows_hold_every_document_once(config):
+    texts = pieces_by_document(stored_rows(load(config)))
     assert sorted(sorted(b"".join(parts)) for parts in texts.values()) == sorted(
-        map(sorted, expected)
+        map(sorted, DOCUMENTS)
     )
-    assert sum(len(b"".join(parts)) for parts in texts.values()) == sum(map(len, expected))
-    short = [e for e in expected if len(e) <= T]
-    assert len(short) > 10  # most of these stand whole in a row
+
+
+def test_segments_are_in_order_and_padding_is_zero(config):
+    for row in stored_rows(load(config)):
+        assert (row.tokens[row.segment_ids == 0] == 0).all()
+        assert (np.diff(np.trim_zeros(row.segment_ids)) >= 0).all()
+
+
+def test_most_short_documents_stay_whole(config):
+    texts = pieces_by_document(stored_rows(load(config)))
+    short = {document for document in DOCUMENTS if len(document) <= T}
     whole = {parts[0] for parts in texts.values() if len(parts) == 1}
-    assert len(whole & set(short)) > 0.8 * len(short)
-    figures = data.describe()
-    assert figures["documents"] == len(TEXTS) and figures["bytes"] == sum(
-        len(e) - 1 for e in expected
-    )
-    assert figures["tokens"] == sum(map(len, expected)) and figures["padding_share"] < 0.05
+    assert len(short) > 10
+    assert len(whole & short) > 0.8 * len(short)
+
+
+def test_figures_of_data_are_those_of_its_documents(config):
+    figures = load(config).describe()
+    assert figures["documents"] == len(DOCUMENTS)
+    assert figures["tokens"] == sum(map(len, DOCUMENTS))
+    assert figures["bytes"] == sum(len(document) - 1 for document in DOCUMENTS)
+    assert figures["padding_share"] < 0.05
     assert json.loads(json.dumps(figures)) == figures
 
 

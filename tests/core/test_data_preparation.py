@@ -94,32 +94,40 @@ def tokenized(monkeypatch):
 # ---- units
 
 
-def test_tokens_are_made_once(texts, tmp_path, tokenized):
-    """Another row length, seed or share shares them; an appended file or line costs its own."""
-    first = run(texts, tmp_path / "p")
-    assert tokenized == [35] * 4
-    others = [
-        run(texts, tmp_path / "p", length=32),
-        run(texts, tmp_path / "p", seed=1),
-        run(texts, tmp_path / "p", fraction=0.2),
+def test_rows_of_other_kinds_share_tokens(texts, tmp_path, tokenized):
+    """Rows of another length, seed or share."""
+    found = [
+        run(texts, tmp_path / "p", **other)
+        for other in ({}, {"length": 32}, {"seed": 1}, {"fraction": 0.2})
     ]
     assert tokenized == [35] * 4
-    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 4
+    assert len({prepared.fingerprint for prepared in found}) == 4
+
+
+def test_an_appended_file_costs_its_own_tokens(texts, tmp_path, tokenized):
+    first = run(texts, tmp_path / "p")
     write_jsonl(tmp_path / "texts" / "e.jsonl", TEXTS[140:])
     appended = run(texts, tmp_path / "p")
     assert tokenized == [35] * 4 + [10]
     in_one_go = run(texts, tmp_path / "q")
     assert all_rows(appended) == all_rows(in_one_go)
-    assert appended.fingerprint == in_one_go.fingerprint
-    assert appended.fingerprint not in (first.fingerprint, *(o.fingerprint for o in others))
-    # Elsewhere, and under another name: the same content.
+    assert first.fingerprint != appended.fingerprint == in_one_go.fingerprint
+
+
+def test_moved_texts_are_not_tokenized_again(texts, tmp_path, tokenized):
+    first = run(texts, tmp_path / "p")
     (tmp_path / "texts").rename(tmp_path / "moved")
     del tokenized[:]
     moved = run(f"{tmp_path}/moved/*.jsonl", tmp_path / "p")
-    assert tokenized == [] and moved.fingerprint == appended.fingerprint
-    file = tmp_path / "moved" / "b.jsonl"
+    assert tokenized == [] and moved.fingerprint == first.fingerprint
+
+
+def test_a_changed_file_is_tokenized_again(texts, tmp_path, tokenized):
+    first = run(texts, tmp_path / "p")
+    file = tmp_path / "texts" / "b.jsonl"
     file.write_text(file.read_text().replace("import", "export"))
-    assert run(f"{tmp_path}/moved/*.jsonl", tmp_path / "p").fingerprint != moved.fingerprint
+    del tokenized[:]
+    assert run(texts, tmp_path / "p").fingerprint != first.fingerprint
     assert tokenized == [35]
 
 
@@ -588,21 +596,24 @@ def test_damaged_units_are_named(texts, tmp_path):
     assert tokens.read_bytes() == good and manifest.read_text() == text
 
 
-def test_a_full_disk_and_a_file_that_changes_leave_nothing(texts, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_nothing(texts, tmp_path, monkeypatch):
     def full(path):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, refused(tmp_path):
-        patch.setattr(store.durable, "fsync", full)
+    monkeypatch.setattr(store.durable, "fsync", full)
+    with refused(tmp_path):
         run(texts, tmp_path / "p")
     assert files(tmp_path / "p") == {}
+
+
+def test_a_file_that_changes_leaves_nothing(texts, tmp_path, monkeypatch):
     source = resolve(texts, "text")
-    with monkeypatch.context() as patch, refused(".jsonl"):
-        patch.setattr(
-            units.readers,
-            "read_part",
-            lambda file, *rest: file.path.write_text("{}") and iter(()),
-        )
+    monkeypatch.setattr(
+        units.readers,
+        "read_part",
+        lambda file, *rest: file.path.write_text("{}") and iter(()),
+    )
+    with refused(".jsonl"):
         prepare([source], BYTES, Recipe(64, 0.1, 0), tmp_path / "p")
     assert files(tmp_path / "p") == {}
 
@@ -627,9 +638,9 @@ def test_rows_of_another_folder_are_refused(texts, tmp_path):
 # ---- the reader
 
 
-@pytest.mark.slow
-def test_an_index_opens_unchanged_rows(texts, tmp_path, monkeypatch):
-    """It says all that the manifests say, and they are read again when it may be wrong."""
+@pytest.fixture
+def indexed(texts, tmp_path, monkeypatch):
+    """(configuration, data in several groups of rows, names of groups whose metadata are read)."""
     (tmp_path / "texts" / "a.jsonl").open("a").write('{"text": ""}\n{"text": null}\n')
     config = DataConfig(
         path=texts,
@@ -645,35 +656,51 @@ def test_an_index_opens_unchanged_rows(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(
         row_groups, "read_metadata", lambda path: read.append(path.name) or read_metadata(path)
     )
-    before = TextData(config, 64, 4)
+    data = TextData(config, 64, 4)
     folders = sorted(path.name for path in (tmp_path / "p" / "rows").iterdir())
     assert sorted(read) == folders and len(folders) > 3
     del read[:]
-    with monkeypatch.context() as patch:
-        patch.setattr(units, "find_unit", None)  # no manifest of a unit is read, either
-        after = TextData(config, 64, 4)
+    return config, data, read
+
+
+def test_an_index_opens_unchanged_rows(indexed, monkeypatch):
+    """It says all that the manifests say."""
+    config, before, read = indexed
+    monkeypatch.setattr(units, "find_unit", None)  # no manifest of a unit is read, either
+    after = TextData(config, 64, 4)
     assert read == [] and after.describe() == before.describe()
     assert after.fingerprint == before.fingerprint
     assert all_rows(after._prepared[0]) == all_rows(before._prepared[0])
     assert after.document_names(1) == before.document_names(1)
-    first = tmp_path / "p" / "rows" / folders[0]
+
+
+def test_an_index_that_may_be_wrong_is_not_used(indexed, tmp_path):
+    """The manifests are read again, once."""
+    config, before, read = indexed
+    folders = sorted((tmp_path / "p" / "rows").iterdir())
     (index,) = (tmp_path / "p" / "indexes").iterdir()
     good = index.read_bytes()
     for change in (
-        lambda: os.utime(first / "train-00000.array_record", (1, 1)),
-        lambda: os.utime(first / "metadata.json", (1, 1)),
+        lambda: os.utime(folders[0] / "train-00000.array_record", (1, 1)),
+        lambda: os.utime(folders[0] / "metadata.json", (1, 1)),
         lambda: index.write_bytes(good[:-100]),
         lambda: index.write_bytes(good[:900] + bytes([good[900] ^ 1]) + good[901:]),
-        lambda: shutil.rmtree(first),  # and packed again
+        lambda: shutil.rmtree(folders[0]),  # and packed again
     ):
         change()
         assert TextData(config, 64, 4).fingerprint == before.fingerprint
-        assert sorted(read) == folders, change
+        assert sorted(read) == [folder.name for folder in folders], change
         del read[:]
         assert TextData(config, 64, 4).fingerprint == before.fingerprint and read == []
-    limited = dataclasses.replace(config, bad_records_limit=0.001)
+
+
+def test_an_index_does_not_hide_bad_records(indexed):
     with refused("a.jsonl:37", "bad_records_limit = 0.001"):
-        TextData(limited, 64, 4)
+        TextData(dataclasses.replace(indexed[0], bad_records_limit=0.001), 64, 4)
+
+
+def test_an_index_does_not_hide_new_texts(indexed, tmp_path):
+    config, before, _ = indexed
     with (tmp_path / "texts" / "b.jsonl").open("a") as file:
         file.write('{"text": "more"}\n')
     assert TextData(config, 64, 4).fingerprint != before.fingerprint

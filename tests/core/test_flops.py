@@ -72,14 +72,23 @@ def test_forward_flops_are_two_per_weight_and_what_the_mixers_add(config):
     assert flops_per_token(c, t) == pytest.approx(3 * expected, rel=1e-12)
 
 
-def test_chips_are_found_by_device_kind():
-    assert (
-        find_chip("TPU v5").name == "v5p"
-        and find_chip("TPU v5 lite").name == "v5e"
-        and find_chip("NVIDIA H200").name == "H200"
-    )
+@pytest.mark.parametrize(
+    "kind, name",
+    [("TPU v5", "v5p"), ("TPU v5 lite", "v5e"), ("NVIDIA H200", "H200")],
+)
+def test_a_chip_is_found_by_its_kind(kind, name):
+    assert find_chip(kind).name == name
+
+
+@pytest.mark.parametrize("kind", ["cpu", "NVIDIA H100 PCIe"])
+def test_an_unknown_kind_has_no_chip(kind):
+    assert find_chip(kind) is None
+
+
+def test_a_device_of_two_has_half_a_chip_s_flops():
     assert find_chip("TPU7x").device_flops == CHIPS["tpu7x"].bf16_flops / 2
-    assert find_chip("cpu") is None and find_chip("NVIDIA H100 PCIe") is None
-    assert len({kind for chip in CHIPS.values() for kind in chip.kinds}) == sum(
-        len(chip.kinds) for chip in CHIPS.values()
-    )
+
+
+def test_no_kind_has_two_chips():
+    kinds = [kind for chip in CHIPS.values() for kind in chip.kinds]
+    assert len(set(kinds)) == len(kinds)

@@ -133,31 +133,49 @@ def test_a_long_conversation_keeps_its_beginning_and_no_other_is_cut(tmp_path, m
     assert data.describe()["cut_documents"] == sum(len(t) > 96 for t in whole)
 
 
-def test_prepare_counts_what_rows_hold(tmp_path, marked):
+@pytest.fixture
+def with_long(tmp_path, marked):
+    """(records of which nine have no target in a row of 96, their configuration)."""
     long = says("question " * 20, "an answer that does not fit")
-    records = [{"messages": c} for i, c in enumerate(CONVERSATIONS * 2)] + [{"messages": long}] * 9
-    data = open_data(config(tmp_path, marked, records), 96, 2)
+    records = [{"messages": c} for c in CONVERSATIONS * 2] + [{"messages": long}] * 9
+    return records, config(tmp_path, marked, records)
+
+
+def test_prepare_counts_what_rows_hold(with_long):
+    records, settings = with_long
+    data = open_data(settings, 96, 2)
     found, counts = list(pieces(data)), data.describe()
-    assert all(weights[1:].any() for _, weights in found)  # each trains something
     assert len(found) == counts["documents"] == len(records) - counts["left_out_documents"]
-    assert counts["left_out_documents"] == 9
     assert counts["tokens"] == sum(len(tokens) for tokens, _ in found)
     in_loss = sum(int((weights > 0).sum()) for _, weights in found)
     assert counts["tokens"] - counts["ignored_tokens"] == in_loss
     text_bytes = sum(data.tokenizer.token_bytes[t[w > 0]].sum() for t, w in found)
     assert counts["bytes"] == text_bytes
-    stated = (
-        f"{counts['cut_documents']} of {len(records)} conversations are longer than a row of 96"
-    )
-    assert f"{stated} tokens; 9 have no target in it and are left out" in counts["title"]
-    assert f"{counts['dropped_tokens']:,} tokens are dropped" in counts["title"]
-    given = config(tmp_path, marked, records)
-    assert counts["title"].partition("; ")[2] in _describe_data(given, 259, [96]).text
-    fitting = open_data(config(tmp_path, marked, records), 512, 2).describe()
-    assert counts["tokens"] + counts["dropped_tokens"] == fitting["tokens"]
-    assert "longer" not in fitting["title"]
+
+
+def test_conversations_without_a_target_are_left_out(with_long):
+    data = open_data(with_long[1], 96, 2)
+    assert all(weights[1:].any() for _, weights in pieces(data))  # each trains something
+    assert data.describe()["left_out_documents"] == 9
+
+
+def test_dropped_tokens_are_counted(with_long):
+    cut, whole = (open_data(with_long[1], length, 2).describe() for length in (96, 512))
+    assert whole["dropped_tokens"] == 0 < cut["dropped_tokens"]
+    assert cut["tokens"] + cut["dropped_tokens"] == whole["tokens"]
+
+
+def test_a_title_names_what_is_lost(with_long):
+    records, settings = with_long
+    counts = open_data(settings, 96, 2).describe()
+    for number in (counts["cut_documents"], len(records), 96, f"{counts['dropped_tokens']:,}"):
+        assert str(number) in counts["title"]
+    assert counts["title"].partition("; ")[2] in _describe_data(settings, 259, [96]).text
+
+
+def test_rows_too_short_for_conversations_are_refused(with_long):
     with refused("24", "69", "sequence_length"):
-        open_data(config(tmp_path, marked, records), 24, 2)
+        open_data(with_long[1], 24, 2)
 
 
 MODEL = dataclasses.replace(

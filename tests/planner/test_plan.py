@@ -306,41 +306,61 @@ def plan(request):
 
 @pytest.mark.needs("kernels")
 @needs_compiler
-def test_real_train_step(plan):
+def test_a_plan_of_a_real_step_fits(plan):
     assert plan.fits, plan.reason
     assert plan.mesh == {"slice": 1, "data": 2, "expert": 2, "context": 1, "tensor": 1}
+    assert not plan.unknown_kernels
+
+
+@pytest.mark.needs("kernels")
+@needs_compiler
+def test_the_memory_of_a_plan_adds_up(plan):
     # two moments, and counters
     assert plan.memory.optimizer == pytest.approx(2 * plan.memory.parameters, rel=1e-3)
-    assert (
-        plan.memory.peak == pytest.approx(sum(plan.memory[:-1]))
-        and plan.memory.activations > 0 < plan.memory.gradients
-    )
-    # The experts' rounds depend on the router.
-    assert (
-        plan.unstated_loops
-        and all("shard_map/while" in name for name in plan.unstated_loops)
-        and not plan.unknown_kernels
-    )
-    # Everything the model needs and the recomputed forward passes, but no expert twice.
+    assert plan.memory.peak == pytest.approx(sum(plan.memory[:-1]))
+    assert min(plan.memory.activations, plan.memory.gradients) > 0
+
+
+@pytest.mark.needs("kernels")
+@needs_compiler
+def test_only_the_rounds_of_experts_are_unstated(plan):
+    """They depend on the router."""
+    assert plan.unstated_loops
+    assert all("shard_map/while" in name for name in plan.unstated_loops)
+
+
+@pytest.mark.needs("kernels")
+@needs_compiler
+def test_flops_of_a_plan_are_the_recomputed_model_s(plan):
+    """Everything the model needs and the recomputed forward passes, but no expert twice."""
     assert 1.2 < plan.estimate.flops / plan.model_flops < 3
-    assert sum(plan.estimate.bound.values()) == pytest.approx(plan.estimate.seconds)
-    # Every schedule makes it longer; a part says where, and what it needs at the least is shorter.
-    roofline = plan.estimates["roofline"]
-    assert roofline.seconds < plan.estimate.seconds and plan.ideal.seconds < min(
-        roofline.seconds, plan.ideal.realistic * 1.001
-    )
-    assert sum(part.seconds for part in plan.estimate.by_source.values()) == pytest.approx(
-        plan.estimate.seconds
-    )
-    # Measured rates are below the peaks, and what the others run at once shares links and HBM.
-    calibrated = plan.estimates["calibrated"]
-    assert calibrated.seconds > plan.estimate.seconds
-    assert sum(calibrated.bound.values()) == pytest.approx(calibrated.seconds)
-    assert any("GatedDeltaNet." in name for name in plan.estimate.by_source)
+    assert 0 < plan.mfu < plan.as_dict()["mfu_roofline"] < 0.5
     assert dataclasses.replace(plan, unknown_kernels=("k",)).mfu is None
-    assert 0 < plan.mfu < plan.as_dict()["mfu_roofline"] < 0.5 and {"data", "expert"} == {
-        axis for c in plan.collectives for axis in c.axes
-    }
+
+
+@pytest.mark.needs("kernels")
+@needs_compiler
+def test_the_parts_of_an_estimate_are_its_seconds(plan):
+    for estimate in (plan.estimate, plan.estimates["calibrated"]):
+        assert sum(estimate.bound.values()) == pytest.approx(estimate.seconds)
+    parts = plan.estimate.by_source
+    assert sum(part.seconds for part in parts.values()) == pytest.approx(plan.estimate.seconds)
+    assert any("GatedDeltaNet." in name for name in parts)
+
+
+@pytest.mark.needs("kernels")
+@needs_compiler
+def test_estimates_are_in_their_order(plan):
+    """The model's needs at the peaks, the program's, its schedule, and measured rates."""
+    roofline, calibrated = plan.estimates["roofline"], plan.estimates["calibrated"]
+    assert roofline.seconds < plan.estimate.seconds < calibrated.seconds
+    assert plan.ideal.seconds < min(roofline.seconds, plan.ideal.realistic * 1.001)
+
+
+@pytest.mark.needs("kernels")
+@needs_compiler
+def test_collectives_of_a_plan_follow_its_mesh(plan):
+    assert {axis for c in plan.collectives for axis in c.axes} == {"data", "expert"}
     assert {c.times for c in plan.collectives} >= {1, len(plan.model.stacks[-1])}
 
 
@@ -565,80 +585,106 @@ def test_the_smallest_slices_have_a_ranking(slice_):
     assert not found[0].reason and any(not c.reason for c in only_tensor)
 
 
-@needs_compiler
-def test_search_ranks_what_fits():
-    found = rank_candidates(
+@pytest.fixture(scope="module")
+def candidates():
+    return rank_candidates(
         ModelConfig(),
         TrainConfig(batch_size=7, sequence_length=4096),
         topology.describe_topology("v6e:16x16"),
         rows=(256, 512),
     )
-    fitting = [c for c in found if not c.reason]
-    assert fitting and found[: len(fitting)] == fitting
+
+
+@needs_compiler
+def test_what_fits_comes_first_the_fastest_first(candidates):
+    fitting = [c for c in candidates if not c.reason]
+    assert fitting and candidates[: len(fitting)] == fitting
     per_token = [c.seconds / c.tokens for c in fitting]
-    assert per_token == sorted(per_token) and {c.train.batch_size for c in fitting} == {
-        256,
-        512,
-    }
-    # the fastest remat of each
+    assert per_token == sorted(per_token)
+    assert {c.train.batch_size for c in fitting} == {256, 512}
+
+
+@needs_compiler
+def test_each_mesh_has_its_fastest_remat(candidates):
+    fitting = [c for c in candidates if not c.reason]
     assert len({(c.mesh, c.train.batch_size) for c in fitting}) == len(fitting)
-    assert all(np.prod(list(c.sizes.values())) == 256 for c in found)
-    assert any("GiB of 31 GiB" in c.reason for c in found) and any(
-        "does not divide" in c.reason for c in found
-    )
+    # Nobody would train 81 B parameters without recomputation on 32 GB chips in one piece.
+    assert all(c.train.remat != "none" for c in fitting[:3])
     assert set(RECOMPUTED) == {*POLICIES, "dots keep=experts", "keep=router"} - {"full"}
+
+
+@needs_compiler
+def test_candidates_use_all_devices(candidates):
+    assert all(np.prod(list(c.sizes.values())) == 256 for c in candidates)
+    assert all(c.sizes["context"] == 1 for c in candidates)
+
+
+@needs_compiler
+def test_what_does_not_fit_has_its_reason(candidates):
+    reasons = [c.reason for c in candidates]
+    assert any("31 GiB" in reason for reason in reasons)
+    assert any("divide" in reason for reason in reasons)
     on_v5e = rank_candidates(
         ModelConfig(),
         TrainConfig(batch_size=256, sequence_length=4096),
         topology.describe_topology("v5e:16x16"),
         {"expert": 16},
     )
-    assert all("ragged_all_to_all" in c.reason for c in on_v5e if "does not divide" not in c.reason)
-    # Axes that the user named stay; a row is split where it is long, or where rows are fewer than
-    # devices.
+    assert all("ragged_all_to_all" in c.reason for c in on_v5e if "divide" not in c.reason)
+
+
+@needs_compiler
+def test_named_axes_keep_their_sizes():
     named = rank_candidates(
         ModelConfig(),
         TrainConfig(batch_size=256, sequence_length=4096),
         topology.describe_topology("v6e:16x16"),
         {"expert": 4},
     )
-    assert all(c.sizes["expert"] == 4 for c in named) and {c.sizes["tensor"] for c in named} == {
-        1,
-        2,
-        4,
-        8,
-        16,
-    }
-    for rows, length, sizes in (
+    assert all(c.sizes["expert"] == 4 for c in named)
+    assert {c.sizes["tensor"] for c in named} == {1, 2, 4, 8, 16}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "rows, length, sizes",
+    [
         (8, 4096, (1, 8, 4, 16)),
         (16, 32_768, (2, 8, 32, 1)),
         (512, 262_144, (8, 8, 8, 1)),
-    ):
-        few = rank_candidates(
-            ModelConfig(),
-            TrainConfig(batch_size=rows, sequence_length=length),
-            topology.describe_topology("v5p:8x8x8"),
-            dict(data=sizes[0], expert=sizes[1]),
-        )
-        wanted = (1, *sizes)
-        assert any(tuple(c.sizes.values()) == wanted and "divide" not in c.reason for c in few), (
-            sizes
-        )
-    assert all(c.sizes["context"] == 1 for c in found)
-    # Half of a dimension of the torus is a line: a byte takes twice as long as on the whole ring.
+    ],
+)
+def test_long_or_few_rows_are_split(rows, length, sizes):
+    few = rank_candidates(
+        ModelConfig(),
+        TrainConfig(batch_size=rows, sequence_length=length),
+        topology.describe_topology("v5p:8x8x8"),
+        dict(data=sizes[0], expert=sizes[1]),
+    )
+    wanted = (1, *sizes)
+    assert any(tuple(c.sizes.values()) == wanted and "divide" not in c.reason for c in few)
+
+
+@needs_compiler
+def test_a_line_is_slower_than_a_ring():
+    """Half of a dimension of the torus is a line: a byte takes twice as long as on the ring."""
     v5p = topology.describe_topology("v5p:8x8x8")
     train = TrainConfig(batch_size=2048, sequence_length=4096, remat="dots")
-    of_8, of_4 = (MeshConfig(1, 512 // n, n) for n in (8, 4))
-    assert estimated_seconds(ModelConfig(), train, of_8, v5p) < estimated_seconds(
-        ModelConfig(), train, of_4, v5p
+    ring, line = (
+        estimated_seconds(ModelConfig(), train, MeshConfig(1, 512 // n, n), v5p) for n in (8, 4)
     )
-    # Muon has one moment for each matrix; nearly all of the model are matrices.
-    muon = estimated_bytes(
-        ModelConfig(), train, of_8, optimizer=OptimizerConfig(name="muon")
-    ) - estimated_bytes(ModelConfig(), train, of_8)
-    assert -4 < muon / (81_324_862_720 / 512) < -3.9
-    # Nobody would train 81 B parameters without recomputation on 32 GB chips in one piece.
-    assert all(c.train.remat != "none" for c in fitting[:3])
+    assert ring < line
+
+
+def test_muon_saves_a_moment_of_each_matrix():
+    """Nearly all of the model are matrices."""
+    train = TrainConfig(batch_size=2048, sequence_length=4096, remat="dots")
+    mesh = MeshConfig(1, 64, 8)
+    muon, adamw = (
+        estimated_bytes(ModelConfig(), train, mesh, optimizer=OptimizerConfig(name=name))
+        for name in ("muon", "adamw")
+    )
+    assert -4 < (muon - adamw) / (81_324_862_720 / 512) < -3.9
 
 
 @needs_compiler

@@ -632,28 +632,34 @@ def test_the_page_s_mixer_trains_on_a_mesh():
 # ------------------------------------------------------------------------------
 
 
-def test_names_of_the_pattern_stand_for_the_mixers_named():
-    config = dataclasses.replace(
-        HYBRID,
-        full_attention_interval=2,
-        full_mixer="gated_deltanet",
-        linear_mixer="gated_attention",
-        mtp_depth=1,
-    )
-    assert config.mixers == ("gated_attention", "gated_deltanet") and config.layer_kinds[-1] == (
-        "gated_deltanet",
-        True,
-    )
-    same = dataclasses.replace(config, layer_types=("gated_attention", FULL))
-    assert same.mixers == config.mixers and not config.differs(same)
-    assert HYBRID.differs(dataclasses.replace(HYBRID, layer_types=(FULL, LINEAR))) == (
-        "layer_types",
-    )
-    first_dense = dataclasses.replace(
-        HYBRID, num_hidden_layers=6, full_attention_interval=2, mlp_only_layers=(0, 1)
-    )
-    assert first_dense.stacks == ((0,), (1,), (2, 4), (3, 5))
-    assert dataclasses.replace(first_dense, num_hidden_layers=4).stacks == ((0,), (1,), (2,), (3,))
+SWAPPED = dataclasses.replace(
+    HYBRID, full_mixer="gated_deltanet", linear_mixer="gated_attention", mtp_depth=1
+)
+
+
+def test_names_of_the_pattern_stand_for_mixers():
+    assert SWAPPED.mixers == ("gated_attention", "gated_deltanet")
+    assert SWAPPED.layer_kinds[-1] == ("gated_deltanet", True)
+
+
+def test_the_same_mixers_are_the_same_model():
+    same = dataclasses.replace(SWAPPED, layer_types=("gated_attention", FULL))
+    assert same.mixers == SWAPPED.mixers and not SWAPPED.differs(same)
+    other = dataclasses.replace(HYBRID, layer_types=(FULL, LINEAR))
+    assert HYBRID.differs(other) == ("layer_types",)
+
+
+@pytest.mark.parametrize(
+    "layers, stacks",
+    [(6, ((0,), (1,), (2, 4), (3, 5))), (4, ((0,), (1,), (2,), (3,)))],
+)
+def test_layers_of_a_kind_are_stacked(layers, stacks):
+    """Where they come in periods, after the first dense ones."""
+    config = dataclasses.replace(HYBRID, num_hidden_layers=layers, mlp_only_layers=(0, 1))
+    assert config.stacks == stacks
+
+
+def test_the_released_model_is_stacked_by_period():
     assert ModelConfig().stacks == tuple(tuple(range(i, 48, 4)) for i in range(4))
 
 
