@@ -76,6 +76,7 @@ class Row(NamedTuple):
         None: the kernels and experts of this project.
       options: the published options of the compiler, which are added to this project's.
       memory: the published GiB that a device needed at most; None: not published.
+      seen: whether the row was known when the rates of the cost models were last changed.
     """
 
     number: str
@@ -93,6 +94,7 @@ class Row(NamedTuple):
     kernels: MeasuredKernels | None = None
     options: str = ""
     memory: float | None = None
+    seen: bool = True
 
 
 def transformer(layers, hidden, heads, key_heads, width, vocabulary, **settings):
@@ -117,6 +119,8 @@ def transformer(layers, hidden, heads, key_heads, width, vocabulary, **settings)
 
 
 LLAMA_8B = transformer(32, 4096, 32, 8, 14_336, 128_256)
+MISTRAL_7B = LLAMA_8B | {"vocab_size": 32_000}
+LLAMA_405B = transformer(126, 16_384, 128, 8, 53_248, 128_256)
 LLAMA_70B = transformer(80, 8192, 64, 8, 28_672, 128_256)
 LLAMA2_70B = LLAMA_70B | {"vocab_size": 32_000}
 MAXTEXT_16B = transformer(32, 4096, 64, 64, 28_672, 32_000)
@@ -300,6 +304,20 @@ ROWS = {
         options="xla_tpu_scoped_vmem_limit_kib=65472",
         memory=75.3,
     ),
+    "mistral_7b_v6e": Row(
+        "15", "Mistral 7B, v6e 8 chips", "v6e:2x4", 8, 6, 8192,
+        "offload=input,mixer,queries,keys,values",
+        (6.320,), MISTRAL_7B, "tpu-recipes training/trillium",
+        BLOCKS,
+        seen=False,
+    ),
+    "llama_405b_v5p": Row(
+        "16", "Llama 3.1 405B, v5p 512 chips", "v5p:8x8x8", 512, 2, 8192,
+        "keep=input offload=queries,keys,values",
+        (131.474,), LLAMA_405B, "tpu-recipes training/v5p",
+        "the published options of the compiler are left out",
+        seen=False,
+    ),
 }  # fmt: skip
 
 
@@ -336,7 +354,8 @@ def show():
         + "|"
         + "---|" * (len(COST_MODELS) + 6)
     )
-    raw, missing = {name: [] for name in COST_MODELS}, []
+    raw, unseen = ({name: [] for name in COST_MODELS} for _ in range(2))
+    missing = []
     for name, row in ROWS.items():
         path, again = PLANS / f"{name}.json", f"python benchmarks/validation.py --compile={name}"
         if not path.exists():
@@ -346,12 +365,15 @@ def show():
         if plan.get("fingerprint") != fingerprint(row):
             missing.append(f"{name}: {path.name} is of other settings, rates or prices: {again}")
             continue
+        if not plan["estimates"]:
+            missing.append(f"{name}: its program {plan['reason']}, so there is no time: {again}")
+            continue
         measured = statistics.mean(row.measured)
         errors = {
             model: plan["estimates"][model]["step_seconds"] / measured - 1 for model in COST_MODELS
         }
         for model, error in errors.items():
-            raw[model].append(abs(error))
+            (raw if row.seen else unseen)[model].append(abs(error))
         figures = [
             f"{plan['estimates'][model]['step_seconds']:.3f} ({error:+.1%})"
             for model, error in errors.items()
@@ -362,12 +384,14 @@ def show():
             f"{measured:.3f} | {' | '.join(figures)} | {plan['peak_hbm_bytes'] / 2**30:.1f} of "
             f"{plan['usable_hbm_bytes'] / 2**30:.1f}{memory} | {plan['optimization_level']} |"
         )
-    if raw["calibrated"]:
-        medians = [f"`{model}` {statistics.median(errors):.1%}" for model, errors in raw.items()]
-        print(
-            f"\nmedian error of {len(raw['calibrated'])} rows: {', '.join(medians)}; largest of "
-            f"`calibrated` {max(raw['calibrated']):.1%}"
-        )
+    both = {name: raw[name] + unseen[name] for name in COST_MODELS}
+    for what, found in (("seen", raw), ("never seen", unseen), ("in all", both)):
+        if errors := found["calibrated"]:
+            medians = [f"`{model}` {statistics.median(of):.1%}" for model, of in found.items()]
+            print(
+                f"\nmedian error of {len(errors)} rows {what}: {', '.join(medians)}; largest of "
+                f"`calibrated` {max(errors):.1%}"
+            )
     print("\n".join(["", *missing]))
     print("\n| row | measured in | how the measured program differs |\n|---|---|---|")
     for row in ROWS.values():

@@ -279,9 +279,9 @@ def _show_search(plans: list, ranked: list, console: Console) -> None:
     for p in plans:
         train = p.train
         figures = [p.reason, "", "", "", "", p.verdict]
-        if p.fits:
+        if p.estimates:
             figures = [
-                f"{p.needs / 2**30:.1f}",
+                f"{p.needs / 2**30:.1f}" if p.fits else p.reason,
                 f"{p.estimates['calibrated'].seconds:.4g}",
                 f"{p.estimate.seconds:.4g}",
                 f"{p.tokens_per_second:,.0f}",
@@ -314,7 +314,7 @@ def show(plan, console: Console) -> None:
     """Prints the tables and sentences of one plan."""
     from qwen3next_jax.sharding.mesh import mesh_text
 
-    if not plan.fits:
+    if not plan.memory:
         console.print(
             f"{mesh_text(plan.mesh)} {plan.verdict}: {plan.reason} (compile "
             f"{plan.compile_seconds:.0f} s)",
@@ -392,6 +392,8 @@ def _sources_table(plan) -> Table:
 def _fits(plan) -> str:
     from qwen3next_jax.sharding.mesh import mesh_text
 
+    if not plan.fits:
+        return f"{mesh_text(plan.mesh)}: does not fit, {plan.reason}. As if it did:"
     return (
         f"{mesh_text(plan.mesh)}: fits, {plan.memory.peak / 2**30:.1f} of "
         f"{plan.usable_hbm / 2**30:.1f} GiB."
@@ -492,8 +494,10 @@ def _loops(load) -> str:
 
 
 def draw(plans: list, path: pathlib.Path) -> None:
-    """Draws a bar of memory by part for every plan that fits, and a line at the usable memory."""
-    plans = [plan for plan in plans if plan.fits]
+    """Draws a bar of memory by part for every plan that was compiled, and a line at the usable
+    memory.
+    """
+    plans = [plan for plan in plans if plan.memory]
     if not plans:
         return
     from matplotlib.figure import Figure

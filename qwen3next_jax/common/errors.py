@@ -184,6 +184,40 @@ def similar_folder(path: os.PathLike) -> str:
     return ""
 
 
+class Mistakes:
+    """Collects the mistakes that several checks find, so that one error names them all.
+
+    mistakes = Mistakes()
+    for point in points:
+        with mistakes.collect(f"point {point.name}"):
+            check(point)
+    mistakes.raise_any()
+    """
+
+    def __init__(self):
+        self._found: dict[str, str] = {}  # mistake → the place where it was found first
+
+    @contextlib.contextmanager
+    def collect(self, place: str) -> Iterator[None]:
+        """Keeps a `UserError` of the `with` block, unless another place has the same mistake.
+        `place`: the beginning of the message; an error that has it already does not get it again.
+        """
+        try:
+            yield
+        except UserError as error:
+            mistake = str(error).removeprefix(f"{place}: ")
+            self._found.setdefault(mistake, place)
+
+    def raise_any(self) -> None:
+        """Raises a UserError that names all that was found; does nothing if nothing was."""
+        found = [f"{place}: {mistake}" for mistake, place in self._found.items()]
+        if len(found) == 1:
+            raise UserError(found[0])
+        if found:
+            numbered = (f"({number}) {text}" for number, text in enumerate(found, 1))
+            raise UserError(f"{len(found)} mistakes: {'; '.join(numbered)}")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns " (did you mean 'x'?)" with the known name closest to `name`; "" if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

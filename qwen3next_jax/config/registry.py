@@ -130,6 +130,7 @@ EVALUATIONS = {
     "copy": "qwen3next_jax.evals.recall:Copy",
     "niah": "qwen3next_jax.evals.recall:NeedleInAHaystack",
     "sinks": "qwen3next_jax.evals.sinks:AttentionSinks",
+    "state": "qwen3next_jax.evals.state:State",
 }
 # Sources of training data, for data.source.
 DATA_SOURCES = {
@@ -138,6 +139,10 @@ DATA_SOURCES = {
     "induction": "qwen3next_jax.data.synthetic:SyntheticData",
     "copy": "qwen3next_jax.data.synthetic:SyntheticData",
     "backcopy": "qwen3next_jax.data.synthetic:SyntheticData",
+    **dict.fromkeys(
+        ("parity", "modular_addition", "s3", "a5", "s5", "state_recall"),
+        "qwen3next_jax.data.state_tasks:StateData",
+    ),
     "recorded": "qwen3next_jax.data.recorded:RecordedData",
 }
 # The sources above whose rows are text, with the tokenizer data.tokenizer.

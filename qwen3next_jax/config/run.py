@@ -32,16 +32,20 @@ Schedule = Literal["cosine", "warmup_stable_decay", "linear", "constant"]
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticConfig:
-    """Settings of the synthetic task mqar, multi-query associative recall (`data/synthetic.py`)."""
+    """Settings of the synthetic tasks (`data/synthetic.py`, `data/state_tasks.py`)."""
 
-    # mqar: number of key-value pairs at the start of a row
+    # mqar: number of key-value pairs at the start of a row; state_recall: number of keys there
     pairs: int = 8
+    # modular_addition: the number modulo which the inputs are added
+    modulus: int = 5
     # mqar: a query stands at the d-th place after the pairs with a probability ∝ d^(gap_power - 1)
     gap_power: float = 0.01
 
     def __post_init__(self):
         check_bounds(
-            self, "data.synthetic", {"at least 1": "pairs", "a positive number": "gap_power"}
+            self,
+            "data.synthetic",
+            {"at least 1": "pairs", "at least 2": "modulus", "a positive number": "gap_power"},
         )
 
 

@@ -231,6 +231,7 @@ class SyntheticData(Data):
     ):
         self.tokenizer = self.tokenizer_of(config, vocab_size)
         self.task = config.source
+        self._config = config
         self.batch_size = batch_size
         self.sequence_length = sequence_length
         self._rows, self._heldout = (

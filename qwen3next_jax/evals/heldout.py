@@ -20,7 +20,11 @@ from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.evals.evaluation import EvalContext, Evaluation
 from qwen3next_jax.evals.scoring import place_on_mesh
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.model.multi_token_prediction import mask_ignored_targets, target_positions
+from qwen3next_jax.model.multi_token_prediction import (
+    later_tokens,
+    mask_ignored_targets,
+    target_positions,
+)
 from qwen3next_jax.model.visible_targets import mask_seen_targets
 
 Batch = dict[str, jax.Array]
@@ -105,14 +109,14 @@ def make_heldout_step(
             is_target_BT = target_positions(batch, offset)
             nll, _, guess_BT, _ = model.cross_entropy(
                 hidden_BTD,
-                jnp.roll(tokens_BT, -offset, axis=1),
+                later_tokens(batch, offset),
                 is_target_BT.astype(jnp.float32),
                 mesh,
             )
             return nll, is_target_BT, guess_BT
 
         nll, is_target_BT, trunk_guess_BT = predict(features.hidden, 1)
-        next_token_BT = jnp.roll(tokens_BT, -1, axis=1)
+        next_token_BT = later_tokens(batch, 1)
         bytes_BT = jnp.where(is_target_BT, token_bytes[next_token_BT], 0)
         correct_BT = is_target_BT & (trunk_guess_BT == next_token_BT)
         sums = {

@@ -284,11 +284,16 @@ def _random_span(rng: np.random.Generator, haystack: np.ndarray, count: int) -> 
 
 
 def _correct_guesses(scorer: Scorer, tokens_BT: np.ndarray) -> np.ndarray:
-    """Returns whether the model predicts each of the tokens 1 … T-1 of every row, [B, T-1] bool.
+    """Returns whether the model predicts each of the tokens 1 … T-1 of every row, [B, T-1] bool."""
+    return best_guesses(scorer, tokens_BT) == tokens_BT[:, 1:]
+
+
+def best_guesses(scorer: Scorer, tokens_BT: np.ndarray) -> np.ndarray:
+    """Returns the most likely token after each of the tokens 0 … T-2 of every row, [B, T-1].
 
     It scores batches of the same size, so that the model is compiled once for the row length T.
     """
     size = max(1, min(len(tokens_BT), _BATCH_TOKENS // tokens_BT.shape[1]))
     padded = np.resize(tokens_BT, (-(-len(tokens_BT) // size) * size, tokens_BT.shape[1]))
     guesses = [scorer(padded[i : i + size])[1] for i in range(0, len(padded), size)]
-    return np.concatenate(guesses)[: len(tokens_BT)] == tokens_BT[:, 1:]
+    return np.concatenate(guesses)[: len(tokens_BT)]

@@ -158,6 +158,13 @@ def mask_ignored_targets(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return rest | {"target_mask": rest.get("target_mask", True) & counts_BT}
 
 
+def later_tokens(batch: dict[str, jax.Array], offset: int) -> jax.Array:
+    """Returns [B, T] int32: the token t + `offset` that position t is to predict. In a batch with
+    `labels` [B, T] (tasks of a state have them), it is the label there.
+    """
+    return jnp.roll(batch.get("labels", batch["tokens"]), -offset, axis=1)
+
+
 def target_weights(batch: dict[str, jax.Array], offset: int) -> jax.Array:
     """Returns [B, T] float32: the weight of the loss with which position t predicts token
     t + `offset`; 0 where that is no target (`target_positions`). In a batch with `loss_weights`

@@ -13,6 +13,7 @@ import re
 import resource
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -53,6 +54,10 @@ FAST_GPU_COMPILE = {
     "xla_llvm_disable_expensive_passes": True,
     "xla_backend_optimization_level": 0,
 }
+# A program that needs at most this share more than the usable memory is compiled all the same, so
+# that its plan says what time the last bytes are worth.
+NEAR = 0.1
+COMPILE_ANYWAY = {"xla_tpu_no_crash_on_oom": "true"}
 PROGRAM = "program.hlo"  # the file of the compiled program in the folder of its schedules
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -62,9 +67,10 @@ class Plan:
     """The prediction for one configuration on one slice. Bytes, FLOPs and seconds are for one
     device and one step.
 
-    If the compiler refuses the program because it does not fit in memory, the only predictions are
-    `needs`, `usable_hbm` and `reason`. If the compiler gives another error or ends its process,
-    `failed` is true and there is only `reason`.
+    A plan for a TPU that needs at most the share NEAR more than the usable memory has all
+    predictions. If a program needs more, the only predictions are `needs`, `usable_hbm` and
+    `reason`. If the compiler gives another error or ends its process, `failed` is true and there is
+    only `reason`.
 
     Attributes:
       name: name of the configuration.
@@ -200,7 +206,7 @@ class Plan:
             "reason": self.reason,
             "peak_hbm_bytes": self.needs or None,
             "usable_hbm_bytes": self.usable_hbm or None,
-            "memory_bytes": self.memory._asdict() if self.fits else None,
+            "memory_bytes": self.memory and self.memory._asdict(),
             **self._times_as_dict(),
             "model_flops": self.model_flops,
             "network": [
@@ -237,7 +243,7 @@ class Plan:
             "executed_flops": self.gpu_flops or None,
             "cost_model": self.cost_model,
         }
-        if not self.fits or not self.estimates:
+        if not self.estimates:
             return times
         estimate = self.estimate
         mfu_roofline = self.mfu_in(self.estimates["roofline"].seconds)
@@ -338,6 +344,8 @@ def make_plan(
     lowered = lower_step(run, topology)
     lowered_at, cpu_before = time.perf_counter(), used_cpu_seconds()
     compiled, failure = compile_step(lowered, topology, optimization_level)
+    if compiled is None and topology.chip.torus and _nearly_fits(failure):
+        compiled, failure = compile_step(lowered, topology, optimization_level, COMPILE_ANYWAY)
     plan = functools.partial(
         Plan,
         config.name,
@@ -452,10 +460,15 @@ def lower_step(run: ResolvedRun, topology: Topology) -> jax.stages.Lowered:
 
 
 def compile_step(
-    lowered: jax.stages.Lowered, topology: Topology, optimization_level: str
+    lowered: jax.stages.Lowered,
+    topology: Topology,
+    optimization_level: str,
+    more_options: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[jax.stages.Compiled | None, str]:
     """Returns the compiled program and "", or None and the compiler's error message."""
-    options = {"optimization_level": optimization_level} if optimization_level else {}
+    options = dict(more_options)
+    if optimization_level:
+        options["optimization_level"] = optimization_level
     if not topology.chip.torus:
         options |= FAST_GPU_COMPILE
     try:
@@ -464,9 +477,21 @@ def compile_step(
         return None, str(error)
 
 
+def _nearly_fits(failure: str) -> bool:
+    """Whether the compiler refused a program that needs little more memory than there is."""
+    if "RESOURCE_EXHAUSTED" not in failure:
+        return False
+    needs, usable = out_of_memory(failure)
+    return 0 < needs <= (1 + NEAR) * usable
+
+
 def _too_much(needs: float, usable: float) -> str:
     """Returns the reason of a plan that does not fit. Both arguments are bytes of HBM."""
-    return f"needs {needs / 2**30:.2f} GiB of {usable / 2**30:.2f} GiB"
+    over = needs - usable
+    return (
+        f"needs {needs / 2**30:.2f} GiB of {usable / 2**30:.2f} GiB: {over / 2**30:.2f} GiB "
+        f"({over / usable:.1%}) too many"
+    )
 
 
 def used_cpu_seconds(who: int = resource.RUSAGE_SELF) -> float:

@@ -2,7 +2,7 @@
 its data and evaluations exist. It checks all points before any of them starts, and trains nothing.
 """
 
-from qwen3next_jax.common.errors import UserError, require
+from qwen3next_jax.common.errors import Mistakes, require
 from qwen3next_jax.config.files import UserInput, find_file
 from qwen3next_jax.runs import unread
 from qwen3next_jax.runs.start import check_without_devices
@@ -35,11 +35,10 @@ def check_settings(sweep: Sweep) -> None:
       UserError: a setting has no effect on any of these points, or a point has nothing to train on.
     """
     found: dict[str, dict[str, str]] = {}
+    mistakes = Mistakes()
     for point in sweep.points:
-        try:
+        with mistakes.collect(f"point {point.name}"):
             unread.check_targets(point.config)
-        except UserError as error:
-            raise UserError(f"point {point.name}: {error}") from error
         found[point.name] = unread_settings(sweep, point)
     for point in sweep.points:
         for name, why in found[point.name].items():
@@ -51,17 +50,19 @@ def check_settings(sweep: Sweep) -> None:
                 if setting in other.overrides or setting not in point.overrides
             ]
             has_effect = any(name not in found[other.name] for other in given_to)
-            require(has_effect, f"point {point.name}: {why}")
+            with mistakes.collect(f"point {point.name}"):
+                require(has_effect, why)
+    mistakes.raise_any()
 
 
 def check_points(sweep: Sweep) -> None:
     """Checks that every point can run to its end.
 
     Raises:
-      UserError: a point cannot; the message names the first such point.
+      UserError: a point cannot; the message names every mistake, and the first point that has it.
     """
+    mistakes = Mistakes()
     for point in sweep.points:
-        try:
+        with mistakes.collect(f"point {point.name}"):
             check_without_devices(point.config)
-        except UserError as error:
-            raise UserError(f"point {point.name}: {error}") from error
+    mistakes.raise_any()

@@ -32,7 +32,7 @@ import re
 from typing import Any
 
 from qwen3next_jax.common import digests
-from qwen3next_jax.common.errors import UserError, did_you_mean, short_repr
+from qwen3next_jax.common.errors import Mistakes, UserError, did_you_mean, short_repr
 from qwen3next_jax.common.trees import flatten
 from qwen3next_jax.config import Config, ModelConfig, default_config, from_dict, to_dict
 from qwen3next_jax.config.files import call_file, find_file, load_config_file, settings_called
@@ -105,9 +105,15 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
     """
     record, changes = _read(find_file(path)), changes or {}
     base = load_config_file(find_file(record["base"]), f"{path}: base = ")
-    axes = {
-        axis: _axis_values(axis, values, path) for axis, values in record.get("axes", {}).items()
-    }
+    mistakes = Mistakes()
+    axes = {}
+    for axis, values in record.get("axes", {}).items():
+        with mistakes.collect(str(path)):
+            axes[axis] = _axis_values(axis, values, path)
+    for setting in record.get("set", {}):
+        with mistakes.collect(str(path)):
+            _known_setting(setting, f"{path}: set")
+    mistakes.raise_any()
     sources = _sources(axes, path) | dict.fromkeys(changes, "--set")
     overridden = _overridden(record.get("set", {}), axes, changes)
     axes = {axis: _with_changes(axis, values, changes) for axis, values in axes.items()}
@@ -133,24 +139,26 @@ def load_sweep(path: str | pathlib.Path, changes: dict[str, Any] | None = None) 
         overrides |= changes
         name = _point_name(values)
         where = f"{path}: point {name}"
-        config = _make_config(base, overrides, where)
-        if isinstance(record["axes"].get("ratio"), (list, tuple)):
-            _check_ratio(values["ratio"], config.model.num_hidden_layers, where)
-        if match and points:
-            first, length = points[0].config.model, config.train.sequence_length
-            width, value = _matching_width(first, config.model, length, match, where)
-            if width in sources:
-                raise UserError(_two_sources(path, width, sources[width], "match"))
-            overrides[width] = value
+        with mistakes.collect(where):
             config = _make_config(base, overrides, where)
-        if isinstance(record["axes"].get("flops"), (list, tuple)):
-            if "train.steps" in sources:
-                raise UserError(
-                    _two_sources(path, "train.steps", sources["train.steps"], "axis 'flops'")
-                )
-            overrides["train.steps"] = _steps_of_flops(config, float(values["flops"]), where)
-            config = _make_config(base, overrides, where)
-        points.append(Point(name, values, overrides, config))
+            if isinstance(record["axes"].get("ratio"), (list, tuple)):
+                _check_ratio(values["ratio"], config.model.num_hidden_layers, where)
+            if match and points:
+                first, length = points[0].config.model, config.train.sequence_length
+                width, value = _matching_width(first, config.model, length, match, where)
+                if width in sources:
+                    raise UserError(_two_sources(path, width, sources[width], "match"))
+                overrides[width] = value
+                config = _make_config(base, overrides, where)
+            if isinstance(record["axes"].get("flops"), (list, tuple)):
+                if "train.steps" in sources:
+                    raise UserError(
+                        _two_sources(path, "train.steps", sources["train.steps"], "axis 'flops'")
+                    )
+                overrides["train.steps"] = _steps_of_flops(config, float(values["flops"]), where)
+                config = _make_config(base, overrides, where)
+            points.append(Point(name, values, overrides, config))
+    mistakes.raise_any()
     _check_distinct(points, path)
     try:
         base_config = _make_config(base, {}, "")

@@ -32,7 +32,11 @@ from qwen3next_jax.config import ModelConfig, TrainConfig
 from qwen3next_jax.model import Features, Qwen3Next
 from qwen3next_jax.model.block import has_indexer, mixer_class
 from qwen3next_jax.model.layers import document_positions
-from qwen3next_jax.model.multi_token_prediction import target_weights, targets_in_document
+from qwen3next_jax.model.multi_token_prediction import (
+    later_tokens,
+    target_weights,
+    targets_in_document,
+)
 from qwen3next_jax.sharding.slices import sum_over_slices
 
 
@@ -182,7 +186,7 @@ def total_loss(
         """
         weight_BT = target_weights(batch, offset) / targets
         total, correct_BT, *_ = model.cross_entropy(
-            hidden_BTD, jnp.roll(batch["tokens"], -offset, axis=1), weight_BT, mesh
+            hidden_BTD, later_tokens(batch, offset), weight_BT, mesh
         )
         return total, jnp.sum(correct_BT * weight_BT)
 

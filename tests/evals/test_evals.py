@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ from qwen3next_jax.data.tokens import ByteTokenizer
 from qwen3next_jax.evals import continuation, evaluation, perplexity, recall
 from qwen3next_jax.evals.scoring import make_score_step, make_scorer
 from qwen3next_jax.evals.sinks import measure_sinks
+from qwen3next_jax.evals.state import State
 from qwen3next_jax.inference.decode import complete
 from qwen3next_jax.inference.sampling import Sampling
 from qwen3next_jax.reporting.page import write_report
@@ -445,3 +447,23 @@ def test_scores_are_the_models_log_probabilities():
     ]
     np.testing.assert_allclose(nll, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(guess, jnp.argmax(logits, axis=-1))
+
+
+def test_state_is_measured_between_lengths():
+    """A scorer that knows the parity at the first 8 positions alone, and says odd after them."""
+    data = open_data(DataConfig(source="parity"), 8, 4, 4)
+
+    def scorer(tokens):
+        parity = np.cumsum(tokens == 2, axis=1) % 2
+        return None, np.where(np.arange(tokens.shape[1]) < 8, 1 + parity, 2)[:, :-1]
+
+    context = types.SimpleNamespace(
+        open_data=lambda: data,
+        options=evaluation.EvalOptions(rows=64, lengths=(32, 8)),
+        scorer=lambda params: scorer,
+    )
+    state = State.__new__(State)
+    state.eval_context = context
+    found = state.run({})
+    assert found.keys() == {"accuracy/1-8", "accuracy/9-32"} and found["accuracy/1-8"] == 1
+    assert found["accuracy/9-32"] == pytest.approx(0.5, abs=4 * 0.5 / (64 * 23) ** 0.5)

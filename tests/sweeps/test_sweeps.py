@@ -295,6 +295,25 @@ def test_a_sweep_that_cannot_run_is_refused_in_one_line(tmp_path, record, names)
         check_points(load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py"} | record)))
 
 
+@pytest.mark.parametrize(
+    ("record", "names"),
+    [
+        (
+            {"axes": {"train.learning_rate": [1], "ratio": ["3:1"]}, "set": {"train.stps": 3}},
+            ["(2)", "axis 'train.learning_rate'", "as train.stps"],
+        ),
+        (
+            {"axes": {"ratio": ["3:1", "2:1"], "train.batch_size": [8, -1]}},
+            ["(2)", "batch_size = -1", "ratio 2:1"],
+        ),
+    ],
+)
+def test_every_mistake_of_a_sweep_is_named_once(tmp_path, record, names):
+    with pytest.raises(UserError) as caught:
+        load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py"} | record))
+    assert all(str(caught.value).count(name) == 1 for name in names)
+
+
 def test_the_command_line_replaces_the_file_s_settings(tmp_path):
     path = sweep_file(
         tmp_path,

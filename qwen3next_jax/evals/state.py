@@ -1,0 +1,70 @@
+"""The evaluation of tasks that need a state (`data.state_tasks`): accuracy by position, far beyond
+the length of the rows on which a model was trained.
+
+Letters: B batch, T time.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.common.metrics import Metric
+from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.data.state_tasks import StateData
+from qwen3next_jax.data.tokens import Tokenizer
+from qwen3next_jax.evals.evaluation import EvalOptions, Evaluation
+from qwen3next_jax.evals.recall import best_guesses
+
+_ROWS = 64
+
+
+class State(Evaluation):
+    """The evaluation "state", on the task of the run's own data. It reads rows as long as the
+    largest of `eval.suite_lengths`, and measures the accuracy between each two of these lengths:
+    with 64 and 512, at the positions 1 to 64 and 65 to 512. A label at each position makes the
+    accuracy up to a length part of that of longer rows.
+    """
+
+    metrics = {"accuracy": Metric("accuracy", "share", "higher", main=True)}
+    settings = ("suite_lengths",)
+
+    @classmethod
+    def required_context(cls, options: EvalOptions) -> int:
+        return max(options.lengths)
+
+    @classmethod
+    def check(cls, options: EvalOptions, config: ModelConfig, tokenizer: Tokenizer) -> None:
+        if tokenizer.reads_text:
+            raise UserError(
+                "eval.suites: state measures a task of data.state_tasks, such as parity: expected "
+                "such a data.source"
+            )
+
+    def run(self, params: dict) -> dict[str, float]:
+        context = self.eval_context
+        data = context.open_data()
+        if not isinstance(data, StateData):
+            title = data.describe()["title"]
+            raise UserError(f"eval.suites: state measures a task of data.state_tasks, not: {title}")
+        lengths = sorted(context.options.lengths)
+        rows = data.heldout_rows_of(lengths[-1], context.options.rows or _ROWS)
+        tokens_BT, labels_BT, targets_BT = (np.stack(arrays) for arrays in zip(*rows, strict=True))
+        guesses_BT = best_guesses(context.scorer(params), tokens_BT)
+        is_right_BT = guesses_BT == labels_BT[:, 1:]
+        return accuracy_by_position(is_right_BT, targets_BT[:, 1:], lengths)
+
+
+def accuracy_by_position(
+    is_right_BT: np.ndarray, is_target_BT: np.ndarray, lengths: Sequence[int]
+) -> dict[str, float]:
+    """Returns "accuracy/FIRST-LAST" for the positions, from 1, between each two of `lengths`, which
+    ascend. Position t is that of the answer after token t. Ranges without a target are left out.
+    """
+    found = {}
+    for before, last in zip((0, *lengths), lengths):
+        here = slice(before, last)
+        targets = is_target_BT[:, here]
+        if targets.any():
+            found[f"accuracy/{before + 1}-{last}"] = float(is_right_BT[:, here][targets].mean())
+    return found

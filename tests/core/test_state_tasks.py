@@ -1,0 +1,107 @@
+"""Tasks that need a state: labels that another computation of the state gives, and their loss."""
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from models import drawn_model
+
+from qwen3next_jax.common.errors import UserError
+from qwen3next_jax.config import DataConfig, ModelConfig, SyntheticConfig, TrainConfig
+from qwen3next_jax.data.pipeline import open_data
+from qwen3next_jax.data.state_tasks import FIRST_ID, StateRows
+from qwen3next_jax.training.loss import count_targets, total_loss
+
+OPTIONS = SyntheticConfig(pairs=4, modulus=7)
+
+
+def rows(task, length=64, vocab_size=128, count=20):
+    made = StateRows(task, length, vocab_size, OPTIONS, seed=3, split=0)
+    return [made[i] for i in range(count)]
+
+
+@pytest.mark.parametrize(("task", "modulus"), [("parity", 2), ("modular_addition", 7)])
+def test_the_label_is_the_sum_so_far(task, modulus):
+    for row in rows(task):
+        inputs = row.tokens - FIRST_ID
+        assert set(inputs) <= set(range(modulus))
+        for t in range(len(inputs) - 1):
+            assert row.labels[t + 1] - FIRST_ID == sum(inputs[: t + 1]) % modulus
+
+
+@pytest.mark.parametrize(("task", "things", "size"), [("s3", 3, 6), ("a5", 5, 60), ("s5", 5, 120)])
+def test_the_label_is_the_product_so_far(task, things, size):
+    elements = [
+        element
+        for element in itertools.permutations(range(things))
+        if task != "a5" or round(np.linalg.det(np.eye(things)[list(element)])) == 1
+    ]
+    assert len(elements) == size
+    for row in rows(task):
+        arrangement = np.arange(things)
+        for t, number in enumerate(row.tokens[:-1] - FIRST_ID):
+            arrangement = np.array(elements[number])[arrangement]
+            assert tuple(arrangement) == elements[row.labels[t + 1] - FIRST_ID]
+
+
+def test_a_key_recalls_the_value_of_the_parity():
+    for row in rows("state_recall"):
+        table = {row.tokens[i]: row.tokens[i + 1 : i + 3] for i in range(0, 12, 3)}
+        parity = 0
+        for t in range(12, len(row.tokens) - 1):
+            token = row.tokens[t]
+            parity ^= token == 2
+            assert row.targets[t + 1] == (token in table)
+            if token in table:
+                assert row.labels[t + 1] == table[token][parity]
+        assert row.targets.sum() > 10
+
+
+def test_the_loss_is_that_of_the_labels():
+    model_config = ModelConfig(
+        vocab_size=8,
+        hidden_size=16,
+        num_hidden_layers=1,
+        full_attention_interval=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=0,
+        intermediate_size=16,
+        mtp_depth=0,
+        dtype="float32",
+    )
+    data = open_data(DataConfig(source="parity"), 16, 3, 8)
+    batch = {name: jnp.asarray(x) for name, x in next(data.batches(0)).items()}
+    model = drawn_model(model_config)
+    loss, parts = total_loss(model, batch, TrainConfig(), count_targets(batch, 0))
+    logits = np.asarray(model(batch["tokens"], batch["segment_ids"])[0], np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    labels = np.asarray(batch["labels"])[:, 1:]
+    expected = -np.take_along_axis(log_p[:, :-1], labels[..., None], -1).mean()
+    assert float(parts["loss"]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("task", "length", "vocab_size", "names"),
+    [
+        ("s5", 8, 120, ["model.vocab_size = 120", "121", "120 elements"]),
+        ("parity", 8, 2, ["model.vocab_size = 2", "3"]),
+        ("state_recall", 13, 64, ["13 tokens", "14"]),
+        ("state_recall", 64, 8, ["model.vocab_size = 8", "9", "data.synthetic.pairs"]),
+    ],
+)
+def test_a_task_that_does_not_fit_is_refused(task, length, vocab_size, names):
+    with pytest.raises(UserError) as raised:
+        StateRows(task, length, vocab_size, OPTIONS, seed=0, split=0)
+    assert all(name in str(raised.value) for name in names)
+
+
+def test_drafts_of_labels_are_refused():
+    data = DataConfig(source="parity")
+    with pytest.raises(UserError, match="model.mtp_depth = 1"):
+        from qwen3next_jax.data.pipeline import source_of
+
+        source_of(data).check_model(data, dataclasses.replace(ModelConfig(), mtp_depth=1))
