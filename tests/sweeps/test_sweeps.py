@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qwen3next_jax.common.errors import ExitCode
+from qwen3next_jax.common.errors import ExitCode, UserError
 from qwen3next_jax.common.metrics import Metric, to_metric_values
 from qwen3next_jax.config import Config, from_dict
 from qwen3next_jax.config.files import apply_overrides, load_config_file
