@@ -72,27 +72,34 @@ def test_a_new_optimizer_gets_schedule_and_decay():
     )
 
 
-def test_a_new_source_is_read_by_index():
-    data = open_data(DataConfig(source="counting"), 16, 4, 32)
-    batch = next(data.batches(7))
+@pytest.fixture
+def counting():
+    return open_data(DataConfig(source="counting"), 16, 4, 32)
+
+
+def test_a_new_source_is_read_by_index(counting):
+    batch = next(counting.batches(7))
     tokens = batch["tokens"]
-    assert (
-        tokens.shape == (4, 16)
-        and np.ptp((np.diff(tokens, axis=1) % 32), axis=1).max() == 0
-        and batch["target_mask"][:, 2:].all()
-    )
-    np.testing.assert_array_equal(tokens[2], data.row(7 * 4 + 2)["tokens"])
-    heldout = next(data.heldout(3))
-    assert (
-        heldout["segment_ids"].sum(axis=1).tolist() == [16, 16, 16, 0]
-        and (heldout["tokens"] != tokens).any()
-    )
-    assert (
-        data.document_names(3)[0] == ["counting:12"]
-        and data.describe()["bits_per_nat"] is None
-        and not data.tokenizer.reads_text
-    )
-    assert data.fingerprint != open_data(DataConfig(source="copy"), 16, 4, 32).fingerprint
+    assert tokens.shape == (4, 16)
+    assert np.ptp(np.diff(tokens, axis=1) % 32, axis=1).max() == 0  # each row counts
+    assert batch["target_mask"][:, 2:].all()
+    np.testing.assert_array_equal(tokens[2], counting.row(7 * 4 + 2)["tokens"])
+
+
+def test_a_new_source_has_held_out_rows(counting):
+    heldout, batch = next(counting.heldout(3)), next(counting.batches(7))
+    assert heldout["segment_ids"].sum(axis=1).tolist() == [16, 16, 16, 0]
+    assert (heldout["tokens"] != batch["tokens"]).any()
+
+
+def test_a_new_source_says_what_it_is(counting):
+    assert counting.document_names(3)[0] == ["counting:12"]
+    assert counting.describe()["bits_per_nat"] is None
+    assert not counting.tokenizer.reads_text
+    assert counting.fingerprint != open_data(DataConfig(source="copy"), 16, 4, 32).fingerprint
+
+
+def test_mistakes_with_new_parts_are_refused():
     with refused("data.source = 'countin'", "'counting'"):
         DataConfig(source="countin")
     with refused("optimizer.name = 'lino'", "'lion'"):

@@ -305,37 +305,69 @@ def test_empty_files_among_others_are_skipped(tmp_path):
     assert read(tmp_path / "*.py") == [("a.py", "x = 1\n")]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.txt"])
-def test_a_large_file_is_read_in_parts(tmp_path, monkeypatch, name):
-    """Together the parts are the file; appended lines change the last part alone."""
+def large_file(path):
     texts = [f"document {i} " * (i % 7) for i in range(60)]
-    path = tmp_path / name
-    if name == "a.parquet":
+    if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=9)
     else:
         path.write_bytes(jsonl(texts))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.txt"])
+def test_the_parts_of_a_file_are_the_file(tmp_path, monkeypatch, name):
+    path = large_file(tmp_path / name)
     whole = read(path)
     monkeypatch.setattr(readers, "_PART_BYTES", 400)
     assert read(path) == whole
-    (file,) = resolve(str(path), "text").files
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_parts_of_a_file_have_digests_of_their_own(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(readers, "_PART_BYTES", 400)
+    (file,) = resolve(str(large_file(tmp_path / name)), "text").files
     found = parts(file)
-    digests = [part_digest(file, part, "text") for part in found]
-    if name == "a.txt":
-        assert found == [Part(0, file.size)]
-        return
-    assert len(found) > 5 and len(set(digests)) == len(found)
-    for part in found:  # as progress displays show it
-        read_bytes = [record.position for record in read_part(file, part, "text", None)]
-        assert read_bytes == sorted(read_bytes) and 0 < read_bytes[-1] <= file.size
-    if name == "a.jsonl":
-        assert sum(part.stop - part.start for part in found) == file.size
-        path.write_bytes(jsonl(texts) + jsonl(["more"]))
+    assert len(found) > 5
+    assert len({part_digest(file, part, "text") for part in found}) == len(found)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_reading_a_part_goes_forward(tmp_path, monkeypatch, name):
+    """As progress displays show it."""
+    monkeypatch.setattr(readers, "_PART_BYTES", 400)
+    (file,) = resolve(str(large_file(tmp_path / name)), "text").files
+    for part in parts(file):
+        positions = [record.position for record in read_part(file, part, "text", None)]
+        assert positions == sorted(positions) and 0 < positions[-1] <= file.size
+
+
+def test_a_text_file_has_one_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_PART_BYTES", 400)
+    (file,) = resolve(str(large_file(tmp_path / "a.txt")), "text").files
+    assert parts(file) == [Part(0, file.size)]
+
+
+def test_appended_lines_change_the_last_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_PART_BYTES", 400)
+    path = large_file(tmp_path / "a.jsonl")
+
+    def digests():
         (file,) = resolve(str(path), "text").files
-        again = [part_digest(file, part, "text") for part in parts(file)]
-        assert again[: len(found) - 1] == digests[:-1]
-        path.write_bytes(jsonl(texts) + b"broken")
-        with refused("a.jsonl:61"):
-            read(path)
+        found = parts(file)
+        assert sum(part.stop - part.start for part in found) == file.size
+        return [part_digest(file, part, "text") for part in found]
+
+    before = digests()
+    path.write_bytes(path.read_bytes() + jsonl(["more"]))
+    assert digests()[: len(before) - 1] == before[:-1]
+
+
+def test_a_bad_line_of_a_part_has_its_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_PART_BYTES", 400)
+    path = large_file(tmp_path / "a.jsonl")
+    path.write_bytes(path.read_bytes() + b"broken")
+    with refused("a.jsonl:61"):
+        read(path)
 
 
 def test_the_default_corpus_is_the_standard_library():

@@ -268,29 +268,40 @@ def test_activations_do_not_grow_with_the_depth(name):
     assert (within < 8**0.5).all() and (within > 8**-0.5).all(), within
 
 
-def test_what_has_no_rule_is_refused(monkeypatch):
-    def has_no_rule(name, config, one):
-        with refused(name):
-            scaling_factors(config, one, declared(config))
-
-    config = model(32)
-    has_no_rule(
-        "tie_word_embeddings", dataclasses.replace(config, tie_word_embeddings=True), optimizer()
-    )
-    has_no_rule("placement", dataclasses.replace(config, block=BlockConfig("post")), optimizer())
-    has_no_rule("model.lora", dataclasses.replace(config, lora=LoRAConfig(rank=2)), optimizer())
-    has_no_rule("per_head", config, optimizer("muon", muon=MuonConfig(per_head=True)))
+@pytest.mark.parametrize(
+    "changes, of_optimizer, name",
+    [
+        ({"tie_word_embeddings": True}, {}, "tie_word_embeddings"),
+        ({"block": BlockConfig("post")}, {}, "placement"),
+        ({"lora": LoRAConfig(rank=2)}, {}, "model.lora"),
+        ({}, {"name": "muon", "muon": MuonConfig(per_head=True)}, "per_head"),
+        ({}, {"name": "mine"}, "rate_over_width"),
+    ],
+    ids=("tied", "placement", "adapters", "per head", "own optimizer"),
+)
+def test_what_has_no_rule_is_refused(monkeypatch, changes, of_optimizer, name):
     monkeypatch.setitem(OPTIMIZERS, "mine", f"{__name__}:my_direction")
-    has_no_rule("rate_over_width", config, optimizer("mine"))
-    for scaling, settings, name in (
+    config = dataclasses.replace(model(32), **changes)
+    with refused(name):
+        scaling_factors(config, optimizer(**of_optimizer), declared(config))
+
+
+@pytest.mark.parametrize(
+    "scaling, settings, name",
+    [
         ("mup", {}, "base_width = 0"),
         ("mup", {"base_width": -3}, "base_width = -3"),
         ("completep", {"base_width": 16}, "base_depth = 0"),
         ("mup", {"base_width": 16, "base_depth": 2}, "base_depth = 2"),
         ("none", {"base_width": 16}, "base_width = 16"),
-    ):
-        with refused(name):
-            OptimizerConfig(scaling=scaling, **settings)
+    ],
+)
+def test_a_base_that_does_not_fit_is_refused(scaling, settings, name):
+    with refused(name):
+        OptimizerConfig(scaling=scaling, **settings)
+
+
+def test_a_run_keeps_its_scaling():
     assert not may_change("config.optimizer.scaling")
     assert not may_change("config.optimizer.base_width")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import re
 
 import numpy as np
@@ -320,12 +321,14 @@ def test_text_never_gives_special_tokens(tmp_path):
     assert ids.tolist().count(tokenizer.eos_id) == 1 and ids[-1] == tokenizer.eos_id
 
 
-def test_bytes_are_those_of_the_text(byte_fallback, tmp_path):
-    def counted(tokenizer, text):
-        (ids,) = tokenizer.encode_documents([text])
-        return int(tokenizer.token_bytes[ids].sum())
+def _counted(tokenizer, text):
+    (ids,) = tokenizer.encode_documents([text])
+    return int(tokenizer.token_bytes[ids].sum())
 
-    # Runs of ▁ that stand for spaces.
+
+@pytest.fixture
+def with_spaces(byte_fallback):
+    """A tokenizer whose ▁ stands for spaces, and whose ▁▁▁▁ for four."""
     content = json.loads(open(byte_fallback, encoding="utf-8").read())
     content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     content["pre_tokenizer"] = None
@@ -333,20 +336,30 @@ def test_bytes_are_those_of_the_text(byte_fallback, tmp_path):
     run = {"id": 0, "content": "▁▁▁▁", "special": False, "normalized": True}
     run |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
     content["added_tokens"].append(run)
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    return content
+
+
+def test_a_run_of_spaces_counts_its_bytes(with_spaces, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(with_spaces))
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.token_bytes[tokenizer.encode("    ")].tolist() == [4]
-    assert counted(tokenizer, "a\n    b\n") == 8
-    # A space before every text, which no row asks for.
-    content["normalizer"] = {
+    assert _counted(tokenizer, "a\n    b\n") == 8
+
+
+def test_a_space_before_every_text_is_no_miscount(with_spaces, tmp_path):
+    """No row asks for it."""
+    with_spaces["normalizer"] = {
         "type": "Sequence",
-        "normalizers": [{"type": "Prepend", "prepend": "▁"}, content["normalizer"]],
+        "normalizers": [{"type": "Prepend", "prepend": "▁"}, with_spaces["normalizer"]],
     }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(with_spaces))
     text = "two words"
-    assert counted(load_tokenizer(str(tmp_path)), text) == len(text) + 1
+    assert _counted(load_tokenizer(str(tmp_path)), text) == len(text) + 1
     assert tokens.miscounted_bytes(len(text) + 1, len(text)) == 0
-    # WordPiece writes no spaces, and ## before what continues a word.
+
+
+def test_word_pieces_miscount_what_is_lost(tmp_path):
+    """They write no spaces, and ## before what continues a word."""
     words = ["[UNK]", END_OF_TEXT, "two", "wo", "##rd", "##s"]
     pieces = tokenizers.Tokenizer(
         tokenizers.models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
@@ -356,31 +369,46 @@ def test_bytes_are_those_of_the_text(byte_fallback, tmp_path):
     pieces.add_special_tokens(["[UNK]", END_OF_TEXT])
     pieces.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
-    assert counted(tokenizer, text) == len(text) + 1
-    assert tokens.miscounted_bytes(counted(tokenizer, "two \n\n words"), 12) > 0  # what is lost
+    assert _counted(tokenizer, "two words") == len("two words") + 1
+    assert tokens.miscounted_bytes(_counted(tokenizer, "two \n\n words"), 12) > 0
 
 
-def test_tokens_that_other_files_name_have_their_ids(byte_level, tmp_path):
+@pytest.fixture
+def added(byte_level, tmp_path):
+    """(folder of a tokenizer, the number of its tokens)."""
     folder = _with_added(byte_level, tmp_path)
-    size = load_tokenizer(folder).vocab_size
+    return folder, load_tokenizer(folder).vocab_size
+
+
+def _name(folder, named, **fields):
+    path = pathlib.Path(folder) / "tokenizer_config.json"
+    path.write_text(json.dumps({"added_tokens_decoder": named, **fields}))
+
+
+def test_tokens_of_the_config_have_their_ids(added, tmp_path):
+    folder, size = added
     before = load_tokenizer(folder).fingerprint
-    decoder, listed = tmp_path / "tokenizer_config.json", tmp_path / "added_tokens.json"
-
-    def name(named, **fields):
-        decoder.write_text(json.dumps({"added_tokens_decoder": named, **fields}))
-
     marks = {str(size): {"content": "<m>", "special": True}, str(size + 1): {"content": "<n>"}}
-    name(marks, eos_token="<m>")
+    _name(folder, marks, eos_token="<m>")
     one = load_tokenizer(folder)
     assert one.encode("a<m><n>").tolist()[1:] == [size, size + 1] and one.eos_id == size
     (ids,) = one.encode_documents(["a<m><n>"])
-    assert size not in ids[:-1] and size + 1 in ids and one.fingerprint != before
+    assert size not in ids[:-1] and size + 1 in ids  # <m> is special, <n> is text
+    assert one.fingerprint != before
     (tmp_path / "copy").mkdir()
     one.save(tmp_path / "copy")
     assert load_tokenizer(str(tmp_path / "copy")).fingerprint == one.fingerprint
-    decoder.unlink()
+
+
+def test_listed_tokens_have_their_ids(added):
+    folder, size = added
+    listed = pathlib.Path(folder) / "added_tokens.json"
     listed.write_text(json.dumps({"<n>": size + 1, "<m>": size}))
     assert load_tokenizer(folder).encode("<m><n>").tolist() == [size, size + 1]
+
+
+def test_listed_tokens_that_do_not_fit_are_refused(added):
+    folder, size = added
     for content, names in (
         ({"<m>": 5}, ("'<m>'", 5)),
         ({"<think>": 5}, ("'<think>'", 5, size - 1)),
@@ -389,14 +417,18 @@ def test_tokens_that_other_files_name_have_their_ids(byte_level, tmp_path):
         ({"\ud800": size}, ()),
         (["<m>"], ()),
     ):
-        listed.write_text(json.dumps(content))
+        (pathlib.Path(folder) / "added_tokens.json").write_text(json.dumps(content))
         with refused("added_tokens.json", *names):
             load_tokenizer(folder)
-    listed.unlink()
-    for named in ([1], {"x": {"content": "<m>"}}, {"9": 5}, {"9": {"content": "<m>", "lstrip": 1}}):
-        name(named)
-        with refused("tokenizer_config.json", "added_tokens_decoder"):
-            load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "named", [[1], {"x": {"content": "<m>"}}, {"9": 5}, {"9": {"content": "<m>", "lstrip": 1}}]
+)
+def test_tokens_of_the_config_that_do_not_fit_are_refused(added, named):
+    _name(added[0], named)
+    with refused("tokenizer_config.json", "added_tokens_decoder"):
+        load_tokenizer(added[0])
 
 
 def test_tokenizers_of_which_a_text_has_several_encodings_are_refused(byte_level, tmp_path):

@@ -192,20 +192,30 @@ def test_needle_accuracy_wants_the_whole_answer():
         )
 
 
+TWO_DOCUMENTS = {
+    "tokens": np.zeros((1, 8), np.int32),
+    "segment_ids": np.array([[1, 1, 1, 1, 2, 2, 2, 0]], np.int32),
+}
+
+
 def test_loss_by_position_counts_within_documents():
-    segments = np.array([[1, 1, 1, 1, 2, 2, 2, 0]], np.int32)
-    text = {"tokens": np.zeros((1, 8), np.int32), "segment_ids": segments}
+    """Tokens 1 … 7 have the losses 0.5, 1.5, …. Targets are tokens 1-3 of the first document, at
+    positions 1-3, and tokens 5 and 6 of the second, at positions 1 and 2.
+    """
     values = perplexity.loss_by_position(
-        scorer_that_knows(lambda t: t[:, 1:] == 0), [text], np.full(1, 2)
+        scorer_that_knows(lambda t: t[:, 1:] == 0), [TWO_DOCUMENTS], np.full(1, 2)
     )
-    # Tokens 1 … 7 have the losses 0.5, 1.5, …. Targets are tokens 1-3 of the first document, at
-    # positions 1-3, and tokens 5 and 6 of the second, at positions 1 and 2.
-    assert values["loss/1-1"] == (0.5 + 4.5) / 2 and values["targets/1-1"] == 2
-    assert values["loss/2-3"] == (1.5 + 2.5 + 5.5) / 3 and values["targets/2-3"] == 3
-    assert values["loss"] == 14.5 / 5 and values["bits_per_byte"] == pytest.approx(
-        14.5 / 10 / np.log(2)
-    )
-    task = text | {"segment_ids": np.ones_like(segments), "target_mask": np.arange(8)[None] == 2}
+    assert values["loss/1-1"] == (0.5 + 4.5) / 2
+    assert values["loss/2-3"] == (1.5 + 2.5 + 5.5) / 3
+    assert (values["targets/1-1"], values["targets/2-3"]) == (2, 3)
+    assert values["loss"] == 14.5 / 5
+    assert values["bits_per_byte"] == pytest.approx(14.5 / 10 / np.log(2))
+
+
+def test_loss_by_position_counts_a_task_s_targets_alone():
+    mask = np.arange(8)[None] == 2
+    segments = np.ones((1, 8), np.int32)
+    task = TWO_DOCUMENTS | {"segment_ids": segments, "target_mask": mask}
     values = perplexity.loss_by_position(
         scorer_that_knows(lambda t: t[:, 1:] == 0), [task], np.zeros(1, np.int32)
     )

@@ -380,52 +380,57 @@ def test_a_directory_that_changes_while_it_is_read_is_refused(eight_layers, tmp_
         shutil.copy(eight_layers / "model.safetensors", file)
 
 
-def test_bfloat16_shards_and_an_own_digest_file(tmp_path, monkeypatch):
+@pytest.fixture
+def in_bfloat16(tmp_path, monkeypatch):
+    """(a model in bfloat16, its export in several files)."""
     save_hf(new_model(), tmp_path / "float32")
     model = load_hf(tmp_path / "float32", dtype="bfloat16")
-    dtypes = {
-        path.rsplit("'", 2)[-2] if "'" in path else path: dtype
-        for path, (_, dtype, _) in bits(model).items()
-    }
-    assert (dtypes["q_proj"], dtypes["embedding"]) == ("bfloat16", "bfloat16")
-    assert (dtypes["a_log"], dtypes["mixer_norm"], dtypes["router"]) == (
-        "float32",
-        "float32",
-        "float32",
-    )
-
     monkeypatch.setattr(writing, "MAX_SHARD_BYTES", 8192)
     save_hf(model, tmp_path / "out")
-    shards = sorted(tmp_path.glob("out/*.safetensors"))
-    assert len(shards) > 2 and shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert bits(load_hf(tmp_path / "out", dtype="bfloat16")) == bits(model)
+    return model, tmp_path / "out"
+
+
+def test_a_bfloat16_model_keeps_some_float32(in_bfloat16):
+    dtypes = {
+        path.rsplit("'", 2)[-2] if "'" in path else path: dtype
+        for path, (_, dtype, _) in bits(in_bfloat16[0]).items()
+    }
+    for name in ("q_proj", "embedding"):
+        assert dtypes[name] == "bfloat16"
+    for name in ("a_log", "mixer_norm", "router"):
+        assert dtypes[name] == "float32"
+
+
+def test_a_bfloat16_export_is_read_back(in_bfloat16, tmp_path):
+    model, folder = in_bfloat16
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert bits(load_hf(folder, dtype="bfloat16")) == bits(model)
     save_hf(load_hf(tmp_path / "float32"), tmp_path / "cast", dtype="bfloat16")
-    assert content(tmp_path / "cast") == content(tmp_path / "out")
-    # the dtypes in the files, which serving software reads
+    assert content(tmp_path / "cast") == content(folder)
+
+
+def test_shards_of_an_export_are_numbered(in_bfloat16):
+    shards = sorted(in_bfloat16[1].glob("*.safetensors"))
+    assert len(shards) > 2 and shards[0].name == f"model-00001-of-{len(shards):05}.safetensors"
+
+
+def test_files_of_an_export_have_the_dtypes_of_serving(in_bfloat16):
     tensors = {
-        name: tensor.dtype.name for shard in shards for name, tensor in load_file(shard).items()
+        name: tensor.dtype.name
+        for shard in in_bfloat16[1].glob("*.safetensors")
+        for name, tensor in load_file(shard).items()
     }
-    assert {
-        name.rsplit(".", 2)[-2]: tensors[name]
-        for name in tensors
-        if "layers.0.linear_attn" in name and "weight" in name
-    } == {
-        "in_proj_qkvz": "bfloat16",
-        "in_proj_ba": "bfloat16",
-        "conv1d": "bfloat16",
-        "out_proj": "bfloat16",
-        "norm": "float32",
-    }
-    assert (
-        tensors["model.layers.0.linear_attn.A_log"]
-        == tensors["model.layers.0.linear_attn.dt_bias"]
-        == "float32"
-    )
-    listed = {
-        line.split()[1] for line in (tmp_path / "out" / "SHA256SUMS").read_text().splitlines()
-    }
-    assert listed == {f.name for f in (tmp_path / "out").iterdir()} - {"SHA256SUMS"}
+    recurrent = "model.layers.0.linear_attn."
+    for name in ("in_proj_qkvz", "in_proj_ba", "conv1d", "out_proj"):
+        assert tensors[f"{recurrent}{name}.weight"] == "bfloat16"
+    for name in ("norm.weight", "A_log", "dt_bias"):
+        assert tensors[f"{recurrent}{name}"] == "float32"
+
+
+def test_an_export_lists_the_digests_of_all_files(in_bfloat16):
+    lines = (in_bfloat16[1] / "SHA256SUMS").read_text().splitlines()
+    files = {file.name for file in in_bfloat16[1].iterdir()}
+    assert {line.split()[1] for line in lines} == files - {"SHA256SUMS"}
 
 
 def test_plain_dicts_and_gradients_map_as_the_state_does():
@@ -483,29 +488,45 @@ def test_a_checkpoint_without_mtp_has_depth_0(checkpoint):
     assert model.config.mtp_depth == 0 and not hasattr(model, "mtp")
 
 
-def test_an_export_keeps_the_files_of_its_origin(tmp_path, capsys):
-    wrapper = REFERENCE.parent / "qwen3_5_moe_wrapper_fused_mtp_tiny"
-    original, model = json.loads((wrapper / "config.json").read_text()), load_hf(wrapper)
-    save_hf(model, tmp_path / "without", vision=False)
-    assert "without: the vision tower of " in capsys.readouterr().err
-    assert not any(
-        "visual" in name for name in load_file(tmp_path / "without" / "model.safetensors")
-    )
+WRAPPER = REFERENCE.parent / "qwen3_5_moe_wrapper_fused_mtp_tiny"
+
+
+def test_an_export_without_vision_keeps_its_config(tmp_path, capsys):
+    original = json.loads((WRAPPER / "config.json").read_text())
+    save_hf(load_hf(WRAPPER), tmp_path / "without", vision=False)
+    assert "vision" in capsys.readouterr().err
+    tensors = load_file(tmp_path / "without" / "model.safetensors")
+    assert not any("visual" in name for name in tensors)
     fields = json.loads((tmp_path / "without" / "config.json").read_text())
     assert fields["vision_config"] == original["vision_config"]
     assert fields["text_config"]["rope_parameters"] == original["text_config"]["rope_parameters"]
 
+
+@pytest.fixture
+def text_model():
+    """The text model of a wrapper."""
+    model = load_hf(WRAPPER)
     model.config = config_for_export(model.config, "qwen3_5_text", None)
     model.config = dataclasses.replace(model.config, hf_fused_experts=())
-    save_hf(model, tmp_path / "text")
+    return model
+
+
+def test_the_text_model_of_a_wrapper_is_exported(text_model, tmp_path):
+    save_hf(text_model, tmp_path / "text")
     expected = load_file(REFERENCE.parent / "qwen3_5_moe_tiny" / "model.safetensors")
     exported = load_file(tmp_path / "text" / "model.safetensors")
     assert exported.keys() == expected.keys()
     assert all(np.array_equal(exported[name], expected[name]) for name in expected)
+
+
+def test_a_missing_origin_is_named(text_model, tmp_path):
     with refused("gone", "--source=DIR", "--form"):
-        config_for_export(model.config, None, tmp_path / "gone")
+        config_for_export(text_model.config, None, tmp_path / "gone")
+
+
+def test_an_origin_of_another_shape_is_refused(text_model, tmp_path):
     with refused("hidden_size", "64", "48"):
-        save_hf(model, tmp_path / "other", source=REFERENCE)
+        save_hf(text_model, tmp_path / "other", source=REFERENCE)
 
 
 # Each of these returns a function that damages a directory.

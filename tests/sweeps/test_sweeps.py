@@ -68,41 +68,44 @@ def in_the_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def test_points_are_all_combinations_with_plain_commands(tmp_path):
-    sweep = load_sweep(
-        sweep_file(
-            tmp_path,
-            {
-                "base": "configs/tiny.py",
-                "set": {"model.num_hidden_layers": 8},
-                "axes": {
-                    "ratio": ["0:1", "3:1", "1:0"],
-                    "size": {"a": {"model.hidden_size": 64}, "b": {}},
-                    "train.seed": [0, 1],
-                },
-            },
-        ),
-        {"train.steps": 7},
-    )
-    assert [p.name for p in sweep.points[:3]] == [
+@pytest.fixture
+def ratios(tmp_path):
+    """A sweep over ratios, sizes and seeds, with a setting of the command line."""
+    record = {
+        "base": "configs/tiny.py",
+        "set": {"model.num_hidden_layers": 8},
+        "axes": {
+            "ratio": ["0:1", "3:1", "1:0"],
+            "size": {"a": {"model.hidden_size": 64}, "b": {}},
+            "train.seed": [0, 1],
+        },
+    }
+    return load_sweep(sweep_file(tmp_path, record), {"train.steps": 7})
+
+
+def test_points_are_all_combinations(ratios):
+    assert [p.name for p in ratios.points[:3]] == [
         "ratio=0-1,size=a,seed=0",
         "ratio=0-1,size=a,seed=1",
         "ratio=0-1,size=b,seed=0",
     ]
-    assert len(sweep.points) == 12 and sweep.x == "ratio"
-    kinds = {
-        p.values["ratio"]: p.config.model.pattern.count("full_attention") for p in sweep.points
+    assert len(ratios.points) == 12 and ratios.x == "ratio"
+    check_points(ratios)
+
+
+def test_points_have_the_settings_of_their_axes(ratios):
+    full = {
+        p.values["ratio"]: p.config.model.pattern.count("full_attention") for p in ratios.points
     }
-    assert kinds == {"0:1": 8, "3:1": 2, "1:0": 0}
-    assert {p.config.train.steps for p in sweep.points} == {7} and {
-        p.config.model.hidden_size for p in sweep.points
-    } == {64, 128}
-    command = runner.train_arguments(sweep, sweep.points[4], Path("w"))
-    assert (
-        "--config.model.full_attention_interval=4" in command
-        and "--workdir=w/points/ratio=3-1,size=a,seed=0" in command
-    )
-    check_points(sweep)
+    assert full == {"0:1": 8, "3:1": 2, "1:0": 0}
+    assert {p.config.model.hidden_size for p in ratios.points} == {64, 128}
+    assert {p.config.train.steps for p in ratios.points} == {7}
+
+
+def test_the_command_of_a_point_is_plain(ratios):
+    command = runner.train_arguments(ratios, ratios.points[4], Path("w"))
+    assert "--config.model.full_attention_interval=4" in command
+    assert "--workdir=w/points/ratio=3-1,size=a,seed=0" in command
 
 
 def test_a_shipped_sweep_is_checked_in_any_folder(tmp_path, monkeypatch):
