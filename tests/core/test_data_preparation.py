@@ -230,7 +230,6 @@ def test_the_last_rank_packs(texts, tmp_path, monkeypatch):
     assert files(tmp_path / "p") == files(tmp_path / "q")
 
 
-@pytest.mark.slow
 def test_tasks_of_datatrove_share_the_work(texts, tmp_path):
     config = DataConfig(path=texts, prepared_dir=f"{tmp_path}/p", heldout_fraction=0.1)
     step = PrepareShare(config, 64)
@@ -555,7 +554,6 @@ def test_leftovers_stay_until_their_lease_has_run_out(texts, tmp_path):
     assert not list(partial.iterdir())
 
 
-@pytest.mark.slow
 def test_a_dead_worker_is_named_and_what_is_finished_stays(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "_BYTES_PER_WORKER", 1)
     (tmp_path / "texts" / "e.jsonl").write_text("broken\n")

@@ -45,7 +45,7 @@ def expected(config, logits, bias):
     return experts, weights * c.routed_scaling_factor
 
 
-@pytest.mark.parametrize("biased", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("groups", [(1, 1), (4, 2), (2, 1)])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_experts_and_weights_are_those_of_the_rule(scoring, groups, biased):

@@ -80,7 +80,6 @@ def test_no_texts_are_not_contaminated(prepared):
     assert not np.nan_to_num(find_contamination([], BYTES, prepared).shares).any()
 
 
-@pytest.mark.slow
 def test_verify_and_the_harness_report_it(prepared, tmp_path, capsys):
     lines = [json.dumps({"question": text}) for text in (text_of(90), DOCUMENTS[7])]
     (tmp_path / "questions.jsonl").write_text("\n".join(lines))
@@ -99,7 +98,6 @@ def test_verify_and_the_harness_report_it(prepared, tmp_path, capsys):
     assert counts == {"one": [1, 0, 0, 0], "two": [0, 0, 1, 1]}
 
 
-@pytest.mark.slow
 def test_tokens_of_another_tokenizer_are_not_compared(prepared, monkeypatch, tmp_path, capsys):
     other = type(BYTES)()
     other.fingerprint = "other"

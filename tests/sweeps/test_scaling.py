@@ -107,7 +107,6 @@ def test_what_the_data_do_not_tell_is_named():
     assert all(told.intervals[name].is_determined for name in ("E", "α", "β"))
 
 
-@pytest.mark.slow
 def test_a_fit_without_a_best_size_is_named():
     """The loss does not depend on the size, so ever smaller models are better."""
     flat = LossFit(1.69, 1e-9, 410.7, 0.34, 0.28)
@@ -117,7 +116,6 @@ def test_a_fit_without_a_best_size_is_named():
     assert "no best N" in text and "grows as" not in text
 
 
-@pytest.mark.slow
 def test_text_page_and_json_are_whole():
     scaling = analyse(ladder(noise=3e-3), resamples=20)
     assert set(json.loads(as_json(scaling))["constants"]) == set(CONSTANTS)

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -11,7 +10,6 @@ from qwen3next_jax.zoo.hyena import fft_convolution
 from tests.refusals import refused
 
 
-@pytest.mark.slow
 def test_a_long_convolution_is_the_sum_in_each_document():
     """Six channels over four shards, so that some are padding; every gradient; a document of one
     token, padding at the end.
