@@ -1,10 +1,11 @@
 """A run is the same on any mesh: the loss, every gradient and 20 steps of a whole model in float32,
 on eight virtual devices and on one.
 
-The suite tests one mesh with a recurrent layer and four steps.
-The slow tests have two periods, on every axis alone with 2 and 8 devices, on meshes 2×2×2 with
-any two axes together, and with both ways to exchange the experts' tokens. The eight virtual devices (conftest) cost the other tests nothing: these use the
-first device, and a program for one device is the same whether there are others or not.
+The default suite tests one mesh with a recurrent layer and four steps. The slow tests have two
+periods, on every axis alone with 2 and 8 devices, on meshes 2×2×2 with any two axes together, and
+with both ways to exchange the experts' tokens. The eight virtual devices (conftest) cost the other
+tests nothing: these use the first device, and a program for one device is the same whether there
+are others or not.
 """
 
 import dataclasses
