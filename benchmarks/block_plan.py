@@ -28,7 +28,7 @@ from jax.sharding import NamedSharding
 
 from qwen3next_jax.config import Config, MeshConfig, ModelConfig, ParallelConfig, from_dict
 from qwen3next_jax.config.registry import MIXERS
-from qwen3next_jax.model.layers import Context
+from qwen3next_jax.model.layers import Context, ForwardOptions
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.remat import keeps_hidden, rematerialized
 from qwen3next_jax.planner import hlo, schedule
@@ -199,7 +199,7 @@ def compile_layer(
             jnp.ones_like(positions),
             stats_mask=positions >= 0,
             mesh=spread,
-            keep_hidden=keeps_hidden(remat),
+            options=ForwardOptions(keep_hidden=keeps_hidden(remat)),
         )
 
     def step(params, x, dy, daux):

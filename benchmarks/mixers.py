@@ -42,8 +42,8 @@ from qwen3next_jax.config import Config, ModelConfig, from_dict  # noqa: E402
 from qwen3next_jax.config.files import load_config_file  # noqa: E402
 from qwen3next_jax.config.mixer import MixerConfig  # noqa: E402
 from qwen3next_jax.config.registry import MIXERS  # noqa: E402
-from qwen3next_jax.model.block import mixer_class  # noqa: E402
 from qwen3next_jax.model.flops import parameter_counts  # noqa: E402
+from qwen3next_jax.model.layer_properties import mixer_class  # noqa: E402
 from qwen3next_jax.model.layers import Context  # noqa: E402
 from qwen3next_jax.model.parameters import Make  # noqa: E402
 from qwen3next_jax.sharding.mesh import make_mesh  # noqa: E402

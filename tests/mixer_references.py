@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.parameters import Make
 from tests.models import drawn

@@ -30,7 +30,7 @@ from qwen3next_jax.config import (
 from qwen3next_jax.config.registry import DATA_SOURCES, OPTIMIZERS
 from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.model import declared
-from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import Context, document_positions
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.runs.load import load_model

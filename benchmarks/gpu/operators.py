@@ -29,7 +29,7 @@ def operators(config, place):
 
     from qwen3next_jax import ops
     from qwen3next_jax.model import remat
-    from qwen3next_jax.model.block import mixer_class
+    from qwen3next_jax.model.layer_properties import mixer_class
     from qwen3next_jax.model.layers import Context, document_positions
     from qwen3next_jax.model.parameters import Make
     from qwen3next_jax.ops.gated_norm import gated_norm

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from qwen3next_jax.common.metrics import Metric
 from qwen3next_jax.evals.evaluation import EvalContext, Evaluation
 from qwen3next_jax.evals.scoring import place_on_mesh, replicated
-from qwen3next_jax.model.layers import SINK_HEAD
+from qwen3next_jax.model.layers import SINK_HEAD, ForwardOptions
 
 _ROWS = 32  # held-out rows, if the user chooses no other number
 
@@ -57,7 +57,8 @@ def make_diagnostics_step(
 
     def step(params, tokens_BT, segment_ids_BT):
         model = nnx.merge(graphdef, params)
-        return model.features(tokens_BT, segment_ids_BT, diagnose=True, mesh=mesh).diagnostics
+        options = ForwardOptions(collect_stats=True)
+        return model.features(tokens_BT, segment_ids_BT, mesh=mesh, options=options).diagnostics
 
     return jax.jit(step, out_shardings=replicated(mesh))
 

@@ -8,7 +8,7 @@ attention layers have a slot for every token.
 import jax
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.block import layer_cache, mixer_class
+from qwen3next_jax.model.layer_properties import layer_cache, mixer_class
 
 MIN_SLOTS = 64  # slots of the smallest cache
 

@@ -55,7 +55,7 @@ from qwen3next_jax.inference.sampling import (
     sample_token,
 )
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.sharding.rules import gather_params
 

@@ -17,7 +17,7 @@ from qwen3next_jax.interop.entries import Entries, Entry, one_tensor, swiglu, un
 from qwen3next_jax.interop.families import FORMS
 from qwen3next_jax.interop.families.form import NOT_IN_FILES, Form
 from qwen3next_jax.model import declared
-from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.parameters import Declared
 
 

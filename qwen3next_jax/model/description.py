@@ -9,9 +9,9 @@ from typing import NamedTuple
 import jax
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.block import layer_cache
 from qwen3next_jax.model.flops import used_by_token
 from qwen3next_jax.model.language_model import declared
+from qwen3next_jax.model.layer_properties import layer_cache
 from qwen3next_jax.model.parameters import Declared
 
 

@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model.adapter_names import without_adapters
-from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.language_model import declared
+from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.parameters import Declared
 
 BACKWARD_OVER_FORWARD = 2

@@ -85,7 +85,7 @@ class GatedAttention(Mixer):
         q_BTNK, gate_BTNK, k_BTMK, v_BTMK = self.heads(x_BTD, context)
         o_BTNK, after = self.attend(q_BTNK, k_BTMK, v_BTMK, context, cache)
         diagnostics = {}
-        if context.collect_stats and cache is None:
+        if context.options.collect_stats and cache is None:
             diagnostics = self.diagnostics(q_BTNK, k_BTMK, gate_BTNK, context)
         return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), diagnostics, after
 
@@ -191,7 +191,7 @@ class GatedAttention(Mixer):
             run, context.mesh, (split, keys, keys, split, P(), tokens, tokens, tokens), split
         )(q, k, v, gate, norms, *angles(context.positions, c), context.segment_ids)
         y_BTD = o_BTC @ self.o_proj[...].astype(x_BTD.dtype).reshape(-1, c.hidden_size)
-        if not context.collect_stats:
+        if not context.options.collect_stats:
             return y_BTD, {}
         q, gate, k = (x.reshape(*x.shape[:2], -1, c.head_dim) for x in (q, gate, k))
         q, k = (

@@ -12,7 +12,7 @@ Letters: B batch, T time, D model, V vocabulary, E experts.
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.block import check_mixers, layer_cache, mixer_class
+from qwen3next_jax.model.layer_properties import check_mixers, layer_cache, mixer_class
 from qwen3next_jax.model.layer_stack import run_layers
-from qwen3next_jax.model.layers import Context, document_positions
+from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions
 from qwen3next_jax.model.multi_token_prediction import targets_in_document
 from qwen3next_jax.model.parameters import Declared, Make, check_declared, declared_tree
 from qwen3next_jax.model.remat import keeps_hidden, rematerialized
@@ -58,13 +58,13 @@ class Features(NamedTuple):
         leading axis in layer order; {} if there are no such layers.
       mtp_router: the same for the layer of the MTP module, summed over depths; {} if it has no
         experts.
-      hidden_states: as in `Output`; None unless `capture` asks for them.
-      router_logits: as in `Output`; None unless `capture` asks for them.
+      hidden_states, router_logits: as in `Output`; None unless `ForwardOptions.capture` asks for
+        them.
       expert_ids: [B, T, layers, A] int16, the experts of every token in every trunk layer, -1 in
-        layers without experts; None unless `record_routing` asks for them.
+        layers without experts; None unless `ForwardOptions.record_routing` asks for them.
       diagnostics: a dict of small arrays for each trunk layer (see the layers' classes) and, if the
         model has an MTP module, one more at the end, for that module's layer at depth 0. None
-        unless `diagnose` asks for them.
+        unless `ForwardOptions.collect_stats` asks for them.
       mixer_losses: for each trunk layer whose mixer has a loss of its own, in layer order, the sum
         [] of that loss over tokens.
       mtp_mixer_loss: the same sum for the MTP module, over all depths; None if there is no such
@@ -173,7 +173,7 @@ class Qwen3Next(nnx.Module):
             one document.
           output_hidden_states: also return each layer's output and router logits.
         """
-        f = self.features(tokens, segment_ids, capture=output_hidden_states)
+        f = self.features(tokens, segment_ids, options=ForwardOptions(capture=output_hidden_states))
         mtp_logits = tuple(
             self.logits(h[:, : max(tokens.shape[1] - 1 - d, 0)]) for d, h in enumerate(f.mtp_hidden)
         )
@@ -190,119 +190,101 @@ class Qwen3Next(nnx.Module):
         tokens: jax.Array,
         segment_ids: jax.Array | None = None,
         *,
-        remat: str = "none",
-        capture: bool = False,
-        diagnose: bool = False,
         mesh: Mesh | None = None,
-        indexer: str = "frozen",
+        remat: str = "none",
+        options: ForwardOptions = ForwardOptions(),
         layer_rows: dict[int, jax.Array] | None = None,
-        count_required_bias: bool = False,
         expert_ids: jax.Array | None = None,
-        record_routing: bool = False,
     ) -> Features:
         """Runs the forward pass without the output head.
 
         Args:
           tokens, segment_ids: as in `__call__`.
-          remat: the policy for the backward pass (`model.remat`).
-          capture: also return each layer's output and router logits.
-          diagnose: also return each layer's diagnostics.
           mesh: the devices that share the pass, with parameters as `sharding.rules` places them;
             None for one device.
-          indexer: how the indexers of sparse attention train (see `Context`).
+          remat: the policy for the backward pass (`model.remat`).
+          options: what to return beside the states.
           layer_rows: rows that layers with an embedding use (see `Context`).
-          count_required_bias: whether the router statistics hold "required_bias" (see `Context`).
           expert_ids: as in `Features`, the experts that the tokens use in place of those that the
             routers would choose; a token with -1 is left to the router. Layers without experts, and
             the MTP module, read nothing of it. None: the routers choose everywhere.
-          record_routing: whether to return the experts of every token.
 
         Raises:
           UserError: the numbers of layers or of experts per token in the shape of `expert_ids` are
             not the model's.
         """
-        b, t = tokens.shape
-        if segment_ids is None:
-            context = Context(
-                jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t)),
-                collect_stats=diagnose,
-                mesh=mesh,
-            )
-        else:
-            context = Context(
-                document_positions(segment_ids), segment_ids, segment_ids > 0, diagnose, mesh
-            )
         if expert_ids is not None:
             check_routing_shape(self.config, expert_ids.shape)
-        context = context._replace(
-            indexer=indexer,
-            layer_rows=layer_rows,
-            count_required_bias=count_required_bias,
-            record_routing=record_routing,
-        )
-        context = self._with_tokens(context, tokens)
         embedded = self.embed(tokens, mesh)
-        # In bfloat16 the policy "kept" replaces "none", if the model marks all results that "kept"
-        # saves.
+        remat = self._remat_policy(remat, embedded.dtype)
+        context = self._with_tokens(
+            Context(
+                _positions(tokens, segment_ids),
+                segment_ids,
+                None if segment_ids is None else segment_ids > 0,
+                mesh,
+                layer_rows=layer_rows,
+                expert_ids=expert_ids,
+                options=options._replace(keep_hidden=keeps_hidden(remat)),
+            ),
+            tokens,
+        )
+        entered = self._enter(embedded, context.positions)
+        x, per_layer, _ = run_layers(self.layers, self.config, entered, context, remat=remat)
+        hidden = constrain(self.leave(x), mesh, "batch", "time", None)
+        of_mtp = self._run_mtp(x, hidden, embedded, context, remat)
+        return self._collect(entered, per_layer, hidden, of_mtp, options)
+
+    def _remat_policy(self, remat: str, dtype: jnp.dtype) -> str:
+        """Returns the policy for the backward pass: in bfloat16 "kept" replaces "none", if the
+        model marks all results that "kept" saves.
+        """
         results_are_named = (
             all(vars(mixer_class(name)).get("names_kept") for name in self.config.mixers)
             and self.config.block.mlp == "swiglu"
             and self.config.moe.experts == "swiglu"
         )
-        remat = (
-            "kept"
-            if remat == "none" and results_are_named and embedded.dtype.itemsize < 4
-            else remat
-        )
-        context = context._replace(keep_hidden=keeps_hidden(remat))
-        entered = self._enter(embedded, context.positions)
-        x, per_layer, _ = run_layers(
-            self.layers,
-            self.config,
-            entered,
-            context,
-            remat=remat,
-            capture=capture,
-            expert_ids=expert_ids,
-        )
-        hidden = constrain(self.leave(x), mesh, "batch", "time", None)
-        mtp_hidden, mtp_router, mtp_diagnostics, mtp_mixer_loss = self._run_mtp(
-            x, hidden, embedded, context._replace(record_routing=False), remat
-        )
+        return "kept" if remat == "none" and results_are_named and dtype.itemsize < 4 else remat
 
-        hidden_states = (
-            (entered, *(layer["x"] for layer in per_layer[:-1]), hidden) if capture else None
-        )
-        router_logits = (
-            tuple(layer["router_logits"] for layer in per_layer if "router_logits" in layer)
-            if capture
-            else None
-        )
-        statistics = [
-            {
-                name: layer[name]
-                for name in ("load", "probability", "z", "tokens", "required_bias")
-                if name in layer
-            }
-            for layer in per_layer
-            if "load" in layer
-        ]
-        router = jax.tree.map(lambda *s: jnp.stack(s), *statistics) if statistics else {}
-        diagnostics = (
-            (*(layer["diagnostics"] for layer in per_layer), *mtp_diagnostics) if diagnose else None
-        )
-        return Features(
+    def _collect(
+        self,
+        entered: jax.Array,
+        per_layer: list[dict[str, Any]],
+        hidden: jax.Array,
+        of_mtp: "_OfMultiTokenPrediction",
+        options: ForwardOptions,
+    ) -> Features:
+        """Returns the `Features` of a forward pass.
+
+        Args:
+          entered: the residual stream before the first layer.
+          per_layer: the auxiliary outputs of the trunk's layers.
+          hidden: the trunk's states after the final norm.
+          of_mtp: the results of the MTP module.
+          options: what the caller asks for.
+        """
+        features = Features(
             hidden,
-            mtp_hidden,
-            router,
-            mtp_router,
-            hidden_states,
-            router_logits,
-            diagnostics,
-            tuple(layer["mixer_loss"] for layer in per_layer if "mixer_loss" in layer),
-            mtp_mixer_loss,
-            stack_routing(self.config, per_layer, tokens.shape) if record_routing else None,
+            of_mtp.hidden,
+            stack_router_statistics(per_layer),
+            of_mtp.router,
+            mixer_losses=tuple(aux["mixer_loss"] for aux in per_layer if "mixer_loss" in aux),
+            mtp_mixer_loss=of_mtp.mixer_loss,
         )
+        if options.capture:
+            features = features._replace(
+                hidden_states=(entered, *(aux["x"] for aux in per_layer[:-1]), hidden),
+                router_logits=tuple(
+                    aux["router_logits"] for aux in per_layer if "router_logits" in aux
+                ),
+            )
+        if options.collect_stats:
+            diagnostics = (*(aux["diagnostics"] for aux in per_layer), *of_mtp.diagnostics)
+            features = features._replace(diagnostics=diagnostics)
+        if options.record_routing:
+            expert_ids = stack_routing(self.config, per_layer, hidden.shape[:2])
+            features = features._replace(expert_ids=expert_ids)
+        return features
 
     def decode(
         self,
@@ -342,8 +324,9 @@ class Qwen3Next(nnx.Module):
             segment_ids,
             mesh=mesh,
             time=None,
-            return_all_states=return_all_states,
-            record_routing=record_routing,
+            options=ForwardOptions(
+                return_all_states=return_all_states, record_routing=record_routing
+            ),
         )
         context = self._with_tokens(context, tokens)
         x = self._enter(self.embed(tokens, mesh, time=None), positions)
@@ -474,16 +457,23 @@ class Qwen3Next(nnx.Module):
     def _with_tokens(self, context: Context, tokens: jax.Array) -> Context:
         return context._replace(tokens=tokens) if self.config.ple.layer_ids else context
 
-    def _run_mtp(self, x, hidden, embedded, context: Context, remat: str):
+    def _run_mtp(
+        self, x: jax.Array, hidden: jax.Array, embedded: jax.Array, context: Context, remat: str
+    ) -> "_OfMultiTokenPrediction":
         """Runs the MTP module at every depth.
 
-        Returns:
-          (the states after the norm for each depth, the router statistics summed over depths,
-          [diagnostics of depth 0] or [], the mixer's own loss summed over depths or None).
+        Args:
+          x, hidden: the trunk's states before and after the final norm.
+          embedded: the embeddings of the tokens.
+          context: the inputs that all layers share.
+          remat: the policy for the backward pass.
         """
         states, total, diagnostics = [], {}, []
         if not self.config.mtp_depth:
-            return (), {}, [], None
+            return _OfMultiTokenPrediction((), {}, (), None)
+        context = context._replace(
+            expert_ids=None, options=context.options._replace(record_routing=False)
+        )
         graphdef, params = nnx.split(self.mtp)
         if self.config.lora.rank:
             from qwen3next_jax.model.adapters import merge_adapters
@@ -515,12 +505,46 @@ class Qwen3Next(nnx.Module):
             hidden = module.leave(x)
             state = module.state(x, hidden)
             aux.pop("router_logits", None)
-            if context.collect_stats:
+            if context.options.collect_stats:
                 diagnostics.append(aux.pop("diagnostics"))
             total = jax.tree.map(jnp.add, total, aux) if total else aux
             states.append(hidden)
         mixer_loss = total.pop("mixer_loss", None)
-        return tuple(states), total, diagnostics[:1], mixer_loss
+        return _OfMultiTokenPrediction(tuple(states), total, tuple(diagnostics[:1]), mixer_loss)
+
+
+class _OfMultiTokenPrediction(NamedTuple):
+    """What the MTP module adds to `Features`.
+
+    Attributes:
+      hidden: the states after the norm, for each depth.
+      router: the router statistics, summed over depths.
+      diagnostics: those of depth 0 alone; empty if the caller does not collect them.
+      mixer_loss: the mixer's own loss, summed over depths; None if it has none.
+    """
+
+    hidden: tuple[jax.Array, ...]
+    router: dict[str, jax.Array]
+    diagnostics: tuple[dict[str, jax.Array], ...]
+    mixer_loss: jax.Array | None
+
+
+def _positions(tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+    """Returns each token's position in its document, [B, T] int32; without segment ids, a row is
+    one document.
+    """
+    if segment_ids is None:
+        return jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return document_positions(segment_ids)
+
+
+def stack_router_statistics(per_layer: Sequence[dict[str, Any]]) -> dict[str, jax.Array]:
+    """Returns `Features.router` from the auxiliary outputs of the layers."""
+    names = ("load", "probability", "z", "tokens", "required_bias")
+    statistics = [
+        {name: aux[name] for name in names if name in aux} for aux in per_layer if "load" in aux
+    ]
+    return jax.tree.map(lambda *layers: jnp.stack(layers), *statistics) if statistics else {}
 
 
 @functools.lru_cache(maxsize=256)

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.apply_block import apply_block
+from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import Context
 from qwen3next_jax.model.remat import rematerialized
 from qwen3next_jax.ops.preferences import unroll_loop
@@ -41,8 +42,6 @@ def run_layers(
     cache: Sequence[Cache] | None = None,
     *,
     remat: str = "none",
-    capture: bool = False,
-    expert_ids: jax.Array | None = None,
 ) -> tuple[jax.Array, list[dict[str, Any]], list[Cache]]:
     """Applies all layers of the trunk.
 
@@ -50,32 +49,33 @@ def run_layers(
       blocks: one block for each of `config.stacks`, with the parameters of its layers stacked.
       config: the model's settings.
       x_BTD: the residual stream before the first layer.
-      context: the inputs that all layers of the forward pass share.
+      context: the inputs that all layers of the forward pass share. Its `expert_ids` are those of
+        all layers, [B, T, layers, A].
       cache: one cache for each block; None in training.
       remat: the policy for the backward pass (`model.remat`).
-      capture: whether the auxiliary outputs also hold each layer's output "x" and "router_logits".
-      expert_ids: [B, T, layers, A], for each layer its `Context.expert_ids`; None: every router
-        chooses by itself.
 
     Returns:
-      x [B, T, D]; the auxiliary outputs of every layer in order; the caches after these tokens.
+      x [B, T, D]; the auxiliary outputs of every layer in order, with each layer's output "x" and
+      "router_logits" if the caller captures them; the caches after these tokens.
     """
     graphdefs, params = zip(*(nnx.split(block) for block in blocks))
     caches = list(cache) if cache else [None] * len(blocks)
     in_place = [mixer_class(config.mixers[layers[0]]).in_place for layers in config.stacks]
-    run = functools.partial(
-        _run_blocks, config=config, context=context, remat=remat, capture=capture
-    )
+    run = functools.partial(_run_blocks, config=config, context=context, remat=remat)
 
     # the layers before the period: each is a group of one layer
     single = sum(len(layers) == 1 for layers in config.stacks)
     first_of = functools.partial(jax.tree.map, lambda leaf: leaf[0])
-    own = [_of_own(first_of, c, is_in_place) for c, is_in_place in zip(caches, in_place[:single])]
+    own = [
+        _map_layer_cache(first_of, c, is_in_place)
+        for c, is_in_place in zip(caches, in_place[:single])
+    ]
     # for each block the choices of its layers [layers, B, T, A]
     replayed = [None] * len(blocks)
-    if expert_ids is not None:
+    if context.expert_ids is not None:
         replayed = [
-            jnp.moveaxis(expert_ids[:, :, jnp.array(layers)], 2, 0) for layers in config.stacks
+            jnp.moveaxis(context.expert_ids[:, :, jnp.array(layers)], 2, 0)
+            for layers in config.stacks
         ]
     x_BTD, per_layer, own = run(
         graphdefs[:single],
@@ -87,7 +87,7 @@ def run_layers(
     )
     stacked_again = functools.partial(jax.tree.map, lambda leaf: leaf[None])
     caches[:single] = [
-        _of_own(stacked_again, c, is_in_place) for c, is_in_place in zip(own, in_place)
+        _map_layer_cache(stacked_again, c, is_in_place) for c, is_in_place in zip(own, in_place)
     ]
     if single == len(blocks):
         return x_BTD, per_layer, caches
@@ -134,7 +134,7 @@ def run_layers(
     return x_BTD, per_layer, caches
 
 
-def _of_own(f, cache: Cache | None, in_place: bool) -> Cache | None:
+def _map_layer_cache(f, cache: Cache | None, in_place: bool) -> Cache | None:
     """Applies `f` to the parts of a cache that belong to a single layer, and returns the whole
     cache. Those parts are the whole cache, unless the mixer writes in place: then only the cache of
     the layer's embedding belongs to a single layer.
@@ -155,7 +155,6 @@ def _run_blocks(
     config: ModelConfig,
     context: Context,
     remat: str,
-    capture: bool,
     looped: bool = False,
 ) -> tuple[jax.Array, list[dict[str, Any]], list[Cache]]:
     """Applies one layer of each block: the layer with the index `number` in its group. The
@@ -170,7 +169,7 @@ def _run_blocks(
             block_params = merge_adapters(block_params, config.lora)
         block = nnx.merge(graphdef, gather_params(block_params, context.mesh, config.dtype))
         own = context._replace(layer=number, expert_ids=expert_ids)
-        x_BTD, aux, block_cache = block(x_BTD, own, block_cache)
+        x_BTD, aux, block_cache = apply_block(block, x_BTD, own, block_cache)
         return constrain(x_BTD, context.mesh, "batch", context.time, None), aux, block_cache
 
     auxes = []
@@ -180,7 +179,7 @@ def _run_blocks(
             apply, block_cache=block_cache, expert_ids=expert_ids, graphdef=graphdef
         )
         x_BTD, aux, block_cache = rematerialized(block, remat, looped)(block_params, x_BTD)
-        if capture:
+        if context.options.capture:
             aux["x"] = x_BTD
         else:
             aux.pop("router_logits", None)

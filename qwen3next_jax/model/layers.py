@@ -21,8 +21,34 @@ from qwen3next_jax.sharding.rules import CONTEXT, num_shards
 SINK_HEAD = 0.3
 
 
+class ForwardOptions(NamedTuple):
+    """What the caller of a forward pass asks of the layers, beside the next states.
+
+    capture: whether the pass returns each layer's output and router logits.
+    collect_stats: whether each layer adds "diagnostics" (a dict of small arrays, see the layer's
+      class) to its auxiliary outputs.
+    record_routing: whether a mixture of experts adds "expert_ids" to its auxiliary outputs.
+    count_required_bias: whether the routers count which bias each token would have needed to choose
+      each expert (`router.count_required_bias`).
+    indexer: how the indexers of sparse attention train: "frozen", "dense" or "sparse"
+      (`TrainConfig.indexer_training`).
+    return_all_states: whether mixers with a cache of kind "state" return the state after every
+      token (see `Mixer.each_token`).
+    keep_hidden: whether the remat policy saves the hidden layer of the routed experts
+      (`remat.keeps_hidden`).
+    """
+
+    capture: bool = False
+    collect_stats: bool = False
+    record_routing: bool = False
+    count_required_bias: bool = False
+    indexer: str = "frozen"
+    return_all_states: bool = False
+    keep_hidden: bool = False
+
+
 class Context(NamedTuple):
-    """The inputs that all layers of one forward pass share.
+    """What the tokens of one forward pass are, for all layers, and what the caller asks for.
 
     positions: [B, T] int32, each token's position in its document (with a cache: its slot in the
       cache, too).
@@ -30,45 +56,30 @@ class Context(NamedTuple):
       document.
     stats_mask: [B, T] bool, whether router statistics and diagnostics count the token; None: they
       count all tokens.
-    collect_stats: whether each layer adds "diagnostics" (a dict of small arrays, see the layer's
-      class) to its auxiliary outputs.
     mesh: the devices that share the pass (see `sharding.rules`); None for one device.
     time: the logical axis (`sharding.rules.ACTIVATIONS`) of the tokens of a row: "time", or None
       where every device has whole rows (decoding).
-    return_all_states: whether mixers with a cache of kind "state" return the state after every
-      token (see `Mixer.each_token`).
-    layer: the index of the layer among the layers whose parameters are stacked with its own. Only
-      passes with a cache use it.
     tokens: [B, T] int32, the tokens, for layers that add an embedding of their own (`model.ple`);
       None if the model has no such layer.
     layer_rows: {number of a layer's embedding: [B, T, P], the rows of its table that the tokens
       use}; None: the layer looks its rows up.
-    indexer: how the indexers of sparse attention train: "frozen", "dense" or "sparse"
-      (`TrainConfig.indexer_training`).
-    count_required_bias: whether the routers count which bias each token would have needed to choose
-      each expert (`router.count_required_bias`).
     expert_ids: [B, T, A] int16, the experts that the tokens of this layer use in place of the ones
       that the router would choose; -1: the router chooses. None: it chooses for all tokens.
-    record_routing: whether a mixture of experts adds "expert_ids" to its auxiliary outputs.
-    keep_hidden: whether the remat policy saves the hidden layer of the routed experts
-      (`remat.keeps_hidden`).
+    layer: the index of the layer among the layers whose parameters are stacked with its own. Only
+      passes with a cache use it.
+    options: what the caller asks for.
     """
 
     positions: jax.Array
     segment_ids: jax.Array | None = None
     stats_mask: jax.Array | None = None
-    collect_stats: bool = False
     mesh: Mesh | None = None
     time: str | None = "time"
-    return_all_states: bool = False
-    layer: jax.Array | int = 0
     tokens: jax.Array | None = None
-    indexer: str = "frozen"
     layer_rows: dict[int, jax.Array] | None = None
-    count_required_bias: bool = False
     expert_ids: jax.Array | None = None
-    record_routing: bool = False
-    keep_hidden: bool = False
+    layer: jax.Array | int = 0
+    options: ForwardOptions = ForwardOptions()
 
     @property
     def time_axis(self) -> str | None:

@@ -61,7 +61,7 @@ class Mixer(nnx.Module):
         are stacked with its own, [layers, B, …], and writes to the cache number `context.layer`.
         With False, the layer's cache is cut out and put back, which copies it for every token.
       has_loss: whether the mixer has an indexer that it trains with a loss of its own
-        (`Context.indexer`, `loss_tokens`).
+        (`ForwardOptions.indexer`, `loss_tokens`).
       whole_rows: whether the mixer needs whole rows on one device, so that the mesh axis `context`
         must not split them.
       names_kept: whether the mixer marks the results that the backward pass needs with
@@ -108,11 +108,22 @@ class Mixer(nnx.Module):
             `in_place`, the caches of all layers that are stacked with this one; None in training.
 
         Returns:
-          y [B, T, D]; a dict of small arrays: the diagnostics if `context.collect_stats` is set,
-          and "mixer_loss" [] if the mixer has a loss of its own, as the sum over its `loss_tokens`;
-          the cache after these tokens, or None without a cache.
+          y [B, T, D]; a dict of small arrays: the diagnostics, only if
+          `context.options.collect_stats` is set, and "mixer_loss" [] if the mixer has a loss of its
+          own, as the sum over its `loss_tokens`; the cache after these tokens, or None without a
+          cache.
         """
         raise NotImplementedError
+
+    def mix(
+        self, x_BTD: jax.Array, context: Context, cache: dict | None = None
+    ) -> tuple[jax.Array, dict[str, Any], dict | None]:
+        """Does the same as `__call__`, or as `each_token` if the caller of the forward pass asks
+        for the state after every token and the mixer has one.
+        """
+        if context.options.return_all_states and self.cache_kind == "state":
+            return self.each_token(x_BTD, context, cache)
+        return self(x_BTD, context, cache)
 
     def each_token(
         self, x_BTD: jax.Array, context: Context, cache: dict
@@ -127,7 +138,8 @@ class Mixer(nnx.Module):
             y_B1D, _, cache = self(
                 x_BTD[:, t : t + 1],
                 context._replace(
-                    positions=context.positions[:, t : t + 1], return_all_states=False
+                    positions=context.positions[:, t : t + 1],
+                    options=context.options._replace(return_all_states=False),
                 ),
                 cache,
             )

@@ -20,7 +20,7 @@ from qwen3next_jax.model.layers import Context, keeping_inputs, token_mean
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.router import (
     count_required_bias,
-    over_sum,
+    normalized,
     rank_experts,
     score_experts,
 )
@@ -68,10 +68,10 @@ class SparseMoE(nnx.Module):
       probability [E]: each expert's router probability;
       z []: logsumexp(logits)²;
       tokens []: the number of tokens that count;
-      required_bias [E, BINS]: with `Context.count_required_bias` and a bias, the result of
+      required_bias [E, BINS]: with `ForwardOptions.count_required_bias` and a bias, the result of
         `router.count_required_bias`;
       router_logits [B, T, E]: the router's logits of all tokens, not summed;
-      expert_ids [B, T, A] int16: with `Context.record_routing`, the experts of all tokens.
+      expert_ids [B, T, A] int16: with `ForwardOptions.record_routing`, the experts of all tokens.
     Diagnostics, means over the tokens that count:
       router_entropy []: the entropy of a token's probabilities, divided by ln E;
       router_z []: logsumexp(logits)².
@@ -110,7 +110,12 @@ class SparseMoE(nnx.Module):
         self.shared_gate_up = make.matrix((d, 2, i), "embed -> * mlp")
         self.shared_down = make.matrix((i, d), "mlp -> embed")
 
-    def __call__(
+    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, dict]:
+        """Applies the layer: x [B, T, D] → (y [B, T, D], the auxiliary output)."""
+        (y_BTD,), aux = self.in_groups([x_BTD], [context])
+        return y_BTD, aux
+
+    def in_groups(
         self, xs_BTD: Sequence[jax.Array], contexts: Sequence[Context]
     ) -> tuple[Sequence[jax.Array], dict]:
         """Applies the layer to rows in one or more groups (`model.row_groups`). The routed experts
@@ -148,8 +153,8 @@ class SparseMoE(nnx.Module):
                 self.expert_form,
                 stored,
                 layer,
-                context.count_required_bias,
-                context.keep_hidden,
+                context.options.count_required_bias,
+                context.options.keep_hidden,
             ),
             mesh,
             (tokens, specs, tokens, tokens, P()),
@@ -163,9 +168,9 @@ class SparseMoE(nnx.Module):
         if self.config.shared_expert_intermediate_size:
             ys_BTD = [y_BTD + self._gated_shared(x_BTD) for x_BTD, y_BTD in zip(xs_BTD, ys_BTD)]
         aux = statistics | {"router_logits": merge_rows(logits, context)}
-        if context.record_routing:
+        if context.options.record_routing:
             aux["expert_ids"] = merge_rows(expert_ids, context)
-        if context.collect_stats:
+        if context.options.collect_stats:
             aux["diagnostics"] = _diagnostics(self.config, aux["router_logits"], context.stats_mask)
         return ys_BTD, aux
 
@@ -239,8 +244,8 @@ def _routed_experts(
       form: function that chooses how the experts are computed (`expert_forms.expert_form`).
       stored: (declaration, shape) of each of `weights`.
       layer: if `weights` holds all layers of a stack, the number of the layer in it; else None.
-      counts_required_bias: as `Context.count_required_bias`.
-      keep_hidden: as `Context.keep_hidden`.
+      counts_required_bias: as `ForwardOptions.count_required_bias`.
+      keep_hidden: as `ForwardOptions.keep_hidden`.
       xs_BTD: the rows of each group.
       weights: this device's shards of the weights.
       stats_masks: for each group the mask of the tokens that count.
@@ -385,7 +390,7 @@ def choose_experts(
     if replayed_RA is not None or rank_RE is not score_RE:
         weight_RA = jnp.take_along_axis(score_RE, expert_RA, axis=-1)
     if config.norm_topk_prob:
-        weight_RA = over_sum(weight_RA)
+        weight_RA = normalized(weight_RA)
     if config.moe.routed_scaling_factor != 1:
         weight_RA = weight_RA * config.moe.routed_scaling_factor
     return share_RE, weight_RA, expert_RA

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from qwen3next_jax.config import ModelConfig
+from qwen3next_jax.model.apply_block import apply_block
 from qwen3next_jax.model.layers import Context, rms_norm
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops.blocks import save_for_backward
@@ -76,7 +77,7 @@ class MultiTokenPrediction(nnx.Module):
         """Returns (the residual stream after the module's layer, the layer's auxiliary outputs, the
         cache). It takes the arguments of `__call__`.
         """
-        return self.block(self.input(state_BTD, embedded_BTD, context), context, cache)
+        return apply_block(self.block, self.input(state_BTD, embedded_BTD, context), context, cache)
 
     def leave(self, x_BTD: jax.Array) -> jax.Array:
         """Returns what the output head reads, from the residual stream after the module's layer:

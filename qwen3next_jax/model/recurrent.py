@@ -236,7 +236,7 @@ class Recurrent(Mixer):
             o_BTHV, states, conv_state = self._convolution_and_recurrence(inputs, context, cache)
             y_BTD = self._output(o_BTHV, inputs.gate, context)
         diagnostics = {}
-        if context.collect_stats:
+        if context.options.collect_stats:
             diagnostics = _diagnostics(inputs, has_decay, states["state"], context)
         return y_BTD, diagnostics, None if cache is None else {"conv": conv_state} | states
 
@@ -279,7 +279,7 @@ class Recurrent(Mixer):
                 weights,
                 segment_ids,
                 context.time_axis,
-                context.return_all_states,
+                context.options.return_all_states,
             )
             o_BTHV, states = self.recurrence(heads, states)
             return o_BTHV, states, conv_state
@@ -297,7 +297,7 @@ class Recurrent(Mixer):
             spec(None, "heads", None),
             spec("heads"),
         )
-        if context.return_all_states:
+        if context.options.return_all_states:
             out_specs = (by_key_head, spec(None, "heads"), spec(None, None, "heads", None))
         else:
             out_specs = (by_key_head, spec("heads"), spec(None, "heads", None))
@@ -317,11 +317,11 @@ class Recurrent(Mixer):
 
         Returns:
           (q, k and v side by side [B, T, G, C]; the state of the convolution, its last W - 1
-          inputs). With `context.return_all_states`, the state has an axis T after B: it is the
-          state after each token.
+          inputs). With `context.options.return_all_states`, the state has an axis T after B: it is
+          the state after each token.
         """
         before_and_here_BSGC = None
-        if context.return_all_states:
+        if context.options.return_all_states:
             before_and_here_BSGC = jnp.concatenate((conv_state, qkv_BTGC), axis=1)
         if self.convolves(self.config):
 
@@ -340,7 +340,7 @@ class Recurrent(Mixer):
         else:
             out_BTGC = jax.nn.silu(qkv_BTGC) if self.convolved else qkv_BTGC
             state = qkv_BTGC[:, :0]
-        if context.return_all_states:
+        if context.options.return_all_states:
             width = kernel_WGC.shape[0]
             state = jnp.stack(
                 [

@@ -28,7 +28,7 @@ from qwen3next_jax.ops.blocks import SAVED
 
 def keeps_hidden(policy: str) -> bool:
     """Returns whether a policy saves the hidden layer of the routed experts. If it does not, their
-    backward pass computes this layer itself (`Context.keep_hidden`).
+    backward pass computes this layer itself (`ForwardOptions.keep_hidden`).
     """
     if policy in ("none", "kept"):
         return True

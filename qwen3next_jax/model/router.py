@@ -24,10 +24,10 @@ def score_experts(config: MoEConfig, logits: jax.Array) -> tuple[jax.Array, jax.
         probabilities = jax.nn.softmax(logits, axis=-1)
         return probabilities, probabilities
     scores = jax.nn.sigmoid(logits)
-    return scores, over_sum(scores)
+    return scores, normalized(scores)
 
 
-def over_sum(scores: jax.Array) -> jax.Array:
+def normalized(scores: jax.Array) -> jax.Array:
     """Returns scores / (Σ scores + 1e-20), [..., N], as in DeepSeek-V3's code. The result is 0 if
     all scores are 0.
 

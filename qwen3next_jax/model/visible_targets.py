@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from qwen3next_jax.common.errors import UserError, require
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import document_positions
 
 

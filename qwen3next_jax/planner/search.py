@@ -25,13 +25,13 @@ from qwen3next_jax.config import (
     TrainConfig,
 )
 from qwen3next_jax.model import declared
-from qwen3next_jax.model.block import split_sizes
 from qwen3next_jax.model.expert_parallelism import (
     CAPACITY_FACTOR,
     GATHERED_SHARDS,
     overlap_chunks,
 )
 from qwen3next_jax.model.flops import forward_flops_per_token, parameter_counts
+from qwen3next_jax.model.layer_properties import split_sizes
 from qwen3next_jax.model.remat import keeps_hidden
 from qwen3next_jax.planner.between_slices import (
     DENSE_EFFICIENCY,

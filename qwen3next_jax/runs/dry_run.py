@@ -10,8 +10,8 @@ from qwen3next_jax.common.errors import ExitCode
 from qwen3next_jax.config import Config, DataConfig
 from qwen3next_jax.data.estimate import Estimate, estimate
 from qwen3next_jax.data.pipeline import find_sources, source_of
-from qwen3next_jax.model.block import partial_ablations
 from qwen3next_jax.model.flops import flops_per_token
+from qwen3next_jax.model.layer_properties import partial_ablations
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.runs.checkpoint import Checkpoints

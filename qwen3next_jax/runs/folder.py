@@ -216,7 +216,7 @@ def open_run(
     """
     import jax
 
-    from qwen3next_jax.model.block import versions
+    from qwen3next_jax.model.layer_properties import versions
 
     devices = f"{jax.device_count()} × {jax.devices()[0].device_kind}"
     # Each entry has the fields of a `stages.DataCursor`.

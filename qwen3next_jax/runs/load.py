@@ -19,7 +19,7 @@ from qwen3next_jax.data.tokens import Tokenizer, load_tokenizer
 from qwen3next_jax.interop.hf_config import read_hf_config
 from qwen3next_jax.interop.huggingface import load_hf, stamp_hf
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.model.block import split_sizes
+from qwen3next_jax.model.layer_properties import split_sizes
 from qwen3next_jax.processes import distributed
 from qwen3next_jax.processes.launch import Launch
 from qwen3next_jax.runs.checkpoint import load_trained

@@ -13,7 +13,7 @@ from qwen3next_jax.config.registry import OPTIMIZERS, resolve
 from qwen3next_jax.data.pipeline import Data, source_of
 from qwen3next_jax.data.tokens import Tokenizer
 from qwen3next_jax.model.adapter_names import base_params
-from qwen3next_jax.model.block import check_mixers
+from qwen3next_jax.model.layer_properties import check_mixers
 from qwen3next_jax.processes.distributed import is_process_0, run_on_all
 from qwen3next_jax.runs import branching, origin, preflight
 from qwen3next_jax.runs.folder import complete_steps, config_of, read_run

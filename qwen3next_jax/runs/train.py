@@ -28,7 +28,7 @@ from qwen3next_jax.data.pipeline import Data, Epoch, TextData
 from qwen3next_jax.data.progress import PreparationProgress
 from qwen3next_jax.data.readers import bad_summary
 from qwen3next_jax.data.tokens import Tokenizer
-from qwen3next_jax.model.block import partial_ablations
+from qwen3next_jax.model.layer_properties import partial_ablations
 from qwen3next_jax.processes.distributed import (
     broadcast_from_process_0,
     check_shared_folder,

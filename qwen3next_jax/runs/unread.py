@@ -139,7 +139,7 @@ def unread_by_layers(config: Config) -> dict[str, str]:
     """Returns setting → reason, for settings of mixers and evaluations that have no effect on a run
     of `config`. This function imports JAX.
     """
-    from qwen3next_jax.model.block import has_indexer, unread_by_mixers
+    from qwen3next_jax.model.layer_properties import has_indexer, unread_by_mixers
 
     unread_settings = {f"model.{name}": why for name, why in unread_by_mixers(config.model).items()}
     if not has_indexer(config.model):

@@ -26,7 +26,7 @@ def check_versions(where: pathlib.Path, record: Mapping[str, Any], model: ModelC
     Raises:
       UserError: a version differs.
     """
-    from qwen3next_jax.model.block import versions
+    from qwen3next_jax.model.layer_properties import versions
 
     code = record["code"]
     advice = "use the run with that code, or train anew in another --workdir"

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from qwen3next_jax.common.trees import path_string
 from qwen3next_jax.config import ModelConfig
 from qwen3next_jax.model import declared
-from qwen3next_jax.model.layers import SINK_HEAD
+from qwen3next_jax.model.layers import SINK_HEAD, ForwardOptions
 
 
 def norms_by_layer(model: ModelConfig, tree: dict) -> dict[str, jax.Array]:
@@ -105,7 +105,7 @@ def make_diagnostics_step(
     def step(params, batch):
         tokens, segment_ids = (batch[name][::micro_batches] for name in ("tokens", "segment_ids"))
         features = nnx.merge(graphdef, params).features(
-            tokens, segment_ids, diagnose=True, mesh=mesh
+            tokens, segment_ids, mesh=mesh, options=ForwardOptions(collect_stats=True)
         )
         return {
             "layers": features.diagnostics,

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from qwen3next_jax.model.layers import ForwardOptions
 from qwen3next_jax.model.visible_targets import mask_seen_targets
 from qwen3next_jax.sharding.rules import SLICE, constrain, num_shards
 from qwen3next_jax.sharding.slices import add_up_gradients, on_each_slice, sum_over_slices
@@ -173,7 +174,7 @@ class _Gradients:
                 batch["tokens"],
                 batch["segment_ids"],
                 mesh=mesh,
-                indexer=train.indexer_training,
+                options=ForwardOptions(indexer=train.indexer_training),
                 expert_ids=batch.get("expert_ids"),
             )
             return expert_load(features, config, counts), None

@@ -30,8 +30,8 @@ from jax.sharding import Mesh
 
 from qwen3next_jax.config import ModelConfig, TrainConfig
 from qwen3next_jax.model import Features, Qwen3Next
-from qwen3next_jax.model.block import has_indexer, mixer_class
-from qwen3next_jax.model.layers import document_positions
+from qwen3next_jax.model.layer_properties import has_indexer, mixer_class
+from qwen3next_jax.model.layers import ForwardOptions, document_positions
 from qwen3next_jax.model.multi_token_prediction import (
     later_tokens,
     target_weights,
@@ -173,9 +173,11 @@ def total_loss(
         batch["segment_ids"],
         remat=train.remat,
         mesh=mesh,
-        indexer=train.indexer_training,
+        options=ForwardOptions(
+            indexer=train.indexer_training,
+            count_required_bias=train.router_bias_update == "quantile",
+        ),
         layer_rows=batch.get("layer_rows"),
-        count_required_bias=train.router_bias_update == "quantile",
         expert_ids=batch.get("expert_ids"),
     )
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from qwen3next_jax.common.errors import require
 from qwen3next_jax.config import Config, ModelConfig
-from qwen3next_jax.model.block import split_sizes
+from qwen3next_jax.model.layer_properties import split_sizes
 from qwen3next_jax.sharding.mesh import check_divides, compute_mesh
 from qwen3next_jax.sharding.rules import SLICE, batch_sharding, num_shards, tree_shardings
 from qwen3next_jax.training import state

@@ -57,7 +57,7 @@ class Bahdanau(Mixer):
             cache = {"k": k_BSMK, "v": v_BSMK}
         o_BTNK = self.attend(q_BTNK, k_BSMK, v_BSMK, context, cache is not None)
         diagnostics = {}
-        if context.collect_stats and cache is None:
+        if context.options.collect_stats and cache is None:
             first_BT = context.positions == 0
             indicator = jnp.broadcast_to(first_BT[:, :, None, None], v_BSMK.shape)
             counted = ~first_BT if context.stats_mask is None else context.stats_mask & ~first_BT

@@ -125,7 +125,7 @@ class Hyena(Mixer):
         )
         y_BTD = jnp.einsum("bthv,hvd->btd", z_BTHV, self.out_proj[...].astype(x_BTD.dtype))
         diagnostics = {}
-        if context.collect_stats:
+        if context.options.collect_stats:
             diagnostics = {"gate_size": token_mean(size_BTH, context.stats_mask)}
         return y_BTD, diagnostics, cache
 

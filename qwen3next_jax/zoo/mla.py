@@ -110,7 +110,7 @@ class MLA(Mixer):
             v_BTNK = jnp.pad(v_BTNP, [(0, 0)] * 3 + [(0, shared)])
             q_BTNK = jnp.concatenate([q_BTNP, q_BTNR], axis=-1)
             o_BTNP = attend(q_BTNK, k_BTNK, v_BTNK, context)[..., : c.head_dim - shared]
-            if context.collect_stats:
+            if context.options.collect_stats:
                 diagnostics = attention_diagnostics(
                     lambda q, k, v: attend(q, k, v, context), q_BTNK, k_BTNK, gate_BTNP, context
                 )

@@ -78,7 +78,7 @@ class NgramEmbedding(nnx.Module):
         Returns:
           the summand [B, T, S·D];
           the cache after these tokens, or after each of them, [B, T, …], if
-          `context.return_all_states` is set; None without a cache.
+          `context.options.return_all_states` is set; None without a cache.
         """
         c, (before_BK, before_BCE) = self.config, (None, None)
         if cache is not None:
@@ -98,8 +98,8 @@ class NgramEmbedding(nnx.Module):
             return y_BTE, None
         ends = context.segment_ids
         return y_BTE, {
-            "tokens": _window(before_BK, context.tokens, ends, context.return_all_states),
-            "conv": _window(before_BCE, n_BTE, ends, context.return_all_states),
+            "tokens": _window(before_BK, context.tokens, ends, context.options.return_all_states),
+            "conv": _window(before_BCE, n_BTE, ends, context.options.return_all_states),
         }
 
     def _per_stream(self, x_BTE: jax.Array, weight_E: jax.Array) -> jax.Array:

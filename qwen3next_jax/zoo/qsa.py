@@ -191,9 +191,9 @@ class QSA(GatedAttention):
             )
             return gated_projection(o_BTNK, gate_BTNK, self.o_proj[...], context), {}, cache
 
-        is_sparse = context.indexer != "dense" and self.is_sparse(x_BTD.shape[1])
+        is_sparse = context.options.indexer != "dense" and self.is_sparse(x_BTD.shape[1])
         of_rows = None
-        if is_sparse or context.indexer != "frozen" or context.collect_stats:
+        if is_sparse or context.options.indexer != "frozen" or context.options.collect_stats:
             of_rows = self.blocks_of_rows(index_k_BTI, context)
         if is_sparse:
             o_BTNK = self._selected_attention(
@@ -202,7 +202,7 @@ class QSA(GatedAttention):
         else:
             o_BTNK = attend(q_BTNK, k_BTMK, v_BTMK, context)
         diagnostics = {}
-        if context.collect_stats:
+        if context.options.collect_stats:
 
             def attend_as_above(q_BTNK, k_BTMK, v_BTMK):
                 if not is_sparse:
@@ -215,7 +215,7 @@ class QSA(GatedAttention):
             diagnostics["indexer_overlap"] = self._overlap(
                 q_BTNK, k_BTMK, index_q_BTHI, of_rows, context
             )
-        if context.indexer != "frozen":
+        if context.options.indexer != "frozen":
             diagnostics["mixer_loss"] = self._indexer_loss(
                 q_BTNK, k_BTMK, index_q_BTHI, of_rows, context
             )
@@ -343,7 +343,7 @@ class QSA(GatedAttention):
             return jnp.zeros(())
 
         settings, axis = self.settings(self.config), self._head_axis(context)
-        dense = context.indexer == "dense"
+        dense = context.options.indexer == "dense"
         gathers = _gathers(k_BTMK.shape[1], settings) and not dense
 
         def run(q, k, *rest):

@@ -102,7 +102,7 @@ class RecurrentNetwork(Mixer):
             "bthv,hvd->btd", h_BTHV.astype(x_BTD.dtype), self.out_proj[...].astype(x_BTD.dtype)
         )
         diagnostics = {}
-        if context.collect_stats:
+        if context.options.collect_stats:
             norm_BH = jnp.linalg.norm(state["h"], axis=-1)
             diagnostics = {"state_norm": jnp.mean(norm_BH, axis=0)}
         return y_BTD, diagnostics, cache and state

@@ -115,7 +115,7 @@ class RWKV4(Mixer):
         gated = (jax.nn.sigmoid(r.astype(jnp.float32)) * o).astype(dtype)
         y = gated @ self.out_proj[...].astype(dtype)
         diagnostics = {}
-        if context.collect_stats:
+        if context.options.collect_stats:
             diagnostics = {
                 "half_life": jnp.log(2) * jnp.exp(-self.decay[...]),
                 "receptance": token_mean(jax.nn.sigmoid(r), context.stats_mask),

@@ -117,7 +117,7 @@ class Mamba(ChannelStates):
             "bthv,hvd->btd", y_BTHV.astype(x_BTD.dtype), self.out_proj[...].astype(x_BTD.dtype)
         )
         diagnostics = {}
-        if context.collect_stats:
+        if context.options.collect_stats:
             diagnostics = {"step": token_mean(jnp.mean(step_BTHV, axis=-1), context.stats_mask)}
         return y_BTD, diagnostics, cache and {"conv": conv_state, "state": state_BHVN}
 
@@ -257,7 +257,7 @@ class S4D(ChannelStates):
         y_BTHV = jax.nn.gelu(y_BTHV).astype(x_BTD.dtype)
         y_BTPD = jnp.einsum("bthv,hvpd->btpd", y_BTHV, self.out_proj[...].astype(x_BTD.dtype))
         diagnostics = {}
-        if context.collect_stats:
+        if context.options.collect_stats:
             rate_HVN = jnp.exp(self.a_log[...] + self.log_step[...][..., None])
             diagnostics = {"half_life": jnp.log(2) / jnp.min(rate_HVN, axis=(-2, -1))}
         y_BTD = y_BTPD[:, :, 0] * jax.nn.sigmoid(y_BTPD[:, :, 1])

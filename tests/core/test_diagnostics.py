@@ -10,7 +10,7 @@ from flax import nnx
 
 from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.model.gated_attention import GatedAttention
-from qwen3next_jax.model.layers import Context, document_positions, rms_norm, rotate
+from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions, rms_norm, rotate
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import batch_sharding
@@ -32,6 +32,8 @@ BATCH = {
     "segment_ids": jnp.asarray(SEGMENTS, jnp.int32),
 }
 
+COLLECT = ForwardOptions(collect_stats=True)
+
 
 @pytest.fixture(scope="module")
 def measured():
@@ -47,7 +49,7 @@ def test_attention_is_measured_as_the_explicit_scores_say():
     layer = GatedAttention(MODEL, Make(MODEL, nnx.Rngs(0)), (0,))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32, 16)), jnp.float32)
     segments = BATCH["segment_ids"]
-    context = Context(document_positions(segments), segments, segments > 0, collect_stats=True)
+    context = Context(document_positions(segments), segments, segments > 0, options=COLLECT)
     diagnostics = jax.jit(lambda x: layer(x, context)[1])(x)
 
     @jax.jit
@@ -152,7 +154,11 @@ def test_activations_are_those_of_the_hidden_states(measured):
     model = nnx.merge(graphdef, params)
     rows = {name: array[::2] for name, array in BATCH.items()}
     states = jax.jit(
-        lambda rows: model.features(rows["tokens"], rows["segment_ids"], capture=True).hidden_states
+        lambda rows: (
+            model.features(
+                rows["tokens"], rows["segment_ids"], options=ForwardOptions(capture=True)
+            ).hidden_states
+        )
     )(rows)
     inside = np.asarray(rows["segment_ids"]) > 0
     # the last state of the trunk is given after its norm

@@ -19,7 +19,7 @@ from qwen3next_jax.config import (
     ParallelConfig,
 )
 from qwen3next_jax.config.registry import MIXERS
-from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.parameters import Declared, Make, declared_tree
 from qwen3next_jax.sharding.mesh import make_mesh
 from qwen3next_jax.sharding.rules import tree_shardings

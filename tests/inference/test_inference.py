@@ -30,7 +30,7 @@ from qwen3next_jax.inference.end_tokens import end_tokens
 from qwen3next_jax.inference.sampling import Sampling, log_probabilities
 from qwen3next_jax.interop.huggingface import save_hf
 from qwen3next_jax.model import Qwen3Next
-from qwen3next_jax.model.layers import Context
+from qwen3next_jax.model.layers import Context, ForwardOptions
 from qwen3next_jax.model.mixer import Mixer
 from qwen3next_jax.ops.decode_moe import decode_moe
 from qwen3next_jax.sharding.mesh import make_mesh
@@ -380,7 +380,9 @@ def test_states_after_each_token(model):
         lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype),
         mixer.init_cache(CONFIG, 2, 64),
     )
-    context = Context(jnp.tile(jnp.arange(3), (2, 1)), time=None, return_all_states=True)
+    context = Context(
+        jnp.tile(jnp.arange(3), (2, 1)), time=None, options=ForwardOptions(return_all_states=True)
+    )
     at_once, one_by_one = (
         jax.jit(lambda x, cache, f=f: f(mixer, x, context, cache)[::2])(x, cache)
         for f in (type(mixer).each_token, Mixer.each_token)

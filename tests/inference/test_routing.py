@@ -15,6 +15,7 @@ from qwen3next_jax.data.pipeline import open_data
 from qwen3next_jax.data.recorded import RecordedData, read_record, write_record
 from qwen3next_jax.inference.decode import concatenate_pieces, generate
 from qwen3next_jax.model import Qwen3Next
+from qwen3next_jax.model.layers import ForwardOptions
 from qwen3next_jax.training.loss import count_targets, total_loss
 from tests.models import HYBRID
 from tests.refusals import refused
@@ -38,6 +39,9 @@ def make_model(config):
     return nnx.merge(graphdef, init())
 
 
+RECORD = ForwardOptions(record_routing=True)
+
+
 @pytest.fixture(scope="module")
 def model():
     return make_model(MODEL)
@@ -58,7 +62,7 @@ def recorded(model, tmp_path_factory):
 @pytest.mark.slow
 def test_generation_records_what_the_forward_pass_chooses(model, recorded):
     _, texts, experts = recorded
-    features = jax.jit(lambda model, tokens: model.features(tokens, record_routing=True))
+    features = jax.jit(lambda model, tokens: model.features(tokens, options=RECORD))
     longest = max(map(len, texts))
     tokens = np.stack([np.pad(text, (0, longest - len(text))) for text in texts])
     chosen = np.asarray(features(model, tokens).expert_ids)
@@ -76,7 +80,7 @@ def test_replayed_logits_are_the_recorded_ones(model):
 
     @jax.jit
     def run(model, expert_ids):
-        features = model.features(tokens, expert_ids=expert_ids, record_routing=True)
+        features = model.features(tokens, expert_ids=expert_ids, options=RECORD)
         return features.hidden, features.expert_ids
 
     hidden, chosen = run(model, jnp.full(other.shape, -1, jnp.int16))

@@ -39,7 +39,7 @@ from qwen3next_jax.interop.layout import parameters
 from qwen3next_jax.interop.source import config_for_export
 from qwen3next_jax.interop.weights import Weights
 from qwen3next_jax.interop.writing import PartialExport
-from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.runs import preflight
 from qwen3next_jax.sharding.mesh import make_mesh
 from tests.models import HYBRID, drawn_model

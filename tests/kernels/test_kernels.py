@@ -17,7 +17,7 @@ from flax import nnx
 
 from qwen3next_jax import kernels as plugin
 from qwen3next_jax.config import ModelConfig
-from qwen3next_jax.model.layers import Context
+from qwen3next_jax.model.layers import Context, ForwardOptions
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.remat import keeps_hidden, rematerialized
 from qwen3next_jax.ops import attention, gated_delta_rule, implementations
@@ -221,7 +221,9 @@ def test_what_a_policy_saves_is_not_computed_again(policy, runs):
     def apply(params, x_BTD):
         positions_BT = jnp.broadcast_to(jnp.arange(x_BTD.shape[1]), x_BTD.shape[:2])
         context = Context(
-            positions_BT, jnp.ones_like(positions_BT), keep_hidden=keeps_hidden(policy)
+            positions_BT,
+            jnp.ones_like(positions_BT),
+            options=ForwardOptions(keep_hidden=keeps_hidden(policy)),
         )
         return nnx.merge(graphdef, params)(x_BTD, context, None)[0]
 

@@ -9,7 +9,7 @@ import pytest
 from qwen3next_jax.common.errors import UserError
 from qwen3next_jax.config import Config, ModelConfig, from_dict, to_dict
 from qwen3next_jax.config.files import UserInput, apply_overrides, load_config_file
-from qwen3next_jax.model.block import partial_ablations
+from qwen3next_jax.model.layer_properties import partial_ablations
 from qwen3next_jax.runs import unread
 from qwen3next_jax.runs.folder import write_run
 from qwen3next_jax.sweeps import points, runner

@@ -18,7 +18,7 @@ from qwen3next_jax.config import Config, MeshConfig, ParallelConfig, TrainConfig
 from qwen3next_jax.config.moe import MoEConfig
 from qwen3next_jax.model import declared, expert_forms
 from qwen3next_jax.model import expert_parallelism as exchange
-from qwen3next_jax.model.layers import Context
+from qwen3next_jax.model.layers import Context, ForwardOptions
 from qwen3next_jax.model.moe import SparseMoE
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.remat import keeps_hidden, rematerialized
@@ -351,14 +351,13 @@ def test_every_device_counts_required_biases_and_replays_its_tokens():
             jnp.zeros((8, 16), jnp.int32),
             stats_mask=mask_BT,
             mesh=mesh,
-            count_required_bias=True,
             expert_ids=jnp.asarray(choices),
-            record_routing=True,
+            options=ForwardOptions(count_required_bias=True, record_routing=True),
         )
 
         @jax.jit
         def forward(params, x_BTD):
-            (y_BTD,), aux = nnx.merge(graphdef, params)([x_BTD], [context])
+            y_BTD, aux = nnx.merge(graphdef, params)(x_BTD, context)
             return y_BTD, aux["required_bias"], aux["expert_ids"]
 
         return map(np.asarray, forward(params, x_BTD))

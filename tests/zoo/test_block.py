@@ -23,7 +23,7 @@ from qwen3next_jax.config.registry import EXPERTS, MLPS, NORMS, PLACEMENTS, WITH
 from qwen3next_jax.inference.decode import check_request
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import declared
-from qwen3next_jax.model.block import mixer_class
+from qwen3next_jax.model.layer_properties import mixer_class
 from qwen3next_jax.model.layers import Context, rotate
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.model.visible_targets import mask_seen_targets
@@ -133,7 +133,7 @@ def test_experts_are_their_formula(name):
     @jax.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
     def ours(params, x):
-        (y,), _ = nnx.merge(graph, params)([x[None]], [Context(positions)])
+        y, _ = nnx.merge(graph, params)(x[None], Context(positions))
         return jnp.sum(y[0] * dy), y[0]
 
     (_, y), gradients = ours(params, jnp.asarray(x, jnp.float32))
@@ -195,7 +195,7 @@ def test_other_experts_decode_and_split(name):
     def gradient(mesh):
         def loss(params, x):
             layer = nnx.merge(graph, gather_params(params, mesh, c.dtype))
-            (y,), _ = layer([x], [Context(positions, mesh=mesh)])
+            y, _ = layer(x, Context(positions, mesh=mesh))
             return jnp.sum(jnp.sin(y)), y
 
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))

@@ -17,8 +17,8 @@ from qwen3next_jax.config.bounds import check_declared_bounds
 from qwen3next_jax.config.describe import mixer_settings
 from qwen3next_jax.config.files import apply_overrides
 from qwen3next_jax.config.registry import MIXERS
-from qwen3next_jax.model.block import mixer_class
 from qwen3next_jax.model.gated_attention import GatedAttention
+from qwen3next_jax.model.layer_properties import mixer_class
 from tests.refusals import refused
 
 

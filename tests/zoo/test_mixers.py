@@ -34,9 +34,9 @@ from qwen3next_jax.kernels.gpu import gated_norm as gpu_gated_norm
 from qwen3next_jax.kernels.tpu import attention_heads as tpu_attention_heads
 from qwen3next_jax.kernels.tpu import gated_norm as tpu_gated_norm
 from qwen3next_jax.model import Qwen3Next, declared
-from qwen3next_jax.model.block import GIVEN, mixer_class
 from qwen3next_jax.model.flops import flops_per_token, forward_flops_per_token, parameter_counts
-from qwen3next_jax.model.layers import Context, document_positions
+from qwen3next_jax.model.layer_properties import READ_BY_PART, mixer_class
+from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions
 from qwen3next_jax.model.multi_token_prediction import MultiTokenPrediction
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.ops import attention_heads, gated_delta_rule, gated_norm
@@ -52,6 +52,8 @@ T, CUTS = 32, (0, 5, 6, 20, 32)
 SEGMENTS = jnp.asarray(
     np.repeat(range(1, len(CUTS)), np.diff(CUTS))[None].repeat(2, axis=0), jnp.int32
 )
+
+COLLECT = ForwardOptions(collect_stats=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -538,7 +540,7 @@ def test_side_by_side_heads_change_nothing(axes):
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(**axes)), jax.devices()[:8]) if axes else None
     layer = drawn(lambda: mixer_class("gated_attention")(config, Make(config, nnx.Rngs(0)), (0,)))
     graph, params = nnx.split(layer)
-    context = Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh, collect_stats=True)
+    context = Context(document_positions(SEGMENTS), SEGMENTS, mesh=mesh, options=COLLECT)
 
     def loss(params):
         y, diagnostics, _ = _run(graph, params, X, context)
@@ -710,7 +712,7 @@ def test_every_line_traces_in_bfloat16(name):
     read.clear()  # of its own checks
     graph, params = nnx.split(nnx.eval_shape(lambda: kind(config, Make(config, nnx.Rngs(0)), (0,))))
     # what it says of the settings that are refused where no layer reads them
-    assert read & set(GIVEN) == set(kind.switches) & set(GIVEN)
+    assert read & set(READ_BY_PART) == set(kind.switches) & set(READ_BY_PART)
     x, one = (
         jax.ShapeDtypeStruct((2, length, config.hidden_size), jnp.bfloat16) for length in (T, 1)
     )

@@ -48,8 +48,8 @@ from qwen3next_jax.inference import complete
 from qwen3next_jax.interop import arrays, huggingface
 from qwen3next_jax.interop.layout import check_hf_form
 from qwen3next_jax.model import declared
-from qwen3next_jax.model.block import split_sizes
-from qwen3next_jax.model.layers import Context, document_positions
+from qwen3next_jax.model.layer_properties import split_sizes
+from qwen3next_jax.model.layers import Context, ForwardOptions, document_positions
 from qwen3next_jax.model.parameters import Make
 from qwen3next_jax.runs.checkpoint import Checkpoints
 from qwen3next_jax.sharding import row_tables
@@ -292,7 +292,12 @@ def test_diagnostics_describe_what_attention_sees(budget):
     mixer = qsa.QSA(config, Make(config, nnx.Rngs(1)), (0,))
     segments = np.repeat([1, 2], (20, 1)).astype(np.int32)[None]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 21, 24)), jnp.float32)
-    context = Context(document_positions(segments), segments, segments > 0, collect_stats=True)
+    context = Context(
+        document_positions(segments),
+        segments,
+        segments > 0,
+        options=ForwardOptions(collect_stats=True),
+    )
     graph, state = nnx.split(mixer)
     found = jax.jit(lambda state: nnx.merge(graph, state)(x, context)[1])(state)
     params = nnx.to_pure_dict(state)
@@ -442,7 +447,12 @@ def test_the_indexer_learns_by_its_formula(mode, ratio, budget):
     x = np.random.default_rng(0).normal(size=(29, config.hidden_size)).astype(np.float32)
 
     def ours(params, x):
-        context = Context(document_positions(segments), segments, segments > 0, indexer=mode)
+        context = Context(
+            document_positions(segments),
+            segments,
+            segments > 0,
+            options=ForwardOptions(indexer=mode),
+        )
         _, found, _ = nnx.merge(graph, params)(x[None], context)
         return found["mixer_loss"]
 
