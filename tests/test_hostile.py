@@ -320,7 +320,7 @@ AXES = st.dictionaries(NAMES, GROUPS | LISTS | VALUES, min_size=1, max_size=1)
 
 
 @fuzzed(50, axes=AXES)
-def test_a_sweep_is_refused_or_its_points_lie_in_its_folder(tmp_path_factory, axes):
+def test_points_of_a_sweep_lie_in_its_folder(tmp_path_factory, axes):
     folder = tmp_path_factory.getbasetemp() / "hostile_sweep"
     folder.mkdir(exist_ok=True)
     record = {"base": "configs/tiny.py", "axes": axes}
@@ -560,7 +560,7 @@ def prepared(tmp_path_factory):
     place=st.integers(0, 60),
     value=VALUES,
 )
-def test_verify_reports_any_value_in_the_records_of_prepared_data(prepared, pattern, place, value):
+def test_verify_reports_any_damaged_record(prepared, pattern, place, value):
     """Also where a record has the digest of what is in it."""
     path = sorted(prepared[1].glob(pattern))[0]
     content = path.read_bytes()
@@ -657,7 +657,7 @@ def test_any_lock_is_refused_or_ends_soon(field, value, content):
         assert str(lease._taken(found[1])).isprintable() and len(str(lease._taken(found[1]))) < 500
 
 
-def test_names_reach_the_terminal_as_they_are_and_without_control_characters(capsys):
+def test_names_reach_the_terminal_without_control_characters(capsys):
     PreparationProgress()("\x1b]0;owned\a\x9b2J", 1, 1)
     print_model(dataclasses.replace(SETTINGS, name="[red]"), (1,), (1,), Console())
     lines = capsys.readouterr().out.splitlines()

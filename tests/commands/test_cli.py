@@ -374,7 +374,7 @@ def test_the_settings_of_a_group_are_listed_together():
     assert len(names) == len(set(names))
 
 
-def test_the_example_in_the_help_of_sweeps_is_a_sweep():
+def test_the_help_s_example_is_a_sweep():
     # its import would define flags
     text = ast.get_docstring(
         ast.parse((ROOT / "qwen3next_jax" / "commands" / "sweep.py").read_text()), clean=False

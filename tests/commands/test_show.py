@@ -44,7 +44,7 @@ def test_kinds_of_layers_add_up_to_the_model(name):
     assert sorted(i for kind in kinds for i in kind.layers) == [*range(model.num_hidden_layers)]
 
 
-def test_memory_of_a_context_is_that_of_the_released_model():
+def test_the_released_model_s_context_memory():
     """12 attention layers with 2 heads of 256 keys and values each, in bfloat16."""
     assert context_memory(ModelConfig()).per_token == 12 * 2 * 2 * 256 * 2
 

@@ -52,7 +52,7 @@ def randomised(params, seed=0):
 
 
 @pytest.mark.slow
-def test_matrices_are_merged_part_by_part_and_expert_by_expert():
+def test_matrices_are_merged_part_by_part():
     params = randomised(nnx.state(drawn_model(MODEL), nnx.Param))
     before, after = (
         {path: np.asarray(leaf, np.float64) for path, leaf in leaves_by_path(p).items()}

@@ -223,7 +223,7 @@ def test_no_flipped_bit_changes_a_batch_silently(config):
     assert detected >= 20  # the rest hits bytes that carry nothing
 
 
-def test_damage_met_by_the_read_ahead_threads_reaches_the_caller(config, monkeypatch):
+def test_damage_in_read_ahead_reaches_the_caller(config, monkeypatch):
     monkeypatch.setattr(rows, "_RECORD_TOKENS", 1)  # so that opening does not read the damaged row
     load(config)
     path = next(p for p in shards(config) if p.name.startswith("train"))

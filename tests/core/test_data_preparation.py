@@ -162,7 +162,7 @@ def test_workers_prepare_the_same_bytes(texts, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 150])
-def test_how_many_tokens_are_packed_at_once_does_not_matter(count, tmp_path, monkeypatch):
+def test_packing_in_pieces_changes_nothing(count, tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", TEXTS[:count])  # a single document is divided
     run(f"{tmp_path}/a.jsonl", tmp_path / "p")
     monkeypatch.setattr(row_groups, "_TOKENS_AT_ONCE", 500)
@@ -263,7 +263,7 @@ def test_the_text_is_not_needed_any_more(texts, tmp_path, capsys):
         TextData(config, 16, 4)
 
 
-def test_digests_of_large_corpora_are_kept_until_a_file_changes(texts, tmp_path, monkeypatch):
+def test_digests_are_kept_until_files_change(texts, tmp_path, monkeypatch):
     from qwen3next_jax.data import digest_cache
 
     monkeypatch.setattr(digest_cache, "_SMALLEST", 0)
@@ -459,7 +459,7 @@ def test_rows_of_streams_are_those_of_the_mix(weights):
 # ---- the tokenizer
 
 
-def test_a_tokenizer_that_loses_text_gives_no_bits_per_byte(texts, tmp_path, capsys):
+def test_lossy_tokenizers_give_no_bits_per_byte(texts, tmp_path, capsys):
     words = sorted({word for text in TEXTS for word in text.split()})
     vocabulary = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
     lossy = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -554,7 +554,7 @@ def test_leftovers_stay_until_their_lease_has_run_out(texts, tmp_path):
     assert not list(partial.iterdir())
 
 
-def test_a_dead_worker_is_named_and_what_is_finished_stays(texts, tmp_path, monkeypatch):
+def test_a_dead_worker_is_named(texts, tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "_BYTES_PER_WORKER", 1)
     (tmp_path / "texts" / "e.jsonl").write_text("broken\n")
     with refused("e.jsonl:1"):
@@ -777,7 +777,7 @@ def two_sources(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_verify_finds_everything_that_is_not_as_it_was_written(name, two_sources, tmp_path):
+def test_verify_finds_every_change(name, two_sources, tmp_path):
     shutil.copytree(two_sources, tmp_path / "p")
     pattern, spoil = SPOILT[name]
     spoil(sorted((tmp_path / "p").glob(pattern))[0])

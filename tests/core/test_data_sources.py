@@ -542,7 +542,7 @@ def test_bad_files_are_named_in_one_line(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
-def test_flipped_bytes_in_arrow_files_never_escape_as_another_error(name, tmp_path):
+def test_flipped_bytes_in_arrow_files_are_refused(name, tmp_path):
     """With `replace`, text that is damaged is read: none but that of the file."""
     path = tmp_path / name
     texts = {"text": [f"document {i} " * 20 for i in range(50)]}

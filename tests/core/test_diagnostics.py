@@ -100,7 +100,7 @@ def test_norms_are_those_of_each_layer_in_order(measured):
 
 
 @pytest.mark.slow
-def test_every_layer_has_its_numbers_and_padding_has_no_part(measured):
+def test_padding_has_no_part_in_diagnostics(measured):
     _, params, step, result = measured
     load = np.array([[2, 1, 1, 0], [1, 1, 1, 1], [4, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]])
     record = summarise(result, result["param_norms"], load)

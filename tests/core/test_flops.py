@@ -52,7 +52,7 @@ def test_released_model():
 
 
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
-def test_forward_flops_are_two_per_weight_and_what_the_mixers_add(config):
+def test_forward_flops_are_weights_and_mixers(config):
     c, t = config, 64
     expected = 0.0
     for path, shape in leaves(c):
@@ -85,7 +85,7 @@ def test_an_unknown_kind_has_no_chip(kind):
     assert find_chip(kind) is None
 
 
-def test_a_device_of_two_has_half_a_chip_s_flops():
+def test_half_a_chip_has_half_its_flops():
     assert find_chip("TPU7x").device_flops == CHIPS["tpu7x"].bf16_flops / 2
 
 

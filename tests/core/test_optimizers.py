@@ -111,7 +111,7 @@ def test_both_are_those_of_optax(name, tolerance, dtype):
 
 
 @pytest.mark.parametrize("per_head", [False, True])
-def test_every_part_of_a_slab_is_a_matrix_of_its_own(per_head):
+def test_parts_of_a_slab_are_matrices(per_head):
     declared = {
         "qkvz": matrix(
             (6, 2, 14), "embed -> key_heads .", (3,), parts=(("q", 4), ("k", 4), ("v", 6, 2))
@@ -192,7 +192,7 @@ def test_no_mixer_has_two_heads_in_one_matrix():
 
 
 @pytest.mark.slow
-def test_eight_devices_divide_the_products_and_get_what_one_gets():
+def test_eight_devices_divide_muon_s_products():
     declared = {
         "qkvz": matrix(
             (16, 2, 12), "embed -> key_heads .", (3,), parts=(("q", 4), ("k", 4), ("v", 4, 2))

@@ -21,9 +21,7 @@ from tests.refusals import refused
         ("math", "AttributeError: module 'math' has no attribute ''"),
     ],
 )
-def test_a_line_that_cannot_be_imported_is_named_with_the_reason(
-    line, reason, tmp_path, monkeypatch
-):
+def test_a_line_that_cannot_be_imported_is_named(line, reason, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "unnamed.py").write_text("class Thing(Mixer): pass\n")
@@ -31,7 +29,7 @@ def test_a_line_that_cannot_be_imported_is_named_with_the_reason(
         resolve({"thing": line}, "thing", "model.thing")
 
 
-def test_a_name_is_imported_and_an_unknown_one_gets_the_nearest(monkeypatch):
+def test_an_unknown_name_gets_the_nearest(monkeypatch):
     # a line nobody names is not imported
     table = {"tau": "math:tau", "absent": "no_such_module:Thing"}
     with monkeypatch.context() as patched:
@@ -42,7 +40,7 @@ def test_a_name_is_imported_and_an_unknown_one_gets_the_nearest(monkeypatch):
         resolve(table, "tua", "model.number")
 
 
-def test_every_setting_of_a_run_is_described_with_its_default():
+def test_every_setting_is_described():
     """`--help` reads the comments of the config's fields: all fields are found, also those that
     span lines, and a comment belongs to one field.
     """

@@ -251,7 +251,7 @@ def test_activations_do_not_grow_with_the_width():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_activations_of_a_hybrid_do_not_grow_with_the_width(name):
+def test_activations_of_a_hybrid_keep_their_size(name):
     check_width(name, hybrid=True)
 
 

@@ -59,7 +59,7 @@ def test_exactly_the_shared_ngrams_are_found(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_the_share_of_a_text_in_the_data_is_found(prepared, monkeypatch, workers):
+def test_the_shared_part_of_a_text_is_found(prepared, monkeypatch, workers):
     monkeypatch.setattr(contamination, "_READ_AT_ONCE", 64)
     half = DOCUMENTS[3][20:80] + text_of(60)
     over_an_end = DOCUMENTS[3][-10:] + DOCUMENTS[4][:10]  # stands nowhere, though both halves do

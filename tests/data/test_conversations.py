@@ -123,7 +123,7 @@ def test_a_prompt_of_generation_is_what_training_saw(tmp_path, folder):
     assert prompts <= seen
 
 
-def test_a_long_conversation_keeps_its_beginning_and_no_other_is_cut(tmp_path, marked):
+def test_a_long_conversation_keeps_its_beginning(tmp_path, marked):
     whole = {tuple(t.tolist()): w for t, w in pieces(open_data(config(tmp_path, marked), 256, 2))}
     data = open_data(config(tmp_path, marked), 96, 2)
     cut = list(pieces(data))
@@ -232,7 +232,7 @@ def test_packed_conversations_have_separate_ones_losses(tmp_path, marked):
 
 
 @pytest.mark.slow
-def test_texts_beside_conversations_count_in_full_and_resume_the_same(tmp_path, marked):
+def test_texts_beside_conversations_count_in_full(tmp_path, marked):
     texts = tmp_path / "texts.jsonl"
     write_jsonl(texts, [f"text {i} " * 9 for i in range(40)])
     one = config(tmp_path, marked)
@@ -285,9 +285,7 @@ NO_END = MARKED.replace("<|im_end|>", "<|stop|>")
         (NO_END, "<|im_end|>", 0),
     ],
 )
-def test_the_token_that_ends_a_turn_counts_or_preparation_warns(
-    tmp_path, capfd, template, eos, ends
-):
+def test_the_end_of_a_turn_counts(tmp_path, capfd, template, eos, ends):
     folder = make_folder(tmp_path, template, ["<|user|>", "<|assistant|>"], eos)
     records = [{"messages": says("q", f"answer {i}", "q", "last")} for i in range(40)]
     data = open_data(config(tmp_path, folder, records), 128, 1)
@@ -298,7 +296,7 @@ def test_the_token_that_ends_a_turn_counts_or_preparation_warns(
 
 
 @pytest.mark.parametrize("loses", [False, True])
-def test_a_tokenizer_that_loses_text_has_no_bits_per_byte(tmp_path, capfd, loses):
+def test_lossy_tokenizers_have_no_bits_per_byte(tmp_path, capfd, loses):
     folder = make_folder(tmp_path, MARKED)
     if loses:
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -317,7 +315,7 @@ def test_a_divided_conversation_does_not_lack_its_end(tmp_path, capfd):
     assert "end token" not in capfd.readouterr().err
 
 
-def test_a_template_that_writes_the_date_writes_that_of_the_settings(tmp_path):
+def test_a_template_writes_the_date_of_the_settings(tmp_path):
     template = "{{ strftime_now('%d %b %Y') }}" + MARKED
     folder = str(make_folder(tmp_path, template))
     with refused("data.template_date"):
@@ -414,7 +412,7 @@ def test_bad_conversations_end_the_preparation_or_are_skipped(tmp_path, marked):
     ],
     ids=["none", "bytes", "history", "no turns"],
 )
-def test_a_template_that_does_not_tell_the_turns_is_refused(tmp_path, template, changes, names):
+def test_a_template_without_turns_is_refused(tmp_path, template, changes, names):
     settings = {"tokenizer": str(make_folder(tmp_path, template))} | changes
     with refused(*names):
         open_data(config(tmp_path, "", **settings), 256, 2)

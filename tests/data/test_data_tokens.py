@@ -91,7 +91,7 @@ def test_text_survives_and_tokens_account_for_every_byte(tokenizer):
     assert tokenizer.token_bytes[tokenizer.eos_id] == 0
 
 
-def test_documents_end_with_eos_and_quoted_special_tokens_stay_text(tokenizer):
+def test_documents_end_with_eos(tokenizer):
     quoted = f"a {END_OF_TEXT} </s> <|im_end|> b"
     first, second = tokenizer.encode_documents([quoted, "x"])
     assert first[-1] == second[-1] == tokenizer.eos_id
@@ -108,7 +108,7 @@ def test_long_documents_are_tokenized_in_parts_without_loss(byte_level):
     assert tokenizer.decode(ids[:-1]) == text
 
 
-def test_a_long_text_gets_the_ids_of_a_short_one(tokenizer, monkeypatch):
+def test_long_texts_get_the_same_ids(tokenizer, monkeypatch):
     for text in (TEXT, "😀" * 9, "e\u0301\n" * 5, "no line end" * 4, "x y\nz " * 9):
         (short,) = tokenizer.encode_documents([text])
         for longest, piece in ((1 << 17, 5), (7, 1), (7, 3), (7, 16)):
@@ -231,7 +231,7 @@ def test_an_id_beyond_the_vocabulary_is_named(tmp_path):
         load_tokenizer(str(tmp_path / "huge.json"))
 
 
-def test_no_special_token_comes_from_text_unless_it_is_named(byte_level, byte_fallback):
+def test_text_has_only_named_special_tokens(byte_level, byte_fallback):
     text = "a <think>b</think> <|im_end|> </s> <unk> c"
     for path in (byte_level, byte_fallback):
         tokenizer = load_tokenizer(path)
@@ -431,7 +431,7 @@ def test_tokens_of_the_config_that_do_not_fit_are_refused(added, named):
         load_tokenizer(added[0])
 
 
-def test_tokenizers_of_which_a_text_has_several_encodings_are_refused(byte_level, tmp_path):
+def test_ambiguous_tokenizers_are_refused(byte_level, tmp_path):
     content = json.loads(open(byte_level, encoding="utf-8").read())
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content | {"model": content["model"] | {"dropout": 0.1}}))

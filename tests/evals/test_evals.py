@@ -222,7 +222,7 @@ def test_loss_by_position_counts_a_task_s_targets_alone():
     assert values["loss"] == 1.5 and values["targets"] == 1
 
 
-def test_sinks_are_means_over_heads_and_layers_and_the_largest_activations():
+def test_sinks_are_means_over_heads_and_layers():
     # Layer 0 is recurrent; layer 1 is attention with two heads, one of them a sink.
     def step(params, tokens, segment_ids):
         return (
@@ -405,7 +405,7 @@ def test_a_source_is_measured_as_if_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_on_a_mesh_evaluations_and_samples_are_those_of_one_device():
+def test_a_mesh_evaluates_as_one_device():
     data = open_data(NANO.data, 32, 4, 32)
     graphdef, _ = abstract_model(NANO.model)
     found, said = [], []

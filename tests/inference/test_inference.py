@@ -391,7 +391,7 @@ def test_states_after_each_token(model):
 
 
 @pytest.mark.parametrize(("tokens", "skewed"), [(1, False), (3, False), (20, False), (20, True)])
-def test_decode_moe_is_the_weighted_sum_of_the_chosen_experts(tokens, skewed):
+def test_decoding_experts_is_their_weighted_sum(tokens, skewed):
     """The three cases of `decode_moe`: chosen experts one by one, all experts at once, and several
     passes because most tokens chose the same two.
     """

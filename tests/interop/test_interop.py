@@ -209,7 +209,7 @@ class LeavesOneOut(OwnAttention):
         return (entry for entry in entries if entry.path != "q_norm")
 
 
-def test_an_own_mixer_brings_its_entries_and_no_class_inherits_them(tmp_path, monkeypatch):
+def test_an_own_mixer_brings_its_own_entries(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_trusted", set())
 
     def with_mixer(cls):
@@ -244,9 +244,7 @@ def _mesh(**sizes):
     ],
     ids=str,
 )
-def test_a_mesh_changes_no_bit_of_an_import_or_an_export(
-    eight_layers, tmp_path, monkeypatch, mesh, dtype
-):
+def test_a_mesh_changes_no_bit_of_files(eight_layers, tmp_path, monkeypatch, mesh, dtype):
     whole = load_hf(eight_layers, dtype)
     save_hf(whole, tmp_path / "whole")
     monkeypatch.setattr(arrays, "MAX_PIECE_BYTES", 4000)  # so that parameters take many pieces
@@ -258,7 +256,7 @@ def test_a_mesh_changes_no_bit_of_an_import_or_an_export(
     assert content(tmp_path / "sharded") == content(tmp_path / "whole")
 
 
-def test_what_other_processes_hold_is_read_by_all_with_its_bits():
+def test_all_processes_read_the_same_bits():
     """The function that reads arrays that span processes, with an array of this process only."""
     mesh = _mesh(data=2, expert=2, tensor=2)
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -325,7 +323,7 @@ def test_a_killed_export_keeps_whole_files(tmp_path, monkeypatch, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"expected", "out", "other", "place"}
 
 
-def test_an_export_killed_at_its_end_is_complete_or_goes_on(tmp_path, monkeypatch):
+def test_an_export_killed_at_its_end_recovers(tmp_path, monkeypatch):
     model, finish, done = new_model(), PartialExport.finish, False
     save_hf(model, tmp_path / "expected")
     for operations in itertools.count():
@@ -364,7 +362,7 @@ def test_an_export_killed_at_its_end_is_complete_or_goes_on(tmp_path, monkeypatc
     assert (tmp_path / ".foreign.progress.json").read_text() == "{}"
 
 
-def test_a_directory_that_changes_while_it_is_read_is_refused(eight_layers, tmp_path, monkeypatch):
+def test_a_changing_directory_is_refused(eight_layers, tmp_path, monkeypatch):
     shutil.copytree(eight_layers, tmp_path / "model")
     (tmp_path / "model" / "SHA256SUMS").unlink()
     file, read = tmp_path / "model" / "model.safetensors", Weights.read
@@ -793,7 +791,7 @@ def test_damage_is_named_in_one_line(checkpoint, damage):
         load_hf(checkpoint)
 
 
-def test_an_index_is_read_before_a_single_file_and_said(checkpoint, capsys):
+def test_an_index_is_read_before_a_file(checkpoint, capsys):
     shutil.copy(checkpoint / "model.safetensors", checkpoint / "model-1.safetensors")
     names = load_file(checkpoint / "model.safetensors")
     (checkpoint / "model.safetensors.index.json").write_text(

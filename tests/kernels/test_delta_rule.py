@@ -255,7 +255,7 @@ def test_kernel_with_many_heads(monkeypatch):
 
 
 @pytest.mark.slow
-def test_kernel_with_two_blocks_reads_nothing_unwritten_and_races_nowhere(monkeypatch):
+def test_two_blocks_race_nowhere(monkeypatch):
     """Two rows, two blocks of heads, three chunks, documents, in the interpreter of TPU memory:
     every buffer starts as NaN.
     """
@@ -360,7 +360,7 @@ def test_two_halves_chained_by_the_state_are_the_whole(implementation):
 
 
 @every_form
-def test_the_future_never_changes_the_past_and_runs_repeat_bitwise(implementation):
+def test_the_future_never_changes_the_past(implementation):
     # a shape that other tests compile
     inputs, cotangents = problem(time=2 * CHUNK, key=64, value=64)
     run = lambda p: outputs_and_gradients(
@@ -460,7 +460,7 @@ def abstract(groups, heads, width, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 128), (1, 4, 256), (1, 8, 256, jnp.bfloat16)], ids=str)
-def test_the_default_is_the_xla_form_where_no_block_fits(shape):
+def test_xla_runs_where_no_block_fits(shape):
     arguments = abstract(*shape)
     run = lambda form: jax.eval_shape(
         jax.grad(lambda a: gated_delta_rule(**a, implementation=form)[0].astype(float).sum()),

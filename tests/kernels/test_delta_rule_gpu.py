@@ -201,7 +201,7 @@ def test_long_rows_of_few_heads_go_in_pieces(batch, tokens, heads, split):
 
 
 @pytest.mark.slow
-def test_the_second_call_of_a_row_in_pieces_writes_in_place():
+def test_the_second_piece_of_a_row_writes_in_place():
     """Into the arrays that the first call wrote to: o and the states, then both parts of dV and the
     gradients of the states.
     """

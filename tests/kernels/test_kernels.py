@@ -78,7 +78,7 @@ def lines_of(program: str, folder: pathlib.Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_step_on_a_cpu_traces_and_imports_no_kernel():
+def test_a_cpu_imports_no_kernel():
     assert lines_of(STEP, ROOT) == ["0", ""]
 
 
@@ -92,7 +92,7 @@ def test_without_the_kernels_xla_runs(tmp_path):
         assert "missing" in line
 
 
-def test_every_listed_module_can_be_imported_and_says_what_it_supports():
+def test_every_listed_module_says_what_it_supports():
     for operator, listed in plugin.KERNELS.items():
         for platform, module in listed.values():
             assert platform in ("tpu", "gpu"), operator

@@ -67,7 +67,7 @@ def test_any_routing_is_exact(room, kernels, monkeypatch):
 
 
 @pytest.mark.slow
-def test_bfloat16_is_as_near_as_with_a_row_a_choice():
+def test_bfloat16_loses_nothing_to_rows_a_choice():
     """By the kernels, and by products in four parts that are summed in bfloat16 (as by a
     reduce-scatter); tokens in halves.
     """

@@ -88,7 +88,7 @@ def test_links_along_one_dimension_are_one_resource(name, axes, shared):
 
 
 @needs_compiler
-def test_a_short_collective_shares_the_links_with_a_long_one():
+def test_collectives_at_once_share_links():
     """It does not wait for the long one, which takes as much longer as the short one needs."""
     axes = dict(data=32, expert=8)
     mesh = MESH.format(**axes)
@@ -128,7 +128,7 @@ PRODUCT = "f32[8192,8192]{1,0:S(1)} dot(%p, %p), lhs_contracting_dims={1}, rhs_c
 
 
 @needs_compiler
-def test_an_early_copy_takes_the_hbm_time_that_others_leave():
+def test_an_early_copy_takes_idle_hbm():
     name, axes = "v5p:2x2x1", dict(data=4)
     rates = RATES["v5p"]
     copy = 2e8 / (3210e9 * 2765 / 3690)  # the target is in VMEM
@@ -256,7 +256,7 @@ def test_experts_take_the_tiles_in_use(fused, monkeypatch):
 @needs_compiler
 @pytest.mark.parametrize("name", ["expert_forward", "expert_backward_weights"])
 @pytest.mark.parametrize("cores", [1, 2])
-def test_a_step_of_the_experts_takes_its_products_and_a_start(name, cores):
+def test_experts_take_their_products_and_a_start(name, cores):
     """The cores share the tiles of the one kernel, and the matrices of the other."""
     in_vmem = KERNEL.replace("1,0}", "1,0:S(1)}").replace('"1000000000000"', '"1000000000"')
     schedules = {f"{name}.1": Schedule(1.0, 0.0, whole=False, cores=cores)}
@@ -286,7 +286,7 @@ GROUPED = """  %ends = s32[6]{{0}} parameter(0)
     ],
     ids=["product", "gradient of the rows", "gradient of the matrices"],
 )
-def test_a_grouped_product_takes_all_tiles_that_its_groups_touch(operands, width, out):
+def test_a_grouped_product_takes_all_touched_tiles(operands, width, out):
     """Some tiles of 256 rows have rows of two groups, and the kernel computes them twice. The last
     tiles of the other axes are larger than what is left of the matrices.
     """
@@ -337,7 +337,7 @@ def test_grouped_products_last_as_long_as_measured_ones(chip):
 
 
 @needs_compiler
-def test_the_ideal_adds_up_what_shares_links_and_realistic_is_slower():
+def test_the_ideal_adds_up_what_shares_links():
     slice_ = topology.describe_topology("v6e:16x16")
     mesh = make_mesh(ParallelConfig(mesh=MeshConfig(data=32, expert=8)), slice_.devices)
     found = ideal_time(ModelConfig(), TrainConfig(batch_size=256), slice_, mesh)
@@ -346,7 +346,7 @@ def test_the_ideal_adds_up_what_shares_links_and_realistic_is_slower():
     assert found.realistic == pytest.approx(sums / RATES["v6e"].link_share)
 
 
-def test_a_search_compiles_every_size_of_expert_parallelism_that_fits():
+def test_a_search_compiles_every_expert_size():
     """The formulas are too rough to drop FSDP alone, or 2 or 4 shards of the experts."""
 
     def candidate(expert, tensor, seconds):
@@ -374,7 +374,7 @@ def test_parts_have_names_for_readers_and_lose_nothing():
     assert sum(part.seconds for part in parts.values()) == 163.0
 
 
-def test_only_exchanges_with_such_loops_have_choices_beyond_their_buffers():
+def test_only_such_loops_have_choices_beyond():
     one, gathered, ragged = (expert_load(Layout(shards, 32, 400, 64), 1.0) for shards in (1, 8, 16))
     assert one.beyond == one.experts_beyond == one.rounds == 0
     assert gathered.beyond > 0 and gathered.experts_beyond > 1 and gathered.rounds == 0

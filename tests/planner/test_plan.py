@@ -256,7 +256,7 @@ def test_mesh_that_does_not_fit_devices_or_model(mesh, names):
 
 
 @needs_compiler
-def test_compiler_options_are_the_chips_unless_the_run_has_its_own():
+def test_a_run_s_compiler_options_replace_the_chip_s():
     mesh, own = (
         make_mesh(ParallelConfig(), topology.describe_topology(name).devices)
         for name in ("v6e:2x2", "v6e:1x1")
@@ -406,7 +406,7 @@ def test_plan_is_shown_written_and_drawn(plan, tmp_path):
 
 
 @needs_compiler
-def test_what_does_not_fit_is_a_row_not_a_traceback(monkeypatch):
+def test_what_does_not_fit_is_a_row(monkeypatch):
     def too_large(config, mesh):
         def step(state, batch):
             x = jnp.broadcast_to(
@@ -462,7 +462,7 @@ def test_the_compiler_s_share_of_memory_counts(monkeypatch):
 
 
 @needs_compiler
-def test_another_error_of_the_compiler_is_a_row_not_a_traceback(monkeypatch):
+def test_an_error_of_the_compiler_is_a_row(monkeypatch):
     class Lowered:
         def trace(self, *_):
             return self

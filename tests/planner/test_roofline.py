@@ -279,7 +279,7 @@ def test_two_devices_of_a_chip_share_its_links(axis, expected):
 @pytest.mark.parametrize(
     "pair, expected", [("{0,1}", 2e6 / (600 * GB)), ("{0,2},{1,3}", 2 * 2e6 / (100 * GB))]
 )
-def test_transfers_of_two_devices_of_a_chip_meet_on_its_link(pair, expected):
+def test_devices_of_a_chip_share_its_link(pair, expected):
     slice_ = topology.describe_topology("tpu7x:2x2x1")
     devices = sorted(slice_.devices, key=lambda d: (*d.coords, d.core_on_chip))
     mesh = jax.sharding.Mesh(np.array(devices).reshape(4, 2), ("chip", "core"))
@@ -434,7 +434,7 @@ def test_the_last_step_of_a_product_counts_once(last, share):
     assert schedule.skipped_bundles(text, loops) == 2 * 16 * (1 - share)
 
 
-def test_a_kernel_lasts_its_schedule_its_products_and_its_copies(tmp_path):
+def test_a_kernel_lasts_its_schedule_and_copies(tmp_path):
     """Three bundles, 6 trips, and two beside them; two cores that copy 2 KiB each a trip; one
     schedule for two alike.
     """

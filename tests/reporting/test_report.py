@@ -377,7 +377,7 @@ BAD_LINES = [
     "name, value",
     [("num_hidden_layers", -1), ("num_hidden_layers", "many"), ("num_hidden_layers", 10**12)],
 )
-def test_settings_of_a_wrong_type_do_not_end_a_report(tmp_path, name, value):
+def test_wrong_settings_do_not_end_a_report(tmp_path, name, value):
     (tmp_path / "run.json").write_text(json.dumps({"config": {"model": {name: value}}}))
     (tmp_path / "metrics.jsonl").write_text(
         '{"event": "train", "step": 1, "time": 1.0, "loss": 2.0}\n'
@@ -386,7 +386,7 @@ def test_settings_of_a_wrong_type_do_not_end_a_report(tmp_path, name, value):
         write_report([tmp_path], tmp_path / "report.html")
 
 
-def test_lines_of_a_wrong_type_do_not_end_a_report(tmp_path):
+def test_wrong_lines_do_not_end_a_report(tmp_path):
     """Each bad line is tested alone between two good ones, and then all of them together."""
     (tmp_path / "run.json").write_text('{"config": {}}')
     good = [
@@ -428,7 +428,7 @@ def test_a_record_with_holes_still_gives_a_page(tmp_path):
     assert "a&lt;b.jsonl" in text
 
 
-def test_the_page_shows_the_bad_records_of_a_run_s_data(tmp_path):
+def test_the_page_shows_bad_records(tmp_path):
     lines = ['{"text": "a document"}', '{"text": null}', '{"text": "another one"}', "{"]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     config = DataConfig(

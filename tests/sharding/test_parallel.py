@@ -60,7 +60,7 @@ def _mesh(**axes):
     [{"data": 8}, {"expert": 4, "tensor": 2}, {"data": 2, "context": 4}, {"tensor": 8}],
     ids=str,
 )
-def test_everything_large_is_stored_in_parts_and_stacks_are_whole(axes, change):
+def test_everything_large_is_stored_in_parts(axes, change):
     """All arrays of the released model's train state: those above 1 MiB are split over all eight
     devices, and no stack of layers is split along its layers.
     """
@@ -88,7 +88,7 @@ def test_what_follows_no_parameter_is_an_error():
         )
 
 
-def test_every_logical_axis_is_needed_and_dimensions_take_what_divides_them():
+def test_dimensions_take_the_axes_that_divide_them():
     parameters = declared(RELEASED.model)
     axes = {axis for p in parameters.values() for axis in p.axes}
     assert axes | {"table_rows", "table_width"} == set(LOGICAL_AXES)
@@ -307,7 +307,7 @@ def test_one_device_takes_all_tokens_at_once(chunk_memory, at_once, monkeypatch)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_gather_for_a_tpu_has_the_gradient_of_any_other(dim):
+def test_a_tpu_s_gather_has_the_same_gradient(dim):
     """For a TPU, 37 tiles of lanes are padded to 38; other platforms do not pad."""
     mesh, spec = _mesh(data=8), P("data") if dim == 0 else P(None, "data")
     shape = (16, -1) if dim == 0 else (-1, 16)
@@ -412,7 +412,7 @@ def test_a_checkpoint_of_one_mesh_is_restored_on_others(tmp_path):
         "offload=input,attention",
     ],
 )
-def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
+def test_remat_keeps_what_its_name_says(policy):
     """A scan over three blocks of two matmuls and an operation named "attention": how many
     residuals are saved and in which memory, and the gradient.
     """
@@ -462,7 +462,7 @@ def test_remat_keeps_what_its_name_says_and_changes_no_gradient(policy):
         ("dots keep=experts", 2, 1, True),
     ],
 )
-def test_a_policy_decides_what_of_the_experts_is_computed_again(policy, gathers, sorts, hidden):
+def test_a_policy_decides_what_experts_recompute(policy, gathers, sorts, hidden):
     """The rows of x are gathered forward, those of dy backward, and, under "full" and "block",
     those of x again backward: 128 rows of 8 shards. The choices are sorted forward, and under
     "full" again backward. The hidden layer, 24 wide, is saved under "dots keep=experts" alone.

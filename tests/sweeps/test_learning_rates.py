@@ -24,7 +24,7 @@ def loss(rate, best):
 
 
 @pytest.mark.parametrize("best", [1.5e-3, 3e-3, 7.9e-3])
-def test_the_minimum_of_a_parabola_is_found_between_the_rates(best):
+def test_a_parabola_s_minimum_lies_between_rates(best):
     found, at_edge = best_rate(RATES, [loss(rate, best) for rate in RATES])
     assert found == pytest.approx(best) and not at_edge
 

@@ -76,7 +76,7 @@ def test_the_best_size_is_that_of_the_closed_form():
     assert found.exponent.value == pytest.approx(c.beta / (c.alpha + c.beta), abs=0.01)
 
 
-def test_parabolas_find_the_minimum_between_the_sizes_and_only_there():
+def test_parabolas_find_minima_between_sizes_only():
     def budget(flops, best):
         sizes = np.geomspace(1e6, 1e7, 5)
         return [

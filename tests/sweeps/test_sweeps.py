@@ -115,7 +115,7 @@ def test_a_shipped_sweep_is_checked_in_any_folder(tmp_path, monkeypatch):
     assert all("--config=configs/tiny.py" in line for line in runner.shell_lines(sweep, tmp_path))
 
 
-def test_a_sweep_of_a_billion_points_is_refused_at_once(tmp_path):
+def test_a_billion_points_are_refused_at_once(tmp_path):
     axes = {f"train.{name}": list(range(1, 1001)) for name in ("seed", "steps", "batch_size")}
     path = tmp_path / "sweep.py"
     path.write_text(f"def get_sweep():\n    return {{'base': 'tiny', 'axes': {axes}}}\n")
@@ -293,7 +293,7 @@ def test_matched_points_have_the_first_ones_amount(tmp_path, match, amount):
         ),
     ],
 )
-def test_a_sweep_that_cannot_run_is_refused_in_one_line(tmp_path, record, names):
+def test_a_sweep_that_cannot_run_is_refused(tmp_path, record, names):
     with refused(*names):
         check_points(load_sweep(sweep_file(tmp_path, {"base": "configs/tiny.py"} | record)))
 
@@ -554,7 +554,7 @@ def test_a_signal_reaches_a_starting_point(tmp_path, monkeypatch):
     assert "seed=0: stopped" in told and r.starts == {"seed=0": 1}
 
 
-def test_a_second_runner_leaves_the_report_of_the_first_alone(tmp_path, monkeypatch):
+def test_a_second_runner_leaves_the_report_alone(tmp_path, monkeypatch):
     r, _, after = _runner(tmp_path, monkeypatch, "")
     held = r._lock()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -573,7 +573,7 @@ def _wait(condition, seconds=120):
         time.sleep(0.05)
 
 
-def test_a_point_is_done_when_all_its_evaluations_are_there(tmp_path):
+def test_a_point_is_done_with_all_evaluations(tmp_path):
     sweep = load_sweep(
         sweep_file(
             tmp_path,
@@ -771,7 +771,7 @@ def test_charts_keep_apart_what_other_axes_change(two_tasks, monkeypatch):
     assert len(set(styles)) == 12 and {shade for shade, _ in styles} == {0, 0.2, 0.4, 0.6, 0.8, 1}
 
 
-def test_tables_follow_the_sweeps_x_axis_and_need_no_seeds(two_tasks, tmp_path):
+def test_tables_follow_the_sweep_s_x_axis(two_tasks, tmp_path):
     sweep, results = two_tasks
     path = tmp_path / "results.json"
     path.write_text(to_json(sweep, results, {p.name: "" for p in sweep.points}))

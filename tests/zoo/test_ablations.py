@@ -129,7 +129,7 @@ def test_both_mixers_follow_their_formulas(off):
 
 
 @pytest.mark.slow
-def test_the_ablated_model_decodes_counts_and_uses_all_its_parameters(tmp_path):
+def test_the_ablated_model_uses_all_its_parameters(tmp_path):
     config = dataclasses.replace(BASE, **dict.fromkeys(ABLATIONS, False))
     model = drawn_model(config)
     graphdef, params = nnx.split(model, nnx.Param)
@@ -156,7 +156,7 @@ def test_the_ablated_model_decodes_counts_and_uses_all_its_parameters(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_positions_the_order_of_the_past_does_not_matter():
+def test_without_positions_order_does_not_matter():
     x_BTD = np.random.default_rng(0).standard_normal((1, T, BASE.hidden_size)).astype(np.float32)
     context = Context(jnp.arange(T, dtype=jnp.int32)[None])
 

@@ -181,7 +181,7 @@ class Numbers:
 
 
 @pytest.mark.slow
-def test_multi_token_prediction_has_the_number_of_the_last_layer():
+def test_the_prediction_module_numbers_as_the_last_layer():
     for name in MIXERS:
         config, numbers = base(name), Numbers()
         nnx.eval_shape(lambda: mixer_class(name)(config, Make(config, nnx.Rngs(0), (1,)), numbers))
@@ -302,7 +302,7 @@ def layers(name, **settings):
 
 # test_reference.py has those two
 @pytest.mark.parametrize("name", [name for name in quick(MIXERS) if name not in QUICK[:2]])
-def test_a_layer_is_its_paper_s_recurrence_token_by_token(name):
+def test_a_layer_is_its_paper_s_recurrence(name):
     """Outputs and gradients of every parameter, in float32: rounding of some hundred sums, times
     what strong decay makes of it.
     """
@@ -326,7 +326,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_token_s_write_is_a_step_of_gradient_descent(view):
+def test_a_write_is_a_step_of_gradient_descent(view):
     """Of length 1 for sums, of length β for the delta rule; six tokens of one head."""
     loss, g, erase = VIEWS[view]
     rng = np.random.default_rng(0)
@@ -441,7 +441,7 @@ def test_flat_arrays_between_the_kernels_change_nothing(monkeypatch):
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == 2
 
 
-def test_the_kernels_of_norm_and_gate_interpreted_match_the_products():
+def test_kernels_of_norm_and_gate_match_the_products():
     """Two heads and two blocks of 16 tokens, against float64."""
     rng = np.random.default_rng(0)
     o, gate, dy, weight = (rng.normal(size=s) for s in (*[(2, 32, 256)] * 3, (128,)))
@@ -484,9 +484,7 @@ def test_the_kernels_of_norm_and_gate_for_hopper_interpreted():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width, half", [(128, 64), (256, 32)])
-def test_the_kernels_between_attention_and_its_projections_interpreted_match_the_products(
-    width, half
-):
+def test_kernels_beside_attention_match_the_products(width, half):
     """Two blocks of two heads and two of 32 tokens, against float64."""
     rng, heads, time = np.random.default_rng(0), 4, 64
     x, gate, dz, o, dy = (
@@ -556,7 +554,7 @@ def test_side_by_side_heads_change_nothing(axes):
 
 
 @pytest.mark.slow
-def test_every_implementation_of_the_delta_rule_can_be_trained_with():
+def test_every_delta_rule_can_be_trained_with():
     """What each gives, and its gradients, are the operator's tests; here that the setting
     reaches it.
     """
@@ -597,7 +595,7 @@ def test_counts_are_those_of_the_parameters(declarations):
     assert parameter_counts(config).total == sum(p.size for p in declared(config).values())
 
 
-def test_flops_are_two_a_weight_and_the_mixer_s_own(declarations):
+def test_flops_are_weights_and_the_mixer_s(declarations):
     name, config, of_mixer = declarations
     matrices = [p for p in of_mixer.values() if p.kind in ("matrix", "indexer")]
     products = 2 * sum(p.size for p in matrices if len(p.shape) > 1)

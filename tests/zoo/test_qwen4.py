@@ -501,7 +501,7 @@ def test_rows_of_two_tokens(mode):
 
 
 @pytest.mark.slow
-def test_lazy_adamw_is_adamw_for_the_rows_of_every_batch():
+def test_lazy_adamw_is_adamw_for_used_rows():
     """Rows 0 and 5 are used in every step, row 2 in the second of three, the others never."""
     config = config_of(hf_form="")
     settings = OptimizerConfig(ngram_table="lazy_adamw", clip_norm=0.5, weight_decay=0.3)
@@ -713,7 +713,7 @@ def test_released_weights_are_read_in_pieces_onto_a_mesh(fixture, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_released_weights_on_a_mesh():
+def test_released_weights_are_trained_on_a_mesh():
     """Two steps on eight devices, from the weights of the wrapper with fused experts, are those on
     one device.
     """
