@@ -119,7 +119,7 @@ def test_a_fit_without_a_best_size_is_named():
 def test_text_page_and_json_are_whole():
     scaling = analyse(ladder(noise=3e-3), resamples=20)
     assert set(json.loads(as_json(scaling))["constants"]) == set(CONSTANTS)
-    assert "the largest run" in as_text(scaling, 20)
+    assert "largest" in as_text(scaling, 20)
     text = page(scaling, "title", "heldout loss", 20)
     assert text.count("<figure") == 4 and "nan" not in text
 
